@@ -1,0 +1,1 @@
+"""The engine; it knows no optimizer."""

@@ -1,0 +1,45 @@
+"""Checks of arguments at construction: plain numbers only, since traced ones have no value."""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
+    """Raises ``ValueError`` naming the argument if a plain number among them is not ``ok``.
+
+    Schedules and arrays (from ``optax.inject_hyperparams``) pass: their values come later.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, numbers.Real) and not ok(value):
+            raise ValueError(f"{name} must be {must}, got {value!r}")
+
+
+def check_fraction(**arguments: Any) -> None:
+    """For decay rates, in [0, 1)."""
+    check("in [0, 1)", lambda v: 0 <= v < 1, **arguments)
+
+
+def check_positive(**arguments: Any) -> None:
+    """For what must be above zero."""
+    check("positive", lambda v: v > 0, **arguments)
+
+
+def check_not_negative(**arguments: Any) -> None:
+    """For what may be zero."""
+    check("zero or positive", lambda v: v >= 0, **arguments)
+
+
+def check_rate(learning_rate: Any) -> None:
+    """A learning rate is a real number, a scalar array or a schedule."""
+    if callable(learning_rate):
+        return
+    if not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
+        raise TypeError(
+            "learning_rate must be a number or a schedule (a function of the step), "
+            f"got {learning_rate!r}"
+        )
+    check("a finite number", lambda v: bool(np.isfinite(v)), learning_rate=learning_rate)

@@ -1,0 +1,193 @@
+"""Embedding lookups whose gradient is row-sparse.
+
+Inside :func:`value_and_grad` every leaf of the differentiated arguments is a tracer of its own.
+:func:`lookup` knows such a leaf by its identity, reads the rows from an undifferentiated copy,
+and adds a *tap*, an array of zeros. The gradient of the tap is the gradient of the rows, so no
+dense gradient ever exists. A first, abstract trace finds the lookups; its jaxpr tells which of
+the tables are used in any other way too.
+"""
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap
+
+from .rows import SparseRows
+
+try:
+    from jax.extend.core import get_opaque_trace_state  # pyright: ignore
+except ImportError:  # jax < 0.8
+    from jax.core import get_opaque_trace_state  # pyright: ignore
+
+
+def lookup(table: Array, ids: Array) -> Array:
+    """``table[ids]`` for integer ids of any shape, with a row-sparse gradient.
+
+    Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
+    only read by lookups becomes :class:`optzoo.SparseRows`. Everywhere else, and for tables that
+    are also used in another way (tied weights), it is the usual dense gradient.
+
+    The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
+    ``[0, len(table))`` is an error when the ids are known; when they are traced it reads NaN, so
+    that it cannot go unnoticed. Negative ids do not count from the end, and nothing is clipped.
+
+    Works under ``jax.vmap``. In the body of a loop, a ``jit``, a ``checkpoint`` or a
+    ``shard_map`` *inside* the loss, the gradient is dense: move the lookup out in front of it.
+
+    Args:
+        table: shape ``(num_rows, *row_shape)``.
+        ids: integers of any shape.
+
+    Returns:
+        The rows, of shape ``ids.shape + row_shape``.
+
+    Raises:
+        TypeError: if the ids are not integers.
+        ValueError: if the table is a scalar.
+        IndexError: if a known id is out of range.
+    """
+    if jnp.ndim(table) == 0:
+        raise ValueError("table must have at least one dimension, got a scalar")
+    if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+        raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
+    if not isinstance(ids, jax.core.Tracer):
+        _check_range(ids, len(table))
+    ids = jnp.asarray(ids)
+    tape = _TAPE.get()
+    if tape is None or id(table) not in tape.leaves:
+        return _read(table, ids)
+    if not isinstance(ids, jax.core.Tracer) or get_opaque_trace_state() == tape.level:
+        return tape.read(table, ids)
+    if type(ids).__name__ == "BatchTracer":  # JAX does not export the class
+        return _lookup_under_vmap(table)(ids)
+    return _read(table, ids)  # the body of a loop or the like: ids live shorter than the tape
+
+
+class _Lookup(NamedTuple):
+    place: int  # of the table among the leaves
+    ids: Array
+    rows: jax.ShapeDtypeStruct
+
+
+class _Tape:
+    """Records the lookups of one run of a loss.
+
+    Args:
+        leaves: for the id of each differentiated leaf, its place and its undifferentiated copy.
+        taps: what to add to the rows of each lookup in turn; None to find their shapes.
+    """
+
+    def __init__(self, leaves: dict[int, tuple[int, Array]], taps: Sequence[Array] | None):
+        self.leaves, self.taps, self.log = leaves, taps, list[_Lookup]()
+        self.level = get_opaque_trace_state()
+
+    def read(self, table: Array, ids: Array) -> Array:
+        place, constant = self.leaves[id(table)]
+        rows = _read(constant, ids)
+        self.log.append(_Lookup(place, ids, jax.ShapeDtypeStruct(rows.shape, rows.dtype)))
+        return rows if self.taps is None else rows + self.taps[len(self.log) - 1]
+
+
+_TAPE = contextvars.ContextVar[_Tape | None]("tape", default=None)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
+
+    A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
+    :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
+    gets what ``jax.value_and_grad`` would give. The loss is traced twice.
+
+    Args:
+        loss_fn: returns a scalar, or ``(scalar, aux)``.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+
+    Returns:
+        A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
+        ``((value, aux), gradients)``.
+
+    Raises:
+        TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
+    """
+    which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def wrapped(*args, **kwargs):
+        chosen = tuple(args[i] for i in which)
+        flat, treedef = jax.tree.flatten(chosen)
+        log: list[_Lookup] = []
+
+        def run(leaves, taps):
+            tape = _Tape({id(x): (i, flat[i]) for i, x in enumerate(leaves)}, taps)
+            full_args = list(args)
+            for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
+                full_args[i] = arg
+            token = _TAPE.set(tape)
+            try:
+                out = loss_fn(*full_args, **kwargs)
+            finally:
+                _TAPE.reset(token)
+            log[:] = tape.log
+            value, aux = out if has_aux else (out, None)
+            return value, (aux, [entry.ids for entry in tape.log])
+
+        only_looked_up = _unused(jax.make_jaxpr(lambda leaves: run(leaves, None))(flat).jaxpr)
+        taps = [jnp.zeros(entry.rows.shape, entry.rows.dtype) for entry in log]
+        differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
+        for place, x in enumerate(flat):
+            mine = [k for k, entry in enumerate(log) if entry.place == place]
+            if mine:
+                rows = SparseRows(
+                    jnp.concatenate([ids[k].reshape(-1) for k in mine]),
+                    jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),
+                    x.shape[0],
+                )
+                # Rows added to the gradient of the other uses: the correct dense gradient.
+                of_leaves[place] = rows if only_looked_up[place] else of_leaves[place] + rows
+        grads = treedef.unflatten(of_leaves)
+        return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def _unused(jaxpr: Any) -> list[bool]:
+    """Which inputs no equation and no output of the jaxpr reads."""
+    used = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+    return [id(v) not in used for v in jaxpr.invars]
+
+
+def _read(table: Array, ids: Array) -> Array:
+    num_rows = table.shape[0]
+    beyond = jnp.iinfo(ids.dtype).max if num_rows > jnp.iinfo(ids.dtype).max else num_rows + 1
+    rows = jnp.take(table, jnp.where(ids < 0, beyond, ids), axis=0, mode="fill")
+    is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
+    return jnp.where(is_padding, 0, rows)
+
+
+def _check_range(ids: Any, num_rows: int) -> None:
+    ids = jax.device_get(ids)
+    bad = (ids < 0) | (ids > num_rows)
+    if bad.any():
+        raise IndexError(
+            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, "
+            f"got {ids[bad].flat[0]}"
+        )
+
+
+def _lookup_under_vmap(table: Array) -> Callable[[Array], Array]:
+    """Hands the ids of all lanes to the level below the vmap at once."""
+    read = custom_vmap(lambda ids: _read(table, ids))
+
+    @read.def_vmap
+    def _(axis_size, in_batched, ids):
+        del axis_size
+        return lookup(table, ids), in_batched[0]
+
+    return read

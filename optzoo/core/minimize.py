@@ -1,0 +1,51 @@
+"""The whole train step of a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from .lookup import value_and_grad
+
+
+def minimize(
+    loss_fn: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool = False
+) -> Callable[..., Any]:
+    """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
+
+    Gradients of tables read by :func:`optzoo.lookup` travel as SparseRows. Parameters and state
+    are donated: the step updates them in place, and the arrays passed in must not be used again.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> params = {"table": jnp.ones((6, 2))}
+        >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> step, state = optzoo.minimize(loss, tx), tx.init(params)
+        >>> params, state, value = step(params, state, jnp.array([0, 3]))
+        >>> float(value)
+        4.0
+
+    Args:
+        loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``.
+        tx: any optax transformation; one that does not know rows needs :func:`optzoo.densify`
+            in front of it.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+
+    Returns:
+        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
+        fourth if ``has_aux``. The extra args go to ``tx.update``.
+    """
+    tx = optax.with_extra_args_support(tx)
+    differentiate = value_and_grad(loss_fn, has_aux=has_aux)
+
+    def step(params, state, *batch, **extra_args):
+        out, grads = differentiate(params, *batch)
+        updates, state = tx.update(grads, state, params, **extra_args)
+        # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
+        # costs a copy of each table.
+        params = optax.apply_updates(params, updates)
+        return (params, state, *out) if has_aux else (params, state, out)
+
+    return jax.jit(step, donate_argnums=(0, 1))

@@ -1,0 +1,297 @@
+"""A gradient that touches only some rows of its parameter."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import DTypeLike
+
+_MEND = (
+    "put optzoo.densify() in front of a transformation that does not know rows, "
+    "or wrap a stateless one in optzoo.on_values"
+)
+
+
+class _SpeaksInErrors(type):
+    # JAX prints the class when a foreign transformation maps over rows and arrays together,
+    # so this is where the user meets the way out.
+    def __repr__(cls) -> str:
+        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_MEND})"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["indices", "values"],
+    meta_fields=["num_rows"],
+    drop_fields=["coalesced"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseRows(metaclass=_SpeaksInErrors):
+    """Rows ``values[i]`` at the places ``indices[i]`` of an array of ``num_rows`` rows.
+
+    The counterpart of ``tf.IndexedSlices``. Rows that share an index sum. The index
+    ``num_rows`` marks padding; it, and any other index outside ``[0, num_rows)``, is ignored.
+
+    ``params + rows`` scatters the rows, so ``optax.apply_updates`` takes them unchanged.
+
+    A transformation that maps over all leaves meets ``indices`` as a leaf. Floating-point
+    arithmetic on it is refused with an error; integer arithmetic cannot be told from a
+    legitimate copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there.
+
+    Attributes:
+        indices: integers of shape ``(n,)``.
+        values: shape ``(n, *row_shape)``.
+        num_rows: a Python int, static under ``jit``.
+        coalesced: whether every index but padding is known to occur once. A hint for the links
+            of a chain, not part of the tree: any tree operation forgets it.
+
+    Raises:
+        TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
+        ValueError: if ``indices`` and ``values`` differ in length.
+    """
+
+    indices: Array
+    values: Array
+    num_rows: int
+    coalesced: bool = False
+
+    __array_ufunc__ = None  # lets `numpy_array + rows` reach __radd__
+
+    def __post_init__(self):
+        if not isinstance(self.num_rows, int):
+            raise TypeError(
+                "SparseRows.num_rows must be a Python int (it is part of the type under jit), "
+                f"got {self.num_rows!r}"
+            )
+        dtype = getattr(self.indices, "dtype", None)  # a pytree may hold any object here
+        if dtype is None:
+            return
+        if jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"SparseRows.indices must be integers, got {dtype}: perhaps a transformation "
+                f"took them for a part of the gradient; {_MEND}"
+            )
+        shape, values_shape = jnp.shape(self.indices), getattr(self.values, "shape", None)
+        if values_shape is not None and values_shape[: len(shape)] != shape:
+            raise ValueError(
+                "SparseRows needs one row of values for each index, got indices of shape "
+                f"{shape} and values of shape {values_shape}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return (self.num_rows, *self.values.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def astype(self, dtype: DTypeLike) -> "SparseRows":
+        """The same rows with values of another dtype."""
+        return self.with_values(self.values.astype(dtype))
+
+    def with_values(self, values: Array) -> "SparseRows":
+        """Other values at the same places."""
+        return dataclasses.replace(self, values=values)
+
+    def __radd__(self, dense: Array) -> Array:
+        """``dense`` with the rows added in place."""
+        dense = jnp.asarray(dense)
+        if dense.shape != self.shape:
+            raise ValueError(f"rows of an array of shape {self.shape} do not fit {dense.shape}")
+        return dense.at[self._places()].add(
+            self.values.astype(dense.dtype), mode="drop", unique_indices=self.coalesced
+        )
+
+    __add__ = __radd__
+
+    def to_dense(self) -> Array:
+        """The whole array, zero where no row is listed."""
+        return jnp.zeros(self.shape, self.dtype) + self
+
+    def gather(self, dense: Array) -> Array:
+        """The rows of ``dense`` at ``indices``; at padding, some row of it."""
+        return jnp.take(dense, self._places(), axis=0, mode="clip")
+
+    def scatter(self, dense: Array, rows: Array) -> Array:
+        """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
+        rows = rows.astype(dense.dtype)
+        return dense.at[self._places()].set(rows, mode="drop", unique_indices=True)
+
+    def drop_padding(self) -> "SparseRows":
+        """Zero values wherever the index is padding, whatever stood there."""
+        real = self._places() < self.num_rows
+        real = real.reshape(real.shape + (1,) * (self.values.ndim - 1))
+        return self.with_values(jnp.where(real, self.values, 0))
+
+    def coalesce(self, *, deterministic: bool = False) -> "SparseRows":
+        """Sums the rows that share an index; the places left over become padding.
+
+        Sums in at least float32. On the CPU by hashing (no sort), elsewhere by sorting, where
+        scattered floating-point sums come in no fixed order; ``deterministic`` sorts and sums
+        in a fixed order everywhere.
+        """
+        if self.coalesced:
+            return self
+        given = self.drop_padding()
+        places = given._places()
+        values = given.values.astype(jnp.promote_types(self.dtype, jnp.float32))
+        if deterministic:
+            places, values = _merge_in_order(places, values, self.num_rows)
+        else:
+            # Measured on one core, 1M x 64, 4,096 ids: 0.17 ms by hash, 0.61 by a scratch word
+            # for each row of the table, 0.83 by jnp.unique, 0.91 by sorting.
+            places, values = jax.lax.platform_dependent(
+                places,
+                values,
+                cpu=functools.partial(_merge_by_hash, num_rows=self.num_rows),
+                default=functools.partial(_merge_by_sort, num_rows=self.num_rows),
+            )
+        return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
+
+    def _places(self) -> Array:
+        """The indices, with all that is out of range moved to the padding slot."""
+        i = jnp.asarray(self.indices)
+        i = i.astype(jnp.promote_types(i.dtype, jnp.int32))
+        return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
+
+
+def _merge_by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
+    """Elects one position for each distinct index, then sums into the elected positions.
+
+    Every undecided position writes itself into the bucket of its index. Whoever reads back a
+    position with its own index is decided, for all its equals read the same one. Each round
+    decides at least one index for each bucket in use, and hashes anew.
+    """
+    n = places.shape[0]
+    if n == 0:
+        return places, values
+    own = jnp.arange(n, dtype=places.dtype)
+    bits = max(4, (4 * n - 1).bit_length())
+
+    def elect(carry):
+        elected, round_number = carry
+        factor = jnp.uint32(2654435761) + round_number * jnp.uint32(0x9E3779B2)  # stays odd
+        bucket = (places.astype(jnp.uint32) * factor >> jnp.uint32(32 - bits)).astype(places.dtype)
+        undecided = elected < 0
+        scratch = jnp.zeros(1 << bits, places.dtype)
+        scratch = scratch.at[jnp.where(undecided, bucket, 1 << bits)].set(own, mode="drop")
+        seen = scratch[bucket]
+        decided = undecided & (places[seen] == places)
+        return jnp.where(decided, seen, elected), round_number + jnp.uint32(1)
+
+    nobody = jnp.full_like(own, -1)
+    elected, _ = jax.lax.while_loop(lambda c: jnp.any(c[0] < 0), elect, (nobody, jnp.uint32(0)))
+    summed = jnp.zeros_like(values).at[elected].add(values)
+    return jnp.where(elected == own, places, num_rows), summed
+
+
+def _merge_by_sort(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
+    n = places.shape[0]
+    merged, slot = jnp.unique(places, size=n, fill_value=num_rows, return_inverse=True)
+    summed = jax.ops.segment_sum(values, slot.reshape(-1), num_segments=n)
+    return merged.astype(places.dtype), summed
+
+
+def _merge_in_order(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
+    """Sorts, then sums runs of equal indices by a scan: no scatter adds, so a fixed order."""
+    if places.shape[0] == 0:
+        return places, values
+    order = jnp.argsort(places, stable=True)
+    places, values = places[order], values[order]
+    starts = jnp.concatenate([jnp.ones(1, bool), places[1:] != places[:-1]])
+    last = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
+
+    def join(left, right):
+        (left_sum, left_start), (right_sum, right_start) = left, right
+        cut = right_start.reshape(right_start.shape + (1,) * (values.ndim - 1))
+        return jnp.where(cut, right_sum, left_sum + right_sum), left_start | right_start
+
+    sums, _ = jax.lax.associative_scan(join, (values, starts))
+    keep = last.reshape(last.shape + (1,) * (values.ndim - 1))
+    return jnp.where(last, places, num_rows), jnp.where(keep, sums, 0)
+
+
+def is_rows(g: object) -> bool:
+    """Whether ``g`` is a row-sparse gradient."""
+    return isinstance(g, SparseRows)
+
+
+def map_gradients(f: Any, updates: Any, *rest: Any) -> Any:
+    """``jax.tree.map`` that hands SparseRows to ``f`` as a whole."""
+    return jax.tree.map(f, updates, *rest, is_leaf=is_rows)
+
+
+def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
+    """Merges repeated indices of all SparseRows gradients, once for the rest of a chain.
+
+    Args:
+        deterministic: sum in a fixed order on every backend, so that a run repeats to the bit.
+    """
+    merge = lambda g: g.coalesce(deterministic=deterministic) if is_rows(g) else g
+    return optax.stateless(lambda updates, _: map_gradients(merge, updates))
+
+
+def densify() -> optax.GradientTransformation:
+    """Turns every SparseRows gradient into an array; put it in front of what knows no rows."""
+    to_dense = lambda g: g.to_dense() if is_rows(g) else g
+    return optax.stateless(lambda updates, _: map_gradients(to_dense, updates))
+
+
+def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Shows a stateless transformation, such as clipping, only the values of the rows.
+
+    Repeated indices are summed first, so an element-wise ``inner`` gives what it gives on the
+    dense gradient, but for the untouched rows, which it never sees.
+
+    Args:
+        inner: keeps no params-shaped state and reads no parameters.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        del params  # a row has no parameter of its own shape
+        updates = map_gradients(lambda g: g.coalesce() if is_rows(g) else g, updates)
+        values = map_gradients(lambda g: g.values if is_rows(g) else g, updates)
+        values, state = inner.update(values, state, None, **extra_args)
+        rebuild = lambda g, v: g.with_values(v).drop_padding() if is_rows(g) else v
+        return map_gradients(rebuild, updates, values), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    r"""Clips the norm over all gradients together, row-sparse ones included.
+
+    .. math::
+        g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
+
+    where the norm is that of the summed gradient: repeated indices are merged first, so rows
+    give what their dense gradient gives.
+
+    Args:
+        max_norm: :math:`c`, positive.
+
+    References:
+        Pascanu et al., `On the difficulty of training Recurrent Neural Networks
+        <https://arxiv.org/abs/1211.5063>`_, 2013; ``tf.clip_by_global_norm``.
+    """
+
+    def update(updates, _):
+        updates = map_gradients(lambda g: g.coalesce() if is_rows(g) else g, updates)
+        values = [g.values if is_rows(g) else g for g in jax.tree.leaves(updates, is_leaf=is_rows)]
+        widened = [v.astype(jnp.promote_types(v.dtype, jnp.float32)) for v in values]
+        norm = optax.global_norm(widened)
+        factor = max_norm / jnp.maximum(norm, max_norm)
+        scale = lambda g: (g * factor).astype(g.dtype)
+        return map_gradients(
+            lambda g: g.with_values(scale(g.values)) if is_rows(g) else scale(g), updates
+        )
+
+    return optax.stateless(update)

@@ -1,0 +1,1 @@
+"""Each parameter on its own: gradient and slots only."""

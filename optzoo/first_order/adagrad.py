@@ -1,0 +1,58 @@
+"""Adagrad."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+from ..core.checks import check_positive
+from ..core.leafwise import Slot, full, leafwise
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class AdagradSlots(NamedTuple):
+    """What Adagrad keeps."""
+
+    accumulator: Slot  # sum of the squared gradients
+
+
+def scale_by_adagrad(
+    initial_accumulator_value: float = 0.1,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.adagrad`."""
+    check_positive(initial_accumulator_value=initial_accumulator_value)
+
+    def rule(g, x, s, t):
+        accumulator = s.accumulator + g**2
+        return g * jax.lax.rsqrt(accumulator), AdagradSlots(accumulator)
+
+    return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))
+
+
+def adagrad(
+    learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: float = 0.1
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad, as in ``tf.train.AdagradOptimizer``.
+
+    .. math::
+        A_t &= A_{t-1} + g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t}}
+
+    There is no epsilon; the accumulator starts above zero instead. Rows without a gradient keep
+    their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        initial_accumulator_value: :math:`A_0`, positive.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if the initial value is not positive.
+
+    References:
+        Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+    """
+    return optax.chain(
+        scale_by_adagrad(initial_accumulator_value), scale_by_learning_rate(learning_rate)
+    )

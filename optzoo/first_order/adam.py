@@ -1,0 +1,116 @@
+"""Adam and its lazy sibling: one rule, two ways with rows."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import RowsRule, Rule, Slot, dense, lazy, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class AdamSlots(NamedTuple):
+    """What Adam keeps."""
+
+    m: Slot  # mean of the gradient
+    v: Slot  # mean of the squared gradient
+
+
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.adam`."""
+    return _scale_by_adam(b1, b2, eps, dense)
+
+
+def scale_by_lazy_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.lazy_adam`."""
+    return _scale_by_adam(b1, b2, eps, lazy)
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam, as in ``tf.train.AdamOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
+               \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
+
+    This is the paper's "epsilon hat": it is added to :math:`\sqrt{v_t}` before the correction of
+    the bias, unlike in ``optax.adam``. A row-sparse gradient counts as dense
+    (:func:`optzoo.dense`): rows without a gradient decay, and move. See :func:`optzoo.lazy_adam`
+    for an update that costs what the touched rows cost.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0; at 0 an element whose gradients were all zero
+            divides zero by zero.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
+    """
+    return optax.chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def lazy_adam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam for embeddings, as in ``tf.contrib.opt.LazyAdamOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
+               \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
+
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), though
+    :math:`t` counts every update. On dense gradients it is :func:`optzoo.adam`.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015.
+    """
+    return optax.chain(scale_by_lazy_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        m = b1 * s.m + (1 - b1) * g
+        v = b2 * s.v + (1 - b2) * g**2
+        correction = jnp.sqrt(1 - b2**t) / (1 - b1**t)
+        return correction * m / (jnp.sqrt(v) + eps), AdamSlots(m, v)
+
+    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=rows)

@@ -1,0 +1,64 @@
+"""AdaMax: Adam with the infinity norm."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import Slot, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class AdaMaxSlots(NamedTuple):
+    """What AdaMax keeps."""
+
+    m: Slot  # mean of the gradient
+    v: Slot  # decaying maximum of its magnitude
+
+
+def scale_by_adamax(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.adamax`."""
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        m = b1 * s.m + (1 - b1) * g
+        v = jnp.maximum(b2 * s.v, jnp.abs(g))
+        return m / ((1 - b1**t) * (v + eps)), AdaMaxSlots(m, v)
+
+    return leafwise(rule, slots=AdaMaxSlots(zeros, zeros))
+
+
+def adamax(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdaMax, as in ``tf.contrib.opt.AdaMaxOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \max(\beta_2 v_{t-1}, |g_t|) \\
+        x_t &= x_{t-1} - \frac{\eta_t}{1 - \beta_1^t} \cdot \frac{m_t}{v_t + \epsilon}
+
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the maximum, in [0, 1).
+        eps: guards the division where no gradient was seen yet, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015, section 7.1.
+    """
+    return optax.chain(scale_by_adamax(b1, b2, eps), scale_by_learning_rate(learning_rate))

@@ -1,0 +1,65 @@
+"""AddSign: the gradient, weighted by whether it agrees in sign with its mean."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction
+from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class AddSignSlots(NamedTuple):
+    """What AddSign keeps."""
+
+    m: Slot  # mean of the gradient
+
+
+def scale_by_add_sign(
+    alpha: float = 1.0, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.add_sign`."""
+    check_fraction(beta=beta)
+
+    def rule(g, x, s, t, sign_decay):
+        m = beta * s.m + (1 - beta) * g
+        return (alpha + sign_decay * jnp.sign(g) * jnp.sign(m)) * g, AddSignSlots(m)
+
+    scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
+    return leafwise(rule, slots=AddSignSlots(zeros), rows=touched, scheduled=scheduled)
+
+
+def add_sign(
+    learning_rate: optax.ScalarOrSchedule = 0.1,
+    alpha: float = 1.0,
+    beta: float = 0.9,
+    sign_decay: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AddSign, as in ``tf.contrib.opt.AddSignOptimizer``.
+
+    .. math::
+        m_t &= \beta\, m_{t-1} + (1 - \beta)\, g_t \\
+        x_t &= x_{t-1} - \eta_t\, (\alpha + \delta_t\, \mathrm{sgn}(g_t)\, \mathrm{sgn}(m_t))\, g_t
+
+    The mean starts at zero without a correction. With row-sparse gradients the mean decays
+    everywhere, but only rows with a gradient move (:func:`optzoo.touched`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        alpha: weight of the gradient itself.
+        beta: decay of the mean, in [0, 1).
+        sign_decay: :math:`\delta`, a number or a schedule such as
+            :func:`optzoo.cosine_sign_decay`; None for 1.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if beta is out of its range.
+
+    References:
+        Bello et al., `Neural Optimizer Search with Reinforcement Learning
+        <https://arxiv.org/abs/1709.07417>`_, 2017.
+    """
+    return optax.chain(
+        scale_by_add_sign(alpha, beta, sign_decay), scale_by_learning_rate(learning_rate)
+    )

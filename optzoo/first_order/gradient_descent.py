@@ -1,0 +1,28 @@
+"""Gradient descent."""
+
+import optax
+
+from ..core.learning_rate import scale_by_learning_rate
+
+
+def gradient_descent(
+    learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gradient descent, as in ``tf.train.GradientDescentOptimizer``.
+
+    .. math::
+        x_t = x_{t-1} - \eta_t\, g_t
+
+    Rows without a gradient keep their parameters (:func:`optzoo.linear`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+
+    References:
+        Robbins and Monro, `A Stochastic Approximation Method
+        <https://doi.org/10.1214/aoms/1177729586>`_, 1951.
+    """
+    return scale_by_learning_rate(learning_rate)

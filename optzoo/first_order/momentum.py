@@ -1,0 +1,61 @@
+"""Momentum, with Nesterov's variant."""
+
+from typing import NamedTuple
+
+import optax
+
+from ..core.checks import check_not_negative
+from ..core.leafwise import Slot, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class MomentumSlots(NamedTuple):
+    """What momentum keeps."""
+
+    momentum: Slot  # decaying sum of the gradients
+
+
+def scale_by_momentum(
+    momentum: float, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.momentum`; ``optax.trace`` that takes SparseRows."""
+    check_not_negative(momentum=momentum)
+
+    def rule(g, x, s, t):
+        a = momentum * s.momentum + g
+        return g + momentum * a if nesterov else a, MomentumSlots(a)
+
+    return leafwise(rule, slots=MomentumSlots(zeros))
+
+
+def momentum(
+    learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gradient descent with momentum, as in ``tf.train.MomentumOptimizer``.
+
+    .. math::
+        a_t &= \mu\, a_{t-1} + g_t \\
+        x_t &= x_{t-1} - \eta_t\, a_t
+            \quad\text{or, with Nesterov,}\quad x_{t-1} - \eta_t\, (g_t + \mu\, a_t)
+
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum, so a
+            change acts at once on the whole history.
+        momentum: :math:`\mu`, at least 0, usually below 1.
+        nesterov: look ahead along the sum.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if the momentum is negative.
+
+    References:
+        Polyak, `Some methods of speeding up the convergence of iteration methods
+        <https://doi.org/10.1016/0041-5553(64)90137-5>`_, 1964; Sutskever et al., `On the
+        importance of initialization and momentum in deep learning
+        <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
+    """
+    return optax.chain(
+        scale_by_momentum(momentum, nesterov), scale_by_learning_rate(learning_rate)
+    )

@@ -1,0 +1,90 @@
+"""RMSProp, plain or centered, with momentum."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import Slot, full, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from .momentum import scale_by_momentum
+
+
+class RMSPropSlots(NamedTuple):
+    """What plain RMSProp keeps."""
+
+    rms: Slot  # mean of the squared gradient
+
+
+class CenteredRMSPropSlots(NamedTuple):
+    """What centered RMSProp keeps."""
+
+    rms: Slot  # mean of the squared gradient
+    mg: Slot  # mean of the gradient
+
+
+def scale_by_rmsprop(
+    decay: float = 0.9, eps: float = 1e-10, centered: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.rmsprop` without momentum."""
+    check_fraction(decay=decay)
+    check_not_negative(eps=eps)
+
+    def plain(g, x, s, t):
+        rms = decay * s.rms + (1 - decay) * g**2
+        return g * jax.lax.rsqrt(rms + eps), RMSPropSlots(rms)
+
+    def around_mean(g, x, s, t):
+        rms = decay * s.rms + (1 - decay) * g**2
+        mg = decay * s.mg + (1 - decay) * g
+        return g * jax.lax.rsqrt(rms - mg**2 + eps), CenteredRMSPropSlots(rms, mg)
+
+    if centered:
+        return leafwise(around_mean, slots=CenteredRMSPropSlots(rms=full(1), mg=zeros))
+    return leafwise(plain, slots=RMSPropSlots(rms=full(1)))
+
+
+def rmsprop(
+    learning_rate: optax.ScalarOrSchedule,
+    decay: float = 0.9,
+    momentum: float = 0.0,
+    eps: float = 1e-10,
+    centered: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""RMSProp, as in ``tf.train.RMSPropOptimizer``.
+
+    .. math::
+        r_t &= \rho\, r_{t-1} + (1 - \rho)\, g_t^2, \qquad r_0 = 1 \\
+        c_t &= \rho\, c_{t-1} + (1 - \rho)\, g_t \\
+        M_t &= \mu\, M_{t-1} + \eta_t\, \frac{g_t}{\sqrt{r_t - c_t^2 + \epsilon}} \\
+        x_t &= x_{t-1} - M_t
+
+    where :math:`c_t` is zero unless ``centered``. The mean square starts at one, so early steps
+    are small, and the rate is part of the momentum: a change acts on new gradients only. Rows
+    without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        decay: :math:`\rho`, in [0, 1).
+        momentum: :math:`\mu`, at least 0.
+        eps: :math:`\epsilon`, inside the root, at least 0.
+        centered: divide by the standard deviation instead of the root of the mean square. With a
+            tiny ``eps`` the variance can round to a negative number, whose root is NaN.
+            Structural: it cannot be injected.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range.
+
+    References:
+        Tieleman and Hinton, `Lecture 6.5: rmsprop
+        <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012;
+        Graves, `Generating Sequences With Recurrent Neural Networks
+        <https://arxiv.org/abs/1308.0850>`_, 2013 (centered, with momentum).
+    """
+    return optax.chain(
+        scale_by_rmsprop(decay, eps, centered),
+        scale_by_learning_rate(learning_rate),
+        scale_by_momentum(momentum),
+    )

@@ -1,0 +1,81 @@
+"""Schedules that fade out the sign term of AddSign and PowerSign."""
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_positive
+
+
+def linear_sign_decay(decay_steps: int) -> optax.Schedule:
+    r"""Falls from 1 to 0 along a line, as ``tf.contrib.opt.get_linear_decay_fn``.
+
+    .. math::
+        \delta_k = 1 - \min(k, N) / N
+
+    Args:
+        decay_steps: :math:`N`, positive.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not positive.
+    """
+    check_positive(decay_steps=decay_steps)
+    return lambda k: 1 - jnp.minimum(k, decay_steps) / decay_steps
+
+
+def cosine_sign_decay(
+    decay_steps: int, num_periods: float = 0.5, zero_after: float | None = None
+) -> optax.Schedule:
+    r"""Swings between 1 and 0, as ``tf.contrib.opt.get_cosine_decay_fn``.
+
+    .. math::
+        \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = 2P \min(k, N) / N
+
+    and 0 where :math:`f \ge 2Z`. After :math:`N` steps it keeps its last value.
+
+    Args:
+        decay_steps: :math:`N`, positive.
+        num_periods: :math:`P`; at 0.5 it ends at 0.
+        zero_after: :math:`Z`, the number of periods after which it stays 0; None for never.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not positive.
+    """
+    check_positive(decay_steps=decay_steps)
+
+    def decay(k):
+        f = 2 * num_periods * jnp.minimum(k, decay_steps) / decay_steps
+        value = 0.5 * (1 + jnp.cos(jnp.pi * f))
+        return value if zero_after is None else jnp.where(f >= 2 * zero_after, 0.0, value)
+
+    return decay
+
+
+def restart_sign_decay(
+    decay_steps: int, num_periods: float = 1, zero_after: float | None = None
+) -> optax.Schedule:
+    r"""Half a cosine from 1 to 0, again and again, as ``tf.contrib.opt.get_restart_decay_fn``.
+
+    .. math::
+        \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = (P \min(k, N) \bmod N) / N
+
+    and 0 where :math:`P \min(k, N) / N \ge Z`. For a whole :math:`P` it jumps back to 1 at
+    :math:`k = N` and stays there, as the original does.
+
+    Args:
+        decay_steps: :math:`N`, positive.
+        num_periods: :math:`P`.
+        zero_after: :math:`Z`, the number of periods after which it stays 0; None for never.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not positive.
+    """
+    check_positive(decay_steps=decay_steps)
+
+    def decay(k):
+        periods = num_periods * jnp.minimum(k, decay_steps)
+        value = 0.5 * (1 + jnp.cos(jnp.pi * (periods % decay_steps) / decay_steps))
+        if zero_after is None:
+            return value
+        return jnp.where(periods / decay_steps >= zero_after, 0.0, value)
+
+    return decay

@@ -1,0 +1,93 @@
+"""FTRL-Proximal: follow the regularized leader."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check, check_not_negative, check_positive, check_rate
+from ..core.leafwise import Slot, full, leafwise, zeros
+
+
+class FtrlSlots(NamedTuple):
+    """What FTRL keeps."""
+
+    accum: Slot  # sum of the squared gradients
+    linear: Slot  # the linear term
+
+
+def ftrl(
+    learning_rate: optax.ScalarOrSchedule,
+    learning_rate_power: float = -0.5,
+    initial_accumulator_value: float = 0.1,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+    l2_shrinkage_regularization_strength: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""FTRL-Proximal, as in ``tf.train.FtrlOptimizer``.
+
+    .. math::
+        n_t &= n_{t-1} + g_t^2 \\
+        z_t &= z_{t-1} + g_t + 2 S x_{t-1} - \frac{n_t^{-p} - n_{t-1}^{-p}}{\eta_t}\, x_{t-1} \\
+        x_t &= \frac{\mathrm{clip}(z_t, -\lambda_1, \lambda_1) - z_t}
+                    {n_t^{-p} / \eta_t + 2 \lambda_2}
+
+    Many parameters become exactly zero for :math:`\lambda_1 > 0`. The start :math:`x_0` is
+    largely forgotten at the first update: an element whose first gradient is zero becomes zero.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    It reads the parameters and computes new ones, so it owns its learning rate and must be the
+    last link of a chain.
+
+    Args:
+        learning_rate: :math:`\eta`, a positive number or a schedule.
+        learning_rate_power: :math:`p`, at most 0; 0 keeps the rate constant.
+        initial_accumulator_value: :math:`n_0`, at least 0.
+        l1_regularization_strength: :math:`\lambda_1`, at least 0.
+        l2_regularization_strength: :math:`\lambda_2`, at least 0, a penalty on the solution.
+        l2_shrinkage_regularization_strength: :math:`S`, at least 0, a penalty on the gradient's
+            side: it shrinks without biasing :math:`n_t`.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        McMahan et al., `Ad Click Prediction: a View from the Trenches
+        <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
+
+    Differences from the original:
+        Where numerator and denominator are both zero (a zero gradient with
+        ``initial_accumulator_value=0``), the parameter becomes zero on rows too; the original
+        gives NaN there.
+    """
+    check_rate(learning_rate)
+    check_positive(learning_rate=learning_rate)
+    check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
+    check_not_negative(
+        initial_accumulator_value=initial_accumulator_value,
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
+        l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
+    )
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+    shrinkage = l2_shrinkage_regularization_strength
+
+    def to_rate(n):
+        return jnp.sqrt(n) if learning_rate_power == -0.5 else n**-learning_rate_power
+
+    def rule(g, x, s, t, learning_rate):
+        accum = s.accum + g**2
+        sigma = (to_rate(accum) - to_rate(s.accum)) / learning_rate
+        linear = s.linear + g + 2 * shrinkage * x - sigma * x
+        quadratic = to_rate(accum) / learning_rate + 2 * l2
+        excess = jnp.clip(linear, -l1, l1) - linear
+        new = jnp.where(quadratic > 0, excess / jnp.where(quadratic > 0, quadratic, 1), 0)
+        return new - x, FtrlSlots(accum, linear)
+
+    return leafwise(
+        rule,
+        slots=FtrlSlots(accum=full(initial_accumulator_value), linear=zeros),
+        scheduled={"learning_rate": learning_rate},
+        needs_params=True,
+    )
