@@ -32,7 +32,6 @@ from .first_order.gradient_descent import gradient_descent as gradient_descent
 from .first_order.momentum import momentum as momentum
 from .first_order.momentum import scale_by_momentum as scale_by_momentum
 from .first_order.rmsprop import rmsprop as rmsprop
-from .first_order.rmsprop import scale_by_rmsprop as scale_by_rmsprop
 from .first_order.sign_decay import cosine_sign_decay as cosine_sign_decay
 from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
 from .first_order.sign_decay import restart_sign_decay as restart_sign_decay

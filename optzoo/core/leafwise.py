@@ -22,7 +22,7 @@ from .rows import SparseRows, is_rows
 #   g, x       the gradient and the parameter (None where the caller gave no params)
 #   slots      a named tuple of arrays
 #   t          the number of this update: 1, 2, ...
-#   scheduled  the hyper-parameters that may change with the step, by name
+#   scheduled  by name, the hyper-parameters that may change with the step, and the powers
 Rule = Callable[..., tuple[Any, Any]]
 # The same for a SparseRows gradient; the update may be rows or an array.
 RowsRule = Callable[..., tuple[Any, Any]]
@@ -37,10 +37,11 @@ class NoSlots(NamedTuple):
 
 
 class LeafwiseState(NamedTuple):
-    """How many updates were made, and a params-shaped tree for each slot."""
+    """How many updates were made, a params-shaped tree for each slot, and running powers."""
 
     count: Array
     slots: Any
+    powers: dict[str, Array]
 
 
 def zeros(x: Any) -> Array:
@@ -101,6 +102,7 @@ def leafwise(
     slots: Any = NoSlots(),  # noqa: B008 (an empty named tuple cannot change)
     rows: Callable[[Rule], RowsRule] = lazy,
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
+    powers: Mapping[str, Any] | None = None,
     needs_params: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies ``rule`` to each leaf of a tree: the way to write an optimizer of your own.
@@ -121,6 +123,10 @@ def leafwise(
             schedule is called with the number of updates before this one, or with
             ``update(..., global_step=)``. ``update(..., name=value)`` overrides one of them for
             this step.
+        powers: bases whose ``t``-th powers the rule gets by keyword. They are running products
+            in float32 kept in the state, as TensorFlow keeps ``beta1_power``: bias corrections
+            such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
+            numbers need equal products.
         needs_params: whether the rule reads the parameter.
 
     Raises:
@@ -130,12 +136,13 @@ def leafwise(
     """
     array_rule = _in_float32(rule)
     rows_rule = rows(array_rule)
-    scheduled = dict(scheduled or {})
+    scheduled, bases = dict(scheduled or {}), dict(powers or {})
     Slots = type(slots)
 
     def init(params):
         trees = [jax.tree.map(initializer, params) for initializer in slots]
-        return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees))
+        first = {k: jnp.array(base, jnp.float32) for k, base in bases.items()}
+        return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees), first)
 
     def update(updates, state, params=None, **extra_args):
         if needs_params and params is None:
@@ -143,6 +150,7 @@ def leafwise(
         step = extra_args.get("global_step")
         step = state.count if step is None else step
         hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
+        hyper |= state.powers
         t = jnp.asarray(optax.safe_increment(state.count))
 
         def on_leaf(g, x, s):
@@ -160,7 +168,8 @@ def leafwise(
         done = [on_leaf(g, x, Slots._make(s)) for g, x, *s in leaves]
         updates = treedef.unflatten([u for u, _ in done])
         trees = [treedef.unflatten([new[i] for _, new in done]) for i in range(len(slots))]
-        return updates, LeafwiseState(t, Slots._make(trees))
+        powers = {k: p * jnp.asarray(bases[k], p.dtype) for k, p in state.powers.items()}
+        return updates, LeafwiseState(t, Slots._make(trees), powers)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -174,9 +183,12 @@ def _at(step: Any, value: Any, override: Any) -> Any:
 
 def _in_float32(rule: Rule) -> Rule:
     def wide(g, x, s, t, **scheduled):
+        given = g, s
         widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
-        u, new = rule(widen(g), jax.tree.map(widen, x), jax.tree.map(widen, s), t, **scheduled)
-        return _narrow(u, g.dtype), jax.tree.map(lambda old, a: _narrow(a, old.dtype), s, new)
+        g, x, s = jax.tree.map(widen, (g, x, s))
+        hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
+        u, new = rule(g, x, s, t, **hyper)
+        return jax.tree.map(lambda old, a: _narrow(a, old.dtype), given, (u, new))
 
     return wide
 

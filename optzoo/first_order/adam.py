@@ -107,10 +107,11 @@ def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], Rows
     check_fraction(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t):
+    def rule(g, x, s, t, beta1_power, beta2_power):
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
-        correction = jnp.sqrt(1 - b2**t) / (1 - b1**t)
+        correction = jnp.sqrt(1 - beta2_power) / (1 - beta1_power)
         return correction * m / (jnp.sqrt(v) + eps), AdamSlots(m, v)
 
-    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=rows)
+    powers = {"beta1_power": b1, "beta2_power": b2}
+    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=rows, powers=powers)

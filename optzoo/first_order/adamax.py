@@ -24,12 +24,12 @@ def scale_by_adamax(
     check_fraction(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t):
+    def rule(g, x, s, t, beta1_power):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        return m / ((1 - b1**t) * (v + eps)), AdaMaxSlots(m, v)
+        return m / ((1 - beta1_power) * (v + eps)), AdaMaxSlots(m, v)
 
-    return leafwise(rule, slots=AdaMaxSlots(zeros, zeros))
+    return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
 
 
 def adamax(

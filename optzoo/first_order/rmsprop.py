@@ -5,16 +5,15 @@ from typing import NamedTuple
 import jax
 import optax
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_fraction, check_not_negative, check_rate
 from ..core.leafwise import Slot, full, leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from .momentum import scale_by_momentum
 
 
 class RMSPropSlots(NamedTuple):
     """What plain RMSProp keeps."""
 
     rms: Slot  # mean of the squared gradient
+    momentum: Slot  # decaying sum of the steps
 
 
 class CenteredRMSPropSlots(NamedTuple):
@@ -22,27 +21,7 @@ class CenteredRMSPropSlots(NamedTuple):
 
     rms: Slot  # mean of the squared gradient
     mg: Slot  # mean of the gradient
-
-
-def scale_by_rmsprop(
-    decay: float = 0.9, eps: float = 1e-10, centered: bool = False
-) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.rmsprop` without momentum."""
-    check_fraction(decay=decay)
-    check_not_negative(eps=eps)
-
-    def plain(g, x, s, t):
-        rms = decay * s.rms + (1 - decay) * g**2
-        return g * jax.lax.rsqrt(rms + eps), RMSPropSlots(rms)
-
-    def around_mean(g, x, s, t):
-        rms = decay * s.rms + (1 - decay) * g**2
-        mg = decay * s.mg + (1 - decay) * g
-        return g * jax.lax.rsqrt(rms - mg**2 + eps), CenteredRMSPropSlots(rms, mg)
-
-    if centered:
-        return leafwise(around_mean, slots=CenteredRMSPropSlots(rms=full(1), mg=zeros))
-    return leafwise(plain, slots=RMSPropSlots(rms=full(1)))
+    momentum: Slot  # decaying sum of the steps
 
 
 def rmsprop(
@@ -61,8 +40,9 @@ def rmsprop(
         x_t &= x_{t-1} - M_t
 
     where :math:`c_t` is zero unless ``centered``. The mean square starts at one, so early steps
-    are small, and the rate is part of the momentum: a change acts on new gradients only. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    are small. The rate is part of the momentum, where a change acts on new gradients only, so
+    RMSProp owns its learning rate. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -83,8 +63,22 @@ def rmsprop(
         Graves, `Generating Sequences With Recurrent Neural Networks
         <https://arxiv.org/abs/1308.0850>`_, 2013 (centered, with momentum).
     """
-    return optax.chain(
-        scale_by_rmsprop(decay, eps, centered),
-        scale_by_learning_rate(learning_rate),
-        scale_by_momentum(momentum),
-    )
+    check_rate(learning_rate)
+    check_fraction(decay=decay)
+    check_not_negative(momentum=momentum, eps=eps)
+
+    def plain(g, x, s, t, learning_rate):
+        rms = decay * s.rms + (1 - decay) * g**2
+        step = momentum * s.momentum + learning_rate * g * jax.lax.rsqrt(rms + eps)
+        return -step, RMSPropSlots(rms, step)
+
+    def around_mean(g, x, s, t, learning_rate):
+        rms = decay * s.rms + (1 - decay) * g**2
+        mg = decay * s.mg + (1 - decay) * g
+        step = momentum * s.momentum + learning_rate * g * jax.lax.rsqrt(rms - mg**2 + eps)
+        return -step, CenteredRMSPropSlots(rms, mg, step)
+
+    rule, slots = plain, RMSPropSlots(rms=full(1), momentum=zeros)
+    if centered:
+        rule, slots = around_mean, CenteredRMSPropSlots(rms=full(1), mg=zeros, momentum=zeros)
+    return leafwise(rule, slots=slots, scheduled={"learning_rate": learning_rate})

@@ -19,7 +19,7 @@ def linear_sign_decay(decay_steps: int) -> optax.Schedule:
         ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
-    return lambda k: 1 - jnp.minimum(k, decay_steps) / decay_steps
+    return lambda k: (decay_steps - _until(decay_steps, k)) / decay_steps
 
 
 def cosine_sign_decay(
@@ -43,7 +43,7 @@ def cosine_sign_decay(
     check_positive(decay_steps=decay_steps)
 
     def decay(k):
-        f = 2 * num_periods * jnp.minimum(k, decay_steps) / decay_steps
+        f = 2 * num_periods * (_until(decay_steps, k) / decay_steps)
         value = 0.5 * (1 + jnp.cos(jnp.pi * f))
         return value if zero_after is None else jnp.where(f >= 2 * zero_after, 0.0, value)
 
@@ -72,10 +72,15 @@ def restart_sign_decay(
     check_positive(decay_steps=decay_steps)
 
     def decay(k):
-        periods = num_periods * jnp.minimum(k, decay_steps)
+        periods = num_periods * _until(decay_steps, k)
         value = 0.5 * (1 + jnp.cos(jnp.pi * (periods % decay_steps) / decay_steps))
         if zero_after is None:
             return value
         return jnp.where(periods / decay_steps >= zero_after, 0.0, value)
 
     return decay
+
+
+def _until(decay_steps, k):
+    """The step, stopped at the end; in float32 as in the original, also for float64 training."""
+    return jnp.minimum(jnp.asarray(k, jnp.float32), decay_steps)

@@ -1,0 +1,32 @@
+"""Every test runs strictly: no silent promotion of ranks, warnings are errors."""
+
+import contextlib
+
+import jax
+import pytest
+
+from optzoo import CATALOG
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(params=sorted(CATALOG))
+def entry(request):
+    """Each optimizer of the catalogue in turn."""
+    return CATALOG[request.param]
+
+
+@pytest.fixture
+def x64():
+    """A context in which float64 is, or is not, available."""
+
+    @contextlib.contextmanager
+    def context(enabled):
+        before = jax.config.jax_enable_x64
+        jax.config.update("jax_enable_x64", enabled)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_enable_x64", before)
+
+    return context
