@@ -42,9 +42,7 @@ CATALOG: dict[str, Entry] = {
     "adamax": Entry(adamax, "lazy", 0.01, "tf.contrib.opt.AdaMaxOptimizer"),
     "add_sign": Entry(add_sign, "touched", 0.1, "tf.contrib.opt.AddSignOptimizer"),
     "ftrl": Entry(ftrl, "lazy", 0.1, "tf.train.FtrlOptimizer"),
-    "gradient_descent": Entry(
-        gradient_descent, "linear", 0.1, "tf.train.GradientDescentOptimizer"
-    ),
+    "gradient_descent": Entry(gradient_descent, "linear", 0.1, "tf.train.GradientDescentOptimizer"),
     "lazy_adam": Entry(lazy_adam, "lazy", 0.01, "tf.contrib.opt.LazyAdamOptimizer"),
     "momentum": Entry(momentum, "lazy", 0.03, "tf.train.MomentumOptimizer", {"momentum": 0.9}),
     "rmsprop": Entry(rmsprop, "lazy", 0.01, "tf.train.RMSPropOptimizer"),

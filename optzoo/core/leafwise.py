@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
-from .rows import SparseRows, is_rows
+from .rows import is_rows
 
 # rule(g, x, slots, t, **scheduled) -> update, new slots
 #   g, x       the gradient and the parameter (None where the caller gave no params)
@@ -62,7 +62,8 @@ def lazy(rule: Rule) -> RowsRule:
         if g.num_rows == 0:
             return g, s
         g = g.coalesce()
-        u, new = rule(g.values, jax.tree.map(g.gather, x), jax.tree.map(g.gather, s), t, **scheduled)
+        x, few = jax.tree.map(g.gather, (x, s))
+        u, new = rule(g.values, x, few, t, **scheduled)
         return g.with_values(u).drop_padding(), jax.tree.map(g.scatter, s, new)
 
     return on_rows

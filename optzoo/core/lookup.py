@@ -19,9 +19,9 @@ from jax.custom_batching import custom_vmap
 from .rows import SparseRows
 
 try:
-    from jax.extend.core import get_opaque_trace_state  # pyright: ignore
+    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
 except ImportError:  # jax < 0.8
-    from jax.core import get_opaque_trace_state  # pyright: ignore
+    from jax.core import get_opaque_trace_state  # pyrefly: ignore
 
 
 def lookup(table: Array, ids: Array) -> Array:
@@ -176,8 +176,7 @@ def _check_range(ids: Any, num_rows: int) -> None:
     bad = (ids < 0) | (ids > num_rows)
     if bad.any():
         raise IndexError(
-            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, "
-            f"got {ids[bad].flat[0]}"
+            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {ids[bad].flat[0]}"
         )
 
 

@@ -56,6 +56,4 @@ def momentum(
         importance of initialization and momentum in deep learning
         <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
-    return optax.chain(
-        scale_by_momentum(momentum, nesterov), scale_by_learning_rate(learning_rate)
-    )
+    return optax.chain(scale_by_momentum(momentum, nesterov), scale_by_learning_rate(learning_rate))
