@@ -1,5 +1,7 @@
 """Every optimizer of TensorFlow 1 and of RETURNN, as optax gradient transformations."""
 
+__version__ = "0.1.0"
+
 from .catalog import CATALOG as CATALOG
 from .core.leafwise import LeafwiseState as LeafwiseState
 from .core.leafwise import dense as dense

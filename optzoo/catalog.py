@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     rows: str  # what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear"
     rate: float  # a learning rate that suits small problems; the middle of the race's grid
     original: str  # the class it equals
+    l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
     required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
 
     def make(self, learning_rate: optax.ScalarOrSchedule | None = None, **kwargs: Any):
@@ -41,10 +42,12 @@ CATALOG: dict[str, Entry] = {
     "adam": Entry(adam, "dense", 0.01, "tf.train.AdamOptimizer"),
     "adamax": Entry(adamax, "lazy", 0.01, "tf.contrib.opt.AdaMaxOptimizer"),
     "add_sign": Entry(add_sign, "touched", 0.1, "tf.contrib.opt.AddSignOptimizer"),
-    "ftrl": Entry(ftrl, "lazy", 0.1, "tf.train.FtrlOptimizer"),
+    "ftrl": Entry(ftrl, "lazy", 0.1, "tf.train.FtrlOptimizer", l1_of_the_sum=True),
     "gradient_descent": Entry(gradient_descent, "linear", 0.1, "tf.train.GradientDescentOptimizer"),
     "lazy_adam": Entry(lazy_adam, "lazy", 0.01, "tf.contrib.opt.LazyAdamOptimizer"),
-    "momentum": Entry(momentum, "lazy", 0.03, "tf.train.MomentumOptimizer", {"momentum": 0.9}),
+    "momentum": Entry(
+        momentum, "lazy", 0.03, "tf.train.MomentumOptimizer", required={"momentum": 0.9}
+    ),
     "rmsprop": Entry(rmsprop, "lazy", 0.01, "tf.train.RMSPropOptimizer"),
 }
 

@@ -1,0 +1,48 @@
+# make race   sets up a private environment and runs the race
+# make test   sets up and runs lint, types and all tests
+# make colabs executes the notebooks
+# make readme rewrites the README's table of optimizers from the catalogue
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Under CI on two cores, more workers only fight.
+WORKERS ?= 2
+
+.PHONY: race test test-oldest colabs readme clean
+
+race: $(VENV)/race.installed
+	$(BIN)/optzoo race $(ARGS)
+
+test: $(VENV)/dev.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+# The same tests on the oldest versions that pyproject.toml admits.
+test-oldest:
+	$(MAKE) .venv-oldest/test.installed VENV=.venv-oldest PIP_ARGS="-c tests/oldest.txt"
+	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+colabs: $(VENV)/colabs.installed
+	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb
+
+readme: $(VENV)/dev.installed
+	$(BIN)/python -m tests.test_readme
+
+# One environment; each stamp says that the extra of its name is in it.
+$(VENV)/%.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable ".[$*]"
+	touch $@
+
+$(BIN)/python:
+	@for python in python3 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "setting up $(VENV) with $$($$python --version)"; \
+	    exec $$python -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "optzoo needs Python >= 3.11 on the PATH" >&2; exit 1
+
+clean:
+	rm -rf .venv .venv-oldest race

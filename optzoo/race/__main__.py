@@ -1,0 +1,173 @@
+"""The command ``optzoo race``."""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..catalog import CATALOG
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; gives its exit code."""
+    missing = [m for m in ("matplotlib", "rich", "sklearn") if not importlib.util.find_spec(m)]
+    if missing:
+        print(f"the race needs {', '.join(missing)}: pip install 'optzoo[race]'", file=sys.stderr)
+        return 2
+    from . import report
+    from .problems import PROBLEMS
+    from .runner import Settings
+    from .session import run
+
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.list:
+        _list(PROBLEMS)
+        return 0
+    problems = _known(parser, "problem", args.problem, PROBLEMS)
+    optimizers = _known(parser, "optimizer", args.optimizers, CATALOG)
+    settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
+    if args.quick:
+        settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
+    if args.seeds:
+        settings = dataclasses.replace(settings, seeds=args.seeds)
+    screen = _Screen()
+    try:
+        with screen:
+            document = run(
+                problems,
+                optimizers,
+                settings=settings,
+                out=args.out,
+                fresh=args.fresh,
+                watch=screen.show,
+            )
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written: {error}")
+    except KeyboardInterrupt:
+        print(f"\nstopped; what is finished stays in {args.out}, and the same command goes on")
+        return 130
+    screen.leaderboard(document, report)
+    print(f"\n{args.out}/index.html shows it all")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="optzoo race",
+        description="Trains the same models on real data with every optimizer, side by side.",
+    )
+    many = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--problem", **many, help="only these problems")
+    parser.add_argument("--optimizers", **many, help="only these optimizers")
+    parser.add_argument(
+        "--rates",
+        type=_rate,
+        nargs="+",
+        metavar="RATE",
+        help="learning rates to try, instead of a grid around each optimizer's usual one",
+    )
+    parser.add_argument("--seeds", type=_count, metavar="N", help="runs for each rate (3)")
+    parser.add_argument("--steps", type=_count, metavar="N", help="steps of each run")
+    parser.add_argument("--quick", action="store_true", help="fewer rates and seeds")
+    parser.add_argument("--out", default="race", help="folder of the results (race)")
+    parser.add_argument("--fresh", action="store_true", help="forget finished runs in --out")
+    parser.add_argument("--list", action="store_true", help="show problems and optimizers, and end")
+    return parser
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"a learning rate must be positive, got {text}")
+    return rate
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
+    return int(text)
+
+
+def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -> list[str]:
+    """The names, or all; an unknown one ends the command naming its nearest."""
+    # Commas are as good as spaces.
+    names = [part for name in names for part in name.split(",") if part] if names else list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            parser.error(f"unknown {what} {name!r}; {hint}")
+    return list(dict.fromkeys(names))
+
+
+def _list(problems: Any) -> None:
+    print("problems")
+    for name, make in problems.items():
+        print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}")
+    print("optimizers")
+    for name, entry in CATALOG.items():
+        print(f"  {name:20} {entry.original}")
+
+
+class _Screen:
+    """A bar with the optimizer at work and the time left; plain lines where it cannot move."""
+
+    def __init__(self):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(width=None if sys.stdout.isatty() else 140)
+        self.bar = Progress(
+            TextColumn("{task.description:32}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task("compiling", total=None, left="")
+
+    def __enter__(self):
+        self.bar.start()
+        return self
+
+    def __exit__(self, *unused):
+        self.bar.stop()
+
+    def show(self, progress: Any) -> None:
+        left = "" if progress.seconds_left is None else f"{_minutes(progress.seconds_left)} left"
+        at = f"{progress.optimizer} on {progress.problem}" if progress.optimizer else "done"
+        self.bar.update(
+            self.task, completed=progress.done, total=progress.total, description=at, left=left
+        )
+        if not self.console.is_terminal:
+            print(f"[{progress.done}/{progress.total}] {at} {left}".rstrip(), flush=True)
+
+    def leaderboard(self, document: Any, report: Any) -> None:
+        from rich.table import Table
+
+        for problem in document["problems"]:
+            rows = report.table(document, problem)
+            if not rows:
+                continue
+            caption = report.headline(document, problem)
+            table = Table(title=problem, caption=caption, title_justify="left")
+            for name in rows[0]:
+                table.add_column(name, justify="left" if name == "optimizer" else "right")
+            for row in rows:
+                table.add_row(*row.values())
+            self.console.print(table)
+        for line in report.skipped(document):
+            self.console.print(f"left out: {line}", markup=False)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

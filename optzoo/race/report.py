@@ -1,0 +1,152 @@
+"""The results as text: a leaderboard for the terminal, for Markdown and for the browser."""
+
+import base64
+import html as escape
+from collections.abc import Mapping
+from typing import Any
+
+Row = dict[str, str]
+
+
+def ranking(document: Mapping[str, Any], problem: str) -> list[dict[str, Any]]:
+    """The results on a problem, best loss first, diverged ones last."""
+    mine = [r for r in document["results"] if r["problem"] == problem]
+    return sorted(mine, key=lambda r: float("inf") if r["diverged"] else r["loss"]["mean"])
+
+
+def table(document: Mapping[str, Any], problem: str) -> list[Row]:
+    """One row of text cells for each optimizer, in the order of the ranking."""
+    rows = []
+    for place, r in enumerate(ranking(document, problem), start=1):
+        row = {
+            "#": "-" if r["diverged"] else str(place),
+            "optimizer": r["optimizer"],
+            "rate": f"{r['rate']:.2g}",
+            "loss": "diverged" if r["diverged"] else _spread(r["loss"]),
+        }
+        row |= {name: _spread(value) for name, value in r["metrics"].items()}
+        reached = r["steps to target"]
+        if document["problems"][problem]["target"] is not None:
+            row["steps to target"] = f"{reached['mean']:.0f}" if reached else "-"
+        row["µs/step"] = _micro(r["seconds per step"])
+        if "seconds per dense step" in r:
+            row["µs/step, dense"] = _micro(r["seconds per dense step"])
+        row["state B/param"] = f"{r['state bytes per parameter']:.3g}"
+        rows.append(row)
+    return rows
+
+
+def headline(document: Mapping[str, Any], problem: str) -> str:
+    """What the problem is, and what its target is."""
+    facts = document["problems"][problem]
+    target = "" if facts["target"] is None else f"; target loss {facts['target']:g}"
+    return f"{facts['about']}{target}"
+
+
+def skipped(document: Mapping[str, Any]) -> list[str]:
+    """Who was left out of what, and why."""
+    return [f"{r['optimizer']} on {r['problem']}: {r['skipped']}" for r in document["skipped"]]
+
+
+def explanation(document: Mapping[str, Any]) -> str:
+    """How to read the tables."""
+    settings, machine = document["settings"], document["machine"]
+    rates = (
+        f"{len(settings['rates'])} given rates"
+        if settings["rates"]
+        else f"a grid of {settings['num_rates']} rates half a decade apart, extended where the "
+        "best one lay at its edge"
+    )
+    return (
+        f"Each optimizer was tuned over {rates}, with {settings['seeds']} seeds; the best mean "
+        "validation loss decides. Values are means ± standard deviations over the seeds. A step "
+        "is one compiled training step of one run, dispatch included, at the median. "
+        f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, "
+        f"optzoo {document['version']}."
+    )
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The whole leaderboard."""
+    parts = ["# Leaderboard", explanation(document)]
+    for problem in document["problems"]:
+        rows = table(document, problem)
+        parts += [f"## {problem}", headline(document, problem)]
+        if rows:
+            lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(r.values()) for r in rows)]
+            parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
+    if document["skipped"]:
+        parts += ["## Left out", "\n".join(f"- {line}" for line in skipped(document))]
+    return "\n\n".join(parts) + "\n"
+
+
+def html(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """One page that holds everything, pictures included."""
+    body = [f"<p>{_text(explanation(document))}</p>"]
+    body += [_picture(name, data) for name, data in pictures.items()]
+    for problem in document["problems"]:
+        body += [f"<h2>{_text(problem)}</h2><p>{_text(headline(document, problem))}</p>"]
+        rows = table(document, problem)
+        if rows:
+            head = "".join(f"<th>{_text(cell)}</th>" for cell in rows[0])
+            lines = "".join(
+                "<tr>" + "".join(f"<td>{_text(c)}</td>" for c in r.values()) + "</tr>" for r in rows
+            )
+            body.append(f"<div><table><tr>{head}</tr>{lines}</table></div>")
+    if document["skipped"]:
+        lines = "".join(f"<li>{_text(line)}</li>" for line in skipped(document))
+        body.append(f"<h2>Left out</h2><ul>{lines}</ul>")
+    return _PAGE.replace("BODY", "\n".join(body))
+
+
+def _picture(name: str, png: bytes) -> str:
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{_text(name)}" src="data:image/png;base64,{data}">'
+
+
+def _text(value: str) -> str:
+    return escape.escape(value)
+
+
+def _spread(value: Mapping[str, float | None]) -> str:
+    if value["mean"] is None:
+        return "-"
+    return f"{value['mean']:.4g} ± {value['std']:.1g}"
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f}"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>optzoo race</title>
+<meta name="viewport" content="width=device-width">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff }
+img { max-width: 100%; display: block; margin: 1.5rem 0 }
+div { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
+th { border-bottom: 2px solid #888; cursor: pointer }
+td:nth-child(2), th:nth-child(2) { text-align: left; font-weight: 600 }
+</style>
+<h1>The race</h1>
+BODY
+<script>
+// A click on a heading sorts its table; cells that hold no number come last.
+for (const th of document.querySelectorAll("th")) th.onclick = () => {
+  const table = th.closest("table"), column = th.cellIndex;
+  const number = row => parseFloat(row.cells[column].textContent.replaceAll(",", ""));
+  const text = row => row.cells[column].textContent;
+  const sign = th.dataset.up === "1" ? -1 : 1;
+  th.dataset.up = sign === 1 ? "1" : "";
+  const order = (a, b) => {
+    const x = number(a), y = number(b);
+    if (isNaN(x) && isNaN(y)) return sign * text(a).localeCompare(text(b));
+    return isNaN(x) ? 1 : isNaN(y) ? -1 : sign * (x - y);
+  };
+  for (const row of [...table.rows].slice(1).sort(order)) row.parentNode.append(row);
+};
+</script></html>
+"""

@@ -1,0 +1,171 @@
+"""A whole race: every optimizer on every problem, kept on disk as it goes."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import __version__
+from ..catalog import CATALOG
+from . import plots, report
+from .problem import Problem
+from .problems import PROBLEMS
+from .runner import Settings, Unsuited, run_one
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a watcher of a race is told before each run, and once more at the end."""
+
+    done: int
+    total: int
+    problem: str
+    optimizer: str
+    seconds_left: float | None
+
+
+def run(
+    problems: Sequence[Problem | str] = tuple(PROBLEMS),
+    optimizers: Sequence[str] = tuple(CATALOG),
+    *,
+    settings: Settings | None = None,
+    out: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
+    watch: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Races optimizers on problems; results are kept in ``out`` after each run.
+
+    Args:
+        problems: names of built-in problems, or problems of your own.
+        optimizers: names of the catalogue.
+        settings: rates, seeds and steps; None for the usual ones.
+        out: a folder for ``results.json``, ``leaderboard.md``, the pictures and ``index.html``;
+            None to write nothing. Runs found there with the same settings are not repeated.
+        fresh: forget the runs found in ``out``.
+        watch: called before each run and once at the end.
+
+    Returns:
+        What ``results.json`` holds: ``results`` and ``skipped``, a list of dicts each.
+
+    Raises:
+        OSError: before any work, if ``out`` cannot be written.
+        KeyError: if a problem or an optimizer is unknown.
+    """
+    settings = settings or Settings()
+    chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
+    for name in optimizers:
+        CATALOG[name]  # an unknown one fails before the work
+    folder = _writable(out) if out is not None else None
+    prints = {p.name: _fingerprint(p, settings) for p in chosen}
+    kept = {} if fresh or folder is None else _kept(folder)
+    todo = [(p, name) for name in optimizers for p in chosen]
+    done = {
+        (p.name, name): kept[p.name, name]
+        for p, name in todo
+        if kept.get((p.name, name), {}).get("fingerprint") == prints[p.name]
+    }
+    clock = _Clock()
+    for p, name in todo:
+        if (p.name, name) in done:
+            continue
+        left = [q.name for q, other in todo if (q.name, other) not in done]
+        if watch:
+            watch(Progress(len(done), len(todo), p.name, name, clock.left(left)))
+        begin = time.perf_counter()
+        try:
+            result = run_one(p, name, settings)
+        except Unsuited as reason:
+            result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
+        clock.took(p.name, time.perf_counter() - begin)
+        done[p.name, name] = result | {"fingerprint": prints[p.name]}
+        if folder:
+            _write(folder / "results.json", json.dumps(_document(chosen, done, settings), indent=1))
+    if watch:
+        watch(Progress(len(done), len(todo), "", "", 0.0))
+    document = _document(chosen, done, settings)
+    if folder:
+        _write(folder / "results.json", json.dumps(document, indent=1))
+        _write(folder / "leaderboard.md", report.markdown(document))
+        pictures = plots.draw(document, folder)
+        _write(folder / "index.html", report.html(document, pictures))
+    return document
+
+
+def _document(problems: list[Problem], done: dict[Any, Any], settings: Settings) -> dict[str, Any]:
+    everything = list(done.values())
+    return {
+        "version": __version__,
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+        },
+        "settings": dataclasses.asdict(settings),
+        "problems": {p.name: {"about": p.about, "target": p.target} for p in problems},
+        "results": [r for r in everything if "skipped" not in r],
+        "skipped": [r for r in everything if "skipped" in r],
+    }
+
+
+def _kept(folder: pathlib.Path) -> dict[tuple[str, str], Any]:
+    try:
+        document = json.loads((folder / "results.json").read_text())
+        runs = document["results"] + document["skipped"]
+        return {(r["problem"], r["optimizer"]): r for r in runs}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}  # none yet, or not ours: the race starts over
+
+
+def _fingerprint(problem: Problem, settings: Settings) -> str:
+    """Changes with anything that the results depend on: code of the model, data, settings."""
+    params = jax.eval_shape(problem.init, jax.random.key(0))
+    batch = jax.tree.map(lambda a: np.asarray(a[:1]), problem.train)
+    digest = hashlib.sha256()
+    plain = [getattr(problem, f) for f in ("l1", "batch_size", "steps", "evaluations", "target")]
+    digest.update(repr((__version__, dataclasses.asdict(settings), plain)).encode())
+    digest.update(str(jax.make_jaxpr(problem.init)(jax.random.key(0))).encode())
+    digest.update(str(jax.make_jaxpr(problem.loss)(params, batch)).encode())
+    for array in jax.tree.leaves((problem.train, problem.valid)):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _writable(out: str | os.PathLike[str]) -> pathlib.Path:
+    folder = pathlib.Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return folder
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Whole or not at all, so that an interruption leaves the old file."""
+    fresh = path.with_suffix(path.suffix + ".part")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+class _Clock:
+    """Time left, from how long each problem has taken so far."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = {}
+
+    def took(self, problem: str, seconds: float) -> None:
+        self.seconds.setdefault(problem, []).append(seconds)
+
+    def left(self, problems: list[str]) -> float | None:
+        if not self.seconds:
+            return None
+        mean = {p: float(np.mean(s)) for p, s in self.seconds.items()}
+        usual = float(np.mean(list(mean.values())))
+        return sum(mean.get(p, usual) for p in problems)

@@ -1,0 +1,177 @@
+"""A rule of one's own, lifted to trees, rows and schedules."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import LeafwiseState, SparseRows, leafwise
+
+from ..helpers import avals, params, row_grads, step
+
+
+class Slots(NamedTuple):
+    total: Any  # of the gradients
+    calls: Any  # how often an element was seen
+
+
+def total_of_gradients(**kwargs):
+    def rule(g, x, s, t):
+        total, calls = s.total + g, s.calls + 1
+        return -total * t, Slots(total, calls)
+
+    return leafwise(rule, slots=Slots(optzoo.zeros, optzoo.full(10)), **kwargs)
+
+
+X = {"x": jnp.arange(4.0)}
+ROWS = SparseRows(jnp.array([2, 0, 2, 4]), jnp.array([1.0, 2, 3, 9]), 4)
+
+
+def test_own_rule():
+    tx = total_of_gradients()
+    state = tx.init(X)
+    assert isinstance(state, LeafwiseState) and state.count == 0
+    np.testing.assert_array_equal(state.slots.calls["x"], 10)
+    for t, total in ((1, 2.0), (2, 4.0), (3, 6.0)):
+        updates, state = tx.update({"x": jnp.full(4, 2.0)}, state)
+        np.testing.assert_array_equal(updates["x"], -total * t)
+    assert state.count == 3
+    np.testing.assert_array_equal(state.slots.calls["x"], 13)
+
+
+@pytest.mark.parametrize(
+    ("policy", "moves", "calls"),
+    [
+        (optzoo.lazy, [-2, 0, -4, 0], [11, 10, 11, 10]),
+        (optzoo.dense, [-2, 0, -4, 0], [11, 11, 11, 11]),
+        (optzoo.touched, [-2, 0, -4, 0], [11, 11, 11, 11]),
+    ],
+)
+def test_rows_by_each_policy(policy, moves, calls):
+    tx = total_of_gradients(rows=policy)
+    updates, state = tx.update({"x": ROWS}, tx.init(X))
+    np.testing.assert_array_equal(jnp.zeros(4) + updates["x"], moves)
+    np.testing.assert_array_equal(state.slots.calls["x"], calls)
+    # The total of row 0 moves it again, unless only touched rows do.
+    again = SparseRows(jnp.array([1]), jnp.array([1.0]), 4)
+    updates, state = tx.update({"x": again}, state)
+    first = -4 if policy is optzoo.dense else 0
+    last = -8 if policy is optzoo.dense else 0
+    np.testing.assert_array_equal(jnp.zeros(4) + updates["x"], [first, -2, last, 0])
+
+
+def test_linear_rows_are_not_merged():
+    tx = leafwise(lambda g, x, s, t: (-g, s), rows=optzoo.linear)
+    updates, _ = tx.update({"x": ROWS}, tx.init(X))
+    np.testing.assert_array_equal(updates["x"].indices, ROWS.indices)
+    np.testing.assert_array_equal(updates["x"].values, -ROWS.values)
+
+
+def test_policy_of_ones_own():
+    """Here the rows of a table share the largest gradient."""
+
+    def loudest(rule):
+        def on_rows(g, x, s, t, **scheduled):
+            return rule(jnp.full(g.shape, jnp.max(g.values)), x, s, t, **scheduled)
+
+        return on_rows
+
+    tx = total_of_gradients(rows=loudest)
+    updates, _ = tx.update({"x": ROWS}, tx.init(X))
+    np.testing.assert_array_equal(updates["x"], -9)
+
+
+def test_rows_rule_sees_the_rows_of_the_parameter():
+    x = params()
+    tx = leafwise(lambda g, x, s, t: (g * x, s), needs_params=True)
+    updates, _ = tx.update(row_grads(x), tx.init(x), x)
+    want = row_grads(x)["table"].to_dense() * x["table"]
+    np.testing.assert_allclose(updates["table"].to_dense(), want, rtol=1e-6)
+
+
+def test_needed_params():
+    tx = leafwise(lambda g, x, s, t: (x, s), needs_params=True)
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        tx.update(X, tx.init(X))
+    without = leafwise(lambda g, x, s, t: (g if x is None else x, s))
+    updates, _ = without.update({"x": jnp.ones(4)}, without.init(X))
+    np.testing.assert_array_equal(updates["x"], 1)
+
+
+def scheduled(**values):
+    return leafwise(lambda g, x, s, t, a, b: (a * t + b + 0 * g, s), scheduled=values)
+
+
+def test_scheduled_values():
+    tx = scheduled(a=lambda k: 10.0 * k, b=0.5)
+    state, g = tx.init(X), {"x": jnp.ones(4)}
+    for want in (0.5, 20.5, 60.5):  # 10 k t + b, where t = k + 1
+        updates, state = tx.update(g, state)
+        np.testing.assert_array_equal(updates["x"], want)
+    assert avals(state) == avals(scheduled(a=1.0, b=2.0).init(X))
+
+
+def test_global_step_moves_schedules_but_not_t():
+    tx = scheduled(a=lambda k: 10.0 * k, b=0)
+    state, g = tx.init(X), {"x": jnp.ones(4)}
+    for t in (1, 2):
+        updates, state = tx.update(g, state, global_step=7)
+        np.testing.assert_array_equal(updates["x"], 70 * t)
+    assert state.count == 2
+    updates, _ = tx.update(g, state, global_step=0)  # zero is a step, not a missing one
+    np.testing.assert_array_equal(updates["x"], 0)
+
+
+def test_override_by_name():
+    tx = scheduled(a=lambda k: 10.0, b=1)
+    updates, state = tx.update({"x": jnp.ones(4)}, tx.init(X), a=3.0, c=99)
+    np.testing.assert_array_equal(updates["x"], 4)
+    updates, _ = tx.update({"x": jnp.ones(4)}, state, b=jnp.zeros(()))
+    np.testing.assert_array_equal(updates["x"], 20)
+
+
+def test_powers_are_running_products_in_float32():
+    tx = leafwise(lambda g, x, s, t, beta: (beta + 0 * g, s), powers={"beta": 0.999})
+    state, product = tx.init(X), np.float32(0.999)
+    for _ in range(100):
+        updates, state = tx.update({"x": jnp.ones(4)}, state)
+        np.testing.assert_array_equal(updates["x"], product)
+        product *= np.float32(0.999)
+    assert state.powers["beta"].dtype == jnp.float32
+    assert product != np.float32(0.999**101)  # the roundings that the originals have too
+
+
+def test_float64_where_there_is_float64(x64):
+    with x64(True):
+        x = {"x": jnp.arange(4.0, dtype="float64")}
+        tx = total_of_gradients()
+        updates, state = tx.update({"x": jnp.full(4, 1 + 1e-12)}, tx.init(x))
+        assert updates["x"].dtype == state.slots.total["x"].dtype == jnp.float64
+        np.testing.assert_allclose(updates["x"], -1 - 1e-12, rtol=1e-15)
+
+
+def test_computes_in_float32_and_stays_finite():
+    """A square that float16 cannot hold; a slot that keeps its largest value instead."""
+
+    def rule(g, x, s, t):
+        total = s.total + g**2
+        return g**2 / jnp.sqrt(total), Slots(total, s.calls)
+
+    tx = leafwise(rule, slots=Slots(optzoo.zeros, optzoo.zeros))
+    x = {"x": jnp.zeros(2, jnp.float16)}
+    updates, state = tx.update({"x": jnp.full(2, 3e4, jnp.float16)}, tx.init(x))
+    np.testing.assert_allclose(updates["x"], 3e4, rtol=1e-3)
+    assert updates["x"].dtype == jnp.float16
+    np.testing.assert_array_equal(state.slots.total["x"], jnp.finfo(jnp.float16).max)
+    updates, _ = tx.update({"x": jnp.full(2, jnp.nan, jnp.float16)}, state)
+    assert jnp.all(jnp.isnan(updates["x"]))
+
+
+def test_links_share_a_chain():
+    tx = optax.chain(total_of_gradients(), optzoo.scale_by_learning_rate(0.5))
+    moved, _ = step(tx, {"x": jnp.ones(4)}, X)
+    chex.assert_trees_all_equal(moved, {"x": X["x"] + 0.5})

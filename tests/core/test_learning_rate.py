@@ -1,0 +1,56 @@
+"""The last link of a chain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows, scale_by_learning_rate
+
+G = {"x": jnp.array([1.0, -2.0])}
+
+
+def test_descends():
+    tx = scale_by_learning_rate(0.5)
+    updates, _ = tx.update(G, tx.init(G))
+    np.testing.assert_array_equal(updates["x"], [-0.5, 1.0])
+
+
+def test_rows_stay_rows():
+    rows = SparseRows(jnp.array([3, 3]), jnp.array([1.0, 2.0]), 5)
+    tx = scale_by_learning_rate(2.0)
+    updates, _ = tx.update(rows, tx.init(jnp.zeros(5)))
+    np.testing.assert_array_equal(updates.to_dense(), [0, 0, 0, -6, 0])
+
+
+def test_schedule_counts_from_zero():
+    tx = scale_by_learning_rate(lambda k: k + 1.0)
+    state = tx.init(G)
+    for rate in (1.0, 2.0, 3.0):
+        updates, state = tx.update(G, state)
+        np.testing.assert_array_equal(updates["x"], -rate * G["x"])
+    updates, _ = tx.update(G, state, global_step=9)
+    np.testing.assert_array_equal(updates["x"], -10 * G["x"])
+
+
+def test_state_is_the_same_for_number_and_schedule():
+    number, schedule = (scale_by_learning_rate(r) for r in (0.1, optax.cosine_decay_schedule(1, 9)))
+    assert jax.tree.structure(number.init(G)) == jax.tree.structure(schedule.init(G))
+
+
+@pytest.mark.parametrize("rate", [np.float32(0.5), jnp.float32(0.5), np.array(0.5), True * 0.5])
+def test_rates_of_any_number_type(rate):
+    tx = scale_by_learning_rate(rate)
+    updates, _ = tx.update(G, tx.init(G))
+    np.testing.assert_array_equal(updates["x"], -0.5 * G["x"])
+    assert updates["x"].dtype == jnp.float32
+
+
+def test_traced_rate_has_a_gradient():
+    def moved(rate):
+        tx = optzoo.gradient_descent(rate)
+        return jnp.sum(tx.update(G, tx.init(G))[0]["x"])
+
+    assert jax.grad(moved)(0.3) == 1.0  # minus the sum of the gradients

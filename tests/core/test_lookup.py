@@ -1,0 +1,330 @@
+"""Row-sparse gradients of lookups against ``jax.value_and_grad`` of the same loss."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows, lookup
+
+TABLE = jnp.sin(jnp.arange(12.0)).reshape(6, 2)
+OTHER = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
+IDS = jnp.array([0, 3, 3, 5])
+
+
+def to_dense(tree):
+    is_rows = lambda g: isinstance(g, SparseRows)
+    return jax.tree.map(lambda g: g.to_dense() if is_rows(g) else g, tree, is_leaf=is_rows)
+
+
+def check(loss, *args, sparse=True, jitted=(True,), argnums=0, has_aux=False, **kwargs):
+    """Compares ours with JAX's; ``sparse`` says which leaves get rows, None that any may."""
+    reference = jax.value_and_grad(loss, argnums, has_aux)
+    want = jax.jit(reference)(*args, **kwargs)
+    for compiled in jitted:
+        ours = optzoo.value_and_grad(loss, argnums, has_aux)
+        got = (jax.jit(ours) if compiled else ours)(*args, **kwargs)
+        of_leaves = jax.tree.leaves(got[1], is_leaf=lambda g: isinstance(g, SparseRows))
+        are_rows = [isinstance(g, SparseRows) for g in of_leaves]
+        if sparse is not None:
+            assert are_rows == ([sparse] * len(are_rows) if isinstance(sparse, bool) else sparse)
+        chex.assert_trees_all_close(to_dense(got), want, rtol=1e-5, atol=1e-6)
+    return got
+
+
+def weigh(rows):
+    """A loss that tells the rows apart."""
+    return jnp.sum(rows**3 * jnp.cos(jnp.arange(rows.size)).reshape(rows.shape))
+
+
+@pytest.mark.parametrize(
+    "ids", [jnp.int32(2), IDS, jnp.arange(6).reshape(1, 2, 3) % 4, jnp.zeros(0, int)], ids=jnp.shape
+)
+def test_ids_of_any_shape(ids):
+    _, grads = check(lambda table: weigh(lookup(table, ids)), TABLE)
+    assert grads.indices.shape == (ids.size,) and grads.values.shape == (ids.size, 2)
+
+
+@pytest.mark.parametrize("ids", [np.array([0, 3]), 3, jnp.array([1, 2], "int8")])
+def test_ids_of_any_kind(ids):
+    check(lambda table: weigh(lookup(table, ids)), TABLE)
+
+
+def test_several_tables_and_dense_parameters():
+    params = {"a": TABLE, "b": OTHER, "dense": jnp.ones(2)}
+
+    def loss(p, ids):
+        return weigh(lookup(p["a"], ids) @ p["dense"]) + weigh(lookup(p["b"], ids[:2]))
+
+    check(loss, params, IDS, sparse=[True, True, False], jitted=[False, True])
+
+
+def test_several_lookups_of_a_table():
+    def loss(table, ids):
+        return weigh(lookup(table, ids)) * weigh(lookup(table, ids[::-1]) + lookup(table, ids))
+
+    _, grads = check(loss, TABLE, IDS)
+    assert grads.indices.shape == (12,)
+
+
+def test_table_of_scalars():
+    check(lambda table, ids: weigh(lookup(table, ids)), TABLE[:, 0], IDS)
+
+
+def test_table_of_cubes():
+    cubes = jnp.arange(24.0).reshape(3, 2, 2, 2) / 24
+    check(lambda table, ids: weigh(lookup(table, ids)), cubes, jnp.array([[0, 2], [2, 2]]))
+
+
+def test_padding_reads_zeros_and_has_no_gradient():
+    ids = jnp.array([6, 1, 6])
+    np.testing.assert_array_equal(lookup(TABLE, ids), jnp.array([[0.0, 0], TABLE[1], [0, 0]]))
+    loss = lambda table, ids: jnp.sum((lookup(table, ids) + 1) ** 2)
+    _, grads = check(loss, TABLE, ids)
+    np.testing.assert_array_equal(jnp.any(grads.to_dense() != 0, 1), jnp.arange(6) == 1)
+
+
+def test_aux_argnums_and_kwargs():
+    def loss(x, table, ids, *, power):
+        rows = lookup(table, ids)
+        return weigh(rows**power) + jnp.sum(x) * jnp.sum(rows), {"rows": rows}
+
+    args = jnp.ones(3), TABLE, IDS
+    check(loss, *args, argnums=1, has_aux=True, power=2)
+    check(loss, *args, argnums=0, has_aux=True, power=2, sparse=False)
+    check(loss, *args, argnums=(0, 1), has_aux=True, power=2, sparse=[False, True])
+    check(loss, *args, argnums=(1,), has_aux=True, power=2)
+
+
+def test_tied_table_gets_a_dense_gradient():
+    def tied(table, ids):
+        return weigh(lookup(table, ids) @ table.T)
+
+    check(tied, TABLE, IDS, sparse=False, jitted=[False, True])
+
+
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda table: jax.jit(lambda t: jnp.sum(t**2))(table),
+        lambda table: jax.lax.fori_loop(0, 2, lambda i, s: s * jnp.sum(table), 1.0),
+        lambda table: jax.lax.cond(table[0, 0] > 9, lambda: 1.0, lambda: table[1, 1]),
+        lambda table: table[3, 0],
+    ],
+    ids=["jit", "loop", "cond", "index"],
+)
+def test_ties_are_found_wherever_they_are(tie):
+    check(lambda table: weigh(lookup(table, IDS)) * tie(table), TABLE, sparse=False)
+
+
+def test_a_table_that_is_returned_is_tied():
+    loss = lambda table: (weigh(lookup(table, IDS)), table)
+    check(loss, TABLE, has_aux=True, sparse=False)
+
+
+def test_parameters_without_any_use():
+    check(lambda p: weigh(lookup(p["a"], IDS)), {"a": TABLE, "b": OTHER}, sparse=[True, False])
+
+
+def test_lookups_that_do_not_count():
+    def loss(p):
+        lookup(p["a"], IDS)
+        return jnp.sum(p["b"] ** 2)
+
+    _, grads = check(loss, {"a": TABLE, "b": OTHER}, sparse=[True, False])
+    assert not np.any(grads["a"].to_dense())
+
+
+def test_one_array_in_two_places():
+    """Each argument is a leaf of its own, although it is the same array."""
+
+    def loss(p, frozen):
+        rows = [lookup(table, IDS) for table in (p["a"], p["b"], frozen)]
+        return weigh(rows[0] + 2 * rows[1] + rows[2]) + jnp.sum(frozen**2)
+
+    check(loss, {"a": TABLE, "b": TABLE}, TABLE)
+    check(lambda p, q: weigh(lookup(p, IDS) * lookup(q, IDS)), TABLE, TABLE, argnums=(0, 1))
+
+
+# Inside other transformations
+
+
+def test_under_vmap():
+    loss = lambda table, ids: jnp.sum(jax.vmap(lambda i: weigh(lookup(table, i)))(ids))
+    _, grads = check(loss, TABLE, jnp.array([[0, 3], [3, 5], [1, 6]]), jitted=[False, True])
+    assert grads.indices.shape == (6,)
+
+
+def test_under_nested_vmap():
+    def loss(table, ids, x):
+        inner = lambda i, x: weigh(lookup(table, i) * x + lookup(table, 2))
+        return jnp.sum(jax.vmap(jax.vmap(inner))(ids, x))
+
+    check(loss, TABLE, jnp.arange(6).reshape(2, 3), jnp.arange(6.0).reshape(2, 3))
+
+
+def test_ids_not_batched_under_vmap():
+    def loss(table, ids, xs):
+        return jnp.sum(jax.vmap(lambda x: weigh(lookup(table, ids) * x))(xs))
+
+    check(loss, TABLE, IDS, jnp.arange(3.0), jitted=[False, True])
+
+
+def test_vmap_over_another_axis():
+    loss = lambda table, ids: jnp.sum(
+        jax.vmap(lambda i: weigh(lookup(table, i)), in_axes=1)(ids) ** 2
+    )
+    check(loss, TABLE, jnp.array([[0, 3, 1], [3, 5, 2]]))
+
+
+BODIES = {
+    "scan": lambda table, ids: jax.lax.scan(lambda s, i: (s + weigh(lookup(table, i)), None), 0.0, ids)[0],
+    "checkpoint": lambda table, ids: jax.checkpoint(lambda i: weigh(lookup(table, i)))(ids),
+    "checkpoint of both": jax.checkpoint(lambda table, ids: weigh(lookup(table, ids))),
+    "jit": lambda table, ids: jax.jit(lambda i: weigh(lookup(table, i)))(ids),
+    "jit of both": jax.jit(lambda table, ids: weigh(lookup(table, ids))),
+    "cond": lambda table, ids: jax.lax.cond(
+        ids[0] == 0, lambda: weigh(lookup(table, ids)), lambda: 0.0
+    ),
+    "vmap in jit": lambda table, ids: jnp.sum(
+        jax.jit(jax.vmap(lambda i: weigh(lookup(table, i))))(ids)
+    ),
+    "jit in vmap": lambda table, ids: jnp.sum(
+        jax.vmap(jax.jit(lambda i: weigh(lookup(table, i))))(ids)
+    ),
+    "table batched": lambda table, ids: jnp.sum(
+        jax.vmap(lambda t, i: weigh(lookup(t, i)))(jnp.stack([table] * 4), ids % 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=list(BODIES))
+def test_correct_in_the_body_of_another_transformation(body):
+    check(body, TABLE, IDS, sparse=None)
+
+
+def test_dense_in_the_body_of_a_loop():
+    check(BODIES["scan"], TABLE, IDS, sparse=False)
+
+
+def test_a_lookup_before_the_loop_is_sparse():
+    def loss(table, ids):
+        rows = lookup(table, ids)
+        return jax.lax.scan(lambda s, row: (s * 0.5 + weigh(row), None), 0.0, rows)[0]
+
+    check(loss, TABLE, IDS)
+
+
+def test_vmap_of_value_and_grad():
+    """Batched parameters, as in an ensemble."""
+    loss = lambda table, ids: weigh(lookup(table, ids))
+    tables, ids = jnp.stack([TABLE, -TABLE]), jnp.stack([IDS, IDS[::-1]])
+    for axes in ((0, 0), (0, None)):
+        batch = ids if axes[1] == 0 else IDS
+        value, grads = jax.vmap(optzoo.value_and_grad(loss), axes)(tables, batch)
+        want, dense = jax.vmap(jax.value_and_grad(loss), axes)(tables, batch)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+        np.testing.assert_allclose(jax.vmap(SparseRows.to_dense)(grads), dense, rtol=1e-5, atol=1e-6)
+
+
+def test_value_and_grad_within_value_and_grad():
+    """An inner loop of its own, as in meta-learning: only the outer tables count outside."""
+
+    def outer(p, ids):
+        inner = lambda table: weigh(lookup(table, ids) * jnp.mean(lookup(p["a"], ids)))
+        value, grads = optzoo.value_and_grad(inner)(TABLE)
+        return value + jnp.sum(to_dense(grads) ** 2)
+
+    want = jax.value_and_grad(outer)({"a": TABLE}, IDS)
+    got = optzoo.value_and_grad(outer)({"a": TABLE}, IDS)
+    chex.assert_trees_all_close(to_dense(got), want, rtol=1e-5)
+
+
+def test_meta_gradient_through_a_train_step():
+    tx = optzoo.lazy_adam(0.1)
+    params, loss = {"t": TABLE}, lambda p, scale: weigh(lookup(p["t"], IDS) * scale)
+
+    def after_a_step(scale, value_and_grad):
+        _, grads = value_and_grad(loss)(params, scale)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return loss(optax.apply_updates(params, updates), 1.0)
+
+    got = jax.grad(lambda s: after_a_step(s, optzoo.value_and_grad))(1.5)
+    want = jax.grad(lambda s: after_a_step(s, jax.value_and_grad))(1.5)
+    # Adam is nearly blind to the scale of a first gradient; gradient descent is not.
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+    tx = optzoo.gradient_descent(0.1)
+    got = jax.grad(lambda s: after_a_step(s, optzoo.value_and_grad))(1.5)
+    want = jax.grad(lambda s: after_a_step(s, jax.value_and_grad))(1.5)
+    assert abs(want) > 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+# Alone
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_elsewhere_it_is_indexing(compile):
+    np.testing.assert_array_equal(compile(lookup)(TABLE, IDS), TABLE[IDS])
+    of_ours = jax.grad(lambda table: weigh(compile(lookup)(table, IDS)))(TABLE)
+    assert isinstance(of_ours, jax.Array)
+    want = jax.grad(lambda table: weigh(table[IDS]))(TABLE)
+    np.testing.assert_allclose(of_ours, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 100])
+def test_ids_out_of_range(bad):
+    ids, loss = jnp.array([0, bad]), lambda table, ids: jnp.sum(lookup(table, ids))
+    for look in (lookup, optzoo.value_and_grad(loss)):
+        with pytest.raises(IndexError, match=rf"\[0, 6\) or be 6 for padding, got {bad}"):
+            look(TABLE, ids)
+    rows = jax.jit(lookup)(TABLE, ids)
+    np.testing.assert_array_equal(rows[0], TABLE[0])
+    assert np.all(np.isnan(rows[1]))
+    value, _ = jax.jit(optzoo.value_and_grad(loss))(TABLE, ids)
+    assert np.isnan(value)
+
+
+@pytest.mark.parametrize("num_rows", [127, 128, 300])
+def test_small_integers_reach_no_further_than_they_can(num_rows):
+    table = jnp.arange(float(num_rows))
+    rows = jax.jit(lookup)(table, jnp.array([-1, 5, 127], "int8"))
+    last = 127.0 if num_rows > 127 else 0.0  # padding
+    np.testing.assert_array_equal(rows, [np.nan, 5, last])
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="ids must be integers, got dtype float32"):
+        lookup(TABLE, jnp.ones(2))
+    with pytest.raises(TypeError, match="ids must be integers, got dtype bool"):
+        lookup(TABLE, jnp.ones(2, bool))
+    with pytest.raises(ValueError, match="table must have at least one dimension"):
+        lookup(jnp.ones(()), IDS)
+    with pytest.raises(TypeError):
+        optzoo.value_and_grad(lambda table: lookup(table, IDS))(TABLE)
+
+
+def test_a_failed_loss_leaves_no_trace():
+    def failing(table):
+        lookup(table, IDS)
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        optzoo.value_and_grad(failing)(TABLE)
+    check(lambda table: weigh(lookup(table, IDS)), TABLE, jitted=[False])
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
+def test_no_array_as_large_as_the_table(mapped):
+    def loss(table, ids):
+        look = lambda i: weigh(lookup(table, i))
+        return jnp.sum(jax.vmap(look)(ids)) if mapped else look(ids)
+
+    table, ids = jnp.zeros((100_000, 16)), jnp.zeros((8, 8), int)
+    compiled = jax.jit(optzoo.value_and_grad(loss)).lower(table, ids).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 0.01 * table.nbytes
+    assert memory.output_size_in_bytes < 0.01 * table.nbytes

@@ -1,0 +1,77 @@
+"""The whole train step against the loop it stands for."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+
+from ..helpers import params
+
+IDS = jnp.array([1, 3, 1])
+
+
+def loss(p, ids):
+    layer = jax.tree.leaves(p["layer"])
+    return jnp.sum(optzoo.lookup(p["table"], ids) ** 2) + sum(jnp.sum(x**3) for x in layer)
+
+
+@pytest.mark.parametrize("optimizer", ["lazy_adam", "adam", "gradient_descent"])
+def test_equals_the_loop_by_hand(optimizer):
+    tx = optzoo.CATALOG[optimizer].make()
+    by_hand, x = params(), params()
+    old = state = tx.init(x)
+    train = optzoo.minimize(loss, tx)
+    for _ in range(3):
+        grads = jax.grad(lambda p: loss(p, IDS))(by_hand)
+        if optimizer == "lazy_adam":
+            grads["table"] = optzoo.SparseRows(IDS[:2], grads["table"][IDS[:2]], 5)
+        want = loss(by_hand, IDS)
+        updates, old = tx.update(grads, old, by_hand)
+        by_hand = optax.apply_updates(by_hand, updates)
+        x, state, value = train(x, state if state is not old else tx.init(x), IDS)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+    chex.assert_trees_all_close((x, state), (by_hand, old), rtol=1e-5)
+    assert train._cache_size() == 1
+
+
+def test_donates():
+    tx, old = optzoo.lazy_adam(), params()
+    state = tx.init(old)
+    optzoo.minimize(loss, tx)(old, state, IDS)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old, state)))
+
+
+def test_large_tables_and_slots_stay_where_they_are():
+    x = {"table": jnp.ones((50_000, 16)), "layer": jnp.ones(3)}
+    tx = optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam())
+    state = tx.init(x)
+    train = optzoo.minimize(loss, tx)
+    where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
+    large = lambda *trees: [t for t in jax.tree.leaves(trees) if t.size >= 50_000]
+    before = where(large(x, state))
+    for _ in range(2):
+        x, state, _ = train(x, state, IDS)
+    assert len(before) == 3 and where(large(x, state)) == before
+
+
+def test_aux_and_extra_args():
+    with_aux = lambda p, ids: (loss(p, ids), {"ids": ids + 1})
+    train = optzoo.minimize(with_aux, optzoo.gradient_descent(1.0), has_aux=True)
+    x = params()
+    state = optzoo.gradient_descent(1.0).init(x)
+    x, state, value, aux = train(x, state, IDS, learning_rate=0.0)
+    chex.assert_trees_all_equal(x, params())
+    np.testing.assert_allclose(value, loss(params(), IDS), rtol=1e-6)
+    np.testing.assert_array_equal(aux["ids"], IDS + 1)
+
+
+def test_optimizer_that_takes_no_extra_args():
+    tx = optax.chain(optzoo.densify(), optax.sgd(1.0))
+    x = params()
+    want = jax.tree.map(lambda x, g: x - g, x, jax.grad(lambda p: loss(p, IDS))(x))
+    x, *_ = optzoo.minimize(loss, tx)(x, tx.init(x), IDS, learning_rate=0.0)
+    chex.assert_trees_all_close(x, want, rtol=1e-6)

@@ -1,0 +1,272 @@
+"""Row-sparse gradients against numpy and against dense gradients."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optzoo
+from optzoo import SparseRows
+from optzoo.core.rows import _merge_by_sort
+
+from ..helpers import dense_grads, params, row_grads, step
+
+
+def rows(indices, values, num_rows=5, **kwargs):
+    return SparseRows(jnp.array(indices, jnp.int32), jnp.array(values), num_rows, **kwargs)
+
+
+SOME = rows([1, 3, 1, 5], [[1.0, 2], [3, 4], [5, 6], [7, 8]])
+DENSE = jnp.zeros((5, 2)).at[1].set(jnp.array([6.0, 8])).at[3].set(jnp.array([3.0, 4]))
+
+
+# The type
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "num_rows", "error", "message"),
+    [
+        (jnp.zeros(2), jnp.zeros((2, 3)), 5, TypeError, "must be integers, got float32"),
+        (jnp.zeros(2, int), jnp.zeros((2, 3)), jnp.array(5), TypeError, "a Python int"),
+        (jnp.zeros(2, int), jnp.zeros((2, 3)), 5.0, TypeError, "a Python int"),
+        (jnp.zeros(2, int), jnp.zeros((3, 3)), 5, ValueError, "one row of values for each index"),
+        (jnp.zeros(2, int), jnp.zeros(()), 5, ValueError, "one row of values for each index"),
+    ],
+)
+def test_bad_rows(indices, values, num_rows, error, message):
+    with pytest.raises(error, match=message):
+        SparseRows(indices, values, num_rows)
+
+
+def test_tree_operations_forget_that_rows_are_coalesced():
+    merged = SOME.coalesce()
+    leaves, treedef = jax.tree.flatten(merged)
+    assert merged.coalesced and not treedef.unflatten(leaves).coalesced
+    assert treedef == jax.tree.structure(SOME)
+    assert [leaf.shape for leaf in leaves] == [(4,), (4, 2)]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(SOME)]
+    assert paths == [".indices", ".values"]
+
+
+def test_shape_dtype_and_casts():
+    assert SOME.shape == (5, 2) and SOME.dtype == jnp.float32
+    half = SOME.astype("bfloat16")
+    assert half.dtype == jnp.bfloat16 and half.indices.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_adds_to_arrays_from_both_sides(array):
+    x = array(np.arange(10, dtype="float32").reshape(5, 2))
+    for total in (x + SOME, SOME + x, optax.apply_updates(x, SOME)):
+        assert isinstance(total, jax.Array)
+        np.testing.assert_array_equal(total, x + np.asarray(DENSE))
+
+
+def test_does_not_add_to_another_shape():
+    with pytest.raises(ValueError, match=r"\(5, 2\) do not fit \(6, 2\)"):
+        jnp.zeros((6, 2)) + SOME
+
+
+def test_to_dense():
+    np.testing.assert_array_equal(SOME.to_dense(), DENSE)
+    vector = rows([-1, 4, 4, 9, 2], [1.0, 2, 3, 4, 5])
+    np.testing.assert_array_equal(vector.to_dense(), [0, 0, 5, 0, 5])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_indices_of_any_integer_type(dtype):
+    """Also where ``num_rows``, the padding, is beyond the type."""
+    given = SparseRows(jnp.array([1, 100, 1], dtype), jnp.array([1.0, 2, 3]), 300)
+    want = np.zeros(300)
+    want[[1, 100]] = 4, 2
+    for merge in (lambda g: g, lambda g: g.coalesce()):
+        np.testing.assert_array_equal(merge(given).to_dense(), want)
+
+
+def test_gather_and_scatter():
+    x = jnp.arange(10.0).reshape(5, 2)
+    few = rows([3, 5, 0], jnp.zeros((3, 2)))
+    np.testing.assert_array_equal(few.gather(x)[jnp.array([0, 2])], x[jnp.array([3, 0])])
+    got = few.scatter(x, -few.gather(x))
+    np.testing.assert_array_equal(got, x * jnp.array([[-1.0], [1], [1], [-1], [1]]))
+
+
+def test_drop_padding_drops_even_nan():
+    spoilt = rows([2, 5, -1], [1.0, jnp.nan, jnp.inf])
+    np.testing.assert_array_equal(spoilt.drop_padding().values, [1, 0, 0])
+
+
+# Coalescing
+
+MERGES = {
+    "hash": lambda g: g.coalesce(),
+    "fixed order": lambda g: g.coalesce(deterministic=True),
+    # What an accelerator runs; on the CPU it has to be called by its name.
+    "sort": lambda g: SparseRows(*_merge_by_sort(g._places(), g.drop_padding().values, 5), 5),
+}
+merge_all = jax.jit(lambda g: {k: jax.tree.leaves(merge(g)) for k, merge in MERGES.items()})
+ids = st.integers(-2, 7)
+lists_of_ids = st.sampled_from([0, 1, 9]).flatmap(
+    lambda n: st.lists(ids, min_size=n, max_size=n)
+)
+
+
+@settings(deadline=None, max_examples=40, database=None)
+@given(lists_of_ids, st.sampled_from([(), (2,)]))
+def test_coalesce_agrees_with_numpy(indices, row_shape):
+    # Powers of two: every subset has a sum of its own, and it is exact.
+    values = np.broadcast_to(2.0 ** np.arange(len(indices)), (*row_shape, len(indices))).T
+    want = np.zeros((8, *row_shape))
+    np.add.at(want, indices, values)  # -1 and -2 land on 7 and 6
+    want = want[:5]
+    for name, (places, summed) in merge_all(rows(indices, values, 5)).items():
+        real = np.asarray(places)[np.asarray(places) != 5]
+        assert len(set(real)) == len(real) == len(set(indices) & set(range(5))), name
+        np.testing.assert_array_equal(rows(places, summed).to_dense(), want, err_msg=name)
+        assert not np.any(summed[places == 5]), name
+
+
+FACTOR = 2654435761  # of the first round
+CROWD = np.arange(1, 4000, dtype=np.uint64) * pow(FACTOR, -1, 2**32) % 2**32
+HARD = {
+    "equal": np.full(1000, 7),
+    "consecutive": np.arange(1000),
+    "multiples": np.arange(1000) << 16,
+    "multiples, twice": np.repeat(np.arange(500) << 21, 2),
+    "one bucket": CROWD[CROWD < 2**31 - 1][:1000],
+}
+
+
+@pytest.mark.parametrize("indices", HARD.values(), ids=list(HARD))
+def test_hash_survives_hard_indices(indices):
+    assert len(indices) == 1000
+    num_rows = 2**31 - 1
+    merged = merge_many(rows(indices, np.arange(1.0, 1001, dtype="float32"), num_rows))
+    real = merged.indices < num_rows
+    want, slot = np.unique(indices, return_inverse=True)
+    order = np.argsort(merged.indices[real])
+    np.testing.assert_array_equal(merged.indices[real][order], want)
+    np.testing.assert_array_equal(
+        merged.values[real][order], np.bincount(slot, np.arange(1.0, 1001))
+    )
+
+
+merge_many = jax.jit(lambda g: g.coalesce())
+
+
+@pytest.mark.parametrize("merge", MERGES.values(), ids=list(MERGES))
+def test_coalesce_under_vmap(merge):
+    lanes = [SOME, rows([4, 4, 4, 0], [[1.0, 2], [3, 4], [5, 6], [7, 8]])]
+    both = jax.jit(jax.vmap(merge))(jax.tree.map(lambda *a: jnp.stack(a), *lanes))
+    for i, lane in enumerate(lanes):
+        got = jax.tree.map(lambda a, i=i: a[i], both)
+        np.testing.assert_array_equal(got.to_dense(), lane.to_dense())
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda g: jnp.max(g.coalesce().values),
+        lambda g: jnp.max(g.coalesce(deterministic=True).values),
+        lambda g: jnp.max(g.to_dense()),
+    ],
+    ids=["hash", "fixed order", "to_dense"],
+)
+def test_half_precision_sums_in_float32(total):
+    """In bfloat16 itself the sum stops growing at 256."""
+    ones = SparseRows(jnp.zeros(512, int), jnp.ones(512, jnp.bfloat16), 2)
+    summed = jax.jit(total)(ones)
+    assert summed == 512 and summed.dtype == jnp.bfloat16
+
+
+def test_fixed_order_adds_by_no_scatter():
+    jaxpr = str(jax.make_jaxpr(lambda g: jax.tree.leaves(g.coalesce(deterministic=True)))(SOME))
+    assert "sort" in jaxpr and "scatter" not in jaxpr
+
+
+def test_coalesce_as_a_link():
+    for deterministic in (False, True):
+        tx = optzoo.coalesce(deterministic=deterministic)
+        updates, _ = tx.update({"t": SOME, "x": jnp.ones(2)}, tx.init(None))
+        assert updates["t"].coalesced and updates["x"].shape == (2,)
+        np.testing.assert_array_equal(updates["t"].to_dense(), DENSE)
+
+
+def test_a_chain_coalesces_once():
+    adam, clip = optzoo.lazy_adam(), optzoo.clip_by_global_norm(1.0)
+    chain = optax.chain(clip, optzoo.on_values(optax.clip(1.0)), adam)
+
+    def loops(tx):
+        update = lambda g: jax.tree.leaves(tx.update(g, tx.init(params()), params()))
+        return str(jax.make_jaxpr(update)(row_grads(params()))).count("while[")
+
+    assert loops(chain) == loops(adam) == 1
+
+
+# Among foreign transformations
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        optax.adam(0.1),
+        optax.trace(0.9),
+        optax.scale(0.5),
+        optax.clip_by_global_norm(1.0),
+        optax.add_decayed_weights(0.1),
+        optax.apply_if_finite(optzoo.adam(), 1),
+        optax.MultiSteps(optzoo.lazy_adam(), 2).gradient_transformation(),
+    ],
+    ids=["adam", "trace", "scale", "clip", "decay", "apply_if_finite(dense)", "MultiSteps"],
+)
+@pytest.mark.parametrize("alone", [False, True])
+def test_foreign_transformations_show_the_way_out(foreign, alone):
+    x, grads = params(), row_grads(params())
+    x, grads = (x["table"], grads["table"]) if alone else (x, grads)
+    with pytest.raises((TypeError, ValueError), match=r"optzoo\.(densify|on_values)"):
+        step(foreign, grads, x)
+
+
+@pytest.mark.parametrize("foreign", [optax.adam(0.1), optax.trace(0.9), optax.scale(0.5)])
+def test_densify(foreign):
+    x, grads = params(), row_grads(params())
+    dense = {**grads, "table": grads["table"].to_dense()}
+    got, _ = step(optax.chain(optzoo.densify(), foreign), grads, x)
+    chex.assert_trees_all_close(got, step(foreign, dense, x)[0], rtol=1e-6)
+
+
+def test_on_values_is_the_dense_clip_on_touched_rows():
+    grads = {**dense_grads(params()), "table": rows([1, 3, 1, 5], jnp.full((4, 2), 0.7))}
+    tx = optzoo.on_values(optax.clip(1.0))
+    updates, _ = tx.update(grads, tx.init(params()), params())
+    dense = {**grads, "table": grads["table"].to_dense()}
+    want, _ = optax.clip(1.0).update(dense, optax.EmptyState())
+    np.testing.assert_array_equal(updates["table"].to_dense(), want["table"])
+    np.testing.assert_array_equal(want["table"][1], 1)  # the sum was clipped, not each repeat
+    chex.assert_trees_all_equal(updates["layer"], want["layer"])
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clip_by_global_norm_is_that_of_the_dense_gradient(max_norm):
+    grads = row_grads(params())
+    dense = {**grads, "table": grads["table"].to_dense()}
+    got, _ = optzoo.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
+    want, _ = optax.clip_by_global_norm(max_norm).update(dense, optax.EmptyState())
+    got["table"] = got["table"].to_dense()
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_clip_by_global_norm_of_odd_gradients(dtype):
+    """Zeros stay zeros, a missing gradient stays missing, a squared float16 does not overflow."""
+    clip = optzoo.clip_by_global_norm(1.0)
+    zero, _ = clip.update({"x": jnp.zeros(3, dtype), "t": rows([0], [0.0])}, optax.EmptyState())
+    np.testing.assert_array_equal(zero["x"], 0)
+    np.testing.assert_array_equal(zero["t"].to_dense(), 0)
+    large, _ = clip.update({"x": jnp.array([6e4, 0], dtype), "none": None}, optax.EmptyState())
+    assert large["none"] is None and large["x"].dtype == dtype
+    np.testing.assert_allclose(large["x"], [1, 0], rtol=1e-3)

@@ -1,0 +1,198 @@
+"""The race: what it finds, what it keeps, and how its command behaves."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optzoo import race
+from optzoo.__main__ import main
+from optzoo.race import report, runner
+from optzoo.race.problems import PROBLEMS
+
+QUICK = race.Settings(rates=(0.01, 0.1), seeds=2, timed_steps=2)
+
+
+def line(**changes):
+    """Fitting a line: fast, and every optimizer can do it."""
+    x = np.linspace(-1, 1, 64, dtype=np.float32)
+    fields = {
+        "name": "line",
+        "init": lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
+        "loss": lambda p, batch: jnp.mean((p["w"] * batch[0] + p["b"] - batch[1]) ** 2),
+        "train": (x, 2 * x + 1),
+        "valid": (x, 2 * x + 1),
+        "metrics": {"slope": lambda p, _: p["w"]},
+        "steps": 40,
+        "evaluations": 4,
+        "target": 0.5,
+    }
+    return race.Problem(**(fields | changes))
+
+
+def test_finds_the_better_rate_and_describes_its_runs():
+    [result] = race.run([line()], ["gradient_descent"], settings=QUICK)["results"]
+    assert result["rate"] == 0.1 and not result["diverged"]
+    assert [r["rate"] for r in result["rates"]] == [0.01, 0.1]
+    assert result["rates"][1]["loss"] == result["loss"]["mean"] < result["rates"][0]["loss"]
+    assert result["curve"]["steps"] == [0, 10, 20, 30, 40]
+    assert result["curve"]["mean"][-1] == result["loss"]["mean"] < result["curve"]["mean"][0]
+    assert result["metrics"]["slope"]["mean"] > 1
+    assert result["steps to target"]["mean"] in range(0, 41)
+    assert result["state bytes per parameter"] == 4 / 2  # one count for two parameters
+
+
+def test_the_curve_is_what_a_plain_loop_gives():
+    """Without minibatch noise: the whole data set, and one seed."""
+    problem = line(train=(np.ones(1, np.float32), np.ones(1, np.float32)), batch_size=1)
+    settings = race.Settings(rates=(0.1,), seeds=1, timed_steps=1)
+    [result] = race.run([problem], ["momentum"], settings=settings)["results"]
+    start_key, _ = jax.random.split(jax.random.key(0))
+    params, velocity = problem.init(start_key), {"w": 0.0, "b": 0.0}
+    losses = []
+    for step in range(41):
+        if step % 10 == 0:
+            losses.append(float(problem.loss(params, problem.valid)))
+        grads = jax.grad(problem.loss)(params, problem.train)
+        velocity = {k: 0.9 * velocity[k] + grads[k] for k in params}
+        params = {k: params[k] - 0.1 * velocity[k] for k in params}
+    np.testing.assert_allclose(result["curve"]["mean"], losses, rtol=1e-4)
+
+
+def test_a_best_rate_at_the_edge_extends_the_grid():
+    settings = race.Settings(num_rates=2, extensions=1, seeds=1, timed_steps=1)
+    flat = line(loss=lambda p, batch: 1e-3 * jnp.sum((p["w"] - 2) ** 2))
+    [result] = race.run([flat], ["gradient_descent"], settings=settings)["results"]
+    rates = [r["rate"] for r in result["rates"]]
+    np.testing.assert_allclose(rates, [0.1, 0.32, 1.0, 3.2])
+    assert result["rate"] == 3.2
+
+
+def test_divergence_is_a_result():
+    settings = race.Settings(rates=(1e20,), seeds=2, timed_steps=1)
+    document = race.run([line()], ["gradient_descent"], settings=settings)
+    [result] = document["results"]
+    assert result["diverged"] and result["loss"]["mean"] is None
+    assert "diverged" in report.markdown(document)
+    json.dumps(document, allow_nan=False)
+
+
+def test_who_cannot_take_a_problem_is_left_out_with_a_reason():
+    def whole_numbers(key):
+        del key
+        return {"w": jnp.array(1.0 + 1j), "b": jnp.zeros(())}
+
+    problem = line(init=whole_numbers, loss=lambda p, b: jnp.abs(p["w"]) ** 2, metrics={})
+    document = race.run([problem], ["adam"], settings=QUICK)
+    assert document["results"] == []
+    [skipped] = document["skipped"]
+    assert "complex" in skipped["skipped"]
+    assert "adam on line" in report.markdown(document)
+
+
+def test_l1_goes_to_the_optimizer_that_has_it():
+    plain, ftrl = runner.CATALOG["adagrad"], runner.CATALOG["ftrl"]
+    problem = line(l1=0.5)
+    assert runner._l1_arguments(problem, plain, 40) == {}
+    assert runner._l1_arguments(problem, ftrl, 40) == {"l1_regularization_strength": 20.0}
+    assert runner._l1_arguments(line(), ftrl, 40) == {}
+    params = {"w": jnp.array(2.0), "b": jnp.array(-1.0)}
+    difference = runner._objective(problem, params, problem.valid) - problem.loss(
+        params, problem.valid
+    )
+    np.testing.assert_allclose(difference, 1.5, rtol=1e-6)
+
+
+def test_writes_and_resumes(tmp_path):
+    seen = []
+    go = lambda problem, **more: race.run(
+        [problem],
+        ["adam", "momentum"],
+        settings=QUICK,
+        out=tmp_path,
+        watch=lambda p: seen.append(p.optimizer),
+        **more,
+    )
+    first = go(line())
+    assert seen == ["adam", "momentum", ""]
+    names = {"results.json", "leaderboard.md", "curves.png", "index.html"}
+    assert {f.name for f in tmp_path.iterdir()} == names
+    page = (tmp_path / "index.html").read_text()
+    assert "data:image/png;base64" in page and "momentum" in page and 'src="http' not in page
+    seen.clear()
+    assert go(line()) == first and seen == [""]  # nothing repeated
+    assert go(line(steps=20)) != first and seen[1:] == ["adam", "momentum", ""]
+    seen.clear()
+    go(line(steps=20), fresh=True)
+    assert seen == ["adam", "momentum", ""]
+
+
+def test_an_interruption_keeps_what_is_finished(tmp_path):
+    def stop(progress):
+        if progress.optimizer == "momentum":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        race.run([line()], ["adam", "momentum"], settings=QUICK, out=tmp_path, watch=stop)
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert [r["optimizer"] for r in kept["results"]] == ["adam"]
+    seen = []
+    race.run(
+        [line()], ["adam", "momentum"], settings=QUICK, out=tmp_path, watch=lambda p: seen.append(p)
+    )
+    assert [p.optimizer for p in seen] == ["momentum", ""]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_built_in_problems_train(name):
+    problem = PROBLEMS[name]()
+    settings = race.Settings(rates=(0.001,), seeds=1, steps=3, timed_steps=1)
+    [result] = race.run([problem], ["lazy_adam"], settings=settings)["results"]
+    assert np.isfinite(result["loss"]["mean"])
+    assert ("seconds per dense step" in result) == (name == "words")
+    assert (result["track"] is not None) == (name == "valley")
+
+
+def test_words_is_large_and_its_gradients_are_rows():
+    import optzoo
+
+    problem = PROBLEMS["words"]()
+    params = problem.init(jax.random.key(0))
+    assert all(len(table) >= 20_000 for table in params.values())
+    batch = jax.tree.map(lambda a: a[:4], problem.train)
+    _, grads = optzoo.value_and_grad(problem.loss)(params, batch)
+    assert all(isinstance(g, optzoo.SparseRows) for g in grads.values())
+
+
+def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
+    arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
+    assert main(["race", *arguments.split(), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "[1/2] ftrl on valley" in shown and "index.html" in shown
+    assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--optimizers adan", "did you mean adam"),
+        ("--problem digit", "did you mean digits"),
+        ("--seeds 0", "positive whole number"),
+        ("--rates -1", "must be positive"),
+        ("--out /dev/null/race", "cannot be written"),
+    ],
+)
+def test_bad_arguments_end_with_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["race", *arguments.split()])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_list_and_usage(capsys):
+    assert main(["race", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert "lazy_adam" in shown and "breast_cancer" in shown
+    assert main([]) == 2 and main(["--help"]) == 0
