@@ -90,7 +90,9 @@ def test_state_keeps_its_type_and_updates_take_that_of_the_gradient(
         assert set(dtypes(updates)) == {grads["table"].dtype}
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("bfloat16", 1e15), ("float32", 1e15)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 6e4), ("bfloat16", 1e15), ("float32", 1e15)]
+)
 def test_extreme_gradients_give_finite_updates(entry, dtype, large):
     info, tx = jnp.finfo(dtype), entry.make()
     values = [0, info.tiny, -info.smallest_subnormal, large, -large, info.eps]
@@ -313,7 +315,10 @@ def test_composes_with_optax_on_rows(entry):
 
 
 def test_map_params_finds_all_slots(entry):
-    params, tx = helpers.params(), optax.masked(entry.make(), {"table": True, "layer": (True, True)})
+    params, tx = (
+        helpers.params(),
+        optax.masked(entry.make(), {"table": True, "layer": (True, True)}),
+    )
     state = tx.init(params)
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     found = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, str)]

@@ -24,7 +24,8 @@ class Problem:
             others get it as part of the loss. Validation losses include it for all.
         batch_size: examples drawn, with replacement, for each step.
         steps: steps of a run.
-        evaluations: how often during a run the validation loss is taken, evenly spaced.
+        evaluations: how often during a run the validation loss is taken, evenly spaced; steps left
+            over by the division are not run.
         target: the validation loss whose first reaching is reported; None for none.
         track: ``track(params) -> array``, recorded at each evaluation of the best run.
         compare_dense: also time a step with dense gradients of the looked-up tables.

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,13 +50,68 @@ class Unsuited(Exception):
     """The optimizer cannot take the problem; says why."""
 
 
-def run_one(problem: Problem, name: str, settings: Settings) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """All that the optimizers share on a problem, made and compiled once.
+
+    Attributes:
+        problem: the problem.
+        settings: the settings.
+        params: the parameters each seed starts from.
+        batches: the examples of every step, of shape (seeds, evaluations, steps each, batch).
+        train: the training data.
+        judge: ``judge(params) -> (loss, track)`` on the validation data.
+        metrics: ``metrics(params)`` for the parameters of all rates and seeds.
+    """
+
+    problem: Problem
+    settings: Settings
+    params: Any
+    batches: jax.Array
+    train: Any
+    judge: Callable[[Any], Any]
+    metrics: Callable[[Any], Any]
+
+    @property
+    def observed_steps(self) -> np.ndarray:
+        """The steps at which the validation loss is taken."""
+        _, evaluations, each, _ = self.batches.shape
+        return np.arange(evaluations + 1) * each
+
+
+def prepare(problem: Problem, settings: Settings) -> Start:
+    """What is to be done once for a problem, whatever the number of optimizers."""
+    steps = settings.steps or problem.steps
+    each = max(1, steps // problem.evaluations)
+    train, valid = jax.tree.map(jnp.asarray, (problem.train, problem.valid))
+    shape = (settings.seeds, steps // each, each, problem.batch_size)
+    # NumPy's generator: JAX's in every program would double the time to compile it.
+    batches = np.random.default_rng(0).integers(len(jax.tree.leaves(train)[0]), size=shape)
+    keys = jax.random.split(jax.random.key(0), settings.seeds)
+
+    def judge(params):
+        return _objective(problem, params, valid), problem.track and problem.track(params)
+
+    def metrics(params):
+        return {k: f(params, valid) * 1.0 for k, f in problem.metrics.items()}
+
+    return Start(
+        problem,
+        settings,
+        params=jax.jit(jax.vmap(problem.init))(keys),
+        batches=jnp.asarray(batches, jnp.int32),
+        train=train,
+        judge=judge,
+        metrics=jax.jit(jax.vmap(jax.vmap(metrics))),
+    )
+
+
+def run_one(start: Start, name: str) -> dict[str, Any]:
     """Trains with every rate and seed, picks the best rate, and describes its runs.
 
     Args:
-        problem: what to train.
+        start: from :func:`prepare`.
         name: an optimizer of the catalogue.
-        settings: rates, seeds, steps.
 
     Returns:
         A dict ready for JSON; ``diverged`` is true if no rate gave a finite loss.
@@ -63,61 +119,56 @@ def run_one(problem: Problem, name: str, settings: Settings) -> dict[str, Any]:
     Raises:
         Unsuited: if the optimizer cannot be traced on this problem.
     """
-    entry = CATALOG[name]
-    steps = settings.steps or problem.steps
-    chunk = max(1, steps // problem.evaluations)
-    steps -= steps % chunk
-    kwargs = _l1_arguments(problem, entry, steps)
+    problem, settings, entry = start.problem, start.settings, CATALOG[name]
+    kwargs = _l1_arguments(problem, entry, int(start.observed_steps[-1]))
     loss = problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch)
-    seeds = jnp.arange(settings.seeds)
 
-    def run(rate, seed):
-        start_key, data_key = jax.random.split(jax.random.key(seed))
-        params, tx = problem.init(start_key), entry.make(rate, **kwargs)
-        examples = len(jax.tree.leaves(problem.train)[0])
+    def run(rate, params, batches):
+        tx = entry.make(rate, **kwargs)
 
-        def step(carry, key):
+        def step(carry, batch):
             params, state = carry
-            batch = jax.random.randint(key, (problem.batch_size,), 0, examples)
-            _, grads = value_and_grad(loss)(params, jax.tree.map(lambda a: a[batch], train))
+            examples = jax.tree.map(lambda a: a[batch], start.train)
+            _, grads = value_and_grad(loss)(params, examples)
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        def observe(params):
-            seen = problem.track(params) if problem.track else None
-            return _objective(problem, params, valid), seen
+        def stretch(carry, batches):
+            carry, _ = jax.lax.scan(step, carry, batches)
+            return carry, start.judge(carry[0])
 
-        def stretch(carry, keys):
-            carry, _ = jax.lax.scan(step, carry, keys)
-            return carry, observe(carry[0])
+        begin = start.judge(params)
+        (params, _), seen = jax.lax.scan(stretch, (params, tx.init(params)), batches)
+        curve, track = jax.tree.map(
+            lambda first, rest: jnp.concatenate([first[None], rest]), begin, seen
+        )
+        return params, curve, track
 
-        train, valid = jax.tree.map(jnp.asarray, (problem.train, problem.valid))
-        keys = jax.random.split(data_key, (steps // chunk, chunk))
-        (end, _), after = jax.lax.scan(stretch, (params, tx.init(params)), keys)
-        join = lambda first, rest: jnp.concatenate([first[None], rest])
-        curve, track = jax.tree.map(join, observe(params), after)
-        metrics = {k: f(end, valid) * 1.0 for k, f in problem.metrics.items()}
-        return {"curve": curve, "track": track, "metrics": metrics}
+    program = jax.jit(jax.vmap(jax.vmap(run, (None, 0, 0)), (0, None, None)))
 
-    program = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))
+    def run_rates(rates):
+        params, curve, track = compiled(jnp.array(rates), start.params, start.batches)
+        return jax.device_get({"curve": curve, "track": track, "metrics": start.metrics(params)})
+
     try:
-        compiled = program.lower(jnp.array(settings.grid(entry.rate)), seeds).compile()
+        rates = jnp.array(settings.grid(entry.rate))
+        compiled = program.lower(rates, start.params, start.batches).compile()
     except (TypeError, ValueError, NotImplementedError) as error:
         raise Unsuited(str(error).splitlines()[0]) from error
-    rates, runs = _search(entry.rate, settings, lambda rates: compiled(jnp.array(rates), seeds))
-    result = _describe(runs, rates, problem, np.arange(steps // chunk + 1) * chunk)
+    rates, runs = _search(entry.rate, settings, run_rates)
+    result = _describe(runs, rates, problem, start.observed_steps)
     best = entry.make(result["rate"], **kwargs)
-    params = jax.eval_shape(problem.init, jax.random.key(0))
+    params = jax.tree.map(lambda a: a[0], start.params)
+    state = jax.eval_shape(best.init, params)
     result |= {
         "problem": problem.name,
         "optimizer": name,
         "rows": entry.rows,
-        "state bytes per parameter": _bytes(jax.eval_shape(best.init, params)) / _count(params),
-        "seconds per step": _time_step(problem, loss, best, settings, rows=True),
+        "state bytes per parameter": _bytes(state) / _count(params),
+        "seconds per step": _time_step(start, minimize(loss, best), best),
     }
     if problem.compare_dense:
-        dense = _time_step(problem, loss, best, settings, rows=False)
-        result["seconds per dense step"] = dense
+        result["seconds per dense step"] = _time_step(start, _dense_step(loss, best), best)
     return result
 
 
@@ -132,7 +183,7 @@ def _search(usual: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any
     block: int | None = 0
     while block is not None:
         rates = settings.grid(usual, block)
-        blocks[block] = rates, jax.device_get(run(rates))
+        blocks[block] = rates, run(rates)
         rates, runs = joined()
         best, block = int(np.argmin(_final_losses(runs).mean(axis=1))), None
         if settings.rates is None and len(blocks) <= settings.extensions:
@@ -212,22 +263,22 @@ def _count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _time_step(problem: Problem, loss: Any, tx: Any, settings: Settings, *, rows: bool) -> float:
+def _time_step(start: Start, step: Any, tx: Any) -> float:
     """Median seconds of a donated, compiled train step of one run."""
-    params = problem.init(jax.random.key(0))
+    params = jax.tree.map(lambda a: a[0], start.params)
     state = tx.init(params)
-    train = jax.tree.map(lambda a: jnp.asarray(a[: problem.batch_size]), problem.train)
-    # Without minimize's value_and_grad, lookups are ordinary and their gradients dense.
-    step = minimize(loss, tx) if rows else _dense_step(loss, tx)
+    examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
     seconds = []
-    for _ in range(settings.timed_steps + 1):
+    for _ in range(start.settings.timed_steps + 1):
         begin = time.perf_counter()
-        params, state, _ = jax.block_until_ready(step(params, state, train))
+        params, state, _ = jax.block_until_ready(step(params, state, examples))
         seconds.append(time.perf_counter() - begin)
     return float(np.median(seconds[1:]))  # the first one compiles
 
 
 def _dense_step(loss: Any, tx: Any) -> Any:
+    """As minimize, but with ordinary gradients: lookups in it are dense."""
+
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)

@@ -19,7 +19,7 @@ from ..catalog import CATALOG
 from . import plots, report
 from .problem import Problem
 from .problems import PROBLEMS
-from .runner import Settings, Unsuited, run_one
+from .runner import Settings, Start, Unsuited, prepare, run_one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run(
         for p, name in todo
         if kept.get((p.name, name), {}).get("fingerprint") == prints[p.name]
     }
-    clock = _Clock()
+    clock, starts = _Clock(), dict[str, Start]()
     for p, name in todo:
         if (p.name, name) in done:
             continue
@@ -81,8 +81,10 @@ def run(
         if watch:
             watch(Progress(len(done), len(todo), p.name, name, clock.left(left)))
         begin = time.perf_counter()
+        if p.name not in starts:
+            starts[p.name] = prepare(p, settings)
         try:
-            result = run_one(p, name, settings)
+            result = run_one(starts[p.name], name)
         except Unsuited as reason:
             result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
         clock.took(p.name, time.perf_counter() - begin)

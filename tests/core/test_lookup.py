@@ -160,10 +160,28 @@ def test_under_vmap():
 
 def test_under_nested_vmap():
     def loss(table, ids, x):
-        inner = lambda i, x: weigh(lookup(table, i) * x + lookup(table, 2))
+        inner = lambda i, x: weigh(lookup(table, i) * x)
         return jnp.sum(jax.vmap(jax.vmap(inner))(ids, x))
 
     check(loss, TABLE, jnp.arange(6).reshape(2, 3), jnp.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [2, np.array([1, 2]), IDS, lambda: IDS + 1 - 1],
+    ids=["int", "numpy", "jax", "computed"],
+)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_known_ids_in_a_body(known, jitted):
+    """The abstract trace does not know all ids that the run knows; both must find the same."""
+
+    def loss(table, xs):
+        ids = known() if callable(known) else known
+        within = jax.vmap(lambda x: weigh(lookup(table, ids) * x))(xs)
+        scanned, _ = jax.lax.scan(lambda s, x: (s + x * weigh(lookup(table, ids)), None), 0.0, xs)
+        return jnp.sum(within) + scanned
+
+    check(loss, TABLE, jnp.arange(3.0), jitted=[jitted], sparse=None)
 
 
 def test_ids_not_batched_under_vmap():
@@ -181,7 +199,9 @@ def test_vmap_over_another_axis():
 
 
 BODIES = {
-    "scan": lambda table, ids: jax.lax.scan(lambda s, i: (s + weigh(lookup(table, i)), None), 0.0, ids)[0],
+    "scan": lambda table, ids: jax.lax.scan(
+        lambda s, i: (s + weigh(lookup(table, i)), None), 0.0, ids
+    )[0],
     "checkpoint": lambda table, ids: jax.checkpoint(lambda i: weigh(lookup(table, i)))(ids),
     "checkpoint of both": jax.checkpoint(lambda table, ids: weigh(lookup(table, ids))),
     "jit": lambda table, ids: jax.jit(lambda i: weigh(lookup(table, i)))(ids),
@@ -227,7 +247,9 @@ def test_vmap_of_value_and_grad():
         value, grads = jax.vmap(optzoo.value_and_grad(loss), axes)(tables, batch)
         want, dense = jax.vmap(jax.value_and_grad(loss), axes)(tables, batch)
         np.testing.assert_allclose(value, want, rtol=1e-6)
-        np.testing.assert_allclose(jax.vmap(SparseRows.to_dense)(grads), dense, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            jax.vmap(SparseRows.to_dense)(grads), dense, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_value_and_grad_within_value_and_grad():

@@ -110,9 +110,7 @@ MERGES = {
 }
 merge_all = jax.jit(lambda g: {k: jax.tree.leaves(merge(g)) for k, merge in MERGES.items()})
 ids = st.integers(-2, 7)
-lists_of_ids = st.sampled_from([0, 1, 9]).flatmap(
-    lambda n: st.lists(ids, min_size=n, max_size=n)
-)
+lists_of_ids = st.sampled_from([0, 1, 9]).flatmap(lambda n: st.lists(ids, min_size=n, max_size=n))
 
 
 @settings(deadline=None, max_examples=40, database=None)

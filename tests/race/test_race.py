@@ -49,8 +49,8 @@ def test_the_curve_is_what_a_plain_loop_gives():
     problem = line(train=(np.ones(1, np.float32), np.ones(1, np.float32)), batch_size=1)
     settings = race.Settings(rates=(0.1,), seeds=1, timed_steps=1)
     [result] = race.run([problem], ["momentum"], settings=settings)["results"]
-    start_key, _ = jax.random.split(jax.random.key(0))
-    params, velocity = problem.init(start_key), {"w": 0.0, "b": 0.0}
+    [key] = jax.random.split(jax.random.key(0), 1)
+    params, velocity = problem.init(key), {"w": 0.0, "b": 0.0}
     losses = []
     for step in range(41):
         if step % 10 == 0:

@@ -1,0 +1,23 @@
+"""AdaMax against its formula."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import optzoo
+
+
+def test_first_step_is_the_learning_rate():
+    """At t = 1 the bias correction cancels and v = |g|."""
+    g = jnp.array([3.0, -0.2])
+    tx = optzoo.adamax(0.01)
+    updates, _ = tx.update(g, tx.init(g))
+    np.testing.assert_allclose(updates, -0.01 * jnp.sign(g), rtol=1e-6)
+
+
+def test_norm_forgets_slowly_and_grows_at_once():
+    tx = optzoo.scale_by_adamax(b2=0.5)
+    state, norms = tx.init(jnp.zeros(1)), []
+    for g in (1.0, 0.0, -8.0):
+        _, state = tx.update(jnp.array([g]), state)
+        norms.append(float(state.slots.v[0]))
+    assert norms == [1.0, 0.5, 8.0]

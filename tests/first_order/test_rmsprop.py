@@ -1,0 +1,36 @@
+"""RMSProp against its formula."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optzoo
+
+from ..helpers import trajectory
+
+G = jnp.array([3.0, -0.5])
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_mean_square_starts_at_one(centered):
+    tx = optzoo.rmsprop(0.1, decay=0.75, eps=0.0, centered=centered)
+    updates, state = tx.update(G, tx.init(G))
+    rms = 0.75 + 0.25 * G**2
+    variance = rms - (0.25 * G) ** 2 if centered else rms
+    np.testing.assert_allclose(updates, -0.1 * G / jnp.sqrt(variance), rtol=1e-6)
+    np.testing.assert_allclose(state.slots.rms, rms, rtol=1e-6)
+    assert ("mg" in state.slots._fields) == centered
+
+
+def test_long_run_normalizes_the_gradient():
+    path = trajectory(optzoo.rmsprop(0.1), jnp.zeros(2), lambda x, _: G, jnp.arange(200))
+    np.testing.assert_allclose(path[-1] - path[-2], -0.1 * jnp.sign(G), rtol=1e-3)
+
+
+def test_momentum_keeps_the_rate_of_its_time():
+    """Without gradients the last step halves, whatever the rate is by then."""
+    tx = optzoo.rmsprop(lambda k: jnp.where(k == 0, 1.0, 100.0), momentum=0.5)
+    grads = jnp.stack([G, 0 * G, 0 * G])
+    path = trajectory(tx, jnp.zeros(2), lambda _, g: g, grads)
+    np.testing.assert_allclose(path[1], 1.5 * path[0], rtol=1e-6)
+    np.testing.assert_allclose(path[2], 1.75 * path[0], rtol=1e-6)

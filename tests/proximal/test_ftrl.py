@@ -1,0 +1,59 @@
+"""FTRL against its closed forms."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optzoo
+
+from ..helpers import step, trajectory
+
+X, G = jnp.array([0.5, -1.0, 2.0]), jnp.array([3.0, -0.1, 0.5])
+
+
+def test_l1_gives_exact_zeros():
+    """From zero, the first step stays at zero exactly where |g| is at most l1."""
+    x, _ = step(optzoo.ftrl(0.1, l1_regularization_strength=0.5), G, jnp.zeros(3))
+    assert x[0] < 0 and list(x[1:]) == [0, 0]
+    weak, _ = step(optzoo.ftrl(0.1, l1_regularization_strength=0.05), G, jnp.zeros(3))
+    assert jnp.all(weak != 0)
+
+
+@pytest.mark.parametrize("initial", [0.0, 0.1])
+def test_zero_gradient_zeroes_the_parameter(initial):
+    x, _ = step(optzoo.ftrl(0.1, initial_accumulator_value=initial), 0 * G, X)
+    np.testing.assert_array_equal(x, 0)
+
+
+def test_first_step_without_accumulator():
+    """With n_0 = 0 the start is kept: x_1 = x_0 - rate * sign(g), as Adagrad's."""
+    x, state = step(optzoo.ftrl(0.1, initial_accumulator_value=0.0), G, X)
+    np.testing.assert_allclose(x, X - 0.1 * jnp.sign(G), rtol=1e-5)
+    np.testing.assert_allclose(state.slots.accum, G**2, rtol=1e-6)
+
+
+def test_is_adagrad_without_regularization():
+    """For x_0 = 0 both do x <- x - rate * g / sqrt(sum of g^2), at a constant rate."""
+    grads = lambda x, i: jnp.cos(x + i)
+    ours, theirs = (
+        trajectory(make(0.2, initial_accumulator_value=0.3), jnp.zeros(3), grads, jnp.arange(9.0))
+        for make in (optzoo.ftrl, optzoo.adagrad)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_power_zero_is_gradient_descent():
+    x, _ = step(optzoo.ftrl(0.1, learning_rate_power=0.0), G, jnp.zeros(3))
+    np.testing.assert_allclose(x, -0.1 * G, rtol=1e-6)
+
+
+def test_l2_and_shrinkage_on_a_first_step():
+    tx = optzoo.ftrl(
+        0.5,
+        initial_accumulator_value=0.0,
+        l2_regularization_strength=0.7,
+        l2_shrinkage_regularization_strength=0.2,
+    )
+    n = jnp.abs(G)
+    want = -(G + 0.4 * X - n / 0.5 * X) / (n / 0.5 + 1.4)
+    np.testing.assert_allclose(step(tx, G, X)[0], want, rtol=1e-5)
