@@ -1,6 +1,9 @@
-"""The README's table of optimizers is the catalogue's; ``make readme`` writes it anew."""
+"""The README: its table is the catalogue's (``make readme`` writes it anew), its code runs."""
 
 import pathlib
+import re
+
+import pytest
 
 from optzoo import catalog
 
@@ -16,6 +19,12 @@ def with_table(text):
 def test_table_is_fresh():
     text = README.read_text()
     assert text == with_table(text), "stale table of optimizers: run make readme"
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README.read_text(), re.S))
+def test_examples_run(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
 
 
 if __name__ == "__main__":
