@@ -239,11 +239,9 @@ def test_nan_stays_in_its_leaf(entry, grads):
 
 
 def test_vmap(entry):
-    tx, params = entry.make(), helpers.params()
-    lanes = [
-        (row_grads(params), params),
-        (with_rows([4, 4, 0, 1], [[3.0, 1], [2, 1], [1, 1], [0, 1]]), dense_grads(params)),
-    ]
+    tx, params = entry.make(), helpers.params()["table"]
+    other = with_rows([4, 4, 0, 1], [[3.0, 1], [2, 1], [1, 1], [0, 1]])["table"]
+    lanes = [(row_grads(helpers.params())["table"], params), (other, params + 1)]
     stack = lambda *trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
     grads, xs = stack(*lanes)
     got = jax.vmap(functools.partial(step, tx))(grads, xs, jax.vmap(tx.init)(xs))
@@ -342,7 +340,7 @@ def test_constant_and_schedule_are_the_same(entry):
 
 
 def test_schedule_counts_from_zero_or_follows_the_global_step(entry):
-    tx, params, state = warm(entry)
+    _, params, state = warm(entry)
     grads, rate = dense_grads(params), entry.rate
     falling = entry.make(lambda k: rate / (1 + k))
     want = lambda k: step(entry.make(rate / (1 + k)), grads, params, state)

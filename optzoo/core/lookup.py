@@ -8,20 +8,25 @@ the tables are used in any other way too.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
+from jax.dtypes import canonicalize_dtype
 
 from .rows import SparseRows
 
 try:
-    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
-except ImportError:  # jax < 0.8
+    from jax.extend.core import get_opaque_trace_state as _trace_level  # pyrefly: ignore
+except ImportError:  # an older JAX
     from jax.core import get_opaque_trace_state  # pyrefly: ignore
+
+    _trace_level = functools.partial(get_opaque_trace_state, convention="flax")
 
 
 def lookup(table: Array, ids: Array) -> Array:
@@ -56,11 +61,15 @@ def lookup(table: Array, ids: Array) -> Array:
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
     if not isinstance(ids, jax.core.Tracer):
         _check_range(ids, len(table))
-    ids = jnp.asarray(ids)
     tape = _TAPE.get()
+    outlives = tape is not None and id(ids) in tape.inputs
+    if not outlives:  # else untouched: inside a body even a conversion gives it a shorter life
+        ids = jnp.asarray(ids)
     if tape is None or id(table) not in tape.leaves:
         return _read(table, ids)
-    if not isinstance(ids, jax.core.Tracer) or get_opaque_trace_state() == tape.level:
+    # Not on whether the ids are known: the run that traces everything must find the same lookups
+    # as the one that does not.
+    if outlives or _trace_level() == tape.level:
         return tape.read(table, ids)
     if type(ids).__name__ == "BatchTracer":  # JAX does not export the class
         return _lookup_under_vmap(table)(ids)
@@ -79,11 +88,18 @@ class _Tape:
     Args:
         leaves: for the id of each differentiated leaf, its place and its undifferentiated copy.
         taps: what to add to the rows of each lookup in turn; None to find their shapes.
+        inputs: the id of each array among the arguments: as ids they live as long as the tape,
+            in whatever body the loss uses them.
     """
 
-    def __init__(self, leaves: dict[int, tuple[int, Array]], taps: Sequence[Array] | None):
-        self.leaves, self.taps, self.log = leaves, taps, list[_Lookup]()
-        self.level = get_opaque_trace_state()
+    def __init__(
+        self,
+        leaves: dict[int, tuple[int, Array]],
+        taps: Sequence[Array] | None,
+        inputs: set[int],
+    ):
+        self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
+        self.level = _trace_level()
 
     def read(self, table: Array, ids: Array) -> Array:
         place, constant = self.leaves[id(table)]
@@ -122,9 +138,10 @@ def value_and_grad(
         chosen = tuple(args[i] for i in which)
         flat, treedef = jax.tree.flatten(chosen)
         log: list[_Lookup] = []
+        inputs = {id(x) for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "dtype")}
 
         def run(leaves, taps):
-            tape = _Tape({id(x): (i, flat[i]) for i, x in enumerate(leaves)}, taps)
+            tape = _Tape({id(x): (i, flat[i]) for i, x in enumerate(leaves)}, taps, inputs)
             full_args = list(args)
             for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
                 full_args[i] = arg
@@ -165,14 +182,14 @@ def _unused(jaxpr: Any) -> list[bool]:
 
 def _read(table: Array, ids: Array) -> Array:
     num_rows = table.shape[0]
-    beyond = jnp.iinfo(ids.dtype).max if num_rows > jnp.iinfo(ids.dtype).max else num_rows + 1
-    rows = jnp.take(table, jnp.where(ids < 0, beyond, ids), axis=0, mode="fill")
+    ids = ids.astype(canonicalize_dtype(jnp.promote_types(ids.dtype, jnp.int32)))
+    rows = jnp.take(table, jnp.where(ids < 0, num_rows + 1, ids), axis=0, mode="fill")
     is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
     return jnp.where(is_padding, 0, rows)
 
 
 def _check_range(ids: Any, num_rows: int) -> None:
-    ids = jax.device_get(ids)
+    ids = np.asarray(jax.device_get(ids))
     bad = (ids < 0) | (ids > num_rows)
     if bad.any():
         raise IndexError(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 _MEND = (
@@ -23,12 +24,6 @@ class _SpeaksInErrors(type):
         return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_MEND})"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["indices", "values"],
-    meta_fields=["num_rows"],
-    drop_fields=["coalesced"],
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseRows(metaclass=_SpeaksInErrors):
     """Rows ``values[i]`` at the places ``indices[i]`` of an array of ``num_rows`` rows.
@@ -40,7 +35,8 @@ class SparseRows(metaclass=_SpeaksInErrors):
 
     A transformation that maps over all leaves meets ``indices`` as a leaf. Floating-point
     arithmetic on it is refused with an error; integer arithmetic cannot be told from a
-    legitimate copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there.
+    legitimate copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there, and
+    :func:`optzoo.clip_by_global_norm` for optax's.
 
     Attributes:
         indices: integers of shape ``(n,)``.
@@ -113,7 +109,8 @@ class SparseRows(metaclass=_SpeaksInErrors):
 
     def to_dense(self) -> Array:
         """The whole array, zero where no row is listed."""
-        return jnp.zeros(self.shape, self.dtype) + self
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        return (jnp.zeros(self.shape, wide) + self).astype(self.dtype)
 
     def gather(self, dense: Array) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
@@ -158,8 +155,17 @@ class SparseRows(metaclass=_SpeaksInErrors):
     def _places(self) -> Array:
         """The indices, with all that is out of range moved to the padding slot."""
         i = jnp.asarray(self.indices)
-        i = i.astype(jnp.promote_types(i.dtype, jnp.int32))
+        i = i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
+
+
+# By hand: register_dataclass of jax 0.6 does not understand its drop_fields.
+jax.tree_util.register_pytree_with_keys(
+    SparseRows,
+    lambda g: (((GetAttrKey("indices"), g.indices), (GetAttrKey("values"), g.values)), g.num_rows),
+    lambda num_rows, data: SparseRows(data[0], data[1], num_rows),
+    lambda g: ((g.indices, g.values), g.num_rows),
+)
 
 
 def _merge_by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
@@ -239,7 +245,11 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
 
 
 def densify() -> optax.GradientTransformation:
-    """Turns every SparseRows gradient into an array; put it in front of what knows no rows."""
+    """Turns every SparseRows gradient into an array; put it in front of what knows no rows.
+
+    In front, too, of a wrapper that needs updates of the gradient's own structure, such as
+    ``optax.apply_if_finite``, around an optimizer whose rows are dense (:func:`optzoo.adam`).
+    """
     to_dense = lambda g: g.to_dense() if is_rows(g) else g
     return optax.stateless(lambda updates, _: map_gradients(to_dense, updates))
 

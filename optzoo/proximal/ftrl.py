@@ -82,7 +82,7 @@ def ftrl(
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
         quadratic = to_rate(accum) / learning_rate + 2 * l2
         excess = jnp.clip(linear, -l1, l1) - linear
-        new = jnp.where(quadratic > 0, excess / jnp.where(quadratic > 0, quadratic, 1), 0)
+        new = jnp.where(quadratic == 0, 0, excess / jnp.where(quadratic == 0, 1, quadratic))
         return new - x, FtrlSlots(accum, linear)
 
     return leafwise(
