@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -159,11 +160,16 @@ class SparseRows(metaclass=_SpeaksInErrors):
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
 
 
-# By hand: register_dataclass of jax 0.6 does not understand its drop_fields.
+def _unflatten(num_rows: int, data: Iterable[Any]) -> SparseRows:
+    indices, values = data
+    return SparseRows(indices, values, num_rows)
+
+
+# By hand: register_dataclass of JAX 0.6 does not understand its drop_fields.
 jax.tree_util.register_pytree_with_keys(
     SparseRows,
     lambda g: (((GetAttrKey("indices"), g.indices), (GetAttrKey("values"), g.values)), g.num_rows),
-    lambda num_rows, data: SparseRows(data[0], data[1], num_rows),
+    _unflatten,
     lambda g: ((g.indices, g.values), g.num_rows),
 )
 
