@@ -1,4 +1,4 @@
-"""Every test runs strictly: no silent promotion of ranks, warnings are errors."""
+"""Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
 
 import contextlib
 
@@ -7,6 +7,7 @@ import pytest
 
 from optzoo import CATALOG
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -292,6 +292,7 @@ def test_composes_with_optax(entry, compose):
     params, tx = helpers.params(), compose(entry)
     grads = dense_grads(params)
     state = tx.init(params)
+    jax.eval_shape(tx.update, grads, state, params)  # traced, injected numbers have no value
     moved, after = step(tx, grads, params, state)
     assert avals(after) == avals(state)
     # An injected rate is an array, which rounds in float32 where Python's number does not.

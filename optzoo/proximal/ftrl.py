@@ -73,8 +73,11 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage = l2_shrinkage_regularization_strength
 
+    # A power injected by optax.inject_hyperparams is traced: no number to compare with.
+    usual = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
+
     def to_rate(n):
-        return jnp.sqrt(n) if learning_rate_power == -0.5 else n**-learning_rate_power
+        return jnp.sqrt(n) if usual else n**-learning_rate_power
 
     def rule(g, x, s, t, learning_rate):
         accum = s.accum + g**2

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nstopped; what is finished stays in {args.out}, and the same command goes on")
         return 130
     screen.leaderboard(document, report)
+    if screen.found:
+        print(f"\n{screen.found} runs were found finished in {args.out}; --fresh repeats them")
     print(f"\n{args.out}/index.html shows it all")
     return 0
 
@@ -129,6 +131,7 @@ class _Screen:
             console=self.console,
             disable=not self.console.is_terminal,
         )
+        self.found = 0
         self.task = self.bar.add_task("compiling", total=None, left="")
 
     def __enter__(self):
@@ -139,6 +142,7 @@ class _Screen:
         self.bar.stop()
 
     def show(self, progress: Any) -> None:
+        self.found = progress.found
         left = "" if progress.seconds_left is None else f"{_minutes(progress.seconds_left)} left"
         at = f"{progress.optimizer} on {progress.problem}" if progress.optimizer else "done"
         self.bar.update(

@@ -27,6 +27,7 @@ class Progress:
     """What a watcher of a race is told before each run, and once more at the end."""
 
     done: int
+    found: int  # of those done, how many were found in the folder
     total: int
     problem: str
     optimizer: str
@@ -61,10 +62,11 @@ def run(
         KeyError: if a problem or an optimizer is unknown.
     """
     settings = settings or Settings()
-    chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
-    for name in optimizers:
-        CATALOG[name]  # an unknown one fails before the work
+    # What can fail does so before the work.
     folder = _writable(out) if out is not None else None
+    for name in optimizers:
+        CATALOG[name]
+    chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
     kept = {} if fresh or folder is None else _kept(folder)
     todo = [(p, name) for name in optimizers for p in chosen]
@@ -73,13 +75,14 @@ def run(
         for p, name in todo
         if kept.get((p.name, name), {}).get("fingerprint") == prints[p.name]
     }
+    found = len(done)
     clock, starts = _Clock(), dict[str, Start]()
     for p, name in todo:
         if (p.name, name) in done:
             continue
         left = [q.name for q, other in todo if (q.name, other) not in done]
         if watch:
-            watch(Progress(len(done), len(todo), p.name, name, clock.left(left)))
+            watch(Progress(len(done), found, len(todo), p.name, name, clock.left(left)))
         begin = time.perf_counter()
         if p.name not in starts:
             starts[p.name] = prepare(p, settings)
@@ -92,7 +95,7 @@ def run(
         if folder:
             _write(folder / "results.json", json.dumps(_document(chosen, done, settings), indent=1))
     if watch:
-        watch(Progress(len(done), len(todo), "", "", 0.0))
+        watch(Progress(len(done), found, len(todo), "", "", 0.0))
     document = _document(chosen, done, settings)
     if folder:
         _write(folder / "results.json", json.dumps(document, indent=1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.core.rows import _merge_by_sort
+from optzoo.core import merge
 
 from ..helpers import dense_grads, params, row_grads, step
 
@@ -83,8 +83,8 @@ def test_indices_of_any_integer_type(dtype):
     given = SparseRows(jnp.array([1, 100, 1], dtype), jnp.array([1.0, 2, 3]), 300)
     want = np.zeros(300)
     want[[1, 100]] = 4, 2
-    for merge in (lambda g: g, lambda g: g.coalesce()):
-        np.testing.assert_array_equal(merge(given).to_dense(), want)
+    for prepare in (lambda g: g, lambda g: g.coalesce()):
+        np.testing.assert_array_equal(prepare(given).to_dense(), want)
 
 
 def test_gather_and_scatter():
@@ -106,7 +106,7 @@ MERGES = {
     "hash": lambda g: g.coalesce(),
     "fixed order": lambda g: g.coalesce(deterministic=True),
     # What an accelerator runs; on the CPU it has to be called by its name.
-    "sort": lambda g: SparseRows(*_merge_by_sort(g._places(), g.drop_padding().values, 5), 5),
+    "sort": lambda g: SparseRows(*merge._by_sort(g._places(), g.drop_padding().values, 5), 5),
 }
 merge_all = jax.jit(lambda g: {k: jax.tree.leaves(merge(g)) for k, merge in MERGES.items()})
 ids = st.integers(-2, 7)
