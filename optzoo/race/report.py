@@ -127,7 +127,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 img { max-width: 100%; display: block; margin: 1.5rem 0 }
 div { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
+td, th { padding: .25rem .8rem; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap }
 th { border-bottom: 2px solid #888; cursor: pointer }
 td:nth-child(2), th:nth-child(2) { text-align: left; font-weight: 600 }
 </style>

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -138,11 +139,16 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     digest = hashlib.sha256()
     plain = [getattr(problem, f) for f in ("l1", "batch_size", "steps", "evaluations", "target")]
     digest.update(repr((__version__, dataclasses.asdict(settings), plain)).encode())
-    digest.update(str(jax.make_jaxpr(problem.init)(jax.random.key(0))).encode())
-    digest.update(str(jax.make_jaxpr(problem.loss)(params, batch)).encode())
+    digest.update(_text(jax.make_jaxpr(problem.init)(jax.random.key(0))))
+    digest.update(_text(jax.make_jaxpr(problem.loss)(params, batch)))
     for array in jax.tree.leaves((problem.train, problem.valid)):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _text(jaxpr: Any) -> bytes:
+    """The same in every process: no colours for a terminal, no addresses of functions."""
+    return re.sub(r"0x[0-9a-f]+", "", jaxpr.pretty_print(use_color=False, width=100)).encode()
 
 
 def _writable(out: str | os.PathLike[str]) -> pathlib.Path:
