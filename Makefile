@@ -35,14 +35,15 @@ $(VENV)/%.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable ".[$*]"
 	touch $@
 
+# The first Python that is new enough and can make an environment with pip in it.
 $(BIN)/python:
-	@for python in python3 python3.13 python3.12 python3.11; do \
-	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    echo "setting up $(VENV) with $$($$python --version)"; \
-	    exec $$python -m venv $(VENV); \
-	  fi; \
+	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  echo "setting up $(VENV) with $$($$python --version)"; \
+	  $$python -m venv $(VENV) && exit 0; \
+	  rm -rf $(VENV); \
 	done; \
-	echo "optzoo needs Python >= 3.11 on the PATH" >&2; exit 1
+	echo "no Python >= 3.11 with the venv module on the PATH" >&2; exit 1
 
 clean:
 	rm -rf .venv .venv-oldest race

@@ -132,7 +132,7 @@ def leafwise(
 
     Raises:
         ValueError: at trace time, if params are needed and missing, or if a gradient does not
-            have the shape of its parameter.
+            have the shape of its parameter and slots.
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
     """
     array_rule = _in_float32(rule)
@@ -189,13 +189,23 @@ def _in_float32(rule: Rule) -> Rule:
         g, x, s = jax.tree.map(widen, (g, x, s))
         hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
         u, new = rule(g, x, s, t, **hyper)
-        return jax.tree.map(lambda old, a: _narrow(a, old.dtype), given, (u, new))
+        return jax.tree.map(_like, given, (u, new))
 
     return wide
 
 
+def _like(old: Array, new: Array) -> Array:
+    """``new`` in the dtype of ``old``; in its shape it must come."""
+    if new.shape != old.shape:
+        raise ValueError(
+            f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
+            "the gradient does not fit its slots, or the rule is wrong"
+        )
+    return _narrow(new, old.dtype)
+
+
 def _narrow(a: Array, dtype: DTypeLike) -> Array:
-    """Casts back; what is finite stays finite (a squared gradient overflows float16 easily)."""
+    """Casts; what is finite stays finite (a squared gradient overflows float16 easily)."""
     if jnp.promote_types(a.dtype, dtype) != dtype:
         top = jnp.finfo(dtype).max.astype(a.dtype)
         a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)

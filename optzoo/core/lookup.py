@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.dtypes import canonicalize_dtype
+from jax.interpreters import partial_eval
 
 from .rows import SparseRows
 
@@ -118,7 +119,8 @@ def value_and_grad(
 
     A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
     :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
-    gets what ``jax.value_and_grad`` would give. The loss is traced twice.
+    gets what ``jax.value_and_grad`` would give. The loss is traced twice. Use it under ``jit``:
+    without, JAX fills a dense gradient of zeros before it is thrown away.
 
     Args:
         loss_fn: returns a scalar, or ``(scalar, aux)``.
@@ -154,7 +156,9 @@ def value_and_grad(
             value, aux = out if has_aux else (out, None)
             return value, (aux, [entry.ids for entry in tape.log])
 
-        only_looked_up = _unused(jax.make_jaxpr(lambda leaves: run(leaves, None))(flat).jaxpr)
+        # What the value depends on in any way but a lookup, which reads the copy.
+        jaxpr = jax.make_jaxpr(lambda leaves: run(leaves, None)[0])(flat).jaxpr
+        _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         taps = [jnp.zeros(entry.rows.shape, entry.rows.dtype) for entry in log]
         differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
         (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
@@ -167,17 +171,11 @@ def value_and_grad(
                     x.shape[0],
                 )
                 # Rows added to the gradient of the other uses: the correct dense gradient.
-                of_leaves[place] = rows if only_looked_up[place] else of_leaves[place] + rows
+                of_leaves[place] = of_leaves[place] + rows if used[place] else rows
         grads = treedef.unflatten(of_leaves)
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
-
-
-def _unused(jaxpr: Any) -> list[bool]:
-    """Which inputs no equation and no output of the jaxpr reads."""
-    used = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
-    return [id(v) not in used for v in jaxpr.invars]
 
 
 def _read(table: Array, ids: Array) -> Array:

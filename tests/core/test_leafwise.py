@@ -175,3 +175,11 @@ def test_links_share_a_chain():
     tx = optax.chain(total_of_gradients(), optzoo.scale_by_learning_rate(0.5))
     moved, _ = step(tx, {"x": jnp.ones(4)}, X)
     chex.assert_trees_all_equal(moved, {"x": X["x"] + 0.5})
+
+
+def test_a_gradient_that_does_not_fit_its_slots():
+    """Without params there is nothing else to hold it against; broadcasting would hide it."""
+    tx = optzoo.momentum(0.1, 0.9)
+    state = tx.init(jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\).*does not fit"):
+        tx.update(jnp.ones((1, 3)), state)

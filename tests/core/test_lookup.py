@@ -119,9 +119,9 @@ def test_ties_are_found_wherever_they_are(tie):
     check(lambda table: weigh(lookup(table, IDS)) * tie(table), TABLE, sparse=False)
 
 
-def test_a_table_that_is_returned_is_tied():
+def test_a_table_that_only_aux_returns_is_not_tied():
     loss = lambda table: (weigh(lookup(table, IDS)), table)
-    check(loss, TABLE, has_aux=True, sparse=False)
+    check(loss, TABLE, has_aux=True, sparse=True)
 
 
 def test_parameters_without_any_use():
@@ -348,3 +348,17 @@ def test_no_array_as_large_as_the_table(mapped):
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 0.01 * table.nbytes
     assert memory.output_size_in_bytes < 0.01 * table.nbytes
+
+
+def test_a_table_that_only_aux_reads_densely_still_gets_rows():
+    """Logging a norm beside the loss costs no dense gradient."""
+    table = jnp.arange(12.0).reshape(6, 2)
+
+    def loss(t, ids):
+        return jnp.sum(optzoo.lookup(t, ids) ** 2), {"norm": jnp.linalg.norm(t), "name": "table"}
+
+    (_, aux), grad = optzoo.value_and_grad(loss, has_aux=True)(table, jnp.array([1, 4]))
+    assert isinstance(grad, optzoo.SparseRows)
+    np.testing.assert_allclose(aux["norm"], jnp.linalg.norm(table), rtol=1e-6)
+    want, _ = jax.grad(loss, has_aux=True)(table, jnp.array([1, 4]))
+    np.testing.assert_allclose(grad.to_dense(), want, rtol=1e-6)
