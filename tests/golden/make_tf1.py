@@ -61,25 +61,26 @@ def cases():
 
     add("Momentum", "m0.9", {"learning_rate": 0.1, "momentum": 0.9}, every, both)
     nesterov = {"learning_rate": 0.1, "momentum": 0.9, "use_nesterov": True}
-    add("Momentum", "nesterov", nesterov)
+    add("Momentum", "nesterov", nesterov, dtypes=both)
     add("Momentum", "falling", {"learning_rate": falling, "momentum": 0.9}, "dense", both)
 
     add("Adagrad", "lr0.1", {"learning_rate": 0.1}, every, both)
-    add("Adagrad", "acc1", {"learning_rate": 1.0, "initial_accumulator_value": 1.0})
+    start_at_one = {"learning_rate": 1.0, "initial_accumulator_value": 1.0}
+    add("Adagrad", "acc1", start_at_one, dtypes=both)
     tiny = {"learning_rate": 0.01, "initial_accumulator_value": 1e-6}
     add("Adagrad", "acc1e-6", tiny, "dense")
 
     other = {"learning_rate": 0.1, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3}
     for name in ("Adam", "LazyAdam", "AdaMax"):
         add(name, "default", {}, every, both)
-        add(name, "other", other)
+        add(name, "other", other, dtypes=both)
         add(name, "falling", {"learning_rate": falling}, "dense", "f32")
     big_eps = {"learning_rate": 0.05, "beta1": 0.9, "beta2": 0.99, "epsilon": 0.1}
     add("Adam", "eps0.1", big_eps, "dense")
 
     add("RMSProp", "lr0.01", {"learning_rate": 0.01}, every, both)
     lively = {"learning_rate": 0.01, "decay": 0.5, "momentum": 0.9, "epsilon": 1e-3}
-    add("RMSProp", "momentum", lively)
+    add("RMSProp", "momentum", lively, dtypes=both)
     add("RMSProp", "falling", {"learning_rate": falling, "momentum": 0.9}, "dense", "f32")
     centered = {"learning_rate": 0.01, "centered": True, "epsilon": 1e-2}
     add("RMSProp", "centered", centered, every)
@@ -93,7 +94,8 @@ def cases():
     add("RMSProp", "centered-momentum", centered_lively)
 
     add("AddSign", "default", {}, every, both)
-    add("AddSign", "other", {"alpha": 0.5, "beta": 0.5, "learning_rate": 0.02})
+    other = {"alpha": 0.5, "beta": 0.5, "learning_rate": 0.02}
+    add("AddSign", "other", other, dtypes=both)
     for tag, kind, args, start in (
         ("linear", "linear", {"decay_steps": 20}, 0),
         ("cosine", "cosine", {"decay_steps": 20}, 0),
@@ -115,7 +117,7 @@ def cases():
         }
 
     add("Ftrl", "lr0.1", {"learning_rate": 0.1}, every, both)
-    add("Ftrl", "l1l2", ftrl(l1=0.5, l2=0.1), every)
+    add("Ftrl", "l1l2", ftrl(l1=0.5, l2=0.1), every, both)
     add("Ftrl", "shrinkage", ftrl(l1=0.2, l2=0.05, shrinkage=0.3), every)
     add("Ftrl", "power-0.3", ftrl(0.5, power=-0.3, start=1.0, l1=0.05))
     add("Ftrl", "power0", ftrl(0.05, power=0.0, l2=0.1))
