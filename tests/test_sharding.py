@@ -42,3 +42,40 @@ def test_sharded(entry, kind, params):
     assert shardings(new) == shardings(state) and shardings(after) == shardings(params)
     alone = jax.device_put((params, state, grads), jax.devices()[0])
     chex.assert_trees_all_close(after, jax.jit(step)(*alone)[0], rtol=1e-6)
+
+
+def per_replica(ids, table, *, varying, check):
+    """Each of the replicas takes a lazy step on its own ids, from a table all have."""
+    mesh = Mesh(np.array(jax.devices()), ("r",))
+    tx = optzoo.lazy_adam(0.1)
+
+    def step(table, ids):
+        table = table[0] if varying else table
+        loss = lambda table: jnp.sum(optzoo.lookup(table, ids[0]) ** 2)
+        _, grad = optzoo.value_and_grad(loss)(table)
+        updates, _ = tx.update(grad, tx.init(table), table)
+        return grad.to_dense()[None], optax.apply_updates(table, updates)[None]
+
+    of_table = PartitionSpec("r") if varying else PartitionSpec()
+    specs = {"in_specs": (of_table, PartitionSpec("r")), "out_specs": PartitionSpec("r")}
+    mapped = jax.shard_map(step, mesh=mesh, check_vma=check, **specs)
+    given = jnp.broadcast_to(table, (8, *table.shape)) if varying else table
+    return jax.jit(mapped)(given, ids)
+
+
+TABLE, IDS = jnp.arange(1.0, 13).reshape(6, 2), (jnp.arange(24).reshape(8, 3) ** 2) % 6
+
+
+@pytest.mark.parametrize(("varying", "check"), [(True, True), (True, False), (False, False)])
+def test_rows_in_shard_map_are_those_of_the_replica(varying, check):
+    grads, moved = per_replica(IDS, TABLE, varying=varying, check=check)
+    for replica, ids in enumerate(IDS):
+        want = jax.grad(lambda table, ids=ids: jnp.sum(table[ids] ** 2))(TABLE)
+        np.testing.assert_allclose(grads[replica], want, rtol=1e-6)
+        np.testing.assert_array_equal(moved[replica] != TABLE, want != 0)
+
+
+def test_a_replicated_table_in_a_checked_shard_map_is_refused():
+    """JAX would sum the gradient over the replicas, whose rows are different ones."""
+    with pytest.raises(ValueError, match="pcast"):
+        per_replica(IDS, TABLE, varying=False, check=True)

@@ -8,7 +8,6 @@ the tables are used in any other way too.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +22,9 @@ from jax.interpreters import partial_eval
 from .rows import SparseRows
 
 try:
-    from jax.extend.core import get_opaque_trace_state as _trace_level  # pyrefly: ignore
+    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
 except ImportError:  # an older JAX
     from jax.core import get_opaque_trace_state  # pyrefly: ignore
-
-    _trace_level = functools.partial(get_opaque_trace_state, convention="flax")
 
 
 def lookup(table: Array, ids: Array) -> Array:
@@ -53,7 +50,8 @@ def lookup(table: Array, ids: Array) -> Array:
 
     Raises:
         TypeError: if the ids are not integers.
-        ValueError: if the table is a scalar.
+        ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
+            if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a known id is out of range.
     """
     if jnp.ndim(table) == 0:
@@ -70,7 +68,7 @@ def lookup(table: Array, ids: Array) -> Array:
         return _read(table, ids)
     # Not on whether the ids are known: the run that traces everything must find the same lookups
     # as the one that does not.
-    if outlives or _trace_level() == tape.level:
+    if outlives or get_opaque_trace_state() == tape.level:
         return tape.read(table, ids)
     if type(ids).__name__ == "BatchTracer":  # JAX does not export the class
         return _lookup_under_vmap(table)(ids)
@@ -80,7 +78,7 @@ def lookup(table: Array, ids: Array) -> Array:
 class _Lookup(NamedTuple):
     place: int  # of the table among the leaves
     ids: Array
-    rows: jax.ShapeDtypeStruct
+    shape: tuple[int, ...]  # of the rows
 
 
 class _Tape:
@@ -100,12 +98,19 @@ class _Tape:
         inputs: set[int],
     ):
         self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
-        self.level = _trace_level()
+        self.level = get_opaque_trace_state()
 
     def read(self, table: Array, ids: Array) -> Array:
         place, constant = self.leaves[id(table)]
         rows = _read(constant, ids)
-        self.log.append(_Lookup(place, ids, jax.ShapeDtypeStruct(rows.shape, rows.dtype)))
+        if axes := _varying(rows) - _varying(constant):
+            raise ValueError(
+                f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
+                "gradient would be a sum over replicas, which rows cannot express. Make the table "
+                "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, "
+                "or use shard_map(..., check_vma=False)"
+            )
+        self.log.append(_Lookup(place, ids, rows.shape))
         return rows if self.taps is None else rows + self.taps[len(self.log) - 1]
 
 
@@ -159,7 +164,8 @@ def value_and_grad(
         # What the value depends on in any way but a lookup, which reads the copy.
         jaxpr = jax.make_jaxpr(lambda leaves: run(leaves, None)[0])(flat).jaxpr
         _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        taps = [jnp.zeros(entry.rows.shape, entry.rows.dtype) for entry in log]
+        # zeros_like keeps what shard_map knows of the table: that it varies between replicas.
+        taps = [jnp.zeros_like(flat[entry.place], shape=entry.shape) for entry in log]
         differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
         (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
         for place, x in enumerate(flat):
@@ -184,6 +190,13 @@ def _read(table: Array, ids: Array) -> Array:
     rows = jnp.take(table, jnp.where(ids < 0, num_rows + 1, ids), axis=0, mode="fill")
     is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
     return jnp.where(is_padding, 0, rows)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The mesh axes along which ``x`` may differ inside a checked shard_map."""
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
 def _check_range(ids: Any, num_rows: int) -> None:

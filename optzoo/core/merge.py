@@ -56,7 +56,7 @@ def _by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]
         decided = undecided & (places[seen] == places)
         return jnp.where(decided, seen, elected), round_number + jnp.uint32(1)
 
-    nobody = jnp.full_like(own, -1)
+    nobody = jnp.full_like(places, -1)
     elected, _ = jax.lax.while_loop(lambda c: jnp.any(c[0] < 0), elect, (nobody, jnp.uint32(0)))
     summed = jnp.zeros_like(values).at[elected].add(values)
     return jnp.where(elected == own, places, num_rows), summed
