@@ -1,13 +1,14 @@
 """A gradient that touches only some rows of its parameter."""
 
 import dataclasses
-import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .merge import merge
@@ -25,12 +26,6 @@ class _SpeaksInErrors(type):
         return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_MEND})"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["indices", "values"],
-    meta_fields=["num_rows"],
-    drop_fields=["coalesced"],
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseRows(metaclass=_SpeaksInErrors):
     """Rows ``values[i]`` at the places ``indices[i]`` of an array of ``num_rows`` rows.
@@ -152,6 +147,20 @@ class SparseRows(metaclass=_SpeaksInErrors):
         i = jnp.asarray(self.indices)
         i = i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
+
+
+def _unflatten(num_rows: int, data: Iterable[Any]) -> SparseRows:
+    indices, values = data
+    return SparseRows(indices, values, num_rows)
+
+
+# By hand: register_dataclass of JAX 0.7 does not understand its drop_fields.
+jax.tree_util.register_pytree_with_keys(
+    SparseRows,
+    lambda g: (((GetAttrKey("indices"), g.indices), (GetAttrKey("values"), g.values)), g.num_rows),
+    _unflatten,
+    lambda g: ((g.indices, g.values), g.num_rows),
+)
 
 
 def is_rows(g: object) -> bool:
