@@ -1,6 +1,14 @@
 """All optimizers side by side on real data, from the command line or from Python."""
 
-from .problem import Problem as Problem
-from .problems import PROBLEMS as PROBLEMS
-from .runner import Settings as Settings
-from .session import run as run
+import importlib.util
+
+_MISSING = [m for m in ("matplotlib", "rich", "sklearn") if importlib.util.find_spec(m) is None]
+if _MISSING:
+    raise ModuleNotFoundError(
+        f"optzoo.race needs {', '.join(_MISSING)}: pip install 'optzoo[race]'"
+    )
+
+from .problem import Problem as Problem  # noqa: E402 (after the check)
+from .problems import PROBLEMS as PROBLEMS  # noqa: E402
+from .runner import Settings as Settings  # noqa: E402
+from .session import run as run  # noqa: E402

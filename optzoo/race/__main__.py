@@ -3,29 +3,26 @@
 import argparse
 import dataclasses
 import difflib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
 from ..catalog import CATALOG
+from . import report, session
+from .problems import PROBLEMS
+from .runner import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; gives its exit code."""
-    missing = [m for m in ("matplotlib", "rich", "sklearn") if not importlib.util.find_spec(m)]
-    if missing:
-        print(f"the race needs {', '.join(missing)}: pip install 'optzoo[race]'", file=sys.stderr)
-        return 2
-    from . import report
-    from .problems import PROBLEMS
-    from .runner import Settings
-    from .session import run
-
     parser = _parser()
     args = parser.parse_args(argv)
     if args.list:
-        _list(PROBLEMS)
+        _list()
         return 0
     problems = _known(parser, "problem", args.problem, PROBLEMS)
     optimizers = _known(parser, "optimizer", args.optimizers, CATALOG)
@@ -37,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen = _Screen()
     try:
         with screen:
-            document = run(
+            document = session.run(
                 problems,
                 optimizers,
                 settings=settings,
@@ -50,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; what is finished stays in {args.out}, and the same command goes on")
         return 130
-    screen.leaderboard(document, report)
+    screen.leaderboard(document)
     if screen.found:
-        print(f"\n{screen.found} runs were found finished in {args.out}; --fresh repeats them")
+        print(f"\nruns found finished in {args.out}: {screen.found}; --fresh repeats them")
     print(f"\n{args.out}/index.html shows it all")
     return 0
 
@@ -76,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each run")
     parser.add_argument("--quick", action="store_true", help="fewer rates and seeds")
     parser.add_argument("--out", default="race", help="folder of the results (race)")
-    parser.add_argument("--fresh", action="store_true", help="forget finished runs in --out")
+    parser.add_argument(
+        "--fresh", action="store_true", help="repeat what is found finished in --out"
+    )
     parser.add_argument("--list", action="store_true", help="show problems and optimizers, and end")
     return parser
 
@@ -106,9 +105,9 @@ def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -
     return list(dict.fromkeys(names))
 
 
-def _list(problems: Any) -> None:
+def _list() -> None:
     print("problems")
-    for name, make in problems.items():
+    for name, make in PROBLEMS.items():
         print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}")
     print("optimizers")
     for name, entry in CATALOG.items():
@@ -119,9 +118,6 @@ class _Screen:
     """A bar with the optimizer at work and the time left; plain lines where it cannot move."""
 
     def __init__(self):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
         self.console = Console(width=None if sys.stdout.isatty() else 140)
         self.bar = Progress(
             TextColumn("{task.description:32}"),
@@ -141,7 +137,7 @@ class _Screen:
     def __exit__(self, *unused):
         self.bar.stop()
 
-    def show(self, progress: Any) -> None:
+    def show(self, progress: session.Progress) -> None:
         self.found = progress.found
         left = "" if progress.seconds_left is None else f"{_minutes(progress.seconds_left)} left"
         at = f"{progress.optimizer} on {progress.problem}" if progress.optimizer else "done"
@@ -151,9 +147,7 @@ class _Screen:
         if not self.console.is_terminal:
             print(f"[{progress.done}/{progress.total}] {at} {left}".rstrip(), flush=True)
 
-    def leaderboard(self, document: Any, report: Any) -> None:
-        from rich.table import Table
-
+    def leaderboard(self, document: Any) -> None:
         for problem in document["problems"]:
             rows = report.table(document, problem)
             if not rows:

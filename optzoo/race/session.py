@@ -52,11 +52,12 @@ def run(
         settings: rates, seeds and steps; None for the usual ones.
         out: a folder for ``results.json``, ``leaderboard.md``, the pictures and ``index.html``;
             None to write nothing. Runs found there with the same settings are not repeated.
-        fresh: forget the runs found in ``out``.
+        fresh: repeat the runs found in ``out``.
         watch: called before each run and once at the end.
 
     Returns:
-        What ``results.json`` holds: ``results`` and ``skipped``, a list of dicts each.
+        What ``results.json`` holds: ``results`` and ``skipped``, a list of dicts each, and
+        ``others``, runs in ``out`` from other settings, which a later race may go on from.
 
     Raises:
         OSError: before any work, if ``out`` cannot be written.
@@ -69,21 +70,29 @@ def run(
         CATALOG[name]
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
-    kept = {} if fresh or folder is None else _kept(folder)
-    todo = [(p, name) for name in optimizers for p in chosen]
-    done = {
-        (p.name, name): kept[p.name, name]
-        for p, name in todo
-        if kept.get((p.name, name), {}).get("fingerprint") == prints[p.name]
-    }
-    found = len(done)
+    todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}
+    known = _kept(folder) if folder else {}
+    if fresh:
+        known = {key: r for key, r in known.items() if key not in todo}
+    found = len(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
-    for p, name in todo:
-        if (p.name, name) in done:
-            continue
-        left = [q.name for q, other in todo if (q.name, other) not in done]
+
+    def tell(problem="", optimizer=""):
+        left = [key[0] for key in todo if key not in known]
         if watch:
-            watch(Progress(len(done), found, len(todo), p.name, name, clock.left(left)))
+            done = len(todo) - len(left)
+            watch(Progress(done, found, len(todo), problem, optimizer, clock.left(left)))
+
+    def document():
+        mine = [known[key] for key in todo if key in known]
+        others = [r for key, r in known.items() if key not in todo]
+        return _document(chosen, settings, mine, others)
+
+    for key, p in todo.items():
+        if key in known:
+            continue
+        _, name, fingerprint = key
+        tell(p.name, name)
         begin = time.perf_counter()
         if p.name not in starts:
             starts[p.name] = prepare(p, settings)
@@ -92,22 +101,22 @@ def run(
         except Unsuited as reason:
             result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
         clock.took(p.name, time.perf_counter() - begin)
-        done[p.name, name] = result | {"fingerprint": prints[p.name]}
+        known[key] = result | {"fingerprint": fingerprint}
         if folder:
-            _write(folder / "results.json", json.dumps(_document(chosen, done, settings), indent=1))
-    if watch:
-        watch(Progress(len(done), found, len(todo), "", "", 0.0))
-    document = _document(chosen, done, settings)
+            _write(folder / "results.json", json.dumps(document(), indent=1))
+    tell()
+    complete = document()
     if folder:
-        _write(folder / "results.json", json.dumps(document, indent=1))
-        _write(folder / "leaderboard.md", report.markdown(document))
-        pictures = plots.draw(document, folder)
-        _write(folder / "index.html", report.html(document, pictures))
-    return document
+        _write(folder / "results.json", json.dumps(complete, indent=1))
+        _write(folder / "leaderboard.md", report.markdown(complete))
+        pictures = plots.draw(complete, folder)
+        _write(folder / "index.html", report.html(complete, pictures))
+    return complete
 
 
-def _document(problems: list[Problem], done: dict[Any, Any], settings: Settings) -> dict[str, Any]:
-    everything = list(done.values())
+def _document(
+    problems: list[Problem], settings: Settings, mine: list[Any], others: list[Any]
+) -> dict[str, Any]:
     return {
         "version": __version__,
         "machine": {
@@ -118,16 +127,17 @@ def _document(problems: list[Problem], done: dict[Any, Any], settings: Settings)
         },
         "settings": dataclasses.asdict(settings),
         "problems": {p.name: {"about": p.about, "target": p.target} for p in problems},
-        "results": [r for r in everything if "skipped" not in r],
-        "skipped": [r for r in everything if "skipped" in r],
+        "results": [r for r in mine if "skipped" not in r],
+        "skipped": [r for r in mine if "skipped" in r],
+        "others": others,
     }
 
 
-def _kept(folder: pathlib.Path) -> dict[tuple[str, str], Any]:
+def _kept(folder: pathlib.Path) -> dict[tuple[str, str, str], Any]:
     try:
         document = json.loads((folder / "results.json").read_text())
-        runs = document["results"] + document["skipped"]
-        return {(r["problem"], r["optimizer"]): r for r in runs}
+        runs = document["results"] + document["skipped"] + document["others"]
+        return {(r["problem"], r["optimizer"], r["fingerprint"]): r for r in runs}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}  # none yet, or not ours: the race starts over
 

@@ -125,6 +125,8 @@ def test_writes_and_resumes(tmp_path):
     assert go(line()) == first and seen == [""]  # nothing repeated
     assert go(line(steps=20)) != first and seen[1:] == ["adam", "momentum", ""]
     seen.clear()
+    assert go(line())["results"] == first["results"] and seen == [""]  # not lost by the other race
+    seen.clear()
     go(line(steps=20), fresh=True)
     assert seen == ["adam", "momentum", ""]
 
