@@ -1,5 +1,6 @@
 # make race   sets up a private environment and runs the race
 # make test   sets up and runs lint, types and all tests
+# make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
 # make readme rewrites the README's table of optimizers from the catalogue
 

@@ -1,7 +1,7 @@
 """A gradient that touches only some rows of its parameter."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax import Array
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
+from .checks import check_positive
 from .merge import merge
 
 _MEND = (
@@ -168,9 +169,9 @@ def is_rows(g: object) -> bool:
     return isinstance(g, SparseRows)
 
 
-def map_gradients(f: Any, updates: Any, *rest: Any) -> Any:
-    """``jax.tree.map`` that hands SparseRows to ``f`` as a whole."""
-    return jax.tree.map(f, updates, *rest, is_leaf=is_rows)
+def _map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
+    """``f`` of every SparseRows in a tree; the arrays stay as they are."""
+    return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
 
 
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
@@ -179,8 +180,8 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
     Args:
         deterministic: sum in a fixed order on every backend, so that a run repeats to the bit.
     """
-    merge = lambda g: g.coalesce(deterministic=deterministic) if is_rows(g) else g
-    return optax.stateless(lambda updates, _: map_gradients(merge, updates))
+    merged = lambda g: g.coalesce(deterministic=deterministic)
+    return optax.stateless(lambda updates, _: _map_rows(merged, updates))
 
 
 def densify() -> optax.GradientTransformation:
@@ -189,8 +190,7 @@ def densify() -> optax.GradientTransformation:
     In front, too, of a wrapper that needs updates of the gradient's own structure, such as
     ``optax.apply_if_finite``, around an optimizer whose rows are dense (:func:`optzoo.adam`).
     """
-    to_dense = lambda g: g.to_dense() if is_rows(g) else g
-    return optax.stateless(lambda updates, _: map_gradients(to_dense, updates))
+    return optax.stateless(lambda updates, _: _map_rows(SparseRows.to_dense, updates))
 
 
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -206,16 +206,16 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     def update(updates, state, params=None, **extra_args):
         del params  # a row has no parameter of its own shape
-        updates = map_gradients(lambda g: g.coalesce() if is_rows(g) else g, updates)
-        values = map_gradients(lambda g: g.values if is_rows(g) else g, updates)
+        updates = _map_rows(SparseRows.coalesce, updates)
+        values = _map_rows(lambda g: g.values, updates)
         values, state = inner.update(values, state, None, **extra_args)
         rebuild = lambda g, v: g.with_values(v).drop_padding() if is_rows(g) else v
-        return map_gradients(rebuild, updates, values), state
+        return jax.tree.map(rebuild, updates, values, is_leaf=is_rows), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm over all gradients together, row-sparse ones included.
 
     .. math::
@@ -227,20 +227,19 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     Args:
         max_norm: :math:`c`, positive.
 
+    Raises:
+        ValueError: if ``max_norm`` is not positive.
+
     References:
         Pascanu et al., `On the difficulty of training Recurrent Neural Networks
         <https://arxiv.org/abs/1211.5063>`_, 2013; ``tf.clip_by_global_norm``.
     """
+    check_positive(max_norm=max_norm)
 
-    def update(updates, _):
-        updates = map_gradients(lambda g: g.coalesce() if is_rows(g) else g, updates)
-        values = [g.values if is_rows(g) else g for g in jax.tree.leaves(updates, is_leaf=is_rows)]
-        wide = [v.astype(jnp.promote_types(v.dtype, jnp.float32)) for v in values]
+    def update(values, _):
+        wide = [v.astype(jnp.promote_types(v.dtype, jnp.float32)) for v in jax.tree.leaves(values)]
         norm = jnp.sqrt(sum(jnp.sum(v**2) for v in wide))
         factor = max_norm / jnp.maximum(norm, max_norm)
-        scale = lambda g: (g * factor).astype(g.dtype)
-        return map_gradients(
-            lambda g: g.with_values(scale(g.values)) if is_rows(g) else scale(g), updates
-        )
+        return jax.tree.map(lambda v: (v * factor).astype(v.dtype), values)
 
-    return optax.stateless(update)
+    return on_values(optax.stateless(update))

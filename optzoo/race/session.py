@@ -144,21 +144,30 @@ def _kept(folder: pathlib.Path) -> dict[tuple[str, str, str], Any]:
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:
     """Changes with anything that the results depend on: code of the model, data, settings."""
-    params = jax.eval_shape(problem.init, jax.random.key(0))
+    key = jax.random.key(0)
+    params = jax.eval_shape(problem.init, key)
     batch = jax.tree.map(lambda a: np.asarray(a[:1]), problem.train)
+    metrics = lambda params, valid: {k: f(params, valid) for k, f in problem.metrics.items()}
+    traced = [
+        jax.make_jaxpr(problem.init)(key),
+        jax.make_jaxpr(problem.loss)(params, batch),
+        jax.make_jaxpr(metrics)(params, problem.valid),
+        jax.make_jaxpr(problem.track or (lambda params: ()))(params),
+    ]
+    functions = {"init", "loss", "metrics", "track", "about"}
+    plain = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
+    plain = {k: v for k, v in plain.items() if k not in functions | {"train", "valid"}}
     digest = hashlib.sha256()
-    plain = [getattr(problem, f) for f in ("l1", "batch_size", "steps", "evaluations", "target")]
-    digest.update(repr((__version__, dataclasses.asdict(settings), plain)).encode())
-    digest.update(_text(jax.make_jaxpr(problem.init)(jax.random.key(0))))
-    digest.update(_text(jax.make_jaxpr(problem.loss)(params, batch)))
-    for array in jax.tree.leaves((problem.train, problem.valid)):
+    names = list(problem.metrics)
+    digest.update(repr((__version__, dataclasses.asdict(settings), plain, names)).encode())
+    for jaxpr in traced:
+        # The same in every process: no colours for a terminal, no addresses of functions.
+        text = jaxpr.pretty_print(use_color=False, width=100)
+        digest.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
+    constants = [jaxpr.consts for jaxpr in traced]
+    for array in jax.tree.leaves((problem.train, problem.valid, constants)):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _text(jaxpr: Any) -> bytes:
-    """The same in every process: no colours for a terminal, no addresses of functions."""
-    return re.sub(r"0x[0-9a-f]+", "", jaxpr.pretty_print(use_color=False, width=100)).encode()
 
 
 def _writable(out: str | os.PathLike[str]) -> pathlib.Path:

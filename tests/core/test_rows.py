@@ -273,3 +273,8 @@ def test_clip_by_global_norm_of_odd_gradients(dtype):
     large, _ = clip.update({"x": jnp.array([6e4, 0], dtype), "none": None}, optax.EmptyState())
     assert large["none"] is None and large["x"].dtype == dtype
     np.testing.assert_allclose(large["x"], [1, 0], rtol=1e-3)
+
+
+def test_clip_by_global_norm_refuses_a_norm_of_zero():
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        optzoo.clip_by_global_norm(0)

@@ -9,7 +9,7 @@ import pytest
 
 from optzoo import race
 from optzoo.__main__ import main
-from optzoo.race import report, runner
+from optzoo.race import report, runner, session
 from optzoo.race.problems import PROBLEMS
 
 QUICK = race.Settings(rates=(0.01, 0.1), seeds=2, timed_steps=2)
@@ -129,6 +129,31 @@ def test_writes_and_resumes(tmp_path):
     seen.clear()
     go(line(steps=20), fresh=True)
     assert seen == ["adam", "momentum", ""]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metrics": {"slope": lambda p, _: 2 * p["w"]}},
+        {"loss": lambda p, batch: p["w"] ** 2},
+        {"train": (np.zeros(64, np.float32), np.ones(64, np.float32))},
+        {"track": lambda p: p["w"]},
+        {"compare_dense": True},
+        {"l1": 0.1},
+    ],
+    ids=["metrics", "loss", "data", "track", "dense", "l1"],
+)
+def test_a_changed_problem_is_another(changes):
+    prints = [session._fingerprint(p, QUICK) for p in (line(), line(), line(**changes))]
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_a_constant_of_the_loss_counts(array):
+    weights = [array([1.0, second], np.float32) for second in (3, 4)]
+    losses = [lambda p, _, c=c: jnp.sum(c * p["w"] ** 2) for c in weights]
+    first, second = (session._fingerprint(line(loss=f), QUICK) for f in losses)
+    assert first != second
 
 
 def test_an_interruption_keeps_what_is_finished(tmp_path):
