@@ -1,5 +1,6 @@
 # make race   sets up a private environment and runs the race
 # make test   sets up and runs lint, types and all tests
+# make test-full runs the long tests, too
 # make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
 # make readme rewrites the README's table of optimizers from the catalogue
@@ -9,21 +10,22 @@ BIN := $(VENV)/bin
 # Under CI on two cores, more workers only fight.
 WORKERS ?= 2
 
-.PHONY: race test test-oldest colabs readme clean
+.PHONY: race test test-full test-oldest colabs readme clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
 
-test: $(VENV)/dev.installed
+test: TESTS ?= not full
+test test-full: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(if $(TESTS),-m "$(TESTS)") $(ARGS)
 
 # The same tests on the oldest versions that pyproject.toml admits.
 test-oldest:
 	$(MAKE) .venv-oldest/test.installed VENV=.venv-oldest PIP_ARGS="-c tests/oldest.txt"
-	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
+	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not full" $(ARGS)
 
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb

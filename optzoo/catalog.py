@@ -6,14 +6,30 @@ from typing import Any, NamedTuple
 
 import optax
 
+from .first_order.adadelta import adadelta
 from .first_order.adagrad import adagrad
 from .first_order.adam import adam, lazy_adam
+from .first_order.adam_gs import adam_gs, lazy_adam_gs
 from .first_order.adamax import adamax
+from .first_order.adamw import adamw
 from .first_order.add_sign import add_sign
+from .first_order.amsgrad import amsgrad
+from .first_order.custom_adam import custom_adam
+from .first_order.grad_variance_scaled import grad_variance_scaled
 from .first_order.gradient_descent import gradient_descent
 from .first_order.momentum import momentum
+from .first_order.momentumw import momentumw
+from .first_order.nadam import nadam
+from .first_order.neural_optimizer1 import neural_optimizer1
+from .first_order.normalized_sgd import normalized_sgd
+from .first_order.power_sign import power_sign
+from .first_order.reg_adagrad import reg_adagrad
 from .first_order.rmsprop import rmsprop
+from .layerwise.lars import lars
+from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
+from .proximal.proximal_adagrad import proximal_adagrad
+from .proximal.proximal_gradient_descent import proximal_gradient_descent
 
 
 class Entry(NamedTuple):
@@ -25,6 +41,7 @@ class Entry(NamedTuple):
     original: str  # the class it equals
     l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
     required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
+    needs_global_step: bool = False  # update(..., global_step=) must be given
 
     def make(self, learning_rate: optax.ScalarOrSchedule | None = None, **kwargs: Any):
         """The optimizer at its usual settings, or at others."""
@@ -37,18 +54,54 @@ class Entry(NamedTuple):
         return self.factory.__module__.split(".")[1]
 
 
+_TRAIN, _CONTRIB, _RETURNN = "tf.train", "tf.contrib.opt", "returnn.tf.updater"
+_MOMENTUM = {"momentum": 0.9}
+
 CATALOG: dict[str, Entry] = {
-    "adagrad": Entry(adagrad, "lazy", 0.1, "tf.train.AdagradOptimizer"),
-    "adam": Entry(adam, "dense", 0.01, "tf.train.AdamOptimizer"),
-    "adamax": Entry(adamax, "lazy", 0.01, "tf.contrib.opt.AdaMaxOptimizer"),
-    "add_sign": Entry(add_sign, "touched", 0.1, "tf.contrib.opt.AddSignOptimizer"),
-    "ftrl": Entry(ftrl, "lazy", 0.1, "tf.train.FtrlOptimizer", l1_of_the_sum=True),
-    "gradient_descent": Entry(gradient_descent, "linear", 0.1, "tf.train.GradientDescentOptimizer"),
-    "lazy_adam": Entry(lazy_adam, "lazy", 0.01, "tf.contrib.opt.LazyAdamOptimizer"),
-    "momentum": Entry(
-        momentum, "lazy", 0.03, "tf.train.MomentumOptimizer", required={"momentum": 0.9}
+    "adadelta": Entry(adadelta, "lazy", 10.0, f"{_TRAIN}.AdadeltaOptimizer"),
+    "adagrad": Entry(adagrad, "lazy", 0.1, f"{_TRAIN}.AdagradOptimizer"),
+    "adagrad_da": Entry(
+        adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer", l1_of_the_sum=True
     ),
-    "rmsprop": Entry(rmsprop, "lazy", 0.01, "tf.train.RMSPropOptimizer"),
+    "adam": Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
+    "adam_gs": Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
+    "adamax": Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),
+    "adamw": Entry(
+        adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required={"weight_decay": 1e-4}
+    ),
+    "add_sign": Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
+    "amsgrad": Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
+    "custom_adam": Entry(custom_adam, "lazy", 0.01, f"{_RETURNN}.CustomAdamOptimizer"),
+    "ftrl": Entry(ftrl, "lazy", 0.1, f"{_TRAIN}.FtrlOptimizer", l1_of_the_sum=True),
+    "grad_variance_scaled": Entry(
+        grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"
+    ),
+    "gradient_descent": Entry(
+        gradient_descent, "linear", 0.1, f"{_TRAIN}.GradientDescentOptimizer"
+    ),
+    "lars": Entry(lars, "lazy", 1.0, f"{_CONTRIB}.LARSOptimizer"),
+    "lazy_adam": Entry(lazy_adam, "lazy", 0.01, f"{_CONTRIB}.LazyAdamOptimizer"),
+    "lazy_adam_gs": Entry(
+        lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True
+    ),
+    "momentum": Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
+    "momentumw": Entry(
+        momentumw,
+        "lazy",
+        0.03,
+        f"{_CONTRIB}.MomentumWOptimizer",
+        required={**_MOMENTUM, "weight_decay": 1e-4},
+    ),
+    "nadam": Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
+    "neural_optimizer1": Entry(neural_optimizer1, "touched", 0.1, f"{_RETURNN}.NeuralOptimizer1"),
+    "normalized_sgd": Entry(normalized_sgd, "lazy", 0.03, f"{_RETURNN}.NormalizedSGD"),
+    "power_sign": Entry(power_sign, "touched", 0.03, f"{_CONTRIB}.PowerSignOptimizer"),
+    "proximal_adagrad": Entry(proximal_adagrad, "lazy", 0.1, f"{_TRAIN}.ProximalAdagradOptimizer"),
+    "proximal_gradient_descent": Entry(
+        proximal_gradient_descent, "lazy", 0.1, f"{_TRAIN}.ProximalGradientDescentOptimizer"
+    ),
+    "reg_adagrad": Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
+    "rmsprop": Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
 }
 
 

@@ -7,14 +7,17 @@ import pytest
 
 from optzoo import CATALOG
 
+from . import helpers
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(params=sorted(CATALOG))
 def entry(request):
-    """Each optimizer of the catalogue in turn."""
-    return CATALOG[request.param]
+    """Each optimizer of the catalogue in turn, with a step count where it needs one."""
+    entry = CATALOG[request.param]
+    return entry._replace(factory=helpers.factory(entry))
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Small parameters, gradients and trajectories that the tests share."""
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,6 +22,43 @@ def row_grads(like):
     """Dense, but for rows 1 and 3 of the table; row 1 comes twice, and 5 is padding."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
+
+
+class CountedState(NamedTuple):
+    """A step count beside the state."""
+
+    count: jax.Array
+    inner: optax.OptState
+
+
+def with_global_step(factory):
+    """Gives an optimizer that needs a global step one of its own."""
+
+    @functools.wraps(factory)
+    def counting(*args, **kwargs):
+        inner = factory(*args, **kwargs)
+
+        def update(updates, state, params=None, *, global_step=None, **extra_args):
+            step = state.count if global_step is None else global_step
+            updates, new = inner.update(
+                updates, state.inner, params, global_step=step, **extra_args
+            )
+            return updates, CountedState(state.count + 1, new)
+
+        init = lambda params: CountedState(jnp.zeros([], jnp.int32), inner.init(params))
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return counting
+
+
+def factory(entry):
+    """An optimizer's factory, with a step count where one is needed."""
+    return with_global_step(entry.factory) if entry.needs_global_step else entry.factory
+
+
+def make(entry, *args, **kwargs):
+    """An optimizer of the catalogue, with a step count where one is needed."""
+    return entry._replace(factory=factory(entry)).make(*args, **kwargs)
 
 
 def step(tx, grads, x, state=None, **extra_args):
@@ -41,7 +81,7 @@ def trajectory(tx, x, grads, xs):
 def slots(state):
     """The slot trees of all links of a chain."""
     links = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState))
-    return [tree for link in links for tree in link.slots]
+    return [tree for link in links if isinstance(link, LeafwiseState) for tree in link.slots]
 
 
 def avals(tree):

@@ -9,7 +9,7 @@ import pytest
 import optzoo
 
 PACKAGE = pathlib.Path(optzoo.__file__).parent
-FAMILIES = ["first_order", "proximal"]
+FAMILIES = ["first_order", "layerwise", "proximal"]
 NAMES = [n for n, v in vars(optzoo).items() if not n.startswith("_") and not inspect.ismodule(v)]
 
 
@@ -20,8 +20,9 @@ def test_public_names_have_docstrings(name):
         assert inspect.getdoc(thing), name
 
 
-def test_catalogue_is_public(entry, request):
-    name = request.node.callspec.params["entry"]
+@pytest.mark.parametrize("name", optzoo.CATALOG)
+def test_catalogue_is_public(name):
+    entry = optzoo.CATALOG[name]
     assert getattr(optzoo, name) is entry.factory
     assert entry.factory.__name__ == name
     assert callable(getattr(optzoo, entry.rows))
@@ -39,12 +40,13 @@ def imports(path):
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("folder", ["core", *FAMILIES])
-def test_families_import_only_the_core(folder):
+@pytest.mark.parametrize("folder", ["core", "wrappers", *FAMILIES])
+def test_imports_go_one_way(folder):
     files = sorted((PACKAGE / folder).glob("**/*.py"))
     assert len(files) > 1
     found = [(f.name, m) for f in files for m in imports(f) if m.startswith("optzoo")]
-    allowed = ("optzoo.core.",) if folder == "core" else ("optzoo.core.", f"optzoo.{folder}.")
+    others = {"core": [], "wrappers": ["core"]}.get(folder, ["core", "wrappers"])
+    allowed = tuple(f"optzoo.{name}." for name in (folder, *others))
     assert found and [(name, m) for name, m in found if not m.startswith(allowed)] == []
 
 

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.typing import DTypeLike
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
-from .rows import is_rows
+from .gradients import check_gradients
+from .numerics import narrow, widen
+from .rows import is_gradient, is_rows
 
 # rule(g, x, slots, t, **scheduled) -> update, new slots
 #   g, x       the gradient and the parameter (None where the caller gave no params)
@@ -30,6 +31,12 @@ RowsRule = Callable[..., tuple[Any, Any]]
 # A field of a slots tuple: an initializer in the call of leafwise, an array in the rule, a
 # params-shaped tree in the state.
 Slot = Any
+
+
+NO_GLOBAL_STEP_MSG = (
+    "this optimizer follows a global step of yours: pass update(..., global_step=n), the number "
+    "of updates before this one; an optimizer without it counts by itself"
+)
 
 
 class NoSlots(NamedTuple):
@@ -55,12 +62,23 @@ def full(value: Any) -> Callable[[Any], Array]:
     return lambda x: jnp.full_like(x, value, dtype=jnp.result_type(x))
 
 
+def in_float32(rule: Rule) -> Rule:
+    """The rule in float32 at least; the update in the gradient's dtype, each slot in its own."""
+
+    def wide(g, x, s, t, **scheduled):
+        given = g, s
+        g, x, s = jax.tree.map(widen, (g, x, s))
+        hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
+        u, new = rule(g, x, s, t, **hyper)
+        return jax.tree.map(_like, given, (u, new))
+
+    return wide
+
+
 def lazy(rule: Rule) -> RowsRule:
     """Only the touched rows live; the slots and parameters of the others stand still."""
 
     def on_rows(g, x, s, t, **scheduled):
-        if g.num_rows == 0:
-            return g, s
         g = g.coalesce()
         x, few = jax.tree.map(g.gather, (x, s))
         u, new = rule(g.values, x, few, t, **scheduled)
@@ -78,8 +96,6 @@ def touched(rule: Rule) -> RowsRule:
     """The slots decay everywhere, but only the touched rows of the parameter move."""
 
     def on_rows(g, x, s, t, **scheduled):
-        if g.num_rows == 0:
-            return g, s
         g = g.coalesce()
         u, new = rule(g.to_dense(), x, s, t, **scheduled)
         return g.with_values(g.gather(u)).drop_padding(), new
@@ -105,6 +121,7 @@ def leafwise(
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
     powers: Mapping[str, Any] | None = None,
     needs_params: bool = False,
+    needs_global_step: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Applies ``rule`` to each leaf of a tree: the way to write an optimizer of your own.
 
@@ -119,7 +136,8 @@ def leafwise(
         slots: a named tuple of initializers, each a function of the parameter: :func:`zeros`,
             ``full(0.1)``. Its field names are the names of the slots.
         rows: what the rule becomes for a :class:`SparseRows` gradient: :func:`lazy`,
-            :func:`dense`, :func:`touched`, :func:`linear` or a function of your own.
+            :func:`dense`, :func:`touched`, :func:`linear` or a function of your own, which gets the
+            rule with its casts around it.
         scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule. A
             schedule is called with the number of updates before this one, or with
             ``update(..., global_step=)``. ``update(..., name=value)`` overrides one of them for
@@ -129,13 +147,14 @@ def leafwise(
             such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
             numbers need equal products.
         needs_params: whether the rule reads the parameter.
+        needs_global_step: whether ``update`` must be given ``global_step=``.
 
     Raises:
-        ValueError: at trace time, if params are needed and missing, or if a gradient does not
-            have the shape of its parameter and slots.
+        ValueError: at trace time, if params or the global step are needed and missing, or if a
+            gradient does not have the shape of its parameter and slots.
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
     """
-    array_rule = _in_float32(rule)
+    array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
     scheduled, bases = dict(scheduled or {}), dict(powers or {})
     Slots = type(slots)
@@ -149,6 +168,8 @@ def leafwise(
         if needs_params and params is None:
             raise ValueError(NO_PARAMS_MSG)
         step = extra_args.get("global_step")
+        if needs_global_step and step is None:
+            raise ValueError(NO_GLOBAL_STEP_MSG)
         step = state.count if step is None else step
         hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
         hyper |= state.powers
@@ -161,9 +182,9 @@ def leafwise(
             u, new = on_gradient(g if is_rows(g) else jnp.asarray(g), x, s, t, **hyper)
             return u, new
 
-        gs, treedef = jax.tree.flatten(updates, is_leaf=lambda g: g is None or is_rows(g))
+        check_gradients(updates, params)
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
         xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
-        _check_gradients(gs, xs, treedef)
         columns = [treedef.flatten_up_to(tree) for tree in state.slots]
         leaves = zip(gs, xs, *columns, strict=True)
         done = [on_leaf(g, x, Slots._make(s)) for g, x, *s in leaves]
@@ -182,18 +203,6 @@ def _at(step: Any, value: Any, override: Any) -> Any:
     return value(step) if callable(value) else value
 
 
-def _in_float32(rule: Rule) -> Rule:
-    def wide(g, x, s, t, **scheduled):
-        given = g, s
-        widen = lambda a: a.astype(jnp.promote_types(a.dtype, jnp.float32))
-        g, x, s = jax.tree.map(widen, (g, x, s))
-        hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
-        u, new = rule(g, x, s, t, **hyper)
-        return jax.tree.map(_like, given, (u, new))
-
-    return wide
-
-
 def _like(old: Array, new: Array) -> Array:
     """``new`` in the dtype of ``old``; in its shape it must come."""
     if new.shape != old.shape:
@@ -201,35 +210,4 @@ def _like(old: Array, new: Array) -> Array:
             f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
             "the gradient does not fit its slots, or the rule is wrong"
         )
-    return _narrow(new, old.dtype)
-
-
-def _narrow(a: Array, dtype: DTypeLike) -> Array:
-    """Casts; what is finite stays finite (a squared gradient overflows float16 easily)."""
-    if jnp.promote_types(a.dtype, dtype) != dtype:
-        top = jnp.finfo(dtype).max.astype(a.dtype)
-        a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
-    return a.astype(dtype)
-
-
-def _check_gradients(gs: list[Any], xs: list[Any], treedef: Any) -> None:
-    for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
-        if g is None:
-            continue
-        dtype = g.dtype if is_rows(g) else jnp.result_type(g)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            mend = (
-                "wrap the optimizer in optax.contrib.split_real_and_imaginary"
-                if jnp.issubdtype(dtype, jnp.complexfloating)
-                else "freeze the parameter with a gradient of None or optax.masked"
-            )
-            raise TypeError(f"{_name(treedef, i)} has a gradient of dtype {dtype}: {mend}")
-        if x is not None and jnp.shape(x) != jnp.shape(g):
-            raise ValueError(
-                f"{_name(treedef, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
-            )
-
-
-def _name(treedef: Any, i: int) -> str:
-    paths, _ = jax.tree_util.tree_flatten_with_path(treedef.unflatten(range(treedef.num_leaves)))
-    return f"parameter '{jax.tree_util.keystr(paths[i][0])}'"
+    return narrow(new, old.dtype)

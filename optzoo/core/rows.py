@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from .checks import check_positive
 from .merge import merge
+from .numerics import widen
 
 _MEND = (
     "put optzoo.densify() in front of a transformation that does not know rows, "
@@ -45,8 +46,9 @@ class SparseRows(metaclass=_SpeaksInErrors):
         indices: integers of shape ``(n,)``.
         values: shape ``(n, *row_shape)``.
         num_rows: a Python int, static under ``jit``.
-        coalesced: whether every index but padding is known to occur once. A hint for the links
-            of a chain, not part of the tree: any tree operation forgets it.
+        coalesced: whether every index but padding is known to occur once, and padding to have
+            zero values. A hint for the links of a chain, not part of the tree: any tree
+            operation forgets it.
 
     Raises:
         TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
@@ -99,24 +101,34 @@ class SparseRows(metaclass=_SpeaksInErrors):
         """Other values at the same places."""
         return dataclasses.replace(self, values=values)
 
-    def __radd__(self, dense: Array) -> Array:
-        """``dense`` with the rows added in place."""
-        dense = jnp.asarray(dense)
+    def __add__(self, other: Any) -> Any:
+        """``other`` with the rows added in place; rows with rows are rows."""
+        if is_rows(other):
+            if other.indices is self.indices:
+                return self.with_values(self.values + other.values)
+            indices, values = (
+                jnp.concatenate(pair)
+                for pair in ((self.indices, other.indices), (self.values, other.values))
+            )
+            return SparseRows(indices, values, self.num_rows)
+        dense = jnp.asarray(other)
         if dense.shape != self.shape:
             raise ValueError(f"rows of an array of shape {self.shape} do not fit {dense.shape}")
         return dense.at[self._places()].add(
             self.values.astype(dense.dtype), mode="drop", unique_indices=self.coalesced
         )
 
-    __add__ = __radd__
+    __radd__ = __add__
 
     def to_dense(self) -> Array:
         """The whole array, zero where no row is listed."""
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        return (jnp.zeros(self.shape, wide) + self).astype(self.dtype)
+        wide = widen(self.values)
+        return (jnp.zeros(self.shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Array) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
+        if self.num_rows == 0:
+            return jnp.zeros((*self.indices.shape, *dense.shape[1:]), dense.dtype)
         return jnp.take(dense, self._places(), axis=0, mode="clip")
 
     def scatter(self, dense: Array, rows: Array) -> Array:
@@ -139,8 +151,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
         if self.coalesced:
             return self
         given = self.drop_padding()
-        wide = given.values.astype(jnp.promote_types(self.dtype, jnp.float32))
-        places, values = merge(given._places(), wide, self.num_rows, deterministic)
+        places, values = merge(given._places(), widen(given.values), self.num_rows, deterministic)
         return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
 
     def _places(self) -> Array:
@@ -169,7 +180,12 @@ def is_rows(g: object) -> bool:
     return isinstance(g, SparseRows)
 
 
-def _map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
+def is_gradient(g: object) -> bool:
+    """Whether ``g`` is the gradient of one parameter though no array: missing, or rows."""
+    return g is None or is_rows(g)
+
+
+def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
     """``f`` of every SparseRows in a tree; the arrays stay as they are."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
 
@@ -181,7 +197,7 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
         deterministic: sum in a fixed order on every backend, so that a run repeats to the bit.
     """
     merged = lambda g: g.coalesce(deterministic=deterministic)
-    return optax.stateless(lambda updates, _: _map_rows(merged, updates))
+    return optax.stateless(lambda updates, _: map_rows(merged, updates))
 
 
 def densify() -> optax.GradientTransformation:
@@ -190,7 +206,7 @@ def densify() -> optax.GradientTransformation:
     In front, too, of a wrapper that needs updates of the gradient's own structure, such as
     ``optax.apply_if_finite``, around an optimizer whose rows are dense (:func:`optzoo.adam`).
     """
-    return optax.stateless(lambda updates, _: _map_rows(SparseRows.to_dense, updates))
+    return optax.stateless(lambda updates, _: map_rows(SparseRows.to_dense, updates))
 
 
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -206,8 +222,8 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     def update(updates, state, params=None, **extra_args):
         del params  # a row has no parameter of its own shape
-        updates = _map_rows(SparseRows.coalesce, updates)
-        values = _map_rows(lambda g: g.values, updates)
+        updates = map_rows(SparseRows.coalesce, updates)
+        values = map_rows(lambda g: g.values, updates)
         values, state = inner.update(values, state, None, **extra_args)
         rebuild = lambda g, v: g.with_values(v).drop_padding() if is_rows(g) else v
         return jax.tree.map(rebuild, updates, values, is_leaf=is_rows), state
@@ -237,8 +253,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     check_positive(max_norm=max_norm)
 
     def update(values, _):
-        wide = [v.astype(jnp.promote_types(v.dtype, jnp.float32)) for v in jax.tree.leaves(values)]
-        norm = jnp.sqrt(sum(jnp.sum(v**2) for v in wide))
+        norm = jnp.sqrt(sum(jnp.sum(widen(v) ** 2) for v in jax.tree.leaves(values)))
         factor = max_norm / jnp.maximum(norm, max_norm)
         return jax.tree.map(lambda v: (v * factor).astype(v.dtype), values)
 

@@ -1,14 +1,15 @@
 """Adam and its lazy sibling: one rule, two ways with rows."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from ..core.checks import check_fraction, check_not_negative
-from ..core.leafwise import RowsRule, Rule, Slot, dense, lazy, leafwise, zeros
+from ..core.leafwise import Rule, Slot, dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
 
 
 class AdamSlots(NamedTuple):
@@ -18,18 +19,45 @@ class AdamSlots(NamedTuple):
     v: Slot  # mean of the squared gradient
 
 
+def next_slots(g: Array, s: AdamSlots, b1: float, b2: float) -> AdamSlots:
+    """The two means with one more gradient in them."""
+    return AdamSlots(m=b1 * s.m + (1 - b1) * g, v=b2 * s.v + (1 - b2) * g**2)
+
+
+def bias_correction(beta1_power: Array, beta2_power: Array) -> Array:
+    """What makes up for the start of both means at zero."""
+    return jnp.sqrt(1 - beta2_power) / (1 - beta1_power)
+
+
+def adam_rule(b1: float, b2: float, eps: float) -> Rule:
+    """Adam on one array."""
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t, beta1_power, beta2_power):
+        new = next_slots(g, s, b1, b2)
+        correction = bias_correction(beta1_power, beta2_power)
+        return correction * divide(new.m, jnp.sqrt(new.v) + eps), new
+
+    return rule
+
+
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adam`."""
-    return _scale_by_adam(b1, b2, eps, dense)
+    powers = {"beta1_power": b1, "beta2_power": b2}
+    slots = AdamSlots(zeros, zeros)
+    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=dense, powers=powers)
 
 
 def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.lazy_adam`."""
-    return _scale_by_adam(b1, b2, eps, lazy)
+    powers = {"beta1_power": b1, "beta2_power": b2}
+    slots = AdamSlots(zeros, zeros)
+    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=lazy, powers=powers)
 
 
 def adam(
@@ -55,8 +83,7 @@ def adam(
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
-        eps: :math:`\hat\epsilon`, at least 0; at 0 an element whose gradients were all zero
-            divides zero by zero.
+        eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -65,6 +92,10 @@ def adam(
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
+
+    Differences from the original:
+        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
+        divides zero by zero there and gives NaN.
     """
     return optax.chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
@@ -99,19 +130,9 @@ def lazy_adam(
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015.
+
+    Differences from the original:
+        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
+        divides zero by zero there and gives NaN.
     """
     return optax.chain(scale_by_lazy_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
-
-
-def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):
-    check_fraction(b1=b1, b2=b2)
-    check_not_negative(eps=eps)
-
-    def rule(g, x, s, t, beta1_power, beta2_power):
-        m = b1 * s.m + (1 - b1) * g
-        v = b2 * s.v + (1 - b2) * g**2
-        correction = jnp.sqrt(1 - beta2_power) / (1 - beta1_power)
-        return correction * m / (jnp.sqrt(v) + eps), AdamSlots(m, v)
-
-    powers = {"beta1_power": b1, "beta2_power": b2}
-    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=rows, powers=powers)

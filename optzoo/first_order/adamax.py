@@ -8,6 +8,7 @@ import optax
 from ..core.checks import check_fraction, check_not_negative
 from ..core.leafwise import Slot, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
 
 
 class AdaMaxSlots(NamedTuple):
@@ -27,7 +28,7 @@ def scale_by_adamax(
     def rule(g, x, s, t, beta1_power):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        return m / ((1 - beta1_power) * (v + eps)), AdaMaxSlots(m, v)
+        return divide(m, (1 - beta1_power) * (v + eps)), AdaMaxSlots(m, v)
 
     return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
 
@@ -60,5 +61,9 @@ def adamax(
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015, section 7.1.
+
+    Differences from the original:
+        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
+        divides zero by zero there and gives NaN.
     """
     return optax.chain(scale_by_adamax(b1, b2, eps), scale_by_learning_rate(learning_rate))

@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-import jax
+import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_fraction, check_not_negative, check_rate
 from ..core.leafwise import Slot, full, leafwise, zeros
+from ..core.numerics import divide
 
 
 class RMSPropSlots(NamedTuple):
@@ -49,8 +50,7 @@ def rmsprop(
         decay: :math:`\rho`, in [0, 1).
         momentum: :math:`\mu`, at least 0.
         eps: :math:`\epsilon`, inside the root, at least 0.
-        centered: divide by the standard deviation instead of the root of the mean square. With a
-            tiny ``eps`` the variance can round to a negative number, whose root is NaN.
+        centered: divide by the standard deviation instead of the root of the mean square.
             Structural: it cannot be injected.
 
     Raises:
@@ -62,6 +62,10 @@ def rmsprop(
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012;
         Graves, `Generating Sequences With Recurrent Neural Networks
         <https://arxiv.org/abs/1308.0850>`_, 2013 (centered, with momentum).
+
+    Differences from the original:
+        Where the root is zero (possible with ``eps=0``) the step is zero, and a variance that
+        rounds below zero counts as zero; the original gives NaN in both cases.
     """
     check_rate(learning_rate)
     check_fraction(decay=decay)
@@ -69,13 +73,14 @@ def rmsprop(
 
     def plain(g, x, s, t, learning_rate):
         rms = decay * s.rms + (1 - decay) * g**2
-        step = momentum * s.momentum + learning_rate * g * jax.lax.rsqrt(rms + eps)
+        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(rms + eps))
         return -step, RMSPropSlots(rms, step)
 
     def around_mean(g, x, s, t, learning_rate):
         rms = decay * s.rms + (1 - decay) * g**2
         mg = decay * s.mg + (1 - decay) * g
-        step = momentum * s.momentum + learning_rate * g * jax.lax.rsqrt(rms - mg**2 + eps)
+        variance = jnp.maximum(rms - mg**2, 0)
+        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(variance + eps))
         return -step, CenteredRMSPropSlots(rms, mg, step)
 
     rule, slots = plain, RMSPropSlots(rms=full(1), momentum=zeros)

@@ -7,6 +7,8 @@ import optax
 
 from ..core.checks import check, check_not_negative, check_positive, check_rate
 from ..core.leafwise import Slot, full, leafwise, zeros
+from ..core.numerics import divide
+from .shrink import soft_threshold
 
 
 class FtrlSlots(NamedTuple):
@@ -84,8 +86,7 @@ def ftrl(
         sigma = (to_rate(accum) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
         quadratic = to_rate(accum) / learning_rate + 2 * l2
-        excess = jnp.clip(linear, -l1, l1) - linear
-        new = jnp.where(quadratic == 0, 0, excess / jnp.where(quadratic == 0, 1, quadratic))
+        new = divide(-soft_threshold(linear, l1), quadratic)
         return new - x, FtrlSlots(accum, linear)
 
     return leafwise(

@@ -1,0 +1,38 @@
+"""What a gradient must be."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .paths import path_name
+from .rows import is_gradient, is_rows
+
+
+def check_gradients(updates: Any, params: Any = None) -> None:
+    """Raises unless every gradient is real and has the shape of its parameter.
+
+    Raises:
+        TypeError: if a gradient is neither real floating-point nor SparseRows of such.
+        ValueError: if its shape is not that of its parameter.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_gradient)
+    xs = [None] * len(paths) if params is None else treedef.flatten_up_to(params)
+    for (path, g), x in zip(paths, xs, strict=True):
+        if g is None:
+            continue
+        dtype = g.dtype if is_rows(g) else jnp.result_type(g)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            mend = (
+                "wrap the optimizer in optax.contrib.split_real_and_imaginary"
+                if jnp.issubdtype(dtype, jnp.complexfloating)
+                else "freeze the parameter with a gradient of None or optax.masked"
+            )
+            raise TypeError(
+                f"parameter '{path_name(path)}' has a gradient of dtype {dtype}: {mend}"
+            )
+        if x is not None and jnp.shape(x) != jnp.shape(g):
+            raise ValueError(
+                f"parameter '{path_name(path)}' has shape {jnp.shape(x)} "
+                f"but its gradient {jnp.shape(g)}"
+            )

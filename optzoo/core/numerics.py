@@ -1,0 +1,30 @@
+"""Arithmetic that rules and the engine share: never below float32, never zero by zero."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+
+def widen(a: Any) -> Any:
+    """An array, or rows, in float32 at least: there it is computed with."""
+    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+
+
+def narrow(a: Any, dtype: DTypeLike) -> Array:
+    """Casts; what is finite stays finite (a squared gradient overflows float16 easily)."""
+    if jnp.promote_types(a.dtype, dtype) != dtype:
+        top = jnp.finfo(dtype).max.astype(a.dtype)
+        a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
+    return a.astype(dtype)
+
+
+def divide(a: Array, b: Array) -> Array:
+    """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step."""
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
+
+
+def norm(a: Array) -> Array:
+    """The Euclidean norm of all elements."""
+    return jnp.sqrt(jnp.sum(a**2))

@@ -1,0 +1,68 @@
+"""Adadelta."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import Slot, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
+
+
+class AdadeltaSlots(NamedTuple):
+    """What Adadelta keeps."""
+
+    accum: Slot  # mean of the squared gradient
+    accum_update: Slot  # mean of the squared step
+
+
+def scale_by_adadelta(
+    rho: float = 0.95, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.adadelta`."""
+    check_fraction(rho=rho)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        accum = rho * s.accum + (1 - rho) * g**2
+        step = divide(jnp.sqrt(s.accum_update + eps), jnp.sqrt(accum + eps)) * g
+        return step, AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step**2)
+
+    return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
+
+
+def adadelta(
+    learning_rate: optax.ScalarOrSchedule = 1e-3, rho: float = 0.95, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adadelta, as in ``tf.train.AdadeltaOptimizer``.
+
+    .. math::
+        A_t &= \rho\, A_{t-1} + (1 - \rho)\, g_t^2 \\
+        d_t &= \frac{\sqrt{U_{t-1} + \epsilon}}{\sqrt{A_t + \epsilon}}\, g_t \\
+        U_t &= \rho\, U_{t-1} + (1 - \rho)\, d_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, d_t
+
+    The paper has no rate, :math:`\eta = 1`; the default is the original's. Rows without a
+    gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        rho: :math:`\rho`, decay of both means, in [0, 1).
+        eps: :math:`\epsilon`, inside the roots, at least 0. It starts the steps off: at 0 nothing
+            ever moves.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range.
+
+    References:
+        Zeiler, `ADADELTA: An Adaptive Learning Rate Method <https://arxiv.org/abs/1212.5701>`_,
+        2012.
+
+    Differences from the original:
+        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
+        gives NaN there.
+    """
+    return optax.chain(scale_by_adadelta(rho, eps), scale_by_learning_rate(learning_rate))

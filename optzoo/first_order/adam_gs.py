@@ -1,0 +1,121 @@
+"""Adam, and its lazy sibling, that read the step from outside."""
+
+import jax.numpy as jnp
+import optax
+
+from ..core.leafwise import dense, lazy, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from .adam import AdamSlots, adam_rule
+
+
+def scale_by_adam_gs(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.adam_gs`."""
+    return leafwise(
+        adam_rule(b1, b2, eps),
+        slots=AdamSlots(zeros, zeros),
+        rows=dense,
+        scheduled=_powers(b1, b2),
+        needs_global_step=True,
+    )
+
+
+def scale_by_lazy_adam_gs(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.lazy_adam_gs`."""
+    return leafwise(
+        adam_rule(b1, b2, eps),
+        slots=AdamSlots(zeros, zeros),
+        rows=lazy,
+        scheduled=_powers(b1, b2),
+        needs_global_step=True,
+    )
+
+
+def adam_gs(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam on a global step, as in ``tf.contrib.opt.AdamGSOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^{n+1}}}{1 - \beta_1^{n+1}} \cdot
+               \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
+
+    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one,
+    which must be given. From a step counted here it is :func:`optzoo.adam`; from a later one the
+    means start at zero with hardly a correction, so the first steps are small. A row-sparse
+    gradient counts as dense (:func:`optzoo.dense`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range, or ``update`` gets no global step.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015.
+
+    Differences from the original:
+        The global step is an argument of the update and must be given; the original's default is
+        a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
+        gradients were all zero stays where it is; the original gives NaN there.
+    """
+    return optax.chain(scale_by_adam_gs(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def lazy_adam_gs(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Lazy Adam on a global step, as in ``tf.contrib.opt.LazyAdamGSOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^{n+1}}}{1 - \beta_1^{n+1}} \cdot
+               \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
+
+    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one,
+    which must be given. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.lazy`). On dense gradients it is :func:`optzoo.adam_gs`.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range, or ``update`` gets no global step.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015.
+
+    Differences from the original:
+        The global step is an argument of the update and must be given; the original's default is
+        a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
+        gradients were all zero stays where it is; the original gives NaN there.
+    """
+    return optax.chain(scale_by_lazy_adam_gs(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def _powers(b1: float, b2: float) -> dict[str, optax.Schedule]:
+    # In float32 whatever the parameters are, as in the original.
+    power = lambda base: lambda n: jnp.float32(base) ** (jnp.float32(n) + 1)
+    return {"beta1_power": power(b1), "beta2_power": power(b2)}

@@ -1,0 +1,51 @@
+"""AdamW: Adam with decoupled weight decay."""
+
+from typing import Any
+
+import optax
+
+from ..wrappers.weight_decay import decoupled_weight_decay
+from .adam import adam
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    weight_decay: float,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam with weight decay beside it, as in ``tf.contrib.opt.AdamWOptimizer``.
+
+    .. math::
+        x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
+
+    where :math:`u_t` is the update of :func:`optzoo.adam`. Unlike in ``optax.adamw`` the decay is
+    not times the rate. A row-sparse gradient counts as dense for Adam (:func:`optzoo.dense`), but
+    only its rows decay.
+
+    Args:
+        learning_rate: :math:`\eta` of Adam, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0.
+        weight_decay: :math:`\lambda`, the share of a parameter that vanishes at each update, at
+            least 0.
+        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths such
+            as ``("kernel", "embedding")``; None for all.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+        <https://arxiv.org/abs/1711.05101>`_, 2019.
+
+    Differences from the original:
+        ``mask`` always counts; the original ignores ``minimize(decay_var_list=)``. With ``eps=0``
+        an element whose gradients were all zero takes no step of Adam's; the original gives NaN.
+    """
+    return decoupled_weight_decay(adam(learning_rate, b1, b2, eps), weight_decay, mask)

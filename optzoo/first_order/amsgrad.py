@@ -1,0 +1,80 @@
+"""AMSGrad: Adam whose squared mean never falls."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import Slot, leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
+
+
+class AMSGradSlots(NamedTuple):
+    """What AMSGrad keeps."""
+
+    m: Slot  # mean of the gradient
+    v: Slot  # mean of the squared gradient
+    v_hat: Slot  # its maximum so far
+
+
+def scale_by_amsgrad(
+    b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.amsgrad`."""
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        m = b1 * s.m + (1 - b1) * g
+        v = b2 * s.v + (1 - b2) * g**2
+        v_hat = jnp.maximum(s.v_hat, v)
+        step = divide(m, jnp.sqrt(v_hat) + eps)
+        if decay:
+            step /= jnp.sqrt(t.astype(step.dtype))
+        return step, AMSGradSlots(m, v, v_hat)
+
+    return leafwise(rule, slots=AMSGradSlots(zeros, zeros, zeros))
+
+
+def amsgrad(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 0.0,
+    decay: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AMSGrad, as in ``returnn.tf.updater.AMSGradOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        \hat v_t &= \max(\hat v_{t-1}, v_t) \\
+        x_t &= x_{t-1} - \frac{\eta_t}{\sqrt{t}} \cdot \frac{m_t}{\sqrt{\hat v_t} + \epsilon}
+
+    where :math:`\sqrt{t}` is 1 unless ``decay``. The bias is not corrected. Rows without a
+    gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\epsilon`, at least 0.
+        decay: divide the rate by the root of the number of updates. Structural: it cannot be
+            injected.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Reddi et al., `On the Convergence of Adam and Beyond
+        <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018.
+
+    Differences from the original:
+        With ``eps=0``, the default, an element whose gradients were all zero stays where it is;
+        the original divides zero by zero there and stays NaN. It takes row-sparse gradients and
+        float64, where the original raises a TypeError.
+    """
+    return optax.chain(scale_by_amsgrad(b1, b2, eps, decay), scale_by_learning_rate(learning_rate))

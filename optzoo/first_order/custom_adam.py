@@ -1,0 +1,42 @@
+"""RETURNN's own Adam."""
+
+import optax
+
+from .adam import lazy_adam
+
+
+def custom_adam(
+    learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    r"""RETURNN's Adam, as in ``returnn.tf.updater.CustomAdamOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
+               \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
+
+    It is :func:`optzoo.lazy_adam` by another name: rows without a gradient keep their parameters
+    and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0. RETURNN's updater passes 1e-16 unless told
+            otherwise.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Kingma and Ba, `Adam: A Method for Stochastic Optimization
+        <https://arxiv.org/abs/1412.6980>`_, 2015.
+
+    Differences from the original:
+        Rows that share an index sum; in the original each of them makes a step of its own, and
+        the last one's slots stay. With ``eps=0`` an element whose gradients were all zero stays
+        where it is; the original gives NaN there.
+    """
+    return lazy_adam(learning_rate, b1, b2, eps)

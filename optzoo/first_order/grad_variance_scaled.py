@@ -1,0 +1,70 @@
+"""GradVarianceScaled: smaller steps where the gradient strays from its mean."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
+
+
+class GradVarianceScaledSlots(NamedTuple):
+    """What GradVarianceScaled keeps."""
+
+    m: Slot  # mean of the gradient
+    v: Slot  # mean of the squared distance from it
+
+
+def scale_by_grad_variance(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.grad_variance_scaled`."""
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        m = b1 * s.m + (1 - b1) * g
+        distance = (g - m) ** 2
+        v = b2 * s.v + (1 - b2) * distance
+        return g * jnp.minimum(divide(v, distance + eps), 1), GradVarianceScaledSlots(m, v)
+
+    return leafwise(rule, slots=GradVarianceScaledSlots(zeros, zeros), rows=touched)
+
+
+def grad_variance_scaled(
+    learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    r"""RETURNN's own scaling, as in ``returnn.tf.updater.GradVarianceScaledOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        d_t &= (g_t - m_t)^2 \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, d_t \\
+        x_t &= x_{t-1} - \eta_t\, g_t\, \min\left(\frac{v_t}{d_t + \epsilon}, 1\right)
+
+    The bias is not corrected, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
+    row-sparse gradients the means decay everywhere, but only rows with a gradient move
+    (:func:`optzoo.touched`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared distance, in [0, 1).
+        eps: :math:`\epsilon`, at least 0; it is added to a squared quantity.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        No paper; RETURNN's source.
+
+    Differences from the original:
+        Rows that share an index sum; in the original each of them makes a step of its own. With
+        ``eps=0`` an element at its mean takes no step; the original gives NaN there if it never
+        left it.
+    """
+    return optax.chain(scale_by_grad_variance(b1, b2, eps), scale_by_learning_rate(learning_rate))

@@ -1,0 +1,48 @@
+"""MomentumW: momentum with decoupled weight decay."""
+
+from typing import Any
+
+import optax
+
+from ..wrappers.weight_decay import decoupled_weight_decay
+from .momentum import momentum as _momentum
+
+
+def momentumw(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool = False,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Momentum with weight decay beside it, as in ``tf.contrib.opt.MomentumWOptimizer``.
+
+    .. math::
+        x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
+
+    where :math:`u_t` is the update of :func:`optzoo.momentum`; the decay is not times the rate.
+    Rows without a gradient keep their parameters and slots, and do not decay
+    (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta` of momentum, a number or a schedule.
+        momentum: :math:`\mu`, at least 0, usually below 1.
+        weight_decay: :math:`\lambda`, the share of a parameter that vanishes at each update, at
+            least 0.
+        nesterov: look ahead along the sum.
+        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths such
+            as ``("kernel", "embedding")``; None for all.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        Loshchilov and Hutter, `Decoupled Weight Decay Regularization
+        <https://arxiv.org/abs/1711.05101>`_, 2019.
+
+    Differences from the original:
+        ``mask`` always counts; the original ignores ``minimize(decay_var_list=)``.
+    """
+    inner = _momentum(learning_rate, momentum, nesterov)
+    return decoupled_weight_decay(inner, weight_decay, mask)

@@ -1,0 +1,66 @@
+"""Nadam: Adam with a look ahead."""
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_not_negative
+from ..core.leafwise import leafwise, touched, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
+from .adam import AdamSlots, bias_correction, next_slots
+
+
+def scale_by_nadam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.nadam`."""
+    check_fraction(b1=b1, b2=b2)
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t, beta1_power, beta2_power):
+        new = next_slots(g, s, b1, b2)
+        correction = bias_correction(beta1_power, beta2_power)
+        return correction * divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps), new
+
+    powers = {"beta1_power": b1, "beta2_power": b2}
+    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=touched, powers=powers)
+
+
+def nadam(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Nadam, as in ``tf.contrib.opt.NadamOptimizer``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
+        x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
+               \frac{\beta_1 m_t + (1 - \beta_1)\, g_t}{\sqrt{v_t} + \hat\epsilon}
+
+    This is not the paper's formula (nor ``optax.nadam``): there is no schedule of the momentum,
+    and one correction serves both terms, so that the first step is :math:`(1 + \beta_1)\, \eta`.
+    With row-sparse gradients the means decay everywhere, but only rows with a gradient move
+    (:func:`optzoo.touched`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the squared mean, in [0, 1).
+        eps: :math:`\hat\epsilon`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if a decay or eps is out of its range.
+
+    References:
+        Dozat, `Incorporating Nesterov Momentum into Adam
+        <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
+
+    Differences from the original:
+        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
+        gives NaN there.
+    """
+    return optax.chain(scale_by_nadam(b1, b2, eps), scale_by_learning_rate(learning_rate))

@@ -1,0 +1,66 @@
+"""NeuralOptimizer1: the gradient, smaller where it disagrees in sign with its mean."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction
+from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class NeuralOptimizer1Slots(NamedTuple):
+    """What NeuralOptimizer1 keeps."""
+
+    m: Slot  # mean of the gradient
+
+
+def scale_by_neural_optimizer1(
+    b1: float = 0.9, decrease_factor: float = 0.1
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.neural_optimizer1`."""
+    check_fraction(b1=b1)
+
+    def rule(g, x, s, t):
+        m = b1 * s.m + (1 - b1) * g
+        agree = jnp.sign(m) == jnp.sign(g)
+        return g * jnp.where(agree, 1, decrease_factor), NeuralOptimizer1Slots(m)
+
+    return leafwise(rule, slots=NeuralOptimizer1Slots(zeros), rows=touched)
+
+
+def neural_optimizer1(
+    learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, decrease_factor: float = 0.1
+) -> optax.GradientTransformationExtraArgs:
+    r"""RETURNN's relative of PowerSign, as in ``returnn.tf.updater.NeuralOptimizer1``.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+        x_t &= x_{t-1} - \eta_t\, g_t \cdot \begin{cases}
+               1 & \text{if } \mathrm{sgn}(m_t) = \mathrm{sgn}(g_t) \\
+               f & \text{otherwise} \end{cases}
+
+    :func:`optzoo.power_sign` is this with :math:`f = e^{-2}` at an :math:`e` times smaller rate.
+    With row-sparse gradients the mean decays everywhere, but only rows with a gradient move
+    (:func:`optzoo.touched`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the mean, in [0, 1).
+        decrease_factor: :math:`f`.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if ``b1`` is out of its range.
+
+    References:
+        Bello et al., `Neural Optimizer Search with Reinforcement Learning
+        <https://arxiv.org/abs/1709.07417>`_, 2017.
+
+    Differences from the original:
+        Rows that share an index sum; in the original each of them makes a step of its own.
+    """
+    return optax.chain(
+        scale_by_neural_optimizer1(b1, decrease_factor), scale_by_learning_rate(learning_rate)
+    )

@@ -1,0 +1,73 @@
+"""PowerSign: the gradient, by a power of whether it agrees in sign with its mean."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_fraction, check_positive
+from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class PowerSignSlots(NamedTuple):
+    """What PowerSign keeps."""
+
+    m: Slot  # mean of the gradient
+
+
+def scale_by_power_sign(
+    base: float = math.e, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.power_sign`."""
+    check_positive(base=base)
+    check_fraction(beta=beta)
+
+    def rule(g, x, s, t, sign_decay):
+        m = beta * s.m + (1 - beta) * g
+        # The logarithm of a Python number in double precision; base may be injected, too.
+        log_base = math.log(base) if isinstance(base, float | int) else jnp.log(base)
+        return jnp.exp(log_base * sign_decay * jnp.sign(g) * jnp.sign(m)) * g, PowerSignSlots(m)
+
+    scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
+    return leafwise(rule, slots=PowerSignSlots(zeros), rows=touched, scheduled=scheduled)
+
+
+def power_sign(
+    learning_rate: optax.ScalarOrSchedule = 0.1,
+    base: float = math.e,
+    beta: float = 0.9,
+    sign_decay: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""PowerSign, as in ``tf.contrib.opt.PowerSignOptimizer``.
+
+    .. math::
+        m_t &= \beta\, m_{t-1} + (1 - \beta)\, g_t \\
+        x_t &= x_{t-1} - \eta_t\, b^{\,\delta_t\, \mathrm{sgn}(g_t)\, \mathrm{sgn}(m_t)}\, g_t
+
+    The mean starts at zero without a correction. With row-sparse gradients the mean decays
+    everywhere, but only rows with a gradient move (:func:`optzoo.touched`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        base: :math:`b`, positive.
+        beta: decay of the mean, in [0, 1).
+        sign_decay: :math:`\delta`, a number or a schedule such as
+            :func:`optzoo.cosine_sign_decay`; None for 1.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if ``base`` or ``beta`` is out of its range.
+
+    References:
+        Bello et al., `Neural Optimizer Search with Reinforcement Learning
+        <https://arxiv.org/abs/1709.07417>`_, 2017.
+
+    Differences from the original:
+        Row-sparse gradients work whatever holds the parameters; the original refuses resource
+        variables there.
+    """
+    return optax.chain(
+        scale_by_power_sign(base, beta, sign_decay), scale_by_learning_rate(learning_rate)
+    )

@@ -1,0 +1,65 @@
+"""RegAdagrad: Adagrad whose accumulator can sit out an update."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_positive
+from ..core.leafwise import Slot, full, leafwise
+from ..core.learning_rate import scale_by_learning_rate
+
+
+class RegAdagradSlots(NamedTuple):
+    """What RegAdagrad keeps."""
+
+    accumulator: Slot  # sum of the squared gradients
+
+
+def scale_by_reg_adagrad(
+    initial_accumulator_value: float = 0.1,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.reg_adagrad`."""
+    check_positive(initial_accumulator_value=initial_accumulator_value)
+
+    def rule(g, x, s, t, update_slots):
+        accumulator = jnp.where(update_slots == 0, s.accumulator, s.accumulator + g**2)
+        return g * jax.lax.rsqrt(accumulator), RegAdagradSlots(accumulator)
+
+    slots = RegAdagradSlots(full(initial_accumulator_value))
+    return leafwise(rule, slots=slots, scheduled={"update_slots": True})
+
+
+def reg_adagrad(
+    learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: float = 0.1
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad with updates beside the loss, as in ``tf.contrib.opt.RegAdagradOptimizer``.
+
+    .. math::
+        A_t &= A_{t-1} + g_t^2 \quad\text{unless } \mathtt{update\_slots=False} \\
+        x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t}}
+
+    ``update(..., update_slots=False)`` moves the parameters with the accumulator as it is: for
+    the gradient of a regularizer, say, that should not count as one of the loss. The flag may be
+    traced. Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        initial_accumulator_value: :math:`A_0`, positive.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if the initial value is not positive.
+
+    References:
+        Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+
+    Differences from the original:
+        ``update_slots=`` is an argument of the update, where the original has the block
+        ``with opt.avoid_updating_slots()``, in which the order of two updates is undefined.
+    """
+    return optax.chain(
+        scale_by_reg_adagrad(initial_accumulator_value), scale_by_learning_rate(learning_rate)
+    )

@@ -1,0 +1,1 @@
+"""Rules that weigh a parameter as a whole against its gradient."""

@@ -1,0 +1,83 @@
+"""AdagradDA: Adagrad by dual averaging."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_not_negative, check_positive, check_rate
+from ..core.leafwise import Slot, full, leafwise, zeros
+from .shrink import soft_threshold
+
+
+class AdagradDASlots(NamedTuple):
+    """What AdagradDA keeps."""
+
+    gradient_accumulator: Slot  # sum of the gradients
+    gradient_squared_accumulator: Slot  # sum of the squared gradients
+
+
+def adagrad_da(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_gradient_squared_accumulator_value: float = 0.1,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad by dual averaging, as in ``tf.train.AdagradDAOptimizer``.
+
+    .. math::
+        G_t &= G_{t-1} + g_t, \qquad Q_t = Q_{t-1} + g_t^2 \\
+        x_t &= -\eta_t\, \frac{\mathrm{sgn}(G_t)\, \max(|G_t| - \lambda_1 T, 0)}
+                              {\eta_t\, \lambda_2\, T + \sqrt{Q_t}}, \qquad T = n + 1
+
+    where :math:`n` counts the updates before this one, or is ``update(..., global_step=n)``. It
+    suits linear models that should be sparse. The parameters before the update do not enter: the
+    start is forgotten, and an element without any gradient so far becomes zero. Rows without a
+    gradient keep their parameters and slots (:func:`optzoo.lazy`), though :math:`T` moves on.
+
+    It computes new parameters, so it owns its learning rate and must be the last link of a chain.
+
+    Args:
+        learning_rate: :math:`\eta`, a positive number or a schedule.
+        initial_gradient_squared_accumulator_value: :math:`Q_0`, positive.
+        l1_regularization_strength: :math:`\lambda_1`, at least 0; it weighs against the mean of
+            the gradients.
+        l2_regularization_strength: :math:`\lambda_2`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+
+    Differences from the original:
+        The step counts up by itself unless given; the original takes a variable, and stands still
+        at :math:`T = 1` if that is not passed to ``apply_gradients`` as well. A negative
+        :math:`\lambda_1` is refused; the original takes it for zero.
+    """
+    check_rate(learning_rate)
+    check_positive(
+        learning_rate=learning_rate,
+        initial_gradient_squared_accumulator_value=initial_gradient_squared_accumulator_value,
+    )
+    check_not_negative(
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
+    )
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+
+    def rule(g, x, s, t, learning_rate, steps):
+        total = s.gradient_accumulator + g
+        squares = s.gradient_squared_accumulator + g**2
+        scale = learning_rate * l2 * steps + jnp.sqrt(squares)
+        new = -learning_rate * soft_threshold(total, l1 * steps) / scale
+        return new - x, AdagradDASlots(total, squares)
+
+    return leafwise(
+        rule,
+        slots=AdagradDASlots(zeros, full(initial_gradient_squared_accumulator_value)),
+        scheduled={"learning_rate": learning_rate, "steps": lambda n: n + 1},
+        needs_params=True,
+    )

@@ -1,0 +1,72 @@
+"""Proximal Adagrad."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+from ..core.checks import check_not_negative, check_positive, check_rate
+from ..core.leafwise import Slot, full, leafwise
+from .shrink import shrink
+
+
+class ProximalAdagradSlots(NamedTuple):
+    """What proximal Adagrad keeps."""
+
+    accumulator: Slot  # sum of the squared gradients
+
+
+def proximal_adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float = 0.1,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad with a shrink, as in ``tf.train.ProximalAdagradOptimizer``.
+
+    .. math::
+        A_t &= A_{t-1} + g_t^2, \qquad e_t = \eta_t / \sqrt{A_t} \\
+        u_t &= x_{t-1} - e_t\, g_t \\
+        x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - e_t \lambda_1, 0)}{1 + e_t \lambda_2}
+
+    Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
+    their parameters and slots, unshrunk (:func:`optzoo.lazy`).
+
+    It reads the parameters and computes new ones, so it owns its learning rate and must be the
+    last link of a chain.
+
+    Args:
+        learning_rate: :math:`\eta`, a positive number or a schedule.
+        initial_accumulator_value: :math:`A_0`, positive.
+        l1_regularization_strength: :math:`\lambda_1`, at least 0.
+        l2_regularization_strength: :math:`\lambda_2`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011; Duchi and Singer,
+        `Efficient Online and Batch Learning using Forward Backward Splitting
+        <https://jmlr.org/papers/v10/duchi09a.html>`_, 2009.
+    """
+    check_rate(learning_rate)
+    check_positive(learning_rate=learning_rate, initial_accumulator_value=initial_accumulator_value)
+    check_not_negative(
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
+    )
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+
+    def rule(g, x, s, t, learning_rate):
+        accumulator = s.accumulator + g**2
+        rate = learning_rate * jax.lax.rsqrt(accumulator)
+        return shrink(x - rate * g, rate, l1, l2) - x, ProximalAdagradSlots(accumulator)
+
+    return leafwise(
+        rule,
+        slots=ProximalAdagradSlots(full(initial_accumulator_value)),
+        scheduled={"learning_rate": learning_rate},
+        needs_params=True,
+    )

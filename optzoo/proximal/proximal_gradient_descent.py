@@ -1,0 +1,55 @@
+"""Proximal gradient descent."""
+
+import optax
+
+from ..core.checks import check_not_negative, check_positive, check_rate
+from ..core.leafwise import leafwise
+from .shrink import shrink
+
+
+def proximal_gradient_descent(
+    learning_rate: optax.ScalarOrSchedule,
+    l1_regularization_strength: float = 0.0,
+    l2_regularization_strength: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Forward-backward splitting, as in ``tf.train.ProximalGradientDescentOptimizer``.
+
+    .. math::
+        u_t &= x_{t-1} - \eta_t\, g_t \\
+        x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - \eta_t \lambda_1, 0)}{1 + \eta_t \lambda_2}
+
+    Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
+    their parameters, unshrunk (:func:`optzoo.lazy`).
+
+    It reads the parameters and computes new ones, so it owns its learning rate and must be the
+    last link of a chain.
+
+    Args:
+        learning_rate: :math:`\eta`, a positive number or a schedule.
+        l1_regularization_strength: :math:`\lambda_1`, at least 0.
+        l2_regularization_strength: :math:`\lambda_2`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        Duchi and Singer, `Efficient Online and Batch Learning using Forward Backward Splitting
+        <https://jmlr.org/papers/v10/duchi09a.html>`_, 2009.
+
+    Differences from the original:
+        A negative strength is refused; the original takes a negative :math:`\lambda_1` for zero
+        and a negative :math:`\lambda_2` as it is.
+    """
+    check_rate(learning_rate)
+    check_positive(learning_rate=learning_rate)
+    check_not_negative(
+        l1_regularization_strength=l1_regularization_strength,
+        l2_regularization_strength=l2_regularization_strength,
+    )
+    l1, l2 = l1_regularization_strength, l2_regularization_strength
+
+    def rule(g, x, s, t, learning_rate):
+        return shrink(x - learning_rate * g, learning_rate, l1, l2) - x, s
+
+    return leafwise(rule, scheduled={"learning_rate": learning_rate}, needs_params=True)

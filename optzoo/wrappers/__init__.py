@@ -1,0 +1,1 @@
+"""Around any optax transformation."""

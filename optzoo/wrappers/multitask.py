@@ -1,0 +1,66 @@
+"""Skips the parameters that the present task does not use, around any optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.rows import is_gradient, is_rows
+
+
+def multitask(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skips zero gradients, as in ``tf.contrib.opt.MultitaskOptimizerWrapper``.
+
+    .. math::
+        (x_t, s_t) = \begin{cases}
+            (x_{t-1}, s_{t-1}) & \text{if } g_t = 0 \text{ everywhere} \\
+            \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
+
+    for each parameter :math:`x` with its slots :math:`s`: with several tasks that take turns, the
+    momentum of one task's layers does not run on while another is trained. What parameters share
+    goes on (the step count, Adam's powers). Works for row-sparse gradients, too; there it costs
+    one pass over the slots of the table.
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+
+    References:
+        ``tf.contrib.opt.MultitaskOptimizerWrapper``.
+
+    Differences from the original:
+        The original changes the inner optimizer in place.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def is_live(g):
+        return g is None or jnp.any((g.coalesce().values if is_rows(g) else g) != 0)
+
+    def stop(live, u):
+        if is_rows(u):
+            return u.with_values(stop(live, u.values))
+        return u if live is True else jnp.where(live, u, 0)
+
+    def update(updates, state, params=None, **extra_args):
+        live = jax.tree.map(is_live, updates, is_leaf=is_gradient)
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        updates = jax.tree.map(stop, live, updates)
+        # For every array of the state whether it is that of a live parameter, or shared by all.
+        live = optax.tree.map_params(
+            inner.init,
+            lambda s, live: s if _is_masked(s) else live,
+            state,
+            live,
+            transform_non_params=lambda _: True,
+            is_leaf=_is_masked,
+        )
+        keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
+        return updates, jax.tree.map(keep, live, new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _is_masked(s: Any) -> bool:
+    return isinstance(s, optax.MaskedNode)

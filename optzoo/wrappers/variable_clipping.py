@@ -1,0 +1,130 @@
+"""Keeps the norms of parameters below a bound, around any optimizer."""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
+
+from ..core.checks import check_positive
+from ..core.gradients import check_gradients
+from ..core.numerics import widen
+from ..core.paths import path_name
+from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
+
+
+def variable_clipping(
+    inner: optax.GradientTransformation, dims: Any, max_norm: float
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips parameters after each update, as in ``tf.contrib.opt.VariableClippingOptimizer``.
+
+    .. math::
+        x' &= x_{t-1} + u_t \\
+        x_t &= x' \cdot \frac{c}{\max(c, \lVert x' \rVert)}
+
+    where :math:`u_t` is the update of ``inner`` and the norm is over the given axes: with
+    ``(1,)`` for a table of embeddings, of each row. Of a parameter with a row-sparse gradient
+    only these rows are clipped, unless axis 0 is among the axes: then the whole of it. One
+    without a gradient is left alone.
+
+    It must be the last link of a chain: what it clips is the parameters plus this update.
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, where a pattern is
+            a regular expression that matches the whole path of a parameter, its parts joined by
+            ``/``; or a tree like the parameters with a tuple of axes, or None, for each. No axes,
+            ``()``, means each element for itself.
+        max_norm: :math:`c`, positive.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive, if no params are given to ``update``, or, at
+            trace time, if a pattern matches no parameter, two match the same one with different
+            axes, or an axis is not one of the parameter's.
+
+    References:
+        Hinton et al., `Improving neural networks by preventing co-adaptation of feature detectors
+        <https://arxiv.org/abs/1207.0580>`_, 2012 (the bound on norms); ``tf.clip_by_norm``.
+
+    Differences from the original:
+        Rows that share an index are clipped once; the original corrects the row once for each of
+        them, which shrinks it too far or turns it round. A bound of zero or less is refused.
+    """
+    check_positive(max_norm=max_norm)
+    inner = optax.with_extra_args_support(inner)
+
+    def clipped(x, axes):
+        norm = jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
+        return x * (max_norm / jnp.maximum(norm, max_norm))
+
+    def clip(g, u, x, axes):
+        """The update that leads to the clipped parameter."""
+        if g is None or axes is None:
+            return u
+        to_clipped = lambda u, x: (clipped(x + u, axes) - x).astype(g.dtype)
+        if is_rows(u) and 0 not in axes:
+            u = u.coalesce()
+            return u.with_values(to_clipped(widen(u.values), widen(u.gather(x)))).drop_padding()
+        u, x = widen(u.to_dense() if is_rows(u) else u), widen(x)
+        if not is_rows(g) or 0 in axes:
+            return to_clipped(u, x)
+        return g.scatter(u.astype(g.dtype), to_clipped(g.gather(u), g.gather(x)))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(NO_PARAMS_MSG)
+        check_gradients(updates, params)
+        axes = _axes(dims, params)
+        given = map_rows(SparseRows.coalesce, updates)
+        updates, state = inner.update(given, state, params, **extra_args)
+        gs, treedef = jax.tree.flatten(given, is_leaf=is_gradient)
+        columns = [treedef.flatten_up_to(tree) for tree in (updates, params, axes)]
+        done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
+        return treedef.unflatten(done), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _axes(dims: Any, params: Any) -> Any:
+    """A tree like ``params`` of sorted tuples of axes, or None."""
+    unused = set(dims) if _are_patterns(dims) else set()
+
+    def of_patterns(path, x):
+        matching = [p for p in dims if re.fullmatch(p, path_name(path))]
+        unused.difference_update(matching)
+        found = {_checked(dims[p], path, x) for p in matching}
+        if len(found) > 1:
+            raise ValueError(f"dims: {matching} all match parameter '{path_name(path)}'")
+        return found.pop() if found else None
+
+    of_tree = lambda path, x, axes: None if axes is None else _checked(axes, path, x)
+    walk = functools.partial(
+        jax.tree_util.tree_map_with_path, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )
+    axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
+    if unused:
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        raise ValueError(f"dims: no parameter is called {sorted(unused)}; there are {names}")
+    return axes
+
+
+def _are_patterns(dims: Any) -> bool:
+    are_axes = lambda v: isinstance(v, tuple | list) and all(isinstance(a, int) for a in v)
+    return isinstance(dims, Mapping) and all(
+        isinstance(k, str) and are_axes(v) for k, v in dims.items()
+    )
+
+
+def _checked(axes: Any, path: Any, x: Any) -> Any:
+    if isinstance(x, optax.MaskedNode):
+        return x
+    ndim = jnp.ndim(x)
+    if any(not -ndim <= a < ndim for a in axes):
+        raise ValueError(
+            f"dims: parameter '{path_name(path)}' of shape {jnp.shape(x)} has no axes {axes}"
+        )
+    return tuple(sorted({a % ndim for a in axes}))
