@@ -1,7 +1,8 @@
-"""Records of the real TensorFlow 1.15.5 (``README.md``), and how we follow them."""
+"""Records of the real TensorFlow 1.15.5 and RETURNN (``README.md``), and how we follow them."""
 
 import inspect
 import json
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import optax
 import optzoo
 from optzoo import CATALOG, LeafwiseState, SparseRows
 
-FOLDER = pathlib.Path(__file__).with_name("tf1")
+FOLDER = pathlib.Path(__file__).with_name("records")
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.npz"))
 
 _ARGUMENTS = {
@@ -22,9 +23,16 @@ _ARGUMENTS = {
     "epsilon": "eps",
     "use_nesterov": "nesterov",
     "sign_decay_fn": "sign_decay",
+    "skip_list": "skip",
 }
-# What the original keeps at the precision of the variable; all else it rounds to float32.
-_EXACT = {"initial_accumulator_value"}
+# What the originals keep at the precision of the variable; all else they round to float32.
+_EXACT = {
+    "initial_accumulator_value",
+    "initial_gradient_squared_accumulator_value",
+    "weight_decay",
+    "decrease_factor",
+}
+_ALL_EXACT = {("LARS", "dense"), ("AMSGrad", "dense")}
 
 
 class Record(NamedTuple):
@@ -46,23 +54,70 @@ def load(name: str, folder: pathlib.Path = FOLDER) -> Record:
     return Record(json.loads(str(arrays.pop("meta"))), arrays)
 
 
+def short_name(original: str) -> str:
+    """The name of an original class as ``meta`` has it."""
+    return original.rsplit(".", 1)[-1].removesuffix("Optimizer")
+
+
 def build(meta: dict[str, Any]) -> optax.GradientTransformation:
     """Our optimizer with the numbers that the original really used."""
-    wanted = f"{meta['optimizer']}Optimizer"
-    [entry] = [e for e in CATALOG.values() if e.original.endswith(f".{wanted}")]
-    parameters = inspect.signature(entry.factory).parameters.values()
-    kwargs = {p.name: p.default for p in parameters if p.default is not p.empty}
-    kwargs |= {_ARGUMENTS.get(k, k): v for k, v in meta["kwargs"].items()}
-    return entry.factory(**{k: _resolve(k, v) for k, v in kwargs.items()})
+    return _build(meta["optimizer"], meta["kwargs"], meta)
 
 
-def _resolve(name: str, value: Any) -> Any:
-    if isinstance(value, dict) and "$of_step" in value:
-        return lambda k: eval(value["$of_step"], {}, {"k": jnp.asarray(k, jnp.float32)})
-    if isinstance(value, dict) and "$sign_decay" in value:
-        return getattr(optzoo, f"{value['$sign_decay']}_sign_decay")(**value["args"])
-    if isinstance(value, float) and name not in _EXACT:
-        return float(np.float32(value))
+def _build(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
+    if "opt" in kwargs:
+        inner = _build(kwargs["opt"]["$opt"], kwargs["opt"]["kwargs"], meta)
+    match name:
+        case "MovingAverage":
+            # It rounds one minus the decay, too.
+            decay = 1 - float(1 - np.float32(kwargs.get("average_decay", 0.9999)))
+            n = kwargs.get("num_updates")
+            return optzoo.moving_average(inner, decay, "count" if isinstance(n, dict) else n)
+        case "MultitaskOptimizerWrapper":
+            return optzoo.multitask(inner)
+        case "VariableClipping":
+            axes = kwargs["vars_to_clip_dims"]["$var_dict"].items()
+            return optzoo.variable_clipping(
+                inner, {name: tuple(dims) for name, dims in axes}, kwargs["max_norm"]
+            )
+        case "extend_with_decoupled_weight_decay":
+            kwargs = dict(kwargs)
+            weight_decay = kwargs.pop("weight_decay")
+            inner = _build(kwargs.pop("base_optimizer"), kwargs, meta)
+            return optzoo.decoupled_weight_decay(inner, weight_decay)
+        case _:
+            return _from_catalog(name, kwargs, meta)
+
+
+def _from_catalog(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
+    wanted = "GradientDescent" if name == "CustomGradientDescent" else name
+    [factory] = [e.factory for e in CATALOG.values() if short_name(e.original) == wanted]
+    parameters = inspect.signature(factory).parameters.values()
+    ours = {p.name: p.default for p in parameters if p.default is not p.empty}
+    ours |= {_ARGUMENTS.get(k, k): v for k, v in kwargs.items() if k != "global_step"}
+    exact = set(ours) if (name, meta["kind"]) in _ALL_EXACT else _EXACT
+    ours = {k: _resolve(v, exact=k in exact) for k, v in ours.items()}
+    if "base" in ours:
+        # PowerSign rounds the logarithm of its base, and for rows e as well.
+        e = math.e if meta["kind"] == "dense" else float(np.float32(math.e))
+        ours["base"] = e ** float(np.float32(math.log(kwargs.get("base", math.e))))
+    if "decay_var_list" in meta:
+        ours["mask"] = {s["var"]: s["var"] in meta["decay_var_list"] for s in meta["slots"]}
+    return factory(**ours)
+
+
+def _resolve(value: Any, exact: bool) -> Any:
+    match value:
+        case {"$of_step": expression}:
+            return lambda k: eval(expression, {}, {"k": jnp.asarray(k, jnp.float32)})
+        case {"$sign_decay": kind, "args": args}:
+            return getattr(optzoo, f"{kind}_sign_decay")(**args)
+        case {"$tensor": number}:
+            return number
+        case list():
+            return tuple(value)
+        case float() if not exact:
+            return float(np.float32(value))
     return value
 
 
@@ -70,13 +125,18 @@ def follow(record: Record) -> dict[str, np.ndarray]:
     """Our parameters after every step and our slots at the end, named as in the record."""
     tx, start = build(record.meta), record.meta.get("global_step_start", 0)
     params = {k: jnp.asarray(v) for k, v in record.group("init").items()}
-    inputs = [record.group(group) for group in ("grad", "grad_idx", "grad_val")]
+    gradients = [record.group(group) for group in ("grad", "grad_idx", "grad_val")]
+    extra = {}
+    if "avoid_updating_slots_steps" in record.meta:
+        steps = np.arange(record.meta["steps"])
+        extra["update_slots"] = ~np.isin(steps, record.meta["avoid_updating_slots_steps"])
 
     def step(carry, inputs):
         params, state, global_step = carry
-        dense, ids, values = inputs
+        (dense, ids, values), extra = inputs
         rows = {k: SparseRows(ids[k], values[k], len(params[k])) for k in ids}
-        updates, state = tx.update(dense | rows, state, params, global_step=global_step)
+        extra["global_step"] = global_step
+        updates, state = tx.update(dense | rows, state, params, **extra)
         params = optax.apply_updates(params, updates)
         return (params, state, global_step + 1), params
 
@@ -84,14 +144,14 @@ def follow(record: Record) -> dict[str, np.ndarray]:
     def run(params, inputs):
         return jax.lax.scan(step, (params, tx.init(params), jnp.int32(start)), inputs)
 
-    (_, state, _), path = run(params, inputs)
+    (_, state, _), path = run(params, (gradients, extra))
     trees: dict[str, Any] = {}
     for link in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState)):
-        trees |= link.slots._asdict()
+        if isinstance(link, LeafwiseState):
+            trees |= link.slots._asdict()
     slots = {
         f"slot/{slot['checkpoint_name']}": trees[slot["slot"]][slot["var"]]
         for slot in record.meta["slots"]
-        if slot["slot"] is not None  # not the originals' counters
     }
     return jax.device_get({f"param/{k}": v for k, v in path.items()} | slots)
 
@@ -109,7 +169,10 @@ def worst(got: dict[str, np.ndarray], record: Record) -> Miss:
     for name, ours in got.items():
         want = record.arrays[name]
         assert ours.shape == want.shape and ours.dtype == want.dtype, name
-        scale = np.maximum(np.abs(want), 1e-3 * np.max(np.abs(want), initial=0.0))
+        # A parameter's array includes its start.
+        start = record.arrays.get(name.replace("param/", "init/"), want)
+        largest = max(np.max(np.abs(a), initial=0.0) for a in (start, want))
+        scale = np.maximum(np.abs(want), 1e-3 * largest)
         error = np.abs(ours - want) / np.maximum(scale, 1e-30)
         error = np.where(np.isfinite(ours), error, np.inf)
         if error.size:

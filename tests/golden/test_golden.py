@@ -1,10 +1,22 @@
-"""Every optimizer against what TensorFlow 1.15.5 really does."""
+"""Every optimizer against what TensorFlow 1.15.5 and RETURNN really do."""
 
 import pytest
 
 from optzoo import CATALOG
 
-from . import RECORDS, follow, load, worst
+from . import RECORDS, follow, load, short_name, worst
+
+
+def float32_inside(meta):
+    """Whether the original computes something in float32 even for float64 variables."""
+    kwargs = meta["kwargs"]
+    schedules = [v for v in kwargs.values() if isinstance(v, dict) and "$of_step" in v]
+    return (
+        bool(schedules)
+        or "sign_decay_fn" in kwargs
+        or meta["optimizer"] in ("AdamGS", "LazyAdamGS")  # powers of the betas
+        or kwargs.get("num_updates") is not None  # the decay of a moving average
+    )
 
 
 def tolerance(meta):
@@ -12,14 +24,13 @@ def tolerance(meta):
     if meta["dtype"] == "float32":
         # The record's own rounding; at the least one unit in the last place of the largest
         # element, as seen at a thousandth of it, which is the smallest scale errors refer to.
-        return max(3 * meta["rounding"], 2.0**-24 / 1e-3)
-    if any(isinstance(value, dict) for value in meta["kwargs"].values()):
-        return 1e-5  # schedules and sign decays are float32 in the original, whatever the dtype
-    return 1e-10
+        # A few originals have no run in float64 to tell their rounding; others have about 3e-5.
+        return max(3 * meta.get("rounding", 3e-5), 2.0**-24 / 1e-3)
+    return 1e-5 if float32_inside(meta) else 1e-10
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_follows_tensorflow(name, x64):
+def test_follows_the_original(name, x64):
     record = load(name)
     with x64(record.meta["dtype"] == "float64"):
         error, where = worst(follow(record), record)
@@ -27,7 +38,12 @@ def test_follows_tensorflow(name, x64):
 
 
 def test_every_optimizer_has_records():
-    kinds = {(load(name).meta["optimizer"], load(name).meta["kind"]) for name in RECORDS}
+    recorded = [load(name).meta for name in RECORDS]
     for entry in CATALOG.values():
-        original = entry.original.rsplit(".", 1)[1].removesuffix("Optimizer")
-        assert {(original, "dense"), (original, "sparse"), (original, "dup")} <= kinds, original
+        name = short_name(entry.original)
+        wanted = {"dense", "sparse", "dup"}
+        if entry.original.startswith("returnn."):
+            wanted -= {"dup"}  # which RETURNN does not sum
+        if name == "AMSGrad":
+            wanted -= {"sparse"}  # which it refuses
+        assert wanted <= {meta["kind"] for meta in recorded if meta["optimizer"] == name}, name
