@@ -3,14 +3,14 @@
 # make test-full runs the long tests, too
 # make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
-# make readme rewrites the README's table of optimizers from the catalogue
+# make docs   rewrites what is generated in the pages
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Under CI on two cores, more workers only fight.
 WORKERS ?= 2
 
-.PHONY: race test test-full test-oldest colabs readme clean
+.PHONY: race test test-full test-oldest colabs docs clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
@@ -30,8 +30,8 @@ test-oldest:
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb
 
-readme: $(VENV)/dev.installed
-	$(BIN)/python -m tests.test_readme
+docs: $(VENV)/dev.installed
+	$(BIN)/python -m tests.test_docs
 
 # One environment; each stamp says that the extra of its name is in it.
 $(VENV)/%.installed: pyproject.toml | $(BIN)/python

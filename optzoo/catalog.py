@@ -58,11 +58,9 @@ _TRAIN, _CONTRIB, _RETURNN = "tf.train", "tf.contrib.opt", "returnn.tf.updater"
 _MOMENTUM = {"momentum": 0.9}
 
 CATALOG: dict[str, Entry] = {
-    "adadelta": Entry(adadelta, "lazy", 10.0, f"{_TRAIN}.AdadeltaOptimizer"),
+    "adadelta": Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
     "adagrad": Entry(adagrad, "lazy", 0.1, f"{_TRAIN}.AdagradOptimizer"),
-    "adagrad_da": Entry(
-        adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer", l1_of_the_sum=True
-    ),
+    "adagrad_da": Entry(adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer"),
     "adam": Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
     "adam_gs": Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
     "adamax": Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),

@@ -1,8 +1,10 @@
 """Arithmetic that rules and the engine share: never below float32, never zero by zero."""
 
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -20,8 +22,13 @@ def narrow(a: Any, dtype: DTypeLike) -> Array:
     return a.astype(dtype)
 
 
-def divide(a: Array, b: Array) -> Array:
-    """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step."""
+def divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
+    """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step.
+
+    Where ``eps`` is a positive number that is part of ``b`` there is nothing to look out for.
+    """
+    if isinstance(eps, numbers.Real) and np.float32(eps) > 0:
+        return a / b
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 

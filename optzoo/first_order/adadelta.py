@@ -27,7 +27,7 @@ def scale_by_adadelta(
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
-        step = divide(jnp.sqrt(s.accum_update + eps), jnp.sqrt(accum + eps)) * g
+        step = divide(jnp.sqrt(s.accum_update + eps), jnp.sqrt(accum + eps), eps) * g
         return step, AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step**2)
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))

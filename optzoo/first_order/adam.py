@@ -37,7 +37,7 @@ def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     def rule(g, x, s, t, beta1_power, beta2_power):
         new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * divide(new.m, jnp.sqrt(new.v) + eps), new
+        return correction * divide(new.m, jnp.sqrt(new.v) + eps, eps), new
 
     return rule
 

@@ -59,6 +59,10 @@ def add_sign(
     References:
         Bello et al., `Neural Optimizer Search with Reinforcement Learning
         <https://arxiv.org/abs/1709.07417>`_, 2017.
+
+    Differences from the original:
+        Row-sparse gradients work whatever holds the parameters; the original refuses resource
+        variables there.
     """
     return optax.chain(
         scale_by_add_sign(alpha, beta, sign_decay), scale_by_learning_rate(learning_rate)

@@ -30,7 +30,7 @@ def scale_by_amsgrad(
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
         v_hat = jnp.maximum(s.v_hat, v)
-        step = divide(m, jnp.sqrt(v_hat) + eps)
+        step = divide(m, jnp.sqrt(v_hat) + eps, eps)
         if decay:
             step /= jnp.sqrt(t.astype(step.dtype))
         return step, AMSGradSlots(m, v, v_hat)

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_fraction, check_not_negative
 from ..core.leafwise import Slot, leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
+from ..core.numerics import divide, widen
 
 
 class GradVarianceScaledSlots(NamedTuple):
@@ -29,9 +29,19 @@ def scale_by_grad_variance(
         m = b1 * s.m + (1 - b1) * g
         distance = (g - m) ** 2
         v = b2 * s.v + (1 - b2) * distance
-        return g * jnp.minimum(divide(v, distance + eps), 1), GradVarianceScaledSlots(m, v)
+        return g * jnp.minimum(divide(v, distance + eps, eps), 1), GradVarianceScaledSlots(m, v)
 
-    return leafwise(rule, slots=GradVarianceScaledSlots(zeros, zeros), rows=touched)
+    def rows(rule):
+        def on_rows(g, x, s, t):
+            g = g.coalesce()
+            u, new = touched(rule)(g, x, s, t)
+            # A row without a gradient has no distance from its mean either.
+            decayed = (b2 * widen(s.v)).astype(s.v.dtype)
+            return u, new._replace(v=g.scatter(decayed, g.gather(new.v)))
+
+        return on_rows
+
+    return leafwise(rule, slots=GradVarianceScaledSlots(zeros, zeros), rows=rows)
 
 
 def grad_variance_scaled(
@@ -46,8 +56,8 @@ def grad_variance_scaled(
         x_t &= x_{t-1} - \eta_t\, g_t\, \min\left(\frac{v_t}{d_t + \epsilon}, 1\right)
 
     The bias is not corrected, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
-    row-sparse gradients the means decay everywhere, but only rows with a gradient move
-    (:func:`optzoo.touched`).
+    row-sparse gradients the means decay everywhere, but only rows with a gradient move, or have a
+    distance (:func:`optzoo.touched`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -20,7 +20,7 @@ def scale_by_nadam(
     def rule(g, x, s, t, beta1_power, beta2_power):
         new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps), new
+        return correction * divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps, eps), new
 
     powers = {"beta1_power": b1, "beta2_power": b2}
     return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=touched, powers=powers)

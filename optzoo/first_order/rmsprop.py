@@ -73,14 +73,14 @@ def rmsprop(
 
     def plain(g, x, s, t, learning_rate):
         rms = decay * s.rms + (1 - decay) * g**2
-        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(rms + eps))
+        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(rms + eps), eps)
         return -step, RMSPropSlots(rms, step)
 
     def around_mean(g, x, s, t, learning_rate):
         rms = decay * s.rms + (1 - decay) * g**2
         mg = decay * s.mg + (1 - decay) * g
         variance = jnp.maximum(rms - mg**2, 0)
-        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(variance + eps))
+        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(variance + eps), eps)
         return -step, CenteredRMSPropSlots(rms, mg, step)
 
     rule, slots = plain, RMSPropSlots(rms=full(1), momentum=zeros)

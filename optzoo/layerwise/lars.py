@@ -28,7 +28,7 @@ def scale_by_trust_ratio(
 
     def rule(g, x, s, t):
         x_norm, g_norm = norm(x), norm(g)
-        ratio = divide(eeta * x_norm, g_norm + weight_decay * x_norm + eps)
+        ratio = divide(eeta * x_norm, g_norm + weight_decay * x_norm + eps, eps)
         ratio = jnp.where((x_norm > 0) & (g_norm > 0), ratio, 1)
         return ratio * (g + weight_decay * x), s
 

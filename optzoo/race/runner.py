@@ -127,18 +127,19 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
         tx = entry.make(rate, **kwargs)
 
         def step(carry, batch):
-            params, state = carry
+            params, state, count = carry
             examples = jax.tree.map(lambda a: a[batch], start.train)
             _, grads = value_and_grad(loss)(params, examples)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
+            updates, state = tx.update(grads, state, params, global_step=count)
+            return (optax.apply_updates(params, updates), state, count + 1), None
 
         def stretch(carry, batches):
             carry, _ = jax.lax.scan(step, carry, batches)
             return carry, start.judge(carry[0])
 
         begin = start.judge(params)
-        (params, _), seen = jax.lax.scan(stretch, (params, tx.init(params)), batches)
+        carry = (params, tx.init(params), jnp.int32(0))
+        (params, _, _), seen = jax.lax.scan(stretch, carry, batches)
         curve, track = jax.tree.map(
             lambda first, rest: jnp.concatenate([first[None], rest]), begin, seen
         )
@@ -269,9 +270,10 @@ def _time_step(start: Start, step: Any, tx: Any) -> float:
     state = tx.init(params)
     examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
     seconds = []
-    for _ in range(start.settings.timed_steps + 1):
+    for count in range(start.settings.timed_steps + 1):
         begin = time.perf_counter()
-        params, state, _ = jax.block_until_ready(step(params, state, examples))
+        done = step(params, state, examples, global_step=count)
+        params, state, _ = jax.block_until_ready(done)
         seconds.append(time.perf_counter() - begin)
     return float(np.median(seconds[1:]))  # the first one compiles
 
@@ -279,9 +281,9 @@ def _time_step(start: Start, step: Any, tx: Any) -> float:
 def _dense_step(loss: Any, tx: Any) -> Any:
     """As minimize, but with ordinary gradients: lookups in it are dense."""
 
-    def step(params, state, batch):
+    def step(params, state, batch, global_step):
         value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, global_step=global_step)
         return optax.apply_updates(params, updates), state, value
 
     return jax.jit(step, donate_argnums=(0, 1))

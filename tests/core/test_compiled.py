@@ -66,7 +66,8 @@ def test_touched_rows_are_updated_in_place(name):
     tx = CATALOG[name].make()
 
     def step(table, state, ids, values):
-        updates, state = tx.update(SparseRows(ids, values, len(table)), state, table)
+        rows = SparseRows(ids, values, len(table))
+        updates, state = tx.update(rows, state, table, global_step=0)
         return optax.apply_updates(table, updates), state
 
     table = jnp.ones((100_000, 16))

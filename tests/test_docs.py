@@ -1,0 +1,90 @@
+"""The pages: what is generated in them is fresh (``make docs`` writes it anew), their code runs."""
+
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import optzoo
+from optzoo import catalog
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DIFFERENCES = "Differences from the original:"
+
+
+def differences():
+    """What the docstrings say of deliberate differences, as a table."""
+    lines = ["| | original | here, other than there |", "|---|---|---|"]
+    for name, thing in sorted(vars(optzoo).items()):
+        doc = inspect.getdoc(thing) or ""
+        if DIFFERENCES in doc:
+            text = " ".join(doc.split(DIFFERENCES)[1].split())
+            text = re.sub(r":math:`(.*?)`", r"$\1$", text).replace("``", "`")
+            text = re.sub(r":func:`optzoo\.(.*?)`", r"`\1`", text)
+            original = re.search(r"as in ``(.*?)``", doc.splitlines()[0])[1]
+            lines.append(f"| `{name}` | `{original}` | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+GENERATED = {"optimizers": catalog.markdown_table, "differences": differences}
+
+
+def rewritten(text):
+    """The page with its generated parts made anew."""
+    for name, make in GENERATED.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            text = before + begin + make() + end + rest.split(end)[1]
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_fresh(page):
+    text = page.read_text()
+    assert text == rewritten(text), f"stale {page.name}: run make docs"
+
+
+def test_generated_parts_are_somewhere():
+    text = "".join(page.read_text() for page in PAGES)
+    assert all(f"<!-- {name} -->" in text for name in GENERATED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    """Block after block; one that begins with a file's name is that file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = dict(catalog.CATALOG)
+    try:
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            if name := re.match(r"# (\w+\.py)\n", code):
+                pathlib.Path(name[1]).write_text(code)
+            else:
+                exec(compile(code, page.name, "exec"), {})
+    finally:
+        catalog.CATALOG.clear()
+        catalog.CATALOG.update(known)
+    for tests in tmp_path.glob("test_*.py"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests.name],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text()))
