@@ -16,6 +16,7 @@ from .core.learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from .core.lookup import lookup as lookup
 from .core.lookup import value_and_grad as value_and_grad
 from .core.minimize import minimize as minimize
+from .core.on_rows import on_rows as on_rows
 from .core.rows import SparseRows as SparseRows
 from .core.rows import clip_by_global_norm as clip_by_global_norm
 from .core.rows import coalesce as coalesce

@@ -1,0 +1,6 @@
+"""Tests for optimizers, one's own included: see ``optzoo.testing.contract``."""
+
+import pytest
+
+# Before the import, so that failing assertions show their values.
+pytest.register_assert_rewrite("optzoo.testing.contract")

@@ -1,0 +1,90 @@
+"""Small parameters, gradients and trajectories for tests."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optzoo import LeafwiseState, SparseRows
+
+
+def params():
+    return {"table": jnp.arange(1.0, 11).reshape(5, 2) / 10, "layer": (jnp.ones(3), jnp.ones(()))}
+
+
+def dense_grads(like):
+    return jax.tree.map(lambda x: jnp.cos(x + 1), like)
+
+
+def row_grads(like):
+    """Dense, but for rows 1 and 3 of the table; row 1 comes twice, and 5 is padding."""
+    values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
+    return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
+
+
+class CountedState(NamedTuple):
+    """A step count beside the state."""
+
+    count: jax.Array
+    inner: optax.OptState
+
+
+def with_global_step(factory):
+    """Gives an optimizer that needs a global step one of its own."""
+
+    @functools.wraps(factory)
+    def counting(*args, **kwargs):
+        inner = factory(*args, **kwargs)
+
+        def update(updates, state, params=None, *, global_step=None, **extra_args):
+            step = state.count if global_step is None else global_step
+            updates, new = inner.update(
+                updates, state.inner, params, global_step=step, **extra_args
+            )
+            return updates, CountedState(state.count + 1, new)
+
+        init = lambda params: CountedState(jnp.zeros([], jnp.int32), inner.init(params))
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return counting
+
+
+def factory(entry):
+    """An optimizer's factory, with a step count where one is needed."""
+    return with_global_step(entry.factory) if entry.needs_global_step else entry.factory
+
+
+def make(entry, *args, **kwargs):
+    """An optimizer of the catalogue, with a step count where one is needed."""
+    return entry._replace(factory=factory(entry)).make(*args, **kwargs)
+
+
+def step(tx, grads, x, state=None, **extra_args):
+    """The parameters and the state after one update."""
+    state = tx.init(x) if state is None else state
+    updates, state = tx.update(grads, state, x, **extra_args)
+    return optax.apply_updates(x, updates), state
+
+
+def trajectory(tx, x, grads, xs):
+    """All parameters visited, where ``grads(x, xs[i])`` is the i-th gradient."""
+
+    def body(carry, inputs):
+        x, state = step(tx, grads(carry[0], inputs), *carry)
+        return (x, state), x
+
+    return jax.jit(lambda: jax.lax.scan(body, (x, tx.init(x)), xs)[1])()
+
+
+def slots(state):
+    """The slot trees of all links of a chain."""
+    links = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState))
+    return [tree for link in links if isinstance(link, LeafwiseState) for tree in link.slots]
+
+
+def avals(tree):
+    """What a compiled function knows of each leaf."""
+    describe = lambda a: (a.shape, a.dtype, getattr(a, "weak_type", False))
+    return jax.tree.map(describe, jax.eval_shape(lambda t: t, tree))
