@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -18,9 +19,22 @@ def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
             raise ValueError(f"{name} must be {must}, got {value!r}")
 
 
-def check_fraction(**arguments: Any) -> None:
-    """For decay rates, in [0, 1)."""
+def check_decays(**arguments: Any) -> list[Any]:
+    """For decay rates, in [0, 1): the values to compute with.
+
+    ``optax.inject_hyperparams`` gives them in the dtype of the parameters, where 0.999 is one in
+    16 bits and a mean would stand still for ever: there the largest value below one takes its
+    place. With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
+    """
     check("in [0, 1)", lambda v: 0 <= v < 1, **arguments)
+    return [_below_one(value) for value in arguments.values()]
+
+
+def _below_one(decay: Any) -> Any:
+    dtype = getattr(decay, "dtype", None)
+    if dtype is None or jnp.finfo(dtype).bits != 16:
+        return decay
+    return jnp.minimum(jnp.asarray(decay, jnp.float32), 1 - float(jnp.finfo(dtype).epsneg))
 
 
 def check_positive(**arguments: Any) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import Slot, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
@@ -22,7 +22,7 @@ def scale_by_adadelta(
     rho: float = 0.95, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adadelta`."""
-    check_fraction(rho=rho)
+    [rho] = check_decays(rho=rho)
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import Rule, Slot, dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
@@ -31,7 +31,6 @@ def bias_correction(beta1_power: Array, beta2_power: Array) -> Array:
 
 def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     """Adam on one array."""
-    check_fraction(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t, beta1_power, beta2_power):
@@ -46,6 +45,7 @@ def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adam`."""
+    b1, b2 = check_decays(b1=b1, b2=b2)
     powers = {"beta1_power": b1, "beta2_power": b2}
     slots = AdamSlots(zeros, zeros)
     return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=dense, powers=powers)
@@ -55,6 +55,7 @@ def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.lazy_adam`."""
+    b1, b2 = check_decays(b1=b1, b2=b2)
     powers = {"beta1_power": b1, "beta2_power": b2}
     slots = AdamSlots(zeros, zeros)
     return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=lazy, powers=powers)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import optax
 
+from ..core.checks import check_decays
 from ..core.leafwise import dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from .adam import AdamSlots, adam_rule
@@ -12,6 +13,7 @@ def scale_by_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adam_gs`."""
+    b1, b2 = check_decays(b1=b1, b2=b2)
     return leafwise(
         adam_rule(b1, b2, eps),
         slots=AdamSlots(zeros, zeros),
@@ -25,6 +27,7 @@ def scale_by_lazy_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.lazy_adam_gs`."""
+    b1, b2 = check_decays(b1=b1, b2=b2)
     return leafwise(
         adam_rule(b1, b2, eps),
         slots=AdamSlots(zeros, zeros),

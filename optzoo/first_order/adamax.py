@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import Slot, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
@@ -22,7 +22,7 @@ def scale_by_adamax(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adamax`."""
-    check_fraction(b1=b1, b2=b2)
+    b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t, beta1_power):

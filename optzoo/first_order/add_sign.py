@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction
+from ..core.checks import check_decays
 from ..core.leafwise import Slot, leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
 
@@ -20,7 +20,7 @@ def scale_by_add_sign(
     alpha: float = 1.0, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.add_sign`."""
-    check_fraction(beta=beta)
+    [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):
         m = beta * s.m + (1 - beta) * g

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import Slot, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
@@ -23,7 +23,7 @@ def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.amsgrad`."""
-    check_fraction(b1=b1, b2=b2)
+    b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction
+from ..core.checks import check_decays
 from ..core.leafwise import Slot, leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
 
@@ -20,7 +20,7 @@ def scale_by_neural_optimizer1(
     b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.neural_optimizer1`."""
-    check_fraction(b1=b1)
+    [b1] = check_decays(b1=b1)
 
     def rule(g, x, s, t):
         m = b1 * s.m + (1 - b1) * g

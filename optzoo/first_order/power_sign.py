@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction, check_positive
+from ..core.checks import check_decays, check_positive
 from ..core.leafwise import Slot, leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
 
@@ -22,7 +22,7 @@ def scale_by_power_sign(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.power_sign`."""
     check_positive(base=base)
-    check_fraction(beta=beta)
+    [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):
         m = beta * s.m + (1 - beta) * g

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_fraction, check_not_negative, check_rate
+from ..core.checks import check_decays, check_not_negative, check_rate
 from ..core.leafwise import Slot, full, leafwise, zeros
 from ..core.numerics import divide
 
@@ -68,7 +68,7 @@ def rmsprop(
         rounds below zero counts as zero; the original gives NaN in both cases.
     """
     check_rate(learning_rate)
-    check_fraction(decay=decay)
+    [decay] = check_decays(decay=decay)
     check_not_negative(momentum=momentum, eps=eps)
 
     def plain(g, x, s, t, learning_rate):

@@ -290,6 +290,19 @@ COMPOSITIONS = {
 }
 
 
+def test_hyperparameters_injected_into_16_bits(entry):
+    params = cast(samples.params(), "bfloat16")
+    grads = dense_grads(params)
+    rounded = inject(entry, entry.rate)
+    state = rounded.init(params)
+    moved, after = step(rounded, grads, params, state)
+    assert avals(after) == avals(state)
+    chex.assert_tree_all_finite((moved, after))
+    exact = optax.inject_hyperparams(entry.factory, hyperparam_dtype=jnp.float32)
+    moved, _ = step(exact(entry.rate, **entry.required), grads, params)
+    chex.assert_trees_all_close(moved, step(entry.make(), grads, params)[0], rtol=1e-2)
+
+
 @pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=list(COMPOSITIONS))
 def test_composes_with_optax(entry, compose):
     params, tx = samples.params(), compose(entry)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_fraction, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import LeafwiseState, Slot, leafwise
 
 
@@ -55,7 +55,7 @@ def moving_average(
         original leaves the order open. The average of parameters in 16 bits is kept in float32,
         where it can move.
     """
-    check_fraction(average_decay=average_decay)
+    [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":
         raise ValueError(f"num_updates must be a number, 'count' or None, got {num_updates!r}")
     if not isinstance(num_updates, str):
