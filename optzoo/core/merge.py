@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 
+# Compiled even without a jit around it: a loop would be compiled anew by each call.
+@functools.partial(jax.jit, static_argnames=("num_rows", "deterministic"))
 def merge(places: Array, values: Array, num_rows: int, deterministic: bool) -> tuple[Array, Array]:
     """Sums the values of equal places; the positions left over become padding of zeros.
 

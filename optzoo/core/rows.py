@@ -103,6 +103,8 @@ class SparseRows(metaclass=_SpeaksInErrors):
 
     def __add__(self, other: Any) -> Any:
         """``other`` with the rows added in place; rows with rows are rows."""
+        if jnp.shape(other) != self.shape:
+            raise ValueError(f"rows of an array of shape {self.shape} do not fit {other.shape}")
         if is_rows(other):
             if other.indices is self.indices:
                 return self.with_values(self.values + other.values)
@@ -112,8 +114,6 @@ class SparseRows(metaclass=_SpeaksInErrors):
             )
             return SparseRows(indices, values, self.num_rows)
         dense = jnp.asarray(other)
-        if dense.shape != self.shape:
-            raise ValueError(f"rows of an array of shape {self.shape} do not fit {dense.shape}")
         return dense.at[self._places()].add(
             self.values.astype(dense.dtype), mode="drop", unique_indices=self.coalesced
         )

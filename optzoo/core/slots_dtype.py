@@ -20,7 +20,8 @@ def slots_dtype(
     either way, and updates keep the gradient's dtype.
 
     A mean with a slow decay cannot live in 16 bits: with ``b2=0.999`` a step changes it by a
-    thousandth, less than the 1/256 that bfloat16 resolves. Choose a faster decay.
+    thousandth, less than the 1/256 that bfloat16 resolves. Choose a faster decay. The average of
+    :func:`optzoo.moving_average` stays in float32 at least.
 
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise`, alone or within optax's chains,
@@ -44,15 +45,22 @@ def slots_dtype(
                 "for an optimizer of optax see its own arguments, such as mu_dtype"
             )
         # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
-        return jax.tree.map(_cast(dtype), state, is_leaf=is_ours)
+        wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+        return jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
 
     return optax.GradientTransformationExtraArgs(init, inner.update)
 
 
-def _cast(dtype: DTypeLike) -> Any:
-    def cast(node):
-        if not isinstance(node, LeafwiseState):
-            return node
-        return node._replace(slots=jax.tree.map(lambda a: a.astype(dtype), node.slots))
+def _astype(x: Any, dtype: DTypeLike) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return jnp.asarray(x, dtype)
 
-    return cast
+
+def _with_slots_of(state: Any, wanted: Any) -> Any:
+    """The state with slots in the wanted dtypes, rounded once: 0.1 in float32 is not a bfloat16."""
+    if not isinstance(state, LeafwiseState):
+        return state
+    finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
+    of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
+    return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))

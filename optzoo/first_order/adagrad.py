@@ -2,12 +2,13 @@
 
 from typing import NamedTuple
 
-import jax
+import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
 from ..core.leafwise import Slot, full, leafwise
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
 
 
 class AdagradSlots(NamedTuple):
@@ -24,7 +25,7 @@ def scale_by_adagrad(
 
     def rule(g, x, s, t):
         accumulator = s.accumulator + g**2
-        return g * jax.lax.rsqrt(accumulator), AdagradSlots(accumulator)
+        return divide(g, jnp.sqrt(accumulator)), AdagradSlots(accumulator)
 
     return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))
 

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import Slot, leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide, widen
+from ..core.numerics import widen
 
 
 class GradVarianceScaledSlots(NamedTuple):
@@ -29,7 +29,8 @@ def scale_by_grad_variance(
         m = b1 * s.m + (1 - b1) * g
         distance = (g - m) ** 2
         v = b2 * s.v + (1 - b2) * distance
-        return g * jnp.minimum(divide(v, distance + eps, eps), 1), GradVarianceScaledSlots(m, v)
+        factor = jnp.where(v < distance + eps, v / (distance + eps), 1)
+        return g * factor, GradVarianceScaledSlots(m, v)
 
     def rows(rule):
         def on_rows(g, x, s, t):
@@ -74,7 +75,6 @@ def grad_variance_scaled(
 
     Differences from the original:
         Rows that share an index sum; in the original each of them makes a step of its own. With
-        ``eps=0`` an element at its mean takes no step; the original gives NaN there if it never
-        left it.
+        ``eps=0`` an element that never left its mean takes the full step; the original gives NaN.
     """
     return optax.chain(scale_by_grad_variance(b1, b2, eps), scale_by_learning_rate(learning_rate))

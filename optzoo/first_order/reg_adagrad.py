@@ -2,13 +2,13 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
 from ..core.leafwise import Slot, full, leafwise
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
 
 
 class RegAdagradSlots(NamedTuple):
@@ -25,7 +25,7 @@ def scale_by_reg_adagrad(
 
     def rule(g, x, s, t, update_slots):
         accumulator = jnp.where(update_slots == 0, s.accumulator, s.accumulator + g**2)
-        return g * jax.lax.rsqrt(accumulator), RegAdagradSlots(accumulator)
+        return divide(g, jnp.sqrt(accumulator)), RegAdagradSlots(accumulator)
 
     slots = RegAdagradSlots(full(initial_accumulator_value))
     return leafwise(rule, slots=slots, scheduled={"update_slots": True})

@@ -7,6 +7,7 @@ import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.leafwise import Slot, full, leafwise, zeros
+from ..core.numerics import divide
 from .shrink import soft_threshold
 
 
@@ -72,7 +73,7 @@ def adagrad_da(
         total = s.gradient_accumulator + g
         squares = s.gradient_squared_accumulator + g**2
         scale = learning_rate * l2 * steps + jnp.sqrt(squares)
-        new = -learning_rate * soft_threshold(total, l1 * steps) / scale
+        new = -learning_rate * divide(soft_threshold(total, l1 * steps), scale)
         return new - x, AdagradDASlots(total, squares)
 
     return leafwise(

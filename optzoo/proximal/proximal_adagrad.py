@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-import jax
+import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.leafwise import Slot, full, leafwise
+from ..core.numerics import divide
 from .shrink import shrink
 
 
@@ -61,7 +62,7 @@ def proximal_adagrad(
 
     def rule(g, x, s, t, learning_rate):
         accumulator = s.accumulator + g**2
-        rate = learning_rate * jax.lax.rsqrt(accumulator)
+        rate = divide(learning_rate, jnp.sqrt(accumulator))
         return shrink(x - rate * g, rate, l1, l2) - x, ProximalAdagradSlots(accumulator)
 
     return leafwise(

@@ -1,6 +1,5 @@
 """A moving average of the parameters beside any optimizer."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -113,19 +112,21 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
         place of the averages. Each array keeps its dtype, so nothing is lost.
     """
     is_masked = lambda a: isinstance(a, optax.MaskedNode)
-    either = functools.partial(jax.tree.map, is_leaf=is_masked)
-
-    def exchange(node):
-        nonlocal params
+    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
+    exchanged = set()
+    for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
         if not _is_average(node):
-            return node
-        averages, given = node.slots.average, params
-        params = either(lambda a, x: x if is_masked(a) else a, averages, given)
-        taken = either(lambda a, x: a if is_masked(a) else x, averages, given)
-        return node._replace(slots=MovingAverageSlots(taken))
-
-    state = jax.tree.map(exchange, state, is_leaf=_is_average)
-    return params, state
+            continue
+        with_paths = jax.tree_util.tree_flatten_with_path
+        averages, shape = with_paths(node.slots.average, is_leaf=is_masked)
+        pairs = [
+            (x, a) if path in exchanged or is_masked(a) else (a, x)
+            for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
+        ]
+        exchanged |= {path for path, a in averages if not is_masked(a)}
+        params = shape.unflatten([x for x, _ in pairs])
+        nodes[i] = node._replace(slots=MovingAverageSlots(shape.unflatten([a for _, a in pairs])))
+    return params, treedef.unflatten(nodes)
 
 
 def _is_average(node: Any) -> bool:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.rows import is_gradient, is_rows
+from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 
 def multitask(
@@ -36,7 +36,7 @@ def multitask(
     inner = optax.with_extra_args_support(inner)
 
     def is_live(g):
-        return g is None or jnp.any((g.coalesce().values if is_rows(g) else g) != 0)
+        return g is None or jnp.any((g.values if is_rows(g) else g) != 0)
 
     def stop(live, u):
         if is_rows(u):
@@ -44,6 +44,7 @@ def multitask(
         return u if live is True else jnp.where(live, u, 0)
 
     def update(updates, state, params=None, **extra_args):
+        updates = map_rows(SparseRows.coalesce, updates)
         live = jax.tree.map(is_live, updates, is_leaf=is_gradient)
         updates, new_state = inner.update(updates, state, params, **extra_args)
         updates = jax.tree.map(stop, live, updates)

@@ -55,6 +55,8 @@ def variable_clipping(
         them, which shrinks it too far or turns it round. A bound of zero or less is refused.
     """
     check_positive(max_norm=max_norm)
+    if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
+        raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
     inner = optax.with_extra_args_support(inner)
 
     def clipped(x, axes):
@@ -94,6 +96,8 @@ def _axes(dims: Any, params: Any) -> Any:
     unused = set(dims) if _are_patterns(dims) else set()
 
     def of_patterns(path, x):
+        if _is_masked(x):
+            return x
         matching = [p for p in dims if re.fullmatch(p, path_name(path))]
         unused.difference_update(matching)
         found = {_checked(dims[p], path, x) for p in matching}
@@ -101,15 +105,22 @@ def _axes(dims: Any, params: Any) -> Any:
             raise ValueError(f"dims: {matching} all match parameter '{path_name(path)}'")
         return found.pop() if found else None
 
-    of_tree = lambda path, x, axes: None if axes is None else _checked(axes, path, x)
-    walk = functools.partial(
-        jax.tree_util.tree_map_with_path, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
-    )
+    def of_tree(path, x, axes):
+        if _is_masked(x):
+            return x
+        return None if axes is None else _checked(axes, path, x)
+
+    walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_masked)
     axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
-    if unused:
+    # Under optax.masked the missing parameter may be one that is not to be seen here.
+    if unused and not any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         raise ValueError(f"dims: no parameter is called {sorted(unused)}; there are {names}")
     return axes
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _are_patterns(dims: Any) -> bool:
@@ -120,8 +131,6 @@ def _are_patterns(dims: Any) -> bool:
 
 
 def _checked(axes: Any, path: Any, x: Any) -> Any:
-    if isinstance(x, optax.MaskedNode):
-        return x
     ndim = jnp.ndim(x)
     if any(not -ndim <= a < ndim for a in axes):
         raise ValueError(

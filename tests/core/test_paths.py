@@ -1,0 +1,80 @@
+"""Names of parameters, and parameters by name."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optzoo import SparseRows
+from optzoo.core.paths import marked, path_name, unmarked
+
+
+class Layer(NamedTuple):
+    kernel: float
+    bias: float
+
+
+X = {"encoder": [Layer(1.0, 2.0), Layer(3.0, 4.0)], "head": {"bias": 5.0}, "table": 6.0}
+
+
+def names(tree):
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_names():
+    assert names(X) == [
+        *("encoder/0/kernel", "encoder/0/bias", "encoder/1/kernel", "encoder/1/bias"),
+        *("head/bias", "table"),
+    ]
+    assert names(1.0) == [""]
+
+
+@pytest.mark.parametrize(
+    ("which", "chosen"),
+    [
+        (("bias",), ["encoder/0/bias", "encoder/1/bias", "head/bias"]),
+        (["1/", "tab"], ["encoder/1/kernel", "encoder/1/bias", "table"]),
+        (("",), names(X)),
+        (("Bias", "/table"), []),
+        ((), []),
+        ([], []),
+        (None, []),
+        (True, names(X)),
+        (False, []),
+        (
+            {"encoder": [True, Layer(False, True)], "head": False, "table": True},
+            ["encoder/0/kernel", "encoder/0/bias", "encoder/1/bias", "table"],
+        ),
+    ],
+    ids=str,
+)
+def test_marked(which, chosen):
+    marks = marked(which, X)
+    assert jax.tree.structure(marks) == jax.tree.structure(X)
+    flags = jax.tree_util.tree_leaves_with_path(marks)
+    assert [path_name(path) for path, mark in flags if mark] == chosen
+    rest = jax.tree_util.tree_leaves_with_path(unmarked(which, X))
+    assert [path_name(path) for path, mark in rest if not mark] == chosen
+
+
+@pytest.mark.parametrize("which", [("t",), {"table": True, "none": True, "x": (False, True)}, True])
+def test_a_gradient_is_a_leaf_whatever_it_is(which):
+    """Rows and a missing gradient are marked as one; a masked leaf is none."""
+    rows = SparseRows(jnp.array([0]), jnp.ones((1, 2)), 3)
+    grads = {"table": rows, "none": None, "x": (np.ones(2), optax.MaskedNode())}
+    got = marked(which, grads)
+    assert got["table"] is True and got["none"] is (which != ("t",))
+    assert got["x"] == (which is True, optax.MaskedNode())
+
+
+def test_one_string_is_refused():
+    with pytest.raises(TypeError, match=r"got 'bias': use \('bias',\)"):
+        marked("bias", X)
+
+
+def test_a_tree_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="tree"):
+        marked({"encoder": True}, X)

@@ -1,0 +1,39 @@
+"""AMSGrad, as RETURNN has it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optzoo
+
+from ..helpers import trajectory
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_formula(decay):
+    grads = np.cos(np.arange(12.0)).reshape(6, 2)
+    tx = optzoo.amsgrad(0.1, b1=0.7, b2=0.8, eps=0.01, decay=decay)
+    path = trajectory(tx, jnp.zeros(2), lambda _, g: g, jnp.array(grads, "float32"))
+    x = m = v = v_hat = np.zeros(2)
+    for t, (g, got) in enumerate(zip(grads, path, strict=True), start=1):
+        m, v = 0.7 * m + 0.3 * g, 0.8 * v + 0.2 * g**2
+        v_hat = np.maximum(v_hat, v)
+        x = x - 0.1 / np.sqrt(t if decay else 1) * m / (np.sqrt(v_hat) + 0.01)
+        np.testing.assert_allclose(got, x, rtol=1e-4)
+
+
+def test_squared_mean_never_falls():
+    tx = optzoo.scale_by_amsgrad(b2=0.5)
+    state, seen = tx.init(jnp.zeros(1)), []
+    for g in (4.0, 0.0, 0.0, 8.0):
+        _, state = tx.update(jnp.array([g]), state)
+        seen.append((float(state.slots.v[0]), float(state.slots.v_hat[0])))
+    assert seen == [(8, 8), (4, 8), (2, 8), (33, 33)]
+
+
+def test_defaults_give_no_nan_where_there_was_no_gradient():
+    """The original's default, eps=0, divides zero by zero."""
+    tx, g = optzoo.amsgrad(0.1), jnp.array([0.0, 1.0])
+    path = trajectory(tx, jnp.ones(2), lambda x, _: g, jnp.arange(3))
+    np.testing.assert_array_equal(path[:, 0], 1)
+    assert jnp.all(jnp.diff(path[:, 1]) < 0)

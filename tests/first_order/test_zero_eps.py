@@ -1,0 +1,35 @@
+"""Without an epsilon: finite wherever the gradient is, and zero stays where it is."""
+
+import chex
+import jax.numpy as jnp
+import pytest
+
+from optzoo import CATALOG
+
+from .. import helpers
+
+WITH_EPS = """
+    adadelta adam adam_gs adamax adamw amsgrad custom_adam grad_variance_scaled lazy_adam
+    lazy_adam_gs nadam rmsprop
+"""
+CASES = {name: {} for name in WITH_EPS.split()}
+CASES["rmsprop centered"] = {"centered": True}
+CASES["amsgrad decay"] = {"decay": True}
+CASES["adamw"] = {"weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("forgetful", [False, True], ids=["usual", "b1=b2=0"])
+@pytest.mark.parametrize("eps", [0.0, 1e-40])  # the latter is zero where denormals are flushed
+def test_finite_without_epsilon(name, forgetful, eps):
+    kwargs = dict(CASES[name], eps=eps)
+    name = name.split()[0]
+    if forgetful:  # the means are the gradient: no memory of another one hides a zero
+        decays = {"rmsprop": ["decay"], "adadelta": ["rho"]}.get(name, ["b1", "b2"])
+        kwargs |= dict.fromkeys(decays, 0.0)
+    tx, x = helpers.make(CATALOG[name], **kwargs), jnp.ones(6)
+    tiny, state = jnp.finfo("float32").tiny, tx.init(x)
+    for g in ([0, 1, -1e-30, tiny, 1e15, 3], [0, 1, 1e-30, 0, 1e15, 0], [0, 1, 0, 0, 0, 0]):
+        updates, state = tx.update(jnp.array(g, jnp.float32), state, x)
+        chex.assert_tree_all_finite((updates, state))
+        assert updates[0] == 0

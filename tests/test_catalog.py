@@ -1,0 +1,101 @@
+"""What the catalogue says of its optimizers, and what their arguments may be."""
+
+import inspect
+
+import pytest
+
+from optzoo import CATALOG
+from optzoo.testing import samples
+
+READS_PARAMS = {"adamw", "lars", "momentumw"} | {
+    name for name, entry in CATALOG.items() if entry.family == "proximal"
+}
+
+
+def test_params_are_needed_only_where_they_are_read(entry):
+    tx, params = entry.make(), samples.params()
+    without = lambda: tx.update(samples.dense_grads(params), tx.init(params))
+    if entry.factory.__name__ in READS_PARAMS:
+        with pytest.raises(ValueError, match="requires the current value of parameters"):
+            without()
+    else:
+        assert without()
+
+
+NAN = float("nan")
+OF_FRACTIONS, OF_SIZES, OF_POSITIVES = (1, 1.5, -0.1, NAN), (-1e-8, NAN), (0, -1.0, NAN)
+# What each argument may not be, whichever optimizer has it.
+OUT_OF_RANGE = {
+    "b1": OF_FRACTIONS,
+    "b2": OF_FRACTIONS,
+    "base": OF_POSITIVES,
+    "beta": OF_FRACTIONS,
+    "eeta": OF_SIZES,
+    "eps": OF_SIZES,
+    "initial_accumulator_value": OF_POSITIVES,
+    "initial_gradient_squared_accumulator_value": OF_POSITIVES,
+    "l1_regularization_strength": OF_SIZES,
+    "l2_regularization_strength": OF_SIZES,
+    "l2_shrinkage_regularization_strength": OF_SIZES,
+    "learning_rate_power": (0.5, NAN),
+    "momentum": OF_SIZES,
+    "rho": OF_FRACTIONS,
+    "weight_decay": OF_SIZES,
+}
+# Those whose ranges are their own.
+OWN_RANGES = {
+    ("amsgrad", "decay"): (),  # a flag
+    ("ftrl", "initial_accumulator_value"): OF_SIZES,
+    ("rmsprop", "decay"): OF_FRACTIONS,
+} | {(name, "learning_rate"): (0.0, -1) for name in CATALOG if CATALOG[name].family == "proximal"}
+# Any number will do, or no number is meant.
+FREE = {"alpha", "centered", "decrease_factor", "mask", "nesterov", "sign_decay", "skip"}
+
+
+def arguments():
+    for name, entry in CATALOG.items():
+        yield from ((name, argument) for argument in inspect.signature(entry.factory).parameters)
+
+
+def out_of_range(name, argument):
+    return OWN_RANGES.get((name, argument), OUT_OF_RANGE.get(argument, ()))
+
+
+BAD = [
+    *((name, {a: value}, ValueError) for name, a in arguments() for value in out_of_range(name, a)),
+    *((name, {"learning_rate": NAN}, ValueError) for name in CATALOG),
+    *((name, {"learning_rate": float("inf")}, ValueError) for name in CATALOG),
+    *((name, {"learning_rate": "fast"}, TypeError) for name in CATALOG),
+    *((name, {"learning_rate": None}, TypeError) for name in CATALOG),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "error"), BAD)
+def test_bad_arguments_are_named(name, bad, error):
+    entry, [argument] = CATALOG[name], bad
+    with pytest.raises(error, match=rf"^{argument} must be"):
+        entry.factory(**{"learning_rate": entry.rate, **entry.required, **bad})
+
+
+def test_the_range_of_each_argument_is_known():
+    ranges = OUT_OF_RANGE.keys() | FREE | {"learning_rate"}
+    assert {(n, a) for n, a in arguments() if a not in ranges} <= OWN_RANGES.keys()
+    assert (OUT_OF_RANGE.keys() | FREE) <= {argument for _, argument in arguments()}
+
+
+def test_required_arguments_are_those_without_default(entry):
+    parameters = inspect.signature(entry.factory).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty}
+    assert next(iter(inspect.signature(entry.factory).parameters)) == "learning_rate"
+    assert required - {"learning_rate"} == set(entry.required)
+
+
+def test_docstring_is_complete(entry):
+    doc = inspect.getdoc(entry.factory)
+    assert f"as in ``{entry.original}``" in doc.splitlines()[0]
+    for part in (".. math::", "Args:", "Raises:", "References:"):
+        assert part in doc, part
+    assert f":func:`optzoo.{entry.rows}`" in doc
+    described = doc.split("Args:")[1].split("Raises:")[0]
+    for argument in inspect.signature(entry.factory).parameters:
+        assert f"{argument}:" in described, argument

@@ -1,0 +1,361 @@
+"""What holds for every wrapper around every kind of optimizer."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import optzoo
+from optzoo import LeafwiseState, SparseRows
+
+from .. import helpers
+from ..helpers import avals, dense_grads, params, row_grads, step
+
+DIMS = {"table": (1,), "layer/1": ()}
+WRAPPERS = {
+    "moving_average": lambda inner, **_: optzoo.moving_average(inner, 0.9),
+    "variable_clipping": lambda inner, dims=DIMS: optzoo.variable_clipping(inner, dims, 0.8),
+    "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(inner, 0.1),
+    "multitask": lambda inner, **_: optzoo.multitask(inner),
+}
+INNER = {
+    "momentum": lambda rate=0.1: optzoo.momentum(rate, 0.9),
+    "adam": lambda rate=0.1: optzoo.adam(rate),  # whose updates of rows are dense
+    "lazy_adam": lambda rate=0.1: optzoo.lazy_adam(rate),
+    "add_sign": lambda rate=0.1: optzoo.add_sign(rate),  # whose slots age while rows sleep
+    "optax.sgd": lambda rate=0.1: optax.sgd(rate, momentum=0.9),
+}
+OURS = sorted(INNER.keys() - {"optax.sgd"})
+READS_PARAMS = WRAPPERS.keys() - {"multitask"}
+
+wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
+around = lambda *names: pytest.mark.parametrize("inner", names or list(INNER))
+around_ours = around(*OURS)
+
+
+def rows():
+    """As the rows of the helpers, but merged already: outside of jit that takes its time."""
+    values = jnp.array([[6.0, 8], [3, 4], [0, 0]])
+    table = SparseRows(jnp.array([1, 3, 5]), values, 5, coalesced=True)
+    return {**dense_grads(params()), "table": table}
+
+
+def kinds(inner):
+    return [dense_grads(params())] + ([] if inner == "optax.sgd" else [rows()])
+
+
+def cast(tree, dtype):
+    floating = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+    return jax.tree.map(lambda a: a.astype(dtype) if floating(a) else a, tree)
+
+
+def everywhere(value):
+    return jax.tree.map(lambda _: value, params())
+
+
+# Types
+
+
+@wrapped
+@around()
+def test_compiled_is_eager_and_compiles_once_with_donated_buffers(wrap, inner):
+    tx = wrap(INNER[inner]())
+    grads = dense_grads(params()) if inner == "optax.sgd" else row_grads(params())
+    train = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    x, state = params(), tx.init(params())
+    first = avals(state)
+    for _ in range(3):
+        x, state = train(grads, x, state)
+    assert train._cache_size() == 1 and avals(state) == first
+    merged = grads if inner == "optax.sgd" else rows()
+    want = params(), tx.init(params())
+    for _ in range(3):
+        want = step(tx, merged, *want)
+    chex.assert_trees_all_close((x, state), want, rtol=1e-5, atol=1e-6)
+
+
+@wrapped
+@around_ours
+@pytest.mark.parametrize(
+    ("of_params", "of_grads"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")],
+)
+def test_state_keeps_its_type_and_updates_take_that_of_the_gradient(
+    wrap, inner, of_params, of_grads
+):
+    tx, x = wrap(INNER[inner]()), cast(params(), of_params)
+    state = jax.eval_shape(tx.init, x)
+    for grads in kinds(inner):
+        updates, after = jax.eval_shape(tx.update, cast(grads, of_grads), state, x)
+        assert avals(after) == avals(state)
+        floats = [u.dtype for u in jax.tree.leaves(updates) if u.dtype != jnp.int32]
+        assert floats == [of_grads] * 3
+
+
+@wrapped
+@around("optax.sgd")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_around_optax(wrap, inner, dtype):
+    tx, x = wrap(INNER[inner]()), cast(params(), dtype)
+    updates, after = tx.update(cast(dense_grads(x), dtype), tx.init(x), x)
+    assert avals(after) == avals(tx.init(x)) and avals(updates) == avals(x)
+
+
+@wrapped
+@around()
+def test_abstract_init_is_init_and_shares_no_buffers(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    state, abstract = tx.init(x), jax.eval_shape(lambda: x)
+    assert avals(jax.eval_shape(tx.init, abstract)) == avals(state)
+    if inner != "optax.sgd":  # whose zeros are those of an array
+        assert avals(tx.init(abstract)) == avals(state)
+    leaves = jax.tree.leaves((x, state))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+# Unusual trees
+
+
+@wrapped
+@around_ours
+def test_no_gradient_no_change(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    x, state = step(tx, dense_grads(x), x)
+    some = {"table": None, "layer": (None, jnp.ones(()))}
+    updates, after = tx.update(some, state, x)
+    assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
+    slots = zip(helpers.slots(after), helpers.slots(state), strict=True)
+    for new, old in slots:
+        kept = lambda tree: (tree["table"], tree["layer"][0])
+        chex.assert_trees_all_equal(kept(new), kept(old))
+        assert new["layer"][1] != old["layer"][1]
+
+
+@wrapped
+@around()
+def test_leaves_without_elements_or_axes_and_no_leaves_at_all(wrap, inner):
+    tx = wrap(INNER[inner](), dims={".*": ()})
+    x = {"none": jnp.ones((0, 3)), "scalar": jnp.ones(())}
+    moved, state = step(tx, x, x)
+    assert avals(moved) == avals(x) and avals(state) == avals(tx.init(x))
+    assert moved["scalar"] < 1
+    assert step(wrap(INNER[inner](), dims={}), {}, {})[0] == {}
+
+
+@wrapped
+@around()
+def test_nan_stays_in_its_leaf(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    for grads in kinds(inner):
+        spoilt = {**grads, "layer": (jnp.full(3, jnp.nan), grads["layer"][1])}
+        (got, state), (want, wanted) = (step(tx, g, x) for g in (spoilt, grads))
+        assert jnp.all(jnp.isnan(got["layer"][0]))
+        clean = lambda tree: [a for a in jax.tree.leaves(tree) if jnp.shape(a) != (3,)]
+        chex.assert_trees_all_equal(clean((got, state)), clean((want, wanted)))
+
+
+# Rows
+
+
+@wrapped
+@around_ours
+def test_rows_equal_the_dense_gradient_where_they_touch(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    x, state = step(tx, dense_grads(x), x)
+    grads, here = rows(), jnp.array([1, 3])
+    dense = {**grads, "table": grads["table"].to_dense()}
+    (got, state), (want, wanted) = (step(tx, g, x, state) for g in (grads, dense))
+    pairs = [(got, want), *zip(helpers.slots(state), helpers.slots(wanted), strict=True)]
+    for ours, theirs in pairs:
+        chex.assert_trees_all_close(ours["table"][here], theirs["table"][here], rtol=1e-5)
+        chex.assert_trees_all_equal(ours["layer"], theirs["layer"])
+
+
+@wrapped
+@around("lazy_adam", "momentum")
+def test_untouched_rows_stay(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    x, state = step(tx, dense_grads(x), x)
+    moved, _ = step(tx, rows(), x, state)
+    rest = jnp.array([0, 2, 4])
+    np.testing.assert_array_equal(moved["table"][rest], x["table"][rest])
+
+
+# Compositions
+
+LABELS = {"table": "a", "layer": ("b", "a")}
+AROUND = {
+    "chain": lambda tx: optax.chain(optax.clip(1e9), tx),
+    "masked": lambda tx: optax.masked(tx, everywhere(True)),
+    "partition": lambda tx: optax.partition({"a": tx, "b": tx}, LABELS),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+INJECTED = {
+    "moving_average": lambda inner: optax.inject_hyperparams(optzoo.moving_average)(inner, 0.9),
+    "variable_clipping": lambda inner: optax.inject_hyperparams(optzoo.variable_clipping)(
+        inner, DIMS, lambda k: 0.8
+    ),
+    "decoupled_weight_decay": lambda inner: optax.inject_hyperparams(optzoo.decoupled_weight_decay)(
+        inner, lambda k: 0.1
+    ),
+    "multitask": lambda inner: optax.inject_hyperparams(optzoo.multitask)(inner),
+}
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("compose", AROUND.values(), ids=list(AROUND))
+@wrapped
+def test_composes_with_optax(wrap, compose, where):
+    # The parts of a partition have some of the parameters each: the pattern for all matches.
+    wrap, make = functools.partial(wrap, dims={".*": ()}), INNER["lazy_adam"]
+    tx = compose(wrap(make())) if where == "outside" else wrap(compose(make()))
+    x, grads = params(), dense_grads(params())
+    state = tx.init(x)
+    jax.eval_shape(tx.update, grads, state, x)
+    moved, after = step(tx, grads, x)
+    assert avals(after) == avals(state)
+    chex.assert_trees_all_close(moved, step(wrap(make()), grads, x)[0], rtol=1e-6)
+    if compose not in (AROUND["chain"], AROUND["multi_steps"]):  # optax's links take no rows
+        moved, _ = step(optax.chain(optzoo.on_values(optax.clip(1e9)), tx), rows(), x)
+        chex.assert_trees_all_close(moved, step(wrap(make()), rows(), x)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@around("lazy_adam", "optax.sgd")
+def test_arguments_can_be_injected(wrapper, inner):
+    tx, x = INJECTED[wrapper](INNER[inner]()), params()
+    state = tx.init(x)
+    jax.eval_shape(tx.update, dense_grads(x), state, x)
+    moved, after = step(tx, dense_grads(x), x, state)
+    assert avals(after) == avals(state)
+    want, _ = step(WRAPPERS[wrapper](INNER[inner]()), dense_grads(x), x)
+    chex.assert_trees_all_close(moved, want, rtol=1e-6)
+
+
+@wrapped
+@around("lazy_adam", "optax.sgd")
+def test_inner_rate_can_be_injected(wrap, inner):
+    tx = wrap(optax.inject_hyperparams(INNER[inner])(rate=lambda k: 0.1))
+    x = params()
+    want, _ = step(wrap(INNER[inner]()), dense_grads(x), x)
+    chex.assert_trees_all_close(step(tx, dense_grads(x), x)[0], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [DIMS, {"table": (1,), "layer": (None, ())}])
+@wrapped
+@around("lazy_adam", "optax.sgd")
+def test_masked_leaves_pass(wrap, inner, dims):
+    """Whether the mask names each parameter."""
+    x, grads = params(), dense_grads(params())
+    wrap = functools.partial(wrap, dims=dims)
+    want, _ = wrap(INNER[inner]()).update(grads, wrap(INNER[inner]()).init(x), x)
+    tx = optax.masked(wrap(INNER[inner]()), {"table": True, "layer": (False, False)})
+    updates, _ = tx.update(grads, tx.init(x), x)
+    chex.assert_trees_all_equal(updates, {**want, "layer": grads["layer"]})
+
+
+@pytest.mark.parametrize(("outer", "wrap"), list(itertools.permutations(WRAPPERS, 2)))
+def test_wrappers_wrap_each_other(outer, wrap):
+    """In either order: types stay, and a second step takes the state of the first."""
+    tx, x = WRAPPERS[outer](WRAPPERS[wrap](INNER["lazy_adam"]())), params()
+    moved, state = step(tx, rows(), *step(tx, dense_grads(x), x))
+    assert avals(state) == avals(tx.init(x))
+    assert not np.array_equal(moved["table"], x["table"])
+    averages = optzoo.eval_params(moved, state)
+    has_average = "moving_average" in (outer, wrap)
+    assert has_average != np.array_equal(averages["table"], moved["table"])
+
+
+@wrapped
+@around()
+def test_map_params_finds_all_slots(wrap, inner):
+    tx, x = wrap(INNER[inner]()), params()
+    state = tx.init(x)
+    marked = optax.tree.map_params(tx, lambda _: "slot", state)
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    shapes = [a.shape for a in jax.tree.leaves(x)]
+    for part in jax.tree.leaves(state, is_leaf=is_link):
+        if is_link(part):
+            assert all([a.shape for a in jax.tree.leaves(tree)] == shapes for tree in part.slots)
+    shared = [a for a in jax.tree.leaves(marked) if not isinstance(a, str)]
+    slots = len(jax.tree.leaves(state)) - len(shared)
+    assert all(a.shape == () for a in shared)
+    averages = 3 if wrap is WRAPPERS["moving_average"] else 0
+    assert slots == averages + (6 if inner in ("adam", "lazy_adam") else 3)
+
+
+def is_link(node):
+    return isinstance(node, LeafwiseState)
+
+
+# Arguments
+
+
+@wrapped
+@around_ours
+def test_extra_arguments_reach_the_inner_optimizer(wrap, inner):
+    x, grads = params(), dense_grads(params())
+    falling = wrap(INNER[inner](lambda k: 0.1 / (1 + k)))
+    at = lambda rate: step(wrap(INNER[inner](rate)), grads, x)[0]
+    step_of = lambda tx, **extra_args: step(tx, grads, x, **extra_args)[0]
+    chex.assert_trees_all_close(step_of(falling, global_step=4), at(0.02), rtol=1e-6)
+    chex.assert_trees_all_close(step_of(falling, learning_rate=0.03), at(0.03), rtol=1e-6)
+    chex.assert_trees_all_equal(step_of(falling, value=1.0, weather="fine"), at(0.1))
+
+
+@wrapped
+def test_inner_optimizer_that_needs_an_argument(wrap):
+    x, grads, tx = params(), dense_grads(params()), wrap(optzoo.adam_gs(0.1))
+    with pytest.raises(ValueError, match=r"pass update\(\.\.\., global_step=n\)"):
+        tx.update(grads, tx.init(x), x)
+    got, want = step(tx, grads, x, global_step=0), step(wrap(INNER["adam"]()), grads, x)
+    chex.assert_trees_all_close(got[0], want[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@around("lazy_adam", "optax.sgd")
+def test_params_are_needed_where_they_are_read(wrapper, inner):
+    tx, x = WRAPPERS[wrapper](INNER[inner]()), params()
+    if wrapper in READS_PARAMS:
+        with pytest.raises(ValueError, match="requires the current value of parameters"):
+            tx.update(dense_grads(x), tx.init(x))
+    else:
+        got = tx.update(dense_grads(x), tx.init(x))
+        chex.assert_trees_all_equal(got, tx.update(dense_grads(x), tx.init(x), x))
+
+
+@wrapped
+def test_errors_name_the_leaf(wrap):
+    tx, x = wrap(INNER["momentum"]()), params()
+    short = {**dense_grads(x), "layer": (jnp.ones(4), jnp.ones(()))}
+    with pytest.raises(ValueError, match=r"parameter 'layer/0' has shape \(3,\)"):
+        tx.update(short, tx.init(x), x)
+    few = {**dense_grads(x), "table": SparseRows(jnp.array([0]), jnp.ones((1, 2)), 4)}
+    with pytest.raises(ValueError, match=r"parameter 'table' has shape \(5, 2\)"):
+        tx.update(few, tx.init(x), x)
+    whole = {**dense_grads(x), "layer": (jnp.ones(3, int), jnp.ones(()))}
+    with pytest.raises(TypeError, match=r"parameter 'layer/0' has a gradient of dtype int32"):
+        tx.update(whole, tx.init(x), x)
+
+
+# Checkpoints
+
+
+@wrapped
+@around("lazy_adam", "optax.sgd")
+def test_orbax_round_trip(wrap, inner, tmp_path):
+    tx, x = wrap(INNER[inner]()), cast(params(), "bfloat16")
+    _, state = step(tx, cast(dense_grads(x), "bfloat16"), x)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, x))
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal_structs(restored, state)

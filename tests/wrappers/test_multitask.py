@@ -1,0 +1,125 @@
+"""Parameters that the present task does not use stand still, slots and all."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows
+
+from .. import helpers
+from ..helpers import dense_grads, params, step
+
+INNER = {
+    "momentum": optzoo.momentum(0.1, 0.9),  # lazy
+    "adam": optzoo.adam(0.1),  # dense
+    "add_sign": optzoo.add_sign(0.1),  # touched
+    "gradient_descent": optzoo.gradient_descent(0.1),  # linear
+    "averaged": optzoo.moving_average(optzoo.rmsprop(0.1, momentum=0.5), 0.5),
+    "decayed": optzoo.decoupled_weight_decay(optzoo.adagrad(0.1), 0.5),
+    "partition": optax.partition({"a": optzoo.nadam(0.1)}, {"table": "a", "layer": ("a", "a")}),
+    "optax.adamw": optax.adamw(0.1),
+}
+OURS = sorted(INNER.keys() - {"optax.adamw"})
+
+ZERO_ROWS = {
+    "zeros": ([1, 3, 1], [0, 0, 0]),
+    "rows that cancel out": ([1, 3, 1], [2, 0, -2]),
+    "padding": ([5, -1, 9], [1, jnp.nan, jnp.inf]),
+    "none": ([], []),
+}
+
+
+def of_rows(indices, values):
+    values = jnp.array(values, jnp.float32).reshape(-1, 1) * jnp.ones((1, 2))
+    return SparseRows(jnp.array(indices, int), values, 5)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_zero_gradients_change_nothing(inner):
+    """Of the table; the layer beside it does what it does."""
+    inner, x = INNER[inner], params()
+    tx = optzoo.multitask(inner)
+    x, state = step(tx, dense_grads(x), x)
+    for zero in (0.0, -0.0):
+        grads = {**dense_grads(x), "table": jnp.full((5, 2), zero)}
+        check(x, state, step(tx, grads, x, state), step(inner, grads, x, state))
+
+
+@pytest.mark.parametrize("inner", OURS)
+def test_zero_rows_change_nothing(inner):
+    inner, x = INNER[inner], params()
+    tx = optzoo.multitask(inner)
+    x, state = step(tx, dense_grads(x), x)
+    train = jax.jit(lambda table: step(tx, {**dense_grads(x), "table": table}, x, state))
+    want = step(inner, {**dense_grads(x), "table": jnp.zeros((5, 2))}, x, state)
+    for zero in ZERO_ROWS.values():
+        check(x, state, train(of_rows(*zero)), want)
+
+
+def check(x, state, got, want):
+    (moved, after), (inner_moved, inner_after) = got, want
+    np.testing.assert_array_equal(moved["table"], x["table"])
+    chex.assert_trees_all_close(moved["layer"], inner_moved["layer"], rtol=1e-6)
+    # The slots of the table are as they were, and all else goes on: those of the layer, the step
+    # count, the powers.
+    states = map(jax.tree.leaves, (state, after, inner_after))
+    for old, new, inner_new in zip(*states, strict=True):
+        if jnp.shape(old) == (5, 2):
+            np.testing.assert_array_equal(new, old)
+        else:
+            np.testing.assert_allclose(new, inner_new, rtol=1e-6)
+
+
+def test_momentum_does_not_run_on_while_another_task_is_trained():
+    """Two tasks in turns are each what it is alone."""
+    tx, alone = optzoo.multitask(optzoo.momentum(0.1, 0.9)), optzoo.momentum(0.1, 0.9)
+    a, b = jnp.array([1.0, 2.0]), jnp.array([[3.0]])
+    turns = [(a, 0 * b), (0 * a, b), (a, 0 * b), (a, b)]
+    x, state = (a, b), tx.init((a, b))
+    for grads in turns:
+        x, state = step(tx, grads, x, state)
+    for i, start in enumerate((a, b)):
+        want, state = start, alone.init(start)
+        for _ in range(3 - i):
+            want, state = step(alone, start, want, state)
+        np.testing.assert_allclose(x[i], want, rtol=1e-6)
+
+
+def test_one_element_makes_the_whole_parameter_live():
+    """NaN is no zero, either."""
+    x = jnp.ones(3)
+    inner = optzoo.momentum(0.1, 0.9)
+    tx = optzoo.multitask(inner)
+    x, state = step(tx, jnp.ones(3), x)
+    for g in (jnp.array([0.0, 0, 1e-30]), jnp.array([0.0, jnp.nan, 0])):
+        chex.assert_trees_all_equal(step(tx, g, x, state), step(inner, g, x, state))
+
+
+@pytest.mark.parametrize("layer", [False, (False, True)])
+@pytest.mark.parametrize("outside", [True, False])
+def test_masked(layer, outside):
+    mask = {"table": True, "layer": layer}
+    inner, x = optzoo.adam(0.1), params()
+    tx = (
+        optax.masked(optzoo.multitask(inner), mask)
+        if outside
+        else optzoo.multitask(optax.masked(inner, mask))
+    )
+    grads = {**dense_grads(x), "table": jnp.zeros((5, 2))}
+    state = tx.update(dense_grads(x), tx.init(x), x)[1]
+    updates, after = tx.update(grads, state, x)
+    np.testing.assert_array_equal(updates["table"], 0)
+    np.testing.assert_array_equal(updates["layer"][0], grads["layer"][0])
+    for new, old in zip(helpers.slots(after), helpers.slots(state), strict=True):
+        np.testing.assert_array_equal(new["table"], old["table"])
+    powers = lambda tree: [s.powers for s in links(tree)]
+    assert all(p["beta1_power"] < 0.75 for p in powers(after) if p)
+
+
+def links(state):
+    is_link = lambda s: isinstance(s, optzoo.LeafwiseState)
+    return [s for s in jax.tree.leaves(state, is_leaf=is_link) if is_link(s)]

@@ -1,0 +1,98 @@
+"""Decoupled decay: first, not times the rate, on listed rows only."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows
+
+from ..helpers import dense_grads, params, step
+
+X, G = jnp.array([1.0, -2.0, 4.0]), jnp.array([0.5, 0.1, -1.0])
+ROWS = SparseRows(jnp.array([2, 0, 2, 3]), jnp.array([1.0, 2, 3, 9]), 3)
+DECAYED = X * jnp.array([0.75, 1, 0.75])  # of the listed rows
+
+READERS = [
+    optzoo.ftrl(0.1, l1_regularization_strength=0.01),
+    optzoo.proximal_adagrad(0.1, l1_regularization_strength=0.01),
+    optzoo.lars(0.1),
+    optax.adamw(0.1, weight_decay=0.3),
+]
+IDS = ["ftrl", "proximal_adagrad", "lars", "optax.adamw"]
+
+
+def steps(tx, grads, x=X):
+    return jax.jit(lambda: step(tx, grads, x)[0])()
+
+
+@pytest.mark.parametrize("inner", READERS, ids=IDS)
+def test_inner_optimizer_sees_the_decayed_parameters(inner):
+    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), G)
+    np.testing.assert_allclose(got, steps(inner, G, 0.75 * X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("inner", READERS[:3], ids=IDS[:3])
+def test_inner_optimizer_sees_the_decayed_rows(inner):
+    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), ROWS)
+    np.testing.assert_allclose(got, steps(inner, ROWS, DECAYED), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optzoo.gradient_descent(0.0), optzoo.momentum(0.0, 0.9), optzoo.adam(0.0), optzoo.nadam(0.0)],
+    ids=["linear", "lazy", "dense", "touched"],
+)
+def test_listed_rows_decay_once_whatever_the_rate(inner):
+    """Row 2 comes twice; a dense update takes the rows in."""
+    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), ROWS)
+    np.testing.assert_allclose(got, DECAYED, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "decays"),
+    [
+        (None, (True, True, True)),
+        ({"table": True, "layer": (False, True)}, (False, True, True)),
+        ({"table": False, "layer": True}, (True, True, False)),  # a prefix
+        (("table", "layer/1"), (False, True, True)),
+        (["layer"], (True, True, False)),
+        (("a",), (True, True, True)),  # layer and table
+        ((), (False, False, False)),
+        (False, (False, False, False)),
+    ],
+    ids=str,
+)
+def test_mask(mask, decays):
+    x = params()
+    tx = optzoo.decoupled_weight_decay(optzoo.gradient_descent(0.0), 0.25, mask)
+    moved, _ = step(tx, dense_grads(x), x)
+    for new, old, decay in zip(jax.tree.leaves(moved), jax.tree.leaves(x), decays, strict=True):
+        np.testing.assert_allclose(new, 0.75 * old if decay else old, rtol=1e-6)
+
+
+def test_no_decay_is_the_inner_optimizer():
+    x, inner = params(), optzoo.adam(0.1)
+    got, want = (
+        step(tx, dense_grads(x), x) for tx in (optzoo.decoupled_weight_decay(inner, 0.0), inner)
+    )
+    chex.assert_trees_all_equal(got, want)
+
+
+def test_no_gradient_no_decay():
+    tx = optzoo.decoupled_weight_decay(optzoo.gradient_descent(0.0), 0.25)
+    x = {"still": X, "alive": X}
+    updates, _ = tx.update({"still": None, "alive": 0 * X}, tx.init(x), x)
+    assert updates["still"] is None
+    np.testing.assert_array_equal(updates["alive"], -0.25 * X)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"weight_decay must be zero or positive, got -0.1"):
+        optzoo.decoupled_weight_decay(optzoo.adam(), -0.1)
+    tx = optzoo.decoupled_weight_decay(optzoo.adam(), 0.1, mask="kernel")
+    with pytest.raises(TypeError, match=r"use \('kernel',\)"):
+        step(tx, G, X)
