@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from optzoo import CATALOG
-
-from . import helpers
+from optzoo.testing import samples
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
 def entry(request):
     """Each optimizer of the catalogue in turn, with a step count where it needs one."""
     entry = CATALOG[request.param]
-    return entry._replace(factory=helpers.factory(entry))
+    return entry._replace(factory=samples.factory(entry))
 
 
 @pytest.fixture

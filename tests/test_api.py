@@ -28,6 +28,26 @@ def test_catalogue_is_public(name):
     assert callable(getattr(optzoo, entry.rows))
 
 
+WRAPPERS = ["decoupled_weight_decay", "moving_average", "multitask", "variable_clipping"]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_docstrings_of_wrappers_are_complete(name):
+    wrapper = getattr(optzoo, name)
+    doc = inspect.getdoc(wrapper)
+    assert "as in ``tf.contrib.opt." in doc.splitlines()[0]
+    for part in (".. math::", "Args:", "References:", "Differences from the original:"):
+        assert part in doc, part
+    described = doc.split("Args:")[1].split("References:")[0]
+    assert all(f"{argument}:" in described for argument in inspect.signature(wrapper).parameters)
+
+
+def test_no_docstring_of_a_wrapper_is_forgotten():
+    files = {path.stem for path in (PACKAGE / "wrappers").glob("[a-z]*.py")}
+    defined = {getattr(optzoo, name).__module__.rsplit(".", 1)[1] for name in WRAPPERS}
+    assert defined == files
+
+
 def imports(path):
     """The modules that a file imports, by their absolute names."""
     package = ["optzoo", *path.relative_to(PACKAGE).parent.parts]

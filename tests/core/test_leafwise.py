@@ -10,8 +10,7 @@ import pytest
 
 import optzoo
 from optzoo import LeafwiseState, SparseRows, leafwise
-
-from ..helpers import avals, params, row_grads, step
+from optzoo.testing.samples import avals, params, row_grads, step
 
 
 class Slots(NamedTuple):

@@ -8,8 +8,7 @@ import optax
 import pytest
 
 import optzoo
-
-from ..helpers import params
+from optzoo.testing.samples import params
 
 IDS = jnp.array([1, 3, 1])
 

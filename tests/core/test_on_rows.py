@@ -16,8 +16,7 @@ from optax import contrib
 
 import optzoo
 from optzoo import SparseRows, on_rows
-
-from ..helpers import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
 TOUCHED, REST = jnp.array([1, 3]), jnp.array([0, 2, 4])
 MEND = r"optzoo\.densify\(\) in front"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import optzoo
 from optzoo import CATALOG, SparseRows, leafwise
-
-from .. import helpers
+from optzoo.testing import samples
 
 
 class Slots(NamedTuple):
@@ -37,7 +36,7 @@ OPTIMIZERS = {
     "own touched": ("touched", own(optzoo.touched)),
     "own linear": ("linear", leafwise(lambda g, x, s, t: (-t * g, s), rows=optzoo.linear)),
 } | {
-    name: (CATALOG[name].rows, helpers.make(CATALOG[name]))
+    name: (CATALOG[name].rows, samples.make(CATALOG[name]))
     for name in ("ftrl", "rmsprop", "adam", "nadam", "power_sign", "gradient_descent")
 }
 of_each = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -131,7 +130,7 @@ def test_policy(name, case):
     rest = moved[~touched], want[~touched], start[~touched]
     slots = [
         (np.asarray(ours), np.asarray(theirs), np.asarray(olds))
-        for ours, theirs, olds in zip(*map(helpers.slots, (new, wanted, old)), strict=True)
+        for ours, theirs, olds in zip(*map(samples.slots, (new, wanted, old)), strict=True)
     ]
     close([ours[touched] for ours, _, _ in slots], [theirs[touched] for _, theirs, _ in slots])
     if policy in ("lazy", "touched", "linear"):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
-
-from ..helpers import dense_grads, params, row_grads, step
+from optzoo.testing.samples import dense_grads, params, row_grads, step
 
 
 def rows(indices, values, num_rows=5, **kwargs):

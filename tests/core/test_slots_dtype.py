@@ -11,9 +11,8 @@ import pytest
 
 import optzoo
 from optzoo import LeafwiseState, SparseRows, slots_dtype
-
-from .. import helpers
-from ..helpers import avals, dense_grads, params, row_grads, step
+from optzoo.testing import samples
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
 
 def cast(tree, dtype):
@@ -39,7 +38,7 @@ def test_slots_keep_their_dtype(entry, of_params, of_slots):
     plain, x = entry.make(), cast(params(), of_params)
     tx = slots_dtype(plain, of_slots)
     state, usual = jax.eval_shape(tx.init, x), jax.eval_shape(plain.init, x)
-    assert dtypes(helpers.slots(state)) <= {jnp.dtype(of_slots)}
+    assert dtypes(samples.slots(state)) <= {jnp.dtype(of_slots)}
     # All but the slots is as it was.
     assert jax.tree.structure(state) == jax.tree.structure(usual)
     for ours, theirs in zip(links(state), links(usual), strict=True):
@@ -69,7 +68,7 @@ def test_half_precision_parameters_train_with_the_slots_of_single_precision(entr
         updates, state = tx.update(grads, state, x)
         wanted, wide_state = wide.update(wide_grads, wide_state, cast(x, "float32"))
         chex.assert_trees_all_close(
-            helpers.slots(state), helpers.slots(wide_state), rtol=rtol, atol=1e-7
+            samples.slots(state), samples.slots(wide_state), rtol=rtol, atol=1e-7
         )
         chex.assert_trees_all_close(dense(updates), dense(wanted), rtol=2e-2, atol=1e-5)
         x = optax.apply_updates(x, updates)
@@ -111,7 +110,7 @@ def test_compiles_once_and_takes_donated_buffers():
     grads = row_grads(x)
     for _ in range(3):
         x, state = train(grads, x, state)
-    assert train._cache_size() == 1 and dtypes(helpers.slots(state)) == {jnp.dtype("bfloat16")}
+    assert train._cache_size() == 1 and dtypes(samples.slots(state)) == {jnp.dtype("bfloat16")}
 
 
 LABELS = {"table": "a", "layer": ("b", "a")}

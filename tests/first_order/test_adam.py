@@ -8,8 +8,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, step, trajectory
+from optzoo.testing.samples import dense_grads, params, step, trajectory
 
 
 @pytest.mark.parametrize("make", [optzoo.adam, optzoo.lazy_adam])

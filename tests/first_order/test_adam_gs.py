@@ -8,8 +8,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import params, row_grads, step
+from optzoo.testing.samples import params, row_grads, step
 
 G = jnp.array([3.0, -0.2])
 BOTH = pytest.mark.parametrize("make", [optzoo.adam_gs, optzoo.lazy_adam_gs])

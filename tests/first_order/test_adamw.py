@@ -8,8 +8,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, step, trajectory
+from optzoo.testing.samples import dense_grads, params, step, trajectory
 
 
 def test_is_optax_adamw_with_the_rate_taken_out_of_the_decay():

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 
 def steps(tx, grads):

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 
 @pytest.mark.parametrize("decay", [False, True])

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import optzoo
-
-from ..helpers import dense_grads, params, row_grads, trajectory
+from optzoo.testing.samples import dense_grads, params, row_grads, trajectory
 
 
 @pytest.mark.parametrize("grads", [dense_grads, row_grads])

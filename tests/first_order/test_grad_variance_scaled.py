@@ -5,8 +5,7 @@ import numpy as np
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 
 def test_formula():

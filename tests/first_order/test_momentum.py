@@ -6,8 +6,7 @@ import optax
 import pytest
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 G = jnp.array([2.0, -1.0])
 

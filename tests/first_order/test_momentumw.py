@@ -7,8 +7,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import step, trajectory
+from optzoo.testing.samples import step, trajectory
 
 X = jnp.array([1.0, -2.0])
 

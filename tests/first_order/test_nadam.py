@@ -5,8 +5,7 @@ import numpy as np
 import optax
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 
 def test_first_step_is_too_long_by_b1():

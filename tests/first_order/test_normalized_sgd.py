@@ -6,8 +6,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import step
+from optzoo.testing.samples import step
 
 
 def moved(grads):

@@ -8,8 +8,7 @@ import optax
 import pytest
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 
 def steps(tx, grads):

@@ -8,8 +8,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, step, trajectory
+from optzoo.testing.samples import dense_grads, params, step, trajectory
 
 G = jnp.array([3.0, -4.0])
 ROWS = SparseRows(jnp.array([1, 1]), jnp.array([1.0, 2]), 3)

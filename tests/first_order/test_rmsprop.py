@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import optzoo
-
-from ..helpers import trajectory
+from optzoo.testing.samples import trajectory
 
 G = jnp.array([3.0, -0.5])
 

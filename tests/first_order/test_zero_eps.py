@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from optzoo import CATALOG
-
-from .. import helpers
+from optzoo.testing import samples
 
 WITH_EPS = """
     adadelta adam adam_gs adamax adamw amsgrad custom_adam grad_variance_scaled lazy_adam
@@ -27,7 +26,7 @@ def test_finite_without_epsilon(name, forgetful, eps):
     if forgetful:  # the means are the gradient: no memory of another one hides a zero
         decays = {"rmsprop": ["decay"], "adadelta": ["rho"]}.get(name, ["b1", "b2"])
         kwargs |= dict.fromkeys(decays, 0.0)
-    tx, x = helpers.make(CATALOG[name], **kwargs), jnp.ones(6)
+    tx, x = samples.make(CATALOG[name], **kwargs), jnp.ones(6)
     tiny, state = jnp.finfo("float32").tiny, tx.init(x)
     for g in ([0, 1, -1e-30, tiny, 1e15, 3], [0, 1, 1e-30, 0, 1e15, 0], [0, 1, 0, 0, 0, 0]):
         updates, state = tx.update(jnp.array(g, jnp.float32), state, x)

@@ -9,8 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, row_grads, step, trajectory
+from optzoo.testing.samples import dense_grads, params, row_grads, step, trajectory
 
 SETTINGS = {"momentum": 0.8, "weight_decay": 0.2, "eeta": 0.3}
 X, G = jnp.array([[3.0, 0], [0, 4]]), jnp.array([[0.0, 5], [12, 0]])

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import optzoo
-
-from ..helpers import step, trajectory
+from optzoo.testing.samples import step, trajectory
 
 X, G = jnp.array([0.5, -1.0, 2.0]), jnp.array([3.0, -0.1, 0.5])
 

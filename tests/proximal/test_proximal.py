@@ -6,8 +6,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import step, trajectory
+from optzoo.testing.samples import step, trajectory
 
 X, G = jnp.array([0.5, -1.0, 0.01, 0.0]), jnp.array([3.0, -0.1, 0.5, -0.2])
 L1, L2 = 0.4, 0.6

@@ -13,9 +13,8 @@ import pytest
 
 import optzoo
 from optzoo import LeafwiseState, SparseRows
-
-from .. import helpers
-from ..helpers import avals, dense_grads, params, row_grads, step
+from optzoo.testing import samples
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
 DIMS = {"table": (1,), "layer/1": ()}
 WRAPPERS = {
@@ -130,7 +129,7 @@ def test_no_gradient_no_change(wrap, inner):
     some = {"table": None, "layer": (None, jnp.ones(()))}
     updates, after = tx.update(some, state, x)
     assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
-    slots = zip(helpers.slots(after), helpers.slots(state), strict=True)
+    slots = zip(samples.slots(after), samples.slots(state), strict=True)
     for new, old in slots:
         kept = lambda tree: (tree["table"], tree["layer"][0])
         chex.assert_trees_all_equal(kept(new), kept(old))
@@ -171,7 +170,7 @@ def test_rows_equal_the_dense_gradient_where_they_touch(wrap, inner):
     grads, here = rows(), jnp.array([1, 3])
     dense = {**grads, "table": grads["table"].to_dense()}
     (got, state), (want, wanted) = (step(tx, g, x, state) for g in (grads, dense))
-    pairs = [(got, want), *zip(helpers.slots(state), helpers.slots(wanted), strict=True)]
+    pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
     for ours, theirs in pairs:
         chex.assert_trees_all_close(ours["table"][here], theirs["table"][here], rtol=1e-5)
         chex.assert_trees_all_equal(ours["layer"], theirs["layer"])

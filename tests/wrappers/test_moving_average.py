@@ -9,8 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, step
+from optzoo.testing.samples import dense_grads, params, step
 
 X, G = jnp.array([1.0, -2.0]), jnp.array([4.0, 8.0])
 

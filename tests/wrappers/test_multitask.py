@@ -9,9 +9,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from .. import helpers
-from ..helpers import dense_grads, params, step
+from optzoo.testing import samples
+from optzoo.testing.samples import dense_grads, params, step
 
 INNER = {
     "momentum": optzoo.momentum(0.1, 0.9),  # lazy
@@ -114,7 +113,7 @@ def test_masked(layer, outside):
     updates, after = tx.update(grads, state, x)
     np.testing.assert_array_equal(updates["table"], 0)
     np.testing.assert_array_equal(updates["layer"][0], grads["layer"][0])
-    for new, old in zip(helpers.slots(after), helpers.slots(state), strict=True):
+    for new, old in zip(samples.slots(after), samples.slots(state), strict=True):
         np.testing.assert_array_equal(new["table"], old["table"])
     powers = lambda tree: [s.powers for s in links(tree)]
     assert all(p["beta1_power"] < 0.75 for p in powers(after) if p)

@@ -9,8 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import step
+from optzoo.testing.samples import step
 
 C = 1.5
 TABLE = jnp.array([[3.0, 4.0], [0.3, 0.4], [1.0, 1.0], [-6.0, 8.0]])

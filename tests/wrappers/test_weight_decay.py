@@ -9,8 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-
-from ..helpers import dense_grads, params, step
+from optzoo.testing.samples import dense_grads, params, step
 
 X, G = jnp.array([1.0, -2.0, 4.0]), jnp.array([0.5, 0.1, -1.0])
 ROWS = SparseRows(jnp.array([2, 0, 2, 3]), jnp.array([1.0, 2, 3, 9]), 3)
