@@ -39,7 +39,7 @@ around_ours = around(*OURS)
 
 
 def rows():
-    """As the rows of the helpers, but merged already: outside of jit that takes its time."""
+    """As the rows of the samples, but merged already."""
     values = jnp.array([[6.0, 8], [3, 4], [0, 0]])
     table = SparseRows(jnp.array([1, 3, 5]), values, 5, coalesced=True)
     return {**dense_grads(params()), "table": table}
