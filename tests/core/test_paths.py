@@ -76,5 +76,5 @@ def test_one_string_is_refused():
 
 
 def test_a_tree_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="tree"):
+    with pytest.raises(ValueError, match="encoder"):
         marked({"encoder": True}, X)
