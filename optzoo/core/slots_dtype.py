@@ -19,6 +19,9 @@ def slots_dtype(
     bits with ``slots_dtype(adagrad(0.1), "float32")``. The arithmetic is in float32 at least
     either way, and updates keep the gradient's dtype.
 
+    On the CPU, XLA scatters rows of 16 bits by way of a float32 copy of the whole array: there a
+    row-sparse update of such slots costs what the table costs.
+
     A mean with a slow decay cannot live in 16 bits: with ``b2=0.999`` a step changes it by a
     thousandth, less than the 1/256 that bfloat16 resolves. Choose a faster decay. The average of
     :func:`optzoo.moving_average` stays in float32 at least.
