@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from .rows import is_gradient
 
@@ -12,6 +13,21 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def check_marks(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each is what :func:`marked` takes."""
+    for name, which in arguments.items():
+        if which is None or _are_fragments(which):
+            continue
+        if isinstance(which, str):
+            raise TypeError(f"{name} must be a tuple of fragments of paths: ({which!r},)")
+        for mark in jax.tree.leaves(which):
+            if not isinstance(mark, bool | np.bool_):
+                raise TypeError(
+                    f"{name} must be a tree of bools or a tuple of fragments of paths, "
+                    f"got {mark!r} in it"
+                )
+
+
 def marked(which: Any, tree: Any) -> Any:
     """A tree of bools like ``tree``.
 
@@ -19,12 +35,7 @@ def marked(which: Any, tree: Any) -> Any:
         which: fragments of paths in a tuple or list, any of which marks a parameter whose path
             contains it; or a tree of bools, whole or a prefix; or None, for no parameter.
         tree: parameters or gradients.
-
-    Raises:
-        TypeError: if a string is given, where a tuple of strings is meant.
     """
-    if isinstance(which, str):
-        raise TypeError(f"expected a tuple of fragments of paths, got {which!r}: use ({which!r},)")
     if which is None or _are_fragments(which):
         contains = lambda path, _: any(f in path_name(path) for f in which or ())
         return jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_gradient)

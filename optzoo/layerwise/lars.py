@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_not_negative, check_rate
 from ..core.leafwise import Slot, in_float32, lazy, leafwise, zeros
 from ..core.numerics import divide, norm
-from ..core.paths import unmarked
+from ..core.paths import check_marks, unmarked
 
 
 class LARSSlots(NamedTuple):
@@ -72,7 +72,7 @@ def lars(
             fragments of their paths such as ``("bias", "norm")``; None for none.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
+        TypeError: if the rate is neither a number nor a schedule, or ``skip`` is something else.
         ValueError: if an argument is out of its range, or if no params are given to ``update``.
 
     References:
@@ -84,6 +84,7 @@ def lars(
     """
     check_rate(learning_rate)
     check_not_negative(momentum=momentum)
+    check_marks(skip=skip)
 
     def rule(g, x, s, t, learning_rate):
         step = learning_rate * g

@@ -10,7 +10,7 @@ from optax._src.base import NO_PARAMS_MSG  # no public name, and the message use
 from ..core.checks import check_not_negative
 from ..core.gradients import check_gradients
 from ..core.numerics import widen
-from ..core.paths import marked
+from ..core.paths import check_marks, marked
 from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 
@@ -35,6 +35,7 @@ def decoupled_weight_decay(
             as ``("kernel", "embedding")``; None for all.
 
     Raises:
+        TypeError: if ``mask`` is something else.
         ValueError: if ``weight_decay`` is negative, or if no params are given to ``update``.
 
     References:
@@ -48,6 +49,7 @@ def decoupled_weight_decay(
         first; in the original the order is not guaranteed.
     """
     check_not_negative(weight_decay=weight_decay)
+    check_marks(mask=mask)
     inner = optax.with_extra_args_support(inner)
 
     def decay(g, x, is_marked):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from optzoo import SparseRows
-from optzoo.core.paths import marked, path_name, unmarked
+from optzoo.core.paths import check_marks, marked, path_name, unmarked
 
 
 class Layer(NamedTuple):
@@ -70,9 +70,13 @@ def test_a_gradient_is_a_leaf_whatever_it_is(which):
     assert got["x"] == (which is True, optax.MaskedNode())
 
 
-def test_one_string_is_refused():
-    with pytest.raises(TypeError, match=r"got 'bias': use \('bias',\)"):
-        marked("bias", X)
+def test_other_marks_are_refused():
+    check_marks(none=None, fragments=("bias",), tree={"head": True}, nothing=())
+    with pytest.raises(TypeError, match=r"^skip must be .* paths: \('bias',\)"):
+        check_marks(skip="bias")
+    for wrong in (len, {"head": 1}, ("bias", True, None, 0)):
+        with pytest.raises(TypeError, match="mask must be a tree of bools"):
+            check_marks(mask=wrong)
 
 
 def test_a_tree_that_does_not_fit_is_refused():

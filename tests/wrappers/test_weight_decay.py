@@ -92,6 +92,6 @@ def test_no_gradient_no_decay():
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"weight_decay must be zero or positive, got -0.1"):
         optzoo.decoupled_weight_decay(optzoo.adam(), -0.1)
-    tx = optzoo.decoupled_weight_decay(optzoo.adam(), 0.1, mask="kernel")
-    with pytest.raises(TypeError, match=r"use \('kernel',\)"):
-        step(tx, G, X)
+    for mask in ("kernel", lambda params: params, {"table": 1.0}):
+        with pytest.raises(TypeError, match="mask must be a t"):
+            optzoo.decoupled_weight_decay(optzoo.adam(), 0.1, mask)
