@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from .rows import is_gradient
 
@@ -11,6 +12,11 @@ from .rows import is_gradient
 def path_name(path: Any) -> str:
     """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_masked(x: Any) -> bool:
+    """Whether ``x`` is what ``optax.masked`` puts in the place of what it hides."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def check_marks(**arguments: Any) -> None:

@@ -9,6 +9,7 @@ from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import LeafwiseState, Slot, leafwise
+from ..core.paths import is_masked
 
 
 class MovingAverageSlots(NamedTuple):
@@ -111,7 +112,6 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
         The averages in the place of the parameters, and the state with the parameters in the
         place of the averages. Each array keeps its dtype, so nothing is lost.
     """
-    is_masked = lambda a: isinstance(a, optax.MaskedNode)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
     exchanged = set()
     for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost

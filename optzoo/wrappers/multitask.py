@@ -1,11 +1,10 @@
 """Skips the parameters that the present task does not use, around any optimizer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.paths import is_masked
 from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 
@@ -51,17 +50,13 @@ def multitask(
         # For every array of the state whether it is that of a live parameter, or shared by all.
         live = optax.tree.map_params(
             inner.init,
-            lambda s, live: s if _is_masked(s) else live,
+            lambda s, live: s if is_masked(s) else live,
             state,
             live,
             transform_non_params=lambda _: True,
-            is_leaf=_is_masked,
+            is_leaf=is_masked,
         )
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _is_masked(s: Any) -> bool:
-    return isinstance(s, optax.MaskedNode)

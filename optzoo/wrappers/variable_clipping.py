@@ -13,7 +13,7 @@ from optax._src.base import NO_PARAMS_MSG  # no public name, and the message use
 from ..core.checks import check_positive
 from ..core.gradients import check_gradients
 from ..core.numerics import widen
-from ..core.paths import path_name
+from ..core.paths import is_masked, path_name
 from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 
@@ -96,7 +96,7 @@ def _axes(dims: Any, params: Any) -> Any:
     unused = set(dims) if _are_patterns(dims) else set()
 
     def of_patterns(path, x):
-        if _is_masked(x):
+        if is_masked(x):
             return x
         matching = [p for p in dims if re.fullmatch(p, path_name(path))]
         unused.difference_update(matching)
@@ -106,21 +106,17 @@ def _axes(dims: Any, params: Any) -> Any:
         return found.pop() if found else None
 
     def of_tree(path, x, axes):
-        if _is_masked(x):
+        if is_masked(x):
             return x
         return None if axes is None else _checked(axes, path, x)
 
-    walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=_is_masked)
+    walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
     axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
     # Under optax.masked the missing parameter may be one that is not to be seen here.
-    if unused and not any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
+    if unused and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         raise ValueError(f"dims: no parameter is called {sorted(unused)}; there are {names}")
     return axes
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _are_patterns(dims: Any) -> bool:
