@@ -16,9 +16,9 @@ def check_gradients(updates: Any, params: Any = None) -> None:
         TypeError: if a gradient is neither real floating-point nor SparseRows of such.
         ValueError: if its shape is not that of its parameter.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_gradient)
-    xs = [None] * len(paths) if params is None else treedef.flatten_up_to(params)
-    for (path, g), x in zip(paths, xs, strict=True):
+    gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
+    xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+    for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
         if g is None:
             continue
         dtype = g.dtype if is_rows(g) else jnp.result_type(g)
@@ -28,11 +28,14 @@ def check_gradients(updates: Any, params: Any = None) -> None:
                 if jnp.issubdtype(dtype, jnp.complexfloating)
                 else "freeze the parameter with a gradient of None or optax.masked"
             )
-            raise TypeError(
-                f"parameter '{path_name(path)}' has a gradient of dtype {dtype}: {mend}"
-            )
+            raise TypeError(f"{_name(updates, i)} has a gradient of dtype {dtype}: {mend}")
         if x is not None and jnp.shape(x) != jnp.shape(g):
             raise ValueError(
-                f"parameter '{path_name(path)}' has shape {jnp.shape(x)} "
-                f"but its gradient {jnp.shape(g)}"
+                f"{_name(updates, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
             )
+
+
+def _name(updates: Any, i: int) -> str:
+    # Only for an error: paths cost more than the check.
+    path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_gradient)[i]
+    return f"parameter '{path_name(path)}'"

@@ -1,5 +1,6 @@
 """Adam and its lazy sibling: one rule, two ways with rows."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import Rule, Slot, dense, lazy, leafwise, zeros
+from ..core.leafwise import RowsRule, Rule, Slot, dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
 
@@ -45,20 +46,14 @@ def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adam`."""
-    b1, b2 = check_decays(b1=b1, b2=b2)
-    powers = {"beta1_power": b1, "beta2_power": b2}
-    slots = AdamSlots(zeros, zeros)
-    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=dense, powers=powers)
+    return _scale_by_adam(b1, b2, eps, dense)
 
 
 def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.lazy_adam`."""
-    b1, b2 = check_decays(b1=b1, b2=b2)
-    powers = {"beta1_power": b1, "beta2_power": b2}
-    slots = AdamSlots(zeros, zeros)
-    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=lazy, powers=powers)
+    return _scale_by_adam(b1, b2, eps, lazy)
 
 
 def adam(
@@ -137,3 +132,10 @@ def lazy_adam(
         divides zero by zero there and gives NaN.
     """
     return optax.chain(scale_by_lazy_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+
+
+def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):
+    b1, b2 = check_decays(b1=b1, b2=b2)
+    powers = {"beta1_power": b1, "beta2_power": b2}
+    slots = AdamSlots(zeros, zeros)
+    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=rows, powers=powers)

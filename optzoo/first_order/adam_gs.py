@@ -1,10 +1,12 @@
 """Adam, and its lazy sibling, that read the step from outside."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays
-from ..core.leafwise import dense, lazy, leafwise, zeros
+from ..core.leafwise import RowsRule, Rule, dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from .adam import AdamSlots, adam_rule
 
@@ -13,28 +15,14 @@ def scale_by_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adam_gs`."""
-    b1, b2 = check_decays(b1=b1, b2=b2)
-    return leafwise(
-        adam_rule(b1, b2, eps),
-        slots=AdamSlots(zeros, zeros),
-        rows=dense,
-        scheduled=_powers(b1, b2),
-        needs_global_step=True,
-    )
+    return _scale_by_adam_gs(b1, b2, eps, dense)
 
 
 def scale_by_lazy_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.lazy_adam_gs`."""
-    b1, b2 = check_decays(b1=b1, b2=b2)
-    return leafwise(
-        adam_rule(b1, b2, eps),
-        slots=AdamSlots(zeros, zeros),
-        rows=lazy,
-        scheduled=_powers(b1, b2),
-        needs_global_step=True,
-    )
+    return _scale_by_adam_gs(b1, b2, eps, lazy)
 
 
 def adam_gs(
@@ -119,7 +107,14 @@ def lazy_adam_gs(
     return optax.chain(scale_by_lazy_adam_gs(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
-def _powers(b1: float, b2: float) -> dict[str, optax.Schedule]:
+def _scale_by_adam_gs(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):
+    b1, b2 = check_decays(b1=b1, b2=b2)
     # In float32 whatever the parameters are, as in the original.
     power = lambda base: lambda n: jnp.float32(base) ** (jnp.float32(n) + 1)
-    return {"beta1_power": power(b1), "beta2_power": power(b2)}
+    return leafwise(
+        adam_rule(b1, b2, eps),
+        slots=AdamSlots(zeros, zeros),
+        rows=rows,
+        scheduled={"beta1_power": power(b1), "beta2_power": power(b2)},
+        needs_global_step=True,
+    )

@@ -169,10 +169,7 @@ def worst(got: dict[str, np.ndarray], record: Record) -> Miss:
     for name, ours in got.items():
         want = record.arrays[name]
         assert ours.shape == want.shape and ours.dtype == want.dtype, name
-        # A parameter's array includes its start.
-        start = record.arrays.get(name.replace("param/", "init/"), want)
-        largest = max(np.max(np.abs(a), initial=0.0) for a in (start, want))
-        scale = np.maximum(np.abs(want), 1e-3 * largest)
+        scale = np.maximum(np.abs(want), 1e-3 * np.max(np.abs(want), initial=0.0))
         error = np.abs(ours - want) / np.maximum(scale, 1e-30)
         error = np.where(np.isfinite(ours), error, np.inf)
         if error.size:
