@@ -4,7 +4,6 @@ __version__ = "0.1.0"
 
 from .catalog import CATALOG as CATALOG
 from .catalog import Entry as Entry
-from .core.leafwise import LeafwiseState as LeafwiseState
 from .core.leafwise import dense as dense
 from .core.leafwise import full as full
 from .core.leafwise import lazy as lazy
@@ -23,6 +22,7 @@ from .core.rows import coalesce as coalesce
 from .core.rows import densify as densify
 from .core.rows import on_values as on_values
 from .core.slots_dtype import slots_dtype as slots_dtype
+from .core.treewise import LeafwiseState as LeafwiseState
 from .first_order.adadelta import adadelta as adadelta
 from .first_order.adadelta import scale_by_adadelta as scale_by_adadelta
 from .first_order.adagrad import adagrad as adagrad

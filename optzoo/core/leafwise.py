@@ -2,22 +2,21 @@
 
 Almost every optimizer treats each parameter on its own. Such an optimizer says two things only:
 the *slots* it keeps beside a parameter, and the *rule* that turns a gradient and the slots into
-an update and new slots. :func:`leafwise` supplies all the rest: the step count, schedules, the
-walk over the tree, missing gradients, sparse rows, dtypes.
+an update and new slots. :func:`leafwise` supplies all the rest: missing gradients, sparse rows,
+dtypes, and with :func:`treewise` the step count, schedules and the walk over the tree.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
-from .gradients import check_gradients
 from .numerics import narrow, widen
-from .rows import is_gradient, is_rows
+from .rows import is_rows
+from .treewise import NoSlots, treewise
 
 # rule(g, x, slots, t, **scheduled) -> update, new slots
 #   g, x       the gradient and the parameter (None where the caller gave no params)
@@ -27,28 +26,6 @@ from .rows import is_gradient, is_rows
 Rule = Callable[..., tuple[Any, Any]]
 # The same for a SparseRows gradient; the update may be rows or an array.
 RowsRule = Callable[..., tuple[Any, Any]]
-
-# A field of a slots tuple: an initializer in the call of leafwise, an array in the rule, a
-# params-shaped tree in the state.
-Slot = Any
-
-
-NO_GLOBAL_STEP_MSG = (
-    "this optimizer follows a global step of yours: pass update(..., global_step=n), the number "
-    "of updates before this one; an optimizer without it counts by itself"
-)
-
-
-class NoSlots(NamedTuple):
-    """What a stateless optimizer keeps: nothing."""
-
-
-class LeafwiseState(NamedTuple):
-    """How many updates were made, a params-shaped tree for each slot, and running powers."""
-
-    count: Array
-    slots: Any
-    powers: dict[str, Array]
 
 
 def zeros(x: Any) -> Array:
@@ -156,51 +133,26 @@ def leafwise(
     """
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
-    scheduled, bases = dict(scheduled or {}), dict(powers or {})
-    Slots = type(slots)
+    bases = dict(powers or {})
 
-    def init(params):
-        trees = [jax.tree.map(initializer, params) for initializer in slots]
-        first = {k: jnp.array(base, jnp.float32) for k, base in bases.items()}
-        return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees), first)
+    def on_leaf(leaf, t, **hyper):
+        g, x, s = leaf
+        if g is None:
+            return None, s
+        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **hyper)
 
-    def update(updates, state, params=None, **extra_args):
-        if needs_params and params is None:
-            raise ValueError(NO_PARAMS_MSG)
-        step = extra_args.get("global_step")
-        if needs_global_step and step is None:
-            raise ValueError(NO_GLOBAL_STEP_MSG)
-        step = state.count if step is None else step
-        hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
-        hyper |= state.powers
-        t = jnp.asarray(optax.safe_increment(state.count))
+    def on_all(leaves, powers, t, **scheduled):
+        done = [on_leaf(leaf, t, **scheduled, **powers) for leaf in leaves]
+        return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
-        def on_leaf(g, x, s):
-            if g is None:
-                return None, s
-            on_gradient = rows_rule if is_rows(g) else array_rule
-            u, new = on_gradient(g if is_rows(g) else jnp.asarray(g), x, s, t, **hyper)
-            return u, new
-
-        check_gradients(updates, params)
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
-        xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
-        columns = [treedef.flatten_up_to(tree) for tree in state.slots]
-        leaves = zip(gs, xs, *columns, strict=True)
-        done = [on_leaf(g, x, Slots._make(s)) for g, x, *s in leaves]
-        updates = treedef.unflatten([u for u, _ in done])
-        trees = [treedef.unflatten([new[i] for _, new in done]) for i in range(len(slots))]
-        powers = {k: p * jnp.asarray(bases[k], p.dtype) for k, p in state.powers.items()}
-        return updates, LeafwiseState(t, Slots._make(trees), powers)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _at(step: Any, value: Any, override: Any) -> Any:
-    """A scheduled hyper-parameter at ``step``, unless overridden for this update."""
-    if override is not None:
-        return override
-    return value(step) if callable(value) else value
+    return treewise(
+        on_all,
+        slots=slots,
+        shared=lambda: {k: jnp.array(base, jnp.float32) for k, base in bases.items()},
+        scheduled=scheduled,
+        needs_params=needs_params,
+        needs_global_step=needs_global_step,
+    )
 
 
 def _like(old: Array, new: Array) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from .leafwise import LeafwiseState
+from .treewise import LeafwiseState
 
 
 def slots_dtype(

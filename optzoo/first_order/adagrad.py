@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.leafwise import Slot, full, leafwise
+from ..core.leafwise import full, leafwise
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
+from ..core.treewise import Slot
 
 
 class AdagradSlots(NamedTuple):

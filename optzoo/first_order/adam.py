@@ -8,9 +8,10 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import RowsRule, Rule, Slot, dense, lazy, leafwise, zeros
+from ..core.leafwise import RowsRule, Rule, dense, lazy, leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
+from ..core.treewise import Slot
 
 
 class AdamSlots(NamedTuple):

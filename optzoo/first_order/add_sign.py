@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays
-from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.leafwise import leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.treewise import Slot
 
 
 class AddSignSlots(NamedTuple):

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import Slot, leafwise, zeros
+from ..core.leafwise import leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import divide
+from ..core.treewise import Slot
 
 
 class AMSGradSlots(NamedTuple):

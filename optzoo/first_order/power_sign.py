@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_positive
-from ..core.leafwise import Slot, leafwise, touched, zeros
+from ..core.leafwise import leafwise, touched, zeros
 from ..core.learning_rate import scale_by_learning_rate
+from ..core.treewise import Slot
 
 
 class PowerSignSlots(NamedTuple):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative, check_rate
-from ..core.leafwise import Slot, full, leafwise, zeros
+from ..core.leafwise import full, leafwise, zeros
 from ..core.numerics import divide
+from ..core.treewise import Slot
 
 
 class RMSPropSlots(NamedTuple):

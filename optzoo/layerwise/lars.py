@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_rate
-from ..core.leafwise import Slot, in_float32, lazy, leafwise, zeros
+from ..core.leafwise import in_float32, lazy, leafwise, zeros
 from ..core.numerics import divide, norm
 from ..core.paths import check_marks, unmarked
+from ..core.treewise import Slot
 
 
 class LARSSlots(NamedTuple):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.leafwise import Slot, full, leafwise
+from ..core.leafwise import full, leafwise
 from ..core.numerics import divide
+from ..core.treewise import Slot
 from .shrink import shrink
 
 

@@ -8,8 +8,9 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import LeafwiseState, Slot, leafwise
+from ..core.leafwise import leafwise
 from ..core.paths import is_masked
+from ..core.treewise import LeafwiseState, Slot
 
 
 class MovingAverageSlots(NamedTuple):

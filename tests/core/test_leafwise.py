@@ -140,7 +140,7 @@ def test_powers_are_running_products_in_float32():
         updates, state = tx.update({"x": jnp.ones(4)}, state)
         np.testing.assert_array_equal(updates["x"], product)
         product *= np.float32(0.999)
-    assert state.powers["beta"].dtype == jnp.float32
+    assert state.shared["beta"].dtype == jnp.float32
     assert product != np.float32(0.999**101)  # the roundings that the originals have too
 
 

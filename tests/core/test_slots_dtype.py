@@ -42,7 +42,7 @@ def test_slots_keep_their_dtype(entry, of_params, of_slots):
     # All but the slots is as it was.
     assert jax.tree.structure(state) == jax.tree.structure(usual)
     for ours, theirs in zip(links(state), links(usual), strict=True):
-        chex.assert_trees_all_equal(avals((ours.count, ours.powers)), avals(theirs[::2]))
+        chex.assert_trees_all_equal(avals((ours.count, ours.shared)), avals(theirs[::2]))
     for grads in (dense_grads(x), cast(row_grads(x), of_params)):
         updates, after = jax.eval_shape(tx.update, grads, state, x)
         assert avals(after) == avals(state)

@@ -115,7 +115,7 @@ def test_masked(layer, outside):
     np.testing.assert_array_equal(updates["layer"][0], grads["layer"][0])
     for new, old in zip(samples.slots(after), samples.slots(state), strict=True):
         np.testing.assert_array_equal(new["table"], old["table"])
-    powers = lambda tree: [s.powers for s in links(tree)]
+    powers = lambda tree: [s.shared for s in links(tree)]
     assert all(p["beta1_power"] < 0.75 for p in powers(after) if p)
 
 
