@@ -1,6 +1,7 @@
 """Checks of arguments at construction: plain numbers only, since traced ones have no value."""
 
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,20 @@ def check_positive(**arguments: Any) -> None:
 def check_not_negative(**arguments: Any) -> None:
     """For what may be zero."""
     check("zero or positive", lambda v: v >= 0, **arguments)
+
+
+def check_size(least: int = 0, **arguments: Any) -> int:
+    """For a size or another whole number that decides about shapes: the number as an int."""
+    [(name, value)] = arguments.items()
+    try:
+        size = operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"{name} must be an int, got {value!r}; it decides about shapes, so "
+            f"optax.inject_hyperparams needs it among its static_args"
+        ) from error
+    check(f"at least {least}", lambda v: v >= least, **{name: size})
+    return size
 
 
 def check_rate(learning_rate: Any) -> None:

@@ -1,0 +1,1 @@
+"""Rules that weigh directions against each other."""

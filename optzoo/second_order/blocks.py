@@ -1,0 +1,103 @@
+"""Parameters cut into equal blocks, so that no matrix of statistics is large."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Blocks(NamedTuple):
+    """How an array is cut: each of its dimensions into equal parts, padded where need be."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]  # some may have been merged
+    parts: tuple[int, ...]  # into how many each is cut
+    full: tuple[bool, ...]  # whether it has a matrix of statistics, not only the diagonal
+    preconditioned: bool  # whether there are statistics at all
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of one block."""
+        return tuple(math.ceil(d / n) for d, n in zip(self.dims, self.parts, strict=True))
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return math.prod(self.parts)
+
+    @property
+    def factors(self) -> list[tuple[int, bool]]:
+        """The sizes of the statistics, and which are full."""
+        return list(zip(self.sizes, self.full, strict=True)) if self.preconditioned else []
+
+    def of_rows(self, n: int) -> "Blocks":
+        """The same for ``n`` of the rows, if those are not cut."""
+        return self._replace(shape=(n, *self.shape[1:]), dims=(n, *self.dims[1:]))
+
+    def stack(self, *shape: int) -> tuple[int, ...]:
+        """The shape in which the state keeps an array of this shape for each block."""
+        return shape if self.count == 1 else (self.count, *shape)
+
+    def unstack(self, a: Array) -> Array:
+        """Such an array with an axis for the blocks, even if there is only one."""
+        return a[None] if self.count == 1 else a
+
+    def restack(self, a: Array) -> Array:
+        """The array as the state keeps it."""
+        return a[0] if self.count == 1 else a
+
+    def split(self, x: Array) -> Array:
+        """The blocks of ``x``, of shape ``(count, *sizes)``."""
+        x = x.reshape(self.dims)
+        padded = [n * size for n, size in zip(self.parts, self.sizes, strict=True)]
+        if tuple(padded) != self.dims:
+            x = jnp.pad(x, [(0, p - d) for p, d in zip(padded, self.dims, strict=True)])
+        if self.count > 1:
+            x = x.reshape([n for pair in zip(self.parts, self.sizes, strict=True) for n in pair])
+            x = x.transpose(*range(0, x.ndim, 2), *range(1, x.ndim, 2))
+        return x.reshape(self.count, *self.sizes)
+
+    def join(self, blocks: Array) -> Array:
+        """The array whose blocks these are."""
+        x, rank = blocks.reshape(*self.parts, *self.sizes), len(self.dims)
+        x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
+        x = x.reshape([n * size for n, size in zip(self.parts, self.sizes, strict=True)])
+        return x[tuple(map(slice, self.dims))].reshape(self.shape)
+
+
+def cut(
+    shape: tuple[int, ...],
+    *,
+    max_matrix_size: int,
+    block_size: int | None,
+    merge_dims: bool,
+    skip_vectors: bool,
+) -> Blocks:
+    """How to cut an array of this shape; a scalar counts as a vector of one.
+
+    Args:
+        shape: of the array.
+        max_matrix_size: larger dimensions have only the diagonal, and stay whole.
+        block_size: of the other dimensions, larger ones are cut; None cuts none.
+        merge_dims: whether neighbouring dimensions become one as long as it fits in a block.
+        skip_vectors: whether vectors have no statistics.
+    """
+    limit = max_matrix_size if block_size is None else min(block_size, max_matrix_size)
+    dims = shape or (1,)
+    if merge_dims:
+        dims = _merged(dims, limit)
+    full = tuple(d <= max_matrix_size for d in dims)
+    parts = tuple(max(1, math.ceil(d / limit)) if f else 1 for d, f in zip(dims, full, strict=True))
+    preconditioned = 0 not in dims and not (skip_vectors and len(dims) == 1)
+    return Blocks(shape, dims, parts, full, preconditioned)
+
+
+def _merged(dims: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    merged = [1]
+    for d in dims:
+        if merged[-1] * d <= limit:
+            merged[-1] *= d
+        else:
+            merged.append(d)
+    return tuple(merged[1:] if merged[0] == 1 and len(merged) > 1 else merged)

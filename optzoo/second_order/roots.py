@@ -1,0 +1,152 @@
+"""Inverse p-th roots of stacks of symmetric positive semidefinite matrices.
+
+Every method takes a stack ``a`` of shape ``(n, d, d)``, the order ``p``, and a ridge for the
+diagonal: ``epsilon``, or with ``relative`` that share of the largest eigenvalue. It returns the
+stack of ``(a + ridge) ** (-1 / p)``, and for each matrix whether its root can be used. A relative
+ridge of zero statistics is one, and so is their root.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+MAX_ITERATIONS = 100
+TOLERANCE = 1e-6  # of a Newton iteration that has converged
+USABLE = 0.1  # of one that has not
+RESIDUAL = 1e-3  # of eigenvectors, relative to the largest eigenvalue
+
+matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Array]:
+    r"""By eigenvalues, :math:`V \max(\lambda + r, r)^{-1/p} V^\top`: the cheapest on the CPU."""
+    eigenvalues, v = jnp.linalg.eigh(a)
+    largest = eigenvalues[:, -1:]
+    ridge = _ridge(largest, epsilon, relative)
+    powers = jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, a.dtype)
+    roots = matmul(v * powers[:, None], v.mT)
+    # Are these the eigenvectors? One product with a vector tells, for a fraction of a matrix's.
+    probe = jnp.cos(jnp.arange(a.shape[-1], dtype=a.dtype))[None, :, None]
+    error = matmul(a, probe) - matmul(v, eigenvalues[:, :, None] * matmul(v.mT, probe))
+    allowed = RESIDUAL * jnp.sqrt(a.shape[-1]) * largest
+    return roots, _finite(roots) & jnp.all(jnp.abs(error[:, :, 0]) <= allowed, axis=1)
+
+
+def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
+    """By the coupled Newton iteration, nothing but matrix products: for accelerators."""
+    # With elements of about one no norm overflows. Powers of two round nothing.
+    scale = jnp.max(jnp.abs(a), axis=(1, 2))
+    scale = jnp.where(scale > 0, scale, 1) if relative else jnp.maximum(scale, epsilon)
+    scale = jnp.ldexp(jnp.ones_like(scale), jnp.frexp(scale)[1] - 1)[:, None]
+    a = a / scale[:, None]
+    ridge = _ridge(_largest(a), epsilon, True) if relative else epsilon / scale
+    roots, ok = jax.vmap(lambda a: _newton(a, p))(_add(a, ridge))
+    roots = roots * (scale ** (-1 / p))[:, None]
+    return roots, ok & _finite(roots)
+
+
+def by_two_iterations(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
+    """By a square root and then by Newton, as ``use_iterative_root`` of the original."""
+    a = _add(a, _ridge(_largest(a), epsilon, relative))
+    roots, ok = jax.vmap(lambda a: _newton(_square_root(a), p // 2))(a)
+    return roots, ok & _finite(roots)
+
+
+def by_backend(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
+    """By eigenvalues on the CPU, by Newton elsewhere."""
+    eigh, newton = (lambda a, f=f: f(a, p, epsilon, relative) for f in (by_eigh, by_newton))
+    return jax.lax.platform_dependent(a, cpu=eigh, default=newton)
+
+
+METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "auto": by_backend,
+    "eigh": by_eigh,
+    "newton": by_newton,
+    "two_iterations": by_two_iterations,
+}
+
+
+def _largest(a: Array) -> Array:
+    """The largest eigenvalue, by power iteration from the sums of the rows."""
+    unit = lambda v: v / jnp.maximum(jnp.linalg.norm(v, axis=1, keepdims=True), 1e-30)
+    v = unit(jnp.sum(jnp.abs(a), axis=2, keepdims=True))
+    v = jax.lax.fori_loop(0, 20, lambda _, v: unit(matmul(a, v)), v)
+    return jnp.linalg.norm(matmul(a, v), axis=1)
+
+
+def _ridge(largest: Array, epsilon: float, relative: bool) -> Array:
+    if relative:
+        return jnp.where(largest > 0, epsilon * largest, 1)
+    return jnp.full_like(largest, epsilon)
+
+
+def _add(a: Array, ridge: Array) -> Array:
+    return a + ridge[:, None] * jnp.eye(a.shape[-1], dtype=a.dtype)
+
+
+def _finite(a: Array) -> Array:
+    return jnp.all(jnp.isfinite(a), axis=(1, 2))
+
+
+def _newton(a: Array, p: int) -> tuple[Array, Array]:
+    """Guo and Higham, A Schur-Newton Method for the Matrix p-th Root and its Inverse, 2006."""
+    identity = jnp.eye(len(a), dtype=a.dtype)
+    distance = lambda m: jnp.max(jnp.abs(m - identity))
+    z = (1 + p) / (2 * jnp.linalg.norm(a))
+
+    def going_on(carry):
+        i, _, error, _, last, _ = carry
+        return (i < MAX_ITERATIONS) & (error > TOLERANCE) & (error < 1.2 * last)
+
+    def step(carry):
+        i, m, error, h, _, _ = carry
+        c = (1 + 1 / p) * identity - m / p
+        m = matmul(_power(c, p), m)
+        return i + 1, m, distance(m), matmul(h, c), error, h
+
+    m, h = z * a, identity * z ** (1 / p)
+    infinite = jnp.full_like(z, jnp.inf)
+    begin = (0, m, distance(m), h, infinite, h)
+    _, _, error, h, last, before = jax.lax.while_loop(going_on, step, begin)
+    # The last step may have been one too many.
+    return jnp.where(error < last, h, before), jnp.minimum(error, last) <= USABLE
+
+
+def _square_root(a: Array) -> Array:
+    """Higham, Stable Iterations for the Matrix Square Root, 1997.
+
+    As the original stops: at the iterate before the error grows, which begins as the norm.
+    """
+    identity, norm = jnp.eye(len(a), dtype=a.dtype), jnp.linalg.norm(a)
+
+    def going_on(carry):
+        i, _, _, _, error, last = carry
+        return (i < MAX_ITERATIONS) & (error < last)
+
+    def step(carry):
+        i, y, _, z, error, _ = carry
+        c = 0.5 * (3 * identity - matmul(z, y))
+        new = matmul(y, c)
+        root = new * jnp.sqrt(norm)
+        return i + 1, new, y, matmul(c, z), jnp.linalg.norm(a - matmul(root, root)) / norm, error
+
+    y = a / norm
+    return jax.lax.while_loop(going_on, step, (0, y, y, identity, norm, norm + 1))[2] * jnp.sqrt(
+        norm
+    )
+
+
+def _power(a: Array, p: int) -> Array:
+    """A positive integer power, by squaring."""
+    power = None
+    while True:
+        if p % 2:
+            power = a if power is None else matmul(a, power)
+        p //= 2
+        if not p:
+            return power
+        a = matmul(a, a)
