@@ -33,6 +33,7 @@ _EXACT = {
     "decrease_factor",
 }
 _ALL_EXACT = {("LARS", "dense"), ("AMSGrad", "dense")}
+_ALL_EXACT |= {("Shampoo", kind) for kind in ("dense", "sparse", "dup")}
 
 
 class Record(NamedTuple):
@@ -80,10 +81,10 @@ def _build(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
             return optzoo.variable_clipping(
                 inner, {name: tuple(dims) for name, dims in axes}, kwargs["max_norm"]
             )
-        case "extend_with_decoupled_weight_decay":
+        case "extend_with_decoupled_weight_decay" | "ShampooW":
             kwargs = dict(kwargs)
             weight_decay = kwargs.pop("weight_decay")
-            inner = _build(kwargs.pop("base_optimizer"), kwargs, meta)
+            inner = _build(kwargs.pop("base_optimizer", "Shampoo"), kwargs, meta)
             return optzoo.decoupled_weight_decay(inner, weight_decay)
         case _:
             return _from_catalog(name, kwargs, meta)
@@ -91,10 +92,12 @@ def _build(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
 
 def _from_catalog(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
     wanted = "GradientDescent" if name == "CustomGradientDescent" else name
-    [factory] = [e.factory for e in CATALOG.values() if short_name(e.original) == wanted]
+    originals = [(e.original, e.factory) for e in CATALOG.values() if e.original]
+    [factory] = [factory for original, factory in originals if short_name(original) == wanted]
     parameters = inspect.signature(factory).parameters.values()
     ours = {p.name: p.default for p in parameters if p.default is not p.empty}
-    ours |= {_ARGUMENTS.get(k, k): v for k, v in kwargs.items() if k != "global_step"}
+    given = {k: v for k, v in kwargs.items() if k != "global_step"}
+    ours |= {k if k in ours else _ARGUMENTS.get(k, k): v for k, v in given.items()}
     exact = set(ours) if (name, meta["kind"]) in _ALL_EXACT else _EXACT
     ours = {k: _resolve(v, exact=k in exact) for k, v in ours.items()}
     if "base" in ours:
@@ -110,6 +113,10 @@ def _resolve(value: Any, exact: bool) -> Any:
     match value:
         case {"$of_step": expression}:
             return lambda k: eval(expression, {}, {"k": jnp.asarray(k, jnp.float32)})
+        case {"$fn_of_T": expression}:
+            return lambda k: eval(
+                expression, {}, {"T": jnp.asarray(k, jnp.float32) + 1, "where": jnp.where}
+            )
         case {"$sign_decay": kind, "args": args}:
             return getattr(optzoo, f"{kind}_sign_decay")(**args)
         case {"$tensor": number}:
@@ -150,10 +157,18 @@ def follow(record: Record) -> dict[str, np.ndarray]:
         if isinstance(link, LeafwiseState):
             trees |= link.slots._asdict()
     slots = {
-        f"slot/{slot['checkpoint_name']}": trees[slot["slot"]][slot["var"]]
+        f"slot/{slot['checkpoint_name']}": _slot(trees, slot["slot"], slot["var"])
         for slot in record.meta["slots"]
     }
     return jax.device_get({f"param/{k}": v for k, v in path.items()} | slots)
+
+
+def _slot(trees: dict[str, Any], name: str, var: str) -> jax.Array:
+    """A slot by its name; of a dimension of the variable, if a number follows the name."""
+    if name in trees:
+        return trees[name][var]
+    name, _, dimension = name.rpartition("_")
+    return trees[name][var][int(dimension)]
 
 
 class Miss(NamedTuple):

@@ -9,10 +9,14 @@ Deterministic: two runs give identical files. ``README.md`` describes the format
 
 import argparse
 import collections
+import contextlib
+import functools
 import json
 import math
 import os
 import sys
+import types
+import unittest.mock
 import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -22,13 +26,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import tensorflow as tf
 from tensorflow.contrib import opt as contrib_opt
-from tensorflow.contrib.opt.python.training import sign_decay, weight_decay_optimizers
+from tensorflow.contrib.opt.python.training import matrix_functions, shampoo, sign_decay
+from tensorflow.contrib.opt.python.training import weight_decay_optimizers
 
 tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
 
 STEPS = 32
 DENSE = {"s": (), "v": (5,), "w": (4, 3), "t": (2, 3, 2)}
 SPARSE = {"e": (6, 4), "b": (5,)}
+# For the originals that refuse scalars.
+NO_SCALAR = {"v": (3,), "w": (3, 2), "t": (2, 3, 2)}
 
 SIGN_DECAYS = {
     "linear": sign_decay.get_linear_decay_fn,
@@ -37,6 +44,7 @@ SIGN_DECAYS = {
 }
 
 FLOAT32_ONLY = ("AMSGrad", "CustomAdam")  # the originals do not run in float64
+PATCHED = ("Shampoo", "ShampooW")  # these do with a patch
 
 
 # ------------------------------------------------------------------------------- the cases
@@ -63,7 +71,8 @@ def cases():
                 }
                 table.append(dict(case, **more))
 
-    for section in (first_order, adams, signs, proximal, decoupled, wrappers, returnn):
+    sections = (first_order, adams, signs, proximal, second_order, decoupled, wrappers, returnn)
+    for section in sections:
         section(add)
     return table
 
@@ -182,6 +191,118 @@ def proximal(add):
         add(name, "l1l2", l1l2, dtypes=BOTH)
 
 
+def second_order(add):
+    shampoos(add)
+    ggts(add)
+
+
+def shampoos(add):
+    one, two = {"w": (3, 2)}, {"v": (3,), "w": (3, 2)}
+    table, tables = {"e": (5, 2)}, {"e": (5, 2), "b": (4,)}
+    ridge = {"epsilon": 1e-2}
+
+    def shampoo(tag, kinds, dtypes, shapes, kwargs, start=0, optimizer="Shampoo", **more):
+        kwargs = dict({"global_step": STEP, "learning_rate": 0.1}, **kwargs)
+        # What rounding costs grows with the ratio of the squared gradients to epsilon.
+        more = dict(more, shapes=shapes, grad_scale=math.sqrt(kwargs.get("epsilon", 1e-4)))
+        add(optimizer, tag, kwargs, kinds, dtypes, start, **more)
+
+    def dense(tag, dtypes="f64", shapes=one, start=0, **kwargs):
+        shampoo(tag, "dense", dtypes, shapes, kwargs, start)
+
+    def rows(tag, dtypes="f64", shapes=table, **kwargs):
+        shampoo(tag, "dup", dtypes, shapes, kwargs)
+
+    plain = {"global_step": STEP}
+    add("Shampoo", "default", plain, "dense", BOTH, shapes=NO_SCALAR, grad_scale=0.01)
+    dense("lr0.1", BOTH, two)
+    dense("momentum", BOTH, two, gbar_decay=0.9, gbar_weight=0.1)
+    dense("ema", BOTH, two, mat_gbar_decay=0.9, mat_gbar_weight=0.1, **ridge)
+    dense("forget", mat_gbar_decay=0.0, **ridge)
+    dense("alpha1", alpha=1.0, **ridge)
+    dense("eps0.1", epsilon=0.1)
+
+    # Some dimensions too large for a matrix; then all. A zero gradient first: 0 ** -a is not inf.
+    zeros = {"zero_steps": {"v": [0, 1, 8], "w": [0, 2, 9]}}
+    shampoo("mixed", "dense", BOTH, NO_SCALAR, {"max_matrix_size": 2}, **zeros)
+    shampoo("diagonal", "dense", BOTH, two, {"max_matrix_size": 1}, **zeros)
+    dense("diagonal-forget", max_matrix_size=1, mat_gbar_decay=0.0)
+    means = {"gbar_decay": 0.9, "gbar_weight": 0.1, "mat_gbar_decay": 0.95, "mat_gbar_weight": 0.05}
+    means = dict(means, max_matrix_size=2, svd_interval=2, **ridge)
+    dense("mixed-means", shapes={"t": (2, 3, 2)}, **means)
+
+    dense("svd4", BOTH, two, svd_interval=4, **ridge)
+    dense("precond5", BOTH, two, precond_update_interval=5, **ridge)
+    dense("precond5-forget", precond_update_interval=5, mat_gbar_decay=0.0, **ridge)
+    intervals = {"svd_interval": 3, "precond_update_interval": 2, "epsilon": 1e-2}
+    dense("svd3-precond2", BOTH, **intervals)
+    dense("start100", start=100, **intervals)
+
+    # With a matrix + epsilon of small norm, the square root stops after its first iteration.
+    iterative = {"use_iterative_root": True, "epsilon": 0.25}
+    dense("iterative", BOTH, two, **iterative)
+    dense("iterative-small", use_iterative_root=True, precond_update_interval=5)
+    # It wants rank / (2 * alpha) to be whole.
+    root = dict(iterative, alpha=1.0, svd_interval=3)
+    dense("iterative-svd3", gbar_decay=0.9, gbar_weight=0.1, **root)
+
+    of = lambda expression: {"$fn_of_T": expression}
+    matrix_means = {"mat_gbar_decay": of("(T - 1.0) / T"), "mat_gbar_weight": of("1.0 / T")}
+    means = {"gbar_decay": of("T / (T + 1.0)"), "gbar_weight": of("1.0 / (T + 1.0)")}
+    rates = {"learning_rate": of("0.2 / (1.0 + 0.1 * T)"), "alpha": of("0.5 - 0.1 / T")}
+    schedules = dict(dict(matrix_means, **means), **dict(rates, **ridge))
+    dense("schedules", "f32", two, max_matrix_size=2, **schedules)
+    dense("schedules", "f64", NO_SCALAR, max_matrix_size=2, **schedules)
+    dense("schedules-start100", start=100, **schedules)
+    seldom = {"precond_update_interval": of("where(T < 10.0, 1.0, 4.0)"), "epsilon": 1e-2}
+    dense("precond-schedule", BOTH, **seldom)
+    dense("precond-schedule-svd2", svd_interval=2, **dict(seldom, **matrix_means))
+
+    dense("ranks", shapes={"q": (2, 3, 1, 2), "p": (2, 1, 2, 2, 2)}, **ridge)
+    ones = {"a": (1,), "b": (1, 1), "c": (3, 1)}
+    dense("ones", shapes=ones)
+    dense("ones-iterative", shapes=ones, **iterative)
+
+    # They stay rows if they are too many for a matrix and gbar_decay is the number 0.
+    rows("densified", BOTH, tables)
+    zeros = {"zero_steps": {"e": [0, 1, 9], "b": [0, 3]}}
+    shampoo("rows", "sparse", "f64", tables, {"max_matrix_size": 2}, **zeros)
+    shampoo("rows", "dup", BOTH, tables, {"max_matrix_size": 2}, **zeros)
+    rows("rows-mixed", shapes={"u": (4, 2, 3)}, max_matrix_size=2)
+    weights = {"max_matrix_size": 2, "gbar_weight": 0.5, "mat_gbar_weight": 0.2}
+    rows("rows-intervals", **dict(intervals, **weights))
+    rows("rows-diagonal", max_matrix_size=1)
+    rows("rows-iterative", max_matrix_size=2, **iterative)
+    rows("rows-momentum", max_matrix_size=2, gbar_decay=0.9)
+    rows("rows-schedules", max_matrix_size=2, **schedules)
+
+    # Its mat_gbar_decay and mat_gbar_weight are not what they are called.
+    decay = {"weight_decay": 0.01}
+    shampoo("wd0.01", "dense", BOTH, two, decay, optimizer="ShampooW")
+    few = dict(decay, max_matrix_size=2)
+    shampoo("rows", "dup", "f64", table, few, optimizer="ShampooW")
+
+
+def ggts(add):
+    def ggt(tag, dtypes="f64", shapes={"v": (3,), "w": (3, 2)}, start=0, scale=0.1, **kwargs):
+        # Nothing orders its reads and writes of variables that are not resource variables.
+        more = {"shapes": shapes, "grad_scale": scale, "variables": "resource"}
+        add("GGT", tag, kwargs, "dense", dtypes, start, **more)
+
+    # What rounding costs grows with the ratio of the squared gradients to svd_eps.
+    ggt("default", BOTH, NO_SCALAR, scale=0.01)
+    other = {"learning_rate": 0.01, "beta1": 0.5, "svd_eps": 1e-4, "sigma_eps": 1e-3}
+    ggt("window4", BOTH, window=4, **other)
+    ggt("window1", window=1, **other)
+    ggt("window40", shapes={"w": (3, 2)}, window=40, **other)
+    ggt("falling", "f32", svd_eps=1e-2, learning_rate=FALLING)
+    ggt("start100", svd_eps=1e-2, learning_rate=FALLING, start=100)
+    # Never above eps; then now and then.
+    ggt("notail", BOTH, window=5, eps=10.0, sigma_eps=0.1, learning_rate=0.01)
+    ggt("sometail", window=3, eps=0.02, svd_eps=1e-4, beta1=0.5, learning_rate=0.01)
+    ggt("big", shapes={"v": (5,), "w": (5, 4)}, window=6, svd_eps=1e-3)
+
+
 def decoupled(add):
     add("AdamW", "wd0.01", {"weight_decay": 0.01}, EVERY, BOTH)
     add("AdamW", "other", dict(OTHER_ADAM, weight_decay=0.1))
@@ -260,9 +381,10 @@ def make_data(case):
     """Start and gradients of every variable, at random but the same in every run."""
     rng = np.random.RandomState(zlib.crc32(case["case"].encode()) & 0x7FFFFFFF)
     data = {}
-    for name, shape in (DENSE if case["kind"] == "dense" else SPARSE).items():
+    usual = DENSE if case["kind"] == "dense" else SPARSE
+    for name, shape in case.get("shapes", usual).items():
         data["init/" + name] = rng.standard_normal(shape)
-        scale = 10.0 ** rng.uniform(-2, 1, size=shape)
+        scale = case.get("grad_scale", 1.0) * 10.0 ** rng.uniform(-2, 1, size=shape)
         if case["kind"] == "dense":
             zeros_from = case.get("zeros_from", 0)
             data["grad/" + name] = dense_gradients(rng, shape, scale, zeros_from)
@@ -316,6 +438,8 @@ def resolve(value, scope):
         return scope.global_step
     if "$of_step" in value:
         return eval(value["$of_step"], {}, {"k": tf.cast(scope.global_step, tf.float32)})
+    if "$fn_of_T" in value:
+        return functools.partial(schedule_of_shampoo, value["$fn_of_T"])
     if "$sign_decay" in value:
         return SIGN_DECAYS[value["$sign_decay"]](**value["args"])
     if "$tensor" in value:
@@ -323,6 +447,12 @@ def resolve(value, scope):
     if "$var_dict" in value:
         return {scope.variables[name]: axes for name, axes in value["$var_dict"].items()}
     return make_optimizer(value["$opt"], value["kwargs"], scope)
+
+
+def schedule_of_shampoo(expression, t):
+    """A schedule of Shampoo's at its step ``t``, in float32 even if the patch is on."""
+    names = {"T": tf.cast(t, tf.float32), "where": tf.where}
+    return tf.cast(eval(expression, {}, names), t.dtype)
 
 
 def make_optimizer(name, kwargs, scope):
@@ -355,15 +485,51 @@ def find_slots(optimizer, variables):
     if type(optimizer).__name__ == "MovingAverageOptimizer":
         averages = [("average", n, optimizer._ema.average(v)) for n, v in variables.items()]
         return find_slots(optimizer._optimizer, variables) + averages
+    if type(optimizer).__name__ == "GGTOptimizer":
+        wholes = {"moment1": optimizer._get_moment1(), "grad_buffer": optimizer._get_grad_buffer()}
+        start = {n: optimizer.index_dict[v.name] for n, v in variables.items()}
+        return [
+            (s, n, part(whole, start[n], v.shape, n + "/" + s))
+            for s, whole in wholes.items()
+            for n, v in variables.items()
+        ]
     names = optimizer.get_slot_names()
-    return [(s, n, optimizer.get_slot(v, s)) for s in names for n, v in variables.items()]
+    slots = [(s, n, optimizer.get_slot(v, s)) for s in names for n, v in variables.items()]
+    # Shampoo's are as many as a variable has dimensions.
+    return [(s, n, kept) for s, n, kept in slots if kept is not None]
+
+
+def part(whole, start, shape, name):
+    """What belongs to one variable, where all of them lie in a row along the last axis."""
+    piece = whole[..., start : start + shape.num_elements()]
+    return tf.reshape(piece, whole.shape[:-1].concatenate(shape), name=name)
+
+
+@contextlib.contextmanager
+def shampoo_in_float64():
+    """Its cast of the step, its identities and its zeros are float64 where they were float32."""
+    with contextlib.ExitStack() as stack:
+        for user, used, changes in (
+            (shampoo, "dtypes", {"float32": tf.float64}),
+            (shampoo, "linalg_ops", {"eye": functools.partial(tf.eye, dtype=tf.float64)}),
+            (shampoo, "array_ops", {"zeros": functools.partial(tf.zeros, dtype=tf.float64)}),
+            (matrix_functions, "linalg_ops", {"eye": functools.partial(tf.eye, dtype=tf.float64)}),
+        ):
+            changed = types.SimpleNamespace(**dict(vars(getattr(user, used)), **changes))
+            stack.enter_context(unittest.mock.patch.object(user, used, changed))
+        yield
 
 
 def run(case, data, dtype):
     """Trains with the original; gives the parameters of every step, and the slots' description."""
     arrays = {}
-    with tf.Graph().as_default(), tf.device("/cpu:0"):
+    patch = contextlib.ExitStack()
+    if dtype == "float64" and case["optimizer"] in PATCHED:
+        patch.enter_context(shampoo_in_float64())
+    with patch, tf.Graph().as_default(), tf.device("/cpu:0"):
         resource = case.get("variables") == "resource"
+        # The optimizer's own variables, too.
+        tf.get_variable_scope().set_use_resource(resource)
         start = np.int64(case["global_step_start"])
         global_step = tf.get_variable(
             "global_step", initializer=start, trainable=False, use_resource=resource
@@ -434,6 +600,8 @@ def record(case, folder):
     meta = dict(case, slots=slots, steps=STEPS, tf_version=tf.__version__)
     if find(case["optimizer"]).__module__.startswith("returnn."):
         meta["returnn_version"] = sys.modules["returnn"].__version__
+    if case["dtype"] == "float64" and case["optimizer"] in PATCHED:
+        meta["patched"] = True
     if case["dtype"] == "float32" and case["optimizer"] not in FLOAT32_ONLY:
         exact, _ = run(case, data, "float64")
         meta["rounding"] = max(relative_error(arrays[k], exact[k]) for k in exact)
