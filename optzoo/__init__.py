@@ -71,6 +71,11 @@ from .proximal.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from .proximal.proximal_gradient_descent import (
     proximal_gradient_descent as proximal_gradient_descent,
 )
+from .second_order.ggt import ggt as ggt
+from .second_order.ggt import scale_by_ggt as scale_by_ggt
+from .second_order.shampoo import blocked_shampoo as blocked_shampoo
+from .second_order.shampoo import scale_by_shampoo as scale_by_shampoo
+from .second_order.shampoo import shampoo as shampoo
 from .wrappers.moving_average import eval_params as eval_params
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.moving_average import swap as swap

@@ -30,6 +30,8 @@ from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
 from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
+from .second_order.ggt import ggt
+from .second_order.shampoo import blocked_shampoo, shampoo
 
 
 class Entry(NamedTuple):
@@ -38,10 +40,11 @@ class Entry(NamedTuple):
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     rows: str  # what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear"
     rate: float  # a learning rate that suits small problems; the middle of the race's grid
-    original: str  # the class it equals
+    original: str | None  # the class it equals; None for what is our own
     l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
     required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
     needs_global_step: bool = False  # update(..., global_step=) must be given
+    static: tuple[str, ...] = ()  # numbers that decide about shapes: optax cannot inject them
 
     def make(self, learning_rate: optax.ScalarOrSchedule | None = None, **kwargs: Any):
         """The optimizer at its usual settings, or at others."""
@@ -69,8 +72,12 @@ CATALOG: dict[str, Entry] = {
     ),
     "add_sign": Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
     "amsgrad": Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
+    "blocked_shampoo": Entry(
+        blocked_shampoo, "dense", 0.01, None, static=("block_size", "max_matrix_size")
+    ),
     "custom_adam": Entry(custom_adam, "lazy", 0.01, f"{_RETURNN}.CustomAdamOptimizer"),
     "ftrl": Entry(ftrl, "lazy", 0.1, f"{_TRAIN}.FtrlOptimizer", l1_of_the_sum=True),
+    "ggt": Entry(ggt, "dense", 0.01, f"{_CONTRIB}.GGTOptimizer", static=("window",)),
     "grad_variance_scaled": Entry(
         grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"
     ),
@@ -100,6 +107,9 @@ CATALOG: dict[str, Entry] = {
     ),
     "reg_adagrad": Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
     "rmsprop": Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
+    "shampoo": Entry(
+        shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)
+    ),
 }
 
 
@@ -107,6 +117,8 @@ def markdown_table() -> str:
     """The optimizers as the README shows them."""
     lines = ["| optimizer | what it is | original | rows |", "|---|---|---|---|"]
     for name, entry in CATALOG.items():
-        summary = (entry.factory.__doc__ or "").split(", as in")[0].strip()
-        lines.append(f"| `{name}` | {summary} | `{entry.original}` | {entry.rows} |")
+        first_line = (entry.factory.__doc__ or "").splitlines()[0]
+        summary = first_line.split(", as in")[0].removesuffix(".")
+        original = "our own" if entry.original is None else f"`{entry.original}`"
+        lines.append(f"| `{name}` | {summary} | {original} | {entry.rows} |")
     return "\n".join(lines) + "\n"

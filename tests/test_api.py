@@ -9,7 +9,7 @@ import pytest
 import optzoo
 
 PACKAGE = pathlib.Path(optzoo.__file__).parent
-FAMILIES = ["first_order", "layerwise", "proximal"]
+FAMILIES = ["first_order", "layerwise", "proximal", "second_order"]
 NAMES = [n for n, v in vars(optzoo).items() if not n.startswith("_") and not inspect.ismodule(v)]
 
 

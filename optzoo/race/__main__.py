@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..catalog import CATALOG
 from . import report, session
-from .problems import PROBLEMS
+from .problems import PROBLEMS, USUAL
 from .runner import Settings
 
 
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list()
         return 0
-    problems = _known(parser, "problem", args.problem, PROBLEMS)
-    optimizers = _known(parser, "optimizer", args.optimizers, CATALOG)
+    problems = _known(parser, "problem", args.problem or USUAL, PROBLEMS)
+    optimizers = _known(parser, "optimizer", args.optimizers or CATALOG, CATALOG)
     settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains the same models on real data with every optimizer, side by side.",
     )
     many = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--problem", **many, help="only these problems")
+    parser.add_argument("--problem", **many, help="these problems, not the usual ones")
     parser.add_argument("--optimizers", **many, help="only these optimizers")
     parser.add_argument(
         "--rates",
@@ -94,9 +94,9 @@ def _count(text: str) -> int:
 
 
 def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -> list[str]:
-    """The names, or all; an unknown one ends the command naming its nearest."""
+    """The names; an unknown one ends the command naming its nearest."""
     # Commas are as good as spaces.
-    names = [part for name in names for part in name.split(",") if part] if names else list(known)
+    names = [part for name in names for part in name.split(",") if part]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
@@ -108,10 +108,11 @@ def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -
 def _list() -> None:
     print("problems")
     for name, make in PROBLEMS.items():
-        print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}")
+        when = "" if name in USUAL else " Only if named."
+        print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}{when}")
     print("optimizers")
     for name, entry in CATALOG.items():
-        print(f"  {name:20} {entry.original}")
+        print(f"  {name:20} {entry.original or ''}".rstrip())
 
 
 class _Screen:

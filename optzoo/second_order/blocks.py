@@ -22,8 +22,8 @@ class Blocks(NamedTuple):
         return tuple(math.ceil(d / n) for d, n in zip(self.dims, self.parts, strict=True))
 
     @property
-    def count(self) -> int:
-        """The number of blocks."""
+    def number(self) -> int:
+        """Of blocks."""
         return math.prod(self.parts)
 
     @property
@@ -37,26 +37,26 @@ class Blocks(NamedTuple):
 
     def stack(self, *shape: int) -> tuple[int, ...]:
         """The shape in which the state keeps an array of this shape for each block."""
-        return shape if self.count == 1 else (self.count, *shape)
+        return shape if self.number == 1 else (self.number, *shape)
 
     def unstack(self, a: Array) -> Array:
         """Such an array with an axis for the blocks, even if there is only one."""
-        return a[None] if self.count == 1 else a
+        return a[None] if self.number == 1 else a
 
     def restack(self, a: Array) -> Array:
         """The array as the state keeps it."""
-        return a[0] if self.count == 1 else a
+        return a[0] if self.number == 1 else a
 
     def split(self, x: Array) -> Array:
-        """The blocks of ``x``, of shape ``(count, *sizes)``."""
+        """The blocks of ``x``, of shape ``(number, *sizes)``."""
         x = x.reshape(self.dims)
         padded = [n * size for n, size in zip(self.parts, self.sizes, strict=True)]
         if tuple(padded) != self.dims:
             x = jnp.pad(x, [(0, p - d) for p, d in zip(padded, self.dims, strict=True)])
-        if self.count > 1:
+        if self.number > 1:
             x = x.reshape([n for pair in zip(self.parts, self.sizes, strict=True) for n in pair])
             x = x.transpose(*range(0, x.ndim, 2), *range(1, x.ndim, 2))
-        return x.reshape(self.count, *self.sizes)
+        return x.reshape(self.number, *self.sizes)
 
     def join(self, blocks: Array) -> Array:
         """The array whose blocks these are."""
@@ -88,9 +88,15 @@ def cut(
     if merge_dims:
         dims = _merged(dims, limit)
     full = tuple(d <= max_matrix_size for d in dims)
-    parts = tuple(max(1, math.ceil(d / limit)) if f else 1 for d, f in zip(dims, full, strict=True))
+    parts = tuple(_parts(d, limit) if f else 1 for d, f in zip(dims, full, strict=True))
     preconditioned = 0 not in dims and not (skip_vectors and len(dims) == 1)
     return Blocks(shape, dims, parts, full, preconditioned)
+
+
+def _parts(d: int, limit: int) -> int:
+    """Into how many to cut ``d``: as few as can be, or up to a quarter more if they divide it."""
+    least = math.ceil(d / limit) if d > limit else 1
+    return next((n for n in range(least, least + least // 4 + 1) if d % n == 0), least)
 
 
 def _merged(dims: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """When, where and in which batches the roots of many matrices are computed."""
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# root(a, rank) -> the roots of a stack of matrices, and which of them can be used
-Root = Callable[[Array, int], tuple[Array, Array]]
+# root(a, rank=n) -> the roots of a stack of matrices, and which of them can be used
+Root = Callable[..., tuple[Array, Array]]
+
+CHUNK = 2**24  # elements whose roots are computed at once: 64 matrices of 512 x 512
 
 
 def is_due(step: Any, interval: Any) -> Any:
@@ -45,74 +48,100 @@ def refresh(
         stagger: whether each step refreshes a share of the roots, rather than one step all.
         axis_name: of replicas with equal matrices, each of which computes a share of the roots.
     """
-    batches = defaultdict(list)
+    batches = defaultdict[tuple[int, int], list[int]](list)
     for i, (a, rank) in enumerate(zip(matrices, ranks, strict=True)):
         batches[a.shape[-1], rank].append(i)
-    compute = functools.partial(_over_replicas, root=root, axis_name=axis_name)
 
     def roots(old):
         new, unusable, turns = list(old), jnp.zeros([], jnp.int32), 0
         for (_, rank), members in batches.items():
-            a, h = (jnp.concatenate([xs[i] for i in members]) for xs in (matrices, old))
+            number = sum(len(matrices[i]) for i in members)
+            of_rank = functools.partial(root, rank=rank)
+            compute = functools.partial(_over_replicas, root=of_rank, axis_name=axis_name)
+
+            def work(old, share=None, members=members, compute=compute):
+                return _replace([matrices[i] for i in members], old, share, compute)
+
+            olds = [old[i] for i in members]
             if stagger:
-                size = math.ceil(len(a) / interval)
+                size = math.ceil(number / interval)
                 # Small batches take their turns one after the other.
                 turn = jnp.mod(step - 1 - turns, interval)
-                turns += math.ceil(len(a) / size)
-                h, missed = _one_share(a, h, rank, turn, size, compute)
+                turns += math.ceil(number / size)
+                mine = functools.partial(work, share=(turn * size, size))
+                olds, missed = jax.lax.cond(turn * size < number, mine, _nothing, olds)
             else:
-                h, missed = compute(a, h, rank)
+                olds, missed = work(olds)
             unusable += missed
-            ends = [*_running_sum(len(old[i]) for i in members)]
-            for i, end in zip(members, ends, strict=True):
-                new[i] = h[end - len(old[i]) : end]
+            for i, h in zip(members, olds, strict=True):
+                new[i] = h
         return new, unusable
 
     due = True if stagger else is_due(step, interval)
     if due is True:
         return roots(list(old))
-    nothing = lambda old: (old, jnp.zeros([], jnp.int32))
-    return jax.lax.cond(due, roots, nothing, list(old))
+    return jax.lax.cond(due, roots, _nothing, list(old))
 
 
-def _running_sum(numbers):
-    total = 0
-    for n in numbers:
-        total += n
-        yield total
+def _nothing(old):
+    return old, jnp.zeros([], jnp.int32)
 
 
-def _one_share(a, h, rank, turn, size, compute):
-    """The ``turn``-th share of ``size`` roots, if there are so many."""
+def _replace(matrices, old, share, compute):
+    """The roots where they can be used, and how many cannot; of all, or of ``(start, size)``."""
+    a = jnp.concatenate(matrices)
+    fresh = jnp.ones(len(a), bool)
+    if share is None:
+        new, ok = compute(a)
+    else:
+        start, size = share
+        padded = _pad(a, math.ceil(len(a) / size) * size)
+        part, ok = compute(jax.lax.dynamic_slice_in_dim(padded, start, size))
+        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
+        new = put(jnp.zeros_like(padded), part)[: len(a)]
+        ok = put(jnp.zeros(len(padded), bool), ok)[: len(a)]
+        fresh = (jnp.arange(len(a)) >= start) & (jnp.arange(len(a)) < start + size)
+    ends = list(itertools.accumulate(map(len, old)))
+    replaced = [
+        jnp.where(ok[end - len(h) : end, None, None], new[end - len(h) : end].astype(h.dtype), h)
+        for h, end in zip(old, ends, strict=True)
+    ]
+    return replaced, jnp.sum(fresh & ~ok, dtype=jnp.int32)
 
-    def work(h):
-        share = lambda x: jax.lax.dynamic_slice_in_dim(x, turn * size, size)
-        new, unusable = compute(share(a), share(h), rank)
-        return jax.lax.dynamic_update_slice_in_dim(h, new, turn * size, axis=0), unusable
 
-    nothing = lambda h: (h, jnp.zeros([], jnp.int32))
-    return jax.lax.cond(turn * size < len(a), work, nothing, h)
-
-
-def _over_replicas(a, h, rank, *, root, axis_name):
-    """All roots; each replica computes its share."""
+def _over_replicas(a, *, root, axis_name):
+    """The roots of a stack, of which each replica computes its share."""
     if axis_name is None:
-        return _usable(a, h, rank, root)
+        return _in_chunks(a, root)
     replicas = jax.lax.psum(1, axis_name)
     size = math.ceil(len(a) / replicas)
     start = jax.lax.axis_index(axis_name) * size
-    fill = jnp.eye(a.shape[-1], dtype=a.dtype)
-    fill = jnp.broadcast_to(fill, (replicas * size - len(a), *fill.shape))
-    share = lambda x: jax.lax.dynamic_slice_in_dim(
-        jnp.concatenate([x, fill.astype(x.dtype)]), start, size
-    )
-    mine, unusable = _usable(share(a), share(h), rank, root)
-    none = jnp.zeros((replicas * size, *a.shape[1:]), mine.dtype)
-    shares = jax.lax.dynamic_update_slice_in_dim(none, mine, start, axis=0)
+    padded = _pad(a, replicas * size)
+    mine = _in_chunks(jax.lax.dynamic_slice_in_dim(padded, start, size), root)
     # A sum of disjoint shares gathers them, and JAX knows that it is the same on all replicas.
-    return jax.lax.psum((shares[: len(a)], unusable), axis_name)
+    nothing = jnp.zeros_like(padded), jnp.zeros(len(padded), jnp.int32)
+    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
+        whole, part.astype(whole.dtype), start, axis=0
+    )
+    new, ok = jax.lax.psum(jax.tree.map(put, nothing, mine), axis_name)
+    return new[: len(a)], ok[: len(a)] > 0
 
 
-def _usable(a, h, rank, root):
-    new, ok = root(a, rank)
-    return jnp.where(ok[:, None, None], new.astype(h.dtype), h), jnp.sum(~ok, dtype=jnp.int32)
+def _in_chunks(a, root):
+    """The roots of a stack, so many at a time that their temporaries stay small."""
+    pieces = math.ceil(a.size / CHUNK)
+    if pieces <= 1:
+        return root(a)
+    size = math.ceil(len(a) / pieces)
+    chunks = _pad(a, pieces * size).reshape(pieces, size, *a.shape[1:])
+    new, ok = jax.lax.map(root, chunks)
+    return new.reshape(-1, *a.shape[1:])[: len(a)], ok.reshape(-1)[: len(a)]
+
+
+def _pad(a, number):
+    """The stack with identities at its end, so that there are ``number``."""
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
+    missing = number - len(a)
+    return (
+        jnp.concatenate([a, jnp.broadcast_to(identity, (missing, *a.shape[1:]))]) if missing else a
+    )

@@ -30,7 +30,7 @@ def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Ar
     powers = jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, a.dtype)
     roots = matmul(v * powers[:, None], v.mT)
     # Are these the eigenvectors? One product with a vector tells, for a fraction of a matrix's.
-    probe = jnp.cos(jnp.arange(a.shape[-1], dtype=a.dtype))[None, :, None]
+    probe = _probe(a)
     error = matmul(a, probe) - matmul(v, eigenvalues[:, :, None] * matmul(v.mT, probe))
     allowed = RESIDUAL * jnp.sqrt(a.shape[-1]) * largest
     return roots, _finite(roots) & jnp.all(jnp.abs(error[:, :, 0]) <= allowed, axis=1)
@@ -42,10 +42,10 @@ def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, 
     scale = jnp.max(jnp.abs(a), axis=(1, 2))
     scale = jnp.where(scale > 0, scale, 1) if relative else jnp.maximum(scale, epsilon)
     scale = jnp.ldexp(jnp.ones_like(scale), jnp.frexp(scale)[1] - 1)[:, None]
-    a = a / scale[:, None]
+    a = a / scale[:, :, None]
     ridge = _ridge(_largest(a), epsilon, True) if relative else epsilon / scale
     roots, ok = jax.vmap(lambda a: _newton(a, p))(_add(a, ridge))
-    roots = roots * (scale ** (-1 / p))[:, None]
+    roots = roots * (scale ** (-1 / p))[:, :, None]
     return roots, ok & _finite(roots)
 
 
@@ -70,10 +70,16 @@ METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
 }
 
 
+def _probe(a: Array) -> Array:
+    """A vector in no special direction."""
+    return jnp.cos(jnp.arange(a.shape[-1], dtype=a.dtype))[None, :, None]
+
+
 def _largest(a: Array) -> Array:
     """The largest eigenvalue, by power iteration from the sums of the rows."""
     unit = lambda v: v / jnp.maximum(jnp.linalg.norm(v, axis=1, keepdims=True), 1e-30)
-    v = unit(jnp.sum(jnp.abs(a), axis=2, keepdims=True))
+    # Unevenly weighted: two classes give [[1, -1], [-1, 1]], whose even sums it maps to zero.
+    v = unit(jnp.sum(jnp.abs(a), axis=2, keepdims=True) * (2 + _probe(a)))
     v = jax.lax.fori_loop(0, 20, lambda _, v: unit(matmul(a, v)), v)
     return jnp.linalg.norm(matmul(a, v), axis=1)
 
@@ -85,7 +91,7 @@ def _ridge(largest: Array, epsilon: float, relative: bool) -> Array:
 
 
 def _add(a: Array, ridge: Array) -> Array:
-    return a + ridge[:, None] * jnp.eye(a.shape[-1], dtype=a.dtype)
+    return a + ridge[:, :, None] * jnp.eye(a.shape[-1], dtype=a.dtype)[None]
 
 
 def _finite(a: Array) -> Array:
@@ -94,6 +100,8 @@ def _finite(a: Array) -> Array:
 
 def _newton(a: Array, p: int) -> tuple[Array, Array]:
     """Guo and Higham, A Schur-Newton Method for the Matrix p-th Root and its Inverse, 2006."""
+    if len(a) == 1:
+        return a ** (-1 / p), jnp.isfinite(a[0, 0])
     identity = jnp.eye(len(a), dtype=a.dtype)
     distance = lambda m: jnp.max(jnp.abs(m - identity))
     z = (1 + p) / (2 * jnp.linalg.norm(a))
@@ -121,7 +129,8 @@ def _square_root(a: Array) -> Array:
 
     As the original stops: at the iterate before the error grows, which begins as the norm.
     """
-    identity, norm = jnp.eye(len(a), dtype=a.dtype), jnp.linalg.norm(a)
+    # Made of a: within shard_map its type says on which axes it varies.
+    identity, norm = jnp.zeros_like(a) + jnp.eye(len(a), dtype=a.dtype), jnp.linalg.norm(a)
 
     def going_on(carry):
         i, _, _, _, error, last = carry
@@ -142,11 +151,7 @@ def _square_root(a: Array) -> Array:
 
 def _power(a: Array, p: int) -> Array:
     """A positive integer power, by squaring."""
-    power = None
-    while True:
-        if p % 2:
-            power = a if power is None else matmul(a, power)
-        p //= 2
-        if not p:
-            return power
-        a = matmul(a, a)
+    if p == 1:
+        return a
+    half = _power(matmul(a, a), p // 2)
+    return matmul(a, half) if p % 2 else half

@@ -79,7 +79,6 @@ def scale_by_shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`, which describes the arguments."""
     max_matrix_size = check_size(max_matrix_size=max_matrix_size)
-    start_step = check_size(start_step=start_step)
     block_size = None if block_size is None else check_size(1, block_size=block_size)
     check("in [0, 1]", lambda v: 0 <= v <= 1, gbar_decay=gbar_decay, mat_gbar_decay=mat_gbar_decay)
     check_positive(gbar_weight=gbar_weight, mat_gbar_weight=mat_gbar_weight)
@@ -87,7 +86,7 @@ def scale_by_shampoo(
     intervals = {"svd_interval": svd_interval, "precond_update_interval": precond_update_interval}
     check("at least 1", lambda v: v >= 1, **intervals)
     [grafting_decay] = check_decays(grafting_decay=grafting_decay)
-    check_not_negative(grafting_eps=grafting_eps, momentum=momentum)
+    check_not_negative(grafting_eps=grafting_eps, momentum=momentum, start_step=start_step)
     if grafting not in GRAFTINGS:
         raise ValueError(f"grafting must be one of {GRAFTINGS}, got {grafting!r}")
     if root not in (None, *METHODS):
@@ -121,7 +120,8 @@ def scale_by_shampoo(
     def begin(leaf):
         g, _, s = leaf
         blocks, rows = blocks_of(g.shape), None
-        if is_rows(g) and rows_can_stay and blocks.factors and not blocks.full[0]:
+        of_rows = not blocks.full[0] and blocks.dims[:1] == g.shape[:1]  # not merged
+        if is_rows(g) and rows_can_stay and blocks.factors and of_rows:
             rows = g.coalesce()
             g, s = rows.values, _map_rows(rows.gather, s)
             blocks = blocks.of_rows(len(g))
@@ -162,6 +162,10 @@ def scale_by_shampoo(
             full = jax.lax.cond(due, accumulate, lambda old: (old, old), matrices)
         return tuple(a | b for a, b in zip(full, accumulate(diagonals), strict=True))
 
+    def take_root(a, rank, alpha):
+        order = _order(rank, alpha, root)
+        return METHODS[root](a / a.shape[-1], order, epsilon, relative_epsilon)
+
     def rule(leaves, shared, t, *, T, alpha, **hyper):
         live = [begin(leaf) for leaf in leaves if leaf.g is not None]
         wide = jnp.result_type(jnp.float32, *(work.g for work in live))
@@ -176,10 +180,10 @@ def scale_by_shampoo(
         )
         full = [key for key, a in used.items() if a.ndim == 3]
         new, unusable = refresh(
-            [used[key] / used[key].shape[-1] for key in full],
+            [used[key] for key in full],
             [live[j].slots.H[i] for j, i in full],
             [live[j].rank for j, _ in full],
-            lambda a, rank: METHODS[root](a, _order(rank, alpha, root), epsilon, relative_epsilon),
+            functools.partial(take_root, alpha=alpha),
             step=T,
             interval=svd_interval if isinstance(svd_interval, int) else hyper["svd_interval"],
             stagger=stagger,
@@ -204,7 +208,7 @@ def scale_by_shampoo(
             d, v = graft(b, work.g, s.graft, t, hyper)
             if grafting is not None:
                 p = p * divide(norm(d), norm(p))
-            if start_step:
+            if not _is(start_step, 0):
                 p = jnp.where(start_step < T, p, d)
             m = s.momentum
             if momentum is not None:
@@ -287,9 +291,9 @@ def shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo, as in ``tf.contrib.opt.ShampooOptimizer``, and what large models need beyond it.
 
-    For a gradient :math:`g` of rank :math:`n`, with :math:`\Gamma_i(g)` the Gram matrix of its slices
-    along dimension :math:`i`, of size :math:`d_i`, and :math:`\times_i` the product along that
-    dimension:
+    For a gradient :math:`g` of rank :math:`n`, with :math:`\Gamma_i(g)` the Gram matrix of its
+    slices along dimension :math:`i`, of size :math:`d_i`, and :math:`\times_i` the product along
+    that dimension:
 
     .. math::
         b_t &= \gamma_t\, b_{t-1} + w_t\, g_t \\
@@ -333,7 +337,7 @@ def shampoo(
             newton elsewhere), or None: what ``use_iterative_root`` says.
         relative_epsilon: whether ``epsilon`` is a share of the largest eigenvalue.
         block_size: cuts dimensions larger than this, and not larger than ``max_matrix_size``, into
-            equal blocks, each with statistics of its own; None cuts none.
+            equal blocks, each with statistics of its own; None cuts none. Structural.
         merge_dims: merges neighbouring dimensions as long as they fit in a block: a kernel of
             shape (3, 3, 64, 128) has the two of (576, 128).
         skip_vectors: no preconditioner for vectors and scalars.
@@ -348,8 +352,8 @@ def shampoo(
         start_step: until and with this step the simpler optimizer's step itself is taken, or
             :math:`b` without grafting.
         weight_decay: :math:`\lambda`, at least 0: adds :math:`\lambda x_{t-1}` to what is
-            multiplied by the rate; None for none. (:func:`optzoo.decoupled_weight_decay` around it is
-            the original's ``ShampooW``, without the rate.)
+            multiplied by the rate; None for none. (The original's ``ShampooW``, whose decay is not
+            times the rate, is :func:`optzoo.decoupled_weight_decay` around it.)
         mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
             for all.
         axis_name: of replicas that have the same gradients: each computes its share of the roots.
@@ -361,17 +365,17 @@ def shampoo(
 
     References:
         Gupta et al., `Shampoo: Preconditioned Stochastic Tensor Optimization
-        <https://arxiv.org/abs/1802.09568>`_, 2018; Anil et al., `Scalable Second Order Optimization for
-        Deep Learning <https://arxiv.org/abs/2002.09018>`_, 2020 (blocks, grafting, intervals); Shi et
-        al., `A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer
-        <https://arxiv.org/abs/2309.06497>`_, 2023.
+        <https://arxiv.org/abs/1802.09568>`_, 2018; Anil et al., `Scalable Second Order
+        Optimization for Deep Learning <https://arxiv.org/abs/2002.09018>`_, 2020 (blocks,
+        grafting, intervals).
 
     Differences from the original:
         The step counts by itself; the original's default ``global_step=0`` is a constant, with
-        which intervals above 1 never come. Scalars work. ``svd_interval`` may be a schedule. Unusable
-        roots are not used. Row-sparse gradients with ``mat_gbar_decay`` other than 1 become dense
-        instead of an ``AssertionError``; those of resource variables, which the original ignores,
-        move as those of others. ``ShampooW`` there passes its arguments on in the wrong order.
+        which intervals above 1 never come. Scalars work. ``svd_interval`` may be a schedule.
+        Unusable roots are not used. Row-sparse gradients with ``mat_gbar_decay`` other than 1
+        become dense instead of an ``AssertionError``; those of resource variables, which the
+        original ignores, move as those of others. ``ShampooW`` there passes its arguments on in
+        the wrong order.
     """
     direction = scale_by_shampoo(
         max_matrix_size,
@@ -412,8 +416,8 @@ def blocked_shampoo(
     *,
     block_size: int = 512,
     max_matrix_size: int = 8192,
-    root_interval: int = 20,
-    statistics_interval: int = 1,
+    root_interval: optax.ScalarOrSchedule = 20,
+    statistics_interval: optax.ScalarOrSchedule = 1,
     grafting: str | None = "adam",
     grafting_decay: float = 0.999,
     grafting_eps: float = 1e-8,
@@ -426,9 +430,9 @@ def blocked_shampoo(
     mask: Any = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The Shampoo that we recommend: blocked, grafted, with roots now and then.
+    r"""Shampoo for large models: in blocks, grafted, with roots now and then.
 
-    It is :func:`optzoo.shampoo` with other settings:
+    The one to begin with. It is :func:`optzoo.shampoo` with other settings:
 
     .. math::
         b_t &= \beta_1 b_{t-1} + (1 - \beta_1)\, g_t \\
@@ -438,9 +442,9 @@ def blocked_shampoo(
         x_t &= x_{t-1} - \eta_t
             \left(\frac{\lVert a_t \rVert}{\lVert p_t \rVert}\, p_t + \lambda\, x_{t-1}\right)
 
-    for each block of a parameter, where :math:`a_t` is the step of Adam, and the norms are those of
-    the whole parameter. So the rate of a well-tuned Adam is a good start. Vectors and scalars, which
-    have little to gain, take Adam's steps. Neighbouring small dimensions are merged.
+    for each block of a parameter, where :math:`a_t` is the step of Adam, and the norms are those
+    of the whole parameter. So the rate of a well-tuned Adam is a good start. Vectors and scalars,
+    which have little to gain, take Adam's steps. Neighbouring small dimensions are merged.
 
     Beside the parameter it keeps, for each of its elements, about four more numbers in the
     matrices (with square blocks), one for :math:`b`, and one for Adam's mean square;
@@ -454,11 +458,13 @@ def blocked_shampoo(
         b1: :math:`\beta_1`, in [0, 1).
         b2: :math:`\beta_2`, in [0, 1), for each update of the statistics.
         eps: :math:`\epsilon`, positive, relative to the largest eigenvalue.
-        block_size: the largest block's dimension. Larger blocks precondition better, and cost more
-            memory and time. Structural, as are the other integers and flags: they cannot be injected.
+        block_size: the largest dimension of a block. Larger blocks precondition better, and cost
+            more memory and time. Structural: it cannot be injected.
         max_matrix_size: larger dimensions, such as those of a vocabulary, have only a diagonal.
-        root_interval: steps between two refreshes of a root, at least 1.
-        statistics_interval: steps between two updates of the statistics, at least 1.
+            Structural.
+        root_interval: steps between two refreshes of a root, at least 1, a number or a schedule.
+        statistics_interval: steps between two updates of the statistics, at least 1, a number or a
+            schedule.
         grafting: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"`` or None, as in
             :func:`optzoo.shampoo`, as are the rest.
         grafting_decay: of Adam's mean square, in [0, 1).
@@ -478,15 +484,15 @@ def blocked_shampoo(
 
     References:
         Anil et al., `Scalable Second Order Optimization for Deep Learning
-        <https://arxiv.org/abs/2002.09018>`_, 2020; Agarwal et al., `Disentangling Adaptive Gradient
-        Methods from Learning Rates <https://arxiv.org/abs/2002.11803>`_, 2020 (grafting); Shi et al., `A
-        Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer
-        <https://arxiv.org/abs/2309.06497>`_, 2023.
+        <https://arxiv.org/abs/2002.09018>`_, 2020; Agarwal et al., `Disentangling Adaptive
+        Gradient Methods from Learning Rates <https://arxiv.org/abs/2002.11803>`_, 2020
+        (grafting); Shi et al., `A Distributed Data-Parallel PyTorch Implementation of the
+        Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023.
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_positive(eps=eps)
     intervals = {"root_interval": root_interval, "statistics_interval": statistics_interval}
-    intervals = {name: check_size(1, **{name: value}) for name, value in intervals.items()}
+    check("at least 1", lambda v: v >= 1, **intervals)
     return shampoo(
         learning_rate,
         max_matrix_size,
@@ -494,8 +500,8 @@ def blocked_shampoo(
         gbar_weight=1 - b1,
         mat_gbar_decay=b2,
         mat_gbar_weight=1 - b2,
-        svd_interval=intervals["root_interval"],
-        precond_update_interval=intervals["statistics_interval"],
+        svd_interval=root_interval,
+        precond_update_interval=statistics_interval,
         epsilon=eps,
         root=root,
         relative_epsilon=True,
@@ -577,7 +583,9 @@ def _map_rows(f: Any, *slots: ShampooSlots) -> ShampooSlots:
     """``f`` of the slots that have rows as the parameter has."""
     transposed = lambda *xs: f(*(x.T for x in xs)).T  # the blocks' axis comes first there
     first = transposed(*(s.Gbar[0] for s in slots))
-    graft, momentum = (jax.tree.map(f, *column) for column in zip(*(s[3:] for s in slots)))
+    graft, momentum = (
+        jax.tree.map(f, *column) for column in zip(*(s[3:] for s in slots), strict=True)
+    )
     new = slots[-1]
     return ShampooSlots(slots[0].gbar, (first, *new.Gbar[1:]), new.H, graft, momentum)
 

@@ -276,7 +276,8 @@ LABELS = {"table": "a", "layer": ("b", "a")}
 
 
 def inject(entry, rate):
-    return optax.inject_hyperparams(entry.factory)(rate, **entry.required)
+    injected = optax.inject_hyperparams(entry.factory, static_args=entry.static)
+    return injected(rate, **entry.required)
 
 
 COMPOSITIONS = {
@@ -298,7 +299,7 @@ def test_hyperparameters_injected_into_16_bits(entry):
     moved, after = step(rounded, grads, params, state)
     assert avals(after) == avals(state)
     chex.assert_tree_all_finite((moved, after))
-    exact = optax.inject_hyperparams(entry.factory, hyperparam_dtype=jnp.float32)
+    exact = optax.inject_hyperparams(entry.factory, entry.static, hyperparam_dtype=jnp.float32)
     moved, _ = step(exact(entry.rate, **entry.required), grads, params)
     chex.assert_trees_all_close(moved, step(entry.make(), grads, params)[0], rtol=1e-2)
 

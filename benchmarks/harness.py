@@ -1,0 +1,126 @@
+"""What the benchmarks share: one core, memory that stays, contenders that take turns.
+
+Import it before jax.
+"""
+
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import platform
+import random
+import sys
+import time
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+
+# Fresh memory is slow to touch on virtual machines, and users' programs run long: keep what was
+# freed. The C library reads this at its start, so start again.
+_KEEP = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+if not _KEEP.keys() <= os.environ.keys():
+    os.execve(sys.executable, sys.orig_argv, {**_KEEP, **os.environ})
+
+
+def pin(cores: int) -> None:
+    """Keeps to so many cores; before JAX starts its threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
+
+
+def compiled(tx, params, grads):
+    """A donated update, compiled, and what it took and takes; also for shapes only."""
+    import jax
+    import optax
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    times = [time.perf_counter()]
+    traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    program = lowered.compile()
+    times.append(time.perf_counter())
+    trace, lower, compile_ = (b - a for a, b in itertools.pairwise(times))
+    return program, {
+        "trace s": trace,
+        "lower s": lower,
+        "compile s": compile_,
+        "temporaries MB": program.memory_analysis().temp_size_in_bytes / 1e6,
+        "state bytes per parameter": size(state) / count(params),
+    }
+
+
+def contender(tx, params, grads):
+    """``run(k)`` for the k-th turn of an optimizer, and what is known of its program."""
+    import jax
+
+    program, about = compiled(tx, params, grads[0])
+    carry = jax.tree.map(lambda x: x.copy(), (params, tx.init(params)))
+
+    def run(k):
+        nonlocal carry
+        carry = jax.block_until_ready(program(*carry, grads[k % len(grads)]))
+
+    return run, about
+
+
+def size(tree) -> int:
+    """In bytes."""
+    import jax
+
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def count(tree) -> int:
+    """Of elements."""
+    import jax
+
+    return sum(a.size for a in jax.tree.leaves(tree))
+
+
+def take_turns(contenders, rounds):
+    """Seconds of every run of each contender, in a new order each round; the first warms up."""
+    seconds = {name: [] for name in contenders}
+    for k in range(rounds + 1):
+        for name in random.Random(k).sample(list(contenders), len(contenders)):
+            begin = time.perf_counter()
+            contenders[name](k)
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def machine() -> dict[str, str]:
+    """Where and with what a result was measured."""
+    import jax
+    import jaxlib
+    import numpy
+    import optax
+
+    import optzoo
+
+    model = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    versions = {m.__name__: m.__version__ for m in (jax, jaxlib, numpy, optax, optzoo)}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "processor": model,
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def save(name: str, result) -> None:
+    """Writes ``results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    document = {"machine": machine(), **result}
+    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
