@@ -47,6 +47,7 @@ PUBLISHED = {
 
 
 def normal(seed):
+    """Parameters or gradients."""
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES]
 
