@@ -1,0 +1,293 @@
+"""GGT against its formula in NumPy, and what it costs."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optzoo import SparseRows
+from optzoo.second_order.ggt import ggt, scale_by_ggt
+from optzoo.testing.samples import avals, step
+
+# In float32 the tail magnifies rounding as the root of svd_eps says.
+MILD = {"window": 4, "svd_eps": 1e-2}
+
+
+def params():
+    return {"a": jnp.ones((3, 4)), "b": jnp.ones(5), "c": jnp.ones(())}
+
+
+def gradients(k, like):
+    """Of step ``k``: numbers without a pattern between -1 and 1, times a scale that varies."""
+
+    def one(i, x):
+        i = np.arange(x.size).reshape(x.shape) + 100 * i
+        return jnp.asarray((1 + k % 3) * np.sin(1e3 * np.sin(i + 7.3 * k + 1)), x.dtype)
+
+    leaves, treedef = jax.tree.flatten(like)
+    return treedef.unflatten([one(i, x) for i, x in enumerate(leaves)])
+
+
+def run(tx, x, gs):
+    """All updates, and the last state."""
+    state, update, us = tx.init(x), jax.jit(tx.update), []
+    for g in gs:
+        u, state = update(g, state)
+        us.append(u)
+    return us, state
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def original(gs, b1=0.9, window=10, eps=1e-4, svd_eps=1e-6, sigma_eps=1e-2):
+    """The directions as the original computes them."""
+    m, rows, ds = 0, np.zeros((window, len(gs[0]))), []
+    for t, g in enumerate(gs, 1):
+        m = b1 * m + (1 - b1) * g
+        rows[(t - 1) % window] = m
+        big = rows.T / np.sqrt(min(t, window))
+        u, sigma, _ = np.linalg.svd(big.T @ big + svd_eps * np.eye(window))
+        c, least = u.T @ (big.T @ m), np.sqrt(sigma.min())
+        d = big @ (u @ (c / (np.sqrt(sigma) + sigma_eps) ** 3))
+        ds.append(d + (m - big @ (u @ (c / sigma))) / least if least > eps else d)
+    return ds
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": 5},
+        {"window": 4, "b1": 0.5, "svd_eps": 1e-4, "sigma_eps": 1e-3},
+        {"window": 4, "eps": 0.3},  # sometimes above, sometimes below the least singular value
+        {"window": 1, "eps": 10.0, "sigma_eps": 0.0},
+    ],
+    ids=lambda s: ",".join(map(str, s.values())),
+)
+def test_formula(x64, settings):
+    with x64(True):
+        gs = [gradients(k, params()) for k in range(15)]
+        us, _ = run(scale_by_ggt(**settings), params(), gs)
+        for got, want in zip(us, original([flat(g) for g in gs], **settings), strict=True):
+            np.testing.assert_allclose(flat(got), want, rtol=1e-9, atol=1e-9)
+
+
+def test_formula_in_float32():
+    gs = [gradients(k, params()) for k in range(15)]
+    us, _ = run(scale_by_ggt(window=5), params(), gs)
+    for got, want in zip(us, original([flat(g) for g in gs], window=5), strict=True):
+        np.testing.assert_allclose(flat(got), want, rtol=0, atol=2e-3 * np.abs(want).max())
+
+
+def test_gram_matrix_is_that_of_the_windows():
+    """Also where a parameter had no gradient, or rows."""
+    tx, gs = scale_by_ggt(window=4), [gradients(k, params()) for k in range(11)]
+    gs[5] |= {"a": None, "c": None}
+    gs[6] |= {"a": SparseRows(jnp.array([2, 0, 2]), jnp.ones((3, 4)), 3)}
+    gs[10] |= {"b": None}
+    state = tx.init(params())
+    for g in gs:
+        u, new = tx.update(g, state)
+        for name in g:
+            assert (u[name] is None) == (g[name] is None)
+            if g[name] is None:
+                chex.assert_trees_all_equal(
+                    *(
+                        jax.tree.map(
+                            lambda slot, name=name: slot[name],
+                            tuple(s.slots),
+                            is_leaf=lambda t: isinstance(t, dict),
+                        )
+                        for s in (new, state)
+                    )
+                )
+        state = new
+        rows = [w.reshape(4, -1) for w in jax.tree.leaves(state.slots.grad_buffer)]
+        want = sum(np.asarray(r, float) @ np.asarray(r, float).T for r in rows)
+        np.testing.assert_allclose(state.shared["gram"], want, rtol=1e-5, atol=1e-6)
+
+
+def test_only_the_concatenation_matters():
+    """Neither the order of parameters nor how a vector is cut."""
+    tx, whole = scale_by_ggt(**MILD), jnp.ones(12)
+    gs = [gradients(k, whole) for k in range(9)]
+    want, _ = run(tx, whole, gs)
+    cut = lambda v: {"z": v[:4].reshape(2, 2), "a": v[4:11], "m": v[11]}
+    got, _ = run(tx, cut(whole), [cut(g) for g in gs])
+    chex.assert_trees_all_close(got, [cut(u) for u in want], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_dense_gradients():
+    rows = SparseRows(jnp.array([2, 0, 2]), jnp.arange(12.0).reshape(3, 4), 3)
+    tx, x, dense = ggt(**MILD), params(), gradients(0, params())
+    got = step(tx, dense | {"a": rows}, x)
+    chex.assert_trees_all_equal(got, step(tx, dense | {"a": rows.to_dense()}, x))
+
+
+# Numbers
+
+LARGE = [("float16", 6e4), ("float32", 1e15)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 6e4), ("float32", 1e15)])
+def test_the_first_step_is_a_unit_vector_however_large_the_gradient(dtype, size):
+    g = jnp.asarray(size * np.cos(np.arange(7)), dtype)
+    u, _ = scale_by_ggt().update(g, scale_by_ggt().init(g))
+    np.testing.assert_allclose(u, g / jnp.linalg.norm(g.astype("float32")), rtol=1e-2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"eps": 0.0, "sigma_eps": 0.0, "svd_eps": 1e-30}])
+def test_zero_gradients_give_zero_updates(settings):
+    x = jax.tree.map(jnp.zeros_like, params())
+    us, state = run(ggt(**settings), x, [x, x])
+    chex.assert_trees_all_equal(us, [x, x])
+    chex.assert_tree_all_finite(state)
+
+
+def test_dtypes_mix_and_sizes_are_any():
+    x = {
+        "half": jnp.ones((2, 3), "float16"),
+        "brain": jnp.ones(4, "bfloat16"),
+        "single": jnp.ones(()),
+        "none": jnp.ones((0, 3)),
+    }
+    tx, state = scale_by_ggt(**MILD), scale_by_ggt(**MILD).init(x)
+    for slot in state.slots:
+        assert {name: a.dtype for name, a in slot.items()} == {n: a.dtype for n, a in x.items()}
+    for k in range(6):
+        g = gradients(k, x)
+        u, new = tx.update(g | {"brain": g["brain"].astype("float32")}, state)
+        assert avals(new) == avals(state)
+        assert u["half"].dtype == "float16" and u["brain"].dtype == "float32"
+        chex.assert_tree_all_finite(u)
+        state = new
+    gs = [gradients(k, jax.tree.map(lambda x: x.astype("float32"), x)) for k in range(6)]
+    want = original([flat(g) for g in gs], **MILD)[-1]
+    np.testing.assert_allclose(flat(u), want, atol=0.05 * np.abs(want).max())
+
+
+def test_window_of_16_bits():
+    """Half the bytes; a direction within one part in a hundred; and the tail magnifies nothing."""
+    x = {"a": jnp.ones((30, 40)), "b": jnp.ones(300)}
+    gs = [gradients(k, x) for k in range(12)]
+    (us, state), (want, wide) = (
+        run(scale_by_ggt(window_dtype=dtype), x, gs) for dtype in ("bfloat16", None)
+    )
+    for narrow, full in zip(*(s.slots.grad_buffer.values() for s in (state, wide)), strict=True):
+        assert narrow.dtype == "bfloat16" and 2 * narrow.nbytes == full.nbytes
+    assert state.slots.moment1["a"].dtype == "float32"
+    for got, exact in zip(us, want, strict=True):
+        error = np.linalg.norm(flat(got) - flat(exact)) / np.linalg.norm(flat(exact))
+        assert error < 0.01
+
+
+# Cost
+
+
+def compiled(tx, x, donate=(0, 1)):
+    def train(x, state, g):
+        updates, state = tx.update(g, state, x)
+        return optax.apply_updates(x, updates), state
+
+    return jax.jit(train, donate_argnums=donate).lower(x, tx.init(x), x).compile()
+
+
+def test_window_lies_in_place_and_is_read_twice():
+    """One row of the Gram matrix, and one sum of rows: four operations for each element."""
+    x, tx = {"a": jnp.ones((100, 100)), "b": jnp.ones((50, 10, 20))}, ggt(window=20)
+    train, size = compiled(tx, x), 20_000
+    assert train.memory_analysis().temp_size_in_bytes < 0.1 * 4 * 20 * size
+    assert train.cost_analysis()["flops"] < 4.5 * 20 * size  # the whole matrix: 40 * 20 * size
+    where = lambda tree: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+    state = tx.init(x)
+    before = where((x, state[0].slots))
+    for _ in range(3):
+        x, state = train(x, state, jax.tree.map(jnp.cos, x))
+        assert where((x, state[0].slots)) == before
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded(axis_type):
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
+    specs = {"a": PartitionSpec("d", "e"), "b": PartitionSpec(None, "e"), "c": PartitionSpec()}
+    x = {"a": jnp.ones((8, 4)), "b": jnp.ones((3, 2)), "c": jnp.ones(())}
+    gs = [gradients(k, x) for k in range(3)]
+    put = lambda tree: jax.tree.map(
+        lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, specs
+    )
+    tx, x_there = ggt(**MILD), put(x)
+    state, state_there = tx.init(x), tx.init(x_there)
+    windows = state_there[0].slots.grad_buffer
+    for name in ("a", "b"):
+        assert windows[name].sharding.spec == PartitionSpec(None, *specs[name])
+    text = compiled(tx, x_there, donate=()).as_text()
+    found = set(re.findall(r"all-\w+|collective-\w+|reduce-scatter", text))
+    assert found == {"all-reduce"}
+    update = jax.jit(tx.update)
+    for g in gs:
+        want, state = update(g, state)
+        got, state_there = update(put(g), state_there)
+        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
+    assert state_there[0].slots.grad_buffer["a"].sharding.spec == windows["a"].sharding.spec
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_of_parameters_over_an_axis(check_vma):
+    mesh, split = Mesh(np.array(jax.devices()), ("shard",)), PartitionSpec("shard")
+    x = {"a": jnp.ones((8, 3)), "b": jnp.ones(16)}
+    gs = jax.tree.map(lambda *a: jnp.stack(a), *(gradients(k, x) for k in range(3)))
+
+    def updates(gs, x, **kwargs):
+        tx = ggt(**MILD, **kwargs)
+        state, us = tx.init(x), []
+        for k in range(3):
+            u, state = tx.update(jax.tree.map(lambda g, k=k: g[k], gs), state)
+            us.append(u)
+        return us
+
+    apart = jax.shard_map(
+        lambda gs, x: updates(gs, x, axis_name="shard"),
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "shard"), split),
+        out_specs=split,
+        check_vma=check_vma,
+    )
+    want = jax.jit(updates)(gs, x)
+    chex.assert_trees_all_close(jax.jit(apart)(gs, x), want, rtol=1e-6, atol=1e-8)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"window": 2.5}, TypeError, "window must be an int, got 2.5"),
+        ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
+        ({"eps": -1e-4}, ValueError, "eps must be zero or positive, got -0.0001"),
+        ({"sigma_eps": -1.0}, ValueError, "sigma_eps must be zero or positive, got -1.0"),
+        ({"svd_eps": 0.0}, ValueError, "svd_eps must be positive, got 0.0"),
+        ({"window_dtype": "int8"}, TypeError, "window_dtype must be a floating-point dtype"),
+        ({"learning_rate": "fast"}, TypeError, "learning_rate must be a number or a schedule"),
+    ],
+    ids=lambda a: next(iter(a)) if isinstance(a, dict) else "",
+)
+def test_bad_arguments(bad, error, match):
+    with pytest.raises(error, match=match):
+        ggt(**bad)
+
+
+def test_numbers_can_be_injected_but_the_window():
+    with pytest.raises(TypeError, match="static_args"):
+        jax.jit(optax.inject_hyperparams(ggt)(0.1).init)(params())
+    tx = optax.inject_hyperparams(ggt, static_args=("window",))(0.1, **MILD)
+    g = gradients(0, params())
+    got, want = (step(t, g, params())[0] for t in (tx, ggt(0.1, **MILD)))
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
