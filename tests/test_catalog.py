@@ -24,32 +24,53 @@ def test_params_are_needed_only_where_they_are_read(entry):
 
 NAN = float("nan")
 OF_FRACTIONS, OF_SIZES, OF_POSITIVES = (1, 1.5, -0.1, NAN), (-1e-8, NAN), (0, -1.0, NAN)
+OF_CLOSED_FRACTIONS, OF_INTERVALS = (1.1, -0.1, NAN), (0, 0.5, -1, NAN)
 # What each argument may not be, whichever optimizer has it.
 OUT_OF_RANGE = {
     "b1": OF_FRACTIONS,
     "b2": OF_FRACTIONS,
     "base": OF_POSITIVES,
     "beta": OF_FRACTIONS,
+    "block_size": (0, -1),
     "eeta": OF_SIZES,
     "eps": OF_SIZES,
+    "epsilon": OF_POSITIVES,
+    "gbar_decay": OF_CLOSED_FRACTIONS,
+    "gbar_weight": OF_POSITIVES,
+    "grafting_decay": OF_FRACTIONS,
+    "grafting_eps": OF_SIZES,
     "initial_accumulator_value": OF_POSITIVES,
     "initial_gradient_squared_accumulator_value": OF_POSITIVES,
     "l1_regularization_strength": OF_SIZES,
     "l2_regularization_strength": OF_SIZES,
     "l2_shrinkage_regularization_strength": OF_SIZES,
     "learning_rate_power": (0.5, NAN),
+    "mat_gbar_decay": OF_CLOSED_FRACTIONS,
+    "mat_gbar_weight": OF_POSITIVES,
+    "max_matrix_size": (-1,),
     "momentum": OF_SIZES,
+    "precond_update_interval": OF_INTERVALS,
     "rho": OF_FRACTIONS,
+    "root_interval": OF_INTERVALS,
+    "start_step": OF_SIZES,
+    "statistics_interval": OF_INTERVALS,
+    "svd_interval": OF_INTERVALS,
     "weight_decay": OF_SIZES,
 }
 # Those whose ranges are their own.
 OWN_RANGES = {
     ("amsgrad", "decay"): (),  # a flag
+    ("blocked_shampoo", "eps"): OF_POSITIVES,
     ("ftrl", "initial_accumulator_value"): OF_SIZES,
     ("rmsprop", "decay"): OF_FRACTIONS,
+    ("shampoo", "alpha"): OF_POSITIVES,
 } | {(name, "learning_rate"): (0.0, -1) for name in CATALOG if CATALOG[name].family == "proximal"}
 # Any number will do, or no number is meant.
-FREE = {"alpha", "centered", "decrease_factor", "mask", "nesterov", "sign_decay", "skip"}
+FREE = {
+    "alpha", "axis_name", "centered", "decrease_factor", "grafting", "mask", "merge_dims",
+    "nesterov", "relative_epsilon", "root", "sign_decay", "skip", "skip_vectors", "stagger",
+    "use_iterative_root",
+}  # fmt: skip
 
 
 def arguments():
@@ -92,7 +113,8 @@ def test_required_arguments_are_those_without_default(entry):
 
 def test_docstring_is_complete(entry):
     doc = inspect.getdoc(entry.factory)
-    assert f"as in ``{entry.original}``" in doc.splitlines()[0]
+    if entry.original is not None:
+        assert f"as in ``{entry.original}``" in doc.splitlines()[0]
     for part in (".. math::", "Args:", "Raises:", "References:"):
         assert part in doc, part
     assert f":func:`optzoo.{entry.rows}`" in doc

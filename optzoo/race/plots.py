@@ -34,8 +34,11 @@ def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
     return pictures
 
 
-def curves(document: Mapping[str, Any]) -> Figure:
-    """Validation loss against the step, a panel for each problem, one style for each optimizer."""
+def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
+    """Validation loss against the step, a panel for each problem, one style for each optimizer.
+
+    With ``time`` against the seconds that the steps took, without those of the evaluations.
+    """
     names = list(dict.fromkeys(r["optimizer"] for r in document["results"]))
     problems = [p for p in document["problems"] if ranking(document, p)]
     styles = {
@@ -60,7 +63,7 @@ def curves(document: Mapping[str, Any]) -> Figure:
     )
     for i, problem in enumerate(problems):
         axes = figure.add_subplot(grid[i // columns, i % columns])
-        _curves_of(axes, document, problem, styles)
+        _curves_of(axes, document, problem, styles, time)
     figure.legend(
         [Line2D([], [], linewidth=1.8, **styles[n]) for n in names],
         names,
@@ -73,25 +76,27 @@ def curves(document: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _curves_of(axes: Any, document: Mapping[str, Any], problem: str, styles: Any) -> None:
+def _curves_of(
+    axes: Any, document: Mapping[str, Any], problem: str, styles: Any, time: bool
+) -> None:
     ranked = ranking(document, problem)
     shown = []
     for place, r in enumerate(ranked):
-        steps = np.array(r["curve"]["steps"], float)
+        at = np.array(r["curve"]["steps"], float) * (r["seconds per step"] if time else 1)
         mean, low, high = (
             np.array([np.nan if v is None else v for v in r["curve"][k]], float)
             for k in ("mean", "low", "high")
         )
         style = styles[r["optimizer"]]
         width = 2.2 if place < 3 else 1.3
-        axes.plot(steps, mean, linewidth=width, zorder=100 - place, **style)
+        axes.plot(at, mean, linewidth=width, zorder=100 - place, **style)
         if len(ranked) <= 12:  # more bands than that hide the lines
-            axes.fill_between(steps, low, high, color=style["color"], alpha=0.12, linewidth=0)
+            axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
         shown.append(mean[np.isfinite(mean)])
     values = np.concatenate(shown) if shown else np.ones(1)
     starts = [v[0] for v in shown if len(v)]
     axes.set_title(f"{problem}: validation loss", fontsize=11, loc="left")
-    axes.set_xlabel("step")
+    axes.set_xlabel("seconds" if time else "step")
     axes.set_yscale("log")
     # What climbs far above the start is diverging: the interesting part is below.
     top = 2 * max(starts, default=1.0)

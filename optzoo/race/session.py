@@ -19,7 +19,7 @@ from .. import __version__
 from ..catalog import CATALOG
 from . import plots, report
 from .problem import Problem
-from .problems import PROBLEMS
+from .problems import PROBLEMS, USUAL
 from .runner import Settings, Start, Unsuited, prepare, run_one
 
 
@@ -36,7 +36,7 @@ class Progress:
 
 
 def run(
-    problems: Sequence[Problem | str] = tuple(PROBLEMS),
+    problems: Sequence[Problem | str] = tuple(USUAL),
     optimizers: Sequence[str] = tuple(CATALOG),
     *,
     settings: Settings | None = None,

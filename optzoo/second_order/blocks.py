@@ -100,10 +100,14 @@ def _parts(d: int, limit: int) -> int:
 
 
 def _merged(dims: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    merged = [1]
-    for d in dims:
+    """Neighbours multiplied as long as they stay below the limit; two of a tensor stay apart."""
+    some = [d for d in dims if d != 1] or [1]
+    merged = some[:1]
+    for d in some[1:]:
         if merged[-1] * d <= limit:
             merged[-1] *= d
         else:
             merged.append(d)
-    return tuple(merged[1:] if merged[0] == 1 and len(merged) > 1 else merged)
+    if len(merged) == 1 < len(some):
+        merged = [math.prod(some[:-1]), some[-1]]
+    return tuple(merged)

@@ -55,23 +55,25 @@ def refresh(
     def roots(old):
         new, unusable, turns = list(old), jnp.zeros([], jnp.int32), 0
         for (_, rank), members in batches.items():
-            number = sum(len(matrices[i]) for i in members)
-            of_rank = functools.partial(root, rank=rank)
-            compute = functools.partial(_over_replicas, root=of_rank, axis_name=axis_name)
-
-            def work(old, share=None, members=members, compute=compute):
-                return _replace([matrices[i] for i in members], old, share, compute)
-
+            compute = functools.partial(
+                _over_replicas, root=functools.partial(root, rank=rank), axis_name=axis_name
+            )
+            # One batch after the other: jaxlib 0.10 may wait for ever where three run eigh at once
+            # on the CPU. This is zero, but XLA cannot know it.
+            zero = jnp.where(unusable < 0, 1, 0)
+            stacks = [matrices[i] + zero.astype(matrices[i].dtype) for i in members]
+            replace = functools.partial(_replace, stacks, compute=compute)
             olds = [old[i] for i in members]
             if stagger:
+                number = sum(map(len, stacks))
                 size = math.ceil(number / interval)
                 # Small batches take their turns one after the other.
-                turn = jnp.mod(step - 1 - turns, interval)
+                start = jnp.mod(step - 1 - turns, interval) * size
                 turns += math.ceil(number / size)
-                mine = functools.partial(work, share=(turn * size, size))
-                olds, missed = jax.lax.cond(turn * size < number, mine, _nothing, olds)
+                mine = functools.partial(replace, share=(start, size))
+                olds, missed = jax.lax.cond(start < number, mine, _nothing, olds)
             else:
-                olds, missed = work(olds)
+                olds, missed = replace(olds)
             unusable += missed
             for i, h in zip(members, olds, strict=True):
                 new[i] = h
@@ -87,7 +89,7 @@ def _nothing(old):
     return old, jnp.zeros([], jnp.int32)
 
 
-def _replace(matrices, old, share, compute):
+def _replace(matrices, old, *, compute, share=None):
     """The roots where they can be used, and how many cannot; of all, or of ``(start, size)``."""
     a = jnp.concatenate(matrices)
     fresh = jnp.ones(len(a), bool)

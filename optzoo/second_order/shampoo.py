@@ -206,7 +206,9 @@ def scale_by_shampoo(
                     p = p * jnp.expand_dims(h, [a for a in range(1, p.ndim) if a != 1 + i])
             p = work.blocks.join(p)
             d, v = graft(b, work.g, s.graft, t, hyper)
-            if grafting is not None:
+            if not s.Gbar:
+                p = d
+            elif grafting is not None:
                 p = p * divide(norm(d), norm(p))
             if not _is(start_step, 0):
                 p = jnp.where(start_step < T, p, d)
@@ -338,8 +340,8 @@ def shampoo(
         relative_epsilon: whether ``epsilon`` is a share of the largest eigenvalue.
         block_size: cuts dimensions larger than this, and not larger than ``max_matrix_size``, into
             equal blocks, each with statistics of its own; None cuts none. Structural.
-        merge_dims: merges neighbouring dimensions as long as they fit in a block: a kernel of
-            shape (3, 3, 64, 128) has the two of (576, 128).
+        merge_dims: merges neighbouring dimensions as long as they fit in a block and two are
+            left: a kernel of shape (3, 3, 64, 128) has those of (576, 128).
         skip_vectors: no preconditioner for vectors and scalars.
         stagger: each step refreshes its share of the roots, so that no step takes longer than the
             others; ``svd_interval`` must be an int above 1.

@@ -23,6 +23,12 @@ AS_SGD = {
     "adamw": {**ADAM_AS_SGD, "weight_decay": 0.0},
     "add_sign": {"learning_rate": 1.0, "sign_decay": lambda k: 0.0},
     "amsgrad": ADAM_AS_SGD,
+    "blocked_shampoo": {
+        "learning_rate": 1.0,
+        "b1": 0.0,
+        "root_interval": 10**9,
+        "grafting": None,
+    },
     "custom_adam": ADAM_AS_SGD,
     "ftrl": {"learning_rate": 1.0, "learning_rate_power": 0.0},
     "grad_variance_scaled": {"learning_rate": 1.0, "b2": 0.0, "eps": 0.0},
@@ -40,6 +46,7 @@ AS_SGD = {
     "proximal_gradient_descent": {"learning_rate": 1.0},
     "reg_adagrad": ADAGRAD_AS_SGD,
     "rmsprop": {"learning_rate": ROOT, "decay": 0.0, "eps": ROOT**2},
+    "shampoo": {"learning_rate": 1.0, "svd_interval": 10**9},
 }
 
 
@@ -75,6 +82,7 @@ DESCENT = {
     "proximal_gradient_descent": {"learning_rate": uneven(7e-4)},
     "reg_adagrad": {"learning_rate": 0.5},
     "rmsprop": {"learning_rate": 1e-3, "momentum": 0.9, "centered": True},
+    "shampoo": {"learning_rate": 0.5},
 }
 
 # Settings for optax's test of SAM. Faster, they arrive at the optimum, where the gradient is zero
@@ -114,6 +122,8 @@ NEED_PARAMS = [
     "proximal_gradient_descent",
 ]  # fmt: skip
 
+SHAMPOO = ["blocked_shampoo", "shampoo"]
+
 # Tests that are not run: a pattern of their names, for which optimizers, why.
 EXCLUDED = [
     ("LBFGSTest.*", ALL, "of L-BFGS only"),
@@ -140,6 +150,13 @@ EXCLUDED = [
         "ConditionalityTest.*_stateful_sgd",
         ALL,
         "ours stands for plain and stateful sgd: the same again",
+    ),
+    ("AliasTest.*_inject_hyperparams_real", SHAMPOO, "no static_args: ours of the same do"),
+    ("ContribTest.*_inject_hyperparams", SHAMPOO, "no static_args: ours of the same do"),
+    (
+        "ShardingTest.test_state_sharding_*",
+        SHAMPOO,
+        "explicit sharding: where matrices of sharded parameters are is for XLA to say",
     ),
     ("MaskedTest.test_mask_compatible_callable_pytree", NEED_PARAMS, "gives no params"),
     ("MaskedTest.test_empty*", NEED_PARAMS, "gives no params"),

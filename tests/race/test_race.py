@@ -1,5 +1,6 @@
 """The race: what it finds, what it keeps, and how its command behaves."""
 
+import inspect
 import json
 
 import jax
@@ -9,8 +10,8 @@ import pytest
 
 from optzoo import race
 from optzoo.__main__ import main
-from optzoo.race import report, runner, session
-from optzoo.race.problems import PROBLEMS
+from optzoo.race import plots, report, runner, session
+from optzoo.race.problems import PROBLEMS, USUAL
 
 QUICK = race.Settings(rates=(0.01, 0.1), seeds=2, timed_steps=2)
 
@@ -131,6 +132,14 @@ def test_writes_and_resumes(tmp_path):
     assert seen == ["adam", "momentum", ""]
 
 
+def test_curves_against_time():
+    document = race.run([line()], ["adam"], settings=QUICK)
+    seconds = document["results"][0]["seconds per step"]
+    for against, unit in ((False, 1), (True, seconds)):
+        [axes] = plots.curves(document, time=against).axes
+        np.testing.assert_allclose(axes.lines[0].get_xdata(), unit * np.arange(0, 41, 10))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -193,6 +202,22 @@ def test_words_is_large_and_its_gradients_are_rows():
     assert all(isinstance(g, optzoo.SparseRows) for g in grads.values())
 
 
+def test_characters_sees_the_past_only():
+    problem = PROBLEMS["characters"]()
+    params, loss = problem.init(jax.random.key(0)), jax.jit(problem.loss)
+    text, following = (jnp.asarray(a[:1]) for a in problem.train)
+    np.testing.assert_array_equal(text[:, 1:], following[:, :-1])
+
+    def of_place_9(text):
+        """What the loss says about this place alone."""
+        other = following.at[0, 9].set(ord("?"))
+        return loss(params, (text, following)) - loss(params, (text, other))
+
+    past, future = (text.at[0, place].set(ord("?")) for place in (8, 10))
+    assert abs(of_place_9(text) - of_place_9(future)) < 1e-6
+    assert abs(of_place_9(text) - of_place_9(past)) > 1e-4
+
+
 def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
     assert main(["race", *arguments.split(), str(tmp_path / "out")]) == 0
@@ -218,8 +243,24 @@ def test_bad_arguments_end_with_code_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_problem_may_have_to_be_named(monkeypatch):
+    raced = []
+
+    def run(problems, *unused, **unused_too):
+        raced.append(problems)
+        raise KeyboardInterrupt
+
+    assert inspect.signature(race.run).parameters["problems"].default == tuple(USUAL)
+    monkeypatch.setattr(session, "run", run)
+    assert main(["race"]) == main(["race", "--problem", "characters"]) == 130
+    assert raced == [list(USUAL), ["characters"]] and "characters" not in USUAL
+
+
 def test_list_and_usage(capsys):
     assert main(["race", "--list"]) == 0
     shown = capsys.readouterr().out
     assert "lazy_adam" in shown and "breast_cancer" in shown
+    assert ["characters" in line for line in shown.splitlines() if "Only if named" in line] == [
+        True
+    ]
     assert main([]) == 2 and main(["--help"]) == 0
