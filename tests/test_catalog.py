@@ -52,10 +52,13 @@ OUT_OF_RANGE = {
     "precond_update_interval": OF_INTERVALS,
     "rho": OF_FRACTIONS,
     "root_interval": OF_INTERVALS,
+    "sigma_eps": OF_SIZES,
     "start_step": OF_SIZES,
     "statistics_interval": OF_INTERVALS,
+    "svd_eps": OF_POSITIVES,
     "svd_interval": OF_INTERVALS,
     "weight_decay": OF_SIZES,
+    "window": (0, -1),
 }
 # Those whose ranges are their own.
 OWN_RANGES = {
@@ -69,7 +72,7 @@ OWN_RANGES = {
 FREE = {
     "alpha", "axis_name", "centered", "decrease_factor", "grafting", "mask", "merge_dims",
     "nesterov", "relative_epsilon", "root", "sign_decay", "skip", "skip_vectors", "stagger",
-    "use_iterative_root",
+    "use_iterative_root", "window_dtype",
 }  # fmt: skip
 
 

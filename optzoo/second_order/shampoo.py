@@ -495,6 +495,8 @@ def blocked_shampoo(
     check_positive(eps=eps)
     intervals = {"root_interval": root_interval, "statistics_interval": statistics_interval}
     check("at least 1", lambda v: v >= 1, **intervals)
+    if stagger and not (isinstance(root_interval, int) and root_interval > 1):
+        raise ValueError(f"root_interval must be an int above 1 to stagger, got {root_interval!r}")
     return shampoo(
         learning_rate,
         max_matrix_size,
