@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
     required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
     needs_global_step: bool = False  # update(..., global_step=) must be given
-    static: tuple[str, ...] = ()  # numbers that decide about shapes: optax cannot inject them
+    static: tuple[str, ...] = ()  # numbers that must be known when traced: not to be injected
 
     def make(self, learning_rate: optax.ScalarOrSchedule | None = None, **kwargs: Any):
         """The optimizer at its usual settings, or at others."""
@@ -73,7 +73,7 @@ CATALOG: dict[str, Entry] = {
     "add_sign": Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
     "amsgrad": Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
     "blocked_shampoo": Entry(
-        blocked_shampoo, "dense", 0.01, None, static=("block_size", "max_matrix_size")
+        blocked_shampoo, "dense", 0.01, None, static=("alpha", "block_size", "max_matrix_size")
     ),
     "custom_adam": Entry(custom_adam, "lazy", 0.01, f"{_RETURNN}.CustomAdamOptimizer"),
     "ftrl": Entry(ftrl, "lazy", 0.1, f"{_TRAIN}.FtrlOptimizer", l1_of_the_sum=True),

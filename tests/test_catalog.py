@@ -63,6 +63,7 @@ OUT_OF_RANGE = {
 # Those whose ranges are their own.
 OWN_RANGES = {
     ("amsgrad", "decay"): (),  # a flag
+    ("blocked_shampoo", "alpha"): OF_POSITIVES,
     ("blocked_shampoo", "eps"): OF_POSITIVES,
     ("ftrl", "initial_accumulator_value"): OF_SIZES,
     ("rmsprop", "decay"): OF_FRACTIONS,

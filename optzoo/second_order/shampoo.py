@@ -93,7 +93,10 @@ def scale_by_shampoo(
         raise ValueError(f"root must be None or one of {tuple(METHODS)}, got {root!r}")
     root = root or ("two_iterations" if use_iterative_root else "eigh")
     if root != "eigh" and not isinstance(alpha, numbers.Real):
-        raise TypeError(f"alpha must be a plain number for root={root!r}, got {alpha!r}")
+        raise TypeError(
+            f"alpha must be a plain number for root={root!r}, got {alpha!r}; "
+            "optax.inject_hyperparams needs it among its static_args"
+        )
     if stagger and not (isinstance(svd_interval, int) and svd_interval > 1):
         raise ValueError(f"svd_interval must be an int above 1 to stagger, got {svd_interval!r}")
     blocks_of = functools.partial(
@@ -424,6 +427,7 @@ def blocked_shampoo(
     grafting_decay: float = 0.999,
     grafting_eps: float = 1e-8,
     start_step: int = 20,
+    alpha: float = 0.5,
     root: str = "auto",
     stagger: bool = False,
     momentum: float | None = None,
@@ -439,7 +443,7 @@ def blocked_shampoo(
     .. math::
         b_t &= \beta_1 b_{t-1} + (1 - \beta_1)\, g_t \\
         G_{i,t} &= \beta_2 G_{i,t-1} + (1 - \beta_2)\, \Gamma_i(g_t) \\
-        H_{i,t} &= (G_{i,t} + \epsilon\, \lambda_{\max}(G_{i,t})\, I)^{-1 / (2 n)} \\
+        H_{i,t} &= (G_{i,t} + \epsilon\, \lambda_{\max}(G_{i,t})\, I)^{-\alpha / n} \\
         p_t &= b_t \times_1 H_{1,t} \times_2 \dots \times_n H_{n,t} \\
         x_t &= x_{t-1} - \eta_t
             \left(\frac{\lVert a_t \rVert}{\lVert p_t \rVert}\, p_t + \lambda\, x_{t-1}\right)
@@ -472,6 +476,8 @@ def blocked_shampoo(
         grafting_decay: of Adam's mean square, in [0, 1).
         grafting_eps: beside its root, at least 0.
         start_step: until and with this step, plain steps of Adam.
+        alpha: :math:`\alpha`, positive, the power of all preconditioners together. 1 often trains
+            faster, with roots more often than every 20 steps. Structural.
         root: how to compute roots.
         stagger: each step refreshes its share of the roots.
         momentum: a sum of the steps, at least 0; None for none.
@@ -507,6 +513,7 @@ def blocked_shampoo(
         svd_interval=root_interval,
         precond_update_interval=statistics_interval,
         epsilon=eps,
+        alpha=alpha,
         root=root,
         relative_epsilon=True,
         block_size=block_size,

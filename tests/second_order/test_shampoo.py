@@ -583,7 +583,9 @@ def test_structural_arguments_cannot_be_injected(name):
     x = jnp.ones((2, 2))
     for i in range(len(static)):
         some = static[:i] + static[i + 1 :]
-        with pytest.raises(TypeError, match=f"{static[i]} must be an int.* static_args"):
+        with pytest.raises(
+            TypeError, match=f"{static[i]} must be (an int|a plain number).* static_args"
+        ):
             jax.eval_shape(optax.inject_hyperparams(factory, some)(0.1).init, x)
     tx = optax.inject_hyperparams(factory, static)(0.1)
     state = jax.eval_shape(tx.init, x)
