@@ -99,10 +99,8 @@ def _replace(matrices, old, *, compute, share=None):
         start, size = share
         padded = _pad(a, math.ceil(len(a) / size) * size)
         part, ok = compute(jax.lax.dynamic_slice_in_dim(padded, start, size))
-        put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
-        new = put(jnp.zeros_like(padded), part)[: len(a)]
-        ok = put(jnp.zeros(len(padded), bool), ok)[: len(a)]
-        fresh = (jnp.arange(len(a)) >= start) & (jnp.arange(len(a)) < start + size)
+        place = lambda x: _place(x, start, len(padded))[: len(a)]
+        new, ok, fresh = place(part), place(ok), place(jnp.ones_like(ok))
     ends = list(itertools.accumulate(map(len, old)))
     replaced = [
         jnp.where(ok[end - len(h) : end, None, None], new[end - len(h) : end].astype(h.dtype), h)
@@ -119,13 +117,10 @@ def _over_replicas(a, *, root, axis_name):
     size = math.ceil(len(a) / replicas)
     start = jax.lax.axis_index(axis_name) * size
     padded = _pad(a, replicas * size)
-    mine = _in_chunks(jax.lax.dynamic_slice_in_dim(padded, start, size), root)
+    new, ok = _in_chunks(jax.lax.dynamic_slice_in_dim(padded, start, size), root)
     # A sum of disjoint shares gathers them, and JAX knows that it is the same on all replicas.
-    nothing = jnp.zeros_like(padded), jnp.zeros(len(padded), jnp.int32)
-    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(
-        whole, part.astype(whole.dtype), start, axis=0
-    )
-    new, ok = jax.lax.psum(jax.tree.map(put, nothing, mine), axis_name)
+    shares = _place(new, start, len(padded)), _place(ok.astype(jnp.int32), start, len(padded))
+    new, ok = jax.lax.psum(shares, axis_name)
     return new[: len(a)], ok[: len(a)] > 0
 
 
@@ -138,6 +133,12 @@ def _in_chunks(a, root):
     chunks = _pad(a, pieces * size).reshape(pieces, size, *a.shape[1:])
     new, ok = jax.lax.map(root, chunks)
     return new.reshape(-1, *a.shape[1:])[: len(a)], ok.reshape(-1)[: len(a)]
+
+
+def _place(part, start, number):
+    """An array of ``number`` items, zero but for these from ``start`` on."""
+    nothing = jnp.zeros((number, *part.shape[1:]), part.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(nothing, part, start, axis=0)
 
 
 def _pad(a, number):
