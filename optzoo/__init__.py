@@ -4,6 +4,8 @@ __version__ = "0.1.0"
 
 from .catalog import CATALOG as CATALOG
 from .catalog import Entry as Entry
+from .core.averages import eval_params as eval_params
+from .core.averages import swap as swap
 from .core.leafwise import dense as dense
 from .core.leafwise import full as full
 from .core.leafwise import lazy as lazy
@@ -16,6 +18,14 @@ from .core.lookup import lookup as lookup
 from .core.lookup import value_and_grad as value_and_grad
 from .core.minimize import minimize as minimize
 from .core.on_rows import on_rows as on_rows
+from .core.over_replicas import in_rounds as in_rounds
+from .core.over_replicas import over_replicas as over_replicas
+from .core.over_replicas import replica_specs as replica_specs
+from .core.over_replicas import replicate as replicate
+from .core.over_replicas import resize_replicas as resize_replicas
+from .core.replicas import ReplicaState as ReplicaState
+from .core.replicas import broadcast as broadcast
+from .core.replicas import per_replica as per_replica
 from .core.rows import SparseRows as SparseRows
 from .core.rows import clip_by_global_norm as clip_by_global_norm
 from .core.rows import coalesce as coalesce
@@ -23,6 +33,12 @@ from .core.rows import densify as densify
 from .core.rows import on_values as on_values
 from .core.slots_dtype import slots_dtype as slots_dtype
 from .core.treewise import LeafwiseState as LeafwiseState
+from .distributed.agn import agn as agn
+from .distributed.diloco import diloco as diloco
+from .distributed.drop_stale import drop_stale_gradient as drop_stale_gradient
+from .distributed.elastic_average import elastic_average as elastic_average
+from .distributed.model_average import model_average as model_average
+from .distributed.sync_replicas import sync_replicas as sync_replicas
 from .first_order.adadelta import adadelta as adadelta
 from .first_order.adadelta import scale_by_adadelta as scale_by_adadelta
 from .first_order.adagrad import adagrad as adagrad
@@ -76,9 +92,7 @@ from .second_order.ggt import scale_by_ggt as scale_by_ggt
 from .second_order.shampoo import blocked_shampoo as blocked_shampoo
 from .second_order.shampoo import scale_by_shampoo as scale_by_shampoo
 from .second_order.shampoo import shampoo as shampoo
-from .wrappers.moving_average import eval_params as eval_params
 from .wrappers.moving_average import moving_average as moving_average
-from .wrappers.moving_average import swap as swap
 from .wrappers.multitask import multitask as multitask
 from .wrappers.variable_clipping import variable_clipping as variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay as decoupled_weight_decay

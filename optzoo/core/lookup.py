@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.dtypes import canonicalize_dtype
 from jax.interpreters import partial_eval
 
+from .axes import varying
 from .rows import SparseRows
 
 try:
@@ -103,7 +104,7 @@ class _Tape:
     def read(self, table: Array, ids: Array) -> Array:
         place, constant = self.leaves[id(table)]
         rows = _read(constant, ids)
-        if axes := _varying(rows) - _varying(constant):
+        if axes := varying(rows) - varying(constant):
             raise ValueError(
                 f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
                 "gradient would be a sum over replicas, which rows cannot express. Make the table "
@@ -190,13 +191,6 @@ def _read(table: Array, ids: Array) -> Array:
     rows = jnp.take(table, jnp.where(ids < 0, num_rows + 1, ids), axis=0, mode="fill")
     is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
     return jnp.where(is_padding, 0, rows)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """The mesh axes along which ``x`` may differ inside a checked shard_map."""
-    aval = jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 
 
 def _check_range(ids: Any, num_rows: int) -> None:

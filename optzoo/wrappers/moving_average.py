@@ -1,16 +1,14 @@
 """A moving average of the parameters beside any optimizer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
+from ..core.averages import start_of_average
 from ..core.checks import check_decays, check_not_negative
 from ..core.leafwise import leafwise
-from ..core.paths import is_masked
-from ..core.treewise import LeafwiseState, Slot
+from ..core.treewise import Slot
 
 
 class MovingAverageSlots(NamedTuple):
@@ -74,69 +72,9 @@ def moving_average(
 
     link = leafwise(
         rule,
-        slots=MovingAverageSlots(_copy),
+        slots=MovingAverageSlots(start_of_average),
         rows=rows,
         scheduled={"average_decay": average_decay if num_updates is None else decay_at},
         needs_params=True,
     )
     return optax.chain(inner, link)
-
-
-def eval_params(params: Any, state: Any) -> Any:
-    """The parameters to evaluate and to deploy: the averages, if the state holds some.
-
-    Args:
-        params: the parameters that are trained.
-        state: the state of an optimizer, in which :func:`optzoo.moving_average` may stand
-            anywhere (in a chain, in ``optax.masked`` or ``optax.partition``, ...).
-
-    Returns:
-        A tree like ``params``, also in its dtypes: the average of every parameter that has one,
-        the parameter itself otherwise.
-    """
-    averages, _ = swap(params, state)
-    return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
-
-
-def swap(params: Any, state: Any) -> tuple[Any, Any]:
-    """Exchanges parameters and averages; twice is nothing.
-
-    Save what it gives, and whoever loads the checkpoint for evaluation finds the averages in the
-    place of the parameters; swap again after loading to train on. The counterpart of the
-    original's ``swapping_saver``.
-
-    Args:
-        params: the parameters that are trained.
-        state: the state of an optimizer that holds :func:`optzoo.moving_average`.
-
-    Returns:
-        The averages in the place of the parameters, and the state with the parameters in the
-        place of the averages. Each array keeps its dtype, so nothing is lost.
-    """
-    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
-    exchanged = set()
-    for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
-        if not _is_average(node):
-            continue
-        with_paths = jax.tree_util.tree_flatten_with_path
-        averages, shape = with_paths(node.slots.average, is_leaf=is_masked)
-        pairs = [
-            (x, a) if path in exchanged or is_masked(a) else (a, x)
-            for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
-        ]
-        exchanged |= {path for path, a in averages if not is_masked(a)}
-        params = shape.unflatten([x for x, _ in pairs])
-        nodes[i] = node._replace(slots=MovingAverageSlots(shape.unflatten([a for _, a in pairs])))
-    return params, treedef.unflatten(nodes)
-
-
-def _is_average(node: Any) -> bool:
-    return isinstance(node, LeafwiseState) and isinstance(node.slots, MovingAverageSlots)
-
-
-def _copy(x: Any) -> Array:
-    """A copy, for the parameter's own buffer may be donated; zeros for an abstract parameter."""
-    dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, dtype)
-    return jnp.array(x, dtype, copy=True)

@@ -1,0 +1,141 @@
+"""DiLoCo: an outer optimizer on what the replicas' inner optimizers have moved."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ..core.averages import start_of_average
+from ..core.checks import check_size
+from ..core.periodic import periodic
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None = None,
+    *,
+    axis_name: AxisName = "replica",
+    communication_period: int = 100,
+    warmup_steps: int = 0,
+    fragments: int = 1,
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Low-communication training: local steps, and an outer optimizer on their mean outcome.
+
+    .. math::
+        x_i &\leftarrow x_i + u(g_i) \\
+        \text{every } \tau \text{ steps:} \quad
+        \Delta &= c - \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad
+        c \leftarrow c + U(\Delta), \quad x_i \leftarrow c
+
+    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
+    ``inner``, :math:`c` are the parameters all agreed on last (:func:`optzoo.eval_params` gives
+    them), :math:`\Delta` is the pseudo-gradient and :math:`U` the update of ``outer``. Slots of
+    ``inner`` stay with their replica. With ``outer=gradient_descent(1.0)`` it is
+    :func:`optzoo.model_average`. Row-sparse gradients make row-sparse local steps
+    (``exchange=False``); the pseudo-gradient is of whole tables.
+
+    It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
+    its parameters count; it takes the new ones in any case), ``active`` (bool per replica: whether
+    it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
+    exchange now, in the place of the count; see :func:`optzoo.in_rounds`) and ``fragment`` (a
+    Python int: with ``exchange=True`` the only fragment to exchange).
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        outer: another, for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
+            nesterov=True)``.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+        communication_period: :math:`\tau`, local steps from one exchange to the next; static.
+        warmup_steps: first steps with synchronous training: gradients are averaged before
+            ``inner``, ``outer`` waits, and parameters stay equal; static. Not in steps with
+            ``exchange=False``.
+        fragments: at most ``communication_period``. The parameters are cut, in their order, into
+            so many fragments of about the same size, each exchanged once in a period, one after
+            the other, so that less is sent at a time ("streaming"); static.
+        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+
+    Raises:
+        ValueError: if an argument is out of its range, if no params are given to ``update``, or
+            if gradients are summed already.
+        NameError: at trace time, if there is no such axis.
+
+    References:
+        Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
+        <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo
+        <https://arxiv.org/abs/2501.18512>`_, 2025.
+    """
+    period = check_size(1, communication_period=communication_period)
+    warmup_steps = check_size(warmup_steps=warmup_steps)
+    fragments = check_size(1, fragments=fragments)
+    if fragments > period:
+        raise ValueError(
+            f"fragments must be at most communication_period={period}, so that each has a step of "
+            f"its own, got {fragments}"
+        )
+    replicas = Replicas(axis_name, bucket_bytes)
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    outers = [
+        optax.masked(outer, lambda tree, i=i: _members(tree, fragments, i))
+        for i in range(fragments)
+    ]
+
+    def synchronous(updates, params, own, *, count, exchange, arrived):
+        if warmup_steps == 0 or exchange is False:
+            return updates, own
+        branches = replicas.mean_gradients, replicas.spread_gradients
+        return lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived)), own
+
+    def exchange(who, params, shared, own, *, fragment, **_):
+        center, states = shared["center"], list(shared["outer"])
+        is_in = _members(params, fragments, fragment)
+        sent = jax.tree.map(lambda x, is_in: x if is_in else None, params, is_in)
+        sums, number = replicas.sum((where(who, sent, 0), who.astype(jnp.int32)))
+        some, warm = number > 0, shared["count"] <= warmup_steps
+        mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
+        delta = jax.tree.map(lambda c, s, is_in: c - mean(s) if is_in else c, center, sums, is_in)
+        moves, state = outers[fragment].update(delta, states[fragment], center)
+
+        def move(c, d, u, is_in):
+            return jnp.where(some, jnp.where(warm, c - d, c + u), c) if is_in else c
+
+        center = jax.tree.map(move, center, delta, moves, is_in)
+        states[fragment] = where(some & ~warm, state, states[fragment])
+        pull = lambda x, c, is_in: jnp.where(some, c, x) if is_in else x
+        is_last = some if fragment == fragments - 1 else 0
+        shared = {
+            **shared,
+            "center": center,
+            "outer": tuple(states),
+            "global_step": shared["global_step"] + is_last,
+        }
+        return jax.tree.map(pull, params, center, is_in), shared, own
+
+    def shared(params):
+        center = jax.tree.map(start_of_average, params)
+        return {"center": center, "outer": tuple(outer.init(center) for outer in outers)}
+
+    return periodic(
+        inner,
+        replicas,
+        exchange,
+        period=period,
+        shared=shared,
+        before=synchronous,
+        together=True,
+        fragments=fragments,
+        all_until=warmup_steps,
+    )
+
+
+def _members(tree: Any, fragments: int, fragment: int) -> Any:
+    """Whether each leaf is in a fragment: neighbours are, and all fragments weigh alike."""
+    leaves, treedef = jax.tree.flatten(tree)
+    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
+    middles = [end - leaf.size / 2 for end, leaf in zip(ends, leaves, strict=True)]
+    of = [min(int(m * fragments / max(ends[-1], 1)), fragments - 1) for m in middles]
+    return treedef.unflatten([i == fragment for i in of])

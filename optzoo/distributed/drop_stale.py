@@ -1,0 +1,103 @@
+"""Drops gradients that were computed from old parameters."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
+
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, ReplicaState, zeros_like_update
+from ..core.rows import SparseRows, is_gradient, is_rows
+
+
+def drop_stale_gradient(
+    inner: optax.GradientTransformation,
+    staleness: int,
+    *,
+    axis_name: AxisName = "replica",
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Drops stale gradients, as in ``tf.contrib.opt.DropStaleGradientOptimizer``.
+
+    .. math::
+        (x, T) \leftarrow \begin{cases}
+            (x + u(g_i), T + 1) & \text{if } T - t_i \le \text{staleness} \\
+            (x, T) & \text{otherwise: the gradient is dropped and counted} \end{cases}
+
+    for the replicas :math:`i` that are active, one after the other by rank, where :math:`u` is
+    the update of ``inner``, :math:`T` the global step, and :math:`t_i` the one at which replica
+    :math:`i` read the parameters of its gradient. All replicas share parameters and slots.
+    Row-sparse gradients stay rows if those of ``inner`` do.
+
+    ``update`` takes ``active`` (bool per replica: whether it applies a gradient now) and
+    ``local_step`` (int per replica: :math:`t_i`; by default the global step after its last
+    gradient, as of workers that read the parameters as soon as they can). Where all replicas apply
+    gradients of the same parameters, the first ``staleness + 1`` by rank are accepted: each update
+    is one more step away from what the next gradient knows.
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        staleness: how old a gradient may be, in updates; below 0 none is accepted.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+
+    Raises:
+        ValueError: at trace time, if gradients are summed already.
+        NameError: at trace time, if there is no such axis.
+
+    References:
+        ``tf.contrib.opt.DropStaleGradientOptimizer``.
+
+    Differences from the original:
+        Its check and its update are two steps, between which another worker may come; here they
+        are one. The count of dropped gradients is an int, ``state.shared["stale_counter"]``.
+    """
+    replicas = Replicas(axis_name, bucket_bytes)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        zero = lambda: jnp.zeros([], jnp.int32)
+        shared = {"global_step": zero(), "stale_counter": zero(), "inner": inner.init(params)}
+        return ReplicaState(shared, {"local_step": zero()})
+
+    def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
+        if params is None:
+            raise ValueError(NO_PARAMS_MSG)
+        replicas.check_own(updates)
+        replicas.check_shared(params)
+        shared, own = state
+        active = jnp.asarray(True if active is None else active)
+        read_at = jnp.asarray(own["local_step"] if local_step is None else local_step)
+
+        def turn(carry, applier):
+            x, of_inner, step, dropped = carry
+            rank, active, read_at = applier
+
+            def apply():
+                g = replicas.sum_where(replicas.index == rank, updates)
+                us, new = inner.update(g, of_inner, x, **extra_args)
+                rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
+                return optax.apply_updates(x, us), new, rows
+
+            fits = step - read_at <= staleness
+            nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
+            x, of_inner, rows = lax.cond(active & fits, apply, nothing)
+            carry = x, of_inner, step + (active & fits), dropped + (active & ~fits)
+            return carry, rows
+
+        def change(g, new, old, rows):
+            if g is None:
+                return None
+            if is_rows(rows):  # of each turn
+                values = rows.values.reshape(-1, *rows.values.shape[2:])
+                return SparseRows(rows.indices.ravel(), values, rows.num_rows)
+            return (new - old).astype(g.dtype)
+
+        first = params, shared["inner"], shared["global_step"], shared["stale_counter"]
+        appliers = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
+        (x, of_inner, step, dropped), rows = lax.scan(turn, first, appliers)
+        us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_gradient)
+        shared = {"global_step": step, "stale_counter": dropped, "inner": of_inner}
+        return us, ReplicaState(shared, {"local_step": jnp.where(active, step, own["local_step"])})
+
+    return optax.GradientTransformationExtraArgs(init, update)

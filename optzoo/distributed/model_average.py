@@ -1,0 +1,105 @@
+"""Replicas that take the average of their parameters now and then."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.averages import start_of_average
+from ..core.checks import check_size
+from ..core.numerics import widen
+from ..core.periodic import periodic
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+from ..core.slots import are_slots
+
+SLOTS = ("keep", "average", "reset")
+
+
+def model_average(
+    inner: optax.GradientTransformation,
+    *,
+    axis_name: AxisName = "replica",
+    interval_steps: int = 100,
+    slots: str = "keep",
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Averages the parameters of all replicas, as in ``tf.contrib.opt.ModelAverageOptimizer``.
+
+    .. math::
+        x_i &\leftarrow x_i + u(g_i) \\
+        \text{every } \tau \text{ steps:} \quad
+        c &= \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad x_i \leftarrow c
+
+    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
+    ``inner`` and :math:`n` the number of replicas that arrived. Those that did not take the
+    average, too; if none did, nothing changes. :func:`optzoo.eval_params` gives the last average.
+    Row-sparse gradients make row-sparse local steps (``exchange=False``); the average is of whole
+    tables.
+
+    It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
+    its parameters count), ``active`` (bool per replica: whether it makes a step now) and
+    ``exchange`` (a Python bool, the same on all replicas: whether to average now, in the place of
+    the count; see :func:`optzoo.in_rounds`).
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+        interval_steps: :math:`\tau`, local steps from one average to the next; static.
+        slots: what becomes of each replica's slots at an average: ``"keep"`` them, as the
+            original, ``"average"`` them, too, or ``"reset"`` them to what they began with. Counts
+            and powers always go on.
+        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+
+    Raises:
+        ValueError: if an argument is out of its range, if no params are given to ``update``, or
+            if gradients are summed already.
+        NameError: at trace time, if there is no such axis.
+
+    References:
+        McMahan et al., `Communication-Efficient Learning of Deep Networks from Decentralized Data
+        <https://arxiv.org/abs/1602.05629>`_, 2016; ``tf.contrib.opt.ModelAverageOptimizer``.
+
+    Differences from the original:
+        The original waits for every worker, and averages only variables with a gradient. Averages
+        of parameters in 16 bits are kept in float32.
+    """
+    period = check_size(1, interval_steps=interval_steps)
+    if slots not in SLOTS:
+        raise ValueError(f"slots must be one of {SLOTS}, got {slots!r}")
+    replicas = Replicas(axis_name, bucket_bytes)
+
+    def exchange(who, params, shared, own, **_):
+        state = own["inner"]
+        is_slot = are_slots(inner, state)
+        sent = jax.tree.map(lambda a, is_slot: widen(a) if is_slot else None, state, is_slot)
+        sums, slot_sums, number = replicas.sum(
+            (
+                where(who, params, 0),
+                where(who, sent if slots == "average" else (), 0),
+                who.astype(jnp.int32),
+            )
+        )
+        some, divisor = number > 0, jnp.maximum(number, 1)
+        mean = lambda total: total / divisor.astype(total.dtype)
+        center = where(some, jax.tree.map(mean, sums), shared["center"])
+        if slots != "keep":
+            new = slot_sums if slots == "average" else inner.init(params)
+            take = mean if slots == "average" else lambda a: a
+            replace = lambda a, b, is_slot: (
+                jnp.where(some, take(b).astype(a.dtype), a) if is_slot else a
+            )
+            own = {**own, "inner": jax.tree.map(replace, state, new, is_slot)}
+        params = where(some, center, params)
+        return (
+            params,
+            {**shared, "center": center, "global_step": shared["global_step"] + some},
+            own,
+        )
+
+    return periodic(
+        inner,
+        replicas,
+        exchange,
+        period=period,
+        shared=lambda params: {"center": jax.tree.map(start_of_average, params)},
+        together=True,
+    )

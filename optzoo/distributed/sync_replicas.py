@@ -1,0 +1,234 @@
+"""Synchronous replicas: one update by the mean of their gradients, with backup workers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from ..core.averages import zeros_of_average
+from ..core.checks import check_size
+from ..core.replicas import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    ReplicaState,
+    divide_gradients,
+    zeros_like_update,
+)
+from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
+
+DIVISORS = ("count", "touches")
+HELD = ("sum", "held_for", "touches")
+
+
+def sync_replicas(
+    inner: optax.GradientTransformation,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    *,
+    axis_name: AxisName = "replica",
+    hold: bool = True,
+    rows_divisor: str = "count",
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Averages gradients over replicas, as in ``tf.train.SyncReplicasOptimizer``.
+
+    .. math::
+        A &\leftarrow A + \sum_{i \text{ accepted}} g_i, \quad n \leftarrow n + |\text{accepted}| \\
+        \text{if } n \ge R: \quad x &\leftarrow x + u(A / n), \quad
+        A, n \leftarrow 0, \quad T \leftarrow T + 1
+
+    where :math:`u` is the update of ``inner``, :math:`R` is ``replicas_to_aggregate`` and
+    :math:`T` the global step. A gradient is accepted if it arrived, is fresh (:math:`t_i \ge T`
+    for the global step :math:`t_i` at which replica :math:`i` read the parameters), and is among
+    the first that complete :math:`R`; the others are dropped and counted, and their replicas go on
+    from the new parameters. All replicas share parameters and slots. With as many replicas as
+    :math:`R` that is synchronous training; with more, the slowest do no harm (backup workers);
+    with fewer, an update takes several ticks.
+
+    Row-sparse gradients are gathered as rows and stay rows for ``inner``; each replica's rows
+    count as a part of its gradient. A moving average of the parameters belongs inside:
+    ``sync_replicas(moving_average(inner, ...), ...)``.
+
+    ``update`` takes ``arrived`` (bool per replica: whether its gradient is in), ``priority``
+    (number per replica: the lowest came first; by default the rank) and ``local_step`` (int per
+    replica: :math:`t_i`; by default the global step when its last gradient had arrived). Without
+    ``arrived`` and ``local_step`` all gradients are in and fresh; if they are enough, they make
+    the update by themselves, and what was held before is dropped.
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        replicas_to_aggregate: :math:`R`, at least 1.
+        total_num_replicas: how many replicas there are; None for :math:`R`.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+        hold: whether gradients wait, in a copy of the parameters' size, until :math:`R` are in.
+            If not, a tick with fewer changes nothing, and its gradients are dropped.
+        rows_divisor: ``"count"``: rows are divided by :math:`n`, as dense gradients;
+            ``"touches"``: each row by the number of gradients that have it, as in the original.
+        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+
+    Raises:
+        ValueError: if an argument is out of its range, if the axis has another size than
+            ``total_num_replicas``, or if gradients are summed already.
+        NameError: at trace time, if there is no such axis.
+
+    References:
+        Chen et al., `Revisiting Distributed Synchronous SGD <https://arxiv.org/abs/1604.00981>`_,
+        2016; ``tf.train.SyncReplicasOptimizer``.
+
+    Differences from the original:
+        No token queue: replicas tick together, so none races ahead with an old token, and none of
+        the first gradients is wasted. The original divides rows by their touches.
+    """
+    aggregate = check_size(1, replicas_to_aggregate=replicas_to_aggregate)
+    total = aggregate if total_num_replicas is None else total_num_replicas
+    total = check_size(1, total_num_replicas=total)
+    if rows_divisor not in DIVISORS:
+        raise ValueError(f"rows_divisor must be one of {DIVISORS}, got {rows_divisor!r}")
+    if not hold and aggregate > total:
+        raise ValueError(
+            f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "
+            "needs hold=True"
+        )
+    replicas = Replicas(axis_name, bucket_bytes)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        zero = lambda *_: jnp.zeros([], jnp.int32)
+        shared: dict[str, Any] = {n: zero() for n in ("count", "global_step", "dropped")}
+        if hold:
+            per_row = lambda x: jnp.zeros(jnp.shape(x)[:1], jnp.int32)
+            shared["held"] = {
+                "sum": zeros_of_average(params),
+                # For which update each row was held last, and from how many gradients.
+                "held_for": jax.tree.map(per_row, params),
+                "touches": jax.tree.map(per_row, params),
+            }
+        return ReplicaState({**shared, "inner": inner.init(params)}, {"local_step": zero()})
+
+    def update(
+        updates, state, params=None, *, arrived=None, priority=None, local_step=None, **extra_args
+    ):
+        replicas.check_size(total_num_replicas=total)
+        replicas.check_own(updates)
+        replicas.check_shared(params)
+        shared, own = state
+        step = shared["global_step"]
+        # Known when traced: this tick makes an update by itself.
+        complete = arrived is None and local_step is None and total >= aggregate
+        arrived = jnp.asarray(True if arrived is None else arrived)
+        read_at = own["local_step"] if local_step is None else local_step
+        count = jnp.zeros([], jnp.int32) if complete or not hold else shared["count"]
+
+        accepted = arrived if complete else arrived & (read_at >= step)
+        if not (complete and total == aggregate):
+            accepted &= _number_ahead(replicas, accepted, priority) < aggregate - count
+        late = arrived & ~accepted
+        with_touches = (hold and not complete) or rows_divisor == "touches"
+        sums, (accepted, late) = replicas.sum_gradients(
+            map_rows(_with_touches, updates) if with_touches else updates,
+            accepted,
+            (accepted.astype(jnp.int32), late.astype(jnp.int32)),
+        )
+        number = count + accepted
+
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
+        sums = treedef.flatten_up_to(sums)
+        held = shared.get("held")
+        if hold and not complete:
+            columns = [treedef.flatten_up_to(held[name]) for name in HELD]
+            add = functools.partial(_hold, tag=step + 1, accepted=accepted, pushes=aggregate)
+            sums, *columns = zip(*map(add, gs, sums, *columns), strict=True) if gs else [()] * 4
+            held = dict(zip(HELD, map(treedef.unflatten, columns), strict=True))
+        divisor = jnp.maximum(number, 1)
+        if with_touches:
+            factor = divisor if rows_divisor == "touches" else None
+            plain = lambda total, g: _without_touches(total, g, factor) if is_rows(g) else total
+            sums = map(plain, sums, gs)
+        mean = divide_gradients(treedef.unflatten(sums), divisor, updates)
+
+        apply = lambda: inner.update(mean, shared["inner"], params, **extra_args)
+        if complete:
+            fire, (us, of_inner) = True, apply()
+        else:
+            fire = number >= aggregate
+            nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), shared["inner"])
+            us, of_inner = lax.cond(fire, apply, nothing)
+            if not hold:
+                late = jnp.where(fire, late, late + accepted)
+        step = step + jnp.int32(fire)
+        new = {
+            "count": jnp.where(fire, 0, number) if hold else shared["count"],
+            "global_step": step,
+            "dropped": shared["dropped"] + late,
+            "inner": of_inner,
+        }
+        if hold:
+            new["held"] = held
+        return us, ReplicaState(new, {"local_step": jnp.where(arrived, step, own["local_step"])})
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _number_ahead(replicas: Replicas, fresh: Array, priority: Any) -> Array:
+    """How many fresh gradients came before that of this replica."""
+    rank = replicas.index
+    priority = rank if priority is None else jnp.asarray(priority)
+    all_fresh, priorities = replicas.gather((fresh[None], priority[None]))
+    ties = (priorities == priority) & (jnp.arange(replicas.size) < rank)
+    return jnp.sum(all_fresh & ((priorities < priority) | ties))
+
+
+def _with_touches(g: SparseRows) -> SparseRows:
+    """Each row once, as a vector whose last element says that it is there."""
+    g = g.coalesce()
+    there = (g.indices < g.num_rows).astype(g.dtype)
+    return g.with_values(jnp.concatenate([g.values.reshape(len(there), -1), there[:, None]], 1))
+
+
+def _without_touches(g: SparseRows, like: SparseRows, factor: Any) -> SparseRows:
+    """The rows themselves; each times ``factor`` over its touches, if there is one."""
+    g = g.coalesce()
+    values, touches = g.values[:, :-1], g.values[:, -1:]
+    if factor is not None:
+        values = values * factor / jnp.maximum(touches, 1)
+    return g.with_values(values.reshape(-1, *like.values.shape[1:]))
+
+
+def _hold(g, total, held, held_for, touches, *, tag, accepted, pushes):
+    """Adds to what is held for this update; what was held for an earlier one is forgotten.
+
+    Returns the sum so far (of rows, as from ``_with_touches``), and what is held now.
+    """
+    if g is None:
+        return None, held, held_for, touches
+    if not is_rows(g):
+        is_held = held_for == tag
+        total += jnp.where(_per_row(is_held, held), held, 0)
+        touches = jnp.where(is_held, touches, 0) + accepted
+        return total, total, jnp.where(accepted > 0, tag, held_for), touches
+    rows = total.coalesce()
+    values, new = rows.values[:, :-1].reshape(-1, *held.shape[1:]), rows.values[:, -1]
+    is_held = rows.gather(held_for) == tag
+    values += jnp.where(_per_row(is_held, values), rows.gather(held), 0)
+    held = rows.scatter(held, values)
+    touches = rows.scatter(
+        touches, new.astype(jnp.int32) + jnp.where(is_held, rows.gather(touches), 0)
+    )
+    held_for = rows.scatter(held_for, jnp.full(is_held.shape, tag))
+    # So many rows can be held if every gradient lists as many as this one.
+    size = min(g.num_rows, pushes * len(g.indices))
+    [places] = jnp.nonzero(held_for == tag, size=size, fill_value=g.num_rows)
+    found = SparseRows(places, jnp.zeros((size, 1)), g.num_rows, coalesced=True)
+    values = found.gather(held).reshape(size, -1)
+    all_found = jnp.sum(held_for == tag) <= size
+    values = jnp.where(all_found, values, jnp.nan)
+    there = found.gather(touches).astype(values.dtype)
+    return found.with_values(jnp.concatenate([values, there[:, None]], 1)), held, held_for, touches
+
+
+def _per_row(mask: Array, like: Array) -> Array:
+    return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))
