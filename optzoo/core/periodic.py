@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import lax
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 from .checks import check_size
+from .gradients import check_gradients
 from .numerics import widen
-from .replicas import Replicas, ReplicaState, where
-from .rows import is_gradient, is_rows
+from .replicas import Replicas, ReplicaState, map_some, where
+from .rows import is_rows
 
 ORDERS = ("simultaneous", "round_robin")
 
@@ -40,9 +41,9 @@ def periodic(
     Args:
         inner: the optimizer of the local steps.
         replicas: those who exchange.
-        rule: ``rule(who, params, shared, own, updates=, fragment=, **extra_args) -> (params,
-            shared, own)`` for a replica, with parameters in float32 at least after the local
-            step. ``who``: whether this one takes part.
+        rule: ``rule(who, params, shared, own, fragment=, **extra_args) -> (params, shared, own)``
+            for a replica, with parameters in float32 at least after the local step, None where
+            there was no gradient. ``who``: whether this replica takes part.
         period: local steps from one exchange to the next.
         shared: of the params, makes what all replicas have in common.
         own: of the params, makes what each has for itself.
@@ -80,6 +81,7 @@ def periodic(
     ):
         if params is None:
             raise ValueError(NO_PARAMS_MSG)
+        check_gradients(updates, params)
         replicas.check_own(updates)
         params, old = replicas.vary((params, state.own))
         arrived = True if arrived is None else arrived
@@ -107,8 +109,9 @@ def periodic(
         if not (together or exchange):
             mine &= jnp.asarray(new["local_step"]) % period == 0
             due = lax.cond(common["apart"], lambda: replicas.any(mine), lambda: phase == 0)
-        start = jax.tree.map(widen, params)
-        dense = jax.tree.map(_dense, us, params, is_leaf=is_gradient)
+        # An exchange moves all rows; a parameter without a gradient takes no part, and is None.
+        dense = jax.tree.map(lambda u: u.to_dense() if is_rows(u) else u, us, is_leaf=is_rows)
+        start = map_some(lambda u, x: widen(x), dense, params)
 
         def exchanged(parts):
             carry = jax.tree.map(jnp.add, start, dense), common, new
@@ -119,7 +122,7 @@ def periodic(
             return jax.tree.map(change, after, start, dense), common_after, new_after
 
         def in_order(carry, part):
-            at = lambda who, carry: rule(who, *carry, updates=updates, fragment=part, **extra_args)
+            at = lambda who, carry: rule(who, *carry, fragment=part, **extra_args)
             if order == "simultaneous":
                 return at(mine, carry)
             turn = lambda carry, rank: (at(mine & (replicas.index == rank), carry), None)
@@ -142,10 +145,3 @@ def periodic(
         return us, ReplicaState(common, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _dense(u: Any, x: Any) -> Array:
-    """An update as an array: an exchange moves all rows, with a gradient or without."""
-    if u is None:
-        return jnp.zeros_like(x)
-    return u.to_dense() if is_rows(u) else u

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -231,6 +232,17 @@ def zeros_like_update(shapes: Any) -> Any:
         return SparseRows(places, array(a.values), a.num_rows)
 
     return jax.tree.map(zeros, shapes, is_leaf=is_rows)
+
+
+def map_some(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``f`` of leaves, and None where the first tree has None."""
+    some = lambda x, *xs: None if x is None else f(x, *xs)
+    return jax.tree.map(some, tree, *rest, is_leaf=lambda x: x is None)
+
+
+def merge(old: Any, new: Any) -> Any:
+    """A tree with other leaves wherever ``new`` has some that are not None."""
+    return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
 def where(who: Any, tree: Any, other: Any) -> Any:

@@ -7,7 +7,7 @@ import optax
 from ..core.averages import start_of_average, zeros_of_average
 from ..core.checks import check_size
 from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, where
 from ..core.rows import is_gradient
 from ..core.slots import are_slots
 
@@ -73,21 +73,18 @@ def agn(
         total = jax.tree.map(add, updates, own["accumulated"], is_leaf=is_gradient)
         return updates, {**own, "accumulated": total, "since": own["since"] + 1}
 
-    def push(who, params, shared, own, *, updates, fragment, **extra_args):
+    def push(who, params, shared, own, *, fragment, **extra_args):
         del fragment
         state, is_slot = own["inner"], are_slots(inner, own["inner"])
         # The counters of all replicas side by side, for the sum of the pushes to carry along.
         here = (jnp.arange(replicas.size) == replicas.index) & who
         place = lambda a: jnp.where(here.reshape(-1, *(1,) * a.ndim), a[None], 0)
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
-        mean = jax.tree.map(lambda a: a / own["since"].astype(a.dtype), own["accumulated"])
-        pushed, counters, pushers = replicas.sum(
-            (where(who, mean, 0), counters, here.astype(jnp.int32))
-        )
+        mean = lambda x, a: jnp.where(who, a / own["since"].astype(a.dtype), 0)
+        mean = map_some(mean, params, own["accumulated"])
+        pushed, counters, pushers = replicas.sum((mean, counters, here.astype(jnp.int32)))
         number, first = jnp.sum(pushers), jnp.argmax(pushers)
-        divisor = jnp.maximum(number, 1)
-        mean_of = lambda g, total: None if g is None else total / divisor.astype(total.dtype)
-        pushed = jax.tree.map(mean_of, updates, pushed, is_leaf=is_gradient)
+        pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
         center, of_center = shared["center"], shared["center_inner"]
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
@@ -108,7 +105,8 @@ def agn(
             "accumulated": where(~who, own["accumulated"], 0),
             "since": jnp.where(who, 0, own["since"]),
         }
-        return where(who, moved, params), shared, own
+        pulled = map_some(lambda x, c: jnp.where(who, c, x), params, moved)
+        return pulled, shared, own
 
     def shared(params):
         center = jax.tree.map(start_of_average, params)

@@ -11,7 +11,7 @@ from jax import lax
 from ..core.averages import start_of_average
 from ..core.checks import check_size
 from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
 
 
 def diloco(
@@ -92,28 +92,26 @@ def diloco(
 
     def exchange(who, params, shared, own, *, fragment, **_):
         center, states = shared["center"], list(shared["outer"])
-        is_in = _members(params, fragments, fragment)
-        sent = jax.tree.map(lambda x, is_in: x if is_in else None, params, is_in)
+        is_in = _members(center, fragments, fragment)
+        sent = map_some(lambda x, is_in: x if is_in else None, params, is_in)
         sums, number = replicas.sum((where(who, sent, 0), who.astype(jnp.int32)))
         some, warm = number > 0, shared["count"] <= warmup_steps
         mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
-        delta = jax.tree.map(lambda c, s, is_in: c - mean(s) if is_in else c, center, sums, is_in)
+        difference = lambda c, s: jnp.zeros_like(c) if s is None else c - mean(s)
+        delta = jax.tree.map(difference, center, sums)
         moves, state = outers[fragment].update(delta, states[fragment], center)
-
-        def move(c, d, u, is_in):
-            return jnp.where(some, jnp.where(warm, c - d, c + u), c) if is_in else c
-
-        center = jax.tree.map(move, center, delta, moves, is_in)
         states[fragment] = where(some & ~warm, state, states[fragment])
-        pull = lambda x, c, is_in: jnp.where(some, c, x) if is_in else x
+        move = lambda s, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
+        moved = map_some(move, sums, center, delta, moves)
+        params = merge(params, map_some(lambda c, x: jnp.where(some, c, x), moved, params))
         is_last = some if fragment == fragments - 1 else 0
         shared = {
             **shared,
-            "center": center,
+            "center": merge(center, moved),
             "outer": tuple(states),
             "global_step": shared["global_step"] + is_last,
         }
-        return jax.tree.map(pull, params, center, is_in), shared, own
+        return params, shared, own
 
     def shared(params):
         center = jax.tree.map(start_of_average, params)

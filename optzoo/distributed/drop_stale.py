@@ -6,6 +6,7 @@ import optax
 from jax import lax
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
+from ..core.gradients import check_gradients
 from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, ReplicaState, zeros_like_update
 from ..core.rows import SparseRows, is_gradient, is_rows
 
@@ -63,6 +64,7 @@ def drop_stale_gradient(
     def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
         if params is None:
             raise ValueError(NO_PARAMS_MSG)
+        check_gradients(updates, params)
         replicas.check_own(updates)
         replicas.check_shared(params)
         shared, own = state

@@ -8,7 +8,7 @@ from ..core.averages import start_of_average
 from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import widen
 from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge
 from ..core.rows import is_gradient
 
 
@@ -92,12 +92,12 @@ def elastic_average(
 
     def exchange(who, params, shared, own, **_):
         center = shared["center"]
-        far = jax.tree.map(lambda x, c: rate * (x - c), params, center)
-        d = where(who, far, 0)
+        d = map_some(lambda x, c: jnp.where(who, rate * (x - c), 0), params, center)
         pushed, number = replicas.sum((d, who.astype(jnp.int32)))
+        seen = map_some(lambda d, c, old: jnp.where(who, c, old), d, center, own["local_center"])
         moved = jax.tree.map(jnp.subtract, params, d)
-        own = {**own, "local_center": where(who, center, own["local_center"])}
-        center = jax.tree.map(jnp.add, center, pushed)
+        own = {**own, "local_center": merge(own["local_center"], seen)}
+        center = merge(center, map_some(jnp.add, pushed, center))
         return (
             moved,
             {**shared, "center": center, "global_step": shared["global_step"] + number},

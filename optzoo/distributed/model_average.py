@@ -8,7 +8,7 @@ from ..core.averages import start_of_average
 from ..core.checks import check_size
 from ..core.numerics import widen
 from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, where
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
 from ..core.slots import are_slots
 
 SLOTS = ("keep", "average", "reset")
@@ -80,7 +80,7 @@ def model_average(
         )
         some, divisor = number > 0, jnp.maximum(number, 1)
         mean = lambda total: total / divisor.astype(total.dtype)
-        center = where(some, jax.tree.map(mean, sums), shared["center"])
+        average = map_some(lambda s, c: jnp.where(some, mean(s), c), sums, shared["center"])
         if slots != "keep":
             new = slot_sums if slots == "average" else inner.init(params)
             take = mean if slots == "average" else lambda a: a
@@ -88,7 +88,8 @@ def model_average(
                 jnp.where(some, take(b).astype(a.dtype), a) if is_slot else a
             )
             own = {**own, "inner": jax.tree.map(replace, state, new, is_slot)}
-        params = where(some, center, params)
+        params = where(some, average, params)
+        center = merge(shared["center"], average)
         return (
             params,
             {**shared, "center": center, "global_step": shared["global_step"] + some},

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from ..core.averages import zeros_of_average
 from ..core.checks import check_size
+from ..core.gradients import check_gradients
 from ..core.replicas import (
     BUCKET_BYTES,
     AxisName,
@@ -113,6 +114,7 @@ def sync_replicas(
         updates, state, params=None, *, arrived=None, priority=None, local_step=None, **extra_args
     ):
         replicas.check_size(total_num_replicas=total)
+        check_gradients(updates, params)
         replicas.check_own(updates)
         replicas.check_shared(params)
         shared, own = state

@@ -22,6 +22,17 @@ WRAPPERS = {
     "variable_clipping": lambda inner, dims=DIMS: optzoo.variable_clipping(inner, dims, 0.8),
     "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(inner, 0.1),
     "multitask": lambda inner, **_: optzoo.multitask(inner),
+    # A single replica; those that exchange do it at every other step.
+    "agn": lambda inner, **_: optzoo.agn(inner, axis_name=None, communication_period=2),
+    "diloco": lambda inner, **_: optzoo.diloco(inner, axis_name=None, communication_period=2),
+    "drop_stale_gradient": lambda inner, **_: optzoo.drop_stale_gradient(inner, 0, axis_name=None),
+    "elastic_average": lambda inner, **_: optzoo.elastic_average(
+        inner, 1, axis_name=None, communication_period=2
+    ),
+    "model_average": lambda inner, **_: optzoo.model_average(
+        inner, axis_name=None, interval_steps=2
+    ),
+    "sync_replicas": lambda inner, **_: optzoo.sync_replicas(inner, 1, axis_name=None),
 }
 INNER = {
     "momentum": lambda rate=0.1: optzoo.momentum(rate, 0.9),
@@ -31,7 +42,12 @@ INNER = {
     "optax.sgd": lambda rate=0.1: optax.sgd(rate, momentum=0.9),
 }
 OURS = sorted(INNER.keys() - {"optax.sgd"})
-READS_PARAMS = WRAPPERS.keys() - {"multitask"}
+READS_PARAMS = WRAPPERS.keys() - {"multitask", "sync_replicas"}
+# These keep parameters for all replicas; what they exchange is whole tables.
+CENTERED = ("agn", "diloco", "elastic_average", "model_average")
+# How many trees like the parameters they keep beside those of the inner optimizer.
+TREES = {"moving_average": 1, "diloco": 2, "elastic_average": 2, "model_average": 1}
+TREES |= {"agn": 2, "sync_replicas": 3}
 
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
 around = lambda *names: pytest.mark.parametrize("inner", names or list(INNER))
