@@ -125,15 +125,17 @@ def replicate(
         spread = lambda a: jnp.broadcast_to(a, (num_replicas, *jnp.shape(a)))
         return map_own(spread, params, state)
 
-    if mesh is None:
-        return jax.jit(all_of)(params, state)
-    at = functools.partial(NamedSharding, mesh)
-    specs = replica_specs(params, state, at(PartitionSpec()), at(PartitionSpec(axis_name)))
-    return jax.jit(all_of, out_shardings=specs)(params, state)
+    return _placed(all_of, params, state, mesh, axis_name)
 
 
 def resize_replicas(
-    tx: optax.GradientTransformation, params: Any, state: Any, num_replicas: int
+    tx: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    num_replicas: int,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
     """Parameters and state for fewer or more replicas, to go on from a checkpoint.
 
@@ -145,8 +147,16 @@ def resize_replicas(
         params: of all replicas, as :func:`optzoo.replicate` makes them.
         state: of all replicas.
         num_replicas: how many there are to be.
+        mesh: where to put them; None for the default device. Over several processes all of them
+            must call this, with arrays on devices of all.
+        axis_name: the axis, or axes, of the mesh.
     """
     check_size(1, num_replicas=num_replicas)
+    resize = functools.partial(_resize, tx, num_replicas)
+    return _placed(resize, params, state, mesh, axis_name)
+
+
+def _resize(tx, num_replicas, params, state):
     of_params, _ = replica_specs(params, state, False, True)
     old = len(jax.tree.leaves([node.own for node in _nodes(state)])[0])
     center = eval_params(params, state)
@@ -199,6 +209,15 @@ def map_own(f: Callable[[Array], Any], params: Any, state: Any) -> tuple[Any, An
     marks = replica_specs(params, state, False, True)
     change = lambda own, tree: jax.tree.map(f, tree) if own else tree
     return jax.tree.map(change, marks, (params, state))
+
+
+def _placed(f, params, state, mesh, axis_name):
+    """Parameters and state of all replicas as ``f`` makes them, where they belong."""
+    if mesh is None:
+        return jax.jit(f)(params, state)
+    at = functools.partial(NamedSharding, mesh)
+    specs = replica_specs(params, state, at(PartitionSpec()), at(PartitionSpec(axis_name)))
+    return jax.jit(f, out_shardings=specs)(params, state)
 
 
 def _is_replicas(node: Any) -> bool:
