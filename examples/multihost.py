@@ -85,11 +85,14 @@ class Training:
             return SingleDeviceSharding(jax.devices()[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def init(self, num_replicas=None):
-        """Parameters and state of all replicas."""
+    def start(self):
+        """Parameters and state of one replica."""
         params = init_params()
-        start = params, self.tx.init(params)
-        return optzoo.replicate(*start, num_replicas or self.size, mesh=self.mesh)
+        return params, self.tx.init(params)
+
+    def init(self):
+        """Parameters and state of all replicas."""
+        return optzoo.replicate(*self.start(), self.size, mesh=self.mesh)
 
     def batch(self, step, size=16):
         """Images and labels of all replicas, of which a process makes those of its own devices.
@@ -149,7 +152,7 @@ class Checkpoints:
         for step in sorted(self.manager.all_steps(), reverse=True):
             path, error = self.manager.directory / str(step), None
             try:
-                train, about = self._load(path)
+                train, about = self.load(path)
             except Exception as e:  # whatever damaged files lead to
                 error = f"{type(e).__name__}: {str(e)[:300]}"
             if np.any(multihost_utils.process_allgather(np.array(error is not None))):
@@ -165,11 +168,12 @@ class Checkpoints:
             raise SystemExit(f"no good checkpoint in {self.manager.directory}; it is left as it is")
         return 0, *self.training.init()
 
-    def _load(self, path):
+    def load(self, path):
+        """What a directory holds, wherever it comes from."""
         # Without Orbax's barriers: a process with an error would leave the others there.
         training = self.training
         about = json.loads((path / "about" / "metadata").read_text())
-        start = jax.eval_shape(lambda: training.init(about["replicas"]))
+        start = jax.eval_shape(lambda: optzoo.replicate(*training.start(), about["replicas"]))
         axis = () if about["replicas"] % training.size else ("replica",)
         marks = optzoo.replica_specs(*start, training.sharding(), training.sharding(*axis))
         place = lambda mark, tree: jax.tree.map(
