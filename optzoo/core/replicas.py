@@ -237,7 +237,12 @@ def zeros_like_update(shapes: Any) -> Any:
 def map_some(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``f`` of leaves, and None where the first tree has None."""
     some = lambda x, *xs: None if x is None else f(x, *xs)
-    return jax.tree.map(some, tree, *rest, is_leaf=lambda x: x is None)
+    return jax.tree.map(some, tree, *rest, is_leaf=is_gradient)
+
+
+def apply_some(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates``, where there is an update."""
+    return merge(params, map_some(lambda u, x: (x + u).astype(x.dtype), updates, params))
 
 
 def merge(old: Any, new: Any) -> Any:

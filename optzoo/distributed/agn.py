@@ -7,7 +7,7 @@ import optax
 from ..core.averages import start_of_average, zeros_of_average
 from ..core.checks import check_size
 from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, where
+from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, apply_some, map_some, where
 from ..core.rows import is_gradient
 from ..core.slots import are_slots
 
@@ -90,7 +90,7 @@ def agn(
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
         before = jax.tree.map(pick, of_center, counters, is_slot)
         moves, after = inner.update(pushed, before, center, **extra_args)
-        moved = optax.apply_updates(center, moves)
+        moved = apply_some(center, moves)
         some = number > 0
         shared = {
             **shared,

@@ -7,7 +7,14 @@ from jax import lax
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 from ..core.gradients import check_gradients
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, ReplicaState, zeros_like_update
+from ..core.replicas import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    ReplicaState,
+    apply_some,
+    zeros_like_update,
+)
 from ..core.rows import SparseRows, is_gradient, is_rows
 
 
@@ -79,7 +86,7 @@ def drop_stale_gradient(
                 g = replicas.sum_where(replicas.index == rank, updates)
                 us, new = inner.update(g, of_inner, x, **extra_args)
                 rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
-                return optax.apply_updates(x, us), new, rows
+                return apply_some(x, us), new, rows
 
             fits = step - read_at <= staleness
             nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
