@@ -180,12 +180,16 @@ def inputs(case: Case, schedule: list[list[Step]]) -> tuple[np.ndarray, dict[str
     return gradients, extra
 
 
-def follow(case: Case, together: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Everything that the record holds: what we have at the end of each tick, and what it has."""
+def follow(
+    case: Case, together: bool, order: str | None = None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Everything that the record holds: what we have at the end of each tick, and what it has.
+
+    The original's order is that of ranks; a single one that moves does it in either.
+    """
     meta, arrays = case
     schedule = ticks(case, together)
-    # That a single one moves is the same in either order.
-    tx = build(meta, "round_robin" if together else "simultaneous")
+    tx = build(meta, order or ("round_robin" if together else "simultaneous"))
     gradients, extra = inputs(case, schedule)
 
     def step(params, state, g, extra):

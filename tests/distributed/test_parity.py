@@ -18,6 +18,13 @@ def test_follows_the_cluster(name, together):
         assert error <= TOLERANCE, f"off by {error:.1e} in {array}"
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "round_robin" in name])
+def test_the_counts_of_simultaneous_exchanges_are_those_of_successive_ones(name):
+    arrays = replay.follow(CASES[name], together=True, order="simultaneous")
+    for array in ("global_step", "local_step"):
+        assert replay.error(*arrays[array]) == 0
+
+
 def test_every_history_applies():
     assert all(map(replay.applies, CASES.values()))
 
