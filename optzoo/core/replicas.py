@@ -72,9 +72,10 @@ class Replicas:
     @property
     def index(self) -> Array:
         """Which of them this one is."""
-        return (
-            jnp.zeros([], jnp.int32) if self.axis_name is None else lax.axis_index(self.axis_name)
-        )
+        if self.axis_name is None:
+            return jnp.zeros([], jnp.int32)
+        _ = self.size  # whose error is clearer
+        return lax.axis_index(self.axis_name)
 
     def sum(self, tree: Any) -> Any:
         """The sum over all replicas, in one message for each dtype and some for large arrays."""

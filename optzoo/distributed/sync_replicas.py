@@ -56,7 +56,8 @@ def sync_replicas(
 
     ``update`` takes ``arrived`` (bool per replica: whether its gradient is in), ``priority``
     (number per replica: the lowest came first; by default the rank) and ``local_step`` (int per
-    replica: :math:`t_i`; by default the global step when its last gradient had arrived). Without
+    replica: :math:`t_i`; by default a replica reads the parameters after the update that its last
+    gradient was a part of, or at once if that was dropped). Without
     ``arrived`` and ``local_step`` all gradients are in and fresh; if they are enough, they make
     the update by themselves, and what was held before is dropped.
 
@@ -82,7 +83,9 @@ def sync_replicas(
 
     Differences from the original:
         No token queue: replicas tick together, so none races ahead with an old token, and none of
-        the first gradients is wasted. The original divides rows by their touches.
+        the first gradients is wasted. An update takes no more than :math:`R` gradients, where a
+        late chief of the original takes all that are in. The original divides rows by their
+        touches.
     """
     aggregate = check_size(1, replicas_to_aggregate=replicas_to_aggregate)
     total = aggregate if total_num_replicas is None else total_num_replicas
@@ -108,7 +111,8 @@ def sync_replicas(
                 "held_for": jax.tree.map(per_row, params),
                 "touches": jax.tree.map(per_row, params),
             }
-        return ReplicaState({**shared, "inner": inner.init(params)}, {"local_step": zero()})
+        own = {"local_step": zero(), "waiting": jnp.zeros([], bool)}
+        return ReplicaState({**shared, "inner": inner.init(params)}, own)
 
     def update(
         updates, state, params=None, *, arrived=None, priority=None, local_step=None, **extra_args
@@ -125,15 +129,14 @@ def sync_replicas(
         read_at = own["local_step"] if local_step is None else local_step
         count = jnp.zeros([], jnp.int32) if complete or not hold else shared["count"]
 
-        accepted = arrived if complete else arrived & (read_at >= step)
+        is_in = arrived if complete else arrived & (read_at >= step)
         if not (complete and total == aggregate):
-            accepted &= _number_ahead(replicas, accepted, priority) < aggregate - count
-        late = arrived & ~accepted
+            is_in &= _number_ahead(replicas, is_in, priority) < aggregate - count
         with_touches = (hold and not complete) or rows_divisor == "touches"
-        sums, (accepted, late) = replicas.sum_gradients(
+        sums, (accepted, dropped) = replicas.sum_gradients(
             map_rows(_with_touches, updates) if with_touches else updates,
-            accepted,
-            (accepted.astype(jnp.int32), late.astype(jnp.int32)),
+            is_in,
+            (is_in.astype(jnp.int32), (arrived & ~is_in).astype(jnp.int32)),
         )
         number = count + accepted
 
@@ -160,17 +163,22 @@ def sync_replicas(
             nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), shared["inner"])
             us, of_inner = lax.cond(fire, apply, nothing)
             if not hold:
-                late = jnp.where(fire, late, late + accepted)
-        step = step + jnp.int32(fire)
+                dropped += jnp.where(fire, 0, accepted)
+        new_step = step + jnp.int32(fire)
         new = {
             "count": jnp.where(fire, 0, number) if hold else shared["count"],
-            "global_step": step,
-            "dropped": shared["dropped"] + late,
+            "global_step": new_step,
+            "dropped": shared["dropped"] + dropped,
             "inner": of_inner,
         }
         if hold:
             new["held"] = held
-        return us, ReplicaState(new, {"local_step": jnp.where(arrived, step, own["local_step"])})
+        # Whose gradient is in waits for the update; who was dropped goes on at once.
+        waiting = own["waiting"] | (is_in & hold)
+        goes_on = arrived | (waiting & fire)
+        read_at = jnp.where(goes_on, new_step, own["local_step"])
+        waiting &= jnp.logical_not(fire)
+        return us, ReplicaState(new, {"local_step": read_at, "waiting": waiting})
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -229,7 +237,8 @@ def _hold(g, total, held, held_for, touches, *, tag, accepted, pushes):
     all_found = jnp.sum(held_for == tag) <= size
     values = jnp.where(all_found, values, jnp.nan)
     there = found.gather(touches).astype(values.dtype)
-    return found.with_values(jnp.concatenate([values, there[:, None]], 1)), held, held_for, touches
+    found = found.with_values(jnp.concatenate([values, there[:, None]], 1)).drop_padding()
+    return found, held, held_for, touches
 
 
 def _per_row(mask: Array, like: Array) -> Array:

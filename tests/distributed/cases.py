@@ -1,0 +1,107 @@
+"""The distributed family at work on a small problem, in every way to have replicas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optzoo
+
+REPLICAS, TICKS = 4, 7
+METHODS = {
+    "elastic_average": lambda inner, n: optzoo.elastic_average(
+        inner, n, communication_period=3, rho=0.1
+    ),
+    "elastic_average, round robin": lambda inner, n: optzoo.elastic_average(
+        inner, n, communication_period=3, order="round_robin"
+    ),
+    "agn": lambda inner, n: optzoo.agn(inner, communication_period=3),
+    "agn, round robin": lambda inner, n: optzoo.agn(
+        inner, communication_period=3, order="round_robin"
+    ),
+    "model_average": lambda inner, n: optzoo.model_average(inner, interval_steps=3),
+    "model_average, of slots": lambda inner, n: optzoo.model_average(
+        inner, interval_steps=3, slots="average"
+    ),
+    "diloco": lambda inner, n: optzoo.diloco(inner, communication_period=3),
+    "diloco, streaming": lambda inner, n: optzoo.diloco(
+        inner, communication_period=3, warmup_steps=2, fragments=2
+    ),
+    "sync_replicas": lambda inner, n: optzoo.sync_replicas(inner, n),
+    "sync_replicas, backup": lambda inner, n: optzoo.sync_replicas(inner, n - 1, n),
+    "sync_replicas, several ticks": lambda inner, n: optzoo.sync_replicas(inner, 2 * n, n),
+    "drop_stale_gradient": lambda inner, n: optzoo.drop_stale_gradient(inner, 1),
+}
+WAYS = ["vmap", "sharded jit", "pmap", "shard_map", "shard_map unchecked"]
+
+
+def params():
+    return {"table": jnp.arange(1.0, 11).reshape(5, 2) / 10, "bias": jnp.ones(3)}
+
+
+def batches(ticks=TICKS, replicas=REPLICAS):
+    """For each tick and replica: ids of the table, a target, and whether it takes part."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 6, (ticks, replicas, 3))  # 5 is padding
+    target = rng.normal(size=(ticks, replicas, 3)).astype(np.float32)
+    takes_part = rng.random((ticks, replicas)) < 0.7
+    return jax.tree.map(jnp.asarray, (ids, target, takes_part))
+
+
+def loss_fn(params, ids, target):
+    rows = optzoo.lookup(params["table"], ids)
+    return jnp.sum((rows - target[:, None]) ** 2) + jnp.sum((params["bias"] - target) ** 2)
+
+
+def train_step(tx, axis_name="replica", masked=False, **static):
+    """What one replica does in a tick."""
+
+    def step(params, state, ids, target, takes_part):
+        x = optzoo.per_replica(params, axis_name)
+        value, grads = optzoo.value_and_grad(loss_fn)(x, ids, target)
+        masks = {"active": takes_part, "arrived": takes_part} if masked else {}
+        updates, state = tx.update(grads, state, params, **masks, **static)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def mesh(replicas=REPLICAS):
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((replicas,), ("replica",), auto, devices=jax.devices()[:replicas])
+
+
+def start(tx, way="vmap", replicas=REPLICAS):
+    """Parameters and state of all replicas, where this way needs them."""
+    places = None if way in ("vmap", "pmap") else mesh(replicas)
+    return optzoo.replicate(params(), tx.init(params()), replicas, mesh=places)
+
+
+def over(way, step, tx, replicas=REPLICAS):
+    """The compiled step of all replicas."""
+    if way.startswith("shard_map"):
+        of_mesh = {"mesh": mesh(replicas), "check_vma": way == "shard_map"}
+        return jax.jit(optzoo.over_replicas(step, **of_mesh))
+    if way == "pmap":
+        specs = optzoo.replica_specs(params(), tx.init(params()), None, 0)
+        axes = {"in_axes": (*specs, 0, 0, 0), "out_axes": (*specs, 0)}
+        return jax.pmap(step, axis_name="replica", **axes, devices=jax.devices()[:replicas])
+    return jax.jit(optzoo.over_replicas(step))
+
+
+def run(method, way="vmap", masked=False, inner=None, ticks=TICKS):
+    """Parameters, state and losses after some ticks."""
+    tx = METHODS[method](inner or optzoo.lazy_adam(0.1), REPLICAS)
+    train = over(way, train_step(tx, masked=masked), tx)
+    x, state = start(tx, way)
+    losses = []
+    for tick in range(ticks):
+        batch = jax.tree.map(lambda a, tick=tick: a[tick], batches())
+        x, state, value = train(x, state, *batch)
+        losses.append(value)
+    return x, state, np.stack(losses)
+
+
+simulated = functools.cache(run)

@@ -1,0 +1,123 @@
+"""What the compiled programs send, and when."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import optzoo
+from optzoo.core.replicas import Replicas
+
+from . import cases
+
+PERIODIC = [m for m in cases.METHODS if not m.startswith(("sync", "drop", "diloco, streaming"))]
+COLLECTIVE = (
+    r"= .*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+@functools.cache
+def program(method, **static):
+    """The optimized HLO of a train step, on as many devices as there are replicas."""
+    tx = cases.METHODS[method](optzoo.adam(0.1), cases.REPLICAS)
+    step = cases.train_step(tx, **static)
+    batch = jax.tree.map(lambda a: a[0], cases.batches())
+    lowered = cases.over("shard_map", step, tx).lower(*cases.start(tx, "shard_map"), *batch)
+    return lowered.as_text(), lowered.compile().as_text()
+
+
+def collectives(hlo, conditional):
+    """The collectives of a program that run always, or only in a branch of a conditional."""
+    texts, entry = {}, None
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
+        if head := re.match(r"(ENTRY )?%?([\w.-]+) \(", block):
+            texts[head[2]] = block
+            entry = head[2] if head[1] else entry
+    assert entry is not None
+
+    def reached(name, seen):
+        if name in seen or name not in texts:
+            return seen
+        seen.add(name)
+        for line in texts[name].splitlines():
+            if " conditional(" not in line:
+                for called in re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line):
+                    reached(called, seen)
+        return seen
+
+    always = reached(entry, set())
+    chosen = [t for name, t in texts.items() if (name not in always) == conditional]
+    return [kind for text in chosen for kind in re.findall(COLLECTIVE, text)]
+
+
+@pytest.mark.parametrize("method", PERIODIC)
+def test_a_quiet_step_sends_nothing(method):
+    """All that is sent is in a branch."""
+    _, hlo = program(method)
+    assert collectives(hlo, conditional=False) == []
+    assert "all-reduce" in collectives(hlo, conditional=True)
+
+
+@pytest.mark.parametrize("method", PERIODIC)
+def test_a_local_step_has_no_collective(method):
+    _, hlo = program(method, exchange=False)
+    assert collectives(hlo, False) == collectives(hlo, True) == []
+    assert " conditional(" not in hlo
+
+
+@pytest.mark.parametrize("method", [m for m in PERIODIC if "robin" not in m])
+def test_an_exchange_is_one_sum_for_each_dtype(method):
+    stable, hlo = program(method, exchange=True)
+    sent = re.findall(r"stablehlo\.all_reduce.*?-> tensor<[^>]*?(f32|i32)>", stable, flags=re.S)
+    assert sorted(sent) == ["f32", "i32"]
+    assert set(collectives(hlo, False)) == {"all-reduce"} and len(collectives(hlo, False)) <= 2
+
+
+def test_synchronous_training_is_one_sum_for_each_dtype_and_no_condition():
+    stable, hlo = program("sync_replicas")
+    sent = re.findall(r"stablehlo\.all_reduce.*?-> tensor<[^>]*?(f32|i32)>", stable, flags=re.S)
+    # The rows of the table are gathered as rows.
+    assert sorted(sent) == ["f32", "i32"] and stable.count("stablehlo.all_gather") == 2
+    assert " conditional(" not in hlo
+
+
+def test_the_condition_stays_one_where_all_replicas_are_on_one_device():
+    tx = cases.METHODS["elastic_average"](optzoo.adam(0.1), cases.REPLICAS)
+    batch = jax.tree.map(lambda a: a[0], cases.batches())
+    train = cases.over("vmap", cases.train_step(tx), tx)
+    assert " conditional(" in train.lower(*cases.start(tx), *batch).compile().as_text()
+
+
+def test_a_round_sends_once():
+    tx = cases.METHODS["elastic_average"](optzoo.adam(0.1), cases.REPLICAS)
+
+    def step(params, state, ids, target, exchange):
+        _, grads = optzoo.value_and_grad(cases.loss_fn)(params, ids, target)
+        updates, state = tx.update(grads, state, params, exchange=exchange)
+        return optax.apply_updates(params, updates), state
+
+    step = optzoo.over_replicas(optzoo.in_rounds(step), mesh=cases.mesh())
+    ids, target, _ = jax.tree.map(lambda a: a.swapaxes(0, 1), cases.batches(3))
+    lowered = jax.jit(step).lower(*cases.start(tx, "shard_map"), ids, target)
+    assert lowered.as_text().count("stablehlo.all_reduce") == 2  # floats, and a count
+    assert " conditional(" not in lowered.compile().as_text()
+
+
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(1 << 20, 1), (16, 2), (None, 3), (0, 3)])
+def test_small_arrays_travel_together(bucket_bytes, messages):
+    """Of 40, 12 and 4 bytes."""
+    tree = {**cases.params(), "scalar": jnp.float32(1)}
+    replicas = Replicas("replica", bucket_bytes)
+    summed = jax.shard_map(
+        lambda tree: replicas.sum(jax.tree.map(lambda a: a * replicas.index, tree)),
+        mesh=cases.mesh(),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+    )
+    assert jax.jit(summed).lower(tree).as_text().count("stablehlo.all_reduce") == messages
+    for got, one in zip(jax.tree.leaves(summed(tree)), jax.tree.leaves(tree), strict=True):
+        assert jnp.allclose(got, 6 * one)

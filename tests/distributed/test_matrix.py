@@ -1,0 +1,86 @@
+"""The same numbers in every way to have replicas."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import optzoo
+
+from . import cases
+
+# With masks in one way always, in the others in the long run.
+FULL = {"sharded jit", "pmap", "shard_map unchecked"}
+WAYS = [pytest.param(way, False, id=way) for way in cases.WAYS[1:]] + [
+    pytest.param(way, True, id=f"{way}, masked", marks=[pytest.mark.full] * (way in FULL))
+    for way in cases.WAYS[1:]
+]
+
+
+@pytest.mark.parametrize(("way", "masked"), WAYS)
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_every_way_gives_the_same(method, way, masked):
+    got, want = cases.run(method, way, masked), cases.simulated(method, "vmap", masked)
+    close = lambda a, b: chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, jax.device_get(got), jax.device_get(want))
+    assert np.ptp(want[2]) > 0.1  # it moves
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_what_is_shared_is_bit_identical(method):
+    x, state, _ = cases.run(method, "shard_map unchecked", masked=True)
+    shared = [state.shared] + ([x] if "inner" in state.shared else [])
+    for leaf in jax.tree.leaves(shared):
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(copies) == cases.REPLICAS
+        for copy in copies[1:]:
+            np.testing.assert_array_equal(copy, copies[0])
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_a_batched_counter_turns_cond_into_select_and_changes_nothing(method):
+    tx = cases.METHODS[method](optzoo.lazy_adam(0.1), cases.REPLICAS)
+    step = cases.train_step(tx, masked=True)
+    train = jax.jit(jax.vmap(step, axis_name="replica"))  # everything has an axis
+    every = lambda tree: jax.tree.map(lambda a: np.stack([a] * cases.REPLICAS), tree)
+    x, state = every(cases.params()), every(tx.init(cases.params()))
+    for tick in range(cases.TICKS):
+        batch = jax.tree.map(lambda a, tick=tick: a[tick], cases.batches())
+        x, state, _ = train(x, state, *batch)
+    want, wanted, _ = cases.simulated(method, "vmap", True)
+    close = lambda a, b: np.testing.assert_allclose(*np.broadcast_arrays(a, b), 1e-6, 1e-6)
+    jax.tree.map(close, x, want)
+    jax.tree.map(close, state, wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"), [("elastic_average", 1024), ("sync_replicas", 4), ("diloco", 1)]
+)
+def test_a_thousand_replicas_of_a_small_model(method, steps):
+    tx = cases.METHODS[method](optzoo.gradient_descent(0.01), 1024)
+    train = cases.over("vmap", cases.train_step(tx), tx)
+    x, state = cases.start(tx, replicas=1024)
+    for batch in zip(*cases.batches(4, 1024), strict=True):
+        x, state, losses = train(x, state, *batch)
+    assert np.all(np.isfinite(losses)) and state.shared["global_step"] == steps
+
+
+def test_two_axes_as_one():
+    """Replicas along the axes of hosts and of devices."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh, axes = (
+        jax.make_mesh((2, 2), ("host", "device"), auto, devices=jax.devices()[:4]),
+        ("host", "device"),
+    )
+    tx = optzoo.elastic_average(
+        optzoo.lazy_adam(0.1), 4, axis_name=axes, communication_period=3, rho=0.1
+    )
+    step = cases.train_step(tx, axes)
+    train = jax.jit(optzoo.over_replicas(step, axis_name=axes, mesh=mesh))
+    x, state = optzoo.replicate(
+        cases.params(), tx.init(cases.params()), 4, mesh=mesh, axis_name=axes
+    )
+    for batch in zip(*cases.batches(), strict=True):
+        x, state, _ = train(x, state, *batch)
+    want, _, _ = cases.simulated("elastic_average", "vmap", False)
+    chex.assert_trees_all_close(jax.device_get(x), jax.device_get(want), rtol=1e-6, atol=1e-6)

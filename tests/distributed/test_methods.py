@@ -1,0 +1,422 @@
+"""Identities between the methods, and what their options do."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo.testing import samples
+
+from . import cases
+
+N = cases.REPLICAS
+CENTERS = jnp.arange(N) - 0.5  # to which the replicas are drawn
+START = {"w": jnp.zeros((2, 2)), "b": jnp.ones(3)}
+
+
+def quadratic(x, to):
+    return sum(jnp.sum((leaf - to) ** 2) for leaf in jax.tree.leaves(x)) / 2
+
+
+def trajectory(tx, ticks=8, masks=None, to=CENTERS, **static):
+    """Parameters of all replicas after each tick, and the last state."""
+    masks = [{}] * ticks if masks is None else masks
+
+    def step(params, state, to, mask):
+        grads = jax.grad(quadratic)(params, to)
+        updates, state = tx.update(grads, state, params, **mask, **static)
+        return optax.apply_updates(params, updates), state
+
+    x, state = optzoo.replicate(START, tx.init(START), N)
+    train, visited = jax.jit(optzoo.over_replicas(step)), []
+    for mask in masks:
+        x, state = train(x, state, to, mask)
+        visited.append(x)
+    return jax.tree.map(lambda *a: np.stack(a), *visited), state
+
+
+def momentum():
+    return optzoo.momentum(0.1, 0.9)
+
+
+def close(a, b):
+    chex.assert_trees_all_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Identities
+
+
+def test_diloco_with_plain_steps_of_one_is_model_averaging():
+    outer = optzoo.gradient_descent(1.0)
+    x, state = trajectory(optzoo.diloco(momentum(), outer, communication_period=3))
+    y, other = trajectory(optzoo.model_average(momentum(), interval_steps=3))
+    close(x, y)
+    close(state.shared["center"], other.shared["center"])
+
+
+def test_averaging_after_every_step_of_gradient_descent_is_synchronous():
+    inner = optzoo.gradient_descent(0.1)
+    x, _ = trajectory(optzoo.model_average(inner, interval_steps=1))
+    y, _ = trajectory(optzoo.sync_replicas(inner, N))
+    close(jax.tree.map(lambda a: a[:, 0], x), y)
+
+
+ALONE = {
+    "model_average": lambda inner: optzoo.model_average(inner, axis_name=None, interval_steps=2),
+    "sync_replicas": lambda inner: optzoo.sync_replicas(inner, 1, axis_name=None),
+    "drop_stale_gradient": lambda inner: optzoo.drop_stale_gradient(inner, 0, axis_name=None),
+    "diloco": lambda inner: optzoo.diloco(
+        inner, optax.sgd(1.0), axis_name=None, communication_period=2
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ALONE)
+def test_one_replica_is_the_inner_optimizer(method):
+    x, grads = cases.params(), functools.partial(jax.tree.map, lambda a: jnp.cos(a + 1))
+    run = lambda tx: samples.trajectory(tx, x, lambda x, _: grads(x), jnp.arange(5))
+    close(run(ALONE[method](momentum())), run(momentum()))
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_all_masked_but_one_is_that_one(who):
+    mask = {"arrived": jnp.arange(N) == who}
+    x, _ = trajectory(optzoo.sync_replicas(momentum(), 1, N), masks=[mask] * 5)
+    gradient = lambda x, _: jax.grad(quadratic)(x, CENTERS[who])
+    close(x, samples.trajectory(momentum(), START, gradient, jnp.arange(5)))
+
+
+def test_replicas_without_an_exchange_are_independent():
+    x, _ = trajectory(optzoo.elastic_average(momentum(), N, communication_period=100))
+    y, _ = trajectory(optzoo.model_average(momentum(), interval_steps=100))
+    close(x, y)
+    assert np.ptp(x["b"][-1], axis=0).min() > 0.5
+
+
+def test_one_pusher_at_a_time_makes_the_orders_equal():
+    """With gradient descent the rounds of both orders end in the same mean-field step."""
+    masks = [{"active": jnp.arange(N) == tick % N} for tick in range(2 * N)]
+    for method in (optzoo.agn, functools.partial(optzoo.elastic_average, num_workers=N)):
+        runs = [
+            trajectory(method(momentum(), communication_period=2, order=order), masks=masks)
+            for order in ("simultaneous", "round_robin")
+        ]
+        close(*runs)
+
+
+@pytest.mark.parametrize("method", ["elastic_average", "agn", "model_average", "diloco"])
+def test_a_round_is_its_steps(method):
+    tx = cases.METHODS[method](optzoo.adam(0.1), N)
+
+    def step(params, state, ids, target, exchange):
+        value, grads = optzoo.value_and_grad(cases.loss_fn)(params, ids, target)
+        updates, state = tx.update(grads, state, params, exchange=exchange)
+        return optax.apply_updates(params, updates), state, value
+
+    train = jax.jit(optzoo.over_replicas(optzoo.in_rounds(step)))
+    ids, target, _ = jax.tree.map(lambda a: a[:6].swapaxes(0, 1), cases.batches())
+    x, state = cases.start(tx)
+    losses = []
+    for at in (slice(3), slice(3, 6)):
+        x, state, values = train(x, state, ids[:, at], target[:, at])
+        losses.append(values)
+    wanted = cases.run(method, inner=optzoo.adam(0.1), ticks=6)
+    close((x, state, np.concatenate(losses, axis=1).T), wanted)
+
+
+@pytest.mark.parametrize("method", ["elastic_average", "agn", "diloco", "sync_replicas"])
+def test_it_does_not_matter_who_is_who(method):
+    make, order = cases.METHODS[method], jnp.array([2, 0, 3, 1])
+    x, state = trajectory(make(momentum(), N))
+    y, other = trajectory(make(momentum(), N), to=CENTERS[order])
+    close(state.shared, other.shared)
+    if method != "sync_replicas":
+        close(jax.tree.map(lambda a: a[:, order], x), y)
+
+
+# Options
+
+
+def test_an_elastic_center_is_followed():
+    x, state = trajectory(optzoo.elastic_average(momentum(), N, communication_period=2), 200)
+    centers = [a[-1].mean(axis=0) for a in jax.tree.leaves(x)]
+    chex.assert_trees_all_close(jax.tree.leaves(state.shared["center"]), centers, rtol=0.05)
+    assert abs(centers[0].mean() - CENTERS.mean()) < 0.05
+
+
+def test_a_pull_holds_replicas_together():
+    spread = lambda rho: np.ptp(
+        trajectory(optzoo.elastic_average(momentum(), N, rho=rho), 40)[0]["b"][-1], axis=0
+    )
+    assert np.all(spread(1.0) < 0.6 * spread(0.0))
+
+
+def test_slots_after_an_average():
+    """Momenta of the replicas differ before it."""
+    momenta = {
+        slots: trajectory(optzoo.model_average(momentum(), interval_steps=3, slots=slots), 3)[1]
+        for slots in ("keep", "average", "reset")
+    }
+    kept, averaged, reset = (
+        samples.slots(momenta[slots].own["inner"])[0]["b"] for slots in ("keep", "average", "reset")
+    )
+    assert np.ptp(kept, axis=0).min() > 0.1
+    close(averaged, jnp.broadcast_to(kept.mean(axis=0), kept.shape))
+    assert np.all(reset == 0)
+    counts = [state.own["inner"][0].count for state in momenta.values()]
+    assert np.all(np.stack(counts) == 3)  # go on
+
+
+def test_warm_up_is_synchronous():
+    tx = optzoo.diloco(momentum(), communication_period=3, warmup_steps=4)
+    x, state = trajectory(tx, 4)
+    synchronous, _ = trajectory(optzoo.sync_replicas(momentum(), N), 4)
+    close(x, jax.tree.map(lambda a: np.repeat(a[:, None], N, axis=1), synchronous))
+    close(optzoo.eval_params(x, state), jax.tree.map(lambda a: a[-1], synchronous))
+    outer = [np.asarray(a) for a in jax.tree.leaves(state.shared["outer"])]
+    assert all(np.all(a == 0) for a in outer)  # it has not begun
+    later, _ = trajectory(tx, 5)
+    assert np.ptp(later["b"][4], axis=0).min() > 0.1
+
+
+def test_fragments_are_exchanged_in_turn():
+    outer = optax.sgd(1.0)
+    tx = optzoo.diloco(momentum(), outer, communication_period=4, fragments=2)
+    x, state = trajectory(tx, 4)
+    together = lambda a: np.ptp(a, axis=0).max() < 1e-6
+    assert [together(b) for b in x["b"]] == [False, True, False, False]
+    assert [together(w) for w in x["w"]] == [False, False, False, True]
+    assert state.shared["global_step"] == 1
+    alone, _ = trajectory(optzoo.model_average(momentum(), interval_steps=100), 2)
+    close(x["b"][1], np.repeat(alone["b"][1].mean(axis=0, keepdims=True), N, axis=0))
+
+
+def test_one_fragment_can_be_chosen():
+    tx = optzoo.diloco(momentum(), communication_period=4, fragments=2)
+    x, _ = trajectory(tx, 1, exchange=True, fragment=1)
+    assert np.ptp(x["w"][0], axis=0).max() == 0 and np.ptp(x["b"][0], axis=0).max() > 0.1
+
+
+def test_the_first_to_arrive_make_the_update():
+    of = lambda **mask: {name: jnp.array(values) for name, values in mask.items()}
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
+    moved = lambda mask: trajectory(tx, masks=[mask])[0]["b"][0]
+    # A step of 1 goes to the mean of the accepted.
+    np.testing.assert_allclose(moved({}), jnp.mean(CENTERS[:2]))
+    np.testing.assert_allclose(
+        moved(of(priority=[3, 0, 2, 1])), jnp.mean(CENTERS[jnp.array([1, 3])])
+    )
+    late = of(arrived=[False, True, True, True], priority=[0, 2, 1, 3])
+    np.testing.assert_allclose(moved(late), jnp.mean(CENTERS[1:3]))
+    _, state = trajectory(tx, masks=[late])
+    assert state.shared["dropped"] == 1 and list(state.own["local_step"]) == [0, 1, 1, 1]
+
+
+def test_late_gradients_are_stale():
+    """Who missed an update has its next gradient dropped, and is fresh again."""
+    who = lambda *ranks: {"arrived": jnp.isin(jnp.arange(N), jnp.array(ranks))}
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
+    x, state = trajectory(tx, masks=[who(0, 1), who(2), who(2), who(3), who(3)])
+    assert state.shared["dropped"] == 2 and state.shared["global_step"] == 2
+    np.testing.assert_allclose(x["b"][-1], jnp.mean(CENTERS[2:]))
+
+
+def test_gradients_wait_for_one_another_or_are_dropped():
+    who = lambda rank: {"arrived": jnp.arange(N) == rank, "local_step": jnp.zeros(N, int)}
+    masks = [who(3), who(1)]
+    held = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
+    x, state = trajectory(held, masks=masks)
+    np.testing.assert_array_equal(x["b"][0], START["b"])
+    np.testing.assert_allclose(x["b"][1], (CENTERS[1] + CENTERS[3]) / 2)
+    dropping = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N, hold=False)
+    x, state = trajectory(dropping, masks=masks)
+    np.testing.assert_array_equal(x["b"][1], START["b"])
+    assert state.shared["dropped"] == 2 and "held" not in state.shared
+
+
+def test_what_was_held_is_forgotten_after_an_update_without_masks():
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), N)
+    two = {"arrived": jnp.arange(N) < 2}
+    x, state = trajectory(tx, masks=[two])
+    step = lambda x, s, to: (lambda u, s: (optax.apply_updates(x, u), s))(
+        *tx.update(jax.grad(quadratic)(x, to), s, x)
+    )
+    x, state = optzoo.over_replicas(step)(START, state, CENTERS)
+    np.testing.assert_allclose(x["b"], jnp.mean(CENTERS))
+    assert state.shared["count"] == 0
+    # Nor does it come back.
+    held = optzoo.over_replicas(
+        lambda x, s, to, m: tx.update(jax.grad(quadratic)(x, to), s, x, arrived=m)
+    )
+    _, state = held(x, state, CENTERS, jnp.arange(N) == 3)
+    np.testing.assert_allclose(state.shared["held"]["sum"]["b"], jnp.mean(CENTERS) - CENTERS[3])
+
+
+def test_stale_gradients_are_dropped_by_rank():
+    tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
+    x, state = trajectory(tx, masks=[{}])
+    np.testing.assert_allclose(x["b"][0], START["b"] - jnp.sum(START["b"][0] - CENTERS[:2]))
+    assert state.shared["stale_counter"] == N - 2 and state.shared["global_step"] == 2
+    old = {"local_step": jnp.array([0, -1, -2, 0]), "active": jnp.array([False, True, True, True])}
+    _, state = trajectory(tx, masks=[old])
+    assert state.shared["stale_counter"] == 1 and state.shared["global_step"] == 2
+    assert list(state.own["local_step"]) == [0, 2, 2, 2]
+
+
+def test_a_moving_average_belongs_inside():
+    inner = optzoo.moving_average(momentum(), 0.5)
+    x, state = trajectory(optzoo.sync_replicas(inner, N, N), 3)
+    averages = optzoo.eval_params(jax.tree.map(lambda a: a[-1], x), state)
+    want = START
+    for tick in range(3):
+        want = jax.tree.map(lambda a, x, tick=tick: 0.5 * a + 0.5 * x[tick], want, x)
+    close(averages, want)
+
+
+# Parameters without gradients, and in 16 bits
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_a_parameter_without_a_gradient_takes_no_part(method):
+    tx = cases.METHODS[method](momentum(), N)
+    step = lambda x, s, to: tx.update({"w": x["w"] - to, "b": None}, s, x)
+    x, state = optzoo.replicate(START, tx.init(START), N)
+    train = jax.jit(optzoo.over_replicas(step))
+    for _ in range(4):
+        updates, state = train(x, state, CENTERS)
+        assert updates["b"] is None
+        x = {**x, "w": x["w"] + updates["w"]}
+    center = state.shared.get("center", START)
+    chex.assert_trees_all_equal(center["b"], START["b"])
+    assert not np.allclose(x["w"], START["w"])
+
+
+def test_a_center_of_parameters_in_16_bits_moves():
+    small = jax.tree.map(lambda a: a.astype(jnp.bfloat16), START)
+    tx = optzoo.elastic_average(
+        optzoo.gradient_descent(0.5), N, communication_period=1, moving_rate=1e-3
+    )
+    step = lambda x, s, to: (lambda u, s: (optax.apply_updates(x, u), s))(
+        *tx.update(jax.tree.map(lambda a: a - to.astype(a.dtype), x), s, x)
+    )
+    x, state = optzoo.replicate(small, tx.init(small), N)
+    for _ in range(3):
+        x, state = optzoo.over_replicas(step)(x, state, CENTERS)
+    assert x["b"].dtype == jnp.bfloat16 and state.shared["center"]["b"].dtype == jnp.float32
+    assert 0 < jnp.max(jnp.abs(state.shared["center"]["w"])) < 1e-2
+
+
+# Rows
+
+
+def rows_of(ids, values):
+    return optzoo.SparseRows(jnp.array(ids), jnp.array(values, jnp.float32)[:, None], 6)
+
+
+IDS = [[0, 2, 2], [2, 5, 6], [5, 2, 0]]  # 6 is padding
+VALUES = [[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def update_rows(tx, masks):
+    """Updates of a table of six rows in each tick; and the last state."""
+    table = jnp.zeros((6, 1))
+    step = lambda x, s, ids, values, mask: tx.update(
+        optzoo.SparseRows(ids, values[:, None], 6), s, x, **mask
+    )
+    _, state = optzoo.replicate(table, tx.init(table), 3)
+    updates = []
+    for mask in masks:
+        u, state = jax.jit(optzoo.over_replicas(step))(
+            table, state, jnp.array(IDS), jnp.array(VALUES), mask
+        )
+        assert isinstance(u, optzoo.SparseRows)
+        updates.append(-u.to_dense()[:, 0])
+    return updates, state
+
+
+ALL = np.array([1 + 9, 0, 2 + 3 + 4 + 8, 0, 0, 5 + 7])
+
+
+def test_rows_stay_rows_and_are_divided_by_the_count_or_by_their_touches():
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3)
+    [got], _ = update_rows(tx, [{}])
+    np.testing.assert_allclose(got, ALL / 3)
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3, rows_divisor="touches")
+    [got], _ = update_rows(tx, [{}])
+    np.testing.assert_allclose(got, ALL / np.array([2, 1, 3, 1, 1, 2]))
+
+
+@pytest.mark.parametrize(("divisor", "of"), [("count", 3), ("touches", [2, 1, 3, 1, 1, 2])])
+def test_rows_wait_for_one_another(divisor, of):
+    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3, rows_divisor=divisor)
+    masks = [{"arrived": jnp.arange(3) == i} for i in (1, 0, 2)]
+    (first, second, third), state = update_rows(tx, masks)
+    assert not first.any() and not second.any()
+    np.testing.assert_allclose(third, ALL / np.array(of))
+    again, _ = update_rows(tx, masks * 2)
+    np.testing.assert_allclose(again[-1], third)  # nothing is left over
+    assert state.shared["global_step"] == 1
+
+
+def test_only_touched_rows_move_through_a_lazy_optimizer():
+    tx = optzoo.sync_replicas(optzoo.lazy_adam(0.1), 2, 3)
+    masks = [{"arrived": jnp.arange(3) == 0}, {"arrived": jnp.arange(3) == 1}] * 2
+    (_, first, _, second), state = update_rows(tx, masks)
+    assert list(np.flatnonzero(first)) == [0, 2, 5] == list(np.flatnonzero(second))
+    assert state.shared["inner"][0].count == 2
+
+
+def test_rows_are_dropped_by_staleness_as_rows():
+    tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
+    [got], state = update_rows(tx, [{}])
+    np.testing.assert_allclose(got, [1, 0, 2 + 3 + 4, 0, 0, 5])
+    assert state.shared["stale_counter"] == 1
+
+
+# Replicas as such
+
+
+def test_everyone_starts_from_the_first():
+    trees = {"a": jnp.full(N, 1.5, jnp.float32).at[1].set(jnp.nan), "b": jnp.arange(N) < 2, "n": jnp.arange(N)}
+    got = jax.vmap(optzoo.broadcast, axis_name="replica")(trees)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, [b[0]] * N), got, trees)
+    assert samples.avals(got) == samples.avals(trees)
+
+
+@pytest.mark.parametrize("method", ["elastic_average", "agn", "model_average", "diloco"])
+def test_swap_is_an_involution(method):
+    x, state = trajectory(cases.METHODS[method](momentum(), N), 5)
+    x = jax.tree.map(lambda a: a[-1], x)
+    center, swapped = optzoo.swap(x, state)
+    chex.assert_trees_all_equal(center, state.shared["center"])
+    chex.assert_trees_all_equal(optzoo.eval_params(x, state), center)
+    chex.assert_trees_all_equal(optzoo.swap(center, swapped), (x, state))
+
+
+@pytest.mark.parametrize("number", [2, 6])
+@pytest.mark.parametrize("method", ["elastic_average", "agn", "sync_replicas", "diloco"])
+def test_fewer_and_more_replicas_go_on(method, number):
+    make = cases.METHODS[method]
+    x, state = trajectory(make(momentum(), N), 5)
+    shares = method == "sync_replicas"
+    x = jax.tree.map(lambda a: a[-1], x)
+    tx = make(momentum(), number)
+    y, resized = optzoo.resize_replicas(tx, x, state, number)
+    chex.assert_trees_all_equal(resized.shared, state.shared)
+    first = lambda tree: jax.tree.map(lambda a: a[: min(N, number)], tree)
+    chex.assert_trees_all_equal(first(resized.own), first(state.own))
+    if shares:
+        chex.assert_trees_all_equal(y, x)
+    else:
+        chex.assert_trees_all_equal(first(y), first(x))
+        for new in range(N, number):
+            chex.assert_trees_all_equal(
+                jax.tree.map(lambda a, new=new: a[new], y), state.shared["center"]
+            )
+    fresh = optzoo.replicate(START, tx.init(START), number)
+    assert samples.avals((y, resized)) == samples.avals(fresh)

@@ -1,0 +1,201 @@
+"""What goes wrong silently elsewhere: an error here, or right."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import optzoo
+
+from . import cases
+
+SHARED = [m for m in cases.METHODS if m.startswith(("sync", "drop"))]
+N = cases.REPLICAS
+
+
+def gradients(value=1.0):
+    return jax.tree.map(lambda a: jnp.full((N, *a.shape), value), cases.params())
+
+
+def replicated(tx):
+    return optzoo.replicate(cases.params(), tx.init(cases.params()), N)
+
+
+def ticks(tx, *masks, grads=None, **static):
+    """Parameters and state of all replicas after ticks with constant gradients."""
+    grads = gradients() if grads is None else grads
+
+    def step(params, state, grads, masks):
+        updates, state = tx.update(grads, state, params, **masks, **static)
+        return optax.apply_updates(params, updates), state
+
+    train, (x, state) = jax.jit(optzoo.over_replicas(step)), replicated(tx)
+    for mask in masks:
+        x, state = train(x, state, grads, mask)
+    return x, state
+
+
+# Gradients that are summed already
+
+
+@pytest.mark.parametrize("method", SHARED)
+def test_gradients_that_are_summed_already_are_refused(method):
+    """Under check_vma, jax.grad by replicated parameters sums over the replicas."""
+    tx = cases.METHODS[method](optzoo.gradient_descent(0.1), N)
+
+    def step(params, state, ids, target, _):
+        _, grads = jax.value_and_grad(cases.loss_fn)(params, ids, target)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    train = optzoo.over_replicas(step, mesh=cases.mesh())
+    batch = jax.tree.map(lambda a: a[0], cases.batches())
+    with pytest.raises(ValueError, match=r"gradient of 'bias' .* optzoo.per_replica\(params"):
+        train(*cases.start(tx, "shard_map"), *batch)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_replica_has_its_own_gradient_by_per_replica_parameters(check_vma):
+    x = jnp.arange(N, dtype=jnp.float32)
+    own = lambda p, x: jax.grad(lambda p: p * x[0])(optzoo.per_replica(p))[None]
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("replica"))}
+    specs |= {"out_specs": PartitionSpec("replica"), "check_vma": check_vma}
+    grads = jax.jit(jax.shard_map(own, mesh=cases.mesh(), **specs))(jnp.float32(2), x)
+    np.testing.assert_array_equal(grads, x)
+
+
+@pytest.mark.parametrize("method", SHARED)
+def test_parameters_that_differ_between_replicas_are_refused_where_they_are_shared(method):
+    tx = cases.METHODS[method](optzoo.gradient_descent(0.1), N)
+    specs = optzoo.replica_specs(None, tx.init(cases.params()), PartitionSpec(), PartitionSpec())
+    update = jax.shard_map(
+        lambda state, x, g: tx.update(g, state, x)[0],
+        mesh=cases.mesh(),
+        in_specs=(specs[1], PartitionSpec("replica"), PartitionSpec("replica")),
+        out_specs=PartitionSpec("replica"),
+    )
+    x = jax.tree.map(lambda a: jnp.repeat(a, N, axis=0), cases.params())
+    with pytest.raises(ValueError, match=r"'bias' may differ along \['replica'\]"):
+        update(tx.init(cases.params()), x, x)
+
+
+# Replicas that drop out
+
+
+SPOILT = {"active": jnp.arange(N) != 1, "arrived": jnp.arange(N) != 1}
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_a_nan_in_a_dropped_replica_reaches_nobody_else(method):
+    tx = cases.METHODS[method](optzoo.momentum(0.1, 0.9), N)
+    spoilt = jax.tree.map(lambda g: g.at[1].set(jnp.nan), gradients())
+    got, want = (ticks(tx, *[SPOILT] * 4, grads=grads) for grads in (spoilt, gradients()))
+    chex.assert_tree_all_finite(got)
+    chex.assert_trees_all_equal(got, want)
+
+
+def test_parameters_that_are_nan_are_healed_by_an_average_without_them():
+    tx = optzoo.model_average(optzoo.momentum(0.1, 0.9), interval_steps=1)
+    x, state = replicated(tx)
+    x = jax.tree.map(lambda a: a.at[1].set(jnp.nan), x)
+    step = lambda x, s, g, m: (lambda u, s: (optax.apply_updates(x, u), s))(
+        *tx.update(g, s, x, arrived=m)
+    )
+    x, state = optzoo.over_replicas(step)(x, state, gradients(0.0), SPOILT["arrived"])
+    chex.assert_trees_all_close(optzoo.eval_params(x, state), cases.params())
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_nobody_there_nothing_changes(method):
+    tx = cases.METHODS[method](optzoo.momentum(0.1, 0.9), N)
+    nobody = {"active": jnp.zeros(N, bool), "arrived": jnp.zeros(N, bool)}
+    before, after = ticks(tx), ticks(tx, *[nobody] * 4)
+    chex.assert_trees_all_equal(after[0], before[0])
+    counts = {"count": 0, "apart": 0}  # of ticks
+    still = lambda state: {**state.shared, **counts}
+    chex.assert_trees_all_equal(still(after[1]), still(before[1]))
+    chex.assert_trees_all_equal(after[1].own, before[1].own)
+
+
+def test_masks_may_come_and_go():
+    """Replicas that fell behind keep their own period in ticks without a mask."""
+    everyone, most = {"active": jnp.ones(N, bool)}, {"active": jnp.arange(N) != 1}
+    tx = optzoo.elastic_average(optzoo.gradient_descent(0.1), N, communication_period=3)
+    some = ticks(tx, most, *[everyone] * 6)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x, state = ticks(tx, most)
+    train = jax.jit(optzoo.over_replicas(step))
+    for _ in range(6):
+        x, state = train(x, state, gradients())
+    chex.assert_trees_all_close((x, state), some, rtol=1e-6)
+    # Two exchanges of each.
+    np.testing.assert_array_equal(state.own["local_step"], [7, 6, 7, 7])
+    assert state.shared["global_step"] == 2 * N
+
+
+# Arguments
+
+
+def test_an_axis_that_is_not_there_is_named():
+    tx = optzoo.model_average(optzoo.gradient_descent(0.1), interval_steps=1)
+    with pytest.raises(NameError, match=r"axis_name='replica'.*optzoo\.over_replicas"):
+        tx.update(cases.params(), tx.init(cases.params()), cases.params())
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda inner: optzoo.elastic_average(inner, N + 1), "num_workers"),
+        (lambda inner: optzoo.sync_replicas(inner, 2, N + 1), "total_num_replicas"),
+    ],
+)
+def test_another_number_of_replicas_is_refused(make, name):
+    with pytest.raises(
+        ValueError, match=f"{name} must be the size of the axis 'replica', 4, got 5"
+    ):
+        ticks(make(optzoo.gradient_descent(0.1)), {})
+
+
+INNER = optzoo.gradient_descent(0.1)
+WRONG = {
+    "num_workers": lambda: optzoo.elastic_average(INNER, 0),
+    "communication_period": lambda: optzoo.elastic_average(INNER, 2, communication_period=0),
+    "moving_rate": lambda: optzoo.elastic_average(INNER, 2, moving_rate=1.5),
+    "rho": lambda: optzoo.elastic_average(INNER, 2, rho=-0.1),
+    "order": lambda: optzoo.agn(INNER, order="random"),
+    "interval_steps": lambda: optzoo.model_average(INNER, interval_steps=0),
+    "slots": lambda: optzoo.model_average(INNER, slots="drop"),
+    "replicas_to_aggregate": lambda: optzoo.sync_replicas(INNER, 0),
+    "replicas_to_aggregate=3": lambda: optzoo.sync_replicas(INNER, 3, 2, hold=False),
+    "rows_divisor": lambda: optzoo.sync_replicas(INNER, 1, rows_divisor="row"),
+    "warmup_steps": lambda: optzoo.diloco(INNER, warmup_steps=-1),
+    "fragments": lambda: optzoo.diloco(INNER, communication_period=2, fragments=3),
+    "bucket_bytes": lambda: optzoo.diloco(INNER, bucket_bytes=-1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_out_of_range_are_named(name):
+    with pytest.raises(ValueError, match=f"^{name}.* (must|take)"):
+        WRONG[name]()
+
+
+@pytest.mark.parametrize("method", [m for m in cases.METHODS if not m.startswith("sync")])
+def test_parameters_are_needed(method):
+    tx = cases.METHODS[method](INNER, N)
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        tx.update(cases.params(), tx.init(cases.params()))
+
+
+def test_more_than_one_replica_for_a_device_is_refused():
+    tx = optzoo.model_average(INNER)
+    step = lambda x, s: (x, s)
+    with pytest.raises(ValueError, match="each device takes one replica, got 2"):
+        optzoo.over_replicas(step, mesh=cases.mesh(2))(*replicated(tx))
