@@ -48,12 +48,12 @@ METHODS = {
 
 def init_params():
     """A perceptron for 8 x 8 images, the same in every process."""
-    keys = jax.random.split(jax.random.key(0))
-    kernel = lambda key, *shape: jax.random.normal(key, shape) / shape[0] ** 0.5
-    return {
-        "hidden": {"kernel": kernel(keys[0], 64, 32), "bias": jnp.zeros(32)},
-        "logits": {"kernel": kernel(keys[1], 32, 10), "bias": jnp.zeros(10)},
+    rng = np.random.default_rng(0)
+    layer = lambda n, m: {
+        "kernel": rng.normal(0, n**-0.5, (n, m)).astype(np.float32),
+        "bias": np.zeros(m, np.float32),
     }
+    return {"hidden": layer(64, 32), "logits": layer(32, 10)}
 
 
 def loss_of(params, images, labels):
@@ -88,7 +88,7 @@ class Training:
     def start(self):
         """Parameters and state of one replica."""
         params = init_params()
-        return params, self.tx.init(params)
+        return params, jax.jit(self.tx.init)(params)
 
     def init(self):
         """Parameters and state of all replicas."""

@@ -3,8 +3,8 @@
     python examples/survivors.py --coordinator host0:1234 --num-processes 3 --process-id 0
 
 One device for each process. It stands on ``jax.experimental.multihost_utils.live_devices``, which
-JAX calls unstable. A process that died cannot come back, one that hangs holds up all for ever, and
-without process 0 all end. What is supported is multihost.py: all end and start again.
+JAX calls unstable. A process that died or hung cannot come back, and without process 0 all end.
+What is supported is multihost.py: all end and start again from a checkpoint.
 """
 
 import argparse
