@@ -83,11 +83,15 @@ def count(tree) -> int:
     return sum(a.size for a in jax.tree.leaves(tree))
 
 
-def take_turns(contenders, rounds):
-    """Seconds of every run of each contender, in a new order each round; the first warms up."""
+def take_turns(contenders, rounds, before=lambda: None):
+    """Seconds of every run of each contender, in a new order each round; the first warms up.
+
+    ``before`` is called in front of each run, and not timed.
+    """
     seconds = {name: [] for name in contenders}
     for k in range(rounds + 1):
         for name in random.Random(k).sample(list(contenders), len(contenders)):
+            before()
             begin = time.perf_counter()
             contenders[name](k)
             seconds[name].append(time.perf_counter() - begin)
