@@ -3,7 +3,9 @@
 __version__ = "0.1.0"
 
 from .catalog import CATALOG as CATALOG
+from .catalog import DISTRIBUTED as DISTRIBUTED
 from .catalog import Entry as Entry
+from .catalog import Method as Method
 from .core.averages import eval_params as eval_params
 from .core.averages import swap as swap
 from .core.leafwise import dense as dense

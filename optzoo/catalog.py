@@ -6,6 +6,12 @@ from typing import Any, NamedTuple
 
 import optax
 
+from .distributed.agn import agn
+from .distributed.diloco import diloco
+from .distributed.drop_stale import drop_stale_gradient
+from .distributed.elastic_average import elastic_average
+from .distributed.model_average import model_average
+from .distributed.sync_replicas import sync_replicas
 from .first_order.adadelta import adadelta
 from .first_order.adagrad import adagrad
 from .first_order.adam import adam, lazy_adam
@@ -113,12 +119,56 @@ CATALOG: dict[str, Entry] = {
 }
 
 
-def markdown_table() -> str:
+class Method(NamedTuple):
+    """What the rest of the library knows about a way to train on many replicas."""
+
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
+    original: str | None  # the class it equals; None for what is our own
+    sized: Mapping[str, Callable[[int], int]] = MappingProxyType({})  # usual values by replicas
+
+    def make(self, inner: optax.GradientTransformation, num_replicas: int, **kwargs: Any):
+        """The method around an optimizer, at its usual settings for so many replicas."""
+        usual = {name: value(num_replicas) for name, value in self.sized.items()}
+        return self.factory(inner, **{**usual, **kwargs})
+
+
+_ALL = lambda num_replicas: num_replicas
+
+DISTRIBUTED: dict[str, Method] = {
+    "agn": Method(agn, f"{_CONTRIB}.AGNOptimizer"),
+    "diloco": Method(diloco, None),
+    # Of gradients that all begin at once, the last to be applied is one less than all behind.
+    "drop_stale_gradient": Method(
+        drop_stale_gradient,
+        f"{_CONTRIB}.DropStaleGradientOptimizer",
+        {"staleness": lambda num_replicas: num_replicas - 1},
+    ),
+    "elastic_average": Method(
+        elastic_average, f"{_CONTRIB}.ElasticAverageOptimizer", {"num_workers": _ALL}
+    ),
+    "model_average": Method(model_average, f"{_CONTRIB}.ModelAverageOptimizer"),
+    "sync_replicas": Method(
+        sync_replicas, f"{_TRAIN}.SyncReplicasOptimizer", {"replicas_to_aggregate": _ALL}
+    ),
+}
+
+
+def optimizers_table() -> str:
     """The optimizers as the README shows them."""
     lines = ["| optimizer | what it is | original | rows |", "|---|---|---|---|"]
-    for name, entry in CATALOG.items():
-        first_line = (entry.factory.__doc__ or "").splitlines()[0]
-        summary = first_line.split(", as in")[0].removesuffix(".")
-        original = "our own" if entry.original is None else f"`{entry.original}`"
-        lines.append(f"| `{name}` | {summary} | {original} | {entry.rows} |")
+    lines += [f"{_about(name, entry)} {entry.rows} |" for name, entry in CATALOG.items()]
     return "\n".join(lines) + "\n"
+
+
+def distributed_table() -> str:
+    """The distributed family as the README shows it."""
+    lines = ["| wrapper | what it is | original |", "|---|---|---|"]
+    lines += [_about(name, method) for name, method in DISTRIBUTED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _about(name: str, entry: Entry | Method) -> str:
+    first_line = (entry.factory.__doc__ or "").splitlines()[0]
+    summary = first_line.split(", as in")[0].removesuffix(".")
+    original = "our own" if entry.original is None else f"`{entry.original}`"
+    return f"| `{name}` | {summary} | {original} |"

@@ -28,24 +28,36 @@ def test_catalogue_is_public(name):
     assert callable(getattr(optzoo, entry.rows))
 
 
+@pytest.mark.parametrize("name", optzoo.DISTRIBUTED)
+def test_the_distributed_family_is_public(name):
+    method = optzoo.DISTRIBUTED[name]
+    assert getattr(optzoo, name) is method.factory
+    assert method.make(optzoo.adam(), 8, axis_name="replica").init({})
+
+
 WRAPPERS = ["decoupled_weight_decay", "moving_average", "multitask", "variable_clipping"]
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", [*WRAPPERS, *optzoo.DISTRIBUTED])
 def test_docstrings_of_wrappers_are_complete(name):
     wrapper = getattr(optzoo, name)
     doc = inspect.getdoc(wrapper)
-    assert "as in ``tf.contrib.opt." in doc.splitlines()[0]
-    for part in (".. math::", "Args:", "References:", "Differences from the original:"):
+    parts = [".. math::", "Args:", "References:"]
+    if name != "diloco":
+        assert "as in ``tf." in doc.splitlines()[0]
+        parts.append("Differences from the original:")
+    for part in parts:
         assert part in doc, part
     described = doc.split("Args:")[1].split("References:")[0]
     assert all(f"{argument}:" in described for argument in inspect.signature(wrapper).parameters)
 
 
-def test_no_docstring_of_a_wrapper_is_forgotten():
-    files = {path.stem for path in (PACKAGE / "wrappers").glob("[a-z]*.py")}
-    defined = {getattr(optzoo, name).__module__.rsplit(".", 1)[1] for name in WRAPPERS}
-    assert defined == files
+@pytest.mark.parametrize(
+    ("folder", "names"), [("wrappers", WRAPPERS), ("distributed", optzoo.DISTRIBUTED)]
+)
+def test_no_docstring_of_a_wrapper_is_forgotten(folder, names):
+    files = {path.stem for path in (PACKAGE / folder).glob("[a-z]*.py")}
+    assert {getattr(optzoo, name).__module__.rsplit(".", 1)[1] for name in names} == files
 
 
 def imports(path):
@@ -60,12 +72,14 @@ def imports(path):
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("folder", ["core", "wrappers", *FAMILIES])
+@pytest.mark.parametrize("folder", ["core", "wrappers", "distributed", *FAMILIES])
 def test_imports_go_one_way(folder):
     files = sorted((PACKAGE / folder).glob("**/*.py"))
     assert len(files) > 1
     found = [(f.name, m) for f in files for m in imports(f) if m.startswith("optzoo")]
-    others = {"core": [], "wrappers": ["core"]}.get(folder, ["core", "wrappers"])
+    others = {"core": [], "wrappers": ["core"], "distributed": ["core"]}.get(
+        folder, ["core", "wrappers"]
+    )
     allowed = tuple(f"optzoo.{name}." for name in (folder, *others))
     assert found and [(name, m) for name, m in found if not m.startswith(allowed)] == []
 

@@ -30,7 +30,11 @@ def differences():
     return "\n".join(lines) + "\n"
 
 
-GENERATED = {"optimizers": catalog.markdown_table, "differences": differences}
+GENERATED = {
+    "optimizers": catalog.optimizers_table,
+    "distributed": catalog.distributed_table,
+    "differences": differences,
+}
 
 
 def rewritten(text):

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..catalog import CATALOG
+from ..catalog import CATALOG, DISTRIBUTED
 from . import report, session
 from .problems import PROBLEMS, USUAL
-from .runner import Settings
+from .runner import REPLICAS, Settings, entrants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _list()
         return 0
     problems = _known(parser, "problem", args.problem or USUAL, PROBLEMS)
-    optimizers = _known(parser, "optimizer", args.optimizers or CATALOG, CATALOG)
+    usual = ["adam", *DISTRIBUTED] if args.replicas else CATALOG
+    optimizers = _known(parser, "optimizer", args.optimizers or usual, entrants())
     settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
@@ -62,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     many = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--problem", **many, help="these problems, not the usual ones")
     parser.add_argument("--optimizers", **many, help="only these optimizers")
+    parser.add_argument(
+        "--replicas",
+        action="store_true",
+        help=f"the distributed family: {REPLICAS} replicas with adam, simulated, beside adam alone",
+    )
     parser.add_argument(
         "--rates",
         type=_rate,
@@ -110,9 +116,10 @@ def _list() -> None:
     for name, make in PROBLEMS.items():
         when = "" if name in USUAL else " Only if named."
         print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}{when}")
-    print("optimizers")
-    for name, entry in CATALOG.items():
-        print(f"  {name:20} {entry.original or ''}".rstrip())
+    for title, names in (("optimizers", CATALOG), ("with --replicas, or if named", DISTRIBUTED)):
+        print(title)
+        for name, entry in names.items():
+            print(f"  {name:20} {entry.original or ''}".rstrip())
 
 
 class _Screen:

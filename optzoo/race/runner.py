@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..catalog import CATALOG, Entry
+from ..catalog import CATALOG, DISTRIBUTED, Entry
+from ..core.averages import eval_params
 from ..core.lookup import value_and_grad
 from ..core.minimize import minimize
+from ..core.over_replicas import over_replicas, replicate
 from .problem import Problem
+
+# Of the distributed family, simulated on one device.
+REPLICAS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,27 +124,31 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
     Raises:
         Unsuited: if the optimizer cannot be traced on this problem.
     """
-    problem, settings, entry = start.problem, start.settings, CATALOG[name]
+    problem, settings, entry = start.problem, start.settings, entrants()[name]
     kwargs = _l1_arguments(problem, entry, int(start.observed_steps[-1]))
     loss = problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch)
 
+    is_replicated = name in DISTRIBUTED
+
     def run(rate, params, batches):
         tx = entry.make(rate, **kwargs)
+        train = (_replicated_step if is_replicated else _plain_step)(loss, tx)
 
         def step(carry, batch):
             params, state, count = carry
             examples = jax.tree.map(lambda a: a[batch], start.train)
-            _, grads = value_and_grad(loss)(params, examples)
-            updates, state = tx.update(grads, state, params, global_step=count)
-            return (optax.apply_updates(params, updates), state, count + 1), None
+            params, state, _ = train(params, state, examples, count)
+            return (params, state, count + 1), None
 
         def stretch(carry, batches):
             carry, _ = jax.lax.scan(step, carry, batches)
-            return carry, start.judge(carry[0])
+            return carry, start.judge(judged(*carry))
 
+        judged = lambda params, state, _: eval_params(params, state) if is_replicated else params
         begin = start.judge(params)
-        carry = (params, tx.init(params), jnp.int32(0))
-        (params, _, _), seen = jax.lax.scan(stretch, carry, batches)
+        carry = (*_begin(tx, params, is_replicated), jnp.int32(0))
+        carry, seen = jax.lax.scan(stretch, carry, batches)
+        params = judged(*carry)
         curve, track = jax.tree.map(
             lambda first, rest: jnp.concatenate([first[None], rest]), begin, seen
         )
@@ -166,11 +175,27 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
         "optimizer": name,
         "rows": entry.rows,
         "state bytes per parameter": _bytes(state) / _count(params),
-        "seconds per step": _time_step(start, minimize(loss, best), best),
     }
-    if problem.compare_dense:
-        result["seconds per dense step"] = _time_step(start, _dense_step(loss, best), best)
+    steps = {"seconds per step": minimize(loss, best)}
+    if is_replicated:
+        steps = {"seconds per step": _compiled(_replicated_step(loss, best))}
+    elif problem.compare_dense:
+        dense = _plain_step(loss, best, jax.value_and_grad)  # lookups in it are dense
+        steps["seconds per dense step"] = _compiled(dense)
+    for key, step in steps.items():
+        result[key] = _time_step(start, step, best, is_replicated)
     return result
+
+
+def entrants() -> dict[str, Entry]:
+    """All that can be raced: the catalogue, and the distributed family around Adam."""
+    adam = CATALOG["adam"]
+
+    def on_replicas(method):
+        factory = lambda rate, **kwargs: method.make(adam.make(rate, **kwargs), REPLICAS)
+        return adam._replace(factory=factory, original=method.original)
+
+    return CATALOG | {name: on_replicas(method) for name, method in DISTRIBUTED.items()}
 
 
 def _search(usual: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any]:
@@ -264,10 +289,14 @@ def _count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _time_step(start: Start, step: Any, tx: Any) -> float:
-    """Median seconds of a donated, compiled train step of one run."""
-    params = jax.tree.map(lambda a: a[0], start.params)
+def _begin(tx: Any, params: Any, is_replicated: bool) -> tuple[Any, Any]:
     state = tx.init(params)
+    return replicate(params, state, REPLICAS) if is_replicated else (params, state)
+
+
+def _time_step(start: Start, step: Any, tx: Any, is_replicated: bool) -> float:
+    """Median seconds of a donated, compiled train step of one run."""
+    params, state = _begin(tx, jax.tree.map(lambda a: a[0], start.params), is_replicated)
     examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
     seconds = []
     for count in range(start.settings.timed_steps + 1):
@@ -278,12 +307,31 @@ def _time_step(start: Start, step: Any, tx: Any) -> float:
     return float(np.median(seconds[1:]))  # the first one compiles
 
 
-def _dense_step(loss: Any, tx: Any) -> Any:
-    """As minimize, but with ordinary gradients: lookups in it are dense."""
-
+def _plain_step(loss: Any, tx: Any, value_and_grad: Any = value_and_grad) -> Any:
     def step(params, state, batch, global_step):
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params, global_step=global_step)
         return optax.apply_updates(params, updates), state, value
 
+    return step
+
+
+def _replicated_step(loss: Any, tx: Any) -> Any:
+    """A step of all replicas, each on its share of the batch, or on all of it if there is none."""
+
+    def share(a):
+        if a.shape[0] % REPLICAS:
+            return jnp.broadcast_to(a, (REPLICAS, *a.shape))
+        return a.reshape(REPLICAS, -1, *a.shape[1:])
+
+    def step(params, state, batch, global_step):
+        steps = jnp.broadcast_to(global_step, REPLICAS)
+        return over_replicas(_plain_step(loss, tx))(
+            params, state, jax.tree.map(share, batch), steps
+        )
+
+    return step
+
+
+def _compiled(step: Any) -> Any:
     return jax.jit(step, donate_argnums=(0, 1))

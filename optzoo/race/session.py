@@ -20,7 +20,7 @@ from ..catalog import CATALOG
 from . import plots, report
 from .problem import Problem
 from .problems import PROBLEMS, USUAL
-from .runner import Settings, Start, Unsuited, prepare, run_one
+from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ def run(
 
     Args:
         problems: names of built-in problems, or problems of your own.
-        optimizers: names of the catalogue.
+        optimizers: names of the catalogue, or of the distributed family: those train 8 replicas
+            with ``adam``, each on its share of the batch.
         settings: rates, seeds and steps; None for the usual ones.
         out: a folder for ``results.json``, ``leaderboard.md``, the pictures and ``index.html``;
             None to write nothing. Runs found there with the same settings are not repeated.
@@ -67,7 +68,7 @@ def run(
     # What can fail does so before the work.
     folder = _writable(out) if out is not None else None
     for name in optimizers:
-        CATALOG[name]
+        entrants()[name]
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
     todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}

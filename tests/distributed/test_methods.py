@@ -382,7 +382,11 @@ def test_rows_are_dropped_by_staleness_as_rows():
 
 
 def test_everyone_starts_from_the_first():
-    trees = {"a": jnp.full(N, 1.5, jnp.float32).at[1].set(jnp.nan), "b": jnp.arange(N) < 2, "n": jnp.arange(N)}
+    trees = {
+        "a": jnp.full(N, 1.5, jnp.float32).at[1].set(jnp.nan),
+        "b": jnp.arange(N) < 2,
+        "n": jnp.arange(N),
+    }
     got = jax.vmap(optzoo.broadcast, axis_name="replica")(trees)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, [b[0]] * N), got, trees)
     assert samples.avals(got) == samples.avals(trees)

@@ -71,6 +71,17 @@ def test_a_best_rate_at_the_edge_extends_the_grid():
     assert result["rate"] == 3.2
 
 
+def test_replicas_share_the_batch():
+    """The mean of the gradients of eight shares is the gradient of the batch."""
+    settings = race.Settings(rates=(0.1,), seeds=2, timed_steps=1)
+    problem = line(batch_size=16)
+    document = race.run([problem], ["adam", "sync_replicas", "agn"], settings=settings)
+    alone, synchronous, pushed = document["results"]
+    np.testing.assert_allclose(synchronous["curve"]["mean"], alone["curve"]["mean"], rtol=1e-4)
+    assert pushed["curve"]["mean"][-1] < 0.9 * pushed["curve"]["mean"][0]
+    assert pushed["curve"]["mean"] != alone["curve"]["mean"]
+
+
 def test_divergence_is_a_result():
     settings = race.Settings(rates=(1e20,), seeds=2, timed_steps=1)
     document = race.run([line()], ["gradient_descent"], settings=settings)
