@@ -52,9 +52,7 @@ class Processes:
         if script != SURVIVORS:
             options |= {"checkpoints": checkpoints}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        # JAX 0.7.0 warns of itself.
-        warnings = "error,ignore::DeprecationWarning:jax.experimental.multihost_utils"
-        strict = {"JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONWARNINGS": warnings}
+        strict = {"JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONWARNINGS": "error"}
         one = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile
         self.all = []
