@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 import jax
+import orbax.checkpoint as ocp
 from jax.sharding import AxisType
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
@@ -22,14 +23,15 @@ def main():
     args = parser.parse_args()
     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     mesh = jax.make_mesh((jax.device_count(),), ("replica",), axis_types=(AxisType.Auto,))
+    found = {}
     for method in multihost.METHODS:
         training = multihost.Training(method, args.period, mesh)
         params, state = training.init()
         for step in range(args.steps):
             params, state, _ = training.step(params, state, *training.batch(step))
-        checkpoints = multihost.Checkpoints(args.checkpoints / method, training)
-        checkpoints.save(args.steps, params, state)
-        checkpoints.manager.close()
+        found[method] = {"params": params, "state": state}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(args.checkpoints.absolute(), found)
 
 
 if __name__ == "__main__":
