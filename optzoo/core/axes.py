@@ -18,3 +18,12 @@ def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")
     return getattr(lax, "pvary")(x, axes)  # noqa: B009 (gone after JAX 0.7)
+
+
+def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:
+    """The arrays of all places along mesh axes joined, typed as the same everywhere."""
+    if hasattr(lax, "pcast"):
+        return lax.all_gather(tree, axes, tiled=True, to="invarying")
+    from jax._src.lax.parallel import all_gather_invariant  # has no other name in JAX 0.7
+
+    return all_gather_invariant(tree, axes, tiled=True)

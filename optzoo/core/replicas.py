@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .axes import cast_varying, varying
+from .axes import cast_varying, gather_invarying, varying
 from .checks import check_size
 from .numerics import widen
 from .paths import path_name
@@ -103,14 +103,7 @@ class Replicas:
             return tree
         if not self._is_checked():
             return lax.all_gather(tree, self.axis_name, tiled=True)
-        if hasattr(lax, "pcast"):
-            return lax.all_gather(tree, self.axis_name, tiled=True, to="invarying")
-        # Before JAX 0.8: what a sum of disjoint parts gathers is known to be the same everywhere.
-        at = self.index
-        part = lambda a: lax.dynamic_update_slice_in_dim(
-            self.vary(jnp.zeros((self.size * len(a), *a.shape[1:]), a.dtype)), a, at * len(a), 0
-        )
-        return lax.psum(jax.tree.map(part, tree), self.axis_name)
+        return gather_invarying(tree, self.axis_name)
 
     def sum_gradients(self, updates: Any, who: Any, more: Any = ()) -> tuple[Any, Any]:
         """The gradients of those for whom ``who`` is true, summed; and the sum of ``more``.
@@ -265,11 +258,14 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Inside ``shard_map`` with ``check_vma``, ``jax.grad`` by parameters that all replicas share
     sums the gradients over them, without a word. Each replica's own gradient is that by
-    ``per_replica(params)``. Elsewhere nothing happens.
+    ``per_replica(params)``. Under ``vmap`` and ``pmap`` nothing happens.
 
     Args:
         tree: parameters, or other arrays.
-        axis_name: the axis, or axes, of the replicas.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+
+    Raises:
+        NameError: if there is no such axis.
     """
     return Replicas(axis_name).vary(tree)
 
