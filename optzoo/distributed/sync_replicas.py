@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.averages import zeros_of_average
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
+from ..core.held import add_to_held, divide_touched, nothing_held, with_touches
 from ..core.replicas import (
     BUCKET_BYTES,
     AxisName,
@@ -19,10 +19,8 @@ from ..core.replicas import (
     divide_gradients,
     zeros_like_update,
 )
-from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 DIVISORS = ("count", "touches")
-HELD = ("sum", "held_for", "touches")
 
 
 def sync_replicas(
@@ -104,13 +102,7 @@ def sync_replicas(
         zero = lambda *_: jnp.zeros([], jnp.int32)
         shared: dict[str, Any] = {n: zero() for n in ("count", "global_step", "dropped")}
         if hold:
-            per_row = lambda x: jnp.zeros(jnp.shape(x)[:1], jnp.int32)
-            shared["held"] = {
-                "sum": zeros_of_average(params),
-                # For which update each row was held last, and from how many gradients.
-                "held_for": jax.tree.map(per_row, params),
-                "touches": jax.tree.map(per_row, params),
-            }
+            shared["held"] = nothing_held(params)
         own = {"local_step": zero(), "waiting": jnp.zeros([], bool)}
         return ReplicaState({**shared, "inner": inner.init(params)}, own)
 
@@ -132,28 +124,21 @@ def sync_replicas(
         is_in = arrived if complete else arrived & (read_at >= step)
         if not (complete and total == aggregate):
             is_in &= _number_ahead(replicas, is_in, priority) < aggregate - count
-        with_touches = (hold and not complete) or rows_divisor == "touches"
+        waits = hold and not complete
+        counts_touches = waits or rows_divisor == "touches"
         sums, (accepted, dropped) = replicas.sum_gradients(
-            map_rows(_with_touches, updates) if with_touches else updates,
+            with_touches(updates) if counts_touches else updates,
             is_in,
             (is_in.astype(jnp.int32), (arrived & ~is_in).astype(jnp.int32)),
         )
-        number = count + accepted
-
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
-        sums = treedef.flatten_up_to(sums)
-        held = shared.get("held")
-        if hold and not complete:
-            columns = [treedef.flatten_up_to(held[name]) for name in HELD]
-            add = functools.partial(_hold, tag=step + 1, accepted=accepted, pushes=aggregate)
-            sums, *columns = zip(*map(add, gs, sums, *columns), strict=True) if gs else [()] * 4
-            held = dict(zip(HELD, map(treedef.unflatten, columns), strict=True))
-        divisor = jnp.maximum(number, 1)
-        if with_touches:
-            factor = divisor if rows_divisor == "touches" else None
-            plain = lambda total, g: _without_touches(total, g, factor) if is_rows(g) else total
-            sums = map(plain, sums, gs)
-        mean = divide_gradients(treedef.unflatten(sums), divisor, updates)
+        number, held = count + accepted, shared.get("held")
+        if waits:
+            now = {"update": step + 1, "accepted": accepted, "most": aggregate}
+            sums, held = add_to_held(held, sums, updates, **now)
+        divide = divide_gradients
+        if counts_touches:
+            divide = functools.partial(divide_touched, by_touches=rows_divisor == "touches")
+        mean = divide(sums, jnp.maximum(number, 1), updates)
 
         apply = lambda: inner.update(mean, shared["inner"], params, **extra_args)
         if complete:
@@ -190,56 +175,3 @@ def _number_ahead(replicas: Replicas, fresh: Array, priority: Any) -> Array:
     all_fresh, priorities = replicas.gather((fresh[None], priority[None]))
     ties = (priorities == priority) & (jnp.arange(replicas.size) < rank)
     return jnp.sum(all_fresh & ((priorities < priority) | ties))
-
-
-def _with_touches(g: SparseRows) -> SparseRows:
-    """Each row once, as a vector whose last element says that it is there."""
-    g = g.coalesce()
-    there = (g.indices < g.num_rows).astype(g.dtype)
-    return g.with_values(jnp.concatenate([g.values.reshape(len(there), -1), there[:, None]], 1))
-
-
-def _without_touches(g: SparseRows, like: SparseRows, factor: Any) -> SparseRows:
-    """The rows themselves; each times ``factor`` over its touches, if there is one."""
-    g = g.coalesce()
-    values, touches = g.values[:, :-1], g.values[:, -1:]
-    if factor is not None:
-        values = values * factor / jnp.maximum(touches, 1)
-    return g.with_values(values.reshape(-1, *like.values.shape[1:]))
-
-
-def _hold(g, total, held, held_for, touches, *, tag, accepted, pushes):
-    """Adds to what is held for this update; what was held for an earlier one is forgotten.
-
-    Returns the sum so far (of rows, as from ``_with_touches``), and what is held now.
-    """
-    if g is None:
-        return None, held, held_for, touches
-    if not is_rows(g):
-        is_held = held_for == tag
-        total += jnp.where(_per_row(is_held, held), held, 0)
-        touches = jnp.where(is_held, touches, 0) + accepted
-        return total, total, jnp.where(accepted > 0, tag, held_for), touches
-    rows = total.coalesce()
-    values, new = rows.values[:, :-1].reshape(-1, *held.shape[1:]), rows.values[:, -1]
-    is_held = rows.gather(held_for) == tag
-    values += jnp.where(_per_row(is_held, values), rows.gather(held), 0)
-    held = rows.scatter(held, values)
-    touches = rows.scatter(
-        touches, new.astype(jnp.int32) + jnp.where(is_held, rows.gather(touches), 0)
-    )
-    held_for = rows.scatter(held_for, jnp.full(is_held.shape, tag))
-    # So many rows can be held if every gradient lists as many as this one.
-    size = min(g.num_rows, pushes * len(g.indices))
-    [places] = jnp.nonzero(held_for == tag, size=size, fill_value=g.num_rows)
-    found = SparseRows(places, jnp.zeros((size, 1)), g.num_rows, coalesced=True)
-    values = found.gather(held).reshape(size, -1)
-    all_found = jnp.sum(held_for == tag) <= size
-    values = jnp.where(all_found, values, jnp.nan)
-    there = found.gather(touches).astype(values.dtype)
-    found = found.with_values(jnp.concatenate([values, there[:, None]], 1)).drop_padding()
-    return found, held, held_for, touches
-
-
-def _per_row(mask: Array, like: Array) -> Array:
-    return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))

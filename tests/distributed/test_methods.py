@@ -254,7 +254,7 @@ def test_what_was_held_is_forgotten_after_an_update_without_masks():
         lambda x, s, to, m: tx.update(jax.grad(quadratic)(x, to), s, x, arrived=m)
     )
     _, state = held(x, state, CENTERS, jnp.arange(N) == 3)
-    np.testing.assert_allclose(state.shared["held"]["sum"]["b"], jnp.mean(CENTERS) - CENTERS[3])
+    np.testing.assert_allclose(state.shared["held"].sum["b"], jnp.mean(CENTERS) - CENTERS[3])
 
 
 def test_stale_gradients_are_dropped_by_rank():
