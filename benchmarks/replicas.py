@@ -19,7 +19,7 @@ core, donated: the step form, the local step (``exchange=False``) and whole roun
 
 ``bytes``: a perceptron on digits, 8 and 64 replicas on one device, each with batches of its own:
 validation loss against what a replica has sent. The rate of each method is the best of a grid, by
-the last loss of the first seed; shown are the means over three.
+the mean of the last losses over three seeds; shown are the means.
 
 With ``--save``: ``replicas.json`` and ``replicas_bytes.png`` in ``results``.
 """
@@ -340,7 +340,7 @@ def learner(problem, tx, n):
     """``learn(rate, seed)``, the validation losses; and the program of a step on n devices."""
     train, valid = (jax.tree.map(jnp.asarray, a) for a in (problem.train, problem.valid))
 
-    def step(params, state, batch, rate):
+    def step(params, state, batch, rate=1.0):
         grads = jax.grad(problem.loss)(optzoo.per_replica(params), batch)
         updates, state = tx.update(grads, state, params, learning_rate=rate)
         return optax.apply_updates(params, updates), state
@@ -356,10 +356,10 @@ def learner(problem, tx, n):
 
     @jax.jit
     def learn(rate, seed):
-        simulated = optzoo.over_replicas(step)
+        simulated = optzoo.over_replicas(functools.partial(step, rate=rate))
 
         def tick(carry, t):
-            return simulated(*carry, draw(jax.random.key(1000 + seed), t), jnp.full(n, rate)), None
+            return simulated(*carry, draw(jax.random.key(1000 + seed), t)), None
 
         def ticks(carry, ts):
             carry, _ = jax.lax.scan(tick, carry, ts)
@@ -370,7 +370,7 @@ def learner(problem, tx, n):
         return jnp.concatenate([first[None], losses])
 
     really = jax.jit(optzoo.over_replicas(step, mesh=mesh(n)))
-    shapes = jax.eval_shape(lambda: (*begin(0), draw(jax.random.key(0), 0), jnp.ones(n)))
+    shapes = jax.eval_shape(lambda: (*begin(0), draw(jax.random.key(0), 0)))
     return learn, really.lower(*shapes).compile()
 
 
@@ -381,17 +381,17 @@ def bytes_():
         result[f"{n} replicas"] = table = {}
         for name, (tx, period, times) in methods(n).items():
             learn, program = learner(problem, tx, n)
-            last = {rate: float(learn(rate, 0)[-1]) for rate in RATES}
-            best = min(RATES, key=lambda rate: last[rate] if np.isfinite(last[rate]) else np.inf)
-            curves = np.array([learn(best, seed) for seed in range(SEEDS)], float)
+            curves = {r: np.array([learn(r, seed) for seed in range(SEEDS)]) for r in RATES}
+            last = {rate: np.nan_to_num(c[:, -1], nan=np.inf) for rate, c in curves.items()}
+            best = min(RATES, key=lambda rate: last[rate].mean())
             table[name] = row = {
                 "rate": best,
-                "loss": float(curves[:, -1].mean()),
-                "lowest and highest": [float(curves[:, -1].min()), float(curves[:, -1].max())],
+                "loss": float(last[best].mean()),
+                "losses": last[best].tolist(),
                 "kB per exchange": times * sent(program) / 1e3,
                 "period": period,
-                "curve": [round(float(v), 5) for v in curves.mean(0)],
-                "last losses by rate": {str(k): v for k, v in last.items()},
+                "curve": [round(float(v), 5) for v in curves[best].mean(0)],
+                "losses by rate": {str(r): str(v.mean().round(4)) for r, v in last.items()},
             }
             row["MB sent"] = row["kB per exchange"] * (STEPS // period) / 1e3
             print(n, name, best, row["loss"], row["MB sent"], file=sys.stderr, flush=True)
