@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 from .checks import check_size
@@ -113,13 +113,14 @@ def periodic(
         dense = jax.tree.map(lambda u: u.to_dense() if is_rows(u) else u, us, is_leaf=is_rows)
         start = map_some(lambda u, x: widen(x), dense, params)
 
-        def exchanged(parts):
-            carry = jax.tree.map(jnp.add, start, dense), common, new
+        def exchanged(carry, parts):
+            us, common, new = carry
+            carry = map_some(jnp.add, start, us), common, new
             for part in parts:
                 carry = in_order(carry, part)
-            after, common_after, new_after = carry
+            after, common, new = carry
             change = lambda y, x, u: (y - x).astype(u.dtype)
-            return jax.tree.map(change, after, start, dense), common_after, new_after
+            return jax.tree.map(change, after, start, us), common, new
 
         def in_order(carry, part):
             at = lambda who, carry: rule(who, *carry, fragment=part, **extra_args)
@@ -128,20 +129,29 @@ def periodic(
             turn = lambda carry, rank: (at(mine & (replicas.index == rank), carry), None)
             return lax.scan(turn, carry, jnp.arange(replicas.size))[0]
 
-        every = range(fragments)
+        carry, every = (dense, common, new), range(fragments)
         if exchange:
-            out = exchanged(every if fragment is None else [fragment])
+            carry = exchanged(carry, every if fragment is None else [fragment])
+        elif fragments == 1:
+            is_time = due | (count <= all_until)
+            carry = _change_if(is_time, lambda carry: exchanged(carry, every), carry)
         else:
-            # Fragment i is due at this phase; none at the others.
-            phases = [(i + 1) * period // fragments % period for i in every]
-            branches = [lambda: (dense, common, new), lambda: exchanged(every)]
-            turn = (due | (count <= all_until)).astype(jnp.int32)
-            if fragments > 1:
-                branches += [lambda part=part: exchanged([part]) for part in every]
-                turn = sum((phase == p) * (i + 2) for i, p in enumerate(phases))
-                turn = jnp.where(count <= all_until, 1, turn)
-            out = lax.switch(turn, branches)
-        us, common, new = out
+            warm = count <= all_until
+            for i in every:
+                # Fragment i has a phase of its own.
+                is_time = warm | (phase == (i + 1) * period // fragments % period)
+                carry = _change_if(is_time, lambda carry, i=i: exchanged(carry, [i]), carry)
+        us, common, new = carry
         return us, ReplicaState(common, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _change_if(due: Array, change: Callable[[Any], Any], carry: Any) -> Any:
+    """``change(carry)`` if it is due, else ``carry``, in place.
+
+    A loop of one turn or none. XLA keeps what a loop carries in its place, while ``lax.cond``
+    copies all that it returns, changed or not; but a loop has no derivative in reverse mode.
+    """
+    turn = lambda state: (jnp.zeros_like(state[0]), change(state[1]))
+    return lax.while_loop(lambda state: state[0], turn, (jnp.asarray(due), carry))[1]

@@ -18,6 +18,8 @@ PERIODIC = [m for m in cases.METHODS if not m.startswith(("sync", "drop", "diloc
 COLLECTIVE = (
     r"= .*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
+# A loop over one number, and not one for each replica: that would be a select.
+TURN_OR_NONE = re.compile(r"= \(pred\[\], .* while\(")
 
 
 @functools.cache
@@ -31,7 +33,7 @@ def program(method, **static):
 
 
 def collectives(hlo, conditional):
-    """The collectives of a program that run always, or only in a branch of a conditional."""
+    """The collectives of a program that run always, or only in a branch or in a loop."""
     texts, entry = {}, None
     for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
         if head := re.match(r"(ENTRY )?%?([\w.-]+) \(", block):
@@ -44,8 +46,8 @@ def collectives(hlo, conditional):
             return seen
         seen.add(name)
         for line in texts[name].splitlines():
-            if " conditional(" not in line:
-                for called in re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line):
+            if " conditional(" not in line and " while(" not in line:
+                for called in re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", line):
                     reached(called, seen)
         return seen
 
@@ -56,10 +58,33 @@ def collectives(hlo, conditional):
 
 @pytest.mark.parametrize("method", PERIODIC)
 def test_a_quiet_step_sends_nothing(method):
-    """All that is sent is in a branch."""
+    """All that is sent is in a loop that has one turn, or none on a quiet step."""
     _, hlo = program(method)
     assert collectives(hlo, conditional=False) == []
     assert "all-reduce" in collectives(hlo, conditional=True)
+    assert TURN_OR_NONE.search(hlo)
+
+
+ALONE = {
+    "elastic_average": lambda inner: optzoo.elastic_average(inner, 1, axis_name=None),
+    "agn": lambda inner: optzoo.agn(inner, axis_name=None),
+    "model_average": lambda inner: optzoo.model_average(inner, axis_name=None),
+    "diloco": lambda inner: optzoo.diloco(inner, axis_name=None),
+}
+
+
+@pytest.mark.parametrize("method", ALONE)
+def test_a_quiet_step_copies_no_parameters(method):
+    """What the loop carries stays in its place."""
+    tx, x = ALONE[method](optzoo.adam(0.1)), jnp.ones((64, 128))
+
+    def step(x, state, g):
+        updates, state = tx.update(g, state, x)
+        return optax.apply_updates(x, updates), state
+
+    hlo = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile().as_text()
+    entry = hlo[hlo.index("ENTRY") :]
+    assert " while(" in entry and not re.search(r"f32\[64,128\]\S* copy\(", entry)
 
 
 @pytest.mark.parametrize("method", PERIODIC)
@@ -85,11 +110,11 @@ def test_synchronous_training_is_one_sum_for_each_dtype_and_no_condition():
     assert " conditional(" not in hlo
 
 
-def test_the_condition_stays_one_where_all_replicas_are_on_one_device():
+def test_the_loop_has_one_turn_for_all_where_all_replicas_are_on_one_device():
     tx = cases.METHODS["elastic_average"](optzoo.adam(0.1), cases.REPLICAS)
     batch = jax.tree.map(lambda a: a[0], cases.batches())
     train = cases.over("vmap", cases.train_step(tx), tx)
-    assert " conditional(" in train.lower(*cases.start(tx), *batch).compile().as_text()
+    assert TURN_OR_NONE.search(train.lower(*cases.start(tx), *batch).compile().as_text())
 
 
 def test_a_round_sends_once():
