@@ -99,8 +99,8 @@ def start(section, number):
     command.append(f"--coordinator=127.0.0.1:{port}")
     devices = str(max(REPLICAS)) if section == "bytes" else "1"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
-    # The C library maps more than 32 MB anew each time, whatever harness.py says: not so here.
-    env["MALLOC_MMAP_MAX_"] = "0"
+    # Whatever harness.py says, the C library maps more than 32 MB anew each time: not so here.
+    env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
     processes = [
         subprocess.Popen([*command, f"--process={i}"], env=env, stdout=subprocess.PIPE)
         for i in range(number)
