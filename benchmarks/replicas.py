@@ -439,8 +439,8 @@ def draw(result):
             dash = (0, (4, 1.5)) if name.endswith(("3/4", ", 3")) else dashes[row["period"]]
             sent = np.array(at) * row["kB per exchange"] / 1e3
             style = {"color": colours[re.split("[, ]", name)[0]], "linestyle": dash}
-            label = f"{name} ({row['rate']:g})" if len(result) == 1 else name
-            axes.plot(sent, losses, marker="." if len(losses) < 10 else "", label=label, **style)
+
+            axes.plot(sent, losses, marker="." if len(losses) < 10 else "", label=name, **style)
         axes.set(title=title, xscale="log", yscale="log", xlabel="MB sent by a replica")
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
