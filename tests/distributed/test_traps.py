@@ -97,7 +97,7 @@ def test_a_nan_in_a_dropped_replica_reaches_nobody_else(method):
     chex.assert_trees_all_equal(got, want)
 
 
-def test_parameters_that_are_nan_are_healed_by_an_average_without_them():
+def test_parameters_that_are_nan_do_not_reach_an_average_without_them():
     tx = optzoo.model_average(optzoo.momentum(0.1, 0.9), interval_steps=1)
     x, state = replicated(tx)
     x = jax.tree.map(lambda a: a.at[1].set(jnp.nan), x)
