@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .numerics import wide_dtype
 from .paths import is_masked
 from .replicas import ReplicaState
 from .treewise import LeafwiseState
@@ -67,16 +68,14 @@ def start_of_average(x: Any) -> Array:
 
     A copy, for the parameter's own buffer may be donated.
     """
-    dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, dtype)
-    return jnp.array(x, dtype, copy=True)
+        return jnp.zeros(x.shape, wide_dtype(x))
+    return jnp.array(x, wide_dtype(x), copy=True)
 
 
 def zeros_of_average(params: Any) -> Any:
     """Zeros like the parameters, in float32 at least."""
-    dtype = lambda x: jnp.promote_types(jnp.result_type(x), jnp.float32)
-    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), dtype(x)), params)
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
 
 
 def _averages(node: Any) -> Any:

@@ -7,6 +7,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 
+def wide_dtype(x: Any) -> Any:
+    """The dtype of ``x``, or float32 where that is finer."""
+    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+
+
 def widen(a: Any) -> Any:
     """An array, or rows, in float32 at least: there it is computed with."""
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))

@@ -132,14 +132,11 @@ def periodic(
         carry, every = (dense, common, new), range(fragments)
         if exchange:
             carry = exchanged(carry, every if fragment is None else [fragment])
-        elif fragments == 1:
-            is_time = due | (count <= all_until)
-            carry = _change_if(is_time, lambda carry: exchanged(carry, every), carry)
         else:
-            warm = count <= all_until
             for i in every:
-                # Fragment i has a phase of its own.
-                is_time = warm | (phase == (i + 1) * period // fragments % period)
+                if fragments > 1:  # each has a phase of its own
+                    due = phase == (i + 1) * period // fragments % period
+                is_time = due | (count <= all_until)
                 carry = _change_if(is_time, lambda carry, i=i: exchanged(carry, [i]), carry)
         us, common, new = carry
         return us, ReplicaState(common, new)

@@ -12,7 +12,7 @@ from jax import Array
 from ..core.checks import check, check_decays, check_not_negative, check_positive, check_size
 from ..core.leafwise import leafwise, zeros
 from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide, narrow, norm, widen
+from ..core.numerics import divide, narrow, norm, wide_dtype, widen
 from ..core.paths import check_marks, marked
 from ..core.rows import SparseRows, is_rows
 from ..core.treewise import Leaf, Slot, treewise
@@ -111,7 +111,7 @@ def scale_by_shampoo(
 
     def no_statistics(x):
         blocks = blocks_of(jnp.shape(x))
-        dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)  # which a root needs
+        dtype = wide_dtype(x)  # which a root needs
         shape = lambda d, full: blocks.stack(d, d) if full else blocks.stack(d)
         return tuple(jnp.zeros(shape(*factor), dtype) for factor in blocks.factors)
 
