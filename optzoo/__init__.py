@@ -4,8 +4,10 @@ __version__ = "0.1.0"
 
 from .catalog import CATALOG as CATALOG
 from .catalog import DISTRIBUTED as DISTRIBUTED
+from .catalog import WRAPPERS as WRAPPERS
 from .catalog import Entry as Entry
 from .catalog import Method as Method
+from .catalog import Wrapper as Wrapper
 from .core.averages import eval_params as eval_params
 from .core.averages import swap as swap
 from .core.leafwise import dense as dense
@@ -81,6 +83,8 @@ from .first_order.rmsprop import rmsprop as rmsprop
 from .first_order.sign_decay import cosine_sign_decay as cosine_sign_decay
 from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
 from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
+from .interop.create import create as create
+from .interop.create import register as register
 from .layerwise.lars import lars as lars
 from .layerwise.lars import scale_by_trust_ratio as scale_by_trust_ratio
 from .proximal.adagrad_da import adagrad_da as adagrad_da

@@ -14,8 +14,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         return race(argv[1:])
+    if argv[:1] == ["list"] and len(argv) <= 2:
+        from .interop.create import listing
+
+        print(listing(*argv[1:]))
+        return 0
     asked = argv[:1] in (["-h"], ["--help"])
-    usage = "usage: optzoo race ...   (optzoo race --help)"
+    usage = "usage: optzoo race ...   (optzoo race --help)\n       optzoo list [part of a name]"
     print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

@@ -38,6 +38,10 @@ from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .second_order.ggt import ggt
 from .second_order.shampoo import blocked_shampoo, shampoo
+from .wrappers.moving_average import moving_average
+from .wrappers.multitask import multitask
+from .wrappers.variable_clipping import variable_clipping
+from .wrappers.weight_decay import decoupled_weight_decay
 
 
 class Entry(NamedTuple):
@@ -116,6 +120,23 @@ CATALOG: dict[str, Entry] = {
     "shampoo": Entry(
         shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)
     ),
+}
+
+
+class Wrapper(NamedTuple):
+    """What the rest of the library knows about what goes around an optimizer."""
+
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
+    original: str | None  # the class or function it equals; None for what is our own
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "decoupled_weight_decay": Wrapper(
+        decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"
+    ),
+    "moving_average": Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
+    "multitask": Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
+    "variable_clipping": Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
 }
 
 
