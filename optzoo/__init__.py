@@ -35,6 +35,9 @@ from .core.rows import clip_by_global_norm as clip_by_global_norm
 from .core.rows import coalesce as coalesce
 from .core.rows import densify as densify
 from .core.rows import on_values as on_values
+from .core.slots import get_slot as get_slot
+from .core.slots import set_slot as set_slot
+from .core.slots import slot_names as slot_names
 from .core.slots_dtype import slots_dtype as slots_dtype
 from .core.treewise import LeafwiseState as LeafwiseState
 from .distributed.agn import agn as agn
@@ -85,6 +88,8 @@ from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
 from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
 from .interop.create import create as create
 from .interop.create import register as register
+from .interop.describe import Description as Description
+from .interop.describe import describe as describe
 from .layerwise.lars import lars as lars
 from .layerwise.lars import scale_by_trust_ratio as scale_by_trust_ratio
 from .proximal.adagrad_da import adagrad_da as adagrad_da

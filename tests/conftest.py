@@ -1,6 +1,7 @@
 """Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
 
 import contextlib
+import os
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

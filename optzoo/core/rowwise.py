@@ -159,7 +159,7 @@ def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Ite
         raise _refusal(f"it holds a constant with the rows of parameter '{names[baked[0]]}'")
     for eqn in jaxpr.eqns:
         name, top = eqn.primitive.name, outermost or eqn
-        for body in _bodies(eqn) if name in _CALLS else ():
+        for body in bodies(eqn) if name in _CALLS else ():
             yield from _operations(body, names, top)
         if not _keeps_rows_apart(eqn, names):
             rows = [size for v in (*eqn.invars, *eqn.outvars) for size in _row_axes(v, names)]
@@ -197,7 +197,8 @@ def _row_axes(v: Any, names: dict[int, str]) -> list[int]:
     return [size for size in getattr(v.aval, "shape", ()) if size in names]
 
 
-def _bodies(eqn: Any) -> Iterator[Any]:
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The programs inside an operation, such as the branches of a ``cond``."""
     for param in eqn.params.values():
         for body in param if isinstance(param, tuple | list) else [param]:
             body = getattr(body, "jaxpr", body)

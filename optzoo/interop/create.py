@@ -4,6 +4,7 @@ import difflib
 import inspect
 import math
 import numbers
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,10 +76,11 @@ def create(
 
 def register(
     name: str,
-    factory: Callable[..., optax.GradientTransformation],
+    factory: Callable[..., Any],
     *,
     rows: str = "dense",
     rate: float = 0.01,
+    original: str | None = None,
     **about: Any,
 ) -> None:
     """Puts an optimizer of one's own into :data:`optzoo.CATALOG`, for ``create`` and the race.
@@ -88,6 +90,7 @@ def register(
         factory: makes the transformation; the first argument is the learning rate.
         rows: what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear".
         rate: a learning rate that suits small problems.
+        original: the class whose numbers it has, if any: ``create`` rounds as that one does.
         **about: further fields of :class:`optzoo.Entry`, such as ``required``.
 
     Raises:
@@ -98,7 +101,7 @@ def register(
         raise TypeError(f"factory must be a function that makes the optimizer, got {factory!r}")
     if (taken := _table().get(_key(name))) is not None:
         raise ValueError(f"name must be a new one, {name!r} is {taken.name}")
-    CATALOG[name] = Entry(factory, rows, rate, **{"original": None, **about})
+    CATALOG[name] = Entry(factory, rows, rate, original, **about)
 
 
 def accepts(name: str, argument: str) -> bool:
@@ -129,7 +132,8 @@ def listing(pattern: str = "") -> str:
     for name, others in names().items():
         if any(_key(pattern) in _key(n) for n in [name, *others]):
             found = _find(name)
-            lines.append(f"{name}({', '.join(map(_as_written, found.parameters.values()))})")
+            call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
+            lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
             lines.append("    " + ", ".join([found.original or "our own", *others]))
     return "\n".join(lines)
 
@@ -275,8 +279,10 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None and argument in _MEANINGLESS_IF_NONE.get(found.name, set()):
             continue
         elif argument not in _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()):
+            theirs = [k for k, v in _ARGUMENTS.items() if v in known and _ours(found, k) == v]
             raise TypeError(
-                f"{found.name} has no argument {argument!r}{_nearest(argument, known)}; it takes "
+                f"{found.name} has no argument {argument!r}"
+                f"{_nearest(argument, [*known, *theirs])}; it takes "
                 f"{', '.join(sorted(known))}"
             )
     return ours
