@@ -3,9 +3,11 @@
 import inspect
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import optzoo
@@ -30,10 +32,16 @@ def differences():
     return "\n".join(lines) + "\n"
 
 
+def optax_and_tf1():
+    """What the example prints."""
+    return runpy.run_path(str(ROOT / "examples" / "optax_and_tf1.py"))["table"]()
+
+
 GENERATED = {
     "optimizers": catalog.optimizers_table,
     "distributed": catalog.distributed_table,
     "differences": differences,
+    "optax and tf1": optax_and_tf1,
 }
 
 
@@ -69,7 +77,8 @@ def test_examples_run(page, tmp_path, monkeypatch):
             if name := re.match(r"# (\w+\.py)\n", code):
                 pathlib.Path(name[1]).write_text(code)
             else:
-                exec(compile(code, page.name, "exec"), {})
+                with jax.numpy_rank_promotion("allow"):  # as everywhere but in our tests
+                    exec(compile(code, page.name, "exec"), {})
     finally:
         catalog.CATALOG.clear()
         catalog.CATALOG.update(known)
