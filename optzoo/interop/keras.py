@@ -1,0 +1,297 @@
+"""Optimizers of Keras 3 as optax transformations."""
+
+import contextlib
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
+
+from ..core.gradients import check_gradients
+from ..core.numerics import widen
+from ..core.paths import path_name
+from ..core.rows import SparseRows, is_gradient, map_rows
+
+_MEND = (
+    "install optzoo[keras] and set the environment variable KERAS_BACKEND=jax before the first "
+    "import of keras"
+)
+
+
+class KerasState(NamedTuple):
+    """What a Keras optimizer keeps, by the names of its attributes without a leading ``_``.
+
+    Of a wrapper's inner optimizer they begin with ``inner_optimizer/``, of the several ones of
+    ``MultiOptimizer`` with ``inner_optimizers/0/`` and so on.
+    """
+
+    variables: dict[str, Array]  # of all parameters together: iterations, dynamic_scale, ...
+    slots: dict[str, Any]  # momentums, velocities, ...: trees like the parameters
+
+
+def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Any optimizer of Keras 3 (on the JAX backend) as an optax transformation.
+
+    Each update is Keras' own ``stateless_apply``, so clipping, weight decay, averages
+    (``use_ema``), ``gradient_accumulation_steps``, schedules and ``LossScaleOptimizer`` work as in
+    ``model.fit``. It emits ``new - old``: it must be the last link of a chain.
+
+    The given optimizer serves as a pattern, by its ``get_config()``, and is never changed. Its
+    learning rate is no part of the state; it may be a number, a schedule of Keras or, other than in
+    Keras, one of optax. ``update(..., learning_rate=x)`` overrides it for one update.
+
+    Variables are called by the paths of the parameters, so
+    ``optimizer.exclude_from_weight_decay(var_names=["bias"])``, ``exclude_layers`` of Muon and the
+    patterns of ``OptimizerMap`` work. With ``use_ema`` the averages are
+    ``state.slots["model_variables_moving_average"]``; Keras puts them in the place of the
+    parameters at the end of ``fit``. With ``LossScaleOptimizer`` the gradients must be those of the
+    loss times ``state.variables["dynamic_scale"]``; with ``loss_scale_factor``, times that.
+
+    A row-sparse gradient counts as dense, as it does in Keras on JAX. A missing gradient leaves
+    parameter and slots alone; if all are missing, nothing happens. Keras computes in the dtype of
+    the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
+
+    Args:
+        optimizer: an instance such as ``keras.optimizers.Adam(1e-3)``, not built yet.
+
+    Raises:
+        ImportError: if Keras 3 is missing or does not run on JAX.
+        TypeError: if ``optimizer`` is not a Keras optimizer.
+        ValueError: if it was built for a model already, or excludes variables of a model from the
+            weight decay by ``var_list``; by ``update``, if no params are given.
+
+    References:
+        `keras.io/api/optimizers <https://keras.io/api/optimizers>`_; the original is RETURNN's
+        ``KerasOptimizerWrapper``, whose count of iterations stands still.
+    """
+    _check(optimizer)
+    new = _maker(optimizer)
+
+    def init(params):
+        xs, treedef = jax.tree.flatten(params)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        built, probe = _build(new(), names, xs), _probe(new())
+        # All names, whatever the parameters are, so that optax.tree.map_params finds them.
+        variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
+        slots = {name: [optax.MaskedNode()] * len(xs) for name in probe.slots} | {
+            name: [
+                optax.MaskedNode() if v is None else _beside(x, v.value)
+                for x, v in zip(xs, vs, strict=True)
+            ]
+            for name, vs in built.slots.items()
+        }
+        return KerasState(variables, {name: treedef.unflatten(s) for name, s in slots.items()})
+
+    def update(updates, state, params=None, *, learning_rate=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(NO_PARAMS_MSG)
+        check_gradients(updates, params)
+        if not jax.tree.leaves(updates):
+            return updates, state
+        return apply(map_rows(SparseRows.to_dense, updates), state, params, learning_rate)
+
+    @jax.jit  # outside of any jit the optimizer would be built anew each time
+    def apply(updates, state, params, rate):
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
+        paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_gradient)
+        xs = treedef.flatten_up_to(params)
+        built = _build(new(), [path_name(path) for path, _ in paths], xs)
+        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+        new_xs, variables, slots = built.apply(gs, state.variables, slots, xs, rate)
+        move = lambda g, new, x: None if g is None else (widen(new) - widen(x)).astype(g.dtype)
+        slots = {name: treedef.unflatten(s) for name, s in slots.items()}
+        return treedef.unflatten(map(move, gs, new_xs, xs)), KerasState(variables, slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@functools.cache
+def import_keras() -> ModuleType:
+    """Keras 3 on JAX, or an ``ImportError`` that says what to do."""
+    try:
+        import keras
+    except ImportError as error:
+        raise ImportError(f"keras_optimizer needs Keras 3 on JAX: {_MEND}") from error
+    if keras.config.backend() != "jax":
+        raise ImportError(
+            f"keras_optimizer needs Keras 3 on JAX, not on {keras.config.backend()}: {_MEND}"
+        )
+    return keras
+
+
+class _Built:
+    """A Keras optimizer built for some parameters, and its variables by name.
+
+    Attributes:
+        variables: of the optimizer as a whole.
+        slots: for each name a list like the parameters, with None where one has no such slot.
+    """
+
+    def __init__(self, optimizer: Any, refs: list[Any]):
+        self.optimizer = optimizer
+        self.variables, self.rates, self.slots = dict[str, Any](), list[Any](), dict[str, Any]()
+        variable = import_keras().Variable
+        place = {id(ref): i for i, ref in enumerate(refs)}
+        for prefix, part in _walk(optimizer):
+            own = part._trainable_variables
+            for attribute, value in vars(part).items():
+                name = prefix + attribute.lstrip("_")
+                if attribute == "_learning_rate":
+                    self.rates += [value] if isinstance(value, variable) else []
+                elif isinstance(value, variable):
+                    self.variables[name] = value
+                elif _are_slots(attribute, value, own, variable):
+                    self.slots[name] = [None] * len(refs)
+                    for ref, v in zip(own, value, strict=True):
+                        self.slots[name][place[id(ref)]] = v
+        known = {id(v) for vs in (self.variables.values(), self.rates) for v in vs}
+        known |= {id(v) for vs in self.slots.values() for v in vs}
+        others = [v for v in optimizer.variables if id(v) not in known]
+        self.variables |= {f"variables/{i}": v for i, v in enumerate(others)}
+
+    def apply(self, gs, variables, slots, xs, rate):
+        """New parameters, variables and slots, all by name as here."""
+        values = {id(v): v.value if rate is None else rate for v in self.rates}
+        values |= {id(v): variables[name] for name, v in self.variables.items()}
+        for name, vs in self.slots.items():
+            values |= {id(v): s for v, s in zip(vs, slots[name], strict=True) if v is not None}
+        if rate is not None:
+            for _, part in _walk(self.optimizer):
+                if callable(part._learning_rate):
+                    part._learning_rate = lambda: rate
+        keras_variables = self.optimizer.variables
+        with _keras_rules():
+            xs, new = self.optimizer.stateless_apply(
+                [values[id(v)] for v in keras_variables], gs, xs
+            )
+        new = {id(v): a for v, a in zip(keras_variables, new, strict=True)}
+        variables = variables | {name: new[id(v)] for name, v in self.variables.items()}
+        put = lambda vs, old: [o if v is None else new[id(v)] for v, o in zip(vs, old, strict=True)]
+        return xs, variables, slots | {n: put(vs, slots[n]) for n, vs in self.slots.items()}
+
+
+def _maker(optimizer: Any) -> Callable[[], Any]:
+    """Makes optimizers with the settings that this one has now."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    if callable(rate):  # as it is: a config may hold no function
+        vars(twin)["_learning_rate"] = None
+    with _keras_rules():
+        config = twin.get_config()
+    given = {"learning_rate": _schedule(rate)} if callable(rate) else {}
+    pattern = "_exclude_from_weight_decay_pattern"  # which is not in the config
+    patterns = [getattr(part, pattern, None) for _, part in _walk(optimizer)]
+
+    def new():
+        with _keras_rules():
+            mine = type(optimizer).from_config({**copy.deepcopy(config), **given})
+        for (_, part), excluded in zip(_walk(mine), patterns, strict=True):
+            if excluded is not None:
+                setattr(part, pattern, excluded)
+        return mine
+
+    new()  # an error now rather than in the first update
+    return new
+
+
+def _schedule(rate: Callable[..., Any]) -> Any:
+    """A schedule of Keras for one of optax; a function without arguments as it is."""
+    kind = import_keras().optimizers.schedules.LearningRateSchedule
+    if isinstance(rate, kind) or not inspect.signature(rate).parameters:
+        return rate
+    schedule = type("Schedule", (kind,), {"__call__": lambda _, step: rate(step.value)})
+    return schedule()
+
+
+def _build(optimizer: Any, names: list[str], xs: list[Any]) -> _Built:
+    """The optimizer built for parameters of these names."""
+    with _keras_rules():
+        refs = list(map(_variable, names, xs))
+        optimizer.build(refs)
+    return _Built(optimizer, refs)
+
+
+def _probe(optimizer: Any) -> _Built:
+    """The optimizer and all within it built for parameters of several ranks, to see its names."""
+    with _keras_rules():
+        refs = [_variable(f"rank{ndim}", jnp.zeros((1,) * ndim)) for ndim in range(3)]
+        for _, part in _walk(optimizer):
+            if not part.built:
+                part.build(refs)
+    return _Built(optimizer, refs)
+
+
+def _variable(name: str, x: Any) -> Any:
+    keras = import_keras()
+    *scopes, last = [part for part in name.split("/") if part] or ["params"]
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        value = jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+        return keras.Variable(value, dtype=jnp.result_type(x).name, name=last)
+
+
+def _walk(optimizer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """An optimizer and those within it, each with the beginning of its names."""
+    yield prefix, optimizer
+    is_optimizer = lambda value: isinstance(value, import_keras().optimizers.Optimizer)
+    for attribute, value in vars(optimizer).items():
+        name = prefix + attribute.lstrip("_")
+        if is_optimizer(value):
+            yield from _walk(value, f"{name}/")
+        elif isinstance(value, list) and all(map(is_optimizer, value)):
+            for i, part in enumerate(value):
+                yield from _walk(part, f"{name}/{i}/")
+
+
+def _are_slots(attribute: str, value: Any, refs: list[Any], variable: type) -> bool:
+    """Whether an attribute of a Keras optimizer holds a variable for each parameter, or None."""
+    if attribute in ("_variables", "_trainable_variables") or not isinstance(value, list):
+        return False
+    kinds = {isinstance(v, variable) for v in value if v is not None}
+    return len(value) == len(refs) and kinds == {True}
+
+
+def _beside(x: Any, value: Array) -> Array:
+    """A slot where its parameter is."""
+    is_placed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    return jax.device_put(value, x.sharding) if is_placed and x.shape == value.shape else value
+
+
+@contextlib.contextmanager
+def _keras_rules() -> Iterator[None]:
+    """Keras relies on the promotion of ranks, and warns of what does no harm here."""
+    with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist for variables")
+        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy")
+        yield
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, import_keras().optimizers.Optimizer):
+        raise TypeError(
+            f"optimizer must be an instance such as keras.optimizers.Adam(1e-3), got {optimizer!r}"
+        )
+    for _, part in _walk(optimizer):
+        if part.built:
+            raise ValueError(
+                f"optimizer {part.name!r} was built for a model already; give a new one: "
+                "type(optimizer).from_config(optimizer.get_config())"
+            )
+        if getattr(part, "_exclude_from_weight_decay", None):
+            raise ValueError(
+                f"optimizer {part.name!r} excludes variables of a model from the weight decay, "
+                "which are not the parameters here: call "
+                "exclude_from_weight_decay(var_names=[...]) with parts of names in place of "
+                "var_list"
+            )

@@ -1,0 +1,116 @@
+"""Parameter groups: another optimizer for each, found by the names of the parameters."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import GetAttrKey
+
+from ..core.paths import is_masked, path_name
+from ..core.rows import is_gradient
+
+_REST = ".*"
+
+
+def groups(
+    transforms: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """Gives every parameter the optimizer whose pattern matches its name.
+
+    A pattern is a regular expression. One with a ``/`` in it must match the whole path of a
+    parameter, its parts joined by ``/``, such as ``encoder/layers/0/kernel``; one without must
+    match the whole of the last part, ``kernel``. Exactly one pattern must match each parameter,
+    but for ``".*"``, which takes those that no other pattern matches.
+
+    The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` in the place
+    of other parameters, so what it takes together (a global norm) it takes of its group.
+    Row-sparse gradients, missing ones and extra arguments reach the optimizers as they are. The
+    patterns are the keys in the state, so another spelling of a pattern is another state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> params = {"embed": {"table": jnp.ones((3, 2))}, "out": {"bias": jnp.ones(2)}}
+        >>> tx = optzoo.groups({
+        ...     "embed/.*": optzoo.lazy_adam(1e-3),
+        ...     "bias|scale": optzoo.momentum(0.1, 0.9),
+        ... })
+        >>> sorted(tx.init(params).inner_states)
+        ['bias|scale', 'embed/.*']
+
+    Args:
+        transforms: for each pattern an optax transformation; ``optax.set_to_zero()`` freezes.
+
+    Raises:
+        TypeError: if ``transforms`` is not a mapping from strings to transformations.
+        ValueError: if it is empty or a pattern is not a regular expression; by ``init`` and
+            ``update``, if a parameter is matched by no pattern or by several, or if a pattern
+            other than ``".*"`` matches no parameter.
+    """
+    by_pattern = _checked(transforms)
+    return optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
+
+
+def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
+    """A copy of the transformations, if they are some by patterns."""
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")
+    if not transforms:
+        raise ValueError("transforms must hold a pattern, got none")
+    for pattern, tx in transforms.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"transforms: a pattern must be a string, got {pattern!r}")
+        if not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                f"transforms: the pattern {pattern!r} needs an optax transformation, got {tx!r}"
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"transforms: {pattern!r} is not a regular expression: {error}"
+            ) from error
+    return dict(transforms)
+
+
+def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
+    """The pattern of each parameter, in a tree like the parameters or gradients."""
+    found = {}  # the patterns of each path
+
+    def label(path, _):
+        name = _name(path)
+        matching = [p for p in patterns if p != _REST and _matches(p, name)]
+        if not matching and _REST in patterns:
+            matching = [_REST]
+        found[name] = matching
+        return matching[0] if matching else _REST
+
+    labels = jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_gradient)
+    wrong = [
+        f"{name!r} is matched by " + (" and ".join(map(repr, matching)) or "no pattern")
+        for name, matching in found.items()
+        if len(matching) != 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"each parameter needs exactly one of the patterns {list(patterns)}, but "
+            + "; ".join(wrong)
+        )
+    unused = set(patterns) - {_REST}.union(*found.values())
+    # Under optax.masked the missing parameter may be one that is not to be seen here.
+    hidden = any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
+    if unused and found and not hidden:
+        raise ValueError(
+            f"no parameter matches the patterns {sorted(unused)}; there are {list(found)}"
+        )
+    return labels
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return bool(re.fullmatch(pattern, name if "/" in pattern else name.rpartition("/")[2]))
+
+
+def _name(path: Any) -> str:
+    """The name of a parameter, boxed or not: Flax hands both to the same optimizer."""
+    return path_name(path[:-1] if path and path[-1] == GetAttrKey("value") else path)

@@ -1,0 +1,374 @@
+"""Flax: train states, tables with sparse rows, sharded states, checkpoints."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optzoo
+from optzoo.core.state_sharding import state_sharding
+from optzoo.wrappers.groups import groups
+
+IDS = jnp.array([[1, 5, 1], [3, 5, 5]])  # of a table of 8 rows; 2 batches
+Y = jnp.array([[1.0, -1.0, 0.5], [0.0, 2.0, 1.0]])
+SEEN = np.isin(np.arange(8), IDS)
+
+
+# The same model three times: in linen, in nnx, by hand.
+
+
+class LinenRows(nn.Embed):
+    """An embedding whose gradient is row-sparse."""
+
+    def __call__(self, inputs):
+        return optzoo.lookup(self.embedding, inputs)
+
+
+class LinenModel(nn.Module):
+    embed: type = LinenRows
+
+    @nn.compact
+    def __call__(self, ids):
+        return nn.Dense(1, name="out")(self.embed(8, 2, name="embed")(ids))[..., 0]
+
+
+class NnxRows(nnx.Embed):
+    """An embedding whose gradient is row-sparse."""
+
+    def __call__(self, inputs):
+        return optzoo.lookup(self.embedding[...], inputs)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs, embed=NnxRows):
+        self.embed, self.out = embed(8, 2, rngs=rngs), nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.out(self.embed(ids))[..., 0]
+
+
+def by_hand(params, ids):
+    rows = optzoo.lookup(params["embed"]["embedding"], ids)
+    return (rows @ params["out"]["kernel"] + params["out"]["bias"][None])[..., 0]
+
+
+def start():
+    return {
+        "embed": {"embedding": jnp.arange(16.0).reshape(8, 2) / 10},
+        "out": {"kernel": jnp.array([[1.0], [-0.5]]), "bias": jnp.zeros(1)},
+    }
+
+
+def loss(model, params, ids, y):
+    return jnp.mean((model(params, ids) - y) ** 2)
+
+
+def make(rate=0.1):
+    return groups({"(.*/)?embed/.*": optzoo.lazy_adam(rate), "kernel|bias": optzoo.adam(rate)})
+
+
+def hand_loop(steps, tx=None, sparse=True):
+    """Parameters and state after some steps from the start."""
+    tx, params = tx or make(), start()
+    differentiate = optzoo.value_and_grad if sparse else jax.value_and_grad
+
+    @jax.jit
+    def step(params, state, ids, y):
+        _, grads = differentiate(functools.partial(loss, by_hand))(params, ids, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for i in range(steps):
+        params, state = step(params, state, IDS[i % 2], Y[i % 2])
+    return params, state
+
+
+@functools.cache
+def after(steps):
+    return hand_loop(steps)
+
+
+def close(got, want):
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def same(got, want):
+    """To the bit, whatever functions the train states hold."""
+    chex.assert_trees_all_equal(*(jax.device_get(jax.tree.leaves(tree)) for tree in (got, want)))
+
+
+# linen
+
+
+def linen_state(tx=None, params=None):
+    params = {"params": start() if params is None else params}
+    return TrainState.create(apply_fn=LinenModel().apply, params=params, tx=tx or make())
+
+
+@jax.jit
+def linen_step(train, ids, y):
+    of = optzoo.value_and_grad(functools.partial(loss, train.apply_fn))
+    _, grads = of(train.params, ids, y)
+    return train.apply_gradients(grads=grads)
+
+
+def run(train, steps, first=0):
+    for i in range(first, first + steps):
+        train = linen_step(train, IDS[i % 2], Y[i % 2])
+    return train
+
+
+def test_linen_train_state():
+    train = run(linen_state(), 3)
+    close(train.params["params"], after(3)[0])
+    close(*map(jax.tree.leaves, (train.opt_state, after(3)[1])))
+
+
+def test_linen_rows_are_sparse():
+    """The gradient is rows, and what no batch touched stands still, slots too."""
+    train = linen_state()
+    of = optzoo.value_and_grad(functools.partial(loss, train.apply_fn))
+    _, grads = jax.jit(of)(train.params, IDS[0], Y[0])
+    table = grads["params"]["embed"]["embedding"]
+    assert isinstance(table, optzoo.SparseRows) and table.values.shape == (3, 2)
+    train = run(train, 2)
+    m = train.opt_state.inner_states["(.*/)?embed/.*"].inner_state[0].slots.m
+    np.testing.assert_array_equal(m["params"]["embed"]["embedding"].any(axis=1), SEEN)
+    moved = train.params["params"]["embed"]["embedding"] != start()["embed"]["embedding"]
+    np.testing.assert_array_equal(moved.any(axis=1), SEEN)
+
+
+def test_linen_rows_equal_the_usual_embedding():
+    variables = {"params": start()}
+    usual = LinenModel(nn.Embed)
+    np.testing.assert_array_equal(LinenModel().apply(variables, IDS), usual.apply(variables, IDS))
+    chex.assert_trees_all_equal_structs(
+        LinenModel().init(jax.random.key(0), IDS), usual.init(jax.random.key(0), IDS)
+    )
+
+
+def test_minimize_on_linen_variables():
+    tx, params = make(), {"params": jax.tree.map(jnp.array, start())}
+    step = optzoo.minimize(functools.partial(loss, LinenModel().apply), tx)
+    state = tx.init(params)
+    for i in range(3):
+        params, state, _ = step(params, state, IDS[i % 2], Y[i % 2])
+    close(params["params"], after(3)[0])
+
+
+# nnx
+
+
+def nnx_model():
+    model = NnxModel(nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(jnp.array, start()))
+    return model
+
+
+@nnx.jit
+def nnx_step(model, optimizer, ids, y):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    predict = lambda params, ids: nnx.merge(graphdef, params, rest, copy=True)(ids)
+    _, grads = optzoo.value_and_grad(functools.partial(loss, predict))(params, ids, y)
+    optimizer.update(model, grads)
+
+
+def test_nnx_optimizer_with_rows():
+    model = nnx_model()
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    for i in range(3):
+        nnx_step(model, optimizer, IDS[i % 2], Y[i % 2])
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), after(3)[0])
+    m = optimizer.opt_state.inner_states["(.*/)?embed/.*"].inner_state[0].slots.m
+    np.testing.assert_array_equal(m["embed"]["embedding"][...].any(axis=1), SEEN)
+
+
+def test_nnx_optimizer_with_the_usual_gradients():
+    """Of ``nnx.grad``, dense ones."""
+    model, tx = nnx_model(), optzoo.adam(0.1)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids, y):
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(ids) - y) ** 2))(model))
+
+    for i in range(3):
+        step(model, optimizer, IDS[i % 2], Y[i % 2])
+    want, _ = hand_loop(3, tx, sparse=False)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), want)
+
+
+def test_nnx_model_with_other_variables():
+    """What the merged copy of a model changes comes back as ``aux``."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed, self.norm = NnxRows(8, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.norm(self.embed(ids)).sum(axis=-1)
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optzoo.lazy_adam(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids, y):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            value = jnp.mean((model(ids) - y) ** 2)
+            return value, nnx.state(model, nnx.Not(nnx.Param))
+
+        (value, others), grads = optzoo.value_and_grad(loss, has_aux=True)(params)
+        optimizer.update(model, grads)
+        nnx.update(model, others)
+        return value
+
+    before = jnp.array(model.embed.embedding[...])
+    with jax.numpy_rank_promotion("allow"):  # for Flax' own
+        step(model, optimizer, IDS[0], Y[0])
+    np.testing.assert_allclose(
+        model.norm.mean[...], 0.01 * before[IDS[0]].mean(axis=0), rtol=1e-4, atol=1e-7
+    )
+    moved = (model.embed.embedding[...] != before).any(axis=1)
+    np.testing.assert_array_equal(moved, np.isin(np.arange(8), IDS[0]))
+
+
+def test_minimize_on_an_nnx_state():
+    tx, model = make(), nnx_model()
+    graphdef, params = nnx.split(model, nnx.Param)
+    params = nnx.as_pure(params)
+    step = optzoo.minimize(functools.partial(loss, lambda p, i: nnx.merge(graphdef, p)(i)), tx)
+    state = tx.init(params)
+    for i in range(3):
+        params, state, _ = step(params, state, IDS[i % 2], Y[i % 2])
+    nnx.update(model, params)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), after(3)[0])
+
+
+# Sharded
+
+
+def sharding_of(path, mesh):
+    is_table = "embedding" in jax.tree_util.keystr(path)
+    return NamedSharding(mesh, PartitionSpec("d") if is_table else PartitionSpec())
+
+
+@pytest.fixture
+def sharded():
+    """A train state made where it belongs: every device has a row of the table and its slots."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    place = lambda path, x: jax.device_put(x, sharding_of(path, mesh))
+    params = jax.tree_util.tree_map_with_path(place, {"params": start()})
+    tx = make()
+    state = jax.jit(tx.init, out_shardings=state_sharding(tx, params))(params)
+    step = jax.device_put(jnp.zeros([], jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    return TrainState(step, LinenModel().apply, params, tx, state)
+
+
+def test_sharded_train_state(sharded):
+    shardings = lambda train: [x.sharding for x in jax.tree.leaves(train)]
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(sharded)} == {8}
+    parts = [x.addressable_shards[0].data.shape for x in jax.tree.leaves(sharded) if x.ndim == 2]
+    assert parts.count((1, 2)) == 3  # the table, m and v
+    pinned = jax.jit(linen_step, out_shardings=jax.tree.map(lambda x: x.sharding, sharded))
+    train = sharded
+    for i in range(3):
+        train = pinned(train, IDS[i % 2], Y[i % 2])
+    close(train.params["params"], after(3)[0])
+    assert shardings(train) == shardings(sharded)
+
+
+# Checkpoints
+
+
+def abstract(tree):
+    """Its shapes, dtypes and shardings."""
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+
+
+def schedule(rate):
+    """What ``rate`` is, until step 4; a tenth from there on."""
+    return optax.piecewise_constant_schedule(rate, {4: 0.1})
+
+
+def test_standard_checkpointer_goes_on(tmp_path):
+    train = run(linen_state(), 3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "train", train)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "train", jax.eval_shape(linen_state))
+    same(restored, train)
+    same(run(restored, 3, first=3), run(train, 3, first=3))
+
+
+def test_checkpoint_manager_goes_on_with_a_schedule(tmp_path):
+    """As if the rate had been the schedule from the start: the state does not know the rate."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        train = linen_state()
+        for i in range(3):
+            train = run(train, 1, first=i)
+            manager.save(i + 1, args=ocp.args.StandardSave(train))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        target = jax.eval_shape(functools.partial(linen_state, make(schedule(0.1))))
+        restored = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
+    got = run(restored, 3, first=3)
+    scheduled = run(linen_state(make(schedule(0.1))), 6)
+    close(got.params, scheduled.params)
+    assert not np.allclose(
+        got.params["params"]["out"]["kernel"],
+        run(train, 3, first=3).params["params"]["out"]["kernel"],
+    )
+
+
+def test_restore_to_where_it_belongs(sharded, tmp_path):
+    """To the devices, from a state that was on one of them."""
+    train = run(linen_state(), 3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "train", train)
+        checkpointer.wait_until_finished()
+        params = abstract(sharded.params)
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        state = jax.eval_shape(sharded.tx.init, params)
+        state = jax.tree.map(place, state, state_sharding(sharded.tx, params))
+        target = TrainState(abstract(sharded.step), sharded.apply_fn, params, sharded.tx, state)
+        restored = checkpointer.restore(tmp_path / "train", target)
+    same(restored, train)
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(sharded), strict=True):
+        assert got.sharding == want.sharding
+
+
+def test_nnx_checkpoint_goes_on_with_a_schedule(tmp_path):
+    def steps(model, optimizer, first, number):
+        for i in range(first, first + number):
+            nnx_step(model, optimizer, IDS[i % 2], Y[i % 2])
+
+    def new(rate):
+        model = nnx_model()
+        return model, nnx.Optimizer(model, make(rate), wrt=nnx.Param)
+
+    pair = new(0.1)
+    steps(*pair, 0, 3)
+    pair_of_schedule = new(schedule(0.1))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "pair", nnx.state(pair))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "pair", abstract(nnx.state(pair_of_schedule)))
+    nnx.update(pair_of_schedule, restored)
+    chex.assert_trees_all_equal(nnx.state(pair_of_schedule), nnx.state(pair))
+    steps(*pair_of_schedule, 3, 3)
+    want, _ = hand_loop(6, make(schedule(0.1)))
+    close(nnx.to_pure_dict(nnx.state(pair_of_schedule[0], nnx.Param)), want)
