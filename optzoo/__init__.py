@@ -39,6 +39,7 @@ from .core.slots import get_slot as get_slot
 from .core.slots import set_slot as set_slot
 from .core.slots import slot_names as slot_names
 from .core.slots_dtype import slots_dtype as slots_dtype
+from .core.state_sharding import state_sharding as state_sharding
 from .core.treewise import LeafwiseState as LeafwiseState
 from .distributed.agn import agn as agn
 from .distributed.diloco import diloco as diloco
@@ -90,8 +91,20 @@ from .interop.create import create as create
 from .interop.create import register as register
 from .interop.describe import Description as Description
 from .interop.describe import describe as describe
+from .interop.keras import keras_optimizer as keras_optimizer
+from .interop.returnn import returnn_updater as returnn_updater
+from .interop.returnn_learning_rate import LearningRateControl as LearningRateControl
+from .interop.tf1 import load_tf1_state as load_tf1_state
+from .interop.tf1 import save_tf1_state as save_tf1_state
 from .layerwise.lars import lars as lars
 from .layerwise.lars import scale_by_trust_ratio as scale_by_trust_ratio
+from .processing.check_numerics import check_numerics as check_numerics
+from .processing.clip_by_average_norm import clip_by_average_norm as clip_by_average_norm
+from .processing.clip_by_norm import clip_by_norm as clip_by_norm
+from .processing.nan_inf_filter import gradient_nan_inf_filter as gradient_nan_inf_filter
+from .processing.summaries import gradient_summaries as gradient_summaries
+from .processing.summaries import read_summaries as read_summaries
+from .processing.zero_if_norm_exceeds import zero_if_norm_exceeds as zero_if_norm_exceeds
 from .proximal.adagrad_da import adagrad_da as adagrad_da
 from .proximal.ftrl import ftrl as ftrl
 from .proximal.proximal_adagrad import proximal_adagrad as proximal_adagrad
@@ -103,6 +116,8 @@ from .second_order.ggt import scale_by_ggt as scale_by_ggt
 from .second_order.shampoo import blocked_shampoo as blocked_shampoo
 from .second_order.shampoo import scale_by_shampoo as scale_by_shampoo
 from .second_order.shampoo import shampoo as shampoo
+from .wrappers.accumulate import accumulate as accumulate
+from .wrappers.groups import groups as groups
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.multitask import multitask as multitask
 from .wrappers.variable_clipping import variable_clipping as variable_clipping

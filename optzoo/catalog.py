@@ -38,6 +38,7 @@ from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .second_order.ggt import ggt
 from .second_order.shampoo import blocked_shampoo, shampoo
+from .wrappers.accumulate import accumulate
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
 from .wrappers.variable_clipping import variable_clipping
@@ -131,6 +132,7 @@ class Wrapper(NamedTuple):
 
 
 WRAPPERS: dict[str, Wrapper] = {
+    "accumulate": Wrapper(accumulate, None),
     "decoupled_weight_decay": Wrapper(
         decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"
     ),

@@ -1,0 +1,1 @@
+"""What happens to gradients before the optimizer: filters, clips, summaries and checks."""

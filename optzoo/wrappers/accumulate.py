@@ -1,0 +1,93 @@
+"""Sums the gradients of several steps, around any optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from ..core.checks import check_size
+from ..core.gradients import check_gradients
+from ..core.numerics import narrow, wide_dtype
+from ..core.replicas import zeros_like_update
+from ..core.rows import SparseRows, is_gradient, map_rows
+
+
+class AccumulateState(NamedTuple):
+    """How many steps were made, the sums of this cycle, and what the inner optimizer keeps."""
+
+    count: Array
+    sums: Any  # params-shaped, in float32 at least; empty if every step is applied
+    inner: Any
+
+
+def accumulate(
+    inner: optax.GradientTransformation, every: int, *, use_mean: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sums the gradients of several steps, as in RETURNN's ``accum_grad_multiple_step``.
+
+    .. math::
+        a_t &= \begin{cases} g_t & \text{if } t \bmod n = 0 \\
+            a_{t-1} + g_t & \text{otherwise} \end{cases} \\
+        x_{t+1} &= \begin{cases} x_t + u(a_t) & \text{if } t \bmod n = n - 1 \\
+            x_t & \text{otherwise} \end{cases}
+
+    where :math:`u` is the update of ``inner``, which is not run on other steps: its slots and its
+    step count stand still. The updates of other steps are zero whatever the gradients hold
+    (``optax.MultiSteps`` multiplies them by zero, so that there a NaN shows). Row-sparse gradients
+    become dense.
+
+    A cycle begins where the number :math:`t` of steps before this one is a multiple of
+    :math:`n`. ``update(..., global_step=)`` gives it; without, the steps are counted. ``inner``
+    is given ``global_step // every``, the number of its own updates.
+
+    To leave out micro-steps that are not finite put ``zero_if_norm_exceeds(math.inf)`` in front.
+
+    Args:
+        inner: a whole optimizer, its learning rate included.
+        every: :math:`n`, the number of steps in a cycle, at least 1.
+        use_mean: divide the sum by ``every``, which ``optax.MultiSteps`` does.
+
+    Raises:
+        TypeError: if ``every`` is not an int.
+        ValueError: if it is below 1.
+
+    References:
+        ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
+    """
+    every = check_size(1, every=every)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        zeros = lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x))
+        sums = () if every == 1 else jax.tree.map(zeros, params)
+        return AccumulateState(jnp.zeros([], jnp.int32), sums, inner.init(params))
+
+    def update(updates, state, params=None, *, global_step=None, **extra_args):
+        check_gradients(updates, params)
+        updates = map_rows(SparseRows.to_dense, updates)
+        if global_step is not None:
+            extra_args["global_step"] = global_step // every
+        count = jnp.asarray(optax.safe_increment(state.count))
+        if every == 1:
+            updates, new = inner.update(updates, state.inner, params, **extra_args)
+            return updates, AccumulateState(count, (), new)
+
+        position = (state.count if global_step is None else global_step) % every
+        before = jax.tree.map(lambda a: jnp.where(position == 0, 0, a), state.sums)
+        plus = lambda g, a: a if g is None else a + jnp.asarray(g).astype(a.dtype)
+        sums = jax.tree.map(plus, updates, before, is_leaf=is_gradient)
+        scale = 1 / every if use_mean else 1
+        total = lambda g, a: None if g is None else narrow(a * scale, jnp.result_type(g))
+
+        def apply():
+            totals = jax.tree.map(total, updates, sums, is_leaf=is_gradient)
+            return inner.update(totals, state.inner, params, **extra_args)
+
+        shapes, _ = jax.eval_shape(apply)
+        wait = lambda: (zeros_like_update(shapes), state.inner)
+        updates, new = lax.cond(position == every - 1, apply, wait)
+        return updates, AccumulateState(count, sums, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)

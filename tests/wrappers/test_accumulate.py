@@ -1,0 +1,173 @@
+"""Accumulation: sums over a cycle, and an inner optimizer that really rests in between."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows
+from optzoo.processing.zero_if_norm_exceeds import zero_if_norm_exceeds
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.wrappers.accumulate import accumulate
+
+X = jnp.array([1.0, -2.0, 4.0])
+GRADS = jnp.array([[0.5, 0.1, -1], [1, 2, 3], [-2, 0.3, 1], [4, 1, 1], [0, 1, 0], [2, 2, -5.0]])
+
+
+def run(tx, grads=GRADS, x=X, **extra):
+    """All parameters and the last state, compiled."""
+
+    def body(carry, g):
+        x, state = carry
+        updates, state = tx.update(g, state, x, **extra)
+        return (optax.apply_updates(x, updates), state), optax.apply_updates(x, updates)
+
+    (_, state), path = jax.jit(lambda x, g: jax.lax.scan(body, (x, tx.init(x)), g))(x, grads)
+    return path, state
+
+
+@pytest.mark.parametrize("use_mean", [False, True])
+def test_one_update_of_the_sum_in_each_cycle(use_mean):
+    path, state = run(accumulate(optzoo.adam(0.1), 3, use_mean=use_mean))
+    sums = jnp.stack([GRADS[:3].sum(0), GRADS[3:].sum(0)]) / (3 if use_mean else 1)
+    want, inner = run(optzoo.adam(0.1), sums)
+    np.testing.assert_array_equal(path[:2], jnp.stack([X, X]))
+    np.testing.assert_allclose(path[jnp.array([2, 5])], want, rtol=1e-6)
+    np.testing.assert_array_equal(path[3], path[2])
+    chex.assert_trees_all_close(state.inner, inner, rtol=1e-6)
+    assert state.count == 6
+
+
+def test_the_mean_is_that_of_optax():
+    ours, _ = run(accumulate(optax.sgd(0.1, momentum=0.9), 2, use_mean=True))
+    theirs, _ = run(optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_the_inner_optimizer_rests():
+    """Counted by a callback in it; and nothing of it stands outside of the conditional."""
+    calls = []
+
+    def update(updates, state, params=None):
+        jax.debug.callback(lambda: calls.append(1))
+        return jax.tree.map(lambda g: -jnp.tanh(g), updates), state
+
+    tx = accumulate(optax.GradientTransformation(optax.init_empty_state, update), 3)
+    jax.block_until_ready(run(tx, jnp.concatenate([GRADS, GRADS[:2]])))
+    jax.effects_barrier()
+    assert len(calls) == 2
+    jaxpr = jax.make_jaxpr(tx.update)(X, tx.init(X), X)
+    outside = [e.primitive.name for e in jaxpr.eqns]
+    assert outside.count("cond") == 1 and "tanh" not in outside and "tanh" in str(jaxpr)
+
+
+def test_updates_in_between_are_zero_whatever_the_gradients_hold():
+    spoilt = GRADS.at[0, 0].set(jnp.nan).at[4, 1].set(jnp.inf)
+    tx, state = accumulate(optax.sgd(1.0), 2), None
+    state = tx.init(X)
+    updates = []
+    for g in spoilt:
+        u, state = tx.update(g, state, X)
+        updates.append(u)
+    np.testing.assert_array_equal(jnp.stack(updates)[::2], jnp.zeros((3, 3)))
+    assert jnp.isnan(updates[1][0]) and jnp.all(jnp.isfinite(updates[1][1:]))
+    np.testing.assert_array_equal(updates[3], -(GRADS[2] + GRADS[3]))
+
+
+def test_bad_micro_steps_can_be_left_out():
+    spoilt = GRADS.at[1, 0].set(jnp.nan)
+    tx = optax.chain(zero_if_norm_exceeds(math.inf), accumulate(optax.sgd(1.0), 3))
+    path, _ = run(tx, spoilt)
+    np.testing.assert_allclose(path[2], X - GRADS[0] - GRADS[2], rtol=1e-6)
+
+
+def test_the_cycle_follows_a_global_step():
+    """And the inner optimizer is given the number of its own updates."""
+
+    def update(updates, state, params=None, *, global_step, **_):
+        return jax.tree.map(lambda g: g + 10 * global_step, updates), state
+
+    tx = accumulate(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), 3)
+    one_step, state, moves = jax.jit(tx.update), tx.init(X), []
+    for n in range(4, 13):
+        updates, state = one_step(jnp.ones(3), state, X, global_step=n)
+        moves.append(int(updates[0]))
+    # Steps 4 and 5 end a cycle that began elsewhere.
+    assert moves == [0, 12, 0, 0, 23, 0, 0, 33, 0]
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    got, _ = run(accumulate(optzoo.momentum(0.1, 0.9), 2), learning_rate=0.5)
+    want, _ = run(accumulate(optzoo.momentum(0.5, 0.9), 2))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_rows_become_dense():
+    tx, x = accumulate(optzoo.lazy_adam(0.1), 2), params()
+    moved, state = step(tx, row_grads(x), *step(tx, row_grads(x), x))
+    twice = jax.tree.map(lambda a: 2 * a, row_grads(x)["table"].to_dense())
+    want, _ = step(optzoo.lazy_adam(0.1), {**row_grads(x), "table": twice, "layer": jax.tree.map(
+        lambda a: 2 * a, row_grads(x)["layer"])}, x)  # fmt: skip
+    chex.assert_trees_all_close(moved, want, rtol=1e-6)
+    assert avals(state) == avals(tx.init(x))
+
+
+def test_a_cycle_of_one_is_the_inner_optimizer_without_a_buffer():
+    tx, x = accumulate(optzoo.momentum(0.1, 0.9), 1), params()
+    moved, state = step(tx, row_grads(x), x)
+    want, inner = step(optzoo.momentum(0.1, 0.9), row_grads(x), x)
+    chex.assert_trees_all_close(moved, want, rtol=1e-6)
+    assert state.sums == () and avals(state.inner) == avals(inner)
+    updates, _ = tx.update(row_grads(x), tx.init(x), x)
+    assert not isinstance(updates["table"], SparseRows)
+
+
+def test_missing_and_masked_gradients_stay():
+    tx, x = accumulate(optzoo.adam(0.1), 2), params()
+    some = {"table": None, "layer": (None, jnp.ones(()))}
+    state = tx.init(x)
+    for _ in range(2):
+        updates, state = tx.update(some, state, x)
+    assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
+    masked = optax.masked(tx, {"table": False, "layer": True})
+    moved, state = step(masked, dense_grads(x), *step(masked, dense_grads(x), x))
+    assert avals(state) == avals(masked.init(x))
+    want, state = step(tx, dense_grads(x), *step(tx, dense_grads(x), x))
+    chex.assert_trees_all_equal(moved["layer"], want["layer"])
+    marked = optax.tree.map_params(tx, lambda _: "slot", state)
+    assert marked.count is state.count and set(jax.tree.leaves(marked.sums)) == {"slot"}
+
+
+def test_half_precision_sums_in_float32():
+    x = jnp.zeros(2, jnp.float16)
+    tx = accumulate(optzoo.gradient_descent(1.0), 3)
+    state = tx.init(x)
+    assert avals(jax.eval_shape(tx.init, x)) == avals(state)
+    small = jnp.array([2048, 1], jnp.float16)
+    for g in (small, small / 2048, small / 2048):
+        updates, state = tx.update(g, state, x)
+        assert avals(state) == avals(tx.init(x)) and updates.dtype == jnp.float16
+    np.testing.assert_array_equal(updates, jnp.array([-2050, -1.001], jnp.float16))
+
+
+def test_vmap():
+    tx = accumulate(optzoo.momentum(0.1, 0.9), 2)
+    many = jnp.stack([GRADS, 2 * GRADS])
+    got, _ = jax.vmap(lambda g: run(tx, g))(many)
+    want = jnp.stack([run(tx, g)[0] for g in many])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        accumulate(optax.sgd(0.1), 0)
+    with pytest.raises(TypeError, match=r"every must be an int, got 2\.5"):
+        accumulate(optax.sgd(0.1), 2.5)
+    tx = accumulate(optzoo.adam(0.1), 2)
+    with pytest.raises(ValueError, match="has shape"):
+        tx.update(jnp.ones(4), tx.init(X), X)
