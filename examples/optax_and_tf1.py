@@ -166,7 +166,7 @@ CASES = [
         tf("LARS", weight_decay=0.1, eeta=0.1),
         "lars(weight_decay=.1)",
         optax.lars(RATE, 0.1, trust_coefficient=0.1),
-        "under the ratio optax has the norm of gradient plus decay, TensorFlow the sum of both norms",
+        "the ratio is by the norm of gradient plus decay in optax, by the sum of both norms there",
     ),
 ]
 
