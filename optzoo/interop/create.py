@@ -313,7 +313,7 @@ _EXACT = {
     "weight_decay",
     "decrease_factor",
 }
-_ALL_EXACT = {"amsgrad", "lars", "shampoo"}
+_ALL_EXACT = {"amsgrad", "elastic_average", "lars", "shampoo", "variable_clipping"}
 
 
 def _as_original(name: str, argument: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Records of the real TensorFlow 1.15.5 and RETURNN (``README.md``), and how we follow them."""
 
-import inspect
 import json
+import lzma
 import math
 import pathlib
 from typing import Any, NamedTuple
@@ -12,28 +12,10 @@ import numpy as np
 import optax
 
 import optzoo
-from optzoo import CATALOG, LeafwiseState, SparseRows
+from optzoo import LeafwiseState, SparseRows, create
 
 FOLDER = pathlib.Path(__file__).with_name("records")
-RECORDS = sorted(path.stem for path in FOLDER.glob("*.npz"))
-
-_ARGUMENTS = {
-    "beta1": "b1",
-    "beta2": "b2",
-    "epsilon": "eps",
-    "use_nesterov": "nesterov",
-    "sign_decay_fn": "sign_decay",
-    "skip_list": "skip",
-}
-# What the originals keep at the precision of the variable; all else they round to float32.
-_EXACT = {
-    "initial_accumulator_value",
-    "initial_gradient_squared_accumulator_value",
-    "weight_decay",
-    "decrease_factor",
-}
-_ALL_EXACT = {("LARS", "dense"), ("AMSGrad", "dense")}
-_ALL_EXACT |= {("Shampoo", kind) for kind in ("dense", "sparse", "dup")}
+RECORDS = sorted(path.stem for path in FOLDER.glob("*.xz"))
 
 
 class Record(NamedTuple):
@@ -50,9 +32,13 @@ class Record(NamedTuple):
 
 def load(name: str, folder: pathlib.Path = FOLDER) -> Record:
     """Reads one record."""
-    with np.load(folder / f"{name}.npz") as file:
-        arrays = {k: file[k] for k in file.files}
-    return Record(json.loads(str(arrays.pop("meta"))), arrays)
+    header, _, data = lzma.decompress((folder / f"{name}.xz").read_bytes()).partition(b"\n")
+    meta, arrays, start = json.loads(header), {}, 0
+    for key, dtype, stored, shape in meta.pop("arrays"):
+        array = np.frombuffer(data, stored, math.prod(shape), start)
+        arrays[key] = array.reshape(shape).astype(dtype)
+        start += array.nbytes
+    return Record(meta, arrays)
 
 
 def short_name(original: str) -> str:
@@ -62,54 +48,42 @@ def short_name(original: str) -> str:
 
 def build(meta: dict[str, Any]) -> optax.GradientTransformation:
     """Our optimizer with the numbers that the original really used."""
-    return _build(meta["optimizer"], meta["kwargs"], meta)
-
-
-def _build(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
-    if "opt" in kwargs:
-        inner = _build(kwargs["opt"]["$opt"], kwargs["opt"]["kwargs"], meta)
-    match name:
-        case "MovingAverage":
-            # It rounds one minus the decay, too.
-            decay = 1 - float(1 - np.float32(kwargs.get("average_decay", 0.9999)))
-            n = kwargs.get("num_updates")
-            return optzoo.moving_average(inner, decay, "count" if isinstance(n, dict) else n)
-        case "MultitaskOptimizerWrapper":
-            return optzoo.multitask(inner)
-        case "VariableClipping":
-            axes = kwargs["vars_to_clip_dims"]["$var_dict"].items()
-            return optzoo.variable_clipping(
-                inner, {name: tuple(dims) for name, dims in axes}, kwargs["max_norm"]
-            )
-        case "extend_with_decoupled_weight_decay" | "ShampooW":
-            kwargs = dict(kwargs)
-            weight_decay = kwargs.pop("weight_decay")
-            inner = _build(kwargs.pop("base_optimizer", "Shampoo"), kwargs, meta)
-            return optzoo.decoupled_weight_decay(inner, weight_decay)
-        case _:
-            return _from_catalog(name, kwargs, meta)
-
-
-def _from_catalog(name: str, kwargs: dict[str, Any], meta: dict[str, Any]):
-    wanted = "GradientDescent" if name == "CustomGradientDescent" else name
-    originals = [(e.original, e.factory) for e in CATALOG.values() if e.original]
-    [factory] = [factory for original, factory in originals if short_name(original) == wanted]
-    parameters = inspect.signature(factory).parameters.values()
-    ours = {p.name: p.default for p in parameters if p.default is not p.empty}
-    given = {k: v for k, v in kwargs.items() if k != "global_step"}
-    ours |= {k if k in ours else _ARGUMENTS.get(k, k): v for k, v in given.items()}
-    exact = set(ours) if (name, meta["kind"]) in _ALL_EXACT else _EXACT
-    ours = {k: _resolve(v, exact=k in exact) for k, v in ours.items()}
-    if "base" in ours:
-        # PowerSign rounds the logarithm of its base, and for rows e as well.
-        e = math.e if meta["kind"] == "dense" else float(np.float32(math.e))
-        ours["base"] = e ** float(np.float32(math.log(kwargs.get("base", math.e))))
+    name, kwargs = meta["optimizer"], meta["kwargs"]
+    if meta["kind"] != "dense" and name == "LARS":
+        # Its rows are those of momentum, which rounds; create's are its own, which does not.
+        kwargs = {k: float(np.float32(v)) for k, v in {"momentum": 0.9, **kwargs}.items()}
+    if meta["kind"] != "dense" and name == "PowerSign":
+        return _power_sign_of_rows(**kwargs)
+    config = _config(name, kwargs)
     if "decay_var_list" in meta:
-        ours["mask"] = {s["var"]: s["var"] in meta["decay_var_list"] for s in meta["slots"]}
-    return factory(**ours)
+        config["mask"] = {s["var"]: s["var"] in meta["decay_var_list"] for s in meta["slots"]}
+    return create(config)
 
 
-def _resolve(value: Any, exact: bool) -> Any:
+def _config(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The config of an original from its record."""
+    kwargs = {k: _resolve(v) for k, v in kwargs.items()}
+    if name not in ("extend_with_decoupled_weight_decay", "ShampooW"):
+        return {"class": name, **kwargs}
+    weight_decay = kwargs.pop("weight_decay")
+    inner = {"class": kwargs.pop("base_optimizer", "Shampoo"), **kwargs}
+    return {"class": "extend_with_decoupled_weight_decay", "opt": inner} | {
+        "weight_decay": weight_decay
+    }
+
+
+def _power_sign_of_rows(
+    learning_rate: float = 0.1, base: float = math.e, beta: float = 0.9, **kwargs
+):
+    """PowerSign, which for rows rounds e as well as the logarithm of its base."""
+    base = float(np.float32(math.e)) ** float(np.float32(math.log(base)))
+    sign_decay = _resolve(kwargs.pop("sign_decay_fn", None))
+    assert not kwargs
+    rate, beta = float(np.float32(learning_rate)), float(np.float32(beta))
+    return optzoo.power_sign(rate, base, beta, sign_decay)
+
+
+def _resolve(value: Any) -> Any:
     match value:
         case {"$of_step": expression}:
             return lambda k: eval(expression, {}, {"k": jnp.asarray(k, jnp.float32)})
@@ -117,14 +91,18 @@ def _resolve(value: Any, exact: bool) -> Any:
             return lambda k: eval(
                 expression, {}, {"T": jnp.asarray(k, jnp.float32) + 1, "where": jnp.where}
             )
+        case {"$global_step": _}:
+            return "count"
+        case {"$opt": name, "kwargs": kwargs}:
+            return _config(name, kwargs)
         case {"$sign_decay": kind, "args": args}:
-            return getattr(optzoo, f"{kind}_sign_decay")(**args)
+            return {"class": kind, **args}
         case {"$tensor": number}:
-            return number
+            return jnp.asarray(number)  # which the original does not round
+        case {"$var_dict": axes}:
+            return axes
         case list():
             return tuple(value)
-        case float() if not exact:
-            return float(np.float32(value))
     return value
 
 

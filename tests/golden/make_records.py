@@ -1,4 +1,4 @@
-"""Records what the optimizers of TensorFlow 1.15.5 and of RETURNN do into ``records/*.npz``.
+"""Records what the optimizers of TensorFlow 1.15.5 and of RETURNN do into ``records/*.xz``.
 
     python3.7 -m pip install tensorflow==1.15.5 'protobuf<3.21' 'numpy<1.19'
     python3.7 -m pip install returnn==1.20210901.233229 dm-tree  # for the cases of RETURNN
@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import json
+import lzma
 import math
 import os
 import sys
@@ -605,9 +606,25 @@ def record(case, folder):
     if case["dtype"] == "float32" and case["optimizer"] not in FLOAT32_ONLY:
         exact, _ = run(case, data, "float64")
         meta["rounding"] = max(relative_error(arrays[k], exact[k]) for k in exact)
-    everything = dict(data, **arrays)
-    everything["meta"] = np.array(json.dumps(meta, sort_keys=True))
-    np.savez_compressed(os.path.join(folder, case["case"] + ".npz"), **everything)
+    write(os.path.join(folder, case["case"] + ".xz"), meta, dict(data, **arrays))
+
+
+def write(path, meta, arrays):
+    """A line of JSON and the bytes of all arrays, compressed together."""
+    packed = {k: pack(v) for k, v in arrays.items()}
+    described = [(k, v.dtype.str, packed[k].dtype.str, v.shape) for k, v in arrays.items()]
+    header = json.dumps(dict(meta, arrays=described), sort_keys=True).encode()
+    header += b" " * (-(len(header) + 1) % 8) + b"\n"  # the data begin at a multiple of 8 bytes
+    # Numbers have nothing in common but their bytes at the same place.
+    numbers = {"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 3, "pb": 3}
+    with lzma.open(path, "wb", check=lzma.CHECK_CRC32, filters=[numbers]) as file:
+        file.write(header + b"".join(v.tobytes() for v in packed.values()))
+
+
+def pack(array):
+    """The array in a smaller dtype, if that loses nothing."""
+    small = array.astype(np.int8 if array.dtype.kind == "i" else np.float32)
+    return small if small.astype(array.dtype).tobytes() == array.tobytes() else array
 
 
 def main():
