@@ -96,6 +96,7 @@ from .interop.returnn import returnn_updater as returnn_updater
 from .interop.returnn_learning_rate import LearningRateControl as LearningRateControl
 from .interop.tf1 import load_tf1_state as load_tf1_state
 from .interop.tf1 import save_tf1_state as save_tf1_state
+from .interop.tf1 import tf1_variables as tf1_variables
 from .layerwise.lars import lars as lars
 from .layerwise.lars import scale_by_trust_ratio as scale_by_trust_ratio
 from .processing.check_numerics import check_numerics as check_numerics
