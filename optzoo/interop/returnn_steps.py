@@ -101,7 +101,7 @@ def processed(options: Options) -> optax.GradientTransformationExtraArgs:
         each = lambda name, o, g: on_leaf(g, name, o, extra_args["now"])
         return map_named(options, each, updates), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def needed_tags(options: Options) -> set[str | None]:

@@ -248,7 +248,7 @@ def test_nnx_model_with_other_variables():
 def test_minimize_on_an_nnx_state():
     tx, model = make(), nnx_model()
     graphdef, params = nnx.split(model, nnx.Param)
-    params = nnx.as_pure(params)
+    params = (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(params)  # by version
     step = optzoo.minimize(functools.partial(loss, lambda p, i: nnx.merge(graphdef, p)(i)), tx)
     state = tx.init(params)
     for i in range(3):

@@ -57,7 +57,7 @@ def test_the_inner_optimizer_rests():
         jax.debug.callback(lambda: calls.append(1))
         return jax.tree.map(lambda g: -jnp.tanh(g), updates), state
 
-    tx = accumulate(optax.GradientTransformation(optax.init_empty_state, update), 3)
+    tx = accumulate(optax.GradientTransformation(lambda params: optax.EmptyState(), update), 3)
     jax.block_until_ready(run(tx, jnp.concatenate([GRADS, GRADS[:2]])))
     jax.effects_barrier()
     assert len(calls) == 2
@@ -92,7 +92,9 @@ def test_the_cycle_follows_a_global_step():
     def update(updates, state, params=None, *, global_step, **_):
         return jax.tree.map(lambda g: g + 10 * global_step, updates), state
 
-    tx = accumulate(optax.GradientTransformationExtraArgs(optax.init_empty_state, update), 3)
+    tx = accumulate(
+        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), 3
+    )
     one_step, state, moves = jax.jit(tx.update), tx.init(X), []
     for n in range(4, 13):
         updates, state = one_step(jnp.ones(3), state, X, global_step=n)
