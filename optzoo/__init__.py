@@ -31,7 +31,6 @@ from .core.replicas import ReplicaState as ReplicaState
 from .core.replicas import broadcast as broadcast
 from .core.replicas import per_replica as per_replica
 from .core.rows import SparseRows as SparseRows
-from .core.rows import clip_by_global_norm as clip_by_global_norm
 from .core.rows import coalesce as coalesce
 from .core.rows import densify as densify
 from .core.rows import on_values as on_values
@@ -101,6 +100,7 @@ from .layerwise.lars import lars as lars
 from .layerwise.lars import scale_by_trust_ratio as scale_by_trust_ratio
 from .processing.check_numerics import check_numerics as check_numerics
 from .processing.clip_by_average_norm import clip_by_average_norm as clip_by_average_norm
+from .processing.clip_by_global_norm import clip_by_global_norm as clip_by_global_norm
 from .processing.clip_by_norm import clip_by_norm as clip_by_norm
 from .processing.nan_inf_filter import gradient_nan_inf_filter as gradient_nan_inf_filter
 from .processing.summaries import gradient_summaries as gradient_summaries

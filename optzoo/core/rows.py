@@ -11,7 +11,6 @@ from jax import Array
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
-from .checks import check_positive
 from .merge import merge
 from .numerics import widen
 
@@ -229,32 +228,3 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
         return jax.tree.map(rebuild, updates, values, is_leaf=is_rows), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    r"""Clips the norm over all gradients together, row-sparse ones included.
-
-    .. math::
-        g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
-
-    where the norm is that of the summed gradient: repeated indices are merged first, so rows
-    give what their dense gradient gives.
-
-    Args:
-        max_norm: :math:`c`, positive.
-
-    Raises:
-        ValueError: if ``max_norm`` is not positive.
-
-    References:
-        Pascanu et al., `On the difficulty of training Recurrent Neural Networks
-        <https://arxiv.org/abs/1211.5063>`_, 2013; ``tf.clip_by_global_norm``.
-    """
-    check_positive(max_norm=max_norm)
-
-    def update(values, _):
-        norm = jnp.sqrt(sum(jnp.sum(widen(v) ** 2) for v in jax.tree.leaves(values)))
-        factor = max_norm / jnp.maximum(norm, max_norm)
-        return jax.tree.map(lambda v: (v * factor).astype(v.dtype), values)
-
-    return on_values(optax.stateless(update))

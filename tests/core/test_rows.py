@@ -250,30 +250,3 @@ def test_on_values_is_the_dense_clip_on_touched_rows():
     np.testing.assert_array_equal(updates["table"].to_dense(), want["table"])
     np.testing.assert_array_equal(want["table"][1], 1)  # the sum was clipped, not each repeat
     chex.assert_trees_all_equal(updates["layer"], want["layer"])
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clip_by_global_norm_is_that_of_the_dense_gradient(max_norm):
-    grads = row_grads(params())
-    dense = {**grads, "table": grads["table"].to_dense()}
-    got, _ = optzoo.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
-    want, _ = optax.clip_by_global_norm(max_norm).update(dense, optax.EmptyState())
-    got["table"] = got["table"].to_dense()
-    chex.assert_trees_all_close(got, want, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_clip_by_global_norm_of_odd_gradients(dtype):
-    """Zeros stay zeros, a missing gradient stays missing, a squared float16 does not overflow."""
-    clip = optzoo.clip_by_global_norm(1.0)
-    zero, _ = clip.update({"x": jnp.zeros(3, dtype), "t": rows([0], [0.0])}, optax.EmptyState())
-    np.testing.assert_array_equal(zero["x"], 0)
-    np.testing.assert_array_equal(zero["t"].to_dense(), 0)
-    large, _ = clip.update({"x": jnp.array([6e4, 0], dtype), "none": None}, optax.EmptyState())
-    assert large["none"] is None and large["x"].dtype == dtype
-    np.testing.assert_allclose(large["x"], [1, 0], rtol=1e-3)
-
-
-def test_clip_by_global_norm_refuses_a_norm_of_zero():
-    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
-        optzoo.clip_by_global_norm(0)
