@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .half_slots import pack_like, unpack
 from .paths import is_masked, path_name
 from .replicas import ReplicaState
 from .treewise import LeafwiseState
@@ -106,9 +107,9 @@ def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:
     if isinstance(node, LeafwiseState):
-        names = getattr(node.slots, "_fields", ())
-        slots = [f((*path, k), tree) for k, tree in zip(names, node.slots, strict=True)]
-        return node._replace(slots=type(node.slots)._make(slots))
+        names, given = getattr(node.slots, "_fields", ()), unpack(node.slots)
+        slots = [f((*path, k), tree) for k, tree in zip(names, given, strict=True)]
+        return node._replace(slots=pack_like(node.slots, slots))
     if isinstance(node, ReplicaState):
         parts = [_mapped_fields(part, (*path, k), f) for k, part in node._asdict().items()]
         return ReplicaState(*parts)
