@@ -1,6 +1,6 @@
 """Adam with slots of 16 bits: time, bytes and final losses beside float32, in one run.
 
-    .venv/bin/python benchmarks/half_slots.py [--size 6250000] [--leaves 1] [--rows 1000000]
+    .venv/bin/python benchmarks/half_slots.py [--size 25000000] [--leaves 1] [--rows 1000000]
         [--rounds 25] [--seeds 8] [--skip losses] [--save]
 
 Dense: so many parameters in leaves of equal size, beside optax.adam. Rows: a table of width 64 and
@@ -16,7 +16,7 @@ import harness
 
 PARTS = ("dense", "rows", "losses")
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-for name, usual in {"size": 6_250_000, "leaves": 1, "rows": 1_000_000}.items():
+for name, usual in {"size": 25_000_000, "leaves": 1, "rows": 1_000_000}.items():
     parser.add_argument(f"--{name}", type=int, default=usual)
 for name, usual in {"rounds": 25, "seeds": 8}.items():
     parser.add_argument(f"--{name}", type=int, default=usual)
