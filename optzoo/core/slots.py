@@ -10,6 +10,7 @@ import optax
 from .half_slots import pack_like, unpack
 from .paths import is_masked, path_name
 from .replicas import ReplicaState
+from .stacks import layout_of, stack, unstack
 from .treewise import LeafwiseState
 
 # A path to a slot: indices of chains, fields, keys; the name of the slot last.
@@ -87,8 +88,13 @@ def set_slot(state: Any, name: str, value: Any) -> Any:
 
 
 def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
-    """The state with ``f(path, tree)`` in the place of each slot."""
-    return _mapped(state, (), f)
+    """The state with ``f(path, tree)`` in the place of each slot; ``f`` sees no stacks."""
+
+    def of_slot(path, tree):
+        layout = layout_of(tree)
+        return stack(f(path, unstack(tree)), layout) if layout else f(path, tree)
+
+    return _mapped(state, (), of_slot)
 
 
 def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
