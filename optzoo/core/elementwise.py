@@ -234,7 +234,8 @@ def _told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"(optzoo.stacked tried the optimizer on stacks of parameters. {_MEND})")
+        if _MEND not in str(error):
+            error.add_note(f"(optzoo.stacked tried the optimizer on stacks of parameters. {_MEND})")
         raise
 
 
