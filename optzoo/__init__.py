@@ -83,6 +83,8 @@ from .first_order.power_sign import scale_by_power_sign as scale_by_power_sign
 from .first_order.reg_adagrad import reg_adagrad as reg_adagrad
 from .first_order.reg_adagrad import scale_by_reg_adagrad as scale_by_reg_adagrad
 from .first_order.rmsprop import rmsprop as rmsprop
+from .first_order.row_wise_adagrad import row_wise_adagrad as row_wise_adagrad
+from .first_order.row_wise_adagrad import scale_by_row_wise_adagrad as scale_by_row_wise_adagrad
 from .first_order.sign_decay import cosine_sign_decay as cosine_sign_decay
 from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
 from .first_order.sign_decay import restart_sign_decay as restart_sign_decay

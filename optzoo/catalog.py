@@ -31,6 +31,7 @@ from .first_order.normalized_sgd import normalized_sgd
 from .first_order.power_sign import power_sign
 from .first_order.reg_adagrad import reg_adagrad
 from .first_order.rmsprop import rmsprop
+from .first_order.row_wise_adagrad import row_wise_adagrad
 from .layerwise.lars import lars
 from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
@@ -118,6 +119,7 @@ CATALOG: dict[str, Entry] = {
     ),
     "reg_adagrad": Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
     "rmsprop": Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
+    "row_wise_adagrad": Entry(row_wise_adagrad, "lazy", 0.1, None),
     "shampoo": Entry(
         shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)
     ),

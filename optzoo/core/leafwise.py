@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from .half_slots import by_kept_slots, close_slots, open_slots
 from .numerics import narrow, widen
 from .rows import is_rows
 from .treewise import NoSlots, treewise
@@ -43,11 +44,14 @@ def in_float32(rule: Rule) -> Rule:
     """The rule in float32 at least; the update in the gradient's dtype, each slot in its own."""
 
     def wide(g, x, s, t, **scheduled):
-        given = g, s
-        g, x, s = jax.tree.map(widen, (g, x, s))
+        given = g, open_slots(s)
+        g, x, opened = jax.tree.map(widen, (g, x, given[1]))
         hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
-        u, new = rule(g, x, s, t, **hyper)
-        return jax.tree.map(_like, given, (u, new))
+
+        def step(g, x, s):
+            return jax.tree.map(_like, given, rule(g, x, s, t, **hyper))
+
+        return by_kept_slots(step, s, g, x, opened)
 
     return wide
 
@@ -133,6 +137,8 @@ def leafwise(
     """
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
+    if rows not in (lazy, dense, touched, linear):
+        rows_rule = _on_open_slots(rows_rule)
     bases = dict(powers or {})
 
     def on_leaf(leaf, t, **hyper):
@@ -152,7 +158,18 @@ def leafwise(
         scheduled=scheduled,
         needs_params=needs_params,
         needs_global_step=needs_global_step,
+        opens_slots=True,
     )
+
+
+def _on_open_slots(rule: RowsRule) -> RowsRule:
+    """For a function of one's own, that may look into slots."""
+
+    def on_open_slots(g, x, s, t, **scheduled):
+        u, new = rule(g, x, open_slots(s), t, **scheduled)
+        return u, close_slots(s, new)
+
+    return on_open_slots
 
 
 def _like(old: Array, new: Array) -> Array:

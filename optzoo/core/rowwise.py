@@ -42,7 +42,8 @@ _CALLING = """
     checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit
     pjit remat remat2 scan while
 """
-_ROWWISE, _CALLS = frozenset((_ELEMENTWISE + _KEEPING_AXES).split()), frozenset(_CALLING.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+_ROWWISE, _CALLS = ELEMENTWISE | frozenset(_KEEPING_AXES.split()), frozenset(_CALLING.split())
 # Row-wise, but what a row is given takes effect in a later step, when the row may be absent. No
 # operation shows it, so they are known by name.
 _DEFERRING = optax.MultiStepsState, optax.ApplyEvery, optax.LookaheadState, optax.contrib.SAMState

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .half_slots import pack_like, unpack
 from .paths import is_masked, path_name
 from .replicas import ReplicaState
+from .stacks import layout_of, stack, unstack
 from .treewise import LeafwiseState
 
 # A path to a slot: indices of chains, fields, keys; the name of the slot last.
@@ -86,8 +88,13 @@ def set_slot(state: Any, name: str, value: Any) -> Any:
 
 
 def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
-    """The state with ``f(path, tree)`` in the place of each slot."""
-    return _mapped(state, (), f)
+    """The state with ``f(path, tree)`` in the place of each slot; ``f`` sees no stacks."""
+
+    def of_slot(path, tree):
+        layout = layout_of(tree)
+        return stack(f(path, unstack(tree)), layout) if layout else f(path, tree)
+
+    return _mapped(state, (), of_slot)
 
 
 def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
@@ -106,9 +113,9 @@ def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:
     if isinstance(node, LeafwiseState):
-        names = getattr(node.slots, "_fields", ())
-        slots = [f((*path, k), tree) for k, tree in zip(names, node.slots, strict=True)]
-        return node._replace(slots=type(node.slots)._make(slots))
+        names, given = getattr(node.slots, "_fields", ()), unpack(node.slots)
+        slots = [f((*path, k), tree) for k, tree in zip(names, given, strict=True)]
+        return node._replace(slots=pack_like(node.slots, slots))
     if isinstance(node, ReplicaState):
         parts = [_mapped_fields(part, (*path, k), f) for k, part in node._asdict().items()]
         return ReplicaState(*parts)

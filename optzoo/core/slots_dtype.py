@@ -7,36 +7,70 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from .checks import check_size
+from .half_slots import pack
+from .stochastic_rounding import DTYPES
 from .treewise import LeafwiseState
 
 
 def slots_dtype(
-    inner: optax.GradientTransformation, dtype: DTypeLike
+    inner: optax.GradientTransformation,
+    dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
+    packed: bool = False,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the slots of any optimizer of this library in ``dtype``.
 
-    Half the memory with ``slots_dtype(adam(1e-3), "bfloat16")``; exact sums for parameters in 16
-    bits with ``slots_dtype(adagrad(0.1), "float32")``. The arithmetic is in float32 at least
-    either way, and updates keep the gradient's dtype.
+    Half the memory with ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)``; exact sums for
+    parameters in 16 bits with ``slots_dtype(adagrad(0.1), "float32")``. The arithmetic is in
+    float32 at least either way, and updates keep the gradient's dtype.
 
-    On the CPU, XLA scatters rows of 16 bits by way of a float32 copy of the whole array: there a
-    row-sparse update of such slots costs what the table costs.
-
-    A mean with a slow decay cannot live in 16 bits: with ``b2=0.999`` a step changes it by a
-    thousandth, less than the 1/256 that bfloat16 resolves. Choose a faster decay. The average of
+    A slot that changes slowly cannot live in 16 bits if it is rounded to the nearest: with
+    ``b2=0.999`` a step changes a mean by a thousandth, less than the 1/256 that bfloat16
+    resolves. ``stochastic`` rounds up or down at random, so that it moves on average. It is off
+    by default because it makes a run depend on a seed. The average of
     :func:`optzoo.moving_average` stays in float32 at least.
 
+    The random bits are a hash of the seed, the number of the update, the path of the parameter
+    and the place of the element, so a run repeats, whatever it runs under: ``jit``, ``scan``,
+    ``vmap``, sharded or not, rows or dense. Within ``shard_map`` places count from the start of
+    each part. The state holds no key; with or without, it is the same.
+
+    ``packed`` keeps two slots of a parameter in one array of 32-bit words: ``m`` and ``v`` of
+    Adam. On the CPU it is much the faster way. There, XLA scatters rows of 16 bits by way of a
+    float32 copy of the whole array, but words in place. A slot without a partner of its shape
+    stays as it is. :func:`optzoo.get_slot` and :func:`optzoo.set_slot` see each slot by itself.
+
+    With either option, updates are computed from the slots as they are kept if these are in
+    bfloat16, and before they are rounded if in float16.
+
     Args:
-        inner: an optimizer made by :func:`optzoo.leafwise`, alone or within optax's chains,
-            masks and wrappers.
-        dtype: a floating-point dtype.
+        inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
+            within optax's chains, masks and wrappers.
+        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with the options.
+        stochastic: round at random.
+        packed: two slots in one array. It decides about the structure of the state.
+        seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
+            for one step.
 
     Raises:
-        TypeError: if ``dtype`` is not a floating-point dtype.
-        ValueError: by ``init``, if ``inner`` has no slots of this library.
+        TypeError: if ``dtype`` is not a floating-point dtype, or the seed no int.
+        ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
+            has no slots of this library.
+
+    References:
+        Gupta et al., `Deep Learning with Limited Numerical Precision
+        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
+    if (stochastic or packed) and jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(
+            f"dtype must be bfloat16 or float16 with stochastic or packed, got {dtype!r}"
+        )
+    extra = {"rounding_seed": check_size(seed=seed)} if stochastic else {}
     inner = optax.with_extra_args_support(inner)
     is_ours = lambda s: isinstance(s, LeafwiseState)
 
@@ -49,9 +83,13 @@ def slots_dtype(
             )
         # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
         wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
-        return jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
+        state = jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
+        return jax.tree.map(_packed, state, is_leaf=is_ours) if packed else state
 
-    return optax.GradientTransformationExtraArgs(init, inner.update)
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(updates, state, params, **{**extra, **extra_args})
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:
@@ -67,3 +105,7 @@ def _with_slots_of(state: Any, wanted: Any) -> Any:
     finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
     of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
     return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))
+
+
+def _packed(state: Any) -> Any:
+    return state._replace(slots=pack(state.slots)) if isinstance(state, LeafwiseState) else state

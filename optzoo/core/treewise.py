@@ -10,6 +10,7 @@ from jax import Array
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 from .gradients import check_gradients
+from .half_slots import bare, close_slots, open_slots, store
 from .rows import is_gradient
 
 NO_GLOBAL_STEP_MSG = (
@@ -50,6 +51,7 @@ def treewise(
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
     needs_params: bool = False,
     needs_global_step: bool = False,
+    opens_slots: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose rule sees all parameters at once; :func:`leafwise` is for the usual ones.
 
@@ -62,6 +64,8 @@ def treewise(
         scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule.
         needs_params: whether the rule reads the parameters.
         needs_global_step: whether ``update`` must be given ``global_step=``.
+        opens_slots: whether the rule itself opens slots of 16 bits that :func:`optzoo.slots_dtype`
+            packs or rounds at random, of the touched rows alone.
 
     Raises:
         ValueError: at trace time, if params or the global step are needed and missing, or if a
@@ -90,8 +94,12 @@ def treewise(
         xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
         columns = zip(*map(treedef.flatten_up_to, state.slots), strict=True)
         rows = [Slots._make(row) for row in columns] if len(slots) else [slots] * len(gs)
-        done, new_shared = rule(list(map(Leaf, gs, xs, rows)), state.shared, t, **hyper)
-        trees = [treedef.unflatten([new[i] for _, new in done]) for i in range(len(slots))]
+        stored = store(rows, updates, gs, extra_args.get("rounding_seed"), t)
+        given = stored if opens_slots else list(map(open_slots, stored))
+        done, new_shared = rule(list(map(Leaf, gs, xs, given)), state.shared, t, **hyper)
+        if not opens_slots:
+            done = [(u, close_slots(s, new)) for s, (u, new) in zip(stored, done, strict=True)]
+        trees = [treedef.unflatten([bare(new)[i] for _, new in done]) for i in range(len(slots))]
         updates = treedef.unflatten([u for u, _ in done])
         return updates, LeafwiseState(t, Slots._make(trees), new_shared)
 

@@ -167,3 +167,233 @@ def test_dtype_must_be_floating(dtype):
 def test_foreign_optimizers_are_refused(foreign):
     with pytest.raises(ValueError, match="finds no slots of optzoo"):
         slots_dtype(foreign, "bfloat16").init(params())
+
+
+# Rounded at random, and packed.
+
+BOTH = {"stochastic": True, "packed": True}
+OPTIONS = [{"stochastic": True}, {"packed": True}, BOTH]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_slow_mean_moves_only_at_random(dtype):
+    """Gradients become ten times smaller: to the nearest it stalls, at random it follows."""
+    scale = {"bfloat16": 1e-3, "float16": 3.0}[dtype]  # squares that float16 can hold
+    falls = jnp.where(jnp.arange(1500) < 500, 10 * scale, scale)
+    gs = falls[:, None] * jax.random.normal(jax.random.key(0), (1500, 512))
+
+    def mean_square(tx):
+        x = jnp.zeros(512)
+        update = lambda state, g: (tx.update(g, state, x)[1], None)
+        state, _ = jax.jit(lambda gs: jax.lax.scan(update, tx.init(x), gs))(gs)
+        return np.asarray(optzoo.get_slot(state, "v"), np.float32)
+
+    want = mean_square(optzoo.adam())
+    nearest = mean_square(slots_dtype(optzoo.adam(), dtype))
+    at_random = mean_square(slots_dtype(optzoo.adam(), dtype, **BOTH))
+    off, spread = {"bfloat16": (1.5, 0.06), "float16": (0.08, 0.01)}[dtype]
+    assert nearest.mean() / want.mean() > 1 + off
+    assert abs(at_random.mean() / want.mean() - 1) < 0.01
+    assert np.median(abs(at_random / want - 1)) < spread
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_state_keeps_its_type_with_options(entry, options):
+    x = params()
+    tx = slots_dtype(entry.make(), "bfloat16", **options)
+    state = jax.eval_shape(tx.init, x)
+    if "packed" not in options:
+        assert avals(state) == avals(slots_dtype(entry.make(), "bfloat16").init(x))
+    for grads in (dense_grads(x), row_grads(x)):
+        updates, after = jax.eval_shape(tx.update, grads, state, x)
+        assert avals(after) == avals(state)
+        assert dtypes(updates) - {jnp.dtype("int32")} == {jnp.dtype("float32")}
+    # Each slot by itself, in the dtype and the shape that it has when it is not packed.
+    plain = jax.eval_shape(slots_dtype(entry.make(), "bfloat16").init, x)
+    assert optzoo.slot_names(state) == optzoo.slot_names(plain)
+    for name in optzoo.slot_names(plain):
+        assert avals(optzoo.get_slot(state, name)) == avals(optzoo.get_slot(plain, name))
+
+
+SEVERAL_SLOTS = {
+    "adam": optzoo.adam(0.1),
+    "lazy_adam": optzoo.lazy_adam(0.1),
+    "nadam": optzoo.nadam(0.1),
+    "rmsprop": optzoo.rmsprop(0.1, momentum=0.9, centered=True),
+    "grad_variance_scaled": optzoo.grad_variance_scaled(0.1),
+    "shampoo": optzoo.shampoo(0.1, gbar_decay=0.9, grafting="rmsprop", momentum=0.9),
+}
+
+
+def train(tx, *gradients):
+    """Under jit, all at once."""
+
+    def run(x, gradients):
+        state = tx.init(x)
+        for grads in gradients:
+            x, state = step(tx, {"table": grads["table"]}, x, state)
+        return x, {name: optzoo.get_slot(state, name) for name in optzoo.slot_names(state)}
+
+    return jax.jit(run)({"table": params()["table"]}, gradients)
+
+
+@pytest.mark.parametrize("name", SEVERAL_SLOTS)
+def test_packed_slots_are_those_that_are_not(name):
+    grads = dense_grads(params()), row_grads(params())
+    (x, apart), (y, packed) = (
+        train(slots_dtype(SEVERAL_SLOTS[name], "bfloat16", stochastic=True, packed=p), *grads)
+        for p in (False, True)
+    )
+    chex.assert_trees_all_equal(packed, apart)
+    chex.assert_trees_all_close(y, x, rtol=1e-6)  # another program, fused otherwise
+
+
+def test_two_slots_take_one_word():
+    x = params()
+    state = slots_dtype(optzoo.adam(), "bfloat16", packed=True).init(x)
+    words, nothing = state[0].slots
+    assert avals(words) == avals(jax.tree.map(lambda a: a.astype(jnp.uint32), x))
+    assert jax.tree.leaves(nothing) == []
+    # A slot without a partner stays alone.
+    state = slots_dtype(optzoo.momentum(0.1, 0.9), "float16", packed=True).init(x)
+    assert dtypes(state[0].slots) == {jnp.dtype("float16")}
+
+
+def test_a_start_that_is_not_zero_is_packed():
+    state = slots_dtype(optzoo.ftrl(0.1), "bfloat16", packed=True).init(params())
+    accum = jax.tree.leaves(optzoo.get_slot(state, "accum"))
+    assert all((np.asarray(a, np.float32) == np.float32(jnp.bfloat16(0.1))).all() for a in accum)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_updates_are_of_the_slots_as_kept(options):
+    """In bfloat16; in float16 of the slots before they are rounded."""
+    x, g = jnp.ones(64), jax.random.normal(jax.random.key(1), (64,))
+    updates, state = slots_dtype(optzoo.adam(0.1), "bfloat16", **options).update(
+        g, slots_dtype(optzoo.adam(0.1), "bfloat16", **options).init(x), x
+    )
+    m, v = (optzoo.get_slot(state, name).astype(jnp.float32) for name in "mv")
+    want = -0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (jnp.sqrt(v) + 1e-8)
+    np.testing.assert_allclose(updates, want, rtol=1e-4)
+    tx = slots_dtype(optzoo.adam(0.1), "float16", **options)
+    updates, _ = tx.update(1e-4 * g, tx.init(x), x)  # squares that float16 takes for zero
+    want, _ = optzoo.adam(0.1).update(1e-4 * g, optzoo.adam(0.1).init(x), x)
+    np.testing.assert_allclose(updates, want, rtol=1e-6)
+
+
+def test_rows_are_rounded_as_in_the_dense_gradient_and_others_stand_still():
+    tx = slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", **BOTH)
+    x, warm = step(tx, dense_grads(params()), params())
+    rows = ROWS["table"]
+    (_, by_rows), (_, by_array) = (
+        step(tx, {**ROWS, "table": table}, x, warm) for table in (rows, rows.to_dense())
+    )
+    here, rest = jnp.array([1, 3]), jnp.array([0, 2, 4])
+    for name in "mv":
+        got, want, old = (optzoo.get_slot(s, name)["table"] for s in (by_rows, by_array, warm))
+        np.testing.assert_array_equal(got[here], want[here])
+        np.testing.assert_array_equal(got[rest], old[rest])
+        assert (got[here] != old[here]).any()
+
+
+def test_a_run_repeats_whatever_it_runs_under():
+    tx = slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH)
+    x, gs = jnp.ones((8, 4)), jax.random.normal(jax.random.key(0), (3, 8, 4))
+
+    def steps(x, gs):
+        body = lambda carry, g: (step(tx, g, *carry), None)
+        return jax.lax.scan(body, (x, tx.init(x)), gs)[0]
+
+    want = (x, tx.init(x))
+    for g in gs:
+        want = step(tx, g, *want)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    lanes = jax.tree.map(
+        lambda a: a[1], jax.vmap(steps)(jnp.stack([x + 1, x]), jnp.stack([gs, gs]))
+    )
+    for got in (jax.jit(steps)(x, gs), jax.jit(steps)(jax.device_put(x, split), gs), lanes):
+        chex.assert_trees_all_close(got[0], want[0], rtol=1e-5)
+        for name in "mv":
+            ours, theirs = (optzoo.get_slot(s, name).astype(jnp.float32) for s in (got[1], want[1]))
+            # Fused arithmetic may round a last bit otherwise, and that may tip a number.
+            assert (ours != theirs).mean() < 0.05
+            np.testing.assert_allclose(ours, theirs, rtol=2**-7)
+
+
+def test_seeds_differ_and_can_be_given_for_a_step():
+    x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
+    make = lambda seed: slots_dtype(optzoo.adam(0.1), "bfloat16", stochastic=True, seed=seed)
+    after = lambda tx, **extra: optzoo.get_slot(step(tx, g, x, **extra)[1], "v")
+    assert (after(make(0)) != after(make(1))).any()
+    np.testing.assert_array_equal(after(make(0), rounding_seed=1), after(make(1)))
+
+
+def test_parameters_of_equal_shape_are_rounded_apart():
+    x = {"a": jnp.ones(64), "b": jnp.ones(64)}
+    g = jax.tree.map(lambda a: a * jnp.linspace(0.1, 1, 64), x)
+    _, state = step(slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH), g, x)
+    for name in "mv":
+        slot = optzoo.get_slot(state, name)
+        assert (slot["a"] != slot["b"]).any()
+    m, v = (optzoo.get_slot(state, name)["a"].astype(jnp.float32) for name in "mv")
+    up = (m > 0.1 * g["a"]), (v > 0.001 * g["a"] ** 2)
+    assert 0.2 < (up[0] == up[1]).mean() < 0.8  # and so are the two slots
+
+
+# multitask tells apart the live arrays of a state, one for each parameter and slot.
+OF_PACKED = {name: nested for name, nested in NESTED.items() if name != "multitask"}
+
+
+@pytest.mark.parametrize("nested", OF_PACKED.values(), ids=list(OF_PACKED))
+def test_packed_slots_are_found_anywhere(nested):
+    tx, x = slots_dtype(nested(), "bfloat16", **BOTH), params()
+    state = tx.init(x)
+    assert jnp.dtype("uint32") in dtypes(state)
+    assert avals(jax.eval_shape(tx.update, dense_grads(x), state, x)[1]) == avals(state)
+    assert avals(jax.eval_shape(tx.init, x)) == avals(state)
+    marked = optax.tree.map_params(tx, lambda _: "slot", state)
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    plain = slots_dtype(nested(), "bfloat16").init(x)
+    for name in optzoo.slot_names(plain):
+        chex.assert_trees_all_equal(optzoo.get_slot(state, name), optzoo.get_slot(plain, name))
+
+
+def test_packed_slots_can_be_set():
+    x = params()
+    state = slots_dtype(optzoo.adam(), "bfloat16", packed=True).init(x)
+    new = optzoo.set_slot(state, "v", x)
+    assert avals(new) == avals(state)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)
+    chex.assert_trees_all_equal(optzoo.get_slot(new, "v"), half)
+    chex.assert_trees_all_equal(optzoo.get_slot(new, "m"), optzoo.get_slot(state, "m"))
+
+
+def test_packed_slots_are_saved_as_plain_arrays(tmp_path):
+    x, tx = params(), slots_dtype(optzoo.adam(), "bfloat16", packed=True)
+    _, state = step(tx, x, x)
+    leaves = [np.asarray(a) for a in jax.tree.leaves(state)]
+    np.savez(tmp_path / "state.npz", *leaves)
+    with np.load(tmp_path / "state.npz") as file:
+        restored = jax.tree.unflatten(jax.tree.structure(state), [file[k] for k in file.files])
+    chex.assert_trees_all_equal(optzoo.get_slot(restored, "v"), optzoo.get_slot(state, "v"))
+    chex.assert_trees_all_equal(step(tx, x, x, restored), step(tx, x, x, state))
+
+
+@pytest.mark.parametrize("options", [{"stochastic": True}, BOTH], ids=["apart", "packed"])
+def test_no_copy_of_the_slots(options):
+    x, tx = jnp.ones(100_000), slots_dtype(optzoo.adam(), "bfloat16", **options)
+    update = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    memory = update.lower(x, x, tx.init(x)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10_000
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_options_are_for_16_bits(options):
+    with pytest.raises(ValueError, match=r"dtype must be bfloat16 or float16 .* got 'float32'"):
+        slots_dtype(optzoo.adam(), "float32", **options)
+
+
+def test_seed_must_be_an_int():
+    with pytest.raises(TypeError, match=r"seed must be an int, got 0\.5"):
+        slots_dtype(optzoo.adam(), "bfloat16", stochastic=True, seed=0.5)

@@ -47,6 +47,7 @@ AS_SGD = {
     "proximal_gradient_descent": {"learning_rate": 1.0},
     "reg_adagrad": ADAGRAD_AS_SGD,
     "rmsprop": {"learning_rate": ROOT, "decay": 0.0, "eps": ROOT**2},
+    "row_wise_adagrad": {"learning_rate": ROOT, "eps": ROOT},
     "shampoo": {"learning_rate": 1.0, "svd_interval": 10**9},
 }
 
@@ -83,6 +84,7 @@ DESCENT = {
     "proximal_gradient_descent": {"learning_rate": uneven(7e-4)},
     "reg_adagrad": {"learning_rate": 0.5},
     "rmsprop": {"learning_rate": 1e-3, "momentum": 0.9, "centered": True},
+    "row_wise_adagrad": {"learning_rate": 0.5},
     "shampoo": {"learning_rate": 0.5},
 }
 

@@ -1,0 +1,80 @@
+"""Adagrad with one number for each row."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.checks import check_not_negative
+from ..core.leafwise import leafwise, zeros
+from ..core.learning_rate import scale_by_learning_rate
+from ..core.numerics import divide
+from ..core.treewise import Slot
+
+
+class RowWiseAdagradSlots(NamedTuple):
+    """What row-wise Adagrad keeps."""
+
+    accumulator: Slot  # sum of the mean squares of each row's gradients
+
+
+def scale_by_row_wise_adagrad(eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.row_wise_adagrad`."""
+    check_not_negative(eps=eps)
+
+    def rule(g, x, s, t):
+        accumulator = s.accumulator + _row_means(g**2)
+        root = jnp.expand_dims(jnp.sqrt(accumulator) + eps, _inner_axes(g))
+        return divide(g, root, eps), RowWiseAdagradSlots(accumulator)
+
+    return leafwise(rule, slots=RowWiseAdagradSlots(_zero_for_each_row))
+
+
+def row_wise_adagrad(
+    learning_rate: optax.ScalarOrSchedule, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad for large embeddings: one accumulator for each row.
+
+    .. math::
+        A_{i,t} &= A_{i,t-1} + \frac{1}{d} \sum_{j=1}^{d} g_{ij,t}^2 \\
+        x_{ij,t} &= x_{ij,t-1} - \eta_t\, \frac{g_{ij,t}}{\sqrt{A_{i,t}} + \epsilon}
+
+    where a row, along the first axis, has :math:`d` elements. A table of width 64 has a
+    sixty-fourth of the slots of :func:`optzoo.adagrad`, and an update of few rows scatters little
+    but the rows themselves. Each element of a vector is a row, and so is a scalar.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`); rows that share
+    an index are summed first.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        eps: :math:`\epsilon`, at least 0.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule.
+        ValueError: if eps is negative.
+
+    References:
+        ``EmbOptimType.EXACT_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
+        which TorchRec uses, without its weight decay; Duchi et al., `Adaptive Subgradient Methods
+        for Online Learning and Stochastic Optimization
+        <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
+    """
+    return optax.chain(scale_by_row_wise_adagrad(eps), scale_by_learning_rate(learning_rate))
+
+
+def _inner_axes(x: Any) -> tuple[int, ...]:
+    """The axes within a row."""
+    return tuple(range(1, jnp.ndim(x)))
+
+
+def _row_means(x: Array) -> Array:
+    return jnp.sum(x, axis=_inner_axes(x)) / max(1, math.prod(x.shape[1:])) if x.ndim > 1 else x
+
+
+def _zero_for_each_row(x: Any) -> Array:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return zeros(jax.ShapeDtypeStruct(x.shape[:1], x.dtype))
+    return zeros(jnp.sum(x, axis=_inner_axes(x)))  # which lies where the rows lie

@@ -1,0 +1,368 @@
+"""Stacks give the numbers of the optimizer they are around, with fewer arrays."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optzoo
+from optzoo import CATALOG, SparseRows
+from optzoo.core.stacks import Stack, layout_of, stack, unstack
+from optzoo.core.state_sharding import state_sharding
+from optzoo.testing import samples
+from optzoo.testing.samples import avals, dense_grads, step
+from optzoo.wrappers.stacked import stacked
+
+# What looks at more than an element.
+WHOLE = {"blocked_shampoo", "ggt", "lars", "normalized_sgd", "row_wise_adagrad", "shampoo"}
+LABELS = {"table": "a", "layers": "b"}
+
+OPTAX = {
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(lambda k: 0.1 / (1 + k)),
+    "lion": lambda: optax.lion(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.9),
+    "sgd": lambda: optax.sgd(0.1),
+    "sgd momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+}
+
+
+def params(number=2):
+    """Kernels and biases that fit one another, and two that fit nothing."""
+    layer = lambda k: {
+        "bias": jnp.linspace(-1.0, 1, 3) * (k + 1),
+        "kernel": jnp.cos(jnp.arange(6.0) + k).reshape(2, 3),
+    }
+    table = jnp.arange(1.0, 41).reshape(20, 2) / 10
+    layers = [layer(k) for k in range(number)]
+    return {"layers": (*layers, jnp.ones(())), "table": table}
+
+
+def three_steps(tx):
+    """The parameters after three steps, each with the gradient of where it begins."""
+    x, state = params(), None
+    for _ in range(3):
+        x, state = step(tx, dense_grads(x), x, state)
+    return x
+
+
+def assert_same(got, want):
+    chex.assert_trees_all_close(jax.tree.leaves(got), jax.tree.leaves(want), rtol=1e-6, atol=1e-7)
+
+
+def arrays(tree):
+    return len(jax.tree.leaves(tree))
+
+
+# Numbers
+
+
+def test_equals_every_optimizer_of_the_catalogue_or_refuses(entry, request):
+    name = request.node.callspec.params["entry"]
+    if name not in WHOLE:
+        same = chex.assert_trees_all_equal  # to the bit, operation by operation
+        same(three_steps(stacked(entry.make())), three_steps(entry.make()))
+        return
+    with pytest.raises(ValueError, match="cannot stack parameters here"):
+        jax.eval_shape(lambda: three_steps(stacked(entry.make())))
+
+
+@pytest.mark.parametrize("make", OPTAX.values(), ids=list(OPTAX))
+def test_equals_optimizers_of_optax(make):
+    assert_same(three_steps(stacked(make(), max_members=3)), three_steps(make()))
+
+
+def _plus_the_first(grads, _):
+    first, *_ = jax.tree.leaves(grads)
+    return jax.tree.map(lambda g: g + first if g.shape == first.shape else g, grads)
+
+
+REFUSED = {
+    "norm": (optax.lamb(0.1), "`reduce_sum` of parameter 'layers/0/bias' is not element-wise"),
+    "global norm": (optax.clip_by_global_norm(1.0), "not element-wise"),
+    "factored": (
+        optax.scale_by_factored_rms(),
+        "not keep an array of the same shape for parameter",
+    ),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "not element-wise"),
+    "all finite": (optax.apply_if_finite(optax.sgd(0.1), 2), "not element-wise"),
+    "names": (
+        optax.masked(
+            optax.scale(2.0),
+            lambda tree: jax.tree_util.tree_map_with_path(lambda k, _: "1" in str(k), tree),
+        ),
+        "it treats parameter 'layers/[0-3]/(bias|kernel)' otherwise",
+    ),
+    "ranks": (
+        optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
+        "it treats parameter 'layers/0/bias' otherwise",
+    ),
+    "sizes": (
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: x / x.size, g)),
+        "it treats parameter 'layers/0/bias' otherwise",
+    ),
+    "neighbours": (
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), g)),
+        "not element-wise",
+    ),
+    "others": (optax.stateless(_plus_the_first), "`add` of parameter '.*/bias' and parameter '.*"),
+}
+
+
+@pytest.mark.parametrize(("inner", "reason"), REFUSED.values(), ids=list(REFUSED))
+def test_refuses_what_is_not_element_wise_and_says_why(inner, reason):
+    tx, x = stacked(inner), params()
+    with pytest.raises((ValueError, TypeError), match=reason) as caught:
+        jax.eval_shape(lambda: step(tx, dense_grads(x), x))
+    text = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
+    assert "optzoo.stacked" in text and "optax.chain(optax.clip_by_global_norm" in text
+
+
+def test_names_may_tell_whole_stacks_from_each_other():
+    tx = optzoo.adamw(0.1, weight_decay=0.1, mask=("kernel", "table"))
+    assert_same(three_steps(stacked(tx)), three_steps(tx))
+
+
+# Which
+
+
+def test_state_has_a_few_arrays():
+    def few(x=None, **how):
+        tx = stacked(optzoo.momentum(0.1, 0.9), **how)
+        return arrays(tx.init(params() if x is None else x)) - arrays(tx.init({}))
+
+    assert few() == 4
+    assert few(params(5), max_members=3) == 6
+    assert few(max_members=1) == 6
+    assert few(max_size=3) == 5
+    assert few(which=("kernel",)) == 5
+    assert few(which={"layers": True, "table": False}) == 4
+    assert few(which=()) == 6
+    assert few([jnp.ones(3), jnp.ones(3, "bfloat16"), jnp.ones(3), jnp.ones(2)]) == 3
+
+
+def test_sharded_parameters_are_refused():
+    mesh = jax.make_mesh((8,), ("x",))
+    place = lambda spec: jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, spec))
+    tx = stacked(optzoo.adam())
+    tx.init([place(PartitionSpec())] * 2)
+    with pytest.raises(ValueError, match=r"parameter '0' is sharded over devices.*`which`"):
+        tx.init([place(PartitionSpec("x"))] * 2)
+    stacked(optzoo.adam(), max_size=15).init([place(PartitionSpec("x"))] * 2)
+
+
+def test_state_sharding():
+    mesh = jax.make_mesh((8,), ("x",))
+    one, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("x")))
+    x = {"large": jax.device_put(jnp.ones((8, 2)), split)}
+    x |= {k: jax.device_put(jnp.ones(3), one) for k in "ab"}
+    tx = stacked(optzoo.momentum(0.1, 0.9), max_size=4)
+    shardings = state_sharding(tx, x)
+    state = jax.jit(tx.init, out_shardings=shardings)(x)
+    assert state[0].slots.momentum["large"].sharding == split
+    assert jax.tree.leaves(state[0].slots.momentum["a"])[0].sharding == one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"which": "kernel"}, TypeError, "which must be a tuple"),
+        ({"max_size": 0.5}, TypeError, "max_size must be an int"),
+        ({"max_size": -1}, ValueError, "max_size must be at least 0"),
+        ({"max_members": 0}, ValueError, "max_members must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, error, match):
+    with pytest.raises(error, match=match):
+        stacked(optzoo.adam(), **arguments)
+
+
+# State
+
+
+def test_slots_by_name():
+    x, tx = params(), stacked(optzoo.adam(0.1))
+    _, state = step(tx, dense_grads(x), x)
+    _, plain = step(optzoo.adam(0.1), dense_grads(x), x)
+    assert optzoo.slot_names(state) == ("m", "v")
+    assert_same(optzoo.get_slot(state, "m"), optzoo.get_slot(plain, "m"))
+    other = jax.tree.map(lambda a: a + 1, optzoo.get_slot(plain, "v"))
+    changed = optzoo.set_slot(state, "v", other)
+    chex.assert_trees_all_equal(optzoo.get_slot(changed, "v"), other)
+    assert avals(changed) == avals(state)
+    with pytest.raises(ValueError, match=r"shape \(3,\) at 'layers/0/bias'"):
+        optzoo.set_slot(state, "v", jax.tree.map(lambda a: a[..., None], other))
+    abstract = optzoo.get_slot(jax.eval_shape(tx.init, x), "m")
+    assert avals(abstract) == avals(x)
+
+
+def test_map_params_finds_the_stacks():
+    x, tx = params(), stacked(optax.adam(0.1))
+    state = tx.init(x)
+    marked = optax.tree.map_params(tx, lambda _: "slot", state)
+    assert jax.tree.structure(marked) == jax.tree.structure(state)
+    assert jax.tree.leaves(marked).count("slot") == 2 * 4
+
+
+def test_abstract_init_and_checkpoints(tmp_path):
+    x, tx = params(), stacked(optzoo.lazy_adam(0.1))
+    _, state = step(tx, dense_grads(x), x)
+    abstract = jax.eval_shape(lambda: x)
+    target = jax.eval_shape(stacked(optzoo.lazy_adam(lambda k: 0.1)).init, abstract)
+    assert avals(tx.init(abstract)) == avals(target) == avals(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", target)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal_structs(restored, state)
+
+
+def test_trees_say_what_belongs_where():
+    tree = {"a": [jnp.full(2, k) for k in range(6)], "hole": optax.MaskedNode(), "none": None}
+    in_stacks = stack(tree, ((0, 1, 2, 5), (3, 4)))
+    assert in_stacks["a"][0].members.keys() == {"0-2,5"}
+    assert isinstance(in_stacks["a"][3], Stack) and in_stacks["a"][4] == optax.MaskedNode()
+    assert layout_of(in_stacks) == ((0, 1, 2, 5), (3, 4))
+    chex.assert_trees_all_equal(unstack(in_stacks), tree)
+    assert layout_of(tree) == ()
+
+
+def test_numbers_alone_and_empty_trees():
+    tx = stacked(optzoo.adam(0.1))
+    assert step(tx, {}, {})[0] == {}
+    alone, want = (step(t, jnp.ones(3), jnp.ones(3)) for t in (tx, optzoo.adam(0.1)))
+    chex.assert_trees_all_equal(alone, want)
+    weak, one = jnp.full(3, 0.5), np.ones(3, np.float32)
+    x = [jnp.ones(2), one, one, weak, weak, jnp.ones((0, 3)), jnp.ones((0, 3))]
+    got, state = step(tx, x, x)
+    assert layout_of(state) == ((1, 2), (5, 6))
+    assert_same(got, step(optzoo.adam(0.1), x, x)[0])
+    assert avals(state) == avals(tx.init(x))
+
+
+# Gradients
+
+
+def some(like):
+    """Gradients of which one is missing, one is rows and one has another dtype."""
+    grads = dense_grads(like)
+    grads["layers"][0]["kernel"] = None
+    grads["layers"][1]["bias"] = grads["layers"][1]["bias"].astype("bfloat16")
+    grads["layers"][2]["kernel"] = SparseRows(jnp.array([1, 1]), jnp.ones((2, 3)), 2)
+    return grads
+
+
+@pytest.mark.parametrize("make", [optzoo.lazy_adam, optzoo.adam, lambda: optzoo.add_sign(0.1)])
+def test_members_whose_gradients_differ(make):
+    x, tx = params(4), stacked(make())
+    state, plain = tx.init(x), make().init(x)
+    two = lambda tx, s: tx.update(some(x), tx.update(dense_grads(x), s, x)[1], x)
+    got, want = (jax.jit(functools.partial(two, t))(s) for t, s in ((tx, state), (make(), plain)))
+    assert jax.tree.structure(got[0]) == jax.tree.structure(want[0])
+    assert [u.dtype for u in jax.tree.leaves(got[0])] == [u.dtype for u in jax.tree.leaves(want[0])]
+    assert_same(got[0], want[0])
+    assert avals(got[1]) == avals(state)
+    for name in optzoo.slot_names(state):
+        assert_same(*(optzoo.get_slot(s, name) for s in (got[1], want[1])))
+
+
+def test_no_gradient_at_all():
+    x, tx = params(), stacked(optzoo.adam(0.1))
+    state = tx.init(x)
+    updates, after = tx.update(jax.tree.map(lambda _: None, x), state, x)
+    assert jax.tree.leaves(updates) == []
+    assert avals(after) == avals(state)
+    chex.assert_trees_all_equal(optzoo.get_slot(after, "m"), optzoo.get_slot(state, "m"))
+
+
+@pytest.mark.parametrize("bad", [jnp.ones(4), jnp.ones(3, int)], ids=["shape", "integer"])
+def test_errors_name_the_parameter(bad):
+    x, tx = params(), stacked(optzoo.adam(0.1))
+    grads = dense_grads(x)
+    grads["layers"][1]["bias"] = bad
+    with pytest.raises((ValueError, TypeError), match="parameter 'layers/1/bias'"):
+        tx.update(grads, tx.init(x), x)
+
+
+# Compositions
+
+COMPOSED = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx),
+    "masked": lambda tx: optax.masked(tx, {"table": False, "layers": True}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": tx}, LABELS),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "moving_average": lambda tx: optzoo.moving_average(tx, 0.9),
+    "weight decay": lambda tx: optzoo.decoupled_weight_decay(tx, 0.1, mask=("1/kernel",)),
+}
+
+
+@pytest.mark.parametrize("compose", COMPOSED.values(), ids=list(COMPOSED))
+def test_composes(compose):
+    tx, plain = compose(stacked(optzoo.adam(0.1))), compose(optzoo.adam(0.1))
+    assert_same(three_steps(tx), three_steps(plain))
+
+
+def test_schedules_rates_and_global_steps():
+    falling = functools.partial(optzoo.adam, lambda k: 0.1 / (1 + k))
+    run = lambda tx, **at: jax.jit(functools.partial(step, tx))(params(), params(), **at)[0]
+    for at in ({}, {"learning_rate": 0.3}, {"global_step": 4, "weather": 1.0}):
+        at = {k: jnp.asarray(v) for k, v in at.items()}
+        assert_same(run(stacked(falling()), **at), run(falling(), **at))
+    gs = CATALOG["adam_gs"].make()
+    assert_same(run(stacked(gs), global_step=jnp.int32(3)), run(gs, global_step=jnp.int32(3)))
+    with pytest.raises(ValueError, match="global step"):
+        stacked(gs).update(params(), stacked(gs).init(params()), params())
+
+
+def test_flags_are_proved_one_by_one():
+    tx, x = optzoo.reg_adagrad(0.1), params()
+    both, state = stacked(tx), stacked(tx).init(x)
+    for flag in (True, False):
+        got, _ = both.update(dense_grads(x), state, x, update_slots=flag)
+        want, _ = tx.update(dense_grads(x), tx.init(x), x, update_slots=flag)
+        assert_same(got, want)
+
+
+def test_scan():
+    downhill = lambda x, _: dense_grads(x)
+    run = lambda tx: samples.trajectory(tx, params(), downhill, jnp.arange(3))
+    assert_same(run(stacked(optzoo.adamax(0.1))), run(optzoo.adamax(0.1)))
+
+
+def test_vmap():
+    tx, x = stacked(optzoo.adam(0.1)), params()
+    lanes = [x, jax.tree.map(lambda a: a + 1, x)]
+    xs = jax.tree.map(lambda *a: jnp.stack(a), *lanes)
+    got, _ = jax.vmap(lambda x: step(tx, dense_grads(x), x))(xs)
+    want = [step(optzoo.adam(0.1), dense_grads(x), x)[0] for x in lanes]
+    assert_same(got, jax.tree.map(lambda *a: jnp.stack(a), *want))
+
+
+def test_compiles_once_and_takes_donated_buffers():
+    tx, x = stacked(optzoo.adam(0.1)), params()
+    train = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    state = tx.init(x)
+    first, grads = avals(state), dense_grads(x)
+    for _ in range(3):
+        x, state = train(grads, x, state)
+    assert train._cache_size() == 1
+    assert avals(state) == first
+
+
+def test_without_params():
+    x, tx = params(), stacked(optzoo.adam(0.1))
+    state = tx.init(x)
+    want = tx.update(dense_grads(x), state, x)
+    chex.assert_trees_all_equal(tx.update(dense_grads(x), state), want)
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        needs = stacked(optzoo.momentumw(0.1, 0.9, 0.1))
+        needs.update(dense_grads(x), needs.init(x))
