@@ -123,5 +123,6 @@ from .wrappers.accumulate import accumulate as accumulate
 from .wrappers.groups import groups as groups
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.multitask import multitask as multitask
+from .wrappers.stacked import stacked as stacked
 from .wrappers.variable_clipping import variable_clipping as variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay as decoupled_weight_decay

@@ -42,6 +42,7 @@ from .second_order.shampoo import blocked_shampoo, shampoo
 from .wrappers.accumulate import accumulate
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
+from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
 
@@ -140,6 +141,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "moving_average": Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
     "multitask": Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
+    "stacked": Wrapper(stacked, None),
     "variable_clipping": Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
 }
 

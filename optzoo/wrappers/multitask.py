@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked
 from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
 
 
@@ -48,13 +47,16 @@ def multitask(
         updates, new_state = inner.update(updates, state, params, **extra_args)
         updates = jax.tree.map(stop, live, updates)
         # For every array of the state whether it is that of a live parameter, or shared by all.
+        # Shampoo has several for a parameter and slot: their paths are longer.
+        lives = dict(jax.tree_util.tree_leaves_with_path(live))
+        ends = lambda path: range(len(path), -1, -1)
+        of_owner = lambda path, _: next(lives[path[:i]] for i in ends(path) if path[:i] in lives)
         live = optax.tree.map_params(
             inner.init,
-            lambda s, live: s if is_masked(s) else live,
+            lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots),
             state,
-            live,
             transform_non_params=lambda _: True,
-            is_leaf=is_masked,
+            is_leaf=lambda _: True,  # a whole tree of slots at once
         )
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)

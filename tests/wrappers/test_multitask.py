@@ -21,6 +21,8 @@ INNER = {
     "decayed": optzoo.decoupled_weight_decay(optzoo.adagrad(0.1), 0.5),
     "partition": optax.partition({"a": optzoo.nadam(0.1)}, {"table": "a", "layer": ("a", "a")}),
     "optax.adamw": optax.adamw(0.1),
+    "shampoo": optzoo.shampoo(0.1),  # several arrays for a parameter and slot
+    "packed": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", packed=True),
 }
 OURS = sorted(INNER.keys() - {"optax.adamw"})
 
