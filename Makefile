@@ -3,6 +3,7 @@
 # make test-full runs the long tests, too
 # make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
+# make bench  runs the benchmarks beside optax, and torch where it is; make bench-full stores them
 # make docs   rewrites what is generated in the pages
 
 VENV := .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 # Under CI on two cores, more workers only fight.
 WORKERS ?= 2
 
-.PHONY: race test test-full test-oldest colabs docs clean
+.PHONY: race test test-full test-oldest colabs bench bench-full docs clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
@@ -29,6 +30,12 @@ test-oldest:
 
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb
+
+bench: $(VENV)/race.installed
+	$(BIN)/python benchmarks/suite.py
+
+bench-full: $(VENV)/race.installed
+	$(BIN)/python benchmarks/suite.py --full
 
 docs: $(VENV)/dev.installed
 	$(BIN)/python -m tests.test_docs

@@ -13,7 +13,9 @@ import random
 import sys
 import time
 
-RESULTS = pathlib.Path(__file__).with_name("results")
+RESULTS = pathlib.Path(
+    os.environ.get("BENCHMARK_RESULTS", pathlib.Path(__file__).with_name("results"))
+)
 
 # Fresh memory is slow to touch on virtual machines, and users' programs run long: keep what was
 # freed. The C library reads this at its start, so start again.
@@ -113,6 +115,8 @@ def machine() -> dict[str, str]:
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
     versions = {m.__name__: m.__version__ for m in (jax, jaxlib, numpy, optax, optzoo)}
+    torch = sys.modules.get("torch")
+    versions |= {} if torch is None else {"torch": torch.__version__}
     return {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,

@@ -1,56 +1,122 @@
-"""An embedding table: our row-sparse steps beside optax.adam on the dense gradient, in one run.
+"""An embedding table: row-sparse steps beside their peers in optax and torch, in one run.
 
-    .venv/bin/python benchmarks/rows.py [--rows 1000000] [--width 64] [--ids 4096] [--rounds 15]
+    .venv/bin/python benchmarks/rows.py [--case "1M x 64"] [--rounds 15] [--save]
 
-The contenders take turns in a new order each round, with donated arguments and other ids. Prints
-the median and the least time of each, and the ratio of the medians to that of optax.adam.
+A case is a table and a number of ids a step, uniform or Zipf's with exponent 1.2. The contenders
+take turns in a new order each round, on one core, with donated arguments, other ids in each round,
+and repeated ids as they come. Prints the least time and the median of each, and the ratio of the
+least ones to that of our own ``lazy_adam``. torch is taken along where it is installed.
 """
 
 import argparse
+import importlib.util
 
 import harness
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-import optzoo
+harness.pin(1)
 
-USUAL = "optax.adam, dense gradient"
+import jax  # noqa: E402 (JAX and torch start their threads on the cores they find)
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import optzoo  # noqa: E402
+
+BATCHES = 16
+# Rows, width, ids, whether by Zipf's law; and whether the dense and the other peers run, too.
+CASES = {
+    "1M x 64": (1_000_000, 64, 4096, False, True),
+    "4M x 32": (4_000_000, 32, 4096, False, True),
+    "1M x 64, Zipf": (1_000_000, 64, 16384, True, False),
+    **{f"{n:,} x 32": (n, 32, 4096, False, False) for n in (100_000, 400_000, 1_000_000)},
+    **{f"1M x 64, {k:,} ids": (1_000_000, 64, k, False, False) for k in (256, 1024, 16384, 65536)},
+}
+MINE = "lazy_adam"
 
 
-def contenders():
+def ours(everything):
     """Name -> optimizer."""
+    usual = {MINE: optzoo.lazy_adam(1e-3), "adagrad": optzoo.adagrad(0.1)}
+    return (
+        usual
+        | {"row_wise_adagrad": optzoo.row_wise_adagrad(0.1)}
+        | (
+            {
+                "momentum": optzoo.momentum(0.1, 0.9),
+                "ftrl": optzoo.ftrl(0.1),
+                "gradient_descent": optzoo.gradient_descent(0.1),
+                "lazy_adam, 16 bits": optzoo.slots_dtype(
+                    optzoo.lazy_adam(1e-3), "bfloat16", stochastic=True, packed=True
+                ),
+                "optax.adam, dense": optax.chain(optzoo.densify(), optax.adam(1e-3)),
+                "optax.adagrad, dense": optax.chain(optzoo.densify(), optax.adagrad(0.1)),
+            }
+            if everything
+            else {}
+        )
+    )
+
+
+def of_torch(kind, ids, values, rows, **kwargs):
+    """A run of a torch optimizer on sparse gradients."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    x = torch.nn.Parameter(torch.zeros(rows, values.shape[1]))
+    values = torch.tensor(values)
+    grads = [torch.sparse_coo_tensor(torch.tensor(i)[None], values, x.shape) for i in ids]
+    optimizer = getattr(torch.optim, kind)([x], **kwargs)
+
+    def run(k):
+        x.grad = grads[k % len(grads)]
+        optimizer.step()
+
+    return run
+
+
+def measure(rows, width, ids, zipf, everything, rounds):
+    """Seconds of each contender."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(ids, width)).astype(np.float32)
+    draw = lambda: np.minimum(rng.zipf(1.2, ids), rows) - 1 if zipf else rng.integers(0, rows, ids)
+    batches = [draw().astype(np.int64) for _ in range(BATCHES)]
+    grads = [optzoo.SparseRows(jnp.int32(i), jnp.asarray(values), rows) for i in batches]
+    table = jnp.zeros((rows, width))
+    runs = {name: harness.contender(tx, table, grads)[0] for name, tx in ours(everything).items()}
+    if importlib.util.find_spec("torch"):
+        runs["torch SparseAdam"] = of_torch("SparseAdam", batches, values, rows, lr=1e-3)
+        runs["torch Adagrad, sparse"] = of_torch("Adagrad", batches, values, rows, lr=0.1)
+    seconds = harness.take_turns(runs, rounds)
     return {
-        USUAL: optax.chain(optzoo.densify(), optax.adam(1e-3)),
-        "lazy_adam": optzoo.lazy_adam(1e-3),
-        "adagrad": optzoo.adagrad(0.1),
-        "momentum": optzoo.momentum(0.1, 0.9),
-        "ftrl": optzoo.ftrl(0.1),
-        "gradient_descent": optzoo.gradient_descent(0.1),
+        name: {"least s": min(times), "median s": float(np.median(times))}
+        for name, times in seconds.items()
     }
 
 
 def main():
-    """Runs and prints."""
+    """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in {"rows": 1_000_000, "width": 64, "ids": 4096, "rounds": 15}.items():
-        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--case", choices=[*CASES, "all"], nargs="+", default=["1M x 64"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    values = jnp.asarray(rng.normal(size=(args.ids, args.width)), jnp.float32)
-    ids = (jnp.asarray(rng.integers(0, args.rows, args.ids), jnp.int32) for _ in range(16))
-    grads = [optzoo.SparseRows(i, values, args.rows) for i in ids]
-    table = jnp.zeros((args.rows, args.width))
-    runs = {name: harness.contender(tx, table, grads)[0] for name, tx in contenders().items()}
-    seconds = harness.take_turns(runs, args.rounds)
-    usual = np.median(seconds[USUAL])
-    print(f"{args.rows:,} x {args.width}, {args.ids:,} ids, {jax.devices()[0].device_kind}")
-    for name, times in seconds.items():
-        median, least = np.median(times), min(times)
-        print(
-            f"{name:28} {1e3 * median:9.3f} ms  least {1e3 * least:9.3f} ms  1/{usual / median:.1f}"
-        )
+    results = {}
+    for case in CASES if "all" in args.case else args.case:
+        rows, width, ids, zipf, everything = CASES[case]
+        found = results[case] = measure(rows, width, ids, zipf, everything, args.rounds)
+        print(f"{case}: {rows:,} x {width}, {ids:,} ids, {jax.devices()[0].device_kind}")
+        mine = found[MINE]["least s"]
+        for name, times in found.items():
+            least, median = times["least s"], times["median s"]
+            times["ratio of lazy_adam to it"] = mine / least
+            print(
+                f"  {name:24} least {1e3 * least:9.3f} ms  median {1e3 * median:9.3f} ms"
+                f"  lazy_adam / it {mine / least:.3f}",
+                flush=True,
+            )
+    if args.save:
+        harness.save("rows", {"cases": results})
 
 
 if __name__ == "__main__":

@@ -117,12 +117,13 @@ def measure(program, args, params, grads):
             f"({total / usual[3]:.2f}) {1e3 * run:9.2f} {1e3 * least:7.2f} "
             f"({run / usual[4]:.2f}, {least / usual[5]:.2f})"
         )
+    columns = ("trace s", "lower s", "compile s", "total s", "run s", "least s")
+    usual = rows[USUAL]
+    by_usual = lambda row: {
+        "compilation": row[3] / usual[3], "run": row[4] / usual[4], "least run": row[5] / usual[5]
+    }  # fmt: skip
     return {
-        name: dict(
-            zip(
-                ("trace s", "lower s", "compile s", "total s", "run s", "least s"), row, strict=True
-            )
-        )
+        name: {**dict(zip(columns, row, strict=True)), "ratios": by_usual(row)}
         for name, row in rows.items()
     }
 
