@@ -21,6 +21,7 @@ from jax.extend.source_info_util import summarize
 
 from .paths import is_masked, path_name
 from .rowwise import ELEMENTWISE
+from .slots import map_slot_trees
 from .stacks import Layout, places, stack
 
 # As good as their bodies.
@@ -150,13 +151,8 @@ def _of_state(inner: optax.GradientTransformation, state: Any, params: Any) -> l
         return treedef.unflatten(parts)
 
     with _told():
-        labels = optax.tree.map_params(
-            inner.init,
-            of_slot,
-            state,
-            transform_non_params=lambda _: _Label(None, ("shared", next(shared))),
-            is_leaf=lambda _: True,  # a whole tree of slots at once
-        )
+        of_shared = lambda _: _Label(None, ("shared", next(shared)))
+        labels = map_slot_trees(inner, of_slot, state, of_shared)
     return jax.tree.leaves(labels)
 
 

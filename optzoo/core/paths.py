@@ -1,5 +1,6 @@
 """Parameters named by their paths."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,15 @@ from .rows import is_gradient
 def path_name(path: Any) -> str:
     """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
+    """The entry of the longest beginning of a path; None if there is none.
+
+    A slot has the path of its parameter, or a longer one where a parameter has several arrays.
+    """
+    starts = (path[:end] for end in range(len(path), -1, -1))
+    return next((owners[start] for start in starts if start in owners), None)
 
 
 def is_masked(x: Any) -> bool:

@@ -102,12 +102,24 @@ def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
 
     The others (counts, powers, hyper-parameters) belong to the optimizer as a whole.
     """
+    mark = lambda slots: jax.tree.map(lambda _: True, slots)
+    return map_slot_trees(inner, mark, state, lambda _: False)
+
+
+def map_slot_trees(
+    inner: optax.GradientTransformation,
+    f: Callable[[Any], Any],
+    state: Any,
+    others: Callable[[Any], Any] | None = None,
+) -> Any:
+    """A state of ``inner`` with ``f`` of each tree of slots, and ``others`` of every other array.
+
+    Unlike :func:`map_slots` it finds them by ``inner``, whatever the state is made of, and shows
+    them as they are.
+    """
+    everything = lambda _: True  # a whole tree at once
     return optax.tree.map_params(
-        inner.init,
-        lambda s: s if is_masked(s) else True,
-        state,
-        transform_non_params=lambda _: False,
-        is_leaf=is_masked,
+        inner.init, f, state, transform_non_params=others, is_leaf=everything
     )
 
 

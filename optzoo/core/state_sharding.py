@@ -7,6 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .paths import path_name
+from .slots import map_slot_trees
 
 _MEND = (
     "Its init does not map over the parameters, as that of optax.flatten: take the shardings of "
@@ -56,13 +57,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     state = jax.eval_shape(tx.init, params)
     try:
-        return optax.tree.map_params(
-            tx.init,
-            lambda slots: jax.tree_util.tree_map_with_path(place, slots),
-            state,
-            transform_non_params=lambda _: everywhere,
-            is_leaf=lambda _: True,  # a whole tree of slots at once
-        )
+        of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots)
+        return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_MEND})")
         raise

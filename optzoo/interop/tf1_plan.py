@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from ..core.paths import path_name
+from ..core.paths import owner_of, path_name
 from ..core.replicas import ReplicaState
 from ..core.treewise import LeafwiseState
 from ..first_order.amsgrad import AMSGradSlots
@@ -164,8 +164,7 @@ def _columns(done: Plan, owners: Mapping[Path, str], path: Path, slots: Any):
     for field in slots._fields:
         for below, _ in jax.tree_util.tree_leaves_with_path(getattr(slots, field)):
             array = (*path, GetAttrKey("slots"), GetAttrKey(field), *below)
-            starts = (below[:end] for end in range(len(below), -1, -1))
-            owner = next((owners[start] for start in starts if start in owners), None)
+            owner = owner_of(below, owners)
             if owner is None:
                 done.homeless.append(path_name(array))
             else:

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.paths import owner_of
 from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
+from ..core.slots import map_slot_trees
 
 
 def multitask(
@@ -49,15 +51,9 @@ def multitask(
         # For every array of the state whether it is that of a live parameter, or shared by all.
         # Shampoo has several for a parameter and slot: their paths are longer.
         lives = dict(jax.tree_util.tree_leaves_with_path(live))
-        ends = lambda path: range(len(path), -1, -1)
-        of_owner = lambda path, _: next(lives[path[:i]] for i in ends(path) if path[:i] in lives)
-        live = optax.tree.map_params(
-            inner.init,
-            lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots),
-            state,
-            transform_non_params=lambda _: True,
-            is_leaf=lambda _: True,  # a whole tree of slots at once
-        )
+        of_owner = lambda path, _: owner_of(path, lives)
+        of_slots = lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots)
+        live = map_slot_trees(inner, of_slots, state, lambda _: True)
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)
 

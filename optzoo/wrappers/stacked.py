@@ -12,6 +12,7 @@ from ..core.checks import check_size
 from ..core.elementwise import check_elementwise
 from ..core.paths import check_marks, marked, path_name
 from ..core.rows import is_rows
+from ..core.slots import map_slot_trees
 from ..core.stacks import Layout, layout_of, places, stack, unstack
 
 
@@ -136,7 +137,7 @@ def _restacked(inner: optax.GradientTransformation, state: Any, layout: Layout) 
     if layout_of(state) == layout:
         return state
     restack = lambda tree: stack(unstack(tree), layout)
-    return optax.tree.map_params(inner.init, restack, state, is_leaf=lambda _: True)
+    return map_slot_trees(inner, restack, state)
 
 
 def _check_not_sharded(params: Any, layout: Layout) -> None:
