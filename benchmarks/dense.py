@@ -28,17 +28,17 @@ ROOF_BYTES = 12
 
 
 def resnet50():
-    """The shapes of its 161 parameters: 25.6 million."""
-    shapes, width = [(64, 3, 7, 7), (64,), (64,)], 64
+    """The shapes of its 161 parameters, 25.6 million; kernels as JAX has them, channels last."""
+    shapes, width = [(7, 7, 3, 64), (64,), (64,)], 64
     for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
         for block in range(blocks):
-            convolutions = [(inner, width, 1, 1), (inner, inner, 3, 3), (4 * inner, inner, 1, 1)]
+            convolutions = [(1, 1, width, inner), (3, 3, inner, inner), (1, 1, inner, 4 * inner)]
             if block == 0:
-                convolutions.append((4 * inner, width, 1, 1))
+                convolutions.append((1, 1, width, 4 * inner))
             for shape in convolutions:
-                shapes += [shape, shape[:1], shape[:1]]
+                shapes += [shape, shape[3:], shape[3:]]
             width = 4 * inner
-    return [*shapes, (1000, 2048), (1000,)]
+    return [*shapes, (2048, 1000), (1000,)]
 
 
 def transformer(layers=12, width=512, words=8000):

@@ -61,7 +61,8 @@ def _by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]
     nobody = jnp.full_like(places, -1)
     elected, _ = jax.lax.while_loop(lambda c: jnp.any(c[0] < 0), elect, (nobody, jnp.uint32(0)))
     summed = jnp.zeros_like(values).at[elected].add(values)
-    return jnp.where(elected == own, places, num_rows), summed
+    # Not by jnp.where: XLA would make that anew for each element of the rows it is used for.
+    return jnp.full_like(places, num_rows).at[elected].set(places), summed
 
 
 def _by_sort(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:

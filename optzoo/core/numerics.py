@@ -38,3 +38,13 @@ def divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
 def norm(a: Array) -> Array:
     """The Euclidean norm of all elements."""
     return jnp.sqrt(jnp.sum(a**2))
+
+
+def after(a: Array, other: Array) -> Array:
+    """``a``, which is not negative, as something to be had only when ``other`` is there.
+
+    Where ``a`` is a slot that takes its new value in its own memory, whatever else needs the old
+    one must come before. XLA copies the slot unless the order follows from the data, and no
+    ``optimization_barrier`` tells it.
+    """
+    return jnp.where(jnp.isnan(other), jnp.abs(a), a)

@@ -18,6 +18,7 @@ _MEND = (
     "put optzoo.densify() in front of a transformation that does not know rows, "
     "or wrap a stateless one in optzoo.on_values"
 )
+_DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
 class _SpeaksInErrors(type):
@@ -113,8 +114,9 @@ class SparseRows(metaclass=_SpeaksInErrors):
             )
             return SparseRows(indices, values, self.num_rows)
         dense = jnp.asarray(other)
-        return dense.at[self._places()].add(
-            self.values.astype(dense.dtype), mode="drop", unique_indices=self.coalesced
+        places = dense.at[self._integers()]
+        return places.add(
+            self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced
         )
 
     __radd__ = __add__
@@ -128,12 +130,12 @@ class SparseRows(metaclass=_SpeaksInErrors):
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if self.num_rows == 0:
             return jnp.zeros((*self.indices.shape, *dense.shape[1:]), dense.dtype)
-        return jnp.take(dense, self._places(), axis=0, mode="clip")
+        return jnp.take(dense, self._integers(), axis=0, mode="clip")
 
     def scatter(self, dense: Array, rows: Array) -> Array:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
         rows = rows.astype(dense.dtype)
-        return dense.at[self._places()].set(rows, mode="drop", unique_indices=True)
+        return dense.at[self._integers()].set(rows, **_DROP, unique_indices=True)
 
     def drop_padding(self) -> "SparseRows":
         """Zero values wherever the index is padding, whatever stood there."""
@@ -153,10 +155,14 @@ class SparseRows(metaclass=_SpeaksInErrors):
         places, values = merge(given._places(), widen(given.values), self.num_rows, deterministic)
         return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
 
+    def _integers(self) -> Array:
+        """The indices in a dtype wide enough for ``num_rows``."""
+        i = jnp.asarray(self.indices)
+        return i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
+
     def _places(self) -> Array:
         """The indices, with all that is out of range moved to the padding slot."""
-        i = jnp.asarray(self.indices)
-        i = i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
+        i = self._integers()
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
 
 

@@ -28,8 +28,11 @@ def scale_by_adadelta(
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
-        step = divide(jnp.sqrt(s.accum_update + eps), jnp.sqrt(accum + eps), eps) * g
-        return step, AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step**2)
+        step2 = divide(s.accum_update + eps, accum + eps, eps) * g**2
+        accum_update = rho * s.accum_update + (1 - rho) * step2
+        # The step from the new accum_update: beside it, the old one would have to be copied.
+        ratio = divide(accum_update + rho * eps, rho * (accum + eps) + (1 - rho) * g**2, eps)
+        return jnp.sqrt(ratio) * g, AdadeltaSlots(accum, accum_update)
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 

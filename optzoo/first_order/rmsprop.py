@@ -12,24 +12,45 @@ from ..core.treewise import Slot
 
 
 class RMSPropSlots(NamedTuple):
-    """What plain RMSProp keeps."""
+    """What RMSProp keeps."""
 
     rms: Slot  # mean of the squared gradient
     momentum: Slot  # decaying sum of the steps
 
 
 class CenteredRMSPropSlots(NamedTuple):
-    """What centered RMSProp keeps."""
+    """What it keeps to divide by the standard deviation."""
 
-    rms: Slot  # mean of the squared gradient
+    rms: Slot
     mg: Slot  # mean of the gradient
-    momentum: Slot  # decaying sum of the steps
+    momentum: Slot
+
+
+class PlainRMSPropSlots(NamedTuple):
+    """What it keeps without momentum."""
+
+    rms: Slot
+
+
+class PlainCenteredRMSPropSlots(NamedTuple):
+    """What it keeps without momentum to divide by the standard deviation."""
+
+    rms: Slot
+    mg: Slot
+
+
+_SLOTS = {
+    frozenset(kind._fields): kind
+    for kind in (
+        RMSPropSlots, CenteredRMSPropSlots, PlainRMSPropSlots, PlainCenteredRMSPropSlots
+    )
+}  # fmt: skip
 
 
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule,
     decay: float = 0.9,
-    momentum: float = 0.0,
+    momentum: float | None = 0.0,
     eps: float = 1e-10,
     centered: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,7 +70,8 @@ def rmsprop(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).
-        momentum: :math:`\mu`, at least 0.
+        momentum: :math:`\mu`, at least 0. None is 0 without the slot: the same steps with half
+            the state. The original keeps the slot, so its checkpoints need a number.
         eps: :math:`\epsilon`, inside the root, at least 0.
         centered: divide by the standard deviation instead of the root of the mean square.
             Structural: it cannot be injected.
@@ -70,21 +92,21 @@ def rmsprop(
     """
     check_rate(learning_rate)
     [decay] = check_decays(decay=decay)
-    check_not_negative(momentum=momentum, eps=eps)
+    check_not_negative(momentum=0 if momentum is None else momentum, eps=eps)
+    slots = {"rms": full(1)}
+    slots |= {"mg": zeros} if centered else {}
+    slots |= {} if momentum is None else {"momentum": zeros}
+    Slots = _SLOTS[frozenset(slots)]
 
-    def plain(g, x, s, t, learning_rate):
-        rms = decay * s.rms + (1 - decay) * g**2
-        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(rms + eps), eps)
-        return -step, RMSPropSlots(rms, step)
+    def rule(g, x, s, t, learning_rate):
+        new = {"rms": decay * s.rms + (1 - decay) * g**2}
+        mean_square = new["rms"]
+        if centered:
+            new["mg"] = decay * s.mg + (1 - decay) * g
+            mean_square = jnp.maximum(mean_square - new["mg"] ** 2, 0)
+        step = learning_rate * divide(g, jnp.sqrt(mean_square + eps), eps)
+        if momentum is not None:
+            step = new["momentum"] = momentum * s.momentum + step
+        return -step, Slots(**new)
 
-    def around_mean(g, x, s, t, learning_rate):
-        rms = decay * s.rms + (1 - decay) * g**2
-        mg = decay * s.mg + (1 - decay) * g
-        variance = jnp.maximum(rms - mg**2, 0)
-        step = momentum * s.momentum + learning_rate * divide(g, jnp.sqrt(variance + eps), eps)
-        return -step, CenteredRMSPropSlots(rms, mg, step)
-
-    rule, slots = plain, RMSPropSlots(rms=full(1), momentum=zeros)
-    if centered:
-        rule, slots = around_mean, CenteredRMSPropSlots(rms=full(1), mg=zeros, momentum=zeros)
-    return leafwise(rule, slots=slots, scheduled={"learning_rate": learning_rate})
+    return leafwise(rule, slots=Slots(**slots), scheduled={"learning_rate": learning_rate})

@@ -7,7 +7,7 @@ import optax
 
 from ..core.checks import check, check_not_negative, check_positive, check_rate
 from ..core.leafwise import full, leafwise, zeros
-from ..core.numerics import divide
+from ..core.numerics import after, divide
 from ..core.treewise import Slot
 from .shrink import soft_threshold
 
@@ -83,9 +83,9 @@ def ftrl(
         return jnp.sqrt(n) if usual else n**-learning_rate_power
 
     def rule(g, x, s, t, learning_rate):
-        accum = s.accum + g**2
-        sigma = (to_rate(accum) - to_rate(s.accum)) / learning_rate
+        sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
+        accum = after(s.accum, linear) + g**2
         quadratic = to_rate(accum) / learning_rate + 2 * l2
         new = divide(-soft_threshold(linear, l1), quadratic)
         return new - x, FtrlSlots(accum, linear)
