@@ -45,6 +45,9 @@ def ours(everything):
                 "momentum": optzoo.momentum(0.1, 0.9),
                 "ftrl": optzoo.ftrl(0.1),
                 "gradient_descent": optzoo.gradient_descent(0.1),
+                "lazy_adam, packed": optzoo.slots_dtype(
+                    optzoo.lazy_adam(1e-3), "float32", packed=True
+                ),
                 "lazy_adam, 16 bits": optzoo.slots_dtype(
                     optzoo.lazy_adam(1e-3), "bfloat16", stochastic=True, packed=True
                 ),

@@ -1,8 +1,8 @@
-"""Slots of 16 bits: two of them in one word of 32, rounded at random.
+"""Slots side by side: two of 16 bits in a word of 32, two of 32 or 64 bits in a complex number.
 
-What lies in the state says of itself whether it is packed: where two slots of a parameter share
-words, the words are in the place of the first, and in that of the second stands one of the empty
-tuples below.
+Those of 16 bits may be rounded at random. What lies in the state says of itself whether it is
+packed: where two slots of a parameter share words, the words are in the place of the first, and in
+that of the second stands one of the empty tuples below.
 """
 
 import zlib
@@ -38,8 +38,21 @@ class UpperFloat16(NamedTuple):
     """In the place of a slot in float16 that is the upper half of the words before it."""
 
 
-_UPPER = dict(zip(DTYPES, (UpperBfloat16, UpperFloat16), strict=True))
+class ImaginaryFloat32(NamedTuple):
+    """In the place of a slot in float32 that is the imaginary part of the words before it."""
+
+
+class ImaginaryFloat64(NamedTuple):
+    """In the place of a slot in float64 that is the imaginary part of the words before it."""
+
+
+_IN_COMPLEX = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
+PACKABLE = (*DTYPES, *_IN_COMPLEX)
+_UPPER = dict(
+    zip(PACKABLE, (UpperBfloat16, UpperFloat16, ImaginaryFloat32, ImaginaryFloat64), strict=True)
+)
 _DTYPE_OF = {upper: dtype for dtype, upper in _UPPER.items()}
+_WORDS = tuple(map(jnp.dtype, (jnp.uint32, jnp.complex64, jnp.complex128)))
 
 
 class Stored(NamedTuple):
@@ -56,17 +69,17 @@ class Stored(NamedTuple):
 # Of a named tuple of arrays, or of trees of arrays.
 
 
-def pack(slots: Any) -> Any:
-    """Two slots in one where they have 16 bits, the same dtype and the same shapes."""
+def pack(slots: Any, dtype: DTypeLike) -> Any:
+    """Two slots in one where they have this dtype, one of ``PACKABLE``, and the same shapes."""
     trees, free = list(slots), []
     for j, tree in enumerate(trees):
-        if _half_dtype(tree) is None:
+        if {jnp.dtype(a.dtype) for a in jax.tree.leaves(tree)} != {jnp.dtype(dtype)}:
             continue
         partners = [i for i in free if _avals(trees[i]) == _avals(tree)]
         if not partners:
             free.append(j)
             continue
-        i, upper = partners[-1], _UPPER[_half_dtype(tree)]
+        i, upper = partners[-1], _UPPER[jnp.dtype(dtype)]
         trees[i] = jax.tree.map(lambda a, b: _words(a, b, a.dtype), trees[i], tree)
         trees[j] = jax.tree.map(lambda _, upper=upper: upper(), tree)
         free = []  # no other words come between two that belong together
@@ -79,8 +92,8 @@ def unpack(slots: Any) -> Any:
     for i, j in _pairs(slots):
         words, uppers = slots[i], slots[j]
         trees[i], trees[j] = (
-            jax.tree.map(lambda w, u, n=n: _half(w, n, _DTYPE_OF[type(u)]), words, uppers)
-            for n in (0, 16)
+            jax.tree.map(lambda w, u, n=n: _part(w, n, _DTYPE_OF[type(u)]), words, uppers)
+            for n in (0, 1)
         )
     return type(slots)._make(trees)
 
@@ -108,18 +121,12 @@ def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
     for j, tree in enumerate(slots):
         if any(map(_is_upper, jax.tree.leaves(tree, is_leaf=_is_upper))):
             yield words, j
-        elif any(getattr(a, "dtype", None) == jnp.uint32 for a in jax.tree.leaves(tree)):
+        elif any(getattr(a, "dtype", None) in _WORDS for a in jax.tree.leaves(tree)):
             words = j
 
 
 def _is_upper(x: Any) -> bool:
     return type(x) in _DTYPE_OF
-
-
-def _half_dtype(tree: Any) -> Any:
-    """The dtype of 16 bits that all arrays of a tree have, or None."""
-    dtypes = {jnp.dtype(a.dtype) for a in jax.tree.leaves(tree)}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(DTYPES) else None
 
 
 def _avals(tree: Any) -> Any:
@@ -133,14 +140,19 @@ def _words(lower: Any, upper: Any, dtype: DTypeLike) -> Any:
             return lax.bitcast_convert_type(a, jnp.uint32) >> np.uint32(16)
         return lax.bitcast_convert_type(a.astype(dtype), jnp.uint16).astype(jnp.uint32)
 
-    join = lambda a, b: bits(a) | bits(b) << np.uint32(16)
+    if dtype in _IN_COMPLEX:
+        join = lambda a, b: lax.complex(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+    else:
+        join = lambda a, b: bits(a) | bits(b) << np.uint32(16)
     is_abstract = isinstance(lower, jax.ShapeDtypeStruct)
     return jax.eval_shape(join, lower, upper) if is_abstract else join(lower, upper)
 
 
-def _half(words: Any, shift: int, dtype: DTypeLike) -> Any:
-    part = lambda w: (jnp.asarray(w) >> np.uint32(shift)).astype(jnp.uint16)
-    cut = lambda w: lax.bitcast_convert_type(part(w), dtype)
+def _part(words: Any, n: int, dtype: DTypeLike) -> Any:
+    half = lambda w: (jnp.asarray(w) >> np.uint32(16 * n)).astype(jnp.uint16)
+    cut = lambda w: lax.bitcast_convert_type(half(w), dtype)
+    if dtype in _IN_COMPLEX:
+        cut = jnp.imag if n else jnp.real
     return jax.eval_shape(cut, words) if isinstance(words, jax.ShapeDtypeStruct) else cut(words)
 
 

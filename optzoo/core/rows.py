@@ -115,9 +115,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
             return SparseRows(indices, values, self.num_rows)
         dense = jnp.asarray(other)
         places = dense.at[self._integers()]
-        return places.add(
-            self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced
-        )
+        return places.add(self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced)
 
     __radd__ = __add__
 

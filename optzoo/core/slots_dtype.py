@@ -8,7 +8,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .checks import check_size
-from .half_slots import pack
+from .half_slots import PACKABLE, pack
 from .stochastic_rounding import DTYPES
 from .treewise import LeafwiseState
 
@@ -38,18 +38,22 @@ def slots_dtype(
     ``vmap``, sharded or not, rows or dense. Within ``shard_map`` places count from the start of
     each part. The state holds no key; with or without, it is the same.
 
-    ``packed`` keeps two slots of a parameter in one array of 32-bit words: ``m`` and ``v`` of
-    Adam. On the CPU it is much the faster way. There, XLA scatters rows of 16 bits by way of a
-    float32 copy of the whole array, but words in place. A slot without a partner of its shape
-    stays as it is. :func:`optzoo.get_slot` and :func:`optzoo.set_slot` see each slot by itself.
+    ``packed`` keeps two slots of a parameter, ``m`` and ``v`` of Adam, in one array: of 32-bit
+    words if they have 16 bits, else of complex numbers. On the CPU words are much the faster way.
+    There, XLA scatters rows of 16 bits by way of a float32 copy of the whole array, but words in
+    place. Complex numbers halve the rows that a sparse update looks up, which is most of its time
+    (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``); with dense gradients XLA copies
+    them at every step. A slot without a partner of its shape stays as it is.
+    :func:`optzoo.get_slot` and :func:`optzoo.set_slot` see each slot by itself.
 
-    With either option, updates are computed from the slots as they are kept if these are in
-    bfloat16, and before they are rounded if in float16.
+    With either option and 16 bits, updates are computed from the slots as they are kept if these
+    are in bfloat16, and before they are rounded if in float16.
 
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
             within optax's chains, masks and wrappers.
-        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with the options.
+        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with ``stochastic``, these,
+            ``"float32"`` or ``"float64"`` with ``packed``.
         stochastic: round at random.
         packed: two slots in one array. It decides about the structure of the state.
         seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
@@ -66,10 +70,10 @@ def slots_dtype(
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
-    if (stochastic or packed) and jnp.dtype(dtype) not in DTYPES:
-        raise ValueError(
-            f"dtype must be bfloat16 or float16 with stochastic or packed, got {dtype!r}"
-        )
+    if stochastic and jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
+    if packed and jnp.dtype(dtype) not in PACKABLE:
+        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
     extra = {"rounding_seed": check_size(seed=seed)} if stochastic else {}
     inner = optax.with_extra_args_support(inner)
     is_ours = lambda s: isinstance(s, LeafwiseState)
@@ -84,7 +88,10 @@ def slots_dtype(
         # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
         wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
         state = jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
-        return jax.tree.map(_packed, state, is_leaf=is_ours) if packed else state
+        if not packed:
+            return state
+        by_two = lambda s: s._replace(slots=pack(s.slots, dtype)) if is_ours(s) else s
+        return jax.tree.map(by_two, state, is_leaf=is_ours)
 
     def update(updates, state, params=None, **extra_args):
         return inner.update(updates, state, params, **{**extra, **extra_args})
@@ -105,7 +112,3 @@ def _with_slots_of(state: Any, wanted: Any) -> Any:
     finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
     of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
     return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))
-
-
-def _packed(state: Any) -> Any:
-    return state._replace(slots=pack(state.slots)) if isinstance(state, LeafwiseState) else state

@@ -1,6 +1,6 @@
 """RMSProp, plain or centered, with momentum."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -39,7 +39,7 @@ class PlainCenteredRMSPropSlots(NamedTuple):
     mg: Slot
 
 
-_SLOTS = {
+_SLOTS: dict[frozenset[str], Any] = {
     frozenset(kind._fields): kind
     for kind in (
         RMSPropSlots, CenteredRMSPropSlots, PlainRMSPropSlots, PlainCenteredRMSPropSlots

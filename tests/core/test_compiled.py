@@ -81,3 +81,20 @@ def test_touched_rows_are_updated_in_place(name):
     for _ in range(2):
         table, state = train(table, state, *rows)
         assert where(table, state) == before
+
+
+FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_a_dense_step_copies_nothing(name):
+    """Slots are overwritten in place, and no array of the parameter's size is made for a while."""
+    tx = CATALOG[name].make()
+
+    def step(x, state, grads):
+        updates, state = tx.update(grads, state, x, global_step=0)
+        return optax.apply_updates(x, updates), state
+
+    x = jnp.ones((100, 1000))
+    train = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
+    assert train.memory_analysis().temp_size_in_bytes < 0.01 * x.nbytes

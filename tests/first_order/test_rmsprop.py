@@ -33,3 +33,14 @@ def test_momentum_keeps_the_rate_of_its_time():
     path = trajectory(tx, jnp.zeros(2), lambda _, g: g, grads)
     np.testing.assert_allclose(path[1], 1.5 * path[0], rtol=1e-6)
     np.testing.assert_allclose(path[2], 1.75 * path[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_no_momentum_is_momentum_of_zero_without_its_slot(centered):
+    grads = jnp.stack([G, -G, 0 * G, 2 * G])
+    none, zero = (
+        optzoo.rmsprop(0.1, momentum=momentum, centered=centered) for momentum in (None, 0.0)
+    )
+    path = lambda tx: trajectory(tx, jnp.zeros(2), lambda _, g: g, grads)
+    np.testing.assert_allclose(path(none), path(zero), rtol=1e-6)
+    assert {*none.init(G).slots._fields} == {*zero.init(G).slots._fields} - {"momentum"}
