@@ -4,6 +4,7 @@
 # make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
 # make bench  runs the benchmarks beside optax, and torch where it is; make bench-full stores them
+#             (make docs then puts them into docs/performance.md)
 # make docs   rewrites what is generated in the pages
 
 VENV := .venv

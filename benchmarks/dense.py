@@ -5,7 +5,8 @@
 All contenders of an optimizer take turns in one run, in a new order each round, on one core, with
 donated arguments. The roof is an axpy in place: 12 bytes for each parameter. An optimizer that must
 move more bytes has so much more of it: gradients are read, parameters and slots read and written.
-Prints least times in ns per parameter and their ratios. torch is taken along where it is installed.
+Prints least times in ns per parameter, and their ratios, those of medians in parentheses. torch is
+taken along where it is installed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import harness
 harness.pin(1)
 
 import functools  # noqa: E402 (JAX and torch start their threads on the cores they find)
+import statistics  # noqa: E402
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -23,6 +25,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import optzoo  # noqa: E402
+from optzoo.testing.samples import with_global_step  # noqa: E402
 
 ROOF_BYTES = 12
 
@@ -71,6 +74,16 @@ PEERS = {
     ),
     "adagrad": (optzoo.adagrad(1e-2), optax.adagrad(1e-2), ("Adagrad", {})),
     "rmsprop": (optzoo.rmsprop(1e-3), optax.rmsprop(1e-3), ("RMSprop", {})),
+    "rmsprop, momentum=None": (
+        optzoo.rmsprop(1e-3, momentum=None),
+        optax.rmsprop(1e-3),
+        ("RMSprop", {}),
+    ),
+    "rmsprop, momentum=0.9": (
+        optzoo.rmsprop(1e-3, momentum=0.9),
+        optax.rmsprop(1e-3, momentum=0.9),
+        ("RMSprop", {"momentum": 0.9}),
+    ),
     "adadelta": (optzoo.adadelta(1e-3), optax.adadelta(1e-3, 0.95, 1e-8), ("Adadelta", {})),
     "nadam": (optzoo.nadam(1e-3), optax.nadam(1e-3), ("NAdam", {})),
     "adamax": (optzoo.adamax(1e-3), optax.adamax(1e-3), ("Adamax", {})),
@@ -81,11 +94,7 @@ PEERS = {
     ),
     "lars": (optzoo.lars(1e-3), optax.lars(1e-3, 1e-4), None),
 }
-WITHOUT_PEER = [
-    "add_sign", "power_sign", "ftrl", "proximal_adagrad", "proximal_gradient_descent",
-    "adagrad_da", "reg_adagrad", "lazy_adam", "momentumw", "neural_optimizer1",
-    "grad_variance_scaled", "normalized_sgd", "custom_adam", "row_wise_adagrad",
-]  # fmt: skip
+OF_CATALOG = {name: e for name, e in optzoo.CATALOG.items() if e.family != "second_order"}
 FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
 
 
@@ -95,12 +104,16 @@ def arrays(shapes, seed):
     return [random.standard_normal(shape, np.float32) * 0.1 for shape in shapes]
 
 
-def ours(tx, params, grads):
-    """A run of a transformation, and the bytes that it must move for each parameter."""
-    run, about = harness.contender(
-        tx, list(map(jnp.asarray, params)), [list(map(jnp.asarray, grads))]
-    )
-    return run, 3 * 4 + 2 * about["state bytes per parameter"]
+def in_jax(tx, params, grads):
+    """A run of a transformation, and what is known of its program."""
+    return harness.contender(tx, list(map(jnp.asarray, params)), [list(map(jnp.asarray, grads))])
+
+
+def without_peer(name):
+    """The optimizer of the catalogue."""
+    entry = OF_CATALOG[name]
+    factory = with_global_step(entry.factory) if entry.needs_global_step else entry.factory
+    return factory(entry.rate, **entry.required)
 
 
 def of_torch(kind, kwargs, params, grads, **how):
@@ -108,11 +121,18 @@ def of_torch(kind, kwargs, params, grads, **how):
     import torch
 
     torch.set_num_threads(1)
-    xs = [torch.nn.Parameter(torch.tensor(x)) for x in params]
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    xs = [torch.nn.Parameter(torch.tensor(x, device=device)) for x in params]
     for x, g in zip(xs, grads, strict=True):
-        x.grad = torch.tensor(g)
+        x.grad = torch.tensor(g, device=device)
     optimizer = getattr(torch.optim, kind)(xs, lr=1e-3, **kwargs, **how)
-    return lambda k: optimizer.step()
+
+    def run(k):
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def roof(params, grads):
@@ -129,13 +149,13 @@ def roof(params, grads):
 
 
 def measure(name, shapes, rounds):
-    """Least and median seconds of each contender, and the bytes ours must move per parameter."""
+    """Least and median seconds of each contender, ratios, and what is known of the programs."""
     params, grads = arrays(shapes, 0), arrays(shapes, 1)
-    tx, of_optax, torchs = PEERS.get(name) or (optzoo.CATALOG[name].make(), None, None)
-    contenders = {"roof": roof(params, grads)}
-    contenders["optzoo"], moved = ours(tx, params, grads)
-    if of_optax is not None:
-        contenders["optax"], _ = ours(of_optax, params, grads)
+    tx, of_optax, torchs = PEERS[name] if name in PEERS else (without_peer(name), None, None)
+    contenders, about = {"roof": roof(params, grads)}, {}
+    for who, transformation in {"optzoo": tx, "optax": of_optax}.items():
+        if transformation is not None:
+            contenders[who], about[who] = in_jax(transformation, params, grads)
     if torchs is not None and importlib.util.find_spec("torch"):
         kind, kwargs = torchs
         make = functools.partial(of_torch, kind, kwargs, params, grads)
@@ -143,46 +163,45 @@ def measure(name, shapes, rounds):
         if kind in FUSED:
             contenders["torch fused"] = make(fused=True)
     seconds = harness.take_turns(contenders, rounds)
-    found = {
-        k: {"least s": min(times), "median s": float(np.median(times))}
-        for k, times in seconds.items()
-    }
-    return {"bytes per parameter": moved, "seconds": found}
+    moved = 3 * 4 + 2 * about["optzoo"]["state bytes per parameter"]
+    result = {"bytes per parameter": moved, "programs": about}
+    for kind, of_all in {"least": min, "median": statistics.median}.items():
+        result[f"{kind} s"] = {who: of_all(times) for who, times in seconds.items()}
+        result[f"ratios of {kind}"] = ratios(result[f"{kind} s"], moved)
+    return result
 
 
-def ratios(result):
-    """Ours by each other, in least times; and by the roof of the bytes that it must move."""
-    least = {k: v["least s"] for k, v in result["seconds"].items()}
-    roofs = least.pop("roof") * result["bytes per parameter"] / ROOF_BYTES
-    mine = least.pop("optzoo")
-    return {"roof": mine / roofs} | {k: mine / v for k, v in least.items()}
+def ratios(seconds, moved):
+    """Ours by each other; and by the roof of the bytes that it must move."""
+    others = {**seconds, "roof": seconds["roof"] * moved / ROOF_BYTES}
+    mine = others.pop("optzoo")
+    return {who: mine / theirs for who, theirs in others.items()}
 
 
 def main():
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, nargs="+", default=["resnet50"])
-    parser.add_argument("--only", nargs="+", default=[*PEERS, *WITHOUT_PEER])
+    parser.add_argument("--only", nargs="+", help="all on resnet50, those with peers elsewhere")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    results = {}
+    results, sizes = {}, {}
     for case in args.case:
         shapes = CASES[case]
-        size = sum(int(np.prod(shape)) for shape in shapes)
+        size = sizes[case] = sum(int(np.prod(shape)) for shape in shapes)
         print(f"{case}: {len(shapes)} arrays, {size:,} parameters")
         results[case] = {}
-        for name in args.only:
-            result = measure(name, shapes, args.rounds)
-            result["ratios"] = ratios(result)
-            results[case][name] = result
-            times = "  ".join(
-                f"{k} {1e9 * v['least s'] / size:.3f}" for k, v in result["seconds"].items()
+        for name in args.only or {**PEERS, **(OF_CATALOG if case == "resnet50" else {})}:
+            result = results[case][name] = measure(name, shapes, args.rounds)
+            times = "  ".join(f"{k} {1e9 * v / size:.3f}" for k, v in result["least s"].items())
+            medians = result["ratios of median"]
+            by = "  ".join(
+                f"/{k} {v:.2f} ({medians[k]:.2f})" for k, v in result["ratios of least"].items()
             )
-            by = "  ".join(f"/{k} {v:.2f}" for k, v in result["ratios"].items())
             print(f"  {name:26} {times}   {by}", flush=True)
     if args.save:
-        harness.save("dense", {"cases": results})
+        harness.save("dense", {"parameters": sizes, "cases": results})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Many small parameters: optimizers as they are and in stacks, beside optax.adam, in one run.
 
-    .venv/bin/python benchmarks/small_leaves.py [--leaves 1000] [--shape 10,10] [--rounds 21]
-        [--steps 20] [--members 16]
+    .venv/bin/python benchmarks/small_leaves.py [--case "1,000 of 10 x 10"] [--rounds 21]
+        [--steps 20] [--members 16] [--save]
 
 The contenders are compiled in turns, three times each, and take turns in a new order each round,
 on one core, with donated arguments. Two programs: an update alone, which passes all parameters and
 gradients in and out, and ``--steps`` training steps in a scan, in which the gradients are made.
-Prints medians, and their ratios to those of optax.adam.
+Prints medians, and their ratios to those of optax.adam. With the update alone goes torch's Adam,
+where it is installed, and ``optax.sgd``: little but the passing of arrays.
 """
 
 import argparse
+import importlib.util
 
 import harness
 
@@ -28,6 +30,7 @@ from optzoo.wrappers.stacked import stacked  # noqa: E402
 
 USUAL = "optax.adam"
 COMPILATIONS = 3
+CASES = {"1,000 of 10 x 10": (1000, (10, 10)), "100 of 10": (100, (10,))}
 
 
 def contenders(members):
@@ -37,6 +40,7 @@ def contenders(members):
         "stacked optax.adam": lambda: stacked(optax.adam(1e-3), max_members=members),
         "adam": lambda: optzoo.adam(1e-3),
         "stacked adam": lambda: stacked(optzoo.adam(1e-3), max_members=members),
+        "optax.sgd": lambda: optax.sgd(1e-3),
     }
 
 
@@ -89,6 +93,18 @@ def build(make, program, steps, params, grads):
     return run, [b - a for a, b in itertools.pairwise(times)], len(jax.tree.leaves(state))
 
 
+def of_torch(params, grads, **how):
+    """A run of torch's Adam."""
+    import torch
+
+    torch.set_num_threads(1)
+    xs = [torch.nn.Parameter(torch.tensor(np.asarray(x))) for x in params.values()]
+    for x, g in zip(xs, grads.values(), strict=True):
+        x.grad = torch.tensor(np.asarray(g))
+    optimizer = torch.optim.Adam(xs, lr=1e-3, **how)
+    return lambda k: optimizer.step()
+
+
 def measure(program, args, params, grads):
     """Prints a table for a program."""
     makers = contenders(args.members)
@@ -98,54 +114,51 @@ def measure(program, args, params, grads):
             built = build(makers[name], program, args.steps, params, grads)
             runs[name], took, arrays[name] = built
             seconds[name].append(took)
-    steps = harness.take_turns(runs, args.rounds)
-    rows = {
-        name: [
-            *np.median(seconds[name], axis=0),
-            np.median(np.sum(seconds[name], axis=1)),
-            np.median(steps[name]),
-            min(steps[name]),
-        ]
-        for name in makers
-    }
+    torchs = {}
+    if program is update_alone and importlib.util.find_spec("torch"):
+        for how in ("foreach", "fused"):
+            torchs[f"torch {how}"] = of_torch(params, grads, **{how: True})
+    steps = harness.take_turns(runs | torchs, args.rounds)
+    results = {}
+    for name, times in steps.items():
+        result = results[name] = {"run s": float(np.median(times)), "least run s": min(times)}
+        if name in seconds:
+            trace, lower, compile_ = np.median(seconds[name], axis=0)
+            total = float(np.median(np.sum(seconds[name], axis=1)))
+            result |= {"trace s": trace, "lower s": lower, "compile s": compile_, "all s": total}
+            result |= {"arrays of state": arrays[name]}
     print(f"\n{program.__doc__.splitlines()[0]}")
-    print(f"{'':20} arrays   trace   lower compile   total           run ms   least")
-    for name, (trace, lower, compile_, total, run, least) in rows.items():
-        usual = rows[USUAL]
-        print(
-            f"{name:20} {arrays[name]:6} {trace:7.2f} {lower:7.2f} {compile_:7.2f} {total:7.2f} "
-            f"({total / usual[3]:.2f}) {1e3 * run:9.2f} {1e3 * least:7.2f} "
-            f"({run / usual[4]:.2f}, {least / usual[5]:.2f})"
-        )
-    columns = ("trace s", "lower s", "compile s", "total s", "run s", "least s")
-    usual = rows[USUAL]
-    by_usual = lambda row: {
-        "compilation": row[3] / usual[3], "run": row[4] / usual[4], "least run": row[5] / usual[5]
-    }  # fmt: skip
-    return {
-        name: {**dict(zip(columns, row, strict=True)), "ratios": by_usual(row)}
-        for name, row in rows.items()
-    }
+    for name, result in results.items():
+        keys = {"all s": "compilation", "run s": "run", "least run s": "least run"}
+        usual = results[USUAL]
+        result["ratios"] = {to: result[k] / usual[k] for k, to in keys.items() if k in result}
+        numbers = {k: v for k, v in result.items() if k != "ratios"} | result["ratios"]
+        print(f"{name:20}", *(f"{k} {v:.4g}" for k, v in numbers.items()), sep="  ", flush=True)
+    return results
 
 
 def main():
     """Runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, usual in {"leaves": 1000, "rounds": 21, "steps": 20, "members": 16}.items():
+    for name, usual in {"rounds": 21, "steps": 20, "members": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--shape", type=lambda s: tuple(map(int, s.split(","))), default=(10, 10))
+    parser.add_argument("--case", choices=CASES, nargs="+", default=[*CASES])
     parser.add_argument("--save", action="store_true", help="write results/small_leaves.json")
     args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    draw = lambda: {
-        f"layer{k}": jax.device_put(rng.normal(size=args.shape).astype(np.float32))
-        for k in range(args.leaves)
-    }
-    params, grads = draw(), draw()
-    print(f"{args.leaves} parameters of {args.shape}, {jax.devices()[0].device_kind}")
-    results = {p.__name__: measure(p, args, params, grads) for p in (update_alone, training)}
+    cases = {}
+    for case in args.case:
+        leaves, shape = CASES[case]
+        rng = np.random.default_rng(0)
+        draw = lambda n, shape, rng: {
+            f"layer{k}": jax.device_put(rng.normal(size=shape).astype(np.float32)) for k in range(n)
+        }
+        params, grads = draw(leaves, shape, rng), draw(leaves, shape, rng)
+        print(f"\n{case}, {jax.devices()[0].device_kind}")
+        cases[case] = {
+            p.__name__: measure(p, args, params, grads) for p in (update_alone, training)
+        }
     if args.save:
-        harness.save("small_leaves", {"arguments": vars(args), "results": results})
+        harness.save("small_leaves", {"cases": cases})
 
 
 if __name__ == "__main__":

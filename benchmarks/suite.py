@@ -22,14 +22,16 @@ WORSE = 1.15  # a ratio that has grown by more is reported
 QUICK = {
     "dense": ["--case", "four", "--rounds", "7"],
     "rows": ["--case", "1M x 64", "--rounds", "7"],
-    "small_leaves": ["--rounds", "7"],
+    "small_leaves": ["--case", "100 of 10"],
     "half_slots": ["--skip", "losses", "--rounds", "7"],
 }
 FULL = {
     "dense": ["--case", "resnet50", "four", "thousand", "transformer"],
     "rows": ["--case", "all"],
-    "small_leaves": [],
+    "small_leaves": ["--rounds", "51"],
     "half_slots": [],
+    "shampoo": [],
+    "ggt": [],
 }
 
 
@@ -60,12 +62,14 @@ def main() -> None:
             print(f"\n# {name}", flush=True)
             command = [sys.executable, str(HERE / f"{name}.py"), *arguments, "--save"]
             subprocess.run(command, check=True, env=environment)
-        for name in QUICK:
+        for name in FULL if full else QUICK:
             now = dict(ratios(json.loads((results / f"{name}.json").read_text())))
             stored = dict(ratios(before.get(name, {})))
             for path in sorted(now.keys() & stored.keys()):
                 if now[path] > WORSE * stored[path]:
                     print(f"worse: {name} {path} {stored[path]:.2f} -> {now[path]:.2f}")
+    if full:
+        subprocess.run([sys.executable, str(HERE / "report.py")], check=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def scale_by_adamax(
     def rule(g, x, s, t, beta1_power):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        return divide(m, (1 - beta1_power) * (v + eps), eps), AdaMaxSlots(m, v)
+        return 1 / (1 - beta1_power) * divide(m, v + eps, eps), AdaMaxSlots(m, v)
 
     return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
 

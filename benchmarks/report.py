@@ -1,0 +1,301 @@
+"""The stored results as tables for docs/performance.md, and as pictures.
+
+    .venv/bin/python benchmarks/report.py    writes the pictures into results (make bench-full does)
+
+The tables get into the page by ``make docs``.
+"""
+
+import functools
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+NO_FUSED_KERNEL = (
+    "rmsprop", "rmsprop, momentum=None", "rmsprop, momentum=0.9", "adadelta", "nadam", "adamax"
+)  # fmt: skip
+IN_WORDS = {"resnet50": "ResNet-50", "four": "four leaves", "thousand": "a thousand leaves"}
+
+
+@functools.cache
+def result(name: str) -> Mapping[str, Any]:
+    """A stored result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# Measured ratios: each function gives one for the least times and one for the medians.
+
+
+def _dense(kind: str, case: str = "resnet50", by: str = "optax") -> dict[str, float]:
+    found = result("dense")["cases"][case]
+    ratios = {name: r[f"ratios of {kind}"] for name, r in found.items()}
+    return {name: r[by] for name, r in ratios.items() if by in r}
+
+
+def _worst(ratios: Mapping[str, float]) -> str:
+    name = max(ratios, key=lambda name: ratios[name])
+    return f"{ratios[name]:.2f} (`{name}`)"
+
+
+def _rows(kind: str, case: str, ours: str, other: str) -> str:
+    found = result("rows")["cases"][case]
+    return _number(found[ours][f"{kind} s"] / found[other][f"{kind} s"])
+
+
+def _growth(kind: str, ours: str) -> str:
+    large, small = (result("rows")["cases"][c] for c in ("4M x 32", "100,000 x 32"))
+    return _number(large[ours][f"{kind} s"] / small[ours][f"{kind} s"])
+
+
+def _small(kind: str, case: str, program: str, what: str, by: str = "optax.adam") -> str:
+    found = result("small_leaves")["cases"][case][program]
+    key = {"compilation": "all s", "run": {"least": "least run s", "median": "run s"}[kind]}[what]
+    return _number(found["stacked adam"][key] / found[by][key])
+
+
+def _half(kind: str) -> str:
+    [dense] = [v for k, v in result("half_slots").items() if k.startswith("dense")]
+    ours, theirs = dense["packed, at random"], dense["optax.adam"]
+    return _number(ours[f"{kind} ms"] / theirs[f"{kind} ms"])
+
+
+def _half_bytes(kind: str) -> str:
+    del kind
+    [dense] = [v for k, v in result("half_slots").items() if k.startswith("dense")]
+    bytes_of = lambda name: dense[name]["state bytes per parameter"]
+    return _number(bytes_of("packed, at random") / bytes_of("optax.adam"))
+
+
+def _replica(kind: str, name: str) -> str:
+    return _number(result("replicas")["one"][name][f"{kind} x"])
+
+
+def _number(x: float) -> str:
+    return f"1/{1 / x:.0f}" if x < 0.05 else f"{x:.2f}"
+
+
+_LAZY, _PACKED = "lazy_adam", "lazy_adam, packed"
+# What, at most, measured.
+GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
+    ("any dense optimizer against optax's, ResNet-50", "1.03", lambda k: _worst(_dense(k))),
+    (
+        "the same, all but `rmsprop` with its idle momentum slot",
+        "1.03",
+        lambda k: _worst({n: r for n, r in _dense(k).items() if n != "rmsprop"}),
+    ),
+    (
+        "the same, geometric mean",
+        "0.95",
+        lambda k: _number(statistics.geometric_mean(_dense(k).values())),
+    ),
+    *(
+        (
+            f"`{name}` against torch foreach",
+            "0.50",
+            lambda k, name=name: _number(_dense(k, by="torch foreach")[name]),
+        )
+        for name in NO_FUSED_KERNEL
+    ),
+    ("`lars` against `optax.lars`", "0.60", lambda k: _number(_dense(k)["lars"])),
+    *(
+        (
+            f"`lazy_adam` {how}rows {case}, 4,096 ids, against {other}",
+            most,
+            lambda k, case=case, name=name, other=other: _rows(k, case, name, other),
+        )
+        for case, goals in {"1M x 64": ("0.35", "1/40"), "4M x 32": ("0.45", "1/70")}.items()
+        for other, most in zip(("torch SparseAdam", "optax.adam, dense"), goals, strict=True)
+        for name, how in {_LAZY: "", _PACKED: "with packed slots, "}.items()
+    ),
+    ("`lazy_adam`, 4M rows against 100k rows", "2.2", lambda k: _growth(k, _LAZY)),
+    (
+        "`row_wise_adagrad` against `adagrad`, rows 1M x 64",
+        "0.25",
+        lambda k: _rows(k, "1M x 64", "row_wise_adagrad", "adagrad"),
+    ),
+    (
+        "1,000 leaves of 10 x 10, `stacked`: trace, lower, compile",
+        "0.8",
+        lambda k: _small(k, "1,000 of 10 x 10", "update_alone", "compilation"),
+    ),
+    (
+        "the same: an update alone",
+        "0.5",
+        lambda k: _small(k, "1,000 of 10 x 10", "update_alone", "run"),
+    ),
+    (
+        "the same: within a loop of training",
+        "0.5",
+        lambda k: _small(k, "1,000 of 10 x 10", "training", "run"),
+    ),
+    (
+        "100 leaves of 10, `stacked`, an update alone, against torch fused",
+        "0.7",
+        lambda k: _small(k, "100 of 10", "update_alone", "run", "torch fused"),
+    ),
+    ("Adam with 16-bit slots, packed and at random: time", "0.65", _half),
+    ("the same: bytes of state", "0.5", _half_bytes),
+    *(
+        (
+            f"one replica, `{name}`, against the inner optimizer",
+            "1.05",
+            lambda k, name=name: _replica(k, name),
+        )
+        for name in ("sync_replicas", "elastic_average, local step", "model_average, local step")
+    ),
+)
+
+
+def goals_table() -> str:
+    """What was to be reached, and what is."""
+    lines = ["| what | at most | least times | medians |", "|---|---|---|---|"]
+    for what, most, measured in GOALS:
+        lines.append(f"| {what} | {most} | {measured('least')} | {measured('median')} |")
+    return "\n".join(lines) + "\n"
+
+
+def dense_table() -> str:
+    """Every optimizer on ResNet-50, in least times."""
+    peers = ("roof", "optax", "torch foreach", "torch fused")
+    lines = ["| | ns for each parameter | bytes | " + " | ".join(f"/ {p}" for p in peers) + " |"]
+    lines.append("|---" * (3 + len(peers)) + "|")
+    size = result("dense")["parameters"]["resnet50"]
+    for name, r in result("dense")["cases"]["resnet50"].items():
+        ratios = [r["ratios of least"].get(p) for p in peers]
+        cells = ["" if x is None else f"{x:.2f}" for x in ratios]
+        time = 1e9 * r["least s"]["optzoo"] / size
+        lines.append(
+            f"| `{name}` | {time:.2f} | {r['bytes per parameter']:.0f} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def cases_table() -> str:
+    """Ours against optax's, by case, in least times."""
+    cases = result("dense")["cases"]
+    lines = ["| | " + " | ".join(IN_WORDS.get(c, c) for c in cases) + " |"]
+    lines.append("|---" * (1 + len(cases)) + "|")
+    for name in _dense("least"):
+        cells = [f"{_dense('least', case)[name]:.2f}" for case in cases]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def compile_table() -> str:
+    """Seconds to trace, lower and compile, and bytes of state, of all on ResNet-50."""
+    lines = ["| | trace s | lower s | compile s | optax: all s | ours: all s |", "|---" * 6 + "|"]
+    keys = ("trace s", "lower s", "compile s")
+    for name, r in result("dense")["cases"]["resnet50"].items():
+        programs = r["programs"]
+        if "optax" in programs:
+            ours, theirs = ([programs[who][k] for k in keys] for who in ("optzoo", "optax"))
+            cells = [f"{x:.2f}" for x in (*ours, sum(theirs), sum(ours))]
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def rows_table() -> str:
+    """Milliseconds on tables with peers."""
+    cases = {c: result("rows")["cases"][c] for c in ("1M x 64", "4M x 32")}
+    lines = ["| ms, least (median) | " + " | ".join(cases) + " |", "|---" * (1 + len(cases)) + "|"]
+    for name in cases["1M x 64"]:
+        times = [found[name] for found in cases.values()]
+        cells = [f"{1e3 * t['least s']:.2f} ({1e3 * t['median s']:.2f})" for t in times]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def small_table() -> str:
+    """Many small leaves: seconds to compile, milliseconds to run."""
+    lines = ["| | arrays of state | compilation s | run ms, least (median) |", "|---" * 4 + "|"]
+    for case, programs in result("small_leaves")["cases"].items():
+        for program, found in programs.items():
+            title = {"update_alone": "an update alone", "training": "20 steps of training"}[program]
+            lines.append(f"| **{case}, {title}** | | | |")
+            for name, r in found.items():
+                arrays = r.get("arrays of state", "")
+                seconds = f"{r['all s']:.2f}" if "all s" in r else ""
+                run = f"{1e3 * r['least run s']:.2f} ({1e3 * r['run s']:.2f})"
+                lines.append(f"| {name} | {arrays} | {seconds} | {run} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine_line() -> str:
+    """Where and when."""
+    machine = result("dense")["machine"]
+    versions = ("jax", "jaxlib", "optax", "torch", "numpy", "python")
+    with_versions = ", ".join(f"{v} {machine[v]}" for v in versions if v in machine)
+    return f"{machine['date']}, {machine['processor']}, one core; {with_versions}.\n"
+
+
+TABLES = {
+    "performance machine": machine_line,
+    "performance goals": goals_table,
+    "performance dense": dense_table,
+    "performance cases": cases_table,
+    "performance compilation": compile_table,
+    "performance rows": rows_table,
+    "performance small": small_table,
+}
+
+
+def draw_dense(figure: Any) -> None:
+    """Bars against the roof."""
+    found = result("dense")["cases"]["resnet50"]
+    names = sorted(found, key=lambda n: found[n]["ratios of least"]["roof"])
+    who = {"optzoo": "#0072b2", "optax": "#e69f00", "torch foreach": "#999999"}
+    who |= {"torch fused": "#009e73"}
+    axes = figure.add_subplot()
+    for i, name in enumerate(names):
+        r = found[name]
+        times = {w: t for w, t in r["least s"].items() if w in who}
+        roof = r["least s"]["roof"] * r["bytes per parameter"] / 12
+        for j, (w, t) in enumerate(times.items()):
+            axes.barh(i + 0.4 - 0.8 * (j + 0.5) / len(times), t / roof, 0.75 / len(times),
+                      color=who[w])  # fmt: skip
+    for w, colour in who.items():
+        axes.barh(0, 0, color=colour, label=w)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_xlim(0, 10)
+    axes.set_xlabel("least time / time to move its bytes at the speed of an axpy (cut at 10)")
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw_rows(figure: Any) -> None:
+    """Growth with the rows of the table, and with the ids of a step."""
+    cases = result("rows")["cases"]
+    by_rows = {100_000: "100,000 x 32", 400_000: "400,000 x 32", 1_000_000: "1,000,000 x 32",
+               4_000_000: "4M x 32"}  # fmt: skip
+    by_ids = {k: f"1M x 64, {k:,} ids" for k in (256, 1024, 16384, 65536)}
+    by_ids = dict(sorted({**by_ids, 4096: "1M x 64"}.items()))
+    names = ("lazy_adam", "adagrad", "row_wise_adagrad", "torch SparseAdam")
+    names += ("torch Adagrad, sparse",)
+    for place, (series, label) in enumerate(((by_rows, "rows, x 32"), (by_ids, "ids, 1M x 64"))):
+        axes = figure.add_subplot(1, 2, place + 1)
+        for name in names:
+            if all(name in cases[c] for c in series.values()):
+                ms = [1e3 * cases[c][name]["least s"] for c in series.values()]
+                axes.loglog([*series], ms, "o-", label=name, markersize=3)
+        axes.set_xlabel(label)
+        axes.set_ylabel("ms, least")
+    figure.axes[0].legend(frameon=False, fontsize=7)
+
+
+def main() -> None:
+    """Draws."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for name, draw, size in (("dense", draw_dense, (7, 11)), ("rows", draw_rows, (9, 4))):
+        figure = Figure(size, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+        figure.savefig(RESULTS / f"{name}.png", dpi=120)
+        print(RESULTS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
