@@ -43,7 +43,7 @@ def ratios(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, flo
             yield from (
                 ratios(value, (*path, key))
                 if not inside
-                else (("/".join((*path, k)), v) for k, v in value.items())
+                else (("/".join((*path, key, k)), v) for k, v in value.items())
             )
         elif key.startswith("ratio") and isinstance(value, float):
             yield "/".join((*path, key)), value

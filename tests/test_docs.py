@@ -42,6 +42,7 @@ GENERATED = {
     "distributed": catalog.distributed_table,
     "differences": differences,
     "optax and tf1": optax_and_tf1,
+    **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
 }
 
 

@@ -9,6 +9,7 @@ from jax import Array
 from .numerics import wide_dtype
 from .paths import is_masked
 from .replicas import ReplicaState
+from .stacks import layout_of, stack, unstack
 from .treewise import LeafwiseState
 
 
@@ -52,14 +53,15 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
         if not has_averages(node):
             continue
         with_paths = jax.tree_util.tree_flatten_with_path
-        averages, shape = with_paths(_averages(node), is_leaf=is_masked)
+        layout = layout_of(_averages(node))
+        averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
             for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
         ]
         exchanged |= {path for path, a in averages if not is_masked(a)}
         params = shape.unflatten([x for x, _ in pairs])
-        nodes[i] = _with_averages(node, shape.unflatten([a for _, a in pairs]))
+        nodes[i] = _with_averages(node, stack(shape.unflatten([a for _, a in pairs]), layout))
     return params, treedef.unflatten(nodes)
 
 

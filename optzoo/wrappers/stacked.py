@@ -38,7 +38,7 @@ def stacked(
     ``inner`` must be element-wise, and may not tell parameters from each other by name or shape.
     This is read off the operations of the update when it is traced, with no cost at run time;
     without ``jit``, once for each set of shapes. Norms, clipping and masks go around it or in
-    front of it.
+    front of it, and so does :func:`optzoo.slots_dtype` with its options.
 
     A parameter whose gradient is missing, row-sparse or of another dtype than those of its stack
     leaves the stack for this update: right, but slow.

@@ -311,6 +311,30 @@ def test_composes(compose):
     assert_same(three_steps(tx), three_steps(plain))
 
 
+def test_averages_within_are_found_and_exchanged():
+    x = params()
+    averaged = optzoo.moving_average(optzoo.adam(0.1), 0.9)
+    (y, plain), (z, few) = (step(tx, x, x) for tx in (averaged, stacked(averaged)))
+    chex.assert_trees_all_close(optzoo.eval_params(z, few), optzoo.eval_params(y, plain), rtol=1e-6)
+    averages, holding = optzoo.swap(z, few)
+    assert avals(holding) == avals(few)
+    back, again = optzoo.swap(averages, holding)
+    chex.assert_trees_all_equal((back, again), (z, few))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_slots_of_16_bits_around_it(packed):
+    x = params()
+    halves = lambda tx: optzoo.slots_dtype(tx, "bfloat16", packed=packed)
+    inners = optzoo.adam(), stacked(optzoo.adam())
+    (y, plain), (z, few) = (step(halves(tx), x, x) for tx in inners)
+    assert len(jax.tree.leaves(few)) < len(jax.tree.leaves(plain))
+    chex.assert_trees_all_close(z, y, rtol=1e-6)
+    for name in "mv":
+        ours, theirs = (optzoo.get_slot(s, name) for s in (few, plain))
+        chex.assert_trees_all_close(ours, theirs, rtol=2**-7)
+
+
 def test_schedules_rates_and_global_steps():
     falling = functools.partial(optzoo.adam, lambda k: 0.1 / (1 + k))
     run = lambda tx, **at: jax.jit(functools.partial(step, tx))(params(), params(), **at)[0]
