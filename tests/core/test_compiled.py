@@ -86,6 +86,7 @@ def test_touched_rows_are_updated_in_place(name):
 FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept what a sum is made of")
 @pytest.mark.parametrize("name", FIRST_ORDER)
 def test_a_dense_step_copies_nothing(name):
     """Slots are overwritten in place, and no array of the parameter's size is made for a while."""

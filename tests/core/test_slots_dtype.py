@@ -387,6 +387,7 @@ def test_packed_slots_are_saved_as_plain_arrays(tmp_path):
     chex.assert_trees_all_equal(step(tx, x, x, restored), step(tx, x, x, state))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then copied a slot in 16 bits")
 @pytest.mark.parametrize("options", [{"stochastic": True}, BOTH], ids=["apart", "packed"])
 def test_no_copy_of_the_slots(options):
     x, tx = jnp.ones(100_000), slots_dtype(optzoo.adam(), "bfloat16", **options)
