@@ -17,9 +17,10 @@ RESULTS = pathlib.Path(
     os.environ.get("BENCHMARK_RESULTS", pathlib.Path(__file__).with_name("results"))
 )
 
-# Fresh memory is slow to touch on virtual machines, and users' programs run long: keep what was
-# freed. The C library reads this at its start, so start again.
-_KEEP = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+# Fresh memory is slow to touch, above all on virtual machines, and glibc gives arrays above 32 MB
+# back each time: then a program with large temporaries is timed by its page faults. Keep what was
+# freed, in one heap. The C library reads this at its start, so start again.
+_KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000", "MALLOC_ARENA_MAX": "1"}
 if not _KEEP.keys() <= os.environ.keys():
     os.execve(sys.executable, sys.orig_argv, {**_KEEP, **os.environ})
 

@@ -14,7 +14,7 @@ def merge(places: Array, values: Array, num_rows: int, deterministic: bool) -> t
 
     Args:
         places: integers of shape ``(n,)`` in ``[0, num_rows]``; ``num_rows`` is padding.
-        values: shape ``(n, *row_shape)``, zero at padding.
+        values: shape ``(n, *row_shape)``; those at padding count for nothing.
         num_rows: of the whole array.
         deterministic: sum in a fixed order on every backend.
 
@@ -60,7 +60,9 @@ def _by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]
 
     nobody = jnp.full_like(places, -1)
     elected, _ = jax.lax.while_loop(lambda c: jnp.any(c[0] < 0), elect, (nobody, jnp.uint32(0)))
-    summed = jnp.zeros_like(values).at[elected].add(values)
+    # Dropped here, padding need not be set to zero before, in a copy of the values.
+    to = jnp.where(places < num_rows, elected, n)
+    summed = jnp.zeros_like(values).at[to].add(values, mode="drop")
     # Not by jnp.where: XLA would make that anew for each element of the rows it is used for.
     return jnp.full_like(places, num_rows).at[elected].set(places), summed
 
@@ -68,7 +70,8 @@ def _by_hash(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]
 def _by_sort(places: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
     n = places.shape[0]
     merged, slot = jnp.unique(places, size=n, fill_value=num_rows, return_inverse=True)
-    summed = jax.ops.segment_sum(values, slot.reshape(-1), num_segments=n)
+    to = jnp.where(places < num_rows, slot.reshape(-1), n)
+    summed = jax.ops.segment_sum(values, to, num_segments=n, mode="drop")
     return merged.astype(places.dtype), summed
 
 
@@ -76,6 +79,8 @@ def _by_sort_and_scan(places: Array, values: Array, num_rows: int) -> tuple[Arra
     """Sorts, then sums runs of equal indices by a scan: no scatter adds, so a fixed order."""
     order = jnp.argsort(places, stable=True)
     places, values = places[order], values[order]
+    real = (places < num_rows).reshape(places.shape + (1,) * (values.ndim - 1))
+    values = jnp.where(real, values, 0)
     starts = jnp.concatenate([jnp.ones(1, bool), places[1:] != places[:-1]])
     last = jnp.concatenate([starts[1:], jnp.ones(1, bool)])
 

@@ -149,8 +149,8 @@ class SparseRows(metaclass=_SpeaksInErrors):
         """
         if self.coalesced:
             return self
-        given = self.drop_padding()
-        places, values = merge(given._places(), widen(given.values), self.num_rows, deterministic)
+        values = widen(self.values)
+        places, values = merge(self._places(), values, self.num_rows, deterministic)
         return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
 
     def _integers(self) -> Array:
