@@ -28,7 +28,7 @@ def scale_by_adadelta(
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
-        step2 = divide(s.accum_update + eps, accum + eps, eps) * g**2
+        step2 = divide(s.accum_update + eps, accum + eps, eps) * g * g  # 0 if the square overflows
         accum_update = rho * s.accum_update + (1 - rho) * step2
         # The step from the new accum_update: beside it, the old one would have to be copied.
         ratio = divide(accum_update + rho * eps, rho * (accum + eps) + (1 - rho) * g**2, eps)

@@ -34,3 +34,14 @@ def test_two_steps_by_hand():
 def test_without_epsilon_nothing_moves():
     path = trajectory(optzoo.adadelta(1.0, eps=0.0), G, lambda x, _: G, jnp.arange(3))
     np.testing.assert_array_equal(path, jnp.stack([G] * 3))
+
+
+def test_a_square_beyond_float32_stops_the_element():
+    """As in the original: the mean of squares is infinite from then on, the step is zero."""
+    g = jnp.array([1e25, 1.0])
+    tx = optzoo.adadelta(1.0)
+    state = tx.init(g)
+    for _ in range(2):
+        updates, state = tx.update(g, state, g)
+    assert updates[0] == 0 and updates[1] < 0
+    assert optzoo.get_slot(state, "accum_update")[0] == 0
