@@ -116,25 +116,6 @@ def without_peer(name):
     return factory(entry.rate, **entry.required)
 
 
-def of_torch(kind, kwargs, params, grads, **how):
-    """A run of a torch optimizer."""
-    import torch
-
-    torch.set_num_threads(1)
-    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    xs = [torch.nn.Parameter(torch.tensor(x, device=device)) for x in params]
-    for x, g in zip(xs, grads, strict=True):
-        x.grad = torch.tensor(g, device=device)
-    optimizer = getattr(torch.optim, kind)(xs, lr=1e-3, **kwargs, **how)
-
-    def run(k):
-        optimizer.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
-
-
 def roof(params, grads):
     """The fastest way over parameters and gradients: an axpy in place, of flat arrays."""
     size = sum(x.size for x in params)
@@ -158,7 +139,7 @@ def measure(name, shapes, rounds):
             contenders[who], about[who] = in_jax(transformation, params, grads)
     if torchs is not None and importlib.util.find_spec("torch"):
         kind, kwargs = torchs
-        make = functools.partial(of_torch, kind, kwargs, params, grads)
+        make = functools.partial(harness.of_torch, kind, params, grads, **kwargs)
         contenders["torch foreach"] = make(foreach=True)
         if kind in FUSED:
             contenders["torch fused"] = make(fused=True)

@@ -32,6 +32,21 @@ def pin(cores: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
 
 
+def compile_timed(function, *args):
+    """A function of which the first two arguments are donated, compiled, and what that took."""
+    import jax
+
+    times = [time.perf_counter()]
+    traced = jax.jit(function, donate_argnums=(0, 1)).trace(*args)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    program = lowered.compile()
+    times.append(time.perf_counter())
+    trace, lower, compile_ = (b - a for a, b in itertools.pairwise(times))
+    return program, {"trace s": trace, "lower s": lower, "compile s": compile_}
+
+
 def compiled(tx, params, grads):
     """A donated update, compiled, and what it took and takes; also for shapes only."""
     import jax
@@ -42,18 +57,8 @@ def compiled(tx, params, grads):
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(tx.init, params)
-    times = [time.perf_counter()]
-    traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, grads)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    program = lowered.compile()
-    times.append(time.perf_counter())
-    trace, lower, compile_ = (b - a for a, b in itertools.pairwise(times))
-    return program, {
-        "trace s": trace,
-        "lower s": lower,
-        "compile s": compile_,
+    program, took = compile_timed(step, params, state, grads)
+    return program, took | {
         "temporaries MB": program.memory_analysis().temp_size_in_bytes / 1e6,
         "state bytes per parameter": size(state) / count(params),
     }
@@ -71,6 +76,26 @@ def contender(tx, params, grads):
         carry = jax.block_until_ready(program(*carry, grads[k % len(grads)]))
 
     return run, about
+
+
+def of_torch(kind, params, grads, **kwargs):
+    """A run of a torch optimizer on lists of arrays; on the GPU if JAX is there."""
+    import jax
+    import torch
+
+    torch.set_num_threads(1)
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    xs = [torch.nn.Parameter(torch.tensor(x, device=device)) for x in params]
+    for x, g in zip(xs, grads, strict=True):
+        x.grad = torch.tensor(g, device=device)
+    optimizer = getattr(torch.optim, kind)(xs, lr=1e-3, **kwargs)
+
+    def run(k):
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def size(tree) -> int:

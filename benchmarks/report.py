@@ -55,17 +55,9 @@ def _small(kind: str, case: str, program: str, what: str, by: str = "optax.adam"
     return _number(found["stacked adam"][key] / found[by][key])
 
 
-def _half(kind: str) -> str:
+def _half(key: str) -> str:
     [dense] = [v for k, v in result("half_slots").items() if k.startswith("dense")]
-    ours, theirs = dense["packed, at random"], dense["optax.adam"]
-    return _number(ours[f"{kind} ms"] / theirs[f"{kind} ms"])
-
-
-def _half_bytes(kind: str) -> str:
-    del kind
-    [dense] = [v for k, v in result("half_slots").items() if k.startswith("dense")]
-    bytes_of = lambda name: dense[name]["state bytes per parameter"]
-    return _number(bytes_of("packed, at random") / bytes_of("optax.adam"))
+    return _number(dense["packed, at random"][key] / dense["optax.adam"][key])
 
 
 def _replica(kind: str, name: str) -> str:
@@ -135,8 +127,8 @@ GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
         "0.7",
         lambda k: _small(k, "100 of 10", "update_alone", "run", "torch fused"),
     ),
-    ("Adam with 16-bit slots, packed and at random: time", "0.65", _half),
-    ("the same: bytes of state", "0.5", _half_bytes),
+    ("Adam with 16-bit slots, packed and at random: time", "0.65", lambda k: _half(f"{k} ms")),
+    ("the same: bytes of state", "0.5", lambda _: _half("state bytes per parameter")),
     *(
         (
             f"one replica, `{name}`, against the inner optimizer",

@@ -18,9 +18,7 @@ import harness
 
 harness.pin(1)
 
-import itertools  # noqa: E402 (JAX starts its threads on the cores it finds)
-import random  # noqa: E402
-import time  # noqa: E402
+import random  # noqa: E402 (JAX starts its threads on the cores it finds)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -78,32 +76,14 @@ def build(make, program, steps, params, grads):
     jax.clear_caches()
     tx = make()
     state = jax.eval_shape(tx.init, params)
-    times = [time.perf_counter()]
-    traced = jax.jit(program(tx, steps), donate_argnums=(0, 1)).trace(params, state, grads)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    compiled = lowered.compile()
-    times.append(time.perf_counter())
+    compiled, took = harness.compile_timed(program(tx, steps), params, state, grads)
     carry = jax.tree.map(lambda x: x.copy(), (params, tx.init(params)))
 
     def run(_):
         nonlocal carry
         carry = jax.block_until_ready(compiled(*carry, grads))
 
-    return run, [b - a for a, b in itertools.pairwise(times)], len(jax.tree.leaves(state))
-
-
-def of_torch(params, grads, **how):
-    """A run of torch's Adam."""
-    import torch
-
-    torch.set_num_threads(1)
-    xs = [torch.nn.Parameter(torch.tensor(np.asarray(x))) for x in params.values()]
-    for x, g in zip(xs, grads.values(), strict=True):
-        x.grad = torch.tensor(np.asarray(g))
-    optimizer = torch.optim.Adam(xs, lr=1e-3, **how)
-    return lambda k: optimizer.step()
+    return run, list(took.values()), len(jax.tree.leaves(state))
 
 
 def measure(program, args, params, grads):
@@ -117,8 +97,9 @@ def measure(program, args, params, grads):
             seconds[name].append(took)
     torchs = {}
     if program is update_alone and importlib.util.find_spec("torch"):
+        arrays_of = [list(map(np.asarray, tree.values())) for tree in (params, grads)]
         for how in ("foreach", "fused"):
-            torchs[f"torch {how}"] = of_torch(params, grads, **{how: True})
+            torchs[f"torch {how}"] = harness.of_torch("Adam", *arrays_of, **{how: True})
     rounds = args.rounds * max(1, 1000 // len(params))
     steps = harness.take_turns(runs | torchs, rounds)
     results = {}
