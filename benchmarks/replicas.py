@@ -7,9 +7,9 @@
 gloo, each kept to one core. ``gradient_descent`` on a quadratic, whose gradient costs next to
 nothing: what is measured is the optimizer and its messages. All contenders take turns in a new
 order each round, after a barrier; the time of a turn is that of the slowest process. In the *step*
-form an exchange is conditional, in the *round* form (``optzoo.in_rounds``) it ends each round.
-Bytes are what comes out of all collectives in the compiled program, over the period; a ring of n
-sends 2 (n - 1) / n times as much.
+form an exchange is conditional, in the *round* form (``optzoo.scan_local_steps``) it ends each
+round. Bytes are what comes out of all collectives in the compiled program, over the period; a
+ring of n sends 2 (n - 1) / n times as much.
 
 ``buckets``: the mean of 10 MB in few and in many arrays over the replicas, in place, with arrays up
 to several sizes sent together.
@@ -60,7 +60,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import optzoo  # noqa: E402
 from optzoo import race  # noqa: E402
-from optzoo.core import replicas as core  # noqa: E402
+from optzoo.distributed.engine import collectives  # noqa: E402
 
 PERIODS = 1, 4, 16, 64
 MEGABYTE = 250_000  # floats
@@ -132,12 +132,12 @@ class Cluster:
             updates, state = tx.update(grads, state, params, **static, **chosen)
             return optax.apply_updates(params, updates), state
 
-        step = step if steps is None else optzoo.in_rounds(step)
+        step = step if steps is None else optzoo.scan_local_steps(step)
         shape = (self.size,) if steps is None else (self.size, steps)
         sharding = NamedSharding(self.mesh, PartitionSpec("replica"))
         targets = jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()
         carry = optzoo.replicate(params, tx.init(params), self.size, mesh=self.mesh)
-        train = jax.jit(optzoo.over_replicas(step, mesh=self.mesh), donate_argnums=(0, 1))
+        train = jax.jit(optzoo.map_over_replicas(step, mesh=self.mesh), donate_argnums=(0, 1))
         program = train.lower(*carry, targets).compile()
 
         def run(times):
@@ -150,7 +150,7 @@ class Cluster:
 
     def sum(self, tree, bucket_bytes):
         """``run(k)`` and the compiled program of a mean over the replicas, in place."""
-        replicas, spec = core.Replicas("replica", bucket_bytes), PartitionSpec("replica")
+        replicas, spec = collectives.Replicas("replica", bucket_bytes), PartitionSpec("replica")
         mean = lambda tree: jax.tree.map(lambda a: replicas.vary(a / self.size), replicas.sum(tree))
         mapped = jax.shard_map(mean, mesh=self.mesh, in_specs=spec, out_specs=spec)
         spread = lambda: jax.tree.map(lambda a: jnp.ones(self.size * len(a)), tree)
@@ -218,15 +218,15 @@ def buckets():
     }
     result = {}
     for tree, (number, size) in trees.items():
-        contenders = {name: (nbytes, core.BUCKET_LEAVES) for name, nbytes in sizes.items()}
+        contenders = {name: (nbytes, collectives.BUCKET_LEAVES) for name, nbytes in sizes.items()}
         if number == 1000:
             contenders |= {f"1 MB, up to {n} arrays": (1 << 20, n) for n in (32, 512)}
         runs, table = {}, {}
         for name, (nbytes, leaves) in contenders.items():
-            usual, core.BUCKET_LEAVES = core.BUCKET_LEAVES, leaves
+            usual, collectives.BUCKET_LEAVES = collectives.BUCKET_LEAVES, leaves
             begin = time.perf_counter()
             runs[name], program = cluster.sum([jnp.ones(size)] * number, nbytes)
-            core.BUCKET_LEAVES = usual
+            collectives.BUCKET_LEAVES = usual
             table[name] = {
                 "s to compile": time.perf_counter() - begin,
                 "temporaries MB": program.memory_analysis().temp_size_in_bytes / 1e6,
@@ -257,7 +257,7 @@ def rounds(tx, params, grads, length, exchange=True):
             return optax.apply_updates(params, updates), state
 
         if exchange:
-            return optzoo.in_rounds(step)(params, state, jnp.zeros(length))
+            return optzoo.scan_local_steps(step)(params, state, jnp.zeros(length))
         return jax.lax.scan(lambda c, _: (step(*c, _), None), (params, state), length=length)[0]
 
     carry = jax.tree.map(lambda x: x.copy(), (params, tx.init(params)))
@@ -374,7 +374,7 @@ def learner(problem, tx, n):
 
     @jax.jit
     def learn(rate, seed):
-        simulated = optzoo.over_replicas(functools.partial(step, rate=rate))
+        simulated = optzoo.map_over_replicas(functools.partial(step, rate=rate))
 
         def tick(carry, t):
             return simulated(*carry, draw(jax.random.key(1000 + seed), t)), None
@@ -387,7 +387,7 @@ def learner(problem, tx, n):
         first = problem.loss(problem.init(jax.random.key(seed)), valid)
         return jnp.concatenate([first[None], losses])
 
-    really = jax.jit(optzoo.over_replicas(step, mesh=mesh(n)))
+    really = jax.jit(optzoo.map_over_replicas(step, mesh=mesh(n)))
     shapes = jax.eval_shape(lambda: (*begin(0), draw(jax.random.key(0), 0)))
     return learn, really.lower(*shapes).compile()
 

@@ -77,7 +77,7 @@ class Training:
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        self.step = jax.jit(optzoo.over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
+        self.step = jax.jit(optzoo.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
 
     def sharding(self, *spec):
         """On the mesh, if there is one."""

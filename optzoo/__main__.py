@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return race(argv[1:])
     if argv[:1] == ["list"] and len(argv) <= 2:
-        from .interop.create import listing
+        from .registry import listing
 
         print(listing(*argv[1:]))
         return 0

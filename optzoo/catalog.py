@@ -23,6 +23,7 @@ from .first_order.amsgrad import amsgrad
 from .first_order.custom_adam import custom_adam
 from .first_order.grad_variance_scaled import grad_variance_scaled
 from .first_order.gradient_descent import gradient_descent
+from .first_order.lars import lars
 from .first_order.momentum import momentum
 from .first_order.momentumw import momentumw
 from .first_order.nadam import nadam
@@ -32,13 +33,12 @@ from .first_order.power_sign import power_sign
 from .first_order.reg_adagrad import reg_adagrad
 from .first_order.rmsprop import rmsprop
 from .first_order.row_wise_adagrad import row_wise_adagrad
-from .layerwise.lars import lars
 from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
 from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .second_order.ggt import ggt
-from .second_order.shampoo import blocked_shampoo, shampoo
+from .second_order.shampoo.api import blocked_shampoo, shampoo
 from .wrappers.accumulate import accumulate
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask

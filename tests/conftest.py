@@ -47,8 +47,8 @@ EXCEPT = {
     "tests/test_sharding.py::test_sharded[ggt-dense]",
     "tests/test_sharding.py::test_sharded[ggt-rows]",
     # Statistics stay in float32, as tests/second_order/test_shampoo.py says.
-    "tests/core/test_slots_dtype.py::test_slots_keep_their_dtype[blocked_shampoo-float32-bfloat16]",
-    "tests/core/test_slots_dtype.py::test_slots_keep_their_dtype[shampoo-float32-bfloat16]",
+    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[blocked_shampoo-float32-bfloat16]",
+    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[shampoo-float32-bfloat16]",
 }
 
 

@@ -1,6 +1,7 @@
 """The public names, and who may import whom."""
 
 import ast
+import graphlib
 import inspect
 import pathlib
 
@@ -9,7 +10,7 @@ import pytest
 import optzoo
 
 PACKAGE = pathlib.Path(optzoo.__file__).parent
-FAMILIES = ["first_order", "layerwise", "proximal", "second_order"]
+FAMILIES = ["first_order", "proximal", "second_order"]
 NAMES = [n for n, v in vars(optzoo).items() if not n.startswith("_") and not inspect.ismodule(v)]
 
 
@@ -54,7 +55,10 @@ def test_docstrings_of_wrappers_are_complete(name):
 
 @pytest.mark.parametrize(
     ("folder", "names"),
-    [("wrappers", [*optzoo.WRAPPERS, "groups"]), ("distributed", optzoo.DISTRIBUTED)],
+    [
+        ("wrappers", [*optzoo.WRAPPERS, "groups", "slots_dtype"]),
+        ("distributed", optzoo.DISTRIBUTED),
+    ],
 )
 def test_no_docstring_of_a_wrapper_is_forgotten(folder, names):
     files = {path.stem for path in (PACKAGE / folder).glob("[a-z]*.py")}
@@ -73,19 +77,67 @@ def imports(path):
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("folder", ["core", "wrappers", "distributed", "processing", *FAMILIES])
-def test_imports_go_one_way(folder):
-    files = sorted((PACKAGE / folder).glob("**/*.py"))
-    assert len(files) > 1
-    found = [(f.name, m) for f in files for m in imports(f) if m.startswith("optzoo")]
-    others = {
-        "core": [],
-        "wrappers": ["core"],
-        "distributed": ["core"],
-        "processing": ["core"],
-    }.get(folder, ["core", "wrappers"])
-    allowed = tuple(f"optzoo.{name}." for name in (folder, *others))
-    assert found and [(name, m) for name, m in found if not m.startswith(allowed)] == []
+# docs/architecture.md: a room imports from those before it, and none from its own line.
+ROOMS = [
+    ["core"],
+    ["state"],
+    ["rules", "distributed"],
+    ["sparse"],
+    ["wrappers"],
+    ["transforms", *FAMILIES],
+    ["catalog"],
+    ["registry", "describe"],
+    ["interop"],
+    ["race"],
+    ["__init__"],
+    ["testing", "__main__"],
+]
+
+
+def room(module):
+    """The place in ``ROOMS`` and the name of the room of a module of the library."""
+    name = module.split(".")[1] if "." in module else "__init__"
+    known = {other: i for i, rooms in enumerate(ROOMS) for other in rooms}
+    return known.get(name, known["__init__"]), name  # optzoo.__version__, optzoo.adam
+
+
+def files():
+    """Every file of the library with its module's name."""
+    for path in sorted(PACKAGE.glob("**/*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield path, ".".join(["optzoo", *parts])
+
+
+@pytest.mark.parametrize("name", [name for rooms in ROOMS for name in rooms])
+def test_imports_go_one_way(name):
+    arrows = [
+        (module, imported)
+        for path, module in files()
+        if room(module)[1] == name
+        for imported in imports(path)
+        if imported.startswith("optzoo")
+    ]
+    assert name == "core" or arrows
+    upward = [
+        (module, imported)
+        for module, imported in arrows
+        if room(imported)[1] != name and room(imported)[0] >= room(module)[0]
+    ]
+    assert upward == []
+
+
+def test_all_rooms_are_known():
+    assert {room(module)[1] for _, module in files()} == {n for rooms in ROOMS for n in rooms}
+
+
+def test_no_file_imports_itself_by_others():
+    modules = {module.removesuffix(".__init__") for _, module in files()}
+    nearest = lambda name: name if name in modules else name.rpartition(".")[0]
+    arrows = {
+        module: {nearest(name) for name in imports(path) if name.startswith("optzoo.")} - {module}
+        for path, module in files()
+    }
+    list(graphlib.TopologicalSorter(arrows).static_order())  # raises at a circle
 
 
 def test_families_are_all_known():

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 
 def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
@@ -60,6 +61,12 @@ def check_size(least: int = 0, **arguments: Any) -> int:
         ) from error
     check(f"at least {least}", lambda v: v >= least, **{name: size})
     return size
+
+
+def check_params(params: Any) -> None:
+    """Raises optax's ``ValueError`` where ``update`` needs the parameters and got none."""
+    if params is None:
+        raise ValueError(NO_PARAMS_MSG)
 
 
 def check_rate(learning_rate: Any) -> None:

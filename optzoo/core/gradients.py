@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .paths import path_name
-from .rows import is_gradient, is_rows
+from .rows import is_rows, is_sparse_or_none
 
 
 def check_gradients(updates: Any, params: Any = None) -> None:
@@ -16,7 +16,7 @@ def check_gradients(updates: Any, params: Any = None) -> None:
         TypeError: if a gradient is neither real floating-point nor SparseRows of such.
         ValueError: if its shape is not that of its parameter.
     """
-    gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
+    gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
     xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
     for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
         if g is None:
@@ -37,5 +37,5 @@ def check_gradients(updates: Any, params: Any = None) -> None:
 
 def _name(updates: Any, i: int) -> str:
     # Only for an error: paths cost more than the check.
-    path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_gradient)[i]
+    path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
     return f"parameter '{path_name(path)}'"

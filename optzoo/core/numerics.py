@@ -12,12 +12,12 @@ def wide_dtype(x: Any) -> Any:
     return jnp.promote_types(jnp.result_type(x), jnp.float32)
 
 
-def widen(a: Any) -> Any:
+def upcast(a: Any) -> Any:
     """An array, or rows, in float32 at least: there it is computed with."""
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
-def narrow(a: Any, dtype: DTypeLike) -> Array:
+def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
     """Casts; what is finite stays finite (a squared gradient overflows float16 easily)."""
     if jnp.promote_types(a.dtype, dtype) != dtype:
         top = jnp.finfo(dtype).max.astype(a.dtype)
@@ -25,7 +25,7 @@ def narrow(a: Any, dtype: DTypeLike) -> Array:
     return a.astype(dtype)
 
 
-def divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
+def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step.
 
     Where ``eps`` is a positive number that is part of ``b`` there is nothing to look out for.

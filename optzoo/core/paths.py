@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from .rows import is_gradient
+from .rows import is_sparse_or_none
 
 
 def path_name(path: Any) -> str:
@@ -29,8 +29,8 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def check_marks(**arguments: Any) -> None:
-    """Raises ``TypeError`` unless each is what :func:`marked` takes."""
+def check_mask(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each is what :func:`resolve_mask` takes."""
     for name, which in arguments.items():
         if which is None or _are_fragments(which):
             continue
@@ -44,7 +44,7 @@ def check_marks(**arguments: Any) -> None:
                 )
 
 
-def marked(which: Any, tree: Any) -> Any:
+def resolve_mask(which: Any, tree: Any) -> Any:
     """A tree of bools like ``tree``.
 
     Args:
@@ -54,14 +54,14 @@ def marked(which: Any, tree: Any) -> Any:
     """
     if which is None or _are_fragments(which):
         contains = lambda path, _: any(f in path_name(path) for f in which or ())
-        return jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_gradient)
-    fill = lambda mark, part: jax.tree.map(lambda _: mark, part, is_leaf=is_gradient)
+        return jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_sparse_or_none)
+    fill = lambda mark, part: jax.tree.map(lambda _: mark, part, is_leaf=is_sparse_or_none)
     return jax.tree.map(fill, which, tree)
 
 
-def unmarked(which: Any, tree: Any) -> Any:
-    """The opposite of :func:`marked`."""
-    return jax.tree.map(lambda mark: not mark, marked(which, tree))
+def resolve_unmasked(which: Any, tree: Any) -> Any:
+    """The opposite of :func:`resolve_mask`."""
+    return jax.tree.map(lambda mark: not mark, resolve_mask(which, tree))
 
 
 def _are_fragments(which: Any) -> bool:

@@ -12,9 +12,9 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .merge import merge
-from .numerics import widen
+from .numerics import upcast
 
-_MEND = (
+_HINT = (
     "put optzoo.densify() in front of a transformation that does not know rows, "
     "or wrap a stateless one in optzoo.on_values"
 )
@@ -25,7 +25,7 @@ class _SpeaksInErrors(type):
     # JAX prints the class when a foreign transformation maps over rows and arrays together,
     # so this is where the user meets the way out.
     def __repr__(cls) -> str:
-        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_MEND})"
+        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_HINT})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
         if jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"SparseRows.indices must be integers, got {dtype}: perhaps a transformation "
-                f"took them for a part of the gradient; {_MEND}"
+                f"took them for a part of the gradient; {_HINT}"
             )
         shape, values_shape = jnp.shape(self.indices), getattr(self.values, "shape", None)
         if values_shape is not None and values_shape[: len(shape)] != shape:
@@ -121,7 +121,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
 
     def to_dense(self) -> Array:
         """The whole array, zero where no row is listed."""
-        wide = widen(self.values)
+        wide = upcast(self.values)
         return (jnp.zeros(self.shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Array) -> Array:
@@ -149,7 +149,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
         """
         if self.coalesced:
             return self
-        values = widen(self.values)
+        values = upcast(self.values)
         places, values = merge(self._places(), values, self.num_rows, deterministic)
         return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
 
@@ -183,7 +183,7 @@ def is_rows(g: object) -> bool:
     return isinstance(g, SparseRows)
 
 
-def is_gradient(g: object) -> bool:
+def is_sparse_or_none(g: object) -> bool:
     """Whether ``g`` is the gradient of one parameter though no array: missing, or rows."""
     return g is None or is_rows(g)
 
@@ -191,6 +191,19 @@ def is_gradient(g: object) -> bool:
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
     """``f`` of every SparseRows in a tree; the arrays stay as they are."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
+
+
+def zeros_like_update(shapes: Any) -> Any:
+    """An update of these shapes that changes nothing."""
+    array = lambda a: jnp.zeros(a.shape, a.dtype)
+
+    def zeros(a):
+        if not is_rows(a):
+            return array(a)
+        places = jnp.full(a.indices.shape, a.num_rows, a.indices.dtype)
+        return SparseRows(places, array(a.values), a.num_rows)
+
+    return jax.tree.map(zeros, shapes, is_leaf=is_rows)
 
 
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.averages import start_of_average, zeros_of_average
 from ..core.checks import check_size
-from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, apply_some, map_some, where
-from ..core.rows import is_gradient
-from ..core.slots import are_slots
+from ..core.rows import is_sparse_or_none
+from ..state.averages import start_of_average, zeros_of_average
+from ..state.slots import are_slots
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some, map_some, where
+from .engine.local_sgd import local_sgd
 
 
 def agn(
@@ -39,7 +39,7 @@ def agn(
     It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
     makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to push
     now, in the place of the count; the mean is then over the steps since the last push; see
-    :func:`optzoo.in_rounds`).
+    :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -70,7 +70,7 @@ def agn(
 
     def accumulate(updates, params, own, **_):
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
-        total = jax.tree.map(add, updates, own["accumulated"], is_leaf=is_gradient)
+        total = jax.tree.map(add, updates, own["accumulated"], is_leaf=is_sparse_or_none)
         return updates, {**own, "accumulated": total, "since": own["since"] + 1}
 
     def push(who, params, shared, own, *, fragment, **extra_args):
@@ -115,7 +115,7 @@ def agn(
     def own(params):
         return {"accumulated": zeros_of_average(params), "since": jnp.zeros([], jnp.int32)}
 
-    return periodic(
+    return local_sgd(
         inner,
         replicas,
         push,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..core.averages import start_of_average
 from ..core.checks import check_size
-from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
+from ..state.averages import start_of_average
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
+from .engine.local_sgd import local_sgd
 
 
 def diloco(
@@ -42,8 +42,8 @@ def diloco(
     It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
     its parameters count; it takes the new ones in any case), ``active`` (bool per replica: whether
     it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.in_rounds`) and ``fragment`` (a
-    Python int: with ``exchange=True`` the only fragment to exchange).
+    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`) and ``fragment``
+    (a Python int: with ``exchange=True`` the only fragment to exchange).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -117,7 +117,7 @@ def diloco(
         center = jax.tree.map(start_of_average, params)
         return {"center": center, "outer": tuple(outer.init(center) for outer in outers)}
 
-    return periodic(
+    return local_sgd(
         inner,
         replicas,
         exchange,

@@ -4,18 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
+from ..core.checks import check_params
 from ..core.gradients import check_gradients
-from ..core.replicas import (
-    BUCKET_BYTES,
-    AxisName,
-    Replicas,
-    ReplicaState,
-    apply_some,
-    zeros_like_update,
-)
-from ..core.rows import SparseRows, is_gradient, is_rows
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
+from ..state.types import ReplicaState
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some
 
 
 def drop_stale_gradient(
@@ -69,8 +63,7 @@ def drop_stale_gradient(
         return ReplicaState(shared, {"local_step": zero()})
 
     def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
-        if params is None:
-            raise ValueError(NO_PARAMS_MSG)
+        check_params(params)
         check_gradients(updates, params)
         replicas.check_own(updates)
         replicas.check_shared(params)
@@ -105,7 +98,7 @@ def drop_stale_gradient(
         first = params, shared["inner"], shared["global_step"], shared["stale_counter"]
         appliers = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
         (x, of_inner, step, dropped), rows = lax.scan(turn, first, appliers)
-        us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_gradient)
+        us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_sparse_or_none)
         shared = {"global_step": step, "stale_counter": dropped, "inner": of_inner}
         return us, ReplicaState(shared, {"local_step": jnp.where(active, step, own["local_step"])})
 

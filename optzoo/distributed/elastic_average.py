@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.averages import start_of_average
 from ..core.checks import check, check_not_negative, check_size
-from ..core.numerics import widen
-from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge
-from ..core.rows import is_gradient
+from ..core.numerics import upcast
+from ..core.rows import is_sparse_or_none
+from ..state.averages import start_of_average
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge
+from .engine.local_sgd import local_sgd
 
 
 def elastic_average(
@@ -41,7 +41,7 @@ def elastic_average(
 
     It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
     makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.in_rounds`).
+    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -84,11 +84,11 @@ def elastic_average(
         def towards_center(g, x, center):
             if g is None:
                 return None
-            pulled = g + rho * (widen(x) - center)
+            pulled = g + rho * (upcast(x) - center)
             return pulled.astype(g.dtype)
 
         center = own["local_center"]
-        return jax.tree.map(towards_center, updates, params, center, is_leaf=is_gradient), own
+        return jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none), own
 
     def exchange(who, params, shared, own, **_):
         center = shared["center"]
@@ -104,7 +104,7 @@ def elastic_average(
             own,
         )
 
-    return periodic(
+    return local_sgd(
         inner,
         replicas,
         exchange,

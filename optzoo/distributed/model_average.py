@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.averages import start_of_average
 from ..core.checks import check_size
-from ..core.numerics import widen
-from ..core.periodic import periodic
-from ..core.replicas import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
-from ..core.slots import are_slots
+from ..core.numerics import upcast
+from ..state.averages import start_of_average
+from ..state.slots import are_slots
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
+from .engine.local_sgd import local_sgd
 
 SLOTS = ("keep", "average", "reset")
 
@@ -38,7 +38,7 @@ def model_average(
     It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
     its parameters count), ``active`` (bool per replica: whether it makes a step now) and
     ``exchange`` (a Python bool, the same on all replicas: whether to average now, in the place of
-    the count; see :func:`optzoo.in_rounds`).
+    the count; see :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -70,7 +70,7 @@ def model_average(
     def exchange(who, params, shared, own, **_):
         state = own["inner"]
         is_slot = are_slots(inner, state)
-        sent = jax.tree.map(lambda a, is_slot: widen(a) if is_slot else None, state, is_slot)
+        sent = jax.tree.map(lambda a, is_slot: upcast(a) if is_slot else None, state, is_slot)
         sums, slot_sums, number = replicas.sum(
             (
                 where(who, params, 0),
@@ -96,7 +96,7 @@ def model_average(
             own,
         )
 
-    return periodic(
+    return local_sgd(
         inner,
         replicas,
         exchange,

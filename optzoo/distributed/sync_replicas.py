@@ -10,15 +10,10 @@ from jax import Array, lax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
-from ..core.held import add_to_held, divide_touched, nothing_held, with_touches
-from ..core.replicas import (
-    BUCKET_BYTES,
-    AxisName,
-    Replicas,
-    ReplicaState,
-    divide_gradients,
-    zeros_like_update,
-)
+from ..core.rows import zeros_like_update
+from ..state.types import ReplicaState
+from .engine.accumulator import add_to_held, divide_touched, init_accumulator, with_touches
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, divide_gradients
 
 DIVISORS = ("count", "touches")
 
@@ -102,7 +97,7 @@ def sync_replicas(
         zero = lambda *_: jnp.zeros([], jnp.int32)
         shared: dict[str, Any] = {n: zero() for n in ("count", "global_step", "dropped")}
         if hold:
-            shared["held"] = nothing_held(params)
+            shared["held"] = init_accumulator(params)
         own = {"local_step": zero(), "waiting": jnp.zeros([], bool)}
         return ReplicaState({**shared, "inner": inner.init(params)}, own)
 
@@ -135,10 +130,10 @@ def sync_replicas(
         if waits:
             now = {"update": step + 1, "accepted": accepted, "most": aggregate}
             sums, held = add_to_held(held, sums, updates, **now)
-        divide = divide_gradients
+        safe_divide = divide_gradients
         if counts_touches:
-            divide = functools.partial(divide_touched, by_touches=rows_divisor == "touches")
-        mean = divide(sums, jnp.maximum(number, 1), updates)
+            safe_divide = functools.partial(divide_touched, by_touches=rows_divisor == "touches")
+        mean = safe_divide(sums, jnp.maximum(number, 1), updates)
 
         apply = lambda: inner.update(mean, shared["inner"], params, **extra_args)
         if complete:

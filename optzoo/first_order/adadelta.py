@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class AdadeltaSlots(NamedTuple):
@@ -28,10 +28,12 @@ def scale_by_adadelta(
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
-        step2 = divide(s.accum_update + eps, accum + eps, eps) * g * g  # 0 if the square overflows
+        step2 = (
+            safe_divide(s.accum_update + eps, accum + eps, eps) * g * g
+        )  # 0 if the square overflows
         accum_update = rho * s.accum_update + (1 - rho) * step2
         # The step from the new accum_update: beside it, the old one would have to be copied.
-        ratio = divide(accum_update + rho * eps, rho * (accum + eps) + (1 - rho) * g**2, eps)
+        ratio = safe_divide(accum_update + rho * eps, rho * (accum + eps) + (1 - rho) * g**2, eps)
         return jnp.sqrt(ratio) * g, AdadeltaSlots(accum, accum_update)
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))

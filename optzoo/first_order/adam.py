@@ -8,10 +8,11 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import RowsRule, Rule, dense, lazy, leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.policies import RowsRule, Rule, dense, lazy
+from ..state.types import Slot
 
 
 class AdamSlots(NamedTuple):
@@ -38,7 +39,7 @@ def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     def rule(g, x, s, t, beta1_power, beta2_power):
         new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * divide(new.m, jnp.sqrt(new.v) + eps, eps), new
+        return correction * safe_divide(new.m, jnp.sqrt(new.v) + eps, eps), new
 
     return rule
 

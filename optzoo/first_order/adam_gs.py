@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays
-from ..core.leafwise import RowsRule, Rule, dense, lazy, leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.policies import RowsRule, Rule, dense, lazy
 from .adam import AdamSlots, adam_rule
 
 

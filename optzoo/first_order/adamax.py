@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class AdaMaxSlots(NamedTuple):
@@ -29,7 +29,7 @@ def scale_by_adamax(
     def rule(g, x, s, t, beta1_power):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        return 1 / (1 - beta1_power) * divide(m, v + eps, eps), AdaMaxSlots(m, v)
+        return 1 / (1 - beta1_power) * safe_divide(m, v + eps, eps), AdaMaxSlots(m, v)
 
     return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
 

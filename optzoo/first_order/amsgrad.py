@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class AMSGradSlots(NamedTuple):
@@ -31,7 +31,7 @@ def scale_by_amsgrad(
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
         v_hat = jnp.maximum(s.v_hat, v)
-        step = divide(m, jnp.sqrt(v_hat) + eps, eps)
+        step = safe_divide(m, jnp.sqrt(v_hat) + eps, eps)
         if decay:
             step /= jnp.sqrt(t.astype(step.dtype))
         return step, AMSGradSlots(m, v, v_hat)

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise, touched, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import widen
-from ..core.treewise import Slot
+from ..core.numerics import upcast
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.policies import touched
+from ..state.types import Slot
 
 
 class GradVarianceScaledSlots(NamedTuple):
@@ -38,7 +39,7 @@ def scale_by_grad_variance(
             g = g.coalesce()
             u, new = touched(rule)(g, x, s, t)
             # A row without a gradient has no distance from its mean either.
-            decayed = (b2 * widen(s.v)).astype(s.v.dtype)
+            decayed = (b2 * upcast(s.v)).astype(s.v.dtype)
             return u, new._replace(v=g.scatter(decayed, g.gather(new.v)))
 
         return on_rows

@@ -2,7 +2,7 @@
 
 import optax
 
-from ..core.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import scale_by_learning_rate
 
 
 def gradient_descent(

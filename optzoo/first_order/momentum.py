@@ -5,9 +5,9 @@ from typing import NamedTuple
 import optax
 
 from ..core.checks import check_not_negative
-from ..core.leafwise import leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.treewise import Slot
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class MomentumSlots(NamedTuple):

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise, touched, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.policies import touched
 from .adam import AdamSlots, bias_correction, next_slots
 
 
@@ -20,7 +21,7 @@ def scale_by_nadam(
     def rule(g, x, s, t, beta1_power, beta2_power):
         new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps, eps), new
+        return correction * safe_divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps, eps), new
 
     powers = {"beta1_power": b1, "beta2_power": b2}
     return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=touched, powers=powers)

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import optax
 
-from ..core.leafwise import leafwise
-from ..core.learning_rate import scale_by_learning_rate
 from ..core.numerics import norm
+from ..rules.leafwise import leafwise
+from ..rules.learning_rate import scale_by_learning_rate
 
 
 def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:

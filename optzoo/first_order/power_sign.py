@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_positive
-from ..core.leafwise import leafwise, touched, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.treewise import Slot
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.policies import touched
+from ..state.types import Slot
 
 
 class PowerSignSlots(NamedTuple):

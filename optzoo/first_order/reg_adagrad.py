@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.leafwise import full, leafwise
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import full, leafwise
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class RegAdagradSlots(NamedTuple):
@@ -26,7 +26,7 @@ def scale_by_reg_adagrad(
 
     def rule(g, x, s, t, update_slots):
         accumulator = jnp.where(update_slots == 0, s.accumulator, s.accumulator + g**2)
-        return divide(g, jnp.sqrt(accumulator)), RegAdagradSlots(accumulator)
+        return safe_divide(g, jnp.sqrt(accumulator)), RegAdagradSlots(accumulator)
 
     slots = RegAdagradSlots(full(initial_accumulator_value))
     return leafwise(rule, slots=slots, scheduled={"update_slots": True})

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative, check_rate
-from ..core.leafwise import full, leafwise, zeros
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import full, leafwise, zeros
+from ..state.types import Slot
 
 
 class RMSPropSlots(NamedTuple):
@@ -104,7 +104,7 @@ def rmsprop(
         if centered:
             new["mg"] = decay * s.mg + (1 - decay) * g
             mean_square = jnp.maximum(mean_square - new["mg"] ** 2, 0)
-        step = learning_rate * divide(g, jnp.sqrt(mean_square + eps), eps)
+        step = learning_rate * safe_divide(g, jnp.sqrt(mean_square + eps), eps)
         if momentum is not None:
             step = new["momentum"] = momentum * s.momentum + step
         return -step, Slots(**new)

@@ -9,10 +9,10 @@ import optax
 from jax import Array
 
 from ..core.checks import check_not_negative
-from ..core.leafwise import leafwise, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import Slot
 
 
 class RowWiseAdagradSlots(NamedTuple):
@@ -28,7 +28,7 @@ def scale_by_row_wise_adagrad(eps: float = 1e-8) -> optax.GradientTransformation
     def rule(g, x, s, t):
         accumulator = s.accumulator + _row_means(g**2)
         root = jnp.expand_dims(jnp.sqrt(accumulator) + eps, _inner_axes(g))
-        return divide(g, root, eps), RowWiseAdagradSlots(accumulator)
+        return safe_divide(g, root, eps), RowWiseAdagradSlots(accumulator)
 
     return leafwise(rule, slots=RowWiseAdagradSlots(_zero_for_each_row))
 

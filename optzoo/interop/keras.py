@@ -13,14 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
+from ..core.checks import check_params
 from ..core.gradients import check_gradients
-from ..core.numerics import widen
+from ..core.numerics import upcast
 from ..core.paths import path_name
-from ..core.rows import SparseRows, is_gradient, map_rows
+from ..core.rows import SparseRows, is_sparse_or_none, map_rows
+from ..first_order.momentum import scale_by_momentum
+from ..registry import add_name
+from ..rules.learning_rate import scale_by_learning_rate
 
-_MEND = (
+_HINT = (
     "install optzoo[keras] and set the environment variable KERAS_BACKEND=jax before the first "
     "import of keras"
 )
@@ -92,8 +95,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
         del extra_args
-        if params is None:
-            raise ValueError(NO_PARAMS_MSG)
+        check_params(params)
         check_gradients(updates, params)
         if not jax.tree.leaves(updates):
             return updates, state
@@ -101,13 +103,13 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     @jax.jit  # outside of any jit the optimizer would be built anew each time
     def apply(updates, state, params, rate):
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_gradient)
-        paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_gradient)
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
         xs = treedef.flatten_up_to(params)
         built = _build(new(), [path_name(path) for path, _ in paths], xs)
         slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
         new_xs, variables, slots = built.apply(gs, state.variables, slots, xs, rate)
-        move = lambda g, new, x: None if g is None else (widen(new) - widen(x)).astype(g.dtype)
+        move = lambda g, new, x: None if g is None else (upcast(new) - upcast(x)).astype(g.dtype)
         slots = {name: treedef.unflatten(s) for name, s in slots.items()}
         return treedef.unflatten(map(move, gs, new_xs, xs)), KerasState(variables, slots)
 
@@ -120,10 +122,10 @@ def import_keras() -> ModuleType:
     try:
         import keras
     except ImportError as error:
-        raise ImportError(f"keras_optimizer needs Keras 3 on JAX: {_MEND}") from error
+        raise ImportError(f"keras_optimizer needs Keras 3 on JAX: {_HINT}") from error
     if keras.config.backend() != "jax":
         raise ImportError(
-            f"keras_optimizer needs Keras 3 on JAX, not on {keras.config.backend()}: {_MEND}"
+            f"keras_optimizer needs Keras 3 on JAX, not on {keras.config.backend()}: {_HINT}"
         )
     return keras
 
@@ -295,3 +297,27 @@ def _check(optimizer: Any) -> None:
                 "exclude_from_weight_decay(var_names=[...]) with parts of names in place of "
                 "var_list"
             )
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule = 0.01, momentum: float = 0.0, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Keras' SGD: the rate is inside the momentum, unlike in ``tf.train.MomentumOptimizer``."""
+    if momentum == 0:
+        return scale_by_learning_rate(learning_rate)
+    return optax.chain(scale_by_learning_rate(learning_rate), scale_by_momentum(momentum, nesterov))
+
+
+def nadam_keras(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-7,
+) -> optax.GradientTransformationExtraArgs:
+    """Keras' Nadam, which has a schedule of its own for the momentum; needs ``keras``."""
+    nadam = import_keras().optimizers.Nadam
+    return keras_optimizer(nadam(learning_rate=learning_rate, beta_1=b1, beta_2=b2, epsilon=eps))
+
+
+add_name("sgd", sgd, "keras.optimizers.SGD")
+add_name("nadam_keras", nadam_keras, "keras.optimizers.Nadam")

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.leafwise import full, leafwise, zeros
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import full, leafwise, zeros
+from ..state.types import Slot
 from .shrink import soft_threshold
 
 
@@ -74,7 +74,7 @@ def adagrad_da(
         total = s.gradient_accumulator + g
         squares = s.gradient_squared_accumulator + g**2
         scale = learning_rate * l2 * steps + jnp.sqrt(squares)
-        new = -learning_rate * divide(soft_threshold(total, l1 * steps), scale)
+        new = -learning_rate * safe_divide(soft_threshold(total, l1 * steps), scale)
         return new - x, AdagradDASlots(total, squares)
 
     return leafwise(

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check, check_not_negative, check_positive, check_rate
-from ..core.leafwise import full, leafwise, zeros
-from ..core.numerics import after, divide
-from ..core.treewise import Slot
+from ..core.numerics import after, safe_divide
+from ..rules.leafwise import full, leafwise, zeros
+from ..state.types import Slot
 from .shrink import soft_threshold
 
 
@@ -87,7 +87,7 @@ def ftrl(
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
         accum = after(s.accum, linear) + g**2
         quadratic = to_rate(accum) / learning_rate + 2 * l2
-        new = divide(-soft_threshold(linear, l1), quadratic)
+        new = safe_divide(-soft_threshold(linear, l1), quadratic)
         return new - x, FtrlSlots(accum, linear)
 
     return leafwise(

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.leafwise import full, leafwise
-from ..core.numerics import divide
-from ..core.treewise import Slot
+from ..core.numerics import safe_divide
+from ..rules.leafwise import full, leafwise
+from ..state.types import Slot
 from .shrink import shrink
 
 
@@ -63,7 +63,7 @@ def proximal_adagrad(
 
     def rule(g, x, s, t, learning_rate):
         accumulator = s.accumulator + g**2
-        rate = divide(learning_rate, jnp.sqrt(accumulator))
+        rate = safe_divide(learning_rate, jnp.sqrt(accumulator))
         return shrink(x - rate * g, rate, l1, l2) - x, ProximalAdagradSlots(accumulator)
 
     return leafwise(

@@ -3,7 +3,7 @@
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.leafwise import leafwise
+from ..rules.leafwise import leafwise
 from .shrink import shrink
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
-from . import report, session
+from ..race import report, session
 from .problems import PROBLEMS, USUAL
 from .runner import REPLICAS, Settings, entrants
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.lookup import lookup
+from ..sparse.lookup import lookup
 from .problem import Problem
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from ..catalog import CATALOG, DISTRIBUTED, Entry
-from ..core.averages import eval_params
-from ..core.lookup import value_and_grad
-from ..core.minimize import minimize
-from ..core.over_replicas import over_replicas, replicate
+from ..distributed.engine.launch import map_over_replicas, replicate
+from ..sparse.lookup import value_and_grad
+from ..sparse.minimize import minimize
+from ..state.averages import eval_params
 from .problem import Problem
 
 # Of the distributed family, simulated on one device.
@@ -326,7 +326,7 @@ def _replicated_step(loss: Any, tx: Any) -> Any:
 
     def step(params, state, batch, global_step):
         steps = jnp.broadcast_to(global_step, REPLICAS)
-        return over_replicas(_plain_step(loss, tx))(
+        return map_over_replicas(_plain_step(loss, tx))(
             params, state, jax.tree.map(share, batch), steps
         )
 

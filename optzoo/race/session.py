@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -15,9 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import __version__
 from ..catalog import CATALOG
-from . import plots, report
+from ..race import plots, report
 from .problem import Problem
 from .problems import PROBLEMS, USUAL
 from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
@@ -33,6 +33,9 @@ class Progress:
     problem: str
     optimizer: str
     seconds_left: float | None
+
+
+VERSION = importlib.metadata.version("optzoo")
 
 
 def run(
@@ -119,7 +122,7 @@ def _document(
     problems: list[Problem], settings: Settings, mine: list[Any], others: list[Any]
 ) -> dict[str, Any]:
     return {
-        "version": __version__,
+        "version": VERSION,
         "machine": {
             "device": jax.devices()[0].device_kind,
             "cores": os.cpu_count(),
@@ -160,7 +163,7 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     plain = {k: v for k, v in plain.items() if k not in functions | {"train", "valid"}}
     digest = hashlib.sha256()
     names = list(problem.metrics)
-    digest.update(repr((__version__, dataclasses.asdict(settings), plain, names)).encode())
+    digest.update(repr((VERSION, dataclasses.asdict(settings), plain, names)).encode())
     for jaxpr in traced:
         # The same in every process: no colours for a terminal, no addresses of functions.
         text = jaxpr.pretty_print(use_color=False, width=100)

@@ -10,11 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.checks import check_decays, check_not_negative, check_positive, check_size
-from ..core.leafwise import in_float32, zeros
-from ..core.learning_rate import scale_by_learning_rate
-from ..core.numerics import narrow, widen
+from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
-from ..core.treewise import Slot, treewise
+from ..rules.leafwise import in_float32, zeros
+from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.treewise import treewise
+from ..state.types import Slot
 
 
 class GGTSlots(NamedTuple):
@@ -68,7 +69,7 @@ def scale_by_ggt(
     def finish(leaf, m, w, y):
         if m is None:
             return None, leaf.slots
-        return narrow(_combine(y, w), leaf.g.dtype), GGTSlots(m, w)
+        return saturating_cast(_combine(y, w), leaf.g.dtype), GGTSlots(m, w)
 
     def rule(leaves, shared, t):
         p = (t - 1) % window
@@ -164,7 +165,7 @@ def _push(windows, rows, p):
 
     def at(p):
         pairs = zip(windows, rows, strict=True)
-        put = lambda w, row: lax.dynamic_update_index_in_dim(w, narrow(row, w.dtype), p, 0)
+        put = lambda w, row: lax.dynamic_update_index_in_dim(w, saturating_cast(row, w.dtype), p, 0)
         return [w if row is None else put(w, row) for w, row in pairs]
 
     # Both ways are one. But XLA repeats the push for every reader, on copies of the window, unless
@@ -182,7 +183,7 @@ def _products(window: Array, p: Array) -> Array:
 
 def _combine(y: Array, window: Array) -> Array:
     """The sum of the rows of a window, each times its coefficient."""
-    window = widen(window)
+    window = upcast(window)
     return _dot(y.astype(window.dtype), window, (((0,), (0,)), ((), ())))
 
 

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 import optzoo
 from optzoo import SparseRows
 
-from . import samples
+from ..testing import samples
 from .samples import avals, dense_grads, row_grads, step
 
 GRADS = {"dense": dense_grads, "rows": row_grads}

@@ -9,9 +9,8 @@ from jax import Array, lax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
-from ..core.numerics import narrow, wide_dtype
-from ..core.replicas import zeros_like_update
-from ..core.rows import SparseRows, is_gradient, map_rows
+from ..core.numerics import saturating_cast, wide_dtype
+from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_update
 
 
 class AccumulateState(NamedTuple):
@@ -77,12 +76,12 @@ def accumulate(
         position = (state.count if global_step is None else global_step) % every
         before = jax.tree.map(lambda a: jnp.where(position == 0, 0, a), state.sums)
         plus = lambda g, a: a if g is None else a + jnp.asarray(g).astype(a.dtype)
-        sums = jax.tree.map(plus, updates, before, is_leaf=is_gradient)
+        sums = jax.tree.map(plus, updates, before, is_leaf=is_sparse_or_none)
         scale = 1 / every if use_mean else 1
-        total = lambda g, a: None if g is None else narrow(a * scale, jnp.result_type(g))
+        total = lambda g, a: None if g is None else saturating_cast(a * scale, jnp.result_type(g))
 
         def apply():
-            totals = jax.tree.map(total, updates, sums, is_leaf=is_gradient)
+            totals = jax.tree.map(total, updates, sums, is_leaf=is_sparse_or_none)
             return inner.update(totals, state.inner, params, **extra_args)
 
         shapes, _ = jax.eval_shape(apply)

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from ..core.paths import is_masked, path_name
-from ..core.rows import is_gradient
+from ..core.rows import is_sparse_or_none
 
 _REST = ".*"
 
@@ -86,7 +86,7 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
         found[name] = matching
         return matching[0] if matching else _REST
 
-    labels = jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_gradient)
+    labels = jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_sparse_or_none)
     wrong = [
         f"{name!r} is matched by " + (" and ".join(map(repr, matching)) or "no pattern")
         for name, matching in found.items()

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.averages import start_of_average
 from ..core.checks import check_decays, check_not_negative
-from ..core.leafwise import leafwise
-from ..core.treewise import Slot
+from ..rules.leafwise import leafwise
+from ..state.averages import start_of_average
+from ..state.types import Slot
 
 
 class MovingAverageSlots(NamedTuple):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 
 from ..core.paths import owner_of
-from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
-from ..core.slots import map_slot_trees
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..state.slots import map_slot_trees
 
 
 def multitask(
@@ -45,7 +45,7 @@ def multitask(
 
     def update(updates, state, params=None, **extra_args):
         updates = map_rows(SparseRows.coalesce, updates)
-        live = jax.tree.map(is_live, updates, is_leaf=is_gradient)
+        live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
         updates, new_state = inner.update(updates, state, params, **extra_args)
         updates = jax.tree.map(stop, live, updates)
         # For every array of the state whether it is that of a live parameter, or shared by all.

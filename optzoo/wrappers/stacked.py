@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_size
-from ..core.elementwise import check_elementwise
-from ..core.paths import check_marks, marked, path_name
+from ..core.paths import check_mask, path_name, resolve_mask
 from ..core.rows import is_rows
-from ..core.slots import map_slot_trees
-from ..core.stacks import Layout, layout_of, places, stack, unstack
+from ..state.slots import map_slot_trees
+from ..state.stacks import Layout, layout_of, places, stack, unstack
+from ._elementwise import check_elementwise
 
 
 def stacked(
@@ -66,7 +66,7 @@ def stacked(
         ValueError: if a size is out of its range; by ``init``, if a parameter to be stacked is
             sharded; by ``update`` when it is traced, if ``inner`` is not element-wise.
     """
-    check_marks(which=which)
+    check_mask(which=which)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
     inner = optax.with_extra_args_support(inner)
     proved = set[Any]()  # a memory, not a state: the same shapes would prove the same again
@@ -75,7 +75,7 @@ def stacked(
         if not jax.tree.leaves(tree):
             return ()
         nodes, _ = places(tree)
-        marks, _ = places(marked(True if which is None else which, tree))
+        marks, _ = places(resolve_mask(True if which is None else which, tree))
         kinds = [_kind(a) if mark is True else None for mark, a in zip(marks, nodes, strict=True)]
         small = lambda kind: kind is not None and kind[0] <= max_size
         return _grouped(range(len(nodes)), [k if small(k) else None for k in kinds], max_members)

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
-from ..core.checks import check_positive
+from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
-from ..core.numerics import widen
+from ..core.numerics import upcast
 from ..core.paths import is_masked, path_name
-from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 
 def variable_clipping(
@@ -70,20 +69,19 @@ def variable_clipping(
         to_clipped = lambda u, x: (clipped(x + u, axes) - x).astype(g.dtype)
         if is_rows(u) and 0 not in axes:
             u = u.coalesce()
-            return u.with_values(to_clipped(widen(u.values), widen(u.gather(x)))).drop_padding()
-        u, x = widen(u.to_dense() if is_rows(u) else u), widen(x)
+            return u.with_values(to_clipped(upcast(u.values), upcast(u.gather(x)))).drop_padding()
+        u, x = upcast(u.to_dense() if is_rows(u) else u), upcast(x)
         if not is_rows(g) or 0 in axes:
             return to_clipped(u, x)
         return g.scatter(u.astype(g.dtype), to_clipped(g.gather(u), g.gather(x)))
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(NO_PARAMS_MSG)
+        check_params(params)
         check_gradients(updates, params)
         axes = _axes(dims, params)
         given = map_rows(SparseRows.coalesce, updates)
         updates, state = inner.update(given, state, params, **extra_args)
-        gs, treedef = jax.tree.flatten(given, is_leaf=is_gradient)
+        gs, treedef = jax.tree.flatten(given, is_leaf=is_sparse_or_none)
         columns = [treedef.flatten_up_to(tree) for tree in (updates, params, axes)]
         done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
         return treedef.unflatten(done), state

@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import optax
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
-from ..core.checks import check_not_negative
+from ..core.checks import check_not_negative, check_params
 from ..core.gradients import check_gradients
-from ..core.numerics import widen
-from ..core.paths import check_marks, marked
-from ..core.rows import SparseRows, is_gradient, is_rows, map_rows
+from ..core.numerics import upcast
+from ..core.paths import check_mask, resolve_mask
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 
 def decoupled_weight_decay(
@@ -49,26 +48,27 @@ def decoupled_weight_decay(
         first; in the original the order is not guaranteed.
     """
     check_not_negative(weight_decay=weight_decay)
-    check_marks(mask=mask)
+    check_mask(mask=mask)
     inner = optax.with_extra_args_support(inner)
 
     def decay(g, x, is_marked):
         if g is None or not is_marked:
             return None
         if is_rows(g):
-            return g.with_values(-weight_decay * widen(g.gather(x))).drop_padding()
-        return -weight_decay * widen(x)
+            return g.with_values(-weight_decay * upcast(g.gather(x))).drop_padding()
+        return -weight_decay * upcast(x)
 
     def plus(decay, a):
-        return a if decay is None or a is None else (widen(a) + decay).astype(a.dtype)
+        return a if decay is None or a is None else (upcast(a) + decay).astype(a.dtype)
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(NO_PARAMS_MSG)
+        check_params(params)
         check_gradients(updates, params)
         updates = map_rows(SparseRows.coalesce, updates)
-        everywhere = functools.partial(jax.tree.map, is_leaf=is_gradient)
-        decays = everywhere(decay, updates, params, marked(True if mask is None else mask, updates))
+        everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
+        decays = everywhere(
+            decay, updates, params, resolve_mask(True if mask is None else mask, updates)
+        )
         decayed = everywhere(plus, decays, params)
         updates, state = inner.update(updates, state, decayed, **extra_args)
         return everywhere(plus, decays, updates), state

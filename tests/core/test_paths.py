@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from optzoo import SparseRows
-from optzoo.core.paths import check_marks, marked, path_name, unmarked
+from optzoo.core.paths import check_mask, path_name, resolve_mask, resolve_unmasked
 
 
 class Layer(NamedTuple):
@@ -52,11 +52,11 @@ def test_names():
     ids=str,
 )
 def test_marked(which, chosen):
-    marks = marked(which, X)
+    marks = resolve_mask(which, X)
     assert jax.tree.structure(marks) == jax.tree.structure(X)
     flags = jax.tree_util.tree_leaves_with_path(marks)
     assert [path_name(path) for path, mark in flags if mark] == chosen
-    rest = jax.tree_util.tree_leaves_with_path(unmarked(which, X))
+    rest = jax.tree_util.tree_leaves_with_path(resolve_unmasked(which, X))
     assert [path_name(path) for path, mark in rest if not mark] == chosen
 
 
@@ -65,20 +65,20 @@ def test_a_gradient_is_a_leaf_whatever_it_is(which):
     """Rows and a missing gradient are marked as one; a masked leaf is none."""
     rows = SparseRows(jnp.array([0]), jnp.ones((1, 2)), 3)
     grads = {"table": rows, "none": None, "x": (np.ones(2), optax.MaskedNode())}
-    got = marked(which, grads)
+    got = resolve_mask(which, grads)
     assert got["table"] is True and got["none"] is (which != ("t",))
     assert got["x"] == (which is True, optax.MaskedNode())
 
 
 def test_other_marks_are_refused():
-    check_marks(none=None, fragments=("bias",), tree={"head": True}, nothing=())
+    check_mask(none=None, fragments=("bias",), tree={"head": True}, nothing=())
     with pytest.raises(TypeError, match=r"^skip must be .* paths: \('bias',\)"):
-        check_marks(skip="bias")
+        check_mask(skip="bias")
     for wrong in (len, {"head": 1}, ("bias", True, None, 0)):
         with pytest.raises(TypeError, match="mask must be a tree of bools"):
-            check_marks(mask=wrong)
+            check_mask(mask=wrong)
 
 
 def test_a_tree_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="encoder"):
-        marked({"encoder": True}, X)
+        resolve_mask({"encoder": True}, X)

@@ -83,12 +83,12 @@ def over(way, step, tx, replicas=REPLICAS):
     """The compiled step of all replicas."""
     if way.startswith("shard_map"):
         of_mesh = {"mesh": mesh(replicas), "check_vma": way == "shard_map"}
-        return jax.jit(optzoo.over_replicas(step, **of_mesh))
+        return jax.jit(optzoo.map_over_replicas(step, **of_mesh))
     if way == "pmap":
         specs = optzoo.replica_specs(params(), tx.init(params()), None, 0)
         axes = {"in_axes": (*specs, 0, 0, 0), "out_axes": (*specs, 0)}
         return jax.pmap(step, axis_name="replica", **axes, devices=jax.devices()[:replicas])
-    return jax.jit(optzoo.over_replicas(step))
+    return jax.jit(optzoo.map_over_replicas(step))
 
 
 def run(method, way="vmap", masked=False, inner=None, ticks=TICKS):

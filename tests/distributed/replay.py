@@ -197,12 +197,12 @@ def follow(
         params = optax.apply_updates(params, updates)
         return params, state, params
 
-    over_replicas = optzoo.over_replicas(step)
+    map_over_replicas = optzoo.map_over_replicas(step)
 
     @jax.jit
     def run(start, inputs):
         def tick(carry, inputs):
-            params, state, own_params = over_replicas(*carry, *inputs)
+            params, state, own_params = map_over_replicas(*carry, *inputs)
             return (params, state), _watch(meta, params, state, own_params)
 
         params = _unflat(start)

@@ -33,7 +33,7 @@ def trajectory(tx, ticks=8, masks=None, to=CENTERS, **static):
         return optax.apply_updates(params, updates), state
 
     x, state = optzoo.replicate(START, tx.init(START), N)
-    train, visited = jax.jit(optzoo.over_replicas(step)), []
+    train, visited = jax.jit(optzoo.map_over_replicas(step)), []
     for mask in masks:
         x, state = train(x, state, to, mask)
         visited.append(x)
@@ -118,7 +118,7 @@ def test_a_round_is_its_steps(method):
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state, value
 
-    train = jax.jit(optzoo.over_replicas(optzoo.in_rounds(step)))
+    train = jax.jit(optzoo.map_over_replicas(optzoo.scan_local_steps(step)))
     ids, target, _ = jax.tree.map(lambda a: a[:6].swapaxes(0, 1), cases.batches())
     x, state = cases.start(tx)
     losses = []
@@ -246,11 +246,11 @@ def test_what_was_held_is_forgotten_after_an_update_without_masks():
     step = lambda x, s, to: (lambda u, s: (optax.apply_updates(x, u), s))(
         *tx.update(jax.grad(quadratic)(x, to), s, x)
     )
-    x, state = optzoo.over_replicas(step)(START, state, CENTERS)
+    x, state = optzoo.map_over_replicas(step)(START, state, CENTERS)
     np.testing.assert_allclose(x["b"], jnp.mean(CENTERS))
     assert state.shared["count"] == 0
     # Nor does it come back.
-    held = optzoo.over_replicas(
+    held = optzoo.map_over_replicas(
         lambda x, s, to, m: tx.update(jax.grad(quadratic)(x, to), s, x, arrived=m)
     )
     _, state = held(x, state, CENTERS, jnp.arange(N) == 3)
@@ -286,7 +286,7 @@ def test_a_parameter_without_a_gradient_takes_no_part(method):
     tx = cases.METHODS[method](momentum(), N)
     step = lambda x, s, to: tx.update({"w": x["w"] - to, "b": None}, s, x)
     x, state = optzoo.replicate(START, tx.init(START), N)
-    train = jax.jit(optzoo.over_replicas(step))
+    train = jax.jit(optzoo.map_over_replicas(step))
     for _ in range(4):
         updates, state = train(x, state, CENTERS)
         assert updates["b"] is None
@@ -306,7 +306,7 @@ def test_a_center_of_parameters_in_16_bits_moves():
     )
     x, state = optzoo.replicate(small, tx.init(small), N)
     for _ in range(3):
-        x, state = optzoo.over_replicas(step)(x, state, CENTERS)
+        x, state = optzoo.map_over_replicas(step)(x, state, CENTERS)
     assert x["b"].dtype == jnp.bfloat16 and state.shared["center"]["b"].dtype == jnp.float32
     assert 0 < jnp.max(jnp.abs(state.shared["center"]["w"])) < 1e-2
 
@@ -331,7 +331,7 @@ def update_rows(tx, masks):
     _, state = optzoo.replicate(table, tx.init(table), 3)
     updates = []
     for mask in masks:
-        u, state = jax.jit(optzoo.over_replicas(step))(
+        u, state = jax.jit(optzoo.map_over_replicas(step))(
             table, state, jnp.array(IDS), jnp.array(VALUES), mask
         )
         assert isinstance(u, optzoo.SparseRows)

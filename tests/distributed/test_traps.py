@@ -32,7 +32,7 @@ def ticks(tx, *masks, grads=None, **static):
         updates, state = tx.update(grads, state, params, **masks, **static)
         return optax.apply_updates(params, updates), state
 
-    train, (x, state) = jax.jit(optzoo.over_replicas(step)), replicated(tx)
+    train, (x, state) = jax.jit(optzoo.map_over_replicas(step)), replicated(tx)
     for mask in masks:
         x, state = train(x, state, grads, mask)
     return x, state
@@ -51,7 +51,7 @@ def test_gradients_that_are_summed_already_are_refused(method):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    train = optzoo.over_replicas(step, mesh=cases.mesh())
+    train = optzoo.map_over_replicas(step, mesh=cases.mesh())
     batch = jax.tree.map(lambda a: a[0], cases.batches())
     with pytest.raises(ValueError, match=r"gradient of 'bias' .* optzoo.per_replica\(params"):
         train(*cases.start(tx, "shard_map"), *batch)
@@ -104,7 +104,7 @@ def test_parameters_that_are_nan_do_not_reach_an_average_without_them():
     step = lambda x, s, g, m: (lambda u, s: (optax.apply_updates(x, u), s))(
         *tx.update(g, s, x, arrived=m)
     )
-    x, state = optzoo.over_replicas(step)(x, state, gradients(0.0), SPOILT["arrived"])
+    x, state = optzoo.map_over_replicas(step)(x, state, gradients(0.0), SPOILT["arrived"])
     chex.assert_trees_all_close(optzoo.eval_params(x, state), cases.params())
 
 
@@ -131,7 +131,7 @@ def test_masks_may_come_and_go():
         return optax.apply_updates(params, updates), state
 
     x, state = ticks(tx, most)
-    train = jax.jit(optzoo.over_replicas(step))
+    train = jax.jit(optzoo.map_over_replicas(step))
     for _ in range(6):
         x, state = train(x, state, gradients())
     chex.assert_trees_all_close((x, state), some, rtol=1e-6)
@@ -145,7 +145,7 @@ def test_masks_may_come_and_go():
 
 def test_an_axis_that_is_not_there_is_named():
     tx = optzoo.model_average(optzoo.gradient_descent(0.1), interval_steps=1)
-    with pytest.raises(NameError, match=r"axis_name='replica'.*optzoo\.over_replicas"):
+    with pytest.raises(NameError, match=r"axis_name='replica'.*optzoo\.map_over_replicas"):
         tx.update(cases.params(), tx.init(cases.params()), cases.params())
 
 
@@ -198,4 +198,4 @@ def test_more_than_one_replica_for_a_device_is_refused():
     tx = optzoo.model_average(INNER)
     step = lambda x, s: (x, s)
     with pytest.raises(ValueError, match="each device takes one replica, got 2"):
-        optzoo.over_replicas(step, mesh=cases.mesh(2))(*replicated(tx))
+        optzoo.map_over_replicas(step, mesh=cases.mesh(2))(*replicated(tx))

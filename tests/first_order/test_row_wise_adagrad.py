@@ -8,8 +8,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.core.state_sharding import state_sharding
 from optzoo.first_order.row_wise_adagrad import row_wise_adagrad
+from optzoo.state.sharding import state_sharding
 from optzoo.testing.samples import step
 
 

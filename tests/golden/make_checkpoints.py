@@ -1,7 +1,7 @@
 """Checkpoints of TensorFlow 1.15.5 and RETURNN, and how training went on from them.
 
     python3.7 tests/golden/make_checkpoints.py                    # theirs: saves, and goes on
-    python -m tests.interop.tf1_cases ours                        # ours: saves after as many steps
+    python -m tests.interop.tf1.cases ours                        # ours: saves after as many steps
     python3.7 tests/golden/make_checkpoints.py --continue ours    # restores ours, and goes on
 
 The first and the last need what ``make_records.py`` needs. ``README.md`` describes the files.

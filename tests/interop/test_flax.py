@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
-from optzoo.core.state_sharding import state_sharding
+from optzoo.state.sharding import state_sharding
 from optzoo.wrappers.groups import groups
 
 IDS = jnp.array([[1, 5, 1], [3, 5, 5]])  # of a table of 8 rows; 2 batches

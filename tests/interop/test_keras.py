@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
-from optzoo.core.state_sharding import state_sharding
 from optzoo.interop.keras import keras_optimizer
+from optzoo.state.sharding import state_sharding
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
 with warnings.catch_warnings():  # of what Keras imports

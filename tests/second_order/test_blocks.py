@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optzoo
-from optzoo.second_order.blocks import cut
+from optzoo.second_order.shampoo.blocks import cut
 from optzoo.testing.samples import step
 
 LARGE = {"max_matrix_size": 8192, "block_size": None, "merge_dims": False, "skip_vectors": False}

@@ -179,8 +179,10 @@ def test_window_of_16_bits():
     (us, state), (want, wide) = (
         run(scale_by_ggt(window_dtype=dtype), x, gs) for dtype in ("bfloat16", None)
     )
-    for narrow, full in zip(*(s.slots.grad_buffer.values() for s in (state, wide)), strict=True):
-        assert narrow.dtype == "bfloat16" and 2 * narrow.nbytes == full.nbytes
+    for saturating_cast, full in zip(
+        *(s.slots.grad_buffer.values() for s in (state, wide)), strict=True
+    ):
+        assert saturating_cast.dtype == "bfloat16" and 2 * saturating_cast.nbytes == full.nbytes
     assert state.slots.moment1["a"].dtype == "float32"
     for got, exact in zip(us, want, strict=True):
         error = np.linalg.norm(flat(got) - flat(exact)) / np.linalg.norm(flat(exact))

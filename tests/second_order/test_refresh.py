@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import optzoo
-from optzoo.second_order import refresh as module
-from optzoo.second_order.refresh import is_due, refresh
+from optzoo.second_order.shampoo import refresh as module
+from optzoo.second_order.shampoo.refresh import is_due, refresh
 
 # The function alone, with a root that is the matrix itself
 
@@ -274,8 +274,8 @@ def test_a_bad_gradient_leaves_the_roots_of_its_leaf():
     good = run(tx, grads)[-1][1]
     chex.assert_trees_all_equal(three.slots.H["b"], good.slots.H["b"])
     # Two dimensions, at each step from then on.
-    assert [s.shared["bad_roots"] for s in (one, two, three)] == [0, 2, 4]
-    assert good.shared["bad_roots"] == 0
+    assert [s.shared["num_failed_roots"] for s in (one, two, three)] == [0, 2, 4]
+    assert good.shared["num_failed_roots"] == 0
 
 
 def test_an_eigh_that_lies_leaves_the_roots(monkeypatch):
@@ -285,7 +285,7 @@ def test_an_eigh_that_lies_leaves_the_roots(monkeypatch):
     monkeypatch.setattr(jnp.linalg, "eigh", lying)
     updates, state = jax.jit(tx.update)(x, tx.init(x))
     chex.assert_trees_all_equal(updates, x)
-    assert state.shared["bad_roots"] == 2
+    assert state.shared["num_failed_roots"] == 2
 
 
 # The compiled program
@@ -337,7 +337,7 @@ def test_every_step_has_its_root_outside_of_conditionals():
 # Replicas
 
 
-def over_replicas(how, f, x):
+def map_over_replicas(how, f, x):
     """What each of three replicas computes from the same argument."""
     if how == "vmap":
         return jax.jit(jax.vmap(f, axis_name="r", axis_size=3, in_axes=None))(x)
@@ -391,7 +391,7 @@ def alone(root, stagger):
 def test_replicas_share_the_work(how, root, stagger):
     """Of which three do not divide any batch."""
     several = steps(root=root, stagger=stagger, axis_name="r")
-    got, want = over_replicas(how, several, GRADS), alone(root, stagger)
+    got, want = map_over_replicas(how, several, GRADS), alone(root, stagger)
     for replica in range(len(jax.tree.leaves(got)[0])):
         mine = jax.tree.map(lambda a, r=replica: a[r], got)
         chex.assert_trees_all_close(mine, want, rtol=1e-6, atol=1e-6)
@@ -415,11 +415,11 @@ def test_each_replica_computes_its_share():
     assert shapes_of_eigh(staggered) == [(1, 2, 2), (1, 3, 3)]
 
 
-def test_bad_roots_of_replicas_are_counted_once():
+def test_num_failed_roots_of_replicas_are_counted_once():
     spoilt = GRADS["a"].copy()
     spoilt[2, 3] = np.nan
-    got, _ = over_replicas("shard_map", steps(axis_name="r"), {**GRADS, "a": spoilt})
+    got, _ = map_over_replicas("shard_map", steps(axis_name="r"), {**GRADS, "a": spoilt})
     # One of the two blocks is bad, in both dimensions; the roots were refreshed once since.
-    np.testing.assert_array_equal(got.shared["bad_roots"], 2)
+    np.testing.assert_array_equal(got.shared["num_failed_roots"], 2)
     want, _ = alone("eigh", False)
     np.testing.assert_allclose(got.slots.H["b"][0][0], want.slots.H["b"][0], rtol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.second_order.roots import METHODS
+from optzoo.second_order.shampoo.roots import METHODS
 
 # Of which "auto" is one: see below.
 EXACT = ["eigh", "newton"]

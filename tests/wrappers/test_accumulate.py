@@ -11,8 +11,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.processing.zero_if_norm_exceeds import zero_if_norm_exceeds
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
 from optzoo.wrappers.accumulate import accumulate
 
 X = jnp.array([1.0, -2.0, 4.0])

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import CATALOG, SparseRows
-from optzoo.core.stacks import Stack, layout_of, stack, unstack
-from optzoo.core.state_sharding import state_sharding
+from optzoo.state.sharding import state_sharding
+from optzoo.state.stacks import Stack, layout_of, stack, unstack
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, step
 from optzoo.wrappers.stacked import stacked

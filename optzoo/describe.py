@@ -1,0 +1,146 @@
+"""What an optimizer keeps, moves and sends."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from .core.paths import path_name
+from .sparse.rowwise_check import bodies
+from .state.slots import get_slot, slot_names
+
+# Primitives whose operands go over the network.
+_COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"}
+_COLLECTIVES |= {"all_gather_invariant", "reduce_scatter", "psum2", "psum_scatter"}
+
+
+class SlotOf(NamedTuple):
+    """A slot of one parameter."""
+
+    slot: str
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What :func:`optzoo.describe` finds; ``str`` of it is a table. All sizes are in bytes.
+
+    Attributes:
+        slots: every slot of every parameter.
+        elements: how many numbers the parameters hold.
+        parameters: what these take.
+        state: what the whole state takes, slots and all else.
+        moved: what a step with dense gradients must read and write at least: gradients once,
+            parameters and state twice. Row-sparse gradients move the touched rows alone, where
+            the optimizer is lazy.
+        sent: what each replica hands to collectives in every update.
+        sent_at_times: what it hands to them beside that in those updates that exchange.
+    """
+
+    slots: tuple[SlotOf, ...]
+    elements: int
+    parameters: int
+    state: int
+    moved: int
+    sent: int
+    sent_at_times: int
+
+    @property
+    def state_per_parameter(self) -> float:
+        """Bytes of state for each number of the parameters."""
+        return self.state / self.elements if self.elements else 0.0
+
+    def __str__(self) -> str:
+        rows = [
+            (s.slot, s.parameter, str(list(s.shape)), s.dtype, f"{s.nbytes:,}") for s in self.slots
+        ]
+        totals = [
+            f"parameters: {self.elements:,} numbers, {self.parameters:,} bytes",
+            f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per number",
+            f"a dense step moves at least {self.moved:,} bytes",
+            f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
+        ]
+        return "\n".join(
+            [*_columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
+        )
+
+
+def describe(
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    axis_name: str = "replica",
+    num_replicas: int = 8,
+    **extra_args: Any,
+) -> Description:
+    """What an optimizer keeps for these parameters, and what a step of it moves and sends.
+
+    .. code-block:: python
+
+        print(optzoo.describe(optzoo.adam(1e-3), params))
+
+    Nothing is computed: the state is that of ``jax.eval_shape``, and collectives are read off the
+    traced update.
+
+    Args:
+        tx: any optax transformation.
+        params: the parameters, or ``jax.ShapeDtypeStruct`` in their place.
+        axis_name: the axis of the replicas, if ``tx`` speaks to others over one.
+        num_replicas: how many replicas are along that axis.
+        **extra_args: what ``update`` needs beside gradients, state and parameters.
+    """
+    tx = optax.with_extra_args_support(tx)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    state = jax.eval_shape(tx.init, params)
+    slots = {name: get_slot(state, name) for name in slot_names(state)}
+
+    extra_args = {"global_step": 0, **extra_args}
+    update = lambda gs, state, xs: tx.update(gs, state, xs, **extra_args)
+    traced = jax.make_jaxpr(update, axis_env=[(axis_name, num_replicas)])(params, state, params)
+    sent = list(_sent(traced.jaxpr))
+    always = sum(nbytes for nbytes, at_times in sent if not at_times)
+    sizes = [_nbytes(x) for x in jax.tree.leaves(params)]
+    kept = sum(map(_nbytes, jax.tree.leaves(state)))
+    return Description(
+        slots=tuple(row for name in slots for row in _rows_of(name, slots[name])),
+        elements=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        parameters=sum(sizes),
+        state=kept,
+        moved=3 * sum(sizes) + 2 * kept,
+        sent=always,
+        sent_at_times=sum(nbytes for nbytes, _ in sent) - always,
+    )
+
+
+def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        yield SlotOf(slot, path_name(path), x.shape, x.dtype.name, _nbytes(x))
+
+
+def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
+    """For every collective its bytes, and whether it is one of those not always done."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _COLLECTIVES:
+            arrays = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
+            yield sum(map(_nbytes, arrays)), at_times
+        turns = eqn.params["length"] if name == "scan" else 1
+        for body in bodies(eqn):
+            for nbytes, also in _sent(body, at_times or name in ("cond", "while")):
+                yield turns * nbytes, also
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]

@@ -1,0 +1,1 @@
+"""What the distributed methods share: collectives, local steps, launching."""

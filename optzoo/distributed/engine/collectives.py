@@ -1,0 +1,285 @@
+"""The replicas of a training run: what they share, and how they speak to one another."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...core.checks import check_size
+from ...core.compat import cast_varying, gather_invarying, varying
+from ...core.numerics import upcast
+from ...core.paths import path_name
+from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+
+AxisName = str | tuple[str, ...] | None
+
+# Leaves up to this size travel together: benchmarks/replicas.py measures it.
+BUCKET_BYTES = 1 << 20
+# XLA takes seconds to compile a concatenation of a thousand arrays.
+BUCKET_LEAVES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas along a named axis, as one of them sees them.
+
+    Attributes:
+        axis_name: of ``vmap``, ``pmap`` or a mesh; None for a single replica without any.
+        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+    """
+
+    axis_name: AxisName = "replica"
+    bucket_bytes: int | None = BUCKET_BYTES
+
+    def __post_init__(self):
+        if self.bucket_bytes is not None:
+            check_size(bucket_bytes=self.bucket_bytes)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        if self.axis_name is None:
+            return 1
+        try:
+            return lax.axis_size(self.axis_name)
+        except NameError as error:
+            raise NameError(
+                f"no axis is named axis_name={self.axis_name!r} here: call update inside vmap, "
+                "shard_map or pmap with that axis (optzoo.map_over_replicas does), or pass "
+                "axis_name=None for a single replica"
+            ) from error
+
+    def check_size(self, **expected: int) -> None:
+        """Raises ``ValueError`` unless there are as many as the argument says."""
+        for name, number in expected.items():
+            if number != self.size:
+                raise ValueError(
+                    f"{name} must be the size of the axis {self.axis_name!r}, {self.size}, "
+                    f"got {number}"
+                )
+
+    @property
+    def index(self) -> Array:
+        """Which of them this one is."""
+        if self.axis_name is None:
+            return jnp.zeros([], jnp.int32)
+        _ = self.size  # whose error is clearer
+        return lax.axis_index(self.axis_name)
+
+    def sum(self, tree: Any) -> Any:
+        """The sum over all replicas, in one message for each dtype and some for large arrays."""
+        if self.axis_name is None:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        buckets = self._buckets(leaves)
+        sums = lax.psum([_join([leaves[i] for i in bucket]) for bucket in buckets], self.axis_name)
+        for bucket, joined in zip(buckets, sums, strict=True):
+            for i, part in zip(bucket, _split(joined, [leaves[i] for i in bucket]), strict=True):
+                leaves[i] = part
+        return treedef.unflatten(leaves)
+
+    def sum_where(self, who: Any, tree: Any) -> Any:
+        """The sum over those for whom ``who`` is true, whatever the others hold."""
+        return self.sum(where(who, tree, 0))
+
+    def any(self, who: Any) -> Array:
+        """Whether it is true for one of them."""
+        return self.sum(jnp.asarray(who, jnp.int32)) > 0
+
+    def gather(self, tree: Any) -> Any:
+        """The arrays of all replicas joined along the first axis."""
+        if self.axis_name is None:
+            return tree
+        if not self._is_checked():
+            return lax.all_gather(tree, self.axis_name, tiled=True)
+        return gather_invarying(tree, self.axis_name)
+
+    def sum_gradients(self, updates: Any, who: Any, more: Any = ()) -> tuple[Any, Any]:
+        """The gradients of those for whom ``who`` is true, summed; and the sum of ``more``.
+
+        Rows are gathered as rows, in the order of the replicas; arrays are summed in float32 at
+        least.
+        """
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
+        dense, more = self.sum((where(who, dense, 0), more))
+        gs = [self.gather_rows(g, who) if is_rows(g) else g for g in gs]
+        return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
+
+    def mean_gradients(self, updates: Any, who: Any) -> Any:
+        """Their mean over those for whom ``who`` is true, for each replica to use as its own."""
+        sums, number = self.sum_gradients(updates, who, jnp.asarray(who, jnp.int32))
+        return self.vary(divide_gradients(sums, jnp.maximum(number, 1), updates))
+
+    def spread_gradients(self, updates: Any, who: Any) -> Any:
+        """The gradients themselves, in arrays like those of :meth:`mean_gradients`."""
+        del who
+
+        def spread(g):
+            places = (self.size - 1) * len(g.indices)
+            pad = lambda a, value: jnp.concatenate(
+                [a, jnp.full((places, *a.shape[1:]), value, a.dtype)]
+            )
+            return SparseRows(pad(g.indices, g.num_rows), pad(g.values, 0), g.num_rows)
+
+        return map_rows(spread, updates)
+
+    def gather_rows(self, g: SparseRows, who: Any) -> SparseRows:
+        """The rows of those for whom ``who`` is true; padding in the place of the others'."""
+        masked = where(who, jnp.asarray(g.indices), g.num_rows), where(who, upcast(g.values), 0)
+        indices, values = self.gather(masked)
+        return SparseRows(indices, values, g.num_rows)
+
+    def vary(self, tree: Any) -> Any:
+        """The same, typed as what may differ from replica to replica.
+
+        Only a ``shard_map`` with ``check_vma`` keeps such types; elsewhere nothing happens.
+        """
+        if not self._is_checked():
+            return tree
+
+        def vary(a):
+            missing = tuple(name for name in self._names if name not in varying(a))
+            return cast_varying(a, missing) if missing else a
+
+        return jax.tree.map(vary, tree)
+
+    def check_own(self, updates: Any) -> None:
+        """Raises ``ValueError`` if a gradient is known to be the same on all replicas.
+
+        JAX has then summed it over them: so it differentiates by replicated parameters.
+        """
+        if not self._is_checked():
+            return
+        for path, g in jax.tree_util.tree_leaves_with_path(updates):
+            if missing := set(self._names) - varying(g):
+                raise ValueError(
+                    f"the gradient of '{path_name(path)}' is the same along {sorted(missing)}: "
+                    "under check_vma, jax.grad by parameters that all replicas share has summed "
+                    "it already. Differentiate by optzoo.per_replica(params, axis_name)"
+                )
+
+    def check_shared(self, params: Any) -> None:
+        """Raises ``ValueError`` if a parameter is known to differ between replicas."""
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if own := set(self._names) & varying(x):
+                raise ValueError(
+                    f"parameter '{path_name(path)}' may differ along {sorted(own)}, but here all "
+                    "replicas share one copy: give it to shard_map with in_specs of "
+                    "PartitionSpec() (optzoo.map_over_replicas does)"
+                )
+
+    def _buckets(self, leaves: list[Array]) -> list[list[int]]:
+        """Which leaves are sent together: small ones of one dtype."""
+        buckets, filling = list[list[int]](), dict[Any, list[int]]()
+        for i, leaf in enumerate(leaves):
+            if leaf.nbytes > (self.bucket_bytes or 0):
+                buckets.append([i])
+                continue
+            if len(filling.get(leaf.dtype, ())) in (0, BUCKET_LEAVES):
+                filling[leaf.dtype] = []
+                buckets.append(filling[leaf.dtype])
+            filling[leaf.dtype].append(i)
+        return buckets
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        name = self.axis_name
+        return () if name is None else (name,) if isinstance(name, str) else tuple(name)
+
+    def _is_checked(self) -> bool:
+        return self.axis_name is not None and bool(varying(self.index))
+
+
+def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
+    """Sums of gradients divided by a number, in the dtypes of ``like``."""
+
+    def safe_divide(total, g):
+        if total is None:
+            return None
+        if is_rows(total):
+            return total.with_values(safe_divide(total.values, g.values))
+        return (total / number.astype(total.dtype)).astype(jnp.result_type(g))
+
+    return jax.tree.map(safe_divide, sums, like, is_leaf=is_sparse_or_none)
+
+
+def map_some(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``f`` of leaves, and None where the first tree has None."""
+    some = lambda x, *xs: None if x is None else f(x, *xs)
+    return jax.tree.map(some, tree, *rest, is_leaf=is_sparse_or_none)
+
+
+def apply_some(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates``, where there is an update."""
+    return merge(params, map_some(lambda u, x: (x + u).astype(x.dtype), updates, params))
+
+
+def merge(old: Any, new: Any) -> Any:
+    """A tree with other leaves wherever ``new`` has some that are not None."""
+    return jax.tree.map(lambda a, b: a if b is None else b, old, new)
+
+
+def where(who: Any, tree: Any, other: Any) -> Any:
+    """``jnp.where`` for trees; ``other`` is a tree like the first, or one number for all."""
+    others = other if jax.tree.structure(other) == jax.tree.structure(tree) else None
+    if others is None:
+        others = jax.tree.map(lambda _: other, tree)
+    select = lambda a, b: jnp.where(who, a, jnp.asarray(b, jnp.result_type(a)))
+    return jax.tree.map(select, tree, others)
+
+
+def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
+    """The same values, of which each replica has its own: differentiate by these.
+
+    Inside ``shard_map`` with ``check_vma``, ``jax.grad`` by parameters that all replicas share
+    sums the gradients over them, without a word. Each replica's own gradient is that by
+    ``per_replica(params)``. Under ``vmap`` and ``pmap`` nothing happens.
+
+    Args:
+        tree: parameters, or other arrays.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+
+    Raises:
+        NameError: if there is no such axis.
+    """
+    return Replicas(axis_name).vary(tree)
+
+
+def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
+    """What replica 0 has, for all: training starts from one copy.
+
+    To be called where the axis is known, before ``init``; the counterpart of the originals' init
+    ops, by which workers copied the chief's variables.
+
+    Args:
+        tree: parameters, or other arrays.
+        axis_name: the axis, or axes, of the replicas.
+    """
+    replicas = Replicas(axis_name)
+    return jax.tree.map(
+        lambda a, total: total.astype(jnp.result_type(a)),
+        tree,
+        replicas.sum_where(replicas.index == 0, jax.tree.map(_numeric, tree)),
+    )
+
+
+def _numeric(a: Any) -> Array:
+    a = jnp.asarray(a)
+    return a.astype(jnp.int32) if a.dtype == bool else a
+
+
+def _join(leaves: list[Array]) -> Array:
+    return leaves[0] if len(leaves) == 1 else jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+
+def _split(joined: Array, like: list[Array]) -> list[Array]:
+    if len(like) == 1:
+        return [joined]
+    ends = list(itertools.accumulate(leaf.size for leaf in like))
+    parts = jnp.split(joined, ends[:-1])
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]

@@ -1,0 +1,238 @@
+"""From the code of one replica to that of all of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...core.checks import check_size
+from ...state.averages import eval_params
+from ...state.types import ReplicaState
+from .collectives import AxisName
+
+
+def map_over_replicas(
+    step: Callable[..., Any],
+    *,
+    axis_name: AxisName = "replica",
+    mesh: Mesh | None = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Runs the train step of one replica on all replicas.
+
+    Args:
+        step: ``step(params, state, *batch) -> (params, state, *out)`` as one replica sees it; it
+            may use collectives over ``axis_name``, as the distributed wrappers do.
+        axis_name: the axis, or axes of the mesh, of the replicas.
+        mesh: one device for each replica, through ``jax.shard_map``; None for all replicas on one
+            device, through ``jax.vmap`` (or on many, if the arrays are sharded over them and the
+            result is compiled).
+        check_vma: as for ``jax.shard_map``.
+
+    Returns:
+        A function like ``step`` of parameters and state as :func:`optzoo.replicate` makes them,
+        and of batches and results with a first axis over the replicas. Not compiled yet: wrap it
+        in ``jax.jit``, with ``donate_argnums=(0, 1)``.
+
+    Raises:
+        ValueError: when called, if there is not one replica for each device of the mesh.
+    """
+
+    def of_one(params, state, batch):
+        params, state, *out = step(params, state, *batch)
+        return params, state, out
+
+    def vmapped(params, state, *batch):
+        axes = *replica_specs(params, state, None, 0), 0
+        mapped = jax.vmap(of_one, in_axes=axes, out_axes=axes, axis_name=axis_name)
+        params, state, out = mapped(params, state, batch)
+        return params, state, *out
+
+    def sharded(params, state, *batch):
+        spec = PartitionSpec(axis_name)
+        specs = *replica_specs(params, state, PartitionSpec(), spec), spec
+
+        def of_block(params, state, batch):
+            params, state = map_per_replica(_the_one, params, state)
+            params, state, out = of_one(params, state, jax.tree.map(_the_one, batch))
+            params, state = map_per_replica(lambda a: a[None], params, state)
+            return params, state, jax.tree.map(lambda a: jnp.asarray(a)[None], out)
+
+        mapped = jax.shard_map(
+            of_block, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma
+        )
+        params, state, out = mapped(params, state, batch)
+        return params, state, *out
+
+    return functools.wraps(step)(vmapped if mesh is None else sharded)
+
+
+def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A round of local steps with one exchange at its end, as one function.
+
+    Where an exchange is conditional, XLA copies what it may change, at every step. A round has
+    no condition: its local steps cost what those of the inner optimizer cost. The step is compiled
+    twice, as a local one and as the last one.
+
+    Args:
+        step: ``step(params, state, *batch, exchange) -> (params, state, *out)`` for one replica,
+            which hands ``exchange`` (a Python bool) on to ``update``.
+
+    Returns:
+        ``round(params, state, *batches) -> (params, state, *outs)`` for one replica, where
+        batches and outs have a first axis over the steps of the round.
+    """
+
+    def body(carry, batch, exchange=False):
+        params, state, *out = step(*carry, *batch, exchange=exchange)
+        return (params, state), out
+
+    @functools.wraps(step)
+    def round(params, state, *batches):
+        local, last = (jax.tree.map(lambda a, at=at: a[at], batches) for at in (slice(-1), -1))
+        carry, outs = lax.scan(body, (params, state), local)
+        carry, out = body(carry, last, exchange=True)
+        join = lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]])
+        return *carry, *jax.tree.map(join, outs, out)
+
+    return round
+
+
+def replicate(
+    params: Any,
+    state: Any,
+    num_replicas: int,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: AxisName = "replica",
+) -> tuple[Any, Any]:
+    """Parameters and state of one replica for all: what each has for itself gets a first axis.
+
+    Args:
+        params: the parameters.
+        state: ``tx.init(params)``.
+        num_replicas: how many there are.
+        mesh: where to put them; None for the default device.
+        axis_name: the axis, or axes, of the mesh.
+    """
+    check_size(1, num_replicas=num_replicas)
+
+    def all_of(params, state):
+        spread = lambda a: jnp.broadcast_to(a, (num_replicas, *jnp.shape(a)))
+        return map_per_replica(spread, params, state)
+
+    return _placed(all_of, params, state, mesh, axis_name)
+
+
+def resize_replicas(
+    tx: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    num_replicas: int,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: AxisName = "replica",
+) -> tuple[Any, Any]:
+    """Parameters and state for fewer or more replicas, to go on from a checkpoint.
+
+    The first replicas keep what they have. A new one starts from the center, as a worker that
+    joins; slots and counts of its inner optimizer are those of replica ``i % old number``.
+
+    Args:
+        tx: the optimizer for the new number of replicas.
+        params: of all replicas, as :func:`optzoo.replicate` makes them.
+        state: of all replicas.
+        num_replicas: how many there are to be.
+        mesh: where to put them; None for the default device. Over several processes all of them
+            must call this, with arrays on devices of all.
+        axis_name: the axis, or axes, of the mesh.
+    """
+    check_size(1, num_replicas=num_replicas)
+    resize = functools.partial(_resize, tx, num_replicas)
+    return _placed(resize, params, state, mesh, axis_name)
+
+
+def _resize(tx, num_replicas, params, state):
+    of_params, _ = replica_specs(params, state, False, True)
+    old = len(jax.tree.leaves([node.own for node in _nodes(state)])[0])
+    center = eval_params(params, state)
+    if of_params:  # where there is no center, that of the first
+        center = jax.tree.map(lambda c, x: c if c.shape != x.shape else x[0], center, params)
+    take = lambda a: a[jnp.arange(num_replicas) % old]
+    is_new = jnp.arange(num_replicas) >= old
+    renew = lambda a, first: jnp.where(is_new.reshape(-1, *(1,) * jnp.ndim(first)), first, a)
+    params, state = map_per_replica(take, params, state)
+    if of_params:
+        params = jax.tree.map(renew, params, center)
+
+    def start(node, fresh):
+        if not _is_replicas(node):
+            return node
+        begins = {k: v for k, v in fresh.own.items() if k not in ("inner", "local_step")}
+        begins = jax.tree.map(renew, {k: node.own[k] for k in begins}, begins)
+        return node._replace(own={**node.own, **begins})
+
+    return params, jax.tree.map(start, state, tx.init(center), is_leaf=_is_replicas)
+
+
+def replica_specs(params: Any, state: Any, shared: Any, own: Any) -> tuple[Any, Any]:
+    """What all replicas share, and what each has, marked for parameters and state.
+
+    With ``shared=None, own=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap`` and
+    ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
+    ``jax.shard_map``. The parameters are shared if their optimizer is (within
+    :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); else each replica has
+    its own.
+
+    Args:
+        params: the parameters.
+        state: the state of an optimizer in which distributed wrappers may stand anywhere.
+        shared: the mark for what all share.
+        own: the mark for what each has.
+
+    Returns:
+        A mark for the parameters, and a tree of marks that is a prefix of the state.
+    """
+    del params
+    mark = lambda node: ReplicaState(shared, own) if _is_replicas(node) else own
+    shares_params = any("inner" in node.shared for node in _nodes(state))
+    of_state = jax.tree.map(mark, state, is_leaf=_is_replicas)
+    return shared if shares_params else own, of_state
+
+
+def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple[Any, Any]:
+    """``f`` of every array that each replica has for itself."""
+    marks = replica_specs(params, state, False, True)
+    change = lambda own, tree: jax.tree.map(f, tree) if own else tree
+    return jax.tree.map(change, marks, (params, state))
+
+
+def _placed(f, params, state, mesh, axis_name):
+    """Parameters and state of all replicas as ``f`` makes them, where they belong."""
+    if mesh is None:
+        return jax.jit(f)(params, state)
+    at = functools.partial(NamedSharding, mesh)
+    specs = replica_specs(params, state, at(PartitionSpec()), at(PartitionSpec(axis_name)))
+    return jax.jit(f, out_shardings=specs)(params, state)
+
+
+def _is_replicas(node: Any) -> bool:
+    return isinstance(node, ReplicaState)
+
+
+def _nodes(state: Any) -> list[ReplicaState]:
+    return [node for node in jax.tree.leaves(state, is_leaf=_is_replicas) if _is_replicas(node)]
+
+
+def _the_one(block: Array) -> Array:
+    if len(block) != 1:
+        raise ValueError(
+            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh of as "
+            "many devices as there are replicas, or none"
+        )
+    return block[0]

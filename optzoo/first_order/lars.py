@@ -1,0 +1,111 @@
+"""LARS: a rate for each layer."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_not_negative, check_rate
+from ..core.numerics import norm, safe_divide
+from ..core.paths import check_mask, resolve_unmasked
+from ..rules.leafwise import in_float32, leafwise, zeros
+from ..rules.policies import lazy
+from ..state.types import Slot
+
+
+class LARSSlots(NamedTuple):
+    """What LARS keeps."""
+
+    momentum: Slot  # decaying sum of the steps
+
+
+def scale_by_lars_trust_ratio(
+    weight_decay: float = 1e-4, eeta: float = 1e-3, eps: float = 0.0
+) -> optax.GradientTransformationExtraArgs:
+    """The decayed gradient in proportion to the parameter, as in :func:`optzoo.lars`.
+
+    Rows pass unchanged.
+    """
+    check_not_negative(weight_decay=weight_decay, eeta=eeta, eps=eps)
+
+    def rule(g, x, s, t):
+        x_norm, g_norm = norm(x), norm(g)
+        ratio = safe_divide(eeta * x_norm, g_norm + weight_decay * x_norm + eps, eps)
+        ratio = jnp.where((x_norm > 0) & (g_norm > 0), ratio, 1)
+        return ratio * (g + weight_decay * x), s
+
+    unchanged = lambda _: lambda g, x, s, t: (g, s)
+    return leafwise(rule, rows=unchanged, needs_params=True)
+
+
+def lars(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+    eeta: float = 1e-3,
+    eps: float = 0.0,
+    nesterov: bool = False,
+    skip: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Layer-wise adaptive rates, as in ``tf.contrib.opt.LARSOptimizer``.
+
+    .. math::
+        r_t &= \gamma\, \frac{\lVert x_{t-1} \rVert}
+                         {\lVert g_t \rVert + \lambda\, \lVert x_{t-1} \rVert + \epsilon} \\
+        s_t &= \eta_t\, r_t\, (g_t + \lambda\, x_{t-1}) \\
+        a_t &= \mu\, a_{t-1} + s_t \\
+        x_t &= x_{t-1} - a_t
+            \quad\text{or, with Nesterov,}\quad x_{t-1} - (s_t + \mu\, a_t)
+
+    with norms over a whole parameter. Where one of them is zero, :math:`r_t = 1`. For a skipped
+    parameter :math:`s_t = \eta_t\, g_t`. The rate is part of the sum, so LARS owns it. A
+    parameter with row-sparse gradients falls back to :func:`optzoo.momentum` (its rate outside
+    of the sum, no decay): rows without a gradient keep their parameters and slots
+    (:func:`optzoo.lazy`).
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        momentum: :math:`\mu`, at least 0.
+        weight_decay: :math:`\lambda`, at least 0.
+        eeta: :math:`\gamma`, the trust, at least 0.
+        eps: :math:`\epsilon`, at least 0.
+        nesterov: look ahead along the sum.
+        skip: the parameters without adaptation and decay: a tree of bools, or a tuple of
+            fragments of their paths such as ``("bias", "norm")``; None for none.
+
+    Raises:
+        TypeError: if the rate is neither a number nor a schedule, or ``skip`` is something else.
+        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+
+    References:
+        You et al., `Large Batch Training of Convolutional Networks
+        <https://arxiv.org/abs/1708.03888>`_, 2017.
+
+    Differences from the original:
+        A negative ``eeta`` or ``eps`` is refused.
+    """
+    check_rate(learning_rate)
+    check_not_negative(momentum=momentum)
+    check_mask(skip=skip)
+
+    def rule(g, x, s, t, learning_rate):
+        step = learning_rate * g
+        a = momentum * s.momentum + step
+        return -(step + momentum * a if nesterov else a), LARSSlots(a)
+
+    def rows_rule(g, x, s, t, learning_rate):
+        a = momentum * s.momentum + g
+        return -learning_rate * (g + momentum * a if nesterov else a), LARSSlots(a)
+
+    return optax.chain(
+        optax.masked(
+            scale_by_lars_trust_ratio(weight_decay, eeta, eps),
+            lambda tree: resolve_unmasked(skip, tree),
+        ),
+        leafwise(
+            rule,
+            slots=LARSSlots(zeros),
+            rows=lambda _: lazy(in_float32(rows_rule)),
+            scheduled={"learning_rate": learning_rate},
+        ),
+    )

@@ -1,0 +1,1 @@
+"""RETURNN's updater."""

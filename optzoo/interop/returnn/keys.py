@@ -1,0 +1,125 @@
+"""Which keys of a RETURNN config are options of the updater, and which only look like it."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .values import PARAM_READERS, STEP_READERS
+
+# Read by LearningRateControl.
+EPOCH_OPTIONS = (
+    "learning_rates",
+    "min_learning_rate",
+    "learning_rate_control",
+    "learning_rate_control_error_measure",
+    "learning_rate_control_min_num_epochs_per_new_lr",
+    "learning_rate_control_relative_error_relative_lr",
+    "learning_rate_decay",
+    "learning_rate_growth",
+    "newbob_error_threshold",
+    "newbob_learning_rate_decay",
+    "newbob_learning_rate_growth",
+    "newbob_multi_num_epochs",
+    "newbob_multi_update_interval",
+    "newbob_relative_error_div_by_old",
+    "newbob_relative_error_grow_threshold",
+    "newbob_relative_error_threshold",
+)
+_OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
+# Nothing is to be done for these: the state is an argument, and nothing is updated in parallel.
+_WITHOUT_EFFECT = ("optimizer_use_locking", "debug_save_updater_vars")
+# They have names like options of the updater, but belong to the engine or to the data.
+_OF_OTHERS = (
+    "horovod_dataset_distribution",
+    "learning_rate_file",
+    "pretrain_learning_rate",
+    "use_learning_rate_control_always",
+)
+_THEANO = "only RETURNN's old Theano backend had it; take it out"
+_REFUSED = {
+    "tags": "it is an option of a layer, in its updater_opts",
+    "L2": "it is an option of a layer",
+    "darc1": "it depends on what a layer puts out: add it to the loss",
+    "spatial_smoothing": "it depends on what a layer puts out: add it to the loss",
+    "updater_opts": "it is an option of a layer",
+    "learning_rate_multiplier": "it stands in the optimizer's dict",
+    "debug_add_check_numerics_on_output": "layers are not ours to see: use jax.debug_nans",
+    "reset_updater_vars_mod_step": "call init of the updater again when the state shall be new",
+    "num_allowed_consec_invalid_gradient_steps": "wrap the updater in optax.apply_if_finite",
+    "param_groups_custom": "give the groups as layers=",
+    "weight_decay": "it stands in the optimizer's dict ({'class': 'adamw', 'weight_decay': ...})",
+    "weight_decay_modules_blacklist": "modules are not ours to see: use adamw's mask",
+    "weight_decay_custom_include_check": "use adamw's mask",
+    "grad_scaler": "scale the loss and its gradients outside",
+    "horovod_param_sync_step": "use optzoo.model_average around the updater",
+    "horovod_param_sync_time_diff": "use optzoo.model_average around the updater",
+    **dict.fromkeys(
+        (
+            "adadelta_decay",
+            "adadelta_offset",
+            "adamdelta",
+            "adasecant",
+            "ena",
+            "eve",
+            "gradient_noise_decay",
+            "max_norm",
+            "mean_normalized_sgd",
+            "nadam_decay",
+            "smorms3",
+            "update_clip",
+            "weight_clip",
+        ),
+        _THEANO,
+    ),
+}
+_KNOWN = {
+    *PARAM_READERS,
+    *STEP_READERS,
+    *EPOCH_OPTIONS,
+    *_OLD_SWITCHES,
+    *_WITHOUT_EFFECT,
+    "optimizer",
+    "optimizer_epsilon",
+    "horovod_reduce_type",
+} - {"tags"}
+_BEGINNINGS = (
+    "accum_grad",
+    "clip_",
+    "decouple_",
+    "decoupled_",
+    "grad_",
+    "gradient_",
+    "gradients_",
+    "horovod_",
+    "newbob_",
+    "optimizer_",
+    "updater_",
+)
+
+
+def refuse_unknown(config: Mapping[str, Any]) -> None:
+    """What looks like an option of the updater must be one."""
+    reduce_type = config.get("horovod_reduce_type") or "grad"
+    if reduce_type != "grad":
+        raise ValueError(
+            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average parameters now "
+            "and then use optzoo.model_average around the updater"
+        )
+    for key, value in config.items():
+        if not isinstance(key, str):
+            raise TypeError(f"config: options have names, got {key!r}")
+        if key in _REFUSED and value:
+            raise ValueError(f"{key} is not supported: {_REFUSED[key]}")
+        if key in _KNOWN or key in _REFUSED or key in _OF_OTHERS or key.startswith("_"):
+            continue
+        if key.startswith(_BEGINNINGS) or _nearest(key, _KNOWN, 0.85):
+            raise ValueError(f"config: no option of the updater is called {hint(key, _KNOWN)}")
+
+
+def hint(key: str, known: Iterable[str]) -> str:
+    """A name, and the nearest of those that there are."""
+    return f"{key!r}" + "".join(f" (the nearest is {near!r})" for near in _nearest(key, known, 0))
+
+
+def _nearest(key: str, known: Iterable[str], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=cutoff)

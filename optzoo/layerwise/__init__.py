@@ -1,1 +1,0 @@
-"""Rules that weigh a parameter as a whole against its gradient."""

@@ -1,1 +1,0 @@
-"""What happens to gradients before the optimizer: filters, clips, summaries and checks."""

@@ -1,0 +1,361 @@
+"""Optimizers by name or from a config, with exactly the numbers of the originals."""
+
+import difflib
+import inspect
+import math
+import numbers
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
+from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
+
+
+def create(
+    name_or_config: str | Mapping[str, Any], **kwargs: Any
+) -> optax.GradientTransformationExtraArgs:
+    r"""The optimizer or wrapper of a name, as the original of that name computes it.
+
+    .. code-block:: python
+
+        create("AdamOptimizer", learning_rate=1e-3, beta1=0.9, epsilon=1e-8)
+        create({"class": "momentum", "momentum": 0.9}, learning_rate=0.1)
+        create({"class": "MovingAverage", "average_decay": 0.99, "opt": {"class": "adam"}})
+
+    Args:
+        name_or_config: a name of TensorFlow, of RETURNN or of this library, in any case, with or
+            without ``Optimizer`` and underscores; or a dict with the name under ``"class"`` and
+            the arguments beside it. A config is data: nothing in it is imported or evaluated.
+        **kwargs: arguments, more of them if there is a config. Their names may be the original's
+            (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
+            ``eps``, ``nesterov``, ``inner``, ...). Those that mean nothing here (``use_locking``,
+            ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
+            its ``learning_rate`` is for the optimizer inside. ``sign_decay_fn`` may be a config
+            of one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor
+            on the rate.
+
+    Returns:
+        The transformation. Numbers are rounded to float32 where the original does so, and a
+        schedule's values, too: with ``beta2=0.999`` the weight of a new squared gradient is
+        :math:`1 - \mathrm{float32}(0.999) = 0.00100001287`. The functions of this library compute
+        with what they are given, and so do optimizers of its own and registered ones.
+
+    Raises:
+        TypeError: if there is no name, an argument is unknown (the message has the nearest
+            ones), missing or given twice.
+        ValueError: if the name is unknown (the message has the nearest ones), or an argument is
+            out of its range.
+    """
+    config = _as_config(name_or_config)
+    if twice := config.keys() & kwargs.keys():
+        raise TypeError(f"{sorted(twice)} are both in the config and beside it")
+    config |= kwargs
+    found = _find(config.pop("class"))
+    multiplier = None if found.is_wrapper else config.pop("learning_rate_multiplier", None)
+    arguments = _defaults(found) | _translated(found, config)
+    if found.is_wrapper:
+        arguments = _with_inner(found, arguments)
+    if "sign_decay" in arguments:
+        arguments["sign_decay"] = _sign_decay(arguments["sign_decay"])
+    if found.original is not None:
+        arguments = {k: _as_original(found.name, k, v) for k, v in arguments.items()}
+    if missing := [p for p in found.parameters if p not in arguments]:
+        raise TypeError(f"{found.name} needs {', '.join(missing)}")
+    if multiplier is None:
+        return found.factory(**arguments)
+    arguments["learning_rate"] = _times(multiplier, arguments["learning_rate"])
+    return _with_override_times(multiplier, found.factory(**arguments))
+
+
+def register(
+    name: str,
+    factory: Callable[..., Any],
+    *,
+    rows: str = "dense",
+    rate: float = 0.01,
+    original: str | None = None,
+    **about: Any,
+) -> None:
+    """Puts an optimizer of one's own into :data:`optzoo.CATALOG`, for ``create`` and the race.
+
+    Args:
+        name: its name; it may be written in any case and with ``Optimizer`` at its end, then.
+        factory: makes the transformation; the first argument is the learning rate.
+        rows: what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear".
+        rate: a learning rate that suits small problems.
+        original: the class whose numbers it has, if any: ``create`` rounds as that one does.
+        **about: further fields of :class:`optzoo.Entry`, such as ``required``.
+
+    Raises:
+        TypeError: if the factory is not a function.
+        ValueError: if the name is taken.
+    """
+    if not callable(factory):
+        raise TypeError(f"factory must be a function that makes the optimizer, got {factory!r}")
+    if (taken := _table().get(_key(name))) is not None:
+        raise ValueError(f"name must be a new one, {name!r} is {taken.name}")
+    CATALOG[name] = Entry(factory, rows, rate, original, **about)
+
+
+def add_name(name: str, factory: Callable[..., Any], original: str) -> None:
+    """Lets :func:`create` know an optimizer that is in no table, such as one of Keras.
+
+    Args:
+        name: its name.
+        factory: makes the transformation.
+        original: the class whose values it has.
+    """
+    _ADDED[_key(name)] = _Found(name, factory, original)
+
+
+def accepts(name: str, argument: str) -> bool:
+    """Whether the optimizer or wrapper of this name takes an argument of this name.
+
+    The argument's name may be the original's or this library's. Those without meaning here
+    (``use_locking``, ...) are not taken.
+    """
+    found = _find(name)
+    return _ours(found, argument) in found.parameters
+
+
+def names() -> dict[str, list[str]]:
+    """All that :func:`create` knows by this library's names, and the other names each has."""
+    known: dict[str, list[str]] = {}
+    for key, found in sorted(_table().items()):
+        known.setdefault(found.name, []).extend([key] if key != _key(found.name) else [])
+    return known
+
+
+def listing(pattern: str = "") -> str:
+    """Every optimizer and wrapper with its arguments, their defaults, and its other names.
+
+    Args:
+        pattern: only those with this in one of their names, in any case.
+    """
+    lines = []
+    for name, others in names().items():
+        if any(_key(pattern) in _key(n) for n in [name, *others]):
+            found = _find(name)
+            call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
+            lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
+            lines.append("    " + ", ".join([found.original or "our own", *others]))
+    return "\n".join(lines)
+
+
+class _Found(NamedTuple):
+    """What a name stands for."""
+
+    name: str
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
+    original: str | None
+    is_wrapper: bool = False
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.factory).parameters
+
+
+# What RETURNN's registry has beside the tables: names as _key gives them.
+_ALSO = {"customgradientdescent": "gradientdescent"}
+# Names that other files of this library add.
+_ADDED: dict[str, _Found] = {}
+
+
+def _table() -> dict[str, _Found]:
+    """What each name stands for: ours and the originals' names, without case and suffix."""
+    table = {}
+    for entries, is_wrapper in ((CATALOG, False), (WRAPPERS, True), (DISTRIBUTED, True)):
+        for name, entry in entries.items():
+            found = _Found(name, entry.factory, entry.original, is_wrapper)
+            table[_key(name)] = found
+            table.setdefault(_key(entry.original or name), found)
+    return {**table, **{other: table[ours] for other, ours in _ALSO.items()}, **_ADDED}
+
+
+def _key(name: str) -> str:
+    """``tf.train.AdamOptimizer`` and ``Adam`` are the same: ``adam``."""
+    return name.rpartition(".")[2].lower().replace("_", "").removesuffix("optimizer")
+
+
+def _find(name: Any) -> _Found:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
+    table = _table()
+    if (found := table.get(_key(name))) is not None:
+        return found
+    if _key(name) == "basecustom":
+        raise ValueError("BaseCustom is RETURNN's way to write one's own: use optzoo.leafwise")
+    raise ValueError(f"no optimizer is called {name!r}{_nearest(_key(name), table)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; the nearest are {', '.join(close)}" if close else ""
+
+
+def _as_config(name_or_config: Any) -> dict[str, Any]:
+    if isinstance(name_or_config, str):
+        return {"class": name_or_config}
+    if not isinstance(name_or_config, Mapping) or "class" not in name_or_config:
+        raise TypeError(
+            "name_or_config must be the name of an optimizer or a dict with its name under "
+            f"'class', got {name_or_config!r}"
+        )
+    return dict(name_or_config)
+
+
+# The originals' names of arguments, where they are not ours.
+_ARGUMENTS = {
+    "beta1": "b1",
+    "beta2": "b2",
+    "epsilon": "eps",
+    "use_nesterov": "nesterov",
+    "sign_decay_fn": "sign_decay",
+    "skip_list": "skip",
+    "opt": "inner",
+    "optimizer": "inner",
+    "base_optimizer": "inner",
+    "num_worker": "num_workers",
+    "vars_to_clip_dims": "dims",
+}
+# Those without a meaning here: of all, and of some.
+_MEANINGLESS = {"name", "use_locking"}
+_MEANINGLESS_OF = {
+    "adagrad_da": {"global_step"},  # it counts by itself, or update(..., global_step=) says
+    "adam_gs": {"global_step"},
+    "agn": {"num_worker", "custom_getter"},
+    "amsgrad": {"var_list"},
+    "elastic_average": {"ea_custom_getter", "synchronous"},
+    "ftrl": {"accum_name", "linear_name"},
+    "lazy_adam_gs": {"global_step"},
+    "model_average": {"num_worker", "is_chief", "ma_custom_getter"},
+    "moving_average": {"sequential_update"},
+    "shampoo": {"global_step"},
+    "variable_clipping": {"colocate_clip_ops_with_vars"},
+}
+# SyncReplicas averages with these; here moving_average goes around the optimizer inside.
+_MEANINGLESS_IF_NONE = {"sync_replicas": {"variable_averages", "variables_to_average"}}
+
+
+def _ours(found: _Found, argument: str) -> str:
+    """Our name of an argument."""
+    if argument in found.parameters:
+        return argument
+    if found.name == "ggt" and argument == "epsilon":
+        return argument  # TensorFlow's has three epsilons, and none of this name
+    return _ARGUMENTS.get(argument, argument)
+
+
+def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by our names; those that do not exist raise."""
+    ours: dict[str, Any] = {}
+    known = {*found.parameters, *(["learning_rate"] if found.is_wrapper else [])}
+    for argument, value in given.items():
+        name = _ours(found, argument)
+        if name in ours:
+            raise TypeError(f"{found.name}: {name} is given twice, also as {argument}")
+        if name in known:
+            ours[name] = value
+        elif value is None and argument in _MEANINGLESS_IF_NONE.get(found.name, set()):
+            continue
+        elif argument not in _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()):
+            theirs = [k for k, v in _ARGUMENTS.items() if v in known and _ours(found, k) == v]
+            raise TypeError(
+                f"{found.name} has no argument {argument!r}"
+                f"{_nearest(argument, [*known, *theirs])}; it takes "
+                f"{', '.join(sorted(known))}"
+            )
+    return ours
+
+
+def _with_inner(found: _Found, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a wrapper, the optimizer inside made from its config."""
+    rate = {k: arguments[k] for k in arguments if k == "learning_rate"}
+    inner = arguments.get("inner")
+    if inner is None:
+        raise TypeError(f"{found.name} needs 'opt': the config of the optimizer inside")
+    if isinstance(inner, str | Mapping):
+        inner = create(inner, **rate)
+    elif rate:
+        raise TypeError(f"{found.name}: learning_rate belongs to the optimizer inside")
+    return {**{k: v for k, v in arguments.items() if k not in rate}, "inner": inner}
+
+
+def _defaults(found: _Found) -> dict[str, Any]:
+    parameters = found.parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+# What the originals keep in double precision, or in that of the variable.
+_EXACT = {
+    "initial_accumulator_value",
+    "initial_gradient_squared_accumulator_value",
+    "weight_decay",
+    "decrease_factor",
+}
+_ALL_EXACT = {"amsgrad", "elastic_average", "lars", "shampoo", "variable_clipping"}
+
+
+def _as_original(name: str, argument: str, value: Any) -> Any:
+    """A hyper-parameter as the original computes with it."""
+    if argument == "learning_rate" and callable(value):
+        return lambda step: jnp.asarray(value(step), jnp.float32)
+    if not isinstance(value, float) or argument in _EXACT or name in _ALL_EXACT:
+        return value
+    match argument:
+        case "base":  # PowerSign takes the logarithm in double precision
+            return math.e ** float(np.float32(math.log(value)))
+        case "average_decay":  # MovingAverage computes with one minus it
+            return 1 - float(1 - np.float32(value))
+    return float(np.float32(value))
+
+
+_SIGN_DECAYS = {
+    "linear": linear_sign_decay,
+    "cosine": cosine_sign_decay,
+    "restart": restart_sign_decay,
+}
+
+
+def _sign_decay(value: Any) -> Any:
+    """A sign decay from its config: ``{"class": "linear", "decay_steps": 1000}``."""
+    if not isinstance(value, str | Mapping):
+        return value
+    config = _as_config(value)
+    name = config.pop("class").lower().removeprefix("get_")
+    name = name.removesuffix("_fn").removesuffix("_decay").removesuffix("_sign")
+    if name not in _SIGN_DECAYS:
+        raise ValueError(f"sign_decay must be one of {', '.join(_SIGN_DECAYS)}, got {value!r}")
+    return _SIGN_DECAYS[name](**config)
+
+
+def _times(multiplier: float, rate: Any) -> Any:
+    """A learning rate times a constant, both in float32 as in RETURNN."""
+    factor = np.float32(multiplier)
+    if callable(rate):
+        return lambda step: factor * jnp.asarray(rate(step), jnp.float32)
+    return float(factor * np.float32(rate)) if isinstance(rate, numbers.Real) else factor * rate
+
+
+def _with_override_times(
+    multiplier: float, tx: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """The rate of ``update(..., learning_rate=)`` is multiplied, too."""
+
+    def update(updates, state, params=None, **extra_args):
+        if extra_args.get("learning_rate") is not None:
+            extra_args["learning_rate"] = _times(multiplier, extra_args["learning_rate"])
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _as_written(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={parameter.default!r}"

@@ -1,0 +1,137 @@
+"""Lifts a rule for one array to an optax transformation over a whole tree.
+
+Almost every optimizer treats each parameter on its own. Such an optimizer says two things only:
+the *slots* it keeps beside a parameter, and the *rule* that turns a gradient and the slots into
+an update and new slots. :func:`leafwise` supplies all the rest: missing gradients, sparse rows,
+dtypes, and with :func:`treewise` the step count, schedules and the walk over the tree.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.numerics import saturating_cast, upcast
+from ..core.rows import is_rows
+from ..state.storage import by_kept_slots, load, save
+from ..state.types import NoSlots
+from .policies import RowsRule, Rule, dense, lazy, linear, touched
+from .treewise import treewise
+
+
+def zeros(x: Any) -> Array:
+    """A slot of zeros beside the parameter ``x``."""
+    return full(0)(x)
+
+
+def full(value: Any) -> Callable[[Any], Array]:
+    """A slot filled with ``value``."""
+    # The dtype is given so that a weakly typed parameter still gets a strongly typed slot.
+    return lambda x: jnp.full_like(x, value, dtype=jnp.result_type(x))
+
+
+def in_float32(rule: Rule) -> Rule:
+    """The rule in float32 at least; the update in the gradient's dtype, each slot in its own."""
+
+    def wide(g, x, s, t, **scheduled):
+        given = g, load(s)
+        g, x, opened = jax.tree.map(upcast, (g, x, given[1]))
+        hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
+
+        def step(g, x, s):
+            return jax.tree.map(_like, given, rule(g, x, s, t, **hyper))
+
+        return by_kept_slots(step, s, g, x, opened)
+
+    return wide
+
+
+def leafwise(
+    rule: Rule,
+    *,
+    slots: Any = NoSlots(),  # noqa: B008 (an empty named tuple cannot change)
+    rows: Callable[[Rule], RowsRule] = lazy,
+    scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
+    powers: Mapping[str, Any] | None = None,
+    needs_params: bool = False,
+    needs_global_step: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Applies ``rule`` to each leaf of a tree: the way to write an optimizer of your own.
+
+    The rule computes in at least float32 whatever the dtypes of gradients, slots and parameters;
+    its update then takes the gradient's dtype, and each slot keeps its own.
+
+    A gradient of ``None`` leaves its parameter and slots alone.
+
+    Args:
+        rule: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)`` for one array, where
+            ``t`` counts the updates from 1. The update is added to the parameter.
+        slots: a named tuple of initializers, each a function of the parameter: :func:`zeros`,
+            ``full(0.1)``. Its field names are the names of the slots.
+        rows: what the rule becomes for a :class:`SparseRows` gradient: :func:`lazy`,
+            :func:`dense`, :func:`touched`, :func:`linear` or a function of your own, which gets the
+            rule with its casts around it.
+        scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule. A
+            schedule is called with the number of updates before this one, or with
+            ``update(..., global_step=)``. ``update(..., name=value)`` overrides one of them for
+            this step.
+        powers: bases whose ``t``-th powers the rule gets by keyword. They are running products
+            in float32 kept in the state, as TensorFlow keeps ``beta1_power``: bias corrections
+            such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
+            numbers need equal products.
+        needs_params: whether the rule reads the parameter.
+        needs_global_step: whether ``update`` must be given ``global_step=``.
+
+    Raises:
+        ValueError: at trace time, if params or the global step are needed and missing, or if a
+            gradient does not have the shape of its parameter and slots.
+        TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
+    """
+    array_rule = in_float32(rule)
+    rows_rule = rows(array_rule)
+    if rows not in (lazy, dense, touched, linear):
+        rows_rule = _on_open_slots(rows_rule)
+    bases = dict(powers or {})
+
+    def on_leaf(leaf, t, **hyper):
+        g, x, s = leaf
+        if g is None:
+            return None, s
+        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **hyper)
+
+    def on_all(leaves, powers, t, **scheduled):
+        done = [on_leaf(leaf, t, **scheduled, **powers) for leaf in leaves]
+        return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
+
+    return treewise(
+        on_all,
+        slots=slots,
+        shared=lambda: {k: jnp.array(base, jnp.float32) for k, base in bases.items()},
+        scheduled=scheduled,
+        needs_params=needs_params,
+        needs_global_step=needs_global_step,
+        opens_slots=True,
+    )
+
+
+def _on_open_slots(rule: RowsRule) -> RowsRule:
+    """For a function of one's own, that may look into slots."""
+
+    def on_open_slots(g, x, s, t, **scheduled):
+        u, new = rule(g, x, load(s), t, **scheduled)
+        return u, save(s, new)
+
+    return on_open_slots
+
+
+def _like(old: Array, new: Array) -> Array:
+    """``new`` in the dtype of ``old``; in its shape it must come."""
+    if new.shape != old.shape:
+        raise ValueError(
+            f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
+            "the gradient does not fit its slots, or the rule is wrong"
+        )
+    return saturating_cast(new, old.dtype)

@@ -1,0 +1,1 @@
+"""Row-sparse gradients: lookups, train steps, lazy optimizers."""

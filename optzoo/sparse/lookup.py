@@ -1,0 +1,214 @@
+"""Embedding lookups whose gradient is row-sparse.
+
+Inside :func:`value_and_grad` every leaf of the differentiated arguments is a tracer of its own.
+:func:`lookup` knows such a leaf by its identity, reads the rows from an undifferentiated copy,
+and adds a *tap*, an array of zeros. The gradient of the tap is the gradient of the rows, so no
+dense gradient ever exists. A first, abstract trace finds the lookups; its jaxpr tells which of
+the tables are used in any other way too.
+"""
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.custom_batching import custom_vmap
+from jax.dtypes import canonicalize_dtype
+from jax.interpreters import partial_eval
+
+from ..core.compat import varying
+from ..core.rows import SparseRows
+
+try:
+    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
+except ImportError:  # an older JAX
+    from jax.core import get_opaque_trace_state  # pyrefly: ignore
+
+
+def lookup(table: Array, ids: Array) -> Array:
+    """``table[ids]`` for integer ids of any shape, with a row-sparse gradient.
+
+    Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
+    only read by lookups becomes :class:`optzoo.SparseRows`. Everywhere else, and for tables that
+    are also used in another way (tied weights), it is the usual dense gradient.
+
+    The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
+    ``[0, len(table))`` is an error when the ids are known; when they are traced it reads NaN, so
+    that it cannot go unnoticed. Negative ids do not count from the end, and nothing is clipped.
+
+    Works under ``jax.vmap``. In the body of a loop, a ``jit``, a ``checkpoint`` or a
+    ``shard_map`` *inside* the loss, the gradient is dense: move the lookup out in front of it.
+
+    Args:
+        table: shape ``(num_rows, *row_shape)``.
+        ids: integers of any shape.
+
+    Returns:
+        The rows, of shape ``ids.shape + row_shape``.
+
+    Raises:
+        TypeError: if the ids are not integers.
+        ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
+            if a replicated table is looked up at ids that differ between replicas.
+        IndexError: if a known id is out of range.
+    """
+    if jnp.ndim(table) == 0:
+        raise ValueError("table must have at least one dimension, got a scalar")
+    if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+        raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
+    if not isinstance(ids, jax.core.Tracer):
+        _check_range(ids, len(table))
+    tape = _TAPE.get()
+    outlives = tape is not None and id(ids) in tape.inputs
+    if not outlives:  # else untouched: inside a body even a conversion gives it a shorter life
+        ids = jnp.asarray(ids)
+    if tape is None or id(table) not in tape.leaves:
+        return _read(table, ids)
+    # Not on whether the ids are known: the run that traces everything must find the same lookups
+    # as the one that does not.
+    if outlives or get_opaque_trace_state() == tape.level:
+        return tape.read(table, ids)
+    if type(ids).__name__ == "BatchTracer":  # JAX does not export the class
+        return _lookup_under_vmap(table)(ids)
+    return _read(table, ids)  # the body of a loop or the like: ids live shorter than the tape
+
+
+class _Lookup(NamedTuple):
+    place: int  # of the table among the leaves
+    ids: Array
+    shape: tuple[int, ...]  # of the rows
+
+
+class _Tape:
+    """Records the lookups of one run of a loss.
+
+    Args:
+        leaves: for the id of each differentiated leaf, its place and its undifferentiated copy.
+        taps: what to add to the rows of each lookup in turn; None to find their shapes.
+        inputs: the id of each array among the arguments: as ids they live as long as the tape,
+            in whatever body the loss uses them.
+    """
+
+    def __init__(
+        self,
+        leaves: dict[int, tuple[int, Array]],
+        taps: Sequence[Array] | None,
+        inputs: set[int],
+    ):
+        self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
+        self.level = get_opaque_trace_state()
+
+    def read(self, table: Array, ids: Array) -> Array:
+        place, constant = self.leaves[id(table)]
+        rows = _read(constant, ids)
+        if axes := varying(rows) - varying(constant):
+            raise ValueError(
+                f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
+                "gradient would be a sum over replicas, which rows cannot express. Make the table "
+                "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, "
+                "or use shard_map(..., check_vma=False)"
+            )
+        self.log.append(_Lookup(place, ids, rows.shape))
+        return rows if self.taps is None else rows + self.taps[len(self.log) - 1]
+
+
+_TAPE = contextvars.ContextVar[_Tape | None]("tape", default=None)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
+
+    A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
+    :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
+    gets what ``jax.value_and_grad`` would give. The loss is traced twice. Use it under ``jit``:
+    without, JAX fills a dense gradient of zeros before it is thrown away.
+
+    Args:
+        loss_fn: returns a scalar, or ``(scalar, aux)``.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+
+    Returns:
+        A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
+        ``((value, aux), gradients)``.
+
+    Raises:
+        TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
+    """
+    which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def wrapped(*args, **kwargs):
+        chosen = tuple(args[i] for i in which)
+        flat, treedef = jax.tree.flatten(chosen)
+        log: list[_Lookup] = []
+        inputs = {id(x) for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "dtype")}
+
+        def run(leaves, taps):
+            tape = _Tape({id(x): (i, flat[i]) for i, x in enumerate(leaves)}, taps, inputs)
+            full_args = list(args)
+            for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
+                full_args[i] = arg
+            token = _TAPE.set(tape)
+            try:
+                out = loss_fn(*full_args, **kwargs)
+            finally:
+                _TAPE.reset(token)
+            log[:] = tape.log
+            value, aux = out if has_aux else (out, None)
+            return value, (aux, [entry.ids for entry in tape.log])
+
+        # What the value depends on in any way but a lookup, which reads the copy.
+        jaxpr = jax.make_jaxpr(lambda leaves: run(leaves, None)[0])(flat).jaxpr
+        _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        # zeros_like keeps what shard_map knows of the table: that it varies between replicas.
+        taps = [jnp.zeros_like(flat[entry.place], shape=entry.shape) for entry in log]
+        differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
+        for place, x in enumerate(flat):
+            mine = [k for k, entry in enumerate(log) if entry.place == place]
+            if mine:
+                rows = SparseRows(
+                    jnp.concatenate([ids[k].reshape(-1) for k in mine]),
+                    jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),
+                    x.shape[0],
+                )
+                # Rows added to the gradient of the other uses: the correct dense gradient.
+                of_leaves[place] = of_leaves[place] + rows if used[place] else rows
+        grads = treedef.unflatten(of_leaves)
+        return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def _read(table: Array, ids: Array) -> Array:
+    num_rows = table.shape[0]
+    ids = ids.astype(canonicalize_dtype(jnp.promote_types(ids.dtype, jnp.int32)))
+    rows = jnp.take(table, jnp.where(ids < 0, num_rows + 1, ids), axis=0, mode="fill")
+    is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
+    return jnp.where(is_padding, 0, rows)
+
+
+def _check_range(ids: Any, num_rows: int) -> None:
+    ids = np.asarray(jax.device_get(ids))
+    bad = (ids < 0) | (ids > num_rows)
+    if bad.any():
+        raise IndexError(
+            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {ids[bad].flat[0]}"
+        )
+
+
+def _lookup_under_vmap(table: Array) -> Callable[[Array], Array]:
+    """Hands the ids of all lanes to the level below the vmap at once."""
+    read = custom_vmap(lambda ids: _read(table, ids))
+
+    @read.def_vmap
+    def _(axis_size, in_batched, ids):
+        del axis_size
+        return lookup(table, ids), in_batched[0]
+
+    return read

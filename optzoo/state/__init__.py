@@ -1,0 +1,1 @@
+"""What optimizers keep: types, storage, slots by name, averages, shardings."""

@@ -1,0 +1,92 @@
+"""The parameters to evaluate, where an optimizer keeps others than those it trains."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.numerics import wide_dtype
+from ..core.paths import is_masked
+from .stacks import layout_of, stack, unstack
+from .types import LeafwiseState, ReplicaState
+
+
+def eval_params(params: Any, state: Any) -> Any:
+    """The parameters to evaluate and to deploy: the averages or the center, if the state has some.
+
+    Args:
+        params: the parameters that are trained.
+        state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
+            a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
+            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may stand anywhere (in a chain,
+            in ``optax.masked`` or ``optax.partition``, ...).
+
+    Returns:
+        A tree like ``params``, also in its dtypes: the average of every parameter that has one,
+        the parameter itself otherwise. A center is one for all replicas: it has no axis of theirs.
+    """
+    averages, _ = swap(params, state)
+    return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
+
+
+def swap(params: Any, state: Any) -> tuple[Any, Any]:
+    """Exchanges parameters and averages, or center; twice is nothing.
+
+    Save what it gives, and whoever loads the checkpoint for evaluation finds the averages in the
+    place of the parameters; swap again after loading to train on. The counterpart of the
+    originals' ``swapping_saver``.
+
+    Args:
+        params: the parameters that are trained.
+        state: the state of an optimizer, as for :func:`optzoo.eval_params`.
+
+    Returns:
+        The averages in the place of the parameters, and the state with the parameters in the
+        place of the averages. Each array keeps its dtype and shape, so nothing is lost.
+    """
+    has_averages = lambda node: _averages(node) is not None
+    nodes, treedef = jax.tree.flatten(state, is_leaf=has_averages)
+    exchanged = set()
+    for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
+        if not has_averages(node):
+            continue
+        with_paths = jax.tree_util.tree_flatten_with_path
+        layout = layout_of(_averages(node))
+        averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
+        pairs = [
+            (x, a) if path in exchanged or is_masked(a) else (a, x)
+            for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
+        ]
+        exchanged |= {path for path, a in averages if not is_masked(a)}
+        params = shape.unflatten([x for x, _ in pairs])
+        nodes[i] = _with_averages(node, stack(shape.unflatten([a for _, a in pairs]), layout))
+    return params, treedef.unflatten(nodes)
+
+
+def start_of_average(x: Any) -> Array:
+    """A copy in float32 at least, where an average can move; zeros for an abstract parameter.
+
+    A copy, for the parameter's own buffer may be donated.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape, wide_dtype(x))
+    return jnp.array(x, wide_dtype(x), copy=True)
+
+
+def zeros_of_average(params: Any) -> Any:
+    """Zeros like the parameters, in float32 at least."""
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
+
+
+def _averages(node: Any) -> Any:
+    """The tree of averages in a part of a state, None if there is none."""
+    if isinstance(node, ReplicaState):
+        return node.shared.get("center")
+    return getattr(node.slots, "average", None) if isinstance(node, LeafwiseState) else None
+
+
+def _with_averages(node: Any, averages: Any) -> Any:
+    if isinstance(node, ReplicaState):
+        return node._replace(shared={**node.shared, "center": averages})
+    return node._replace(slots=node.slots._replace(average=averages))

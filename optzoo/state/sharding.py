@@ -1,0 +1,105 @@
+"""Where the state of an optimizer belongs, beside sharded parameters."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..core.paths import path_name
+from .slots import map_slot_trees
+
+_HINT = (
+    "Its init does not map over the parameters, as that of optax.flatten: take the shardings of "
+    "the arrays in tx.init(params)"
+)
+
+
+def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
+    """A tree like ``tx.init(params)`` with the sharding of each array.
+
+    A slot of its parameter's shape is sharded like it; one with more axes in front (a window of
+    gradients) is not split along these; one of the parameter's first axes only (a number for each
+    row) is split like them. All else is whole on every device: counts, matrices of Shampoo.
+
+    For ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, where no device ever
+    holds more than its part, and for the abstract state of a checkpoint to restore. Nothing is
+    computed: abstract parameters do. The state of many replicas has axes of its own:
+    :func:`optzoo.replica_specs` is for that.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optzoo
+        >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        >>> mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
+        >>> rows = NamedSharding(mesh, PartitionSpec("d"))
+        >>> params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)}
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> placed = optzoo.state_sharding(tx, params)
+        >>> state = jax.jit(tx.init, out_shardings=placed)({"w": jnp.ones((16, 4))})
+        >>> state[0].slots.momentum["w"].sharding.spec
+        PartitionSpec('d',)
+
+    Args:
+        tx: any optax transformation whose ``init`` maps over the parameters, as
+            ``optax.tree.map_params`` needs it.
+        params: arrays on devices, or ``jax.ShapeDtypeStruct`` with a sharding.
+
+    Raises:
+        TypeError: if a parameter has no sharding.
+        ValueError: if there is no parameter, or if they lie on different devices.
+    """
+    owners = dict(jax.tree_util.tree_leaves_with_path(params))
+    everywhere = _everywhere(owners)
+
+    def place(path, slot):
+        # Of several arrays for one parameter, whose paths are longer, none is like it.
+        return _like(owners[path], slot.shape) or everywhere if path in owners else everywhere
+
+    state = jax.eval_shape(tx.init, params)
+    try:
+        of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots)
+        return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+    except Exception as error:
+        error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
+        raise
+
+
+def _everywhere(owners: dict[Any, Any]) -> Sharding:
+    """Whole on every device of the parameters."""
+    if not owners:
+        raise ValueError("params must hold an array, which says where the state belongs; got none")
+    shardings = dict[str, Sharding]()
+    for path, x in owners.items():
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, Sharding):
+            raise TypeError(
+                f"parameter '{path_name(path)}' has no sharding: give an array on devices, or "
+                f"jax.ShapeDtypeStruct(..., sharding=...), not {type(x).__name__}"
+            )
+        shardings[path_name(path)] = sharding
+    (first, one), *_ = shardings.items()
+    for name, other in shardings.items():
+        if other.device_set != one.device_set:
+            raise ValueError(
+                f"parameters '{first}' and '{name}' lie on different devices, {one} and {other}: "
+                "put all on one mesh with jax.device_put(params, shardings)"
+            )
+    meshes = [s.mesh for s in shardings.values() if isinstance(s, NamedSharding)]
+    return NamedSharding(meshes[0], PartitionSpec()) if meshes else one
+
+
+def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
+    """The sharding of a slot of a parameter, if the shape shows which of their axes agree."""
+    if shape == x.shape:
+        return x.sharding
+    if not isinstance(x.sharding, NamedSharding):
+        return None
+    axes = (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
+    more = len(shape) - len(x.shape)
+    if more > 0 and shape[more:] == x.shape:
+        axes = (*(None,) * more, *axes)
+    elif shape == x.shape[: len(shape)]:
+        axes = axes[: len(shape)]
+    else:
+        return None
+    return x.sharding.update(spec=PartitionSpec(*axes))

@@ -1,0 +1,103 @@
+"""Arrays of equal shape kept as one: a tree like the parameters, with a stack for many of them."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.paths import is_masked
+from ..core.rows import is_sparse_or_none
+
+# Which leaves are stacked: for each stack the places of its members in the flattened tree.
+Layout = tuple[tuple[int, ...], ...]
+
+
+class Stack(NamedTuple):
+    """Stands in the place of its first member; in those of the others is ``optax.MaskedNode()``.
+
+    So a tree with stacks has the paths of the tree without, and says by itself, in plain
+    dictionaries and arrays, what belongs where.
+    """
+
+    members: dict[str, Any]  # one array; its key is the places of the members, such as "0-3,7"
+
+
+def is_stack(x: Any) -> bool:
+    """Whether ``x`` is a stack."""
+    return isinstance(x, Stack)
+
+
+def places(tree: Any) -> tuple[list[Any], Any]:
+    """What stands in each place of a tree, stacked or not, and the structure of the tree."""
+    return jax.tree.flatten(
+        tree, is_leaf=lambda x: is_stack(x) or is_masked(x) or is_sparse_or_none(x)
+    )
+
+
+def layout_of(tree: Any) -> Layout:
+    """Which leaves are stacked in a tree or in the trees of a state."""
+    nodes = filter(is_stack, jax.tree.leaves(tree, is_leaf=is_stack))
+    return tuple(sorted({_members(node) for node in nodes}))
+
+
+def stack(tree: Any, layout: Layout) -> Any:
+    """The tree with stacks of its leaves; they may be abstract.
+
+    Args:
+        tree: without stacks.
+        layout: the leaves of each stack have the same shape and dtype.
+    """
+    nodes, treedef = places(tree)
+    for members in layout:
+        first, *others = members
+        array = _stacked([nodes[i] for i in members])
+        nodes[first] = Stack({_written(members): array})
+        for i in others:
+            nodes[i] = optax.MaskedNode()
+    return treedef.unflatten(nodes)
+
+
+def unstack(tree: Any) -> Any:
+    """The tree without stacks: what :func:`stack` was given."""
+    nodes, treedef = places(tree)
+    for node in filter(is_stack, list(nodes)):
+        members = _members(node)
+        for i, leaf in zip(members, _unstacked(_array(node), len(members)), strict=True):
+            nodes[i] = leaf
+    return treedef.unflatten(nodes)
+
+
+def _array(node: Stack) -> Any:
+    [array] = node.members.values()
+    return array
+
+
+def _members(node: Stack) -> tuple[int, ...]:
+    [key] = node.members
+    runs = (re.findall(r"\d+", run) for run in key.split(","))
+    return tuple(i for run in runs for i in range(int(run[0]), int(run[-1]) + 1))
+
+
+def _written(members: Sequence[int]) -> str:
+    runs = list[list[int]]()
+    for i in members:
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1][1:] = [i]
+        else:
+            runs.append([i])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def _stacked(leaves: Sequence[Any]) -> Any:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
+    return jnp.stack(leaves)
+
+
+def _unstacked(array: Any, number: int) -> Iterable[Any]:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * number
+    return jnp.unstack(array)

@@ -1,0 +1,1 @@
+"""Gradient transformations in front of an optimizer: filters, clipping, summaries, checks."""

@@ -1,0 +1,44 @@
+"""What the steps of this folder share: the walk over gradients, and their common norm."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.numerics import upcast
+from ..core.rows import SparseRows, is_rows, map_rows
+
+
+def on_listed(f: Callable[[Array], Array], g: Any) -> Any:
+    """``f`` of an array, or of the values of rows as they are listed; in the dtype of ``g``."""
+    if is_rows(g):
+        return g.with_values(on_listed(f, g.values))
+    g = jnp.asarray(g)
+    return f(upcast(g)).astype(g.dtype)
+
+
+def on_each(f: Callable[[Array, int], Array]) -> optax.GradientTransformation:
+    """A link of ``f(values, size)`` for every gradient, ``size`` being that of the whole array.
+
+    Rows that share an index are summed first, so that rows give what their dense gradient gives.
+    """
+
+    def on_leaf(g):
+        size = math.prod(jnp.shape(g))
+        return on_listed(lambda values: f(values, size), g)
+
+    def update(updates, _):
+        return jax.tree.map(on_leaf, map_rows(SparseRows.coalesce, updates), is_leaf=is_rows)
+
+    return optax.stateless(update)
+
+
+def global_norm(gradients: Iterable[Any]) -> Array:
+    """The Euclidean norm of all together, as they are listed; in float32 at least."""
+    listed = [g.values if is_rows(g) else jnp.asarray(g) for g in gradients if g is not None]
+    squares = [jnp.sum(upcast(v) ** 2) for v in listed]
+    return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))

@@ -1,0 +1,40 @@
+"""Clips the norm of every gradient in proportion to its size."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.checks import check_positive
+from ..core.numerics import norm
+from ._per_leaf import on_each
+
+
+def clipped_by_average_norm(values: Array, size: int, max_norm: Any) -> Array:
+    """An array whose norm is at most ``max_norm`` times ``size``."""
+    return values * jnp.minimum(max_norm * size / norm(values), 1)
+
+
+def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
+    r"""Clips the norm by the number of elements, as in RETURNN's ``gradient_clip_avg_norm``.
+
+    .. math::
+        g \leftarrow g \cdot \frac{c\, n}{\max(c\, n, \lVert g \rVert)}
+
+    for each parameter by itself, where :math:`n` is the number of its elements: it is
+    :math:`\lVert g \rVert / n` that is clipped, not the root mean square
+    (``optax.clip_by_block_rms``). Rows stay rows; the norm is that of the summed gradient and
+    :math:`n` counts the whole table.
+
+    Args:
+        max_norm: :math:`c`, positive.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive.
+
+    References:
+        ``tf.clip_by_average_norm``; ``returnn.tf.updater``, option ``gradient_clip_avg_norm``.
+    """
+    check_positive(max_norm=max_norm)
+    return on_each(lambda values, size: clipped_by_average_norm(values, size, max_norm))

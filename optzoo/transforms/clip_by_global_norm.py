@@ -1,0 +1,38 @@
+"""Clips the norm of all gradients together."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_positive
+from ..core.rows import on_values
+from ._per_leaf import global_norm
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    r"""Clips the norm over all gradients together, row-sparse ones included.
+
+    .. math::
+        g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
+
+    where the norm is that of the summed gradient: repeated indices are merged first, so rows
+    give what their dense gradient gives.
+
+    Args:
+        max_norm: :math:`c`, positive.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive.
+
+    References:
+        Pascanu et al., `On the difficulty of training Recurrent Neural Networks
+        <https://arxiv.org/abs/1211.5063>`_, 2013; ``tf.clip_by_global_norm``.
+    """
+    check_positive(max_norm=max_norm)
+
+    def update(values, _):
+        norm = global_norm(jax.tree.leaves(values))
+        factor = max_norm / jnp.maximum(norm, max_norm)
+        return jax.tree.map(lambda v: (v * factor).astype(v.dtype), values)
+
+    return on_values(optax.stateless(update))

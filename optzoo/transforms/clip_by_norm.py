@@ -1,0 +1,38 @@
+"""Clips the norm of every gradient by itself."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.checks import check_positive
+from ..core.numerics import norm
+from ._per_leaf import on_each
+
+
+def clipped_by_norm(values: Array, max_norm: Any) -> Array:
+    """An array whose norm is at most ``max_norm``."""
+    return values * jnp.minimum(max_norm / norm(values), 1)
+
+
+def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
+    r"""Clips the norm of each gradient, as in RETURNN's ``gradient_clip_norm``.
+
+    .. math::
+        g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
+
+    for each parameter by itself, unlike :func:`optzoo.clip_by_global_norm`. Rows stay rows; the
+    norm is that of the summed gradient.
+
+    Args:
+        max_norm: :math:`c`, positive.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive.
+
+    References:
+        ``tf.clip_by_norm``; ``returnn.tf.updater``, option ``gradient_clip_norm``.
+    """
+    check_positive(max_norm=max_norm)
+    return on_each(lambda values, size: clipped_by_norm(values, max_norm))

@@ -1,0 +1,101 @@
+"""Norms and the like of every gradient, kept in the state for a log."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.numerics import norm, upcast
+from ..core.paths import path_name
+from ..core.rows import is_rows, is_sparse_or_none
+
+
+class Summary(NamedTuple):
+    """What is kept of one gradient."""
+
+    norm: Any
+    largest: Any  # absolute value
+    nonfinite: Any  # how many elements are NaN or infinite
+
+
+class GradientSummariesState(NamedTuple):
+    """Of the last step; each field of ``leaves`` is a params-shaped tree of scalars."""
+
+    leaves: Summary
+
+
+class Summaries(NamedTuple):
+    """What :func:`read_summaries` finds."""
+
+    leaves: dict[str, dict[str, Array]]  # by path: norm, largest, nonfinite
+    global_norm: Array
+
+
+def gradient_summaries() -> optax.GradientTransformation:
+    """Keeps the norm, the largest element and the number of bad ones of each gradient.
+
+    Gradients pass unchanged. The state holds three scalars for each parameter, as of the last
+    step; :func:`read_summaries` finds them in the state of any optimizer. A step reads each
+    gradient once more. What is said of rows is of the summed gradient. A missing gradient counts
+    as zero.
+
+    References:
+        ``returnn.tf.updater``, option ``debug_grad_summaries``.
+    """
+
+    def init(params):
+        zeros = lambda dtype: jax.tree.map(lambda _: jnp.zeros([], dtype), params)
+        return GradientSummariesState(
+            Summary(zeros(jnp.float32), zeros(jnp.float32), zeros(jnp.int32))
+        )
+
+    def update(updates, state, params=None):
+        del params
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        done = [_summary(g) for g in gs]
+        columns = [[getattr(d, name) for d in done] for name in Summary._fields]
+        return updates, GradientSummariesState(Summary(*map(treedef.unflatten, columns)))
+
+    return optax.GradientTransformation(init, update)
+
+
+def read_summaries(state: Any) -> Summaries:
+    """What :func:`gradient_summaries` kept, wherever in the state of an optimizer it is.
+
+    Parts of a partition are put together; of two in one chain those of the last are given.
+
+    Args:
+        state: of an optimizer, or any tree with one in it.
+
+    Raises:
+        ValueError: if there is none in it.
+    """
+    is_one = lambda node: isinstance(node, GradientSummariesState)
+    found = [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
+    if not found:
+        raise ValueError(
+            "no gradient_summaries in this state: put optzoo.gradient_summaries() into the chain"
+        )
+    by_path = {}
+    for one in found:
+        columns = [jax.tree_util.tree_leaves_with_path(tree) for tree in one.leaves]
+        for row in zip(*columns, strict=True):
+            by_path[path_name(row[0][0])] = {
+                name: value for name, (_, value) in zip(Summary._fields, row, strict=True)
+            }
+    squares = [values["norm"] ** 2 for values in by_path.values()]
+    return Summaries(by_path, jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32))))
+
+
+def _summary(g: Any) -> Summary:
+    if g is None:
+        zero = jnp.zeros([], jnp.float32)
+        return Summary(zero, zero, jnp.zeros([], jnp.int32))
+    values = upcast(g.coalesce().values if is_rows(g) else jnp.asarray(g))
+    return Summary(
+        norm(values).astype(jnp.float32),
+        jnp.max(jnp.abs(values), initial=0).astype(jnp.float32),
+        jnp.sum(~jnp.isfinite(values), dtype=jnp.int32),
+    )

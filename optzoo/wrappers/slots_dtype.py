@@ -1,0 +1,114 @@
+"""Slots in another dtype than the parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from ..core.checks import check_size
+from ..state.stochastic_rounding import DTYPES
+from ..state.storage import PACKABLE, pack
+from ..state.types import LeafwiseState
+
+
+def slots_dtype(
+    inner: optax.GradientTransformation,
+    dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
+    packed: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the slots of any optimizer of this library in ``dtype``.
+
+    Half the memory with ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)``; exact sums for
+    parameters in 16 bits with ``slots_dtype(adagrad(0.1), "float32")``. The arithmetic is in
+    float32 at least either way, and updates keep the gradient's dtype.
+
+    A slot that changes slowly cannot live in 16 bits if it is rounded to the nearest: with
+    ``b2=0.999`` a step changes a mean by a thousandth, less than the 1/256 that bfloat16
+    resolves. ``stochastic`` rounds up or down at random, so that it moves on average. It is off
+    by default because it makes a run depend on a seed. The average of
+    :func:`optzoo.moving_average` stays in float32 at least.
+
+    The random bits are a hash of the seed, the number of the update, the path of the parameter
+    and the place of the element, so a run repeats, whatever it runs under: ``jit``, ``scan``,
+    ``vmap``, sharded or not, rows or dense. Within ``shard_map`` places count from the start of
+    each part. The state holds no key; with or without, it is the same.
+
+    ``packed`` keeps two slots of a parameter, ``m`` and ``v`` of Adam, in one array: of 32-bit
+    words if they have 16 bits, else of complex numbers. On the CPU words are much the faster way.
+    There, XLA scatters rows of 16 bits by way of a float32 copy of the whole array, but words in
+    place. Complex numbers halve the rows that a sparse update looks up, which is most of its time
+    (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``); with dense gradients XLA copies
+    them at every step. A slot without a partner of its shape stays as it is.
+    :func:`optzoo.get_slot` and :func:`optzoo.set_slot` see each slot by itself.
+
+    With either option and 16 bits, updates are computed from the slots as they are kept if these
+    are in bfloat16, and before they are rounded if in float16.
+
+    Args:
+        inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
+            within optax's chains, masks and wrappers.
+        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with ``stochastic``, these,
+            ``"float32"`` or ``"float64"`` with ``packed``.
+        stochastic: round at random.
+        packed: two slots in one array. It decides about the structure of the state.
+        seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
+            for one step.
+
+    Raises:
+        TypeError: if ``dtype`` is not a floating-point dtype, or the seed no int.
+        ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
+            has no slots of this library.
+
+    References:
+        Gupta et al., `Deep Learning with Limited Numerical Precision
+        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
+    if stochastic and jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
+    if packed and jnp.dtype(dtype) not in PACKABLE:
+        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+    extra = {"rounding_seed": check_size(seed=seed)} if stochastic else {}
+    inner = optax.with_extra_args_support(inner)
+    is_ours = lambda s: isinstance(s, LeafwiseState)
+
+    def init(params):
+        state = inner.init(params)
+        if not any(map(is_ours, jax.tree.leaves(state, is_leaf=is_ours))):
+            raise ValueError(
+                "slots_dtype finds no slots of optzoo in this state; "
+                "for an optimizer of optax see its own arguments, such as mu_dtype"
+            )
+        # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
+        wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+        state = jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
+        if not packed:
+            return state
+        by_two = lambda s: s._replace(slots=pack(s.slots, dtype)) if is_ours(s) else s
+        return jax.tree.map(by_two, state, is_leaf=is_ours)
+
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(updates, state, params, **{**extra, **extra_args})
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _astype(x: Any, dtype: DTypeLike) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return jnp.asarray(x, dtype)
+
+
+def _with_slots_of(state: Any, wanted: Any) -> Any:
+    """The state with slots in the wanted dtypes, rounded once: 0.1 in float32 is not a bfloat16."""
+    if not isinstance(state, LeafwiseState):
+        return state
+    finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
+    of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
+    return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))

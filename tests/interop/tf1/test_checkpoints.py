@@ -1,0 +1,585 @@
+"""Checkpoints of TensorFlow 1: real ones go on as there, ours are restored there."""
+
+import os
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo.core.paths import path_name
+from optzoo.interop.tf1 import files as tf1_files
+from optzoo.interop.tf1.checkpoints import load_tf1_state, save_tf1_state, tf1_variables
+from optzoo.interop.tf1.names import exponent, is_exponent
+from tests import golden
+
+from . import cases as tf1_cases
+from .cases import CASES, FOLDER, STEPS, THEIRS
+
+OURS = golden.load("ours", FOLDER)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """The folder with TensorFlow's checkpoints."""
+    folder = tmp_path_factory.mktemp("theirs")
+    tf1_cases.extract(folder)
+    return folder
+
+
+def of(record, prefix):
+    return golden.Record({}, record.arrays).group(prefix)
+
+
+def off(got, want):
+    """The largest error, relative to each element, or a thousandth of the largest."""
+    want = np.asarray(want, np.float64)
+    scale = np.maximum(np.abs(want), 1e-3 * np.max(np.abs(want), initial=0.0))
+    return float(np.max(np.abs(np.asarray(got) - want) / np.maximum(scale, 1e-30), initial=0.0))
+
+
+def by_name(tree):
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+
+
+# ------------------------------------------------------------- against TensorFlow itself
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_in_tensorflow(name, theirs):
+    case, tx = CASES[name], tf1_cases.make(CASES[name])
+    empty = jax.tree.map(jnp.zeros_like, tf1_cases.start(case))
+    said = tf1_cases.said(name, case)
+    params, state = load_tf1_state(tx, empty, theirs / name, **said)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(empty))
+    path, params, state = tf1_cases.go(name, STEPS, params, state)
+    for variable, ours in by_name(path).items():
+        assert off(ours, THEIRS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+
+    end = of(THEIRS, f"{name}/end")
+    if name == "TwoAdams":
+        said = {"variables": tf1_cases.said_to_save(name, case, theirs)["variables"]}
+    said = {k: v for k, v in said.items() if k != "swapped"}
+    saved = tf1_variables(params, state, like=end, **said)
+    if case.get("restart"):
+        assert saved.keys() > end.keys()
+    else:
+        assert saved.keys() == end.keys()
+    for variable in end.keys() - {"flat_grad"}:
+        assert off(saved[variable], end[variable]) < 5e-6, variable
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensorflow_goes_on_as_we_do(name, theirs):
+    case = CASES[name]
+    params, state = tf1_cases.begin(name)
+    saved = tf1_variables(params, state, **tf1_cases.said_to_save(name, case, theirs))
+    if case.get("swapped"):  # the graph's saver put them back
+        average = "/ExponentialMovingAverage"
+        other = {n: n.removesuffix(average) if n.endswith(average) else n + average for n in saved}
+        saved |= {n: saved[other[n]] for n in saved if other[n] in saved}
+    restored = of(OURS, f"{name}/restored")
+    if case.get("restart"):  # the workers begin again
+        saved = {variable: saved[variable] for variable in restored}
+        params, state = load_tf1_state(tf1_cases.make(case), params, saved)
+    assert saved.keys() - {"Variable"} == restored.keys() - {"Variable"}
+    for variable, value in restored.items():
+        assert saved[variable].dtype == value.dtype and saved[variable].shape == value.shape
+        assert off(saved[variable], value) < 5e-6, variable
+    path, _, _ = tf1_cases.go(name, STEPS, params, state)
+    for variable, ours in by_name(path).items():
+        assert off(ours, OURS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+
+
+def test_every_optimizer_of_theirs_has_a_checkpoint():
+    have = {case["optimizer"] for case in CASES.values()}
+    wanted = {
+        golden.short_name(entry.original) for entry in optzoo.CATALOG.values() if entry.original
+    }
+    assert wanted <= have
+    wrappers = {"MovingAverage", "VariableClipping", "MultitaskOptimizerWrapper"}
+    assert wrappers | {"SyncReplicas", "ElasticAverage", "AGN"} <= have
+
+
+def test_the_page_has_the_names():
+    page = pathlib.Path(__file__).parents[3] / "docs" / "tf1_checkpoints.md"
+    assert tf1_cases.table() in page.read_text()
+
+
+@pytest.mark.parametrize("ending", ["", ".npz"])
+def test_what_is_written_is_read_again(ending, theirs, tmp_path):
+    tx = tf1_cases.make(CASES["Adam"])
+    params, state = load_tf1_state(tx, tf1_cases.start(CASES["Adam"]), theirs / "Adam")
+    file = tmp_path / f"mine-5{ending}"
+    for _ in range(2):  # also over what is there
+        save_tf1_state(file, params, state, optimizer_name="Adam")
+    wanted = tf1_files.read(theirs / "Adam")
+    got = tf1_files.read(str(file))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype
+        np.testing.assert_array_equal(got[name], value)
+    assert_same(load_tf1_state(tx, params, file), (params, state))
+
+
+# ------------------------------------------------------------------------- damaged files
+def test_a_damaged_checkpoint_is_refused(theirs, tmp_path):
+    index = (theirs / "Adam.index").read_bytes()
+    data = (theirs / "Adam.data-00000-of-00001").read_bytes()
+    whole = tf1_files.read(theirs / "Adam")
+    prefix = tmp_path / "m"
+
+    def read(index, data):
+        (tmp_path / "m.index").write_bytes(index)
+        (tmp_path / "m.data-00000-of-00001").write_bytes(data)
+        return tf1_files.read(prefix)
+
+    flip = lambda file, k: file[:k] + bytes([file[k] ^ 4]) + file[k + 1 :]
+    broken = [(index[:k], data) for k in range(0, len(index), 3)]
+    broken += [(index, data[:k]) for k in range(0, len(data), 3)]
+    broken += [(index, flip(data, k)) for k in range(len(data))]
+    for files in broken:
+        with pytest.raises(ValueError, match=f"cannot read the checkpoint '{prefix}'"):
+            read(*files)
+    refused = 0
+    for k in range(len(index)):
+        try:
+            got = read(flip(index, k), data)
+        except ValueError as error:
+            assert str(prefix) in str(error)
+            refused += 1
+        else:  # there is room in it that nobody uses
+            jax.tree.map(np.testing.assert_array_equal, got, whole)
+    assert refused > len(index) / 2
+    read(index, data)
+    os.remove(tmp_path / "m.data-00000-of-00001")
+    with pytest.raises(ValueError, match=f"cannot read the checkpoint '{prefix}'"):
+        tf1_files.read(prefix)
+    with pytest.raises(FileNotFoundError, match=r"give its prefix, such as 'model\.ckpt-1000'"):
+        tf1_files.read(tmp_path / "another")
+
+
+def test_a_damaged_npz_is_refused(tmp_path):
+    whole = {"w": np.arange(6, dtype=np.float32), "file": np.ones((2, 2)), "n": np.int64(3)}
+    path = tmp_path / "a.npz"
+    tf1_files.write(path, {k: np.asarray(v) for k, v in whole.items()})
+    file = path.read_bytes()
+    for k in range(0, len(file), 5):
+        path.write_bytes(file[:k])
+        with pytest.raises(ValueError, match=r"cannot read the checkpoint '.*a\.npz'"):
+            tf1_files.read(path)
+        path.write_bytes(file[:k] + bytes([file[k] ^ 1]) + file[k + 1 :])
+        try:
+            got = tf1_files.read(path)
+        except ValueError as error:
+            assert "a.npz" in str(error)
+        else:  # a date, say
+            assert got.keys() == whole.keys()
+            for name, value in whole.items():
+                np.testing.assert_array_equal(got[name], value)
+    with pytest.raises(FileNotFoundError, match=r"b\.npz"):
+        tf1_files.read(tmp_path / "b.npz")
+
+
+def test_tensorflow_is_needed_for_its_own_files_only(monkeypatch, tmp_path, theirs):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"pip install 'optzoo\[tf1\]'"):
+        tf1_files.read(theirs / "Adam")
+    with pytest.raises(ImportError, match=r"pip install 'optzoo\[tf1\]'"):
+        tf1_files.write(tmp_path / "m", {"w": np.zeros(1)})
+    tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1)})
+    assert tf1_files.read(tmp_path / "m.npz").keys() == {"w"}
+    with pytest.raises(TypeError, match=r"cannot hold w of dtype bfloat16"):
+        tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1, jnp.bfloat16)})
+
+
+# --------------------------------------------------------------- by names, without files
+PARAMS = {"enc": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}, "w": jnp.arange(4.0)}
+
+
+def trained(tx, params=PARAMS, steps=3):
+    """Parameters and a state in which no array is as it was."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for k in range(steps):
+        g = jax.tree.map(lambda x, k=k: np.cos(x + k).astype(x.dtype), params)
+        updates, state = update(g, state, params)
+        params = jax.tree.map(lambda x, u: x + u, params, updates)
+    return params, state
+
+
+def saved_adam(**renamed):
+    params, state = trained(optzoo.adam(0.1))
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    return params, state, {renamed.get(n, n): v for n, v in saved.items()}
+
+
+SHORTENED = {"enc/kernel": "K", "enc/bias": "B", "w": "W"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        SHORTENED,
+        SHORTENED.get,
+        [("^enc/", ""), ("^kernel$", "K"), ("^bias$", "B"), ("w", "W")],
+    ],
+)
+def test_names_are_a_dict_a_function_or_patterns(names):
+    tx = optzoo.adam(0.1)
+    params, state = trained(tx)
+    saved = tf1_variables(params, state, names, optimizer_name="Adam")
+    assert {"K", "B", "W", "K/Adam", "B/Adam_1", "W/Adam"} < saved.keys()
+    assert_same(load_tf1_state(tx, PARAMS, saved, names), (params, state))
+
+
+def test_wrong_names():
+    tx = optzoo.adam(0.1)
+    with pytest.raises(ValueError, match=r"no parameter is called \['v'\]; there are"):
+        load_tf1_state(tx, PARAMS, {}, {"v": "w"})
+    with pytest.raises(ValueError, match=r"several parameters get the names \['w'\]"):
+        load_tf1_state(tx, PARAMS, {}, {"enc/bias": "w"})
+    with pytest.raises(TypeError, match="names must be a function"):
+        load_tf1_state(tx, PARAMS, {}, ["enc/", ""])
+
+
+def test_all_that_does_not_fit_is_told_at_once():
+    *_, saved = saved_adam()
+    saved["enc/kernel"] = saved["enc/kernel"].T
+    saved["enc/bias"] = saved["enc/bias"].astype(np.float64)
+    saved["w/Adam_1"] = saved["w/Adam_1"][:2]
+    saved["other"] = np.zeros(2)
+    del saved["w"], saved["beta2_power"]
+    with pytest.raises(ValueError) as error:
+        load_tf1_state(optzoo.adam(0.1), PARAMS, saved)
+    assert str(error.value).splitlines() == [
+        "the checkpoint does not fit, nothing is loaded:",
+        "  missing: w, for w",
+        "  missing: beta2_power, for 0/shared/beta2_power",
+        "  dtype: enc/bias is float64 in the checkpoint, float32 here",
+        "  shape: enc/kernel is (2, 3) in the checkpoint, (3, 2) here",
+        "  shape: w/Adam_1 is (2,) in the checkpoint, (4,) here",
+        "  left over: other",
+    ]
+    # That two shapes differ is no matter of how much is loaded.
+    with pytest.raises(ValueError, match=r"w/Adam_1 is \(2,\)"):
+        load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=True)
+
+
+def test_a_part_is_loaded_on_request():
+    tx = optzoo.adam(0.1)
+    params, state, saved = saved_adam()
+    lost = ("w", "w/Adam", "w/Adam_1")
+    some = {name: value for name, value in saved.items() if name not in lost} | {"x": np.ones(1)}
+    with pytest.raises(ValueError, match=r"partial=True passes over it:\n  missing: w, for w"):
+        load_tf1_state(tx, PARAMS, some)
+    new_params, new_state = load_tf1_state(tx, PARAMS, some, partial=True)
+    assert_same(new_params, {**params, "w": PARAMS["w"]})
+    start = tx.init(PARAMS)[0].slots
+    assert_same(new_state[0].slots.m, {**state[0].slots.m, "w": start.m["w"]})
+    assert new_state[0].count == 3 and new_state[0].shared == state[0].shared
+
+    # Parameters only: the optimizer begins anew, averages and all, at what was loaded.
+    only = {name: saved[name] for name in ("enc/kernel", "enc/bias", "w")}
+    average = optzoo.moving_average(tx, 0.9)
+    new_params, new_state = load_tf1_state(average, PARAMS, only, partial=True)
+    assert_same(new_params, params)
+    assert_same(new_state, average.init(params))
+
+
+def test_the_slots_of_another_optimizer_are_refused():
+    *_, saved = saved_adam()
+    missing = r"missing: w/\.\.\.: 1 slots, where the checkpoint has Adam \(2\)"
+    with pytest.raises(ValueError, match=missing):
+        load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
+    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots, .* Adam \(2\)"):
+        load_tf1_state(optzoo.adam(0.1), PARAMS, saved, optimizer_name="Adagrad")
+    amsgrad = optzoo.amsgrad(0.1)
+    with pytest.raises(ValueError, match=r"3 slots, where .* has none; RETURNN's AMSGrad gives"):
+        load_tf1_state(amsgrad, {"w": jnp.ones(2)}, {"w": np.ones(2, np.float32)})
+
+
+def test_slots_of_several_optimizers_are_ambiguous():
+    tx = optzoo.adam(0.1)
+    params, state, saved = saved_adam()
+    other = {n.replace("/Adam", "/Nadam"): v + 1 for n, v in saved.items() if "/Adam" in n}
+    both = saved | other
+    with pytest.raises(ValueError, match=r"\[\('', 'Adam'\), \('', 'Nadam'\)\].*optimizer_name="):
+        load_tf1_state(tx, PARAMS, both)
+    loaded = load_tf1_state(tx, PARAMS, both, optimizer_name={".*": "Adam"}, partial=True)
+    assert_same(loaded, (params, state))
+    with pytest.raises(ValueError, match=r"left over: enc/bias/Nadam"):
+        load_tf1_state(tx, PARAMS, both, optimizer_name="Adam")
+
+
+def test_scopes_are_found():
+    tx = optzoo.adam(0.1)
+    params, state = trained(tx)
+    saved = tf1_variables(params, state, optimizer_name="Adam", scope="optimize")
+    assert {"optimize/enc/kernel/Adam_1", "optimize/beta1_power", "w"} < saved.keys()
+    assert_same(load_tf1_state(tx, PARAMS, saved), (params, state))
+    twice = saved | {n.replace("optimize/", "again/"): v + 0 for n, v in saved.items()}
+    with pytest.raises(ValueError, match=r"say scope="):
+        load_tf1_state(tx, PARAMS, twice)
+    loaded = load_tf1_state(tx, PARAMS, twice, scope="optimize", partial=True)
+    assert_same(loaded, (params, state))
+
+
+def test_slots_of_a_parameter_with_a_longer_name_are_not_taken():
+    *_, saved = saved_adam()
+    inner = {"kernel": PARAMS["enc"]["kernel"]}  # the checkpoint has enc/kernel, and no kernel
+    with pytest.raises(ValueError, match=r"missing: kernel/\.\.\.: 2 slots"):
+        load_tf1_state(optzoo.adam(0.1), inner, saved)
+
+
+def test_powers_of_several_optimizers():
+    one, other = optzoo.adam(0.1, b1=0.5), optzoo.adam(0.1, b1=0.8)
+    labels = {"enc": "one", "w": "other"}
+    tx = optax.partition({"one": one, "other": other}, labels)
+    params, state = trained(tx)
+    with pytest.raises(ValueError, match=r"is one of several beta1_power: say which by variables="):
+        tf1_variables(params, state, optimizer_name="Adam")
+    power = "inner_states/other/inner_state/0/shared/beta{}_power"
+    second = {power.format(i): f"beta{i}_power_1" for i in (1, 2)}
+    saved = tf1_variables(params, state, optimizer_name="Adam", variables=second)
+    assert float(saved["beta1_power"]) == 0.5**4 and "beta1_power_1" in saved
+    assert_same(load_tf1_state(tx, PARAMS, saved), (params, state))  # each base has one that fits
+    assert_same(load_tf1_state(tx, PARAMS, saved, variables=second), (params, state))
+    alone = {array: "beta1_power" for array in second}
+    with pytest.raises(ValueError, match=r"differ, and both are beta1_power"):
+        tf1_variables(params, state, optimizer_name="Adam", variables=alone)
+    odd = saved | {"beta1_power": saved["beta1_power_1"] * np.float32(0.9)}
+    with pytest.raises(ValueError, match=r"may be any of \['beta1_power', 'beta1_power_1'\]"):
+        load_tf1_state(tx, PARAMS, odd)
+    with pytest.raises(ValueError, match=r"the state has no arrays \['0/m'\]; it has"):
+        load_tf1_state(tx, PARAMS, saved, variables={"0/m": "w/Adam"})
+    same = {"inner_states/one/inner_state/0/slots/m/enc/bias": "enc/bias/Adam_1"}
+    with pytest.raises(ValueError, match=r"several slots would share a variable"):
+        load_tf1_state(tx, PARAMS, saved, variables=same)
+
+
+# ----------------------------------------------------------------------- the global step
+def counts(state):
+    leaves = by_name(state).items()
+    return {int(leaf) for name, leaf in leaves if name.split("/")[-1] == "count"}
+
+
+def test_the_step_is_found():
+    tx = optzoo.adam(optax.linear_schedule(0.1, 0.0, 10))
+    *_, saved = saved_adam()
+    assert counts(load_tf1_state(tx, PARAMS, saved)[1]) == {3}
+    assert counts(load_tf1_state(tx, PARAMS, saved, global_step=7)[1]) == {7}
+    renamed = {{"global_step": "optimize/step"}.get(n, n): v for n, v in saved.items()}
+    assert counts(load_tf1_state(tx, PARAMS, renamed, global_step="step")[1]) == {3}
+    with pytest.raises(ValueError, match=r"has no whole number called 'steps'"):
+        load_tf1_state(tx, PARAMS, renamed, global_step="steps")
+    with pytest.raises(ValueError, match=r"global_step must be in \[0, 2\*\*31\), got -1"):
+        load_tf1_state(tx, PARAMS, saved, global_step=-1)
+    two = saved | {"a/global_step": np.int64(1), "b/global_step": np.int64(2)}
+    del two["global_step"]
+    with pytest.raises(ValueError, match=r"may be any of \['a/global_step', 'b/global_step'\]"):
+        load_tf1_state(tx, PARAMS, {k: np.asarray(v) for k, v in two.items()})
+
+
+@pytest.mark.parametrize("number", [1, 3, 700, 2000, 50_000])
+def test_powers_tell_the_step(number):
+    saved = saved_adam()[2]
+    del saved["global_step"]
+    for name, base in (("beta1_power", 0.9), ("beta2_power", 0.999)):
+        power = np.float32(base)
+        for _ in range(number):
+            power *= np.float32(base)
+        saved[name] = np.asarray(power)
+    assert counts(load_tf1_state(optzoo.adam(0.1), PARAMS, saved)[1]) == {number}
+
+
+def test_the_step_is_asked_for_where_nothing_tells_it():
+    params, state = trained(optzoo.momentum(0.1, 0.9))
+    saved = tf1_variables(params, state, optimizer_name="Momentum")
+    del saved["global_step"]
+    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+        load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
+    saved = saved_adam()[2]
+    del saved["global_step"]
+    saved["beta1_power"] = saved["beta1_power"] * np.float32(0.9)  # they differ
+    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+        load_tf1_state(optzoo.adam(0.1), PARAMS, saved)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_other_betas_are_refused(partial):
+    with pytest.raises(ValueError, match=r"betas: beta1_power is 0\.6\d*, no power of 0\.3"):
+        load_tf1_state(optzoo.adam(0.1, b1=0.3), PARAMS, saved_adam()[2], partial=partial)
+
+
+def test_exponents():
+    assert exponent(0.0, 0.9) is None and exponent(0.5, 0.0) is None
+    assert round(exponent(0.9**7, 0.9), 6) == 7
+    assert [is_exponent(n) for n in (0.0, 0.9, 1.0, 6.9999, 7.01)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_dtypes_are_those_of_the_parameters(enabled, x64):
+    tx = optzoo.adam(0.1)
+    with x64(enabled):
+        params, state = trained(tx, {"w": jnp.arange(3, dtype=float)}, steps=1)
+        saved = tf1_variables(params, state, optimizer_name="Adam")
+        dtype = np.float64 if enabled else np.float32
+        assert saved["w"].dtype == saved["w/Adam"].dtype == dtype
+        assert saved["beta1_power"].dtype == np.float32
+        assert_same(load_tf1_state(tx, params, saved), (params, state))
+
+
+def test_arrays_stay_where_they_were():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    sharded = {"w": jax.device_put(jnp.zeros(4), place)}
+    tx = optzoo.momentum(0.1, 0.9)
+    saved = {"w": np.ones(4, np.float32), "w/Momentum": np.ones(4, np.float32)}
+    params, state = load_tf1_state(tx, sharded, saved, global_step=0)
+    assert params["w"].sharding == state[0].slots.momentum["w"].sharding == place
+
+
+def test_counts_that_differ_are_not_saved():
+    params, state = trained(optzoo.momentum(0.1, 0.9))
+    state = (state[0], state[1]._replace(count=jnp.int32(9)))
+    with pytest.raises(ValueError, match=r"counts of the state differ: .*'1/count': 9"):
+        tf1_variables(params, state, optimizer_name="Momentum")
+    saved = tf1_variables(params, state, optimizer_name="Momentum", global_step=9)
+    assert saved["global_step"] == 9 and saved["global_step"].dtype == np.int64
+
+
+# ------------------------------------------------------------------- chains and wrappers
+WRAPPED = {
+    "clipped": optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.adam(0.1)),
+    "schedule of optax": optax.chain(
+        optzoo.scale_by_adam(), optax.scale_by_schedule(optax.linear_schedule(-0.1, 0.0, 9))
+    ),
+    "masked": optax.masked(optzoo.adam(0.1), {"enc": True, "w": False}),
+    "injected": optax.inject_hyperparams(optzoo.adam)(0.1),
+    "injected schedule": optax.inject_hyperparams(optzoo.adam)(optax.linear_schedule(0.1, 0.0, 9)),
+    "bfloat16 slots": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16"),
+    "all": optzoo.moving_average(
+        optzoo.multitask(optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1, ("w",))), 0.9
+    ),
+    "parts of one": optax.partition(
+        {"a": optzoo.adam(0.1), "b": optzoo.adam(0.01)}, {"enc": "a", "w": "b"}
+    ),
+    "replicas": optzoo.sync_replicas(optzoo.adam(0.1), 1, axis_name=None),
+    "stale": optzoo.drop_stale_gradient(optzoo.adam(0.1), 1, axis_name=None),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_through_chains_and_wrappers(name):
+    tx = WRAPPED[name]
+    params, state = trained(tx)
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    assert ("w/Adam" in saved) == (name != "masked") and saved["enc/bias/Adam"].dtype == np.float32
+    if name == "parts of one":  # there is one optimizer in TensorFlow, and one pair of powers
+        del saved["beta1_power_1"], saved["beta2_power_1"]
+    loaded = load_tf1_state(tx, PARAMS, saved)
+    assert_same(loaded[0], params)
+    # The next update leaves no trace of what was injected for the last one.
+    update = jax.jit(tx.update)
+    assert_same(update(params, loaded[1], params), update(params, state, params))
+    if name != "parts of one":
+        again = tf1_variables(params, state, like=saved)
+        assert again.keys() == saved.keys()
+        jax.tree.map(np.testing.assert_array_equal, again, saved)
+
+
+def test_slots_begin_as_abstract_as_the_parameters():
+    abstract = jax.eval_shape(lambda: PARAMS)
+    params, state, saved = saved_adam()
+    assert_same(load_tf1_state(optzoo.adam(0.1), abstract, saved), (params, state))
+
+
+def test_a_single_array_has_a_name_too():
+    tx = optzoo.ggt(0.1, window=2)
+    params, state = trained(tx, jnp.arange(3.0))
+    saved = tf1_variables(params, state, {"": "w"})
+    assert saved["grad_buffer"].shape == (2, 3) and saved["global_step_1"].dtype == np.float32
+    new_params, new_state = load_tf1_state(tx, params, saved, {"": "w"})
+    np.testing.assert_allclose(new_state[0].shared["gram"], state[0].shared["gram"], rtol=1e-6)
+    assert_same(new_params, params)
+    assert_same(new_state[0].slots, state[0].slots)
+    lost = {n: v for n, v in saved.items() if n != "moment1"}
+    with pytest.raises(ValueError, match=r"missing: moment1, of GGT"):
+        load_tf1_state(tx, params, lost, {"": "w"})
+    with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
+        load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
+
+
+def test_averages_and_parameters_change_places():
+    tx = optzoo.moving_average(optzoo.adam(0.1), 0.5)
+    params, state = trained(tx)
+    plain = tf1_variables(params, state, optimizer_name="Adam")
+    swapped = tf1_variables(params, state, optimizer_name="Adam", swapped=True)
+    np.testing.assert_array_equal(swapped["w"], plain["w/ExponentialMovingAverage"])
+    np.testing.assert_array_equal(swapped["w/ExponentialMovingAverage"], plain["w"])
+    assert_same(load_tf1_state(tx, PARAMS, swapped, swapped=True), (params, state))
+
+
+@pytest.mark.parametrize("wrap", [optzoo.elastic_average, optzoo.agn, optzoo.model_average])
+def test_workers_begin_at_the_center(wrap):
+    size = {"num_workers": 1} if wrap is optzoo.elastic_average else {}
+    tx = wrap(optzoo.momentum(0.1, 0.9), axis_name=None, **size)
+    saved = {"global_step": np.int64(5)}
+    for name, value in by_name(PARAMS).items():
+        saved |= {f"global_center_variable/{name}": value + 1, f"{name}/Momentum": value + 2}
+    params, state = load_tf1_state(tx, PARAMS, {k: np.asarray(v) for k, v in saved.items()})
+    above = lambda by: jax.tree.map(lambda x: x + by, PARAMS)
+    assert_same(params, above(1))
+    assert_same(optzoo.eval_params(params, state), above(1))
+    assert state.shared["global_step"] == 5 and state.shared["count"] == 0
+    assert_same(state.own["inner"][0].slots.momentum, above(2))
+    trained_params, trained_state = trained(tx)
+    swapped = tf1_variables(trained_params, trained_state, optimizer_name="Momentum", swapped=True)
+    np.testing.assert_array_equal(swapped["w"], trained_state.shared["center"]["w"])
+
+
+def test_what_tensorflow_has_not():
+    for tx, array in (
+        (optax.adam(0.1), "0/mu/w"),
+        (optax.MultiSteps(optzoo.adam(0.1), 2).gradient_transformation(), "acc_grads/w"),
+        (optax.flatten(optzoo.adam(0.1)), "0/slots/m"),
+    ):
+        params, state = PARAMS, tx.init(PARAMS)
+        with pytest.raises(ValueError, match=rf"TensorFlow has no variables for .*{array}"):
+            tf1_variables(params, state, optimizer_name="Adam")
+        saved = saved_adam()[2]
+        with pytest.raises(ValueError, match=rf"missing: a variable for {array} of the state"):
+            load_tf1_state(tx, PARAMS, saved)
+    plain, grafted = optzoo.shampoo(0.1), optzoo.shampoo(0.1, grafting="adam")
+    start = {"w": jnp.ones(2)}
+    saved = tf1_variables(start, plain.init(start), optimizer_name="Shampoo")
+    with pytest.raises(ValueError, match=r"missing: w/\.\.\.: 3 or 4 slots"):
+        load_tf1_state(grafted, start, saved)
+
+
+def test_what_has_to_be_said_to_save(theirs):
+    params, state = trained(optzoo.adam(0.1))
+    with pytest.raises(ValueError, match=r"optimizer_name must be what TensorFlow calls the slots"):
+        tf1_variables(params, state)
+    with pytest.raises(ValueError, match=r"slots of \['w'\]"):
+        tf1_variables(params, state, optimizer_name={"enc/.*": "Adam"})
+    like = tf1_variables(params, state, optimizer_name="A") | {"learning_rate": np.float32(0.1)}
+    assert tf1_variables(params, state, like=like)["learning_rate"] == np.float32(0.1)
+    with pytest.raises(ValueError, match=r"w is \(3,\) in like, \(4,\) here"):
+        tf1_variables(params, state, like=like | {"w": np.zeros(3)})
+    nothing = {n: v for n, v in like.items() if "/A" not in n}
+    with pytest.raises(ValueError, match=r"w/\.\.\.: 2 slots, where the checkpoint has none"):
+        tf1_variables(params, state, like=nothing)

@@ -1,0 +1,150 @@
+"""Where the state belongs: as the parameters are, whatever the optimizer keeps of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import optzoo
+from optzoo.core.paths import path_name
+from optzoo.state.sharding import state_sharding
+
+P = PartitionSpec
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
+
+
+@pytest.fixture
+def params(mesh):
+    """A table split both ways, a kernel by its columns, a vector that all have."""
+    specs = {"table": P("rows", "columns"), "layer": {"kernel": P(None, "columns"), "bias": P()}}
+    arrays = {
+        "table": jnp.ones((16, 4)),
+        "layer": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)},
+    }
+    return jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), arrays, specs)
+
+
+def specs(shardings):
+    """By the ends of their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(shardings)
+    return {path_name(path): sharding.spec for path, sharding in leaves}
+
+
+KERNELS = {"table": True, "layer": {"kernel": True, "bias": False}}
+TXS = {
+    "adagrad_da": optzoo.adagrad_da(0.1),
+    "blocked_shampoo": optzoo.blocked_shampoo(0.1),
+    "chain": optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam(0.1)),
+    "decay": optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1),
+    "elastic_average": optzoo.elastic_average(optzoo.momentum(0.1, 0.9), 1, axis_name=None),
+    "ggt": optzoo.ggt(0.1, window=5),
+    "inject": optax.inject_hyperparams(optzoo.rmsprop)(0.1),
+    "lazy_adam": optzoo.lazy_adam(0.1),
+    "masked": optax.masked(optzoo.adam(0.1), KERNELS),
+    "moving_average": optzoo.moving_average(optzoo.ftrl(0.1), 0.9),
+    "multi_steps": optax.MultiSteps(optzoo.momentum(0.1, 0.9), 2).gradient_transformation(),
+    "optax": optax.adamw(0.1),
+    "partition": optax.partition(
+        {True: optzoo.adam(0.1), False: optzoo.momentum(0.1, 0.9)}, KERNELS
+    ),
+    "prefix": optax.masked(optzoo.adam(0.1), {"table": True, "layer": False}),
+    "shampoo": optzoo.shampoo(0.1),
+    "sync_replicas": optzoo.sync_replicas(optzoo.adagrad(0.1), 1, axis_name=None),
+}
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_init_puts_the_state_where_it_says(name, params):
+    tx = TXS[name]
+    placed = state_sharding(tx, params)
+    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, params))
+    with_shardings = jax.tree.map(
+        lambda a, x: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=x.sharding), abstract, params
+    )
+    assert state_sharding(tx, with_shardings) == placed
+    state = jax.jit(tx.init, out_shardings=placed)(params)
+    assert jax.tree.map(lambda a: a.sharding, state) == placed
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(tx.init, params))
+    of_params = {path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    slots = jax.tree_util.tree_leaves_with_path(state)
+    for (path, a), sharding in zip(slots, jax.tree.leaves(placed), strict=True):
+        for name, x in of_params.items():
+            if path_name(path).endswith(name) and a.shape == x.shape:
+                assert sharding == x.sharding
+    assert any(s.spec == P("rows", "columns") for s in jax.tree.leaves(placed))
+
+
+def test_every_optimizer(entry, params):
+    """And none of its arrays is to be split into unequal parts."""
+    placed = state_sharding(entry.make(), params)
+    state = jax.eval_shape(entry.make().init, params)
+    jax.tree.map(lambda a, sharding: sharding.shard_shape(a.shape), state, placed)
+    assert jax.tree.structure(state) == jax.tree.structure(placed)
+
+
+def test_which_is_where(params):
+    found = specs(state_sharding(optzoo.lazy_adam(0.1), params))
+    assert found["0/slots/m/table"] == found["0/slots/v/table"] == P("rows", "columns")
+    assert found["0/slots/m/layer/kernel"] == P(None, "columns")
+    assert found["0/slots/m/layer/bias"] == found["0/count"] == P()
+
+    found = specs(state_sharding(optzoo.ggt(0.1, window=5), params))
+    windows = [spec for name, spec in found.items() if name.endswith("table") and len(spec) == 3]
+    assert windows == [P(None, "rows", "columns")]
+
+    found = specs(state_sharding(TXS["sync_replicas"], params))
+    per_row = [spec for name, spec in found.items() if name.endswith("held_for/table")]
+    assert per_row == [P("rows")]
+
+    found = specs(state_sharding(optzoo.shampoo(0.1), params))
+    parts = [spec for name, spec in found.items() if "table/" in name]
+    assert parts and set(parts) == {P()}
+
+
+def test_a_square_parameter_of_shampoo(mesh):
+    """Its matrices look like it and are none the less no slots of its shape."""
+    params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("rows")))}
+    found = specs(state_sharding(optzoo.shampoo(0.1), params))
+    assert {spec for name, spec in found.items() if "/w/" in name} == {P()}
+
+
+def test_memory_kinds_and_partial_specs(mesh):
+    kind = next(iter(jax.devices()[0].addressable_memories())).kind
+    sharding = NamedSharding(mesh, P("rows"), memory_kind=kind)
+    params = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding)
+    found = state_sharding(optzoo.ggt(0.1, window=2), params)
+    assert NamedSharding(mesh, P(None, "rows", None), memory_kind=kind) in jax.tree.leaves(found)
+
+
+def test_one_device():
+    x = {"w": jnp.ones(3)}
+    found = jax.tree.leaves(state_sharding(optzoo.ggt(0.1, window=2), x))
+    assert set(found) == {SingleDeviceSharding(jax.devices()[0])}
+
+
+def test_nothing_is_computed(mesh):
+    huge = jax.ShapeDtypeStruct(
+        (1 << 40, 1 << 20), jnp.float32, sharding=NamedSharding(mesh, P("rows"))
+    )
+    assert state_sharding(optzoo.adam(0.1), huge)[0].slots.m.spec == P("rows")
+
+
+def test_refuses(params):
+    tx = optzoo.adam(0.1)
+    with pytest.raises(TypeError, match=r"'layer/bias' has no sharding: give .* not ndarray"):
+        state_sharding(tx, {**params, "layer": {"bias": np.ones(2)}})
+    with pytest.raises(TypeError, match="'w' has no sharding"):
+        state_sharding(tx, {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    with pytest.raises(ValueError, match="'layer/bias' and 'table' lie on different devices"):
+        state_sharding(tx, {**params, "layer": {"bias": jnp.ones(2)}})
+    with pytest.raises(ValueError, match="params must hold an array"):
+        state_sharding(tx, {})
+    with pytest.raises(ValueError) as info:
+        state_sharding(optax.flatten(tx), params)
+    assert "as that of optax.flatten" in info.value.__notes__[0]

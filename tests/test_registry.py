@@ -1,0 +1,227 @@
+"""By name and from a config. That the numbers are the originals' is for tests/golden to say."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import CATALOG, DISTRIBUTED, WRAPPERS, create, register
+from optzoo.__main__ import main
+from optzoo.registry import accepts, names
+from optzoo.testing import samples
+
+# The keys of RETURNN's registry under TensorFlow 1.15, and what each needs beside a rate.
+ADAM = {"class": "adam"}
+PLAIN = [
+    "adadelta", "adagrad", "adagradda", "adam", "adamax", "adamgs", "addsign", "amsgrad",
+    "customadam", "customgradientdescent", "ftrl", "ggt", "gradientdescent", "gradvariancescaled",
+    "lars", "lazyadam", "lazyadamgs", "nadam", "nadamkeras", "neuraloptimizer1", "normalizedsgd",
+    "powersign", "proximaladagrad", "proximalgradientdescent", "regadagrad", "rmsprop", "sgd",
+    "shampoo",
+]  # fmt: skip
+REGISTRY = {name: {} for name in PLAIN} | {
+    "adamw": {"weight_decay": 0.01},
+    "agn": {"optimizer": ADAM, "num_worker": 2, "custom_getter": None},
+    "dropstalegradient": {"opt": ADAM, "staleness": 1},
+    "elasticaverage": {"opt": ADAM, "num_worker": 2, "ea_custom_getter": None},
+    "modelaverage": {"opt": ADAM, "num_worker": 2, "is_chief": True, "ma_custom_getter": None},
+    "momentum": {"momentum": 0.9, "use_nesterov": True},
+    "momentumw": {"momentum": 0.9, "weight_decay": 0.01},
+    "movingaverage": {"opt": ADAM},
+    "syncreplicas": {"opt": ADAM, "replicas_to_aggregate": 2, "variable_averages": None},
+    "variableclipping": {"opt": ADAM, "vars_to_clip_dims": {"table": [1]}, "max_norm": 1.0},
+}
+WITHOUT_SUFFIX = {"neuraloptimizer1", "normalizedsgd", "nadamkeras", "sgd"}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_names_of_returnns_registry(name):
+    suffix = "" if name in WITHOUT_SUFFIX else "Optimizer"
+    config = {"class": name.upper() + suffix, "learning_rate": 0.1, "name": "x", "use_locking": 1}
+    tx = create({**config, **REGISTRY[name]})
+    assert jax.eval_shape(tx.init, samples.params()) is not None
+
+
+def test_registry_is_whole():
+    """All that RETURNN knows but its class for one's own, and beside it ours."""
+    keys = {n.replace("_", "") for name, others in names().items() for n in [name, *others]}
+    tables = {**CATALOG, **WRAPPERS, **DISTRIBUTED}
+    ours = {name.replace("_", "") for name in tables}
+    of_functions = {"multitaskoptimizerwrapper", "extendwithdecoupledweightdecay"}
+    assert keys == set(REGISTRY) | ours | of_functions
+
+
+@pytest.mark.parametrize("name", [*CATALOG, *WRAPPERS, *DISTRIBUTED])
+def test_names_of_the_library_and_of_the_original(name):
+    entry = {**CATALOG, **WRAPPERS, **DISTRIBUTED}[name]
+    for known in filter(None, (name, name.title(), entry.original)):
+        with pytest.raises(TypeError, match=f"^{name} has no argument 'no_such'"):
+            create(known, no_such=1)
+
+
+def run(tx, **extra):
+    params = {"w": jnp.array([1.0, -2.0])}
+    state = tx.init(params)
+    for g in (0.1, 0.3, -0.2):
+        grads = {"w": jnp.array([g, 2 * g])}
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params["w"]
+
+
+def test_hyper_parameters_are_those_of_float32():
+    theirs = create("Adam", learning_rate=1.1, beta2=0.999)
+    f32 = lambda x: float(np.float32(x))
+    rounded = optzoo.adam(f32(1.1), f32(0.9), f32(0.999), f32(1e-8))
+    assert (run(theirs) == run(rounded)).all()
+    assert (run(theirs) != run(optzoo.adam(1.1))).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("lars", {"momentum": 0.7, "weight_decay": 0.3}), ("AMSGrad", {"b2": 0.999})],
+)
+def test_some_originals_do_not_round(name, kwargs):
+    ours = CATALOG[name.lower()].factory(0.1, **kwargs)
+    assert (run(create(name, learning_rate=0.1, **kwargs)) == run(ours)).all()
+
+
+def test_a_schedule_gives_float32(x64):
+    with x64(True):
+        tx = create("GradientDescent", learning_rate=lambda step: jnp.float64(0.1) / (1 + step))
+        x = jnp.ones((), jnp.float64)
+        update, _ = tx.update(x, tx.init(x))
+        assert update == -np.float64(np.float32(0.1))
+
+
+def test_both_names_of_an_argument():
+    for kwargs in ({"beta1": 0.5, "epsilon": 0.1}, {"b1": 0.5, "eps": 0.1}):
+        assert (run(create("adam", **kwargs)) == run(create("adam", b1=0.5, eps=0.1))).all()
+    with pytest.raises(TypeError, match="adam: b1 is given twice, also as beta1"):
+        create("adam", b1=0.5, beta1=0.5)
+    with pytest.raises(TypeError, match=r"\['eps'\] are both in the config and beside it"):
+        create({"class": "adam", "eps": 0.1}, eps=0.1)
+
+
+def test_a_config_in_a_config():
+    config = {
+        "class": "MovingAverage",
+        "average_decay": 0.99,
+        "opt": {"class": "Momentum", "momentum": 0.9, "learning_rate_multiplier": 0.5},
+    }
+    tx, f32 = create(config, learning_rate=0.1), np.float32
+    params = {"w": jnp.array([1.0, -2.0])}
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    np.testing.assert_array_equal(updates["w"], -(f32(0.1) * f32(0.5)) * params["w"])
+    new = optax.apply_updates(params, updates)
+    decay = 1 - float(1 - f32(0.99))
+    average = decay * params["w"] + (1 - decay) * new["w"]
+    np.testing.assert_allclose(optzoo.eval_params(new, state)["w"], average, rtol=1e-6)
+    updates, _ = tx.update(params, tx.init(params), params, learning_rate=0.2)
+    np.testing.assert_array_equal(updates["w"], -(f32(0.2) * f32(0.5)) * params["w"])
+
+
+def test_a_transformation_in_a_config():
+    tx = create("extend_with_decoupled_weight_decay", base_optimizer=optax.sgd(0.1), weight_decay=0)
+    assert (run(tx) == run(optax.sgd(0.1))).all()
+    with pytest.raises(TypeError, match="learning_rate belongs to the optimizer inside"):
+        create("multitask", inner=optax.sgd(0.1), learning_rate=0.1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear_sign_decay", "get_linear_decay_fn"])
+def test_sign_decay_from_a_config(kind):
+    tx = create("AddSign", sign_decay_fn={"class": kind, "decay_steps": 10})
+    f32 = lambda x: float(np.float32(x))
+    assert (
+        run(tx)
+        == run(optzoo.add_sign(f32(0.1), beta=f32(0.9), sign_decay=optzoo.linear_sign_decay(10)))
+    ).all()
+    with pytest.raises(ValueError, match="sign_decay must be one of linear, cosine, restart"):
+        create("AddSign", sign_decay_fn="exponential")
+
+
+def test_keras_sgd_has_the_rate_inside_its_momentum():
+    rates, x, v = [0.1, 0.2, 0.3], 1.0, 0.0
+    tx = create("sgd", learning_rate=lambda k: jnp.array(rates)[k], momentum=0.5)
+    params = jnp.float32(x)
+    state = tx.init(params)
+    for rate in rates:
+        updates, state = tx.update(params, state, params)
+        v = 0.5 * v - rate * x
+        params, x = optax.apply_updates(params, updates), x + v
+        np.testing.assert_allclose(params, x, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("adaam", ValueError, "no optimizer is called 'adaam'; the nearest are adam, "),
+        ("xyz", ValueError, "no optimizer is called 'xyz'$"),
+        ("os.system", ValueError, "no optimizer is called 'os.system'"),
+        ("BaseCustomOptimizer", ValueError, "use optzoo.leafwise"),
+        ("momentum", TypeError, "momentum needs learning_rate, momentum"),
+        ("moving_average", TypeError, "moving_average needs 'opt'"),
+        ({"momentum": 0.9}, TypeError, "a dict with its name under 'class'"),
+        (optzoo.adam, TypeError, "must be the name of an optimizer or a dict"),
+        ({"class": optzoo.adam}, TypeError, "the name of an optimizer must be a string"),
+        (
+            {"class": "adam", "beta3": 1},
+            TypeError,
+            "no argument 'beta3'; the nearest are beta[12], beta[12]",
+        ),
+        ({"class": "adam", "global_step": 0}, TypeError, "no argument 'global_step'"),
+        ({"class": "GGT", "epsilon": 0}, TypeError, "no argument 'epsilon'; the nearest are eps"),
+        ({"class": "adam", "beta1": 2.0}, ValueError, "b1 must be in"),
+        (
+            {"class": "SyncReplicas", "opt": "adam", "variable_averages": 1},
+            TypeError,
+            "no argument 'variable_averages'",
+        ),
+    ],
+)
+def test_errors_name_the_mend(given, error, message):
+    with pytest.raises(error, match=message):
+        create(given)
+
+
+def test_accepts_what_the_original_takes():
+    assert accepts("RMSProp", "epsilon") and accepts("lars", "momentum")
+    assert not accepts("ggt", "epsilon") and not accepts("adam", "momentum")
+    assert not accepts("adam", "use_locking")
+
+
+@pytest.fixture
+def catalog():
+    before = dict(CATALOG)
+    yield CATALOG
+    CATALOG.clear()
+    CATALOG.update(before)
+
+
+def test_register(catalog):
+    register("half_sgd", lambda learning_rate=0.3: optax.sgd(learning_rate / 2), rate=0.2)
+    assert (run(create("HalfSGDOptimizer", learning_rate=0.3)) == run(optax.sgd(0.15))).all()
+    assert (run(catalog["half_sgd"].make()) == run(optax.sgd(0.1))).all()
+    with pytest.raises(ValueError, match="name must be a new one, 'half_sgd' is half_sgd"):
+        register("half_sgd", optax.sgd)
+    with pytest.raises(ValueError, match="'AdamOptimizer' is adam"):
+        register("AdamOptimizer", optax.adam)
+    with pytest.raises(TypeError, match="factory must be a function"):
+        register("mine", optax.sgd(0.1))
+
+
+def test_list_shows_arguments_and_defaults(capsys):
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for name, entry in {**CATALOG, **WRAPPERS, **DISTRIBUTED}.items():
+        assert f"{name}({next(iter(inspect.signature(entry.factory).parameters))}" in printed
+    assert "adam(learning_rate=0.001, b1=0.9, b2=0.999, eps=1e-08)" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert main(["list", "Prox"]) == 0
+    only = capsys.readouterr().out
+    assert "proximal_adagrad(" in only and "adam(" not in only

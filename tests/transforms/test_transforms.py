@@ -1,0 +1,251 @@
+"""What holds for every step between gradients and the optimizer, and what each does."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows
+from optzoo.testing.samples import avals, dense_grads, params, row_grads
+from optzoo.transforms.check_numerics import check_numerics
+from optzoo.transforms.clip_by_average_norm import clip_by_average_norm
+from optzoo.transforms.clip_by_norm import clip_by_norm
+from optzoo.transforms.nan_inf_filter import gradient_nan_inf_filter
+from optzoo.transforms.summaries import gradient_summaries, read_summaries
+from optzoo.transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
+
+STEPS = {
+    "gradient_nan_inf_filter": gradient_nan_inf_filter,
+    "clip_by_norm": lambda: clip_by_norm(0.7),
+    "clip_by_average_norm": lambda: clip_by_average_norm(0.1),
+    "zero_if_norm_exceeds": lambda: zero_if_norm_exceeds(0.5),
+    "gradient_summaries": gradient_summaries,
+    "check_numerics": check_numerics,
+}
+PASSES = ("gradient_summaries", "check_numerics")
+NAN, INF = math.nan, math.inf
+
+every_step = pytest.mark.parametrize("make", STEPS.values(), ids=list(STEPS))
+
+
+def dense(tree):
+    rows = lambda g: isinstance(g, SparseRows)
+    return jax.tree.map(lambda g: g.to_dense() if rows(g) else g, tree, is_leaf=rows)
+
+
+def once(tx, grads):
+    return tx.update(grads, tx.init(params()))[0]
+
+
+# All of them
+
+
+@every_step
+def test_rows_give_what_the_dense_gradient_gives(make):
+    grads = row_grads(params())
+    got, want = dense(once(make(), grads)), once(make(), dense(grads))
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+    assert isinstance(once(make(), grads)["table"], SparseRows)
+
+
+@every_step
+def test_compiled_is_eager(make):
+    """Under jit, scan and vmap."""
+    tx, grads = make(), row_grads(params())
+    state = tx.init(params())
+    want, _ = tx.update(grads, state)
+
+    def body(state, grads):
+        updates, state = tx.update(grads, state)
+        return state, updates
+
+    twice = lambda tree: jax.tree.map(lambda a: jnp.stack([a, a]), tree)
+    _, path = jax.jit(lambda s, g: jax.lax.scan(body, s, g))(state, twice(grads))
+    many, _ = jax.jit(jax.vmap(tx.update))(twice(grads), twice(state))
+    for got in (path, many):
+        chex.assert_trees_all_close(jax.tree.map(lambda a: a[1], got), want, rtol=1e-6)
+
+
+@every_step
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_types_stay(make, dtype):
+    tx, state = make(), make().init(params())
+    as_dtype = lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    grads = jax.tree.map(as_dtype, row_grads(params()))
+    assert avals(jax.eval_shape(tx.init, params())) == avals(state)
+    updates, after = jax.eval_shape(tx.update, grads, state)
+    assert avals(after) == avals(state)
+    assert [u.dtype for u in jax.tree.leaves(updates)] == [g.dtype for g in jax.tree.leaves(grads)]
+
+
+@every_step
+def test_missing_and_masked_gradients_pass(make):
+    grads = {"table": None, "layer": (optax.MaskedNode(), jnp.float32(0.25))}
+    tx = make()
+    like = {"table": jnp.zeros((5, 2)), "layer": (optax.MaskedNode(), jnp.float32(0))}
+    got, _ = tx.update(grads, tx.init(like))
+    assert got["table"] is None and isinstance(got["layer"][0], optax.MaskedNode)
+    masked = optax.masked(tx, {"table": True, "layer": (False, False)})
+    grads = dense_grads(params())
+    got, _ = masked.update(grads, masked.init(params()))
+    chex.assert_trees_all_equal(got["layer"], grads["layer"])
+    assert make().update({}, make().init({}))[0] == {}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_only_looks_changes_nothing(name):
+    grads = row_grads(params())
+    got = once(STEPS[name](), grads)
+    chex.assert_trees_all_equal(got, grads)
+
+
+@pytest.mark.parametrize("clip", [clip_by_norm, clip_by_average_norm, zero_if_norm_exceeds])
+def test_limits_are_positive_and_can_be_injected(clip):
+    for bad in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match="max_norm must be positive"):
+            clip(bad)
+    injected = optax.inject_hyperparams(clip)(0.3)
+    grads = dense_grads(params())
+    chex.assert_trees_all_close(once(injected, grads), once(clip(0.3), grads), rtol=1e-6)
+    chex.assert_trees_all_equal(once(clip(INF), grads), grads)
+
+
+# Each
+
+
+def test_filter():
+    grads = {
+        "a": jnp.array([1.0, NAN, -2, INF, -INF]),
+        # The two of row 1 are filtered each by itself; NaN in the padding does not matter.
+        "rows": SparseRows(jnp.array([1, 1, 3]), jnp.array([2.0, NAN, INF]), 3),
+    }
+    got, _ = gradient_nan_inf_filter().update(grads, optax.EmptyState())
+    np.testing.assert_array_equal(got["a"], [1, 0, -2, 0, 0])
+    np.testing.assert_array_equal(got["rows"].to_dense(), [0, 2, 0])
+
+
+def test_clip_by_norm():
+    grads = {"long": jnp.array([3.0, 4]), "short": jnp.array([0.3, 0.4]), "no": jnp.zeros(2)}
+    got, _ = clip_by_norm(1.0).update(grads, optax.EmptyState())
+    np.testing.assert_allclose(got["long"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(got["short"], grads["short"])
+    np.testing.assert_array_equal(got["no"], [0, 0])
+
+
+def test_clip_by_average_norm_counts_all_elements():
+    """The norm of 5 by 2 elements is above 2; of a table of 100 such rows, 0.025, it is not."""
+    g = jnp.array([[3.0, 4]])
+    small, large = (SparseRows(jnp.array([0]), g, n) for n in (1, 100))
+    got, _ = clip_by_average_norm(2.0).update({"s": small, "l": large}, optax.EmptyState())
+    np.testing.assert_allclose(got["s"].values, 0.8 * g, rtol=1e-6)
+    np.testing.assert_array_equal(got["l"].values, g)
+    rms = optax.clip_by_block_rms(2.0).update(g, optax.EmptyState())[0]
+    assert not np.allclose(rms, 0.8 * g)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 100.0])
+def test_a_bad_step_becomes_zero(bad):
+    tx = zero_if_norm_exceeds(10.0)
+    good = {"a": jnp.array([3.0, 4]), "rows": SparseRows(jnp.array([1]), jnp.ones(1), 3)}
+    chex.assert_trees_all_equal(tx.update(good, optax.EmptyState())[0], good)
+    spoilt = {**good, "a": jnp.array([3.0, bad])}
+    got = dense(tx.update(spoilt, optax.EmptyState())[0])
+    chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, got))
+    only_finite, _ = zero_if_norm_exceeds(INF).update(spoilt, optax.EmptyState())
+    assert jnp.any(only_finite["rows"].values != 0) == (bad == 100.0)
+
+
+def test_summaries():
+    tx = optax.chain(gradient_summaries(), optzoo.adam(0.1))
+    x = {"layer": {"w": jnp.zeros(3), "no": jnp.ones(2)}, "table": jnp.zeros((4, 2))}
+    state = tx.init(x)
+    assert read_summaries(state).leaves["layer/w"] == {"norm": 0, "largest": 0, "nonfinite": 0}
+    grads = {
+        "layer": {"w": jnp.array([2.0, -6, 3]), "no": None},
+        # Rows that share an index are one row: norm 5, not 3.5.
+        "table": SparseRows(jnp.array([2, 2]), jnp.array([[1.5, 2], [1.5, 2]]), 4),
+    }
+    _, state = jax.jit(tx.update)(grads, state, x)
+    leaves, norm = read_summaries(state)
+    assert leaves["layer/w"] == {"norm": 7, "largest": 6, "nonfinite": 0}
+    assert leaves["layer/no"] == {"norm": 0, "largest": 0, "nonfinite": 0}
+    assert leaves["table"] == {"norm": 5, "largest": 4, "nonfinite": 0}
+    np.testing.assert_allclose(norm, math.sqrt(49 + 25), rtol=1e-6)
+    grads["layer"]["w"] = jnp.array([NAN, INF, 1])
+    leaves, norm = read_summaries(tx.update(grads, state, x)[1])
+    assert leaves["layer/w"]["nonfinite"] == 2 and jnp.isnan(norm)
+
+
+def test_summaries_of_a_partition_are_put_together():
+    parts = {"a": optax.chain(gradient_summaries(), optax.sgd(1.0)), "b": gradient_summaries()}
+    tx = optax.partition(parts, {"table": "a", "layer": ("a", "b")})
+    _, state = tx.update(dense_grads(params()), tx.init(params()))
+    assert set(read_summaries(state).leaves) == {"table", "layer/0", "layer/1"}
+    want = optax.tree.norm(dense_grads(params()))
+    np.testing.assert_allclose(read_summaries(state).global_norm, want, rtol=1e-6)
+
+
+def test_no_summaries():
+    with pytest.raises(ValueError, match=r"put optzoo.gradient_summaries\(\) into the chain"):
+        read_summaries(optzoo.adam(0.1).init(params()))
+
+
+# The check
+
+
+def spoil(value):
+    grads = dense_grads(params())
+    return {**grads, "layer": (grads["layer"][0].at[1].set(value), grads["layer"][1])}
+
+
+RUNS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda g, s: jax.jit(jax.vmap(f, in_axes=(0, None)))(
+        jax.tree.map(lambda a: jnp.stack([jnp.ones_like(a), a]), g), s
+    ),
+    "scan": lambda f: jax.jit(
+        lambda g, s: jax.lax.scan(lambda s, _: f(g, s)[::-1], s, None, 3)[::-1]
+    ),
+    "grad": lambda f: jax.jit(lambda g, s: jax.value_and_grad(
+        lambda g: sum(jnp.sum(a) for a in jax.tree.leaves(f(g, s)[0])))(g)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", RUNS)
+@pytest.mark.parametrize(("value", "kind"), [(NAN, "NaN"), (INF, "infinite"), (-INF, "infinite")])
+def test_check_names_leaf_kind_and_step(how, value, kind):
+    tx = check_numerics()
+    state = tx.init(params())
+    run = RUNS[how](tx.update)
+    jax.block_until_ready(run(dense_grads(params()), state))
+    _, state = tx.update(dense_grads(params()), state)
+    message = rf"the gradient of parameter 'layer/0' is {kind} at step 1; 1 of 3 leaves"
+    with pytest.raises((FloatingPointError, jax.errors.JaxRuntimeError), match=message):
+        jax.block_until_ready(run(spoil(value), state))
+
+
+def test_check_goes_on_after_an_error_and_takes_a_step_and_a_word():
+    tx = check_numerics("update")
+    update = jax.jit(tx.update)
+    state = tx.init(params())
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"the update of .* at step 7;"):
+            jax.block_until_ready(update(spoil(NAN), state, global_step=7))
+        updates, state = update(dense_grads(params()), state)
+        chex.assert_trees_all_equal(updates, dense_grads(params()))
+    assert state.count == 2
+
+
+def test_check_of_rows():
+    tx = check_numerics()
+    rows = lambda values: {"table": SparseRows(jnp.array([0, 2]), jnp.array(values), 2)}
+    state = tx.init({"table": jnp.zeros(2)})
+    tx.update(rows([1.0, NAN]), state)  # in the padding
+    with pytest.raises(FloatingPointError, match="parameter 'table' is infinite at step 0"):
+        tx.update(rows([INF, 1.0]), state)
