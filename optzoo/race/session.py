@@ -22,6 +22,8 @@ from .problem import Problem
 from .problems import PROBLEMS, USUAL
 from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
 
+VERSION = importlib.metadata.version("optzoo")
+
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -33,9 +35,6 @@ class Progress:
     problem: str
     optimizer: str
     seconds_left: float | None
-
-
-VERSION = importlib.metadata.version("optzoo")
 
 
 def run(
