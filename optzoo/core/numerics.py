@@ -25,6 +25,16 @@ def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
     return a.astype(dtype)
 
 
+def saturating_cast_like(old: Array, new: Array) -> Array:
+    """``new`` in the dtype of ``old``; raises ``ValueError`` if the shapes differ."""
+    if new.shape != old.shape:
+        raise ValueError(
+            f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
+            "the gradient does not fit its slots, or the rule is wrong"
+        )
+    return saturating_cast(new, old.dtype)
+
+
 def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step.
 

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -28,13 +28,15 @@ def scale_by_adadelta(
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
-        step2 = (
-            safe_divide(s.accum_update + eps, accum + eps, eps) * g * g
-        )  # 0 if the square overflows
-        accum_update = rho * s.accum_update + (1 - rho) * step2
-        # The step from the new accum_update: beside it, the old one would have to be copied.
-        ratio = safe_divide(accum_update + rho * eps, rho * (accum + eps) + (1 - rho) * g**2, eps)
-        return jnp.sqrt(ratio) * g, AdadeltaSlots(accum, accum_update)
+        ratio = safe_divide(s.accum_update + eps, accum + eps, eps)
+        step2 = ratio * g * g  # 0 if the square overflows
+
+        def update(s):
+            # From the new accum_update: beside it, XLA would have to copy the old one.
+            divisor = rho * (s.accum + eps) + (1 - rho) * g**2
+            return jnp.sqrt(safe_divide(s.accum_update + rho * eps, divisor, eps)) * g
+
+        return update, AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step2)
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 
@@ -71,4 +73,4 @@ def adadelta(
         With ``eps=0`` an element whose gradients were all zero stays where it is; the original
         gives NaN there.
     """
-    return optax.chain(scale_by_adadelta(rho, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_adadelta(rho, eps))

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_positive
 from ..core.numerics import safe_divide
 from ..rules.leafwise import full, leafwise
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -25,8 +25,8 @@ def scale_by_adagrad(
     check_positive(initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):
-        accumulator = s.accumulator + g**2
-        return safe_divide(g, jnp.sqrt(accumulator)), AdagradSlots(accumulator)
+        update = lambda s: safe_divide(g, jnp.sqrt(s.accumulator))
+        return update, AdagradSlots(s.accumulator + g**2)
 
     return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))
 
@@ -55,6 +55,4 @@ def adagrad(
         Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
-    return optax.chain(
-        scale_by_adagrad(initial_accumulator_value), scale_by_learning_rate(learning_rate)
-    )
+    return descend(learning_rate, scale_by_adagrad(initial_accumulator_value))

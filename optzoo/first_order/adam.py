@@ -10,7 +10,7 @@ from jax import Array
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
 from ..state.types import Slot
 
@@ -37,9 +37,9 @@ def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t, beta1_power, beta2_power):
-        new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * safe_divide(new.m, jnp.sqrt(new.v) + eps, eps), new
+        update = lambda s: correction * safe_divide(s.m, jnp.sqrt(s.v) + eps, eps)
+        return update, next_slots(g, s, b1, b2)
 
     return rule
 
@@ -95,7 +95,7 @@ def adam(
         With ``eps=0`` an element whose gradients were all zero stays where it is; the original
         divides zero by zero there and gives NaN.
     """
-    return optax.chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_adam(b1, b2, eps))
 
 
 def lazy_adam(
@@ -133,7 +133,7 @@ def lazy_adam(
         With ``eps=0`` an element whose gradients were all zero stays where it is; the original
         divides zero by zero there and gives NaN.
     """
-    return optax.chain(scale_by_lazy_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_lazy_adam(b1, b2, eps))
 
 
 def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):

@@ -7,7 +7,7 @@ import optax
 
 from ..core.checks import check_decays
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
 from .adam import AdamSlots, adam_rule
 
@@ -65,7 +65,7 @@ def adam_gs(
         a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
         gradients were all zero stays where it is; the original gives NaN there.
     """
-    return optax.chain(scale_by_adam_gs(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_adam_gs(b1, b2, eps))
 
 
 def lazy_adam_gs(
@@ -105,7 +105,7 @@ def lazy_adam_gs(
         a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
         gradients were all zero stays where it is; the original gives NaN there.
     """
-    return optax.chain(scale_by_lazy_adam_gs(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_lazy_adam_gs(b1, b2, eps))
 
 
 def _scale_by_adam_gs(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):

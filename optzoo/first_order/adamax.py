@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -29,7 +29,8 @@ def scale_by_adamax(
     def rule(g, x, s, t, beta1_power):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        return 1 / (1 - beta1_power) * safe_divide(m, v + eps, eps), AdaMaxSlots(m, v)
+        update = lambda s: 1 / (1 - beta1_power) * safe_divide(s.m, s.v + eps, eps)
+        return update, AdaMaxSlots(m, v)
 
     return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
 
@@ -67,4 +68,4 @@ def adamax(
         With ``eps=0`` an element whose gradients were all zero stays where it is; the original
         divides zero by zero there and gives NaN.
     """
-    return optax.chain(scale_by_adamax(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_adamax(b1, b2, eps))

@@ -7,7 +7,7 @@ import optax
 
 from ..core.checks import check_decays
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from ..state.types import Slot
 
@@ -25,8 +25,8 @@ def scale_by_add_sign(
     [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):
-        m = beta * s.m + (1 - beta) * g
-        return (alpha + sign_decay * jnp.sign(g) * jnp.sign(m)) * g, AddSignSlots(m)
+        update = lambda s: (alpha + sign_decay * jnp.sign(g) * jnp.sign(s.m)) * g
+        return update, AddSignSlots(beta * s.m + (1 - beta) * g)
 
     scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
     return leafwise(rule, slots=AddSignSlots(zeros), rows=touched, scheduled=scheduled)
@@ -66,6 +66,4 @@ def add_sign(
         Row-sparse gradients work whatever holds the parameters; the original refuses resource
         variables there.
     """
-    return optax.chain(
-        scale_by_add_sign(alpha, beta, sign_decay), scale_by_learning_rate(learning_rate)
-    )
+    return descend(learning_rate, scale_by_add_sign(alpha, beta, sign_decay))

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -30,11 +30,9 @@ def scale_by_amsgrad(
     def rule(g, x, s, t):
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
-        v_hat = jnp.maximum(s.v_hat, v)
-        step = safe_divide(m, jnp.sqrt(v_hat) + eps, eps)
-        if decay:
-            step /= jnp.sqrt(t.astype(step.dtype))
-        return step, AMSGradSlots(m, v, v_hat)
+        divisor = jnp.sqrt(t.astype(g.dtype)) if decay else 1
+        update = lambda s: safe_divide(s.m, jnp.sqrt(s.v_hat) + eps, eps) / divisor
+        return update, AMSGradSlots(m, v, jnp.maximum(s.v_hat, v))
 
     return leafwise(rule, slots=AMSGradSlots(zeros, zeros, zeros))
 
@@ -78,4 +76,4 @@ def amsgrad(
         the original divides zero by zero there and stays NaN. It takes row-sparse gradients and
         float64, where the original raises a TypeError.
     """
-    return optax.chain(scale_by_amsgrad(b1, b2, eps, decay), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_amsgrad(b1, b2, eps, decay))

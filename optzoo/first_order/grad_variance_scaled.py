@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.numerics import upcast
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from ..state.types import Slot
 
@@ -27,20 +26,20 @@ def scale_by_grad_variance(
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t):
+    def rule(g, x, s, t, has_gradient=1.0):
+        distance = lambda m: (g - m) ** 2
+        ratio = lambda v, d: jnp.where(v < d + eps, v / (d + eps), 1)
+        update = lambda s: g * ratio(s.v, distance(s.m))
         m = b1 * s.m + (1 - b1) * g
-        distance = (g - m) ** 2
-        v = b2 * s.v + (1 - b2) * distance
-        factor = jnp.where(v < distance + eps, v / (distance + eps), 1)
-        return g * factor, GradVarianceScaledSlots(m, v)
+        # A row without a gradient has no distance from its mean either.
+        squares = jnp.where(has_gradient > 0, distance(m), 0)
+        return update, GradVarianceScaledSlots(m, b2 * s.v + (1 - b2) * squares)
 
     def rows(rule):
         def on_rows(g, x, s, t):
             g = g.coalesce()
-            u, new = touched(rule)(g, x, s, t)
-            # A row without a gradient has no distance from its mean either.
-            decayed = (b2 * upcast(s.v)).astype(s.v.dtype)
-            return u, new._replace(v=g.scatter(decayed, g.gather(new.v)))
+            ones = g.with_values(jnp.ones((len(g.indices), *(1,) * (g.values.ndim - 1))))
+            return touched(rule)(g, x, s, t, has_gradient=ones.to_dense())
 
         return on_rows
 
@@ -79,4 +78,4 @@ def grad_variance_scaled(
         Rows that share an index sum; in the original each of them makes a step of its own. With
         ``eps=0`` an element that never left its mean takes the full step; the original gives NaN.
     """
-    return optax.chain(scale_by_grad_variance(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_grad_variance(b1, b2, eps))

@@ -8,7 +8,8 @@ import optax
 from ..core.checks import check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
 from ..core.paths import check_mask, resolve_unmasked
-from ..rules.leafwise import in_float32, leafwise, zeros
+from ..rules.leafwise import leafwise, without_state, zeros
+from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
 from ..state.types import Slot
 
@@ -35,7 +36,7 @@ def scale_by_lars_trust_ratio(
         return ratio * (g + weight_decay * x), s
 
     unchanged = lambda _: lambda g, x, s, t: (g, s)
-    return leafwise(rule, rows=unchanged, needs_params=True)
+    return without_state(leafwise(rule, rows=unchanged, needs_params=True))
 
 
 def lars(
@@ -90,12 +91,13 @@ def lars(
 
     def rule(g, x, s, t, learning_rate):
         step = learning_rate * g
-        a = momentum * s.momentum + step
-        return -(step + momentum * a if nesterov else a), LARSSlots(a)
+        ahead = lambda a: step + momentum * a if nesterov else a
+        return lambda s: -ahead(s.momentum), LARSSlots(momentum * s.momentum + step)
 
     def rows_rule(g, x, s, t, learning_rate):
-        a = momentum * s.momentum + g
-        return -learning_rate * (g + momentum * a if nesterov else a), LARSSlots(a)
+        ahead = lambda a: g + momentum * a if nesterov else a
+        update = lambda s: -learning_rate * ahead(s.momentum)
+        return update, LARSSlots(momentum * s.momentum + g)
 
     return optax.chain(
         optax.masked(

@@ -6,7 +6,7 @@ import optax
 
 from ..core.checks import check_not_negative
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -23,8 +23,8 @@ def scale_by_momentum(
     check_not_negative(momentum=momentum)
 
     def rule(g, x, s, t):
-        a = momentum * s.momentum + g
-        return g + momentum * a if nesterov else a, MomentumSlots(a)
+        update = lambda s: g + momentum * s.momentum if nesterov else s.momentum
+        return update, MomentumSlots(momentum * s.momentum + g)
 
     return leafwise(rule, slots=MomentumSlots(zeros))
 
@@ -57,4 +57,4 @@ def momentum(
         importance of initialization and momentum in deep learning
         <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
-    return optax.chain(scale_by_momentum(momentum, nesterov), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_momentum(momentum, nesterov))

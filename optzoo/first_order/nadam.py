@@ -6,7 +6,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from .adam import AdamSlots, bias_correction, next_slots
 
@@ -19,9 +19,10 @@ def scale_by_nadam(
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t, beta1_power, beta2_power):
-        new = next_slots(g, s, b1, b2)
         correction = bias_correction(beta1_power, beta2_power)
-        return correction * safe_divide(b1 * new.m + (1 - b1) * g, jnp.sqrt(new.v) + eps, eps), new
+        ahead = lambda m: b1 * m + (1 - b1) * g
+        update = lambda s: correction * safe_divide(ahead(s.m), jnp.sqrt(s.v) + eps, eps)
+        return update, next_slots(g, s, b1, b2)
 
     powers = {"beta1_power": b1, "beta2_power": b2}
     return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=touched, powers=powers)
@@ -64,4 +65,4 @@ def nadam(
         With ``eps=0`` an element whose gradients were all zero stays where it is; the original
         gives NaN there.
     """
-    return optax.chain(scale_by_nadam(b1, b2, eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_nadam(b1, b2, eps))

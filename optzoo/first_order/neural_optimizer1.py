@@ -7,7 +7,7 @@ import optax
 
 from ..core.checks import check_decays
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from ..state.types import Slot
 
@@ -25,9 +25,9 @@ def scale_by_neural_optimizer1(
     [b1] = check_decays(b1=b1)
 
     def rule(g, x, s, t):
-        m = b1 * s.m + (1 - b1) * g
-        agree = jnp.sign(m) == jnp.sign(g)
-        return g * jnp.where(agree, 1, decrease_factor), NeuralOptimizer1Slots(m)
+        agree = lambda m: jnp.sign(m) == jnp.sign(g)
+        update = lambda s: g * jnp.where(agree(s.m), 1, decrease_factor)
+        return update, NeuralOptimizer1Slots(b1 * s.m + (1 - b1) * g)
 
     return leafwise(rule, slots=NeuralOptimizer1Slots(zeros), rows=touched)
 
@@ -63,6 +63,4 @@ def neural_optimizer1(
     Differences from the original:
         Rows that share an index sum; in the original each of them makes a step of its own.
     """
-    return optax.chain(
-        scale_by_neural_optimizer1(b1, decrease_factor), scale_by_learning_rate(learning_rate)
-    )
+    return descend(learning_rate, scale_by_neural_optimizer1(b1, decrease_factor))

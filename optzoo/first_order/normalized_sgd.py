@@ -5,7 +5,7 @@ import optax
 
 from ..core.numerics import norm
 from ..rules.leafwise import leafwise
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 
 
 def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
@@ -44,4 +44,4 @@ def normalized_sgd(
         The norm is over the summed rows; in the original rows that share an index count one by
         one in the norm.
     """
-    return optax.chain(scale_by_own_norm(), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_own_norm())

@@ -8,7 +8,7 @@ import optax
 
 from ..core.checks import check_decays, check_positive
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from ..state.types import Slot
 
@@ -27,10 +27,10 @@ def scale_by_power_sign(
     [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):
-        m = beta * s.m + (1 - beta) * g
         # The logarithm of a Python number in double precision; base may be injected, too.
         log_base = math.log(base) if isinstance(base, float | int) else jnp.log(base)
-        return jnp.exp(log_base * sign_decay * jnp.sign(g) * jnp.sign(m)) * g, PowerSignSlots(m)
+        update = lambda s: jnp.exp(log_base * sign_decay * jnp.sign(g) * jnp.sign(s.m)) * g
+        return update, PowerSignSlots(beta * s.m + (1 - beta) * g)
 
     scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
     return leafwise(rule, slots=PowerSignSlots(zeros), rows=touched, scheduled=scheduled)
@@ -70,6 +70,4 @@ def power_sign(
         Row-sparse gradients work whatever holds the parameters; the original refuses resource
         variables there.
     """
-    return optax.chain(
-        scale_by_power_sign(base, beta, sign_decay), scale_by_learning_rate(learning_rate)
-    )
+    return descend(learning_rate, scale_by_power_sign(base, beta, sign_decay))

@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_positive
 from ..core.numerics import safe_divide
 from ..rules.leafwise import full, leafwise
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -26,7 +26,8 @@ def scale_by_reg_adagrad(
 
     def rule(g, x, s, t, update_slots):
         accumulator = jnp.where(update_slots == 0, s.accumulator, s.accumulator + g**2)
-        return safe_divide(g, jnp.sqrt(accumulator)), RegAdagradSlots(accumulator)
+        update = lambda s: safe_divide(g, jnp.sqrt(s.accumulator))
+        return update, RegAdagradSlots(accumulator)
 
     slots = RegAdagradSlots(full(initial_accumulator_value))
     return leafwise(rule, slots=slots, scheduled={"update_slots": True})
@@ -61,6 +62,4 @@ def reg_adagrad(
         ``update_slots=`` is an argument of the update, where the original has the block
         ``with opt.avoid_updating_slots()``, in which the order of two updates is undefined.
     """
-    return optax.chain(
-        scale_by_reg_adagrad(initial_accumulator_value), scale_by_learning_rate(learning_rate)
-    )
+    return descend(learning_rate, scale_by_reg_adagrad(initial_accumulator_value))

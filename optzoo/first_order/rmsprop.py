@@ -98,15 +98,19 @@ def rmsprop(
     slots |= {} if momentum is None else {"momentum": zeros}
     Slots = _SLOTS[frozenset(slots)]
 
+    def step(g, s, learning_rate):
+        mean_square = jnp.maximum(s["rms"] - s["mg"] ** 2, 0) if centered else s["rms"]
+        return learning_rate * safe_divide(g, jnp.sqrt(mean_square + eps), eps)
+
     def rule(g, x, s, t, learning_rate):
         new = {"rms": decay * s.rms + (1 - decay) * g**2}
-        mean_square = new["rms"]
         if centered:
             new["mg"] = decay * s.mg + (1 - decay) * g
-            mean_square = jnp.maximum(mean_square - new["mg"] ** 2, 0)
-        step = learning_rate * safe_divide(g, jnp.sqrt(mean_square + eps), eps)
         if momentum is not None:
-            step = new["momentum"] = momentum * s.momentum + step
-        return -step, Slots(**new)
+            new["momentum"] = momentum * s.momentum + step(g, new, learning_rate)
+        update = lambda s: -step(g, s._asdict(), learning_rate)
+        if momentum is not None:
+            update = lambda s: -s.momentum
+        return update, Slots(**new)
 
     return leafwise(rule, slots=Slots(**slots), scheduled={"learning_rate": learning_rate})

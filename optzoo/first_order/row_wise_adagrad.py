@@ -11,7 +11,7 @@ from jax import Array
 from ..core.checks import check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import descend
 from ..state.types import Slot
 
 
@@ -26,9 +26,9 @@ def scale_by_row_wise_adagrad(eps: float = 1e-8) -> optax.GradientTransformation
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t):
-        accumulator = s.accumulator + _row_means(g**2)
-        root = jnp.expand_dims(jnp.sqrt(accumulator) + eps, _inner_axes(g))
-        return safe_divide(g, root, eps), RowWiseAdagradSlots(accumulator)
+        root = lambda a: jnp.expand_dims(jnp.sqrt(a) + eps, _inner_axes(g))
+        update = lambda s: safe_divide(g, root(s.accumulator), eps)
+        return update, RowWiseAdagradSlots(s.accumulator + _row_means(g**2))
 
     return leafwise(rule, slots=RowWiseAdagradSlots(_zero_for_each_row))
 
@@ -62,7 +62,7 @@ def row_wise_adagrad(
         for Online Learning and Stochastic Optimization
         <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
-    return optax.chain(scale_by_row_wise_adagrad(eps), scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, scale_by_row_wise_adagrad(eps))
 
 
 def _inner_axes(x: Any) -> tuple[int, ...]:

@@ -73,9 +73,13 @@ def adagrad_da(
     def rule(g, x, s, t, learning_rate, steps):
         total = s.gradient_accumulator + g
         squares = s.gradient_squared_accumulator + g**2
-        scale = learning_rate * l2 * steps + jnp.sqrt(squares)
-        new = -learning_rate * safe_divide(soft_threshold(total, l1 * steps), scale)
-        return new - x, AdagradDASlots(total, squares)
+
+        def update(s):
+            total, squares = s
+            scale = learning_rate * l2 * steps + jnp.sqrt(squares)
+            return -learning_rate * safe_divide(soft_threshold(total, l1 * steps), scale) - x
+
+        return update, AdagradDASlots(total, squares)
 
     return leafwise(
         rule,

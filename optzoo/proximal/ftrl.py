@@ -86,9 +86,12 @@ def ftrl(
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
         accum = after(s.accum, linear) + g**2
-        quadratic = to_rate(accum) / learning_rate + 2 * l2
-        new = safe_divide(-soft_threshold(linear, l1), quadratic)
-        return new - x, FtrlSlots(accum, linear)
+
+        def update(s):
+            quadratic = to_rate(s.accum) / learning_rate + 2 * l2
+            return safe_divide(-soft_threshold(s.linear, l1), quadratic) - x
+
+        return update, FtrlSlots(accum, linear)
 
     return leafwise(
         rule,

@@ -62,9 +62,11 @@ def proximal_adagrad(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
 
     def rule(g, x, s, t, learning_rate):
-        accumulator = s.accumulator + g**2
-        rate = safe_divide(learning_rate, jnp.sqrt(accumulator))
-        return shrink(x - rate * g, rate, l1, l2) - x, ProximalAdagradSlots(accumulator)
+        def update(s):
+            rate = safe_divide(learning_rate, jnp.sqrt(s.accumulator))
+            return shrink(x - rate * g, rate, l1, l2) - x
+
+        return update, ProximalAdagradSlots(s.accumulator + g**2)
 
     return leafwise(
         rule,

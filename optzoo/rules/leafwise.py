@@ -9,17 +9,15 @@ dtypes, and with :func:`treewise` the step count, schedules and the walk over th
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
-from ..state.storage import by_kept_slots, load, save
 from ..state.types import NoSlots
-from .policies import RowsRule, Rule, dense, lazy, linear, touched
-from .treewise import treewise
+from .frame import frame
+from .on_stored import in_float32
+from .policies import RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
@@ -33,27 +31,11 @@ def full(value: Any) -> Callable[[Any], Array]:
     return lambda x: jnp.full_like(x, value, dtype=jnp.result_type(x))
 
 
-def in_float32(rule: Rule) -> Rule:
-    """The rule in float32 at least; the update in the gradient's dtype, each slot in its own."""
-
-    def wide(g, x, s, t, **scheduled):
-        given = g, load(s)
-        g, x, opened = jax.tree.map(upcast, (g, x, given[1]))
-        hyper = {k: jnp.asarray(h).astype(g.dtype) for k, h in scheduled.items()}
-
-        def step(g, x, s):
-            return jax.tree.map(_like, given, rule(g, x, s, t, **hyper))
-
-        return by_kept_slots(step, s, g, x, opened)
-
-    return wide
-
-
 def leafwise(
     rule: Rule,
     *,
     slots: Any = NoSlots(),  # noqa: B008 (an empty named tuple cannot change)
-    rows: Callable[[Rule], RowsRule] = lazy,
+    rows: RowsPolicy = lazy,
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
     powers: Mapping[str, Any] | None = None,
     needs_params: bool = False,
@@ -92,8 +74,6 @@ def leafwise(
     """
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
-    if rows not in (lazy, dense, touched, linear):
-        rows_rule = _on_open_slots(rows_rule)
     bases = dict(powers or {})
 
     def on_leaf(leaf, t, **hyper):
@@ -106,32 +86,23 @@ def leafwise(
         done = [on_leaf(leaf, t, **scheduled, **powers) for leaf in leaves]
         return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
-    return treewise(
+    return frame(
         on_all,
         slots=slots,
         shared=lambda: {k: jnp.array(base, jnp.float32) for k, base in bases.items()},
         scheduled=scheduled,
         needs_params=needs_params,
         needs_global_step=needs_global_step,
-        opens_slots=True,
     )
 
 
-def _on_open_slots(rule: RowsRule) -> RowsRule:
-    """For a function of one's own, that may look into slots."""
+def without_state(
+    transformation: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation made by :func:`optzoo.leafwise` that keeps no slots and needs no count."""
 
-    def on_open_slots(g, x, s, t, **scheduled):
-        u, new = rule(g, x, load(s), t, **scheduled)
-        return u, save(s, new)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
+        updates, _ = transformation.update(updates, transformation.init({}), params, **extra_args)
+        return updates, state
 
-    return on_open_slots
-
-
-def _like(old: Array, new: Array) -> Array:
-    """``new`` in the dtype of ``old``; in its shape it must come."""
-    if new.shape != old.shape:
-        raise ValueError(
-            f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
-            "the gradient does not fit its slots, or the rule is wrong"
-        )
-    return saturating_cast(new, old.dtype)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

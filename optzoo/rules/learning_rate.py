@@ -1,8 +1,12 @@
-"""The last link of most chains: the learning rate."""
+"""The learning rate, the last transformation of most optimizers."""
+
+from typing import Any
 
 import optax
 
 from ..core.checks import check_rate
+from ..state.storage import count_of
+from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
 from .policies import linear
 
@@ -29,3 +33,34 @@ def scale_by_learning_rate(
         rows=linear,
         scheduled={"learning_rate": learning_rate},
     )
+
+
+def descend(
+    learning_rate: optax.ScalarOrSchedule, *directions: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer: a descent step along a direction.
+
+    It equals ``optax.chain(*directions, scale_by_learning_rate(learning_rate))`` but for one thing:
+    there is one count of updates, that of the first direction, which the schedule of the rate
+    follows.
+
+    Args:
+        learning_rate: a number or a schedule.
+        *directions: transformations, the first made by :func:`optzoo.leafwise` or
+            :func:`optzoo.treewise`.
+    """
+    direction = optax.chain(*directions)
+    rate = scale_by_learning_rate(learning_rate)
+
+    def init(params):
+        states: Any = direction.init(params)
+        return *states, optax.EmptyState()
+
+    def update(updates, state, params=None, **extra_args):
+        counted = LeafwiseState(count_of(state[0]), NoSlots(), {})
+        updates, new = direction.update(updates, state[:-1], params, **extra_args)
+        updates, _ = rate.update(updates, counted, params, **extra_args)
+        states: Any = new
+        return updates, (*states, optax.EmptyState())
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,22 +1,48 @@
 """What a rule for arrays becomes for row-sparse gradients."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-# rule(g, x, slots, t, **scheduled) -> update, new slots
-#   g, x       the gradient and the parameter (None where the caller gave no params)
-#   slots      a named tuple of arrays
-#   t          the number of this update: 1, 2, ...
-#   scheduled  by name, the hyper-parameters that may change with the step, and the powers
-Rule = Callable[..., tuple[Any, Any]]
-# The same for a SparseRows gradient; the update may be rows or an array.
-RowsRule = Callable[..., tuple[Any, Any]]
+from ..core.rows import SparseRows
+
+
+class Rule(Protocol):
+    """An optimizer for one array: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)``.
+
+    ``g`` and ``x`` are the gradient and the parameter (None where the caller gave no params),
+    ``slots`` a named tuple of arrays, ``t`` the number of this update: 1, 2, ... By keyword come
+    the hyper-parameters that may change with the step, and the powers. The update may be a
+    function of the new slots: it is then computed from them as they are stored.
+    """
+
+    def __call__(self, g: Any, x: Any, slots: Any, t: Any, /, *args: Any, **scheduled: Any) -> Any:
+        """The update, or a function of the new slots that gives it; and the new slots."""
+
+
+class RowsRule(Protocol):
+    """A :class:`Rule` for a SparseRows gradient; the update may be rows or an array.
+
+    It takes the slots as they are stored, all rows of them. It hands them to the rule, whole or
+    the rows that ``jax.tree.map(g.gather, slots)`` gathers, and does not compute with them.
+    """
+
+    def __call__(
+        self, g: SparseRows, x: Any, slots: Any, t: Any, /, *args: Any, **scheduled: Any
+    ) -> Any:
+        """The update and the new slots."""
+
+
+class RowsPolicy(Protocol):
+    """What a rule for arrays becomes for a SparseRows gradient."""
+
+    def __call__(self, rule: Rule, /) -> RowsRule:
+        """The rule for rows."""
+        ...
 
 
 def lazy(rule: Rule) -> RowsRule:
-    """Only the touched rows live; the slots and parameters of the others stand still."""
+    """Only the touched rows change: the others keep their parameters and slots."""
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from ..core.checks import check_decays, check_not_negative, check_positive, check_size
 from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
-from ..rules.leafwise import in_float32, zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.leafwise import zeros
+from ..rules.learning_rate import descend
+from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
 from ..state.types import Slot
 
@@ -156,7 +157,7 @@ def ggt(
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
-    return optax.chain(direction, scale_by_learning_rate(learning_rate))
+    return descend(learning_rate, direction)
 
 
 @jax.jit  # for calls from outside of any jit: a conditional alone is compiled each time

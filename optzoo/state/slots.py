@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from ..core.paths import is_masked, path_name
+from .packing import pack_like, unpack
 from .stacks import layout_of, stack, unstack
-from .storage import pack_like, unpack
 from .types import LeafwiseState, ReplicaState
 
 # A path to a slot: indices of chains, fields, keys; the name of the slot last.

@@ -1,8 +1,10 @@
 """Rounding up or down at random, so that what one step loses is not lost on average."""
 
+import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -51,11 +53,14 @@ def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
     return _mixed(jnp.broadcast_to(place, shape))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     """To one of the two neighbours in ``dtype``, to the nearer one more often; in float32.
 
     The mean over the bits is ``a``. What ``dtype`` can represent stays as it is, what is finite
     stays finite, infinities and NaN pass.
+
+    Its derivative is that of ``a``: it passes straight through the rounding.
 
     Args:
         a: floating point; float64 is taken in float32.
@@ -71,6 +76,12 @@ def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     return saturating_cast(_up(a + added, bits >> np.uint32(3), dtype) - added, dtype).astype(
         jnp.float32
     )
+
+
+@round_at_random.defjvp
+def _(dtype, primals, tangents):
+    a, bits = primals
+    return round_at_random(a, bits, dtype), tangents[0].astype(jnp.float32)
 
 
 def _up(a: Array, bits: Array, dtype: DTypeLike) -> Array:

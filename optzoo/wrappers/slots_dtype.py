@@ -8,9 +8,10 @@ import optax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_size
+from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import PACKABLE, pack
-from ..state.types import LeafwiseState
+from ..state.storage import RandomRounding
+from ..state.types import LeafwiseState, map_nodes, nodes_of
 
 
 def slots_dtype(
@@ -74,27 +75,30 @@ def slots_dtype(
         raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
     if packed and jnp.dtype(dtype) not in PACKABLE:
         raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
-    extra = {"rounding_seed": check_size(seed=seed)} if stochastic else {}
+    seed = check_size(seed=seed)
     inner = optax.with_extra_args_support(inner)
-    is_ours = lambda s: isinstance(s, LeafwiseState)
 
     def init(params):
         state = inner.init(params)
-        if not any(map(is_ours, jax.tree.leaves(state, is_leaf=is_ours))):
+        if not nodes_of(LeafwiseState, state):
             raise ValueError(
                 "slots_dtype finds no slots of optzoo in this state; "
                 "for an optimizer of optax see its own arguments, such as mu_dtype"
             )
         # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
         wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
-        state = jax.tree.map(_with_slots_of, state, wanted, is_leaf=is_ours)
+        state = map_nodes(LeafwiseState, _with_slots_of, state, wanted)
         if not packed:
             return state
-        by_two = lambda s: s._replace(slots=pack(s.slots, dtype)) if is_ours(s) else s
-        return jax.tree.map(by_two, state, is_leaf=is_ours)
+        by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
+        return map_nodes(LeafwiseState, by_two, state)
 
-    def update(updates, state, params=None, **extra_args):
-        return inner.update(updates, state, params, **{**extra, **extra_args})
+    def update(updates, state, params=None, *, rounding_seed=None, **extra_args):
+        given = seed if rounding_seed is None else rounding_seed
+        if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
+            return inner.update(updates, state, params, **extra_args)
+        updates, state = inner.update(updates, _with_seed(state, given), params, **extra_args)
+        return updates, _without_seed(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -107,8 +111,21 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
 
 def _with_slots_of(state: Any, wanted: Any) -> Any:
     """The state with slots in the wanted dtypes, rounded once: 0.1 in float32 is not a bfloat16."""
-    if not isinstance(state, LeafwiseState):
-        return state
     finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
     of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
     return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))
+
+
+def _has_seed(state: Any) -> bool:
+    return any(isinstance(s.count, RandomRounding) for s in nodes_of(LeafwiseState, state))
+
+
+def _with_seed(state: Any, seed: Any) -> Any:
+    """The state whose 16-bit slots the next update rounds at random."""
+    seed = jnp.asarray(seed).astype(jnp.uint32)
+    mark = lambda s: s._replace(count=RandomRounding(s.count, seed))
+    return map_nodes(LeafwiseState, mark, state)
+
+
+def _without_seed(state: Any) -> Any:
+    return map_nodes(LeafwiseState, lambda s: s._replace(count=s.count.count), state)

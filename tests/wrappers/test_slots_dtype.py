@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo import LeafwiseState, SparseRows, slots_dtype
+from optzoo.first_order.adam import AdamSlots, adam_rule
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
@@ -406,3 +407,101 @@ def test_options_need_their_dtypes():
 def test_seed_must_be_an_int():
     with pytest.raises(TypeError, match=r"seed must be an int, got 0\.5"):
         slots_dtype(optzoo.adam(), "bfloat16", stochastic=True, seed=0.5)
+
+
+# Storage is no business of rules, policies and transformations in between.
+
+
+def touched_sums(rule):
+    """A rows policy of a user."""
+    return lambda g, x, s, t, **scheduled: optzoo.lazy(rule)(g, x, s, t, **scheduled)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
+    """Nothing of the table's size is made: only the touched rows are loaded."""
+    plain = optzoo.scale_by_lazy_adam()
+    tx = optzoo.leafwise(
+        adam_rule(0.9, 0.999, 1e-8), slots=plain_slots(), rows=touched_sums, **POWERS
+    )
+    tx, plain = (slots_dtype(t, "bfloat16", **options) for t in (tx, plain))
+    x, state = jnp.ones((50_000, 8)), tx.init(jnp.ones((50_000, 8)))
+    rows = SparseRows(jnp.array([3, 7, 3]), jnp.ones((3, 8)), len(x))
+    chex.assert_trees_all_equal(tx.update(rows, state, x)[1], plain.update(rows, state, x)[1])
+    if "packed" in options:  # XLA scatters rows of 16 bits by way of a copy
+        update = jax.jit(lambda g, s: tx.update(g, s)[1], donate_argnums=1)
+        memory = update.lower(rows, state).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 0.2 * x.nbytes
+
+
+POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
+plain_slots = lambda: AdamSlots(optzoo.zeros, optzoo.zeros)
+
+
+def test_a_policy_that_looks_into_packed_slots_is_told():
+    looks = lambda rule: lambda g, x, s, t, **scheduled: (g, s._replace(m=s.m))
+    tx = optzoo.leafwise(adam_rule(0.9, 0.999, 1e-8), slots=plain_slots(), rows=looks, **POWERS)
+    packed = slots_dtype(tx, "bfloat16", packed=True)
+    x = params()["table"]
+    with pytest.raises(AttributeError, match=r"packed or rounded at random .* no field 'm'"):
+        packed.update(ROWS["table"], packed.init(x), x)
+
+
+def test_no_transformation_in_between_swallows_the_seed():
+    """A chain whose transformation forgets extra arguments rounds as one that does not."""
+    adam = optzoo.adam(0.1)
+    forgets = optax.GradientTransformation(
+        adam.init, lambda updates, state, params=None: adam.update(updates, state, params)
+    )
+    x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
+    make = lambda tx, seed: slots_dtype(tx, "bfloat16", stochastic=True, seed=seed)
+    after = lambda tx, seed: optzoo.get_slot(step(make(tx, seed), g, x)[1], "v")
+    for seed in (0, 1):
+        np.testing.assert_array_equal(after(forgets, seed), after(optzoo.adam(0.1), seed))
+
+
+def test_of_nested_wrappers_the_outermost_seed_counts():
+    x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
+    make = lambda tx, seed: slots_dtype(tx, "bfloat16", stochastic=True, seed=seed)
+    got, want = make(make(optzoo.adam(0.1), 0), 1), make(optzoo.adam(0.1), 1)
+    chex.assert_trees_all_equal(step(got, g, x), step(want, g, x))
+
+
+# Derivatives through an update.
+
+
+def after_two_steps(tx):
+    """A function of the first gradient: the sum of the parameters after two steps."""
+
+    def total(g):
+        x, state = step(tx, g, jnp.ones_like(g))
+        return jnp.sum(step(tx, jnp.ones_like(g), x, state)[0] ** 2)
+
+    return total
+
+
+@pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.momentum(lr, 0.9)])
+def test_derivatives_pass_straight_through_random_rounding(make):
+    g = jnp.linspace(0.5, 1.5, 8)
+    want = jax.grad(after_two_steps(make(0.1)))(g)
+    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "bfloat16", stochastic=True)))(g)
+    # The derivatives at slots that are rounded to 1/256.
+    np.testing.assert_allclose(got, want, atol=0.1 * jnp.max(jnp.abs(want)))
+
+
+@pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.ftrl(lr)])
+def test_derivatives_pass_through_slots_packed_in_float32(make):
+    g = jnp.linspace(0.5, 1.5, 8)
+    want = jax.grad(after_two_steps(make(0.1)))(g)
+    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "float32", packed=True)))(g)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"packed": True}, BOTH], ids=["nearest", "random"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_derivatives_through_words_are_refused(dtype, options):
+    g, tx = jnp.linspace(0.5, 1.5, 8), slots_dtype(optzoo.adam(0.1), dtype, **options)
+    with pytest.raises(TypeError, match=r"packed in 16 bits .* no derivative.*packed=False"):
+        jax.grad(after_two_steps(tx))(g)
+    with pytest.raises(TypeError, match="packed in 16 bits"):
+        jax.jvp(after_two_steps(tx), (g,), (g,))

@@ -13,9 +13,10 @@ from ...core.checks import check, check_decays, check_not_negative, check_positi
 from ...core.numerics import norm, safe_divide, saturating_cast, upcast, wide_dtype
 from ...core.paths import check_mask, resolve_mask
 from ...core.rows import SparseRows, is_rows
-from ...rules.leafwise import leafwise, zeros
-from ...rules.learning_rate import scale_by_learning_rate
-from ...rules.treewise import Leaf, treewise
+from ...rules.frame import Leaf
+from ...rules.leafwise import leafwise, without_state, zeros
+from ...rules.learning_rate import descend
+from ...rules.treewise import treewise
 from ...state.types import Slot
 from .blocks import Blocks, cut
 from .refresh import is_due, refresh
@@ -408,10 +409,8 @@ def shampoo(
         start_step=start_step,
         axis_name=axis_name,
     )
-    links = [direction, scale_by_learning_rate(learning_rate)]
-    if weight_decay is not None:
-        links.insert(1, _add_decay(weight_decay, mask))
-    return optax.chain(*links)
+    decay = [] if weight_decay is None else [_add_decay(weight_decay, mask)]
+    return descend(learning_rate, direction, *decay)
 
 
 def blocked_shampoo(
@@ -606,4 +605,5 @@ def _add_decay(weight_decay: float, mask: Any) -> optax.GradientTransformationEx
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)
     add = leafwise(lambda g, x, s, t: (g + weight_decay * x, s), needs_params=True)
+    add = without_state(add)
     return optax.masked(add, lambda tree: resolve_mask(True if mask is None else mask, tree))

@@ -1,0 +1,85 @@
+"""The frame of an optimizer: state, step count, schedules, checks, the walk over the tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ..core.checks import check_params
+from ..core.gradients import check_gradients
+from ..core.rows import is_sparse_or_none
+from ..state.storage import count_of, stored_arrays, stored_slots, with_count
+from ..state.types import LeafwiseState
+
+NO_GLOBAL_STEP_MSG = (
+    "this optimizer follows your global step: pass update(..., global_step=n), the number of "
+    "updates before this one; an optimizer without it counts by itself"
+)
+
+
+class Leaf(NamedTuple):
+    """What a rule for all parameters sees of one."""
+
+    g: Any  # the gradient: an array, SparseRows or None
+    x: Any  # the parameter, None where the caller gave no params
+    slots: Any  # a named tuple of arrays
+
+
+# rule(leaves, shared, t, **scheduled) -> ([(update, new_slots), ...], shared)
+TreeRule = Callable[..., tuple[list[tuple[Any, Any]], dict[str, Array]]]
+
+
+def frame(
+    rule: TreeRule,
+    *,
+    slots: Any,
+    shared: Callable[[], dict[str, Array]],
+    scheduled: Mapping[str, optax.ScalarOrSchedule] | None,
+    needs_params: bool,
+    needs_global_step: bool,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation of a rule that sees all parameters, with their slots as they are stored.
+
+    :func:`optzoo.treewise` describes the arguments.
+    """
+    scheduled = dict(scheduled or {})
+    Slots = type(slots)
+
+    def init(params):
+        trees = [jax.tree.map(initializer, params) for initializer in slots]
+        return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees), shared())
+
+    def update(updates, state, params=None, **extra_args):
+        if needs_params:
+            check_params(params)
+        step = extra_args.get("global_step")
+        if needs_global_step and step is None:
+            raise ValueError(NO_GLOBAL_STEP_MSG)
+        count = count_of(state)
+        step = count if step is None else step
+        hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
+        t = jnp.asarray(optax.safe_increment(count))
+        check_gradients(updates, params)
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs = [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs]
+        xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+        columns = zip(*map(treedef.flatten_up_to, state.slots), strict=True)
+        rows = [Slots._make(row) for row in columns] if len(slots) else [slots] * len(gs)
+        stored = stored_slots(state, rows, updates, gs, t)
+        done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
+        news = [stored_arrays(new) for _, new in done]
+        trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]
+        updates = treedef.unflatten([u for u, _ in done])
+        return updates, LeafwiseState(with_count(state, t), Slots._make(trees), new_shared)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _at(step: Any, value: Any, override: Any) -> Any:
+    """A scheduled hyper-parameter at ``step``, unless overridden for this update."""
+    if override is not None:
+        return override
+    return value(step) if callable(value) else value
