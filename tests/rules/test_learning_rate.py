@@ -54,3 +54,23 @@ def test_traced_rate_has_a_gradient():
         return jnp.sum(tx.update(G, tx.init(G))[0]["x"])
 
     assert jax.grad(moved)(0.3) == 1.0  # minus the sum of the gradients
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "ggt", "blocked_shampoo", "lars", "ftrl"])
+def test_an_optimizer_keeps_one_count(name):
+    state = optzoo.CATALOG[name].make().init(G)
+    is_count = lambda path: path and path[-1] == jax.tree_util.GetAttrKey("count")
+    counts = [p for p, _ in jax.tree_util.tree_leaves_with_path(state) if is_count(p)]
+    assert len(counts) == 1
+
+
+def test_the_rate_follows_the_count_of_the_direction():
+    schedule = lambda k: 1.0 / (1 + k)
+    tx = optzoo.momentum(schedule, 0.9)
+    chained = optax.chain(optzoo.scale_by_momentum(0.9), scale_by_learning_rate(schedule))
+    state, other = tx.init(G), chained.init(G)
+    for extra in ({}, {}, {"global_step": 7}, {"learning_rate": 0.3}, {}):
+        updates, state = tx.update(G, state, **extra)
+        wanted, other = chained.update(G, other, **extra)
+        np.testing.assert_array_equal(updates["x"], wanted["x"])
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(G))
