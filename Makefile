@@ -1,15 +1,15 @@
 # make race   sets up a private environment and runs the race
 # make test   sets up and runs lint, types and all tests
-# make test-full runs the long tests, too
+# make test-full also runs the long tests
 # make test-oldest runs the tests on the oldest versions admitted
 # make colabs executes the notebooks
-# make bench  runs the benchmarks beside optax, and torch where it is; make bench-full stores them
+# make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
 #             (make docs then puts them into docs/performance.md)
-# make docs   rewrites what is generated in the pages
+# make docs   regenerates the generated parts of the pages
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Under CI on two cores, more workers only fight.
+# On the two cores of CI, more workers are not faster.
 WORKERS ?= 2
 
 .PHONY: race test test-full test-oldest colabs bench bench-full docs clean
@@ -41,12 +41,12 @@ bench-full: $(VENV)/race.installed
 docs: $(VENV)/dev.installed
 	$(BIN)/python -m tests.test_docs
 
-# One environment; each stamp says that the extra of its name is in it.
+# One environment; each stamp means that the extra of its name is installed in it.
 $(VENV)/%.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable ".[$*]"
 	touch $@
 
-# The first Python that is new enough and can make an environment with pip in it.
+# The first Python that is new enough and can create an environment with pip.
 $(BIN)/python:
 	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
