@@ -11,7 +11,7 @@ import pytest
 from optzoo import race
 from optzoo.__main__ import main
 from optzoo.race import plots, report, runner, session
-from optzoo.race.problems import PROBLEMS, USUAL
+from optzoo.race.problems import DEFAULT_PROBLEMS, PROBLEMS
 
 QUICK = race.Settings(rates=(0.01, 0.1), seeds=2, timed_steps=2)
 
@@ -261,10 +261,12 @@ def test_a_problem_may_have_to_be_named(monkeypatch):
         raced.append(problems)
         raise KeyboardInterrupt
 
-    assert inspect.signature(race.run).parameters["problems"].default == tuple(USUAL)
+    assert inspect.signature(race.run).parameters["problems"].default == tuple(DEFAULT_PROBLEMS)
     monkeypatch.setattr(session, "run", run)
     assert main(["race"]) == main(["race", "--problem", "characters"]) == 130
-    assert raced == [list(USUAL), ["characters"]] and "characters" not in USUAL
+    assert (
+        raced == [list(DEFAULT_PROBLEMS), ["characters"]] and "characters" not in DEFAULT_PROBLEMS
+    )
 
 
 def test_list_and_usage(capsys):

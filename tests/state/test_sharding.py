@@ -141,9 +141,9 @@ def test_refuses(params):
         state_sharding(tx, {**params, "layer": {"bias": np.ones(2)}})
     with pytest.raises(TypeError, match="'w' has no sharding"):
         state_sharding(tx, {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    with pytest.raises(ValueError, match="'layer/bias' and 'table' lie on different devices"):
+    with pytest.raises(ValueError, match="'layer/bias' and 'table' are on different devices"):
         state_sharding(tx, {**params, "layer": {"bias": jnp.ones(2)}})
-    with pytest.raises(ValueError, match="params must hold an array"):
+    with pytest.raises(ValueError, match="params must contain an array"):
         state_sharding(tx, {})
     with pytest.raises(ValueError) as info:
         state_sharding(optax.flatten(tx), params)
