@@ -1,4 +1,4 @@
-"""Slots by name, through whatever is around the optimizer."""
+"""Slots by name, in wrapped and chained optimizers."""
 
 import jax
 import jax.numpy as jnp
