@@ -20,8 +20,8 @@ import harness
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--windows", type=int, nargs="+", default=[10, 50])
 parser.add_argument("--save", action="store_true")
-for name, usual in {"rounds": 15, "cores": 1}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"rounds": 15, "cores": 1}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 harness.pin(args.cores)
 

@@ -16,10 +16,10 @@ import harness
 
 PARTS = ("dense", "rows", "losses")
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-for name, usual in {"size": 25_000_000, "leaves": 1, "rows": 1_000_000}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
-for name, usual in {"rounds": 25, "seeds": 8}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"size": 25_000_000, "leaves": 1, "rows": 1_000_000}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
+for name, default in {"rounds": 25, "seeds": 8}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--skip", nargs="+", choices=PARTS, default=[])
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()

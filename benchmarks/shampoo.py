@@ -24,8 +24,8 @@ import harness
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--save", action="store_true")
-for name, usual in {"block": 512, "rounds": 21, "cores": 1}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"block": 512, "rounds": 21, "cores": 1}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 if not args.compile:
     harness.pin(args.cores)

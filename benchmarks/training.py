@@ -18,8 +18,8 @@ import harness
 
 PROBLEMS = ["digits", "characters"]
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-usual = ["adam", "blocked_shampoo", "shampoo", "ggt"]
-parser.add_argument("optimizers", nargs="*", metavar="optimizer", default=usual)
+defaults = ["adam", "blocked_shampoo", "shampoo", "ggt"]
+parser.add_argument("optimizers", nargs="*", metavar="optimizer", default=defaults)
 parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=PROBLEMS)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--cores", type=int, default=1)

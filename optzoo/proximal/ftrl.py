@@ -77,10 +77,10 @@ def ftrl(
     shrinkage = l2_shrinkage_regularization_strength
 
     # A power injected by optax.inject_hyperparams is traced and cannot be compared.
-    usual = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
+    is_square_root = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
 
     def to_rate(n):
-        return jnp.sqrt(n) if usual else n**-learning_rate_power
+        return jnp.sqrt(n) if is_square_root else n**-learning_rate_power
 
     def rule(g, x, s, t, learning_rate):
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate

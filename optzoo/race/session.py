@@ -80,7 +80,7 @@ def run(
     found = len(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
 
-    def tell(problem="", optimizer=""):
+    def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
         if watch:
             done = len(todo) - len(left)
@@ -95,7 +95,7 @@ def run(
         if key in known:
             continue
         _, name, fingerprint = key
-        tell(p.name, name)
+        notify(p.name, name)
         begin = time.perf_counter()
         if p.name not in starts:
             starts[p.name] = prepare(p, settings)
@@ -107,7 +107,7 @@ def run(
         known[key] = result | {"fingerprint": fingerprint}
         if folder:
             _write(folder / "results.json", json.dumps(document(), indent=1))
-    tell()
+    notify()
     complete = document()
     if folder:
         _write(folder / "results.json", json.dumps(complete, indent=1))

@@ -71,8 +71,8 @@ def raise_if_bad(updates: Any, what: str, step: Any) -> None:
     if not isinstance(kinds, jax.core.Tracer) and not isinstance(step, jax.core.Tracer):
         return report(np.asarray(kinds), step)
     # The only callback of JAX that raises under a conditional in a vmap, too.
-    tell = lambda: jax.debug.callback(report, kinds, jnp.asarray(step))
-    lax.cond(jnp.any(kinds > 0), tell, lambda: None)
+    call_report = lambda: jax.debug.callback(report, kinds, jnp.asarray(step))
+    lax.cond(jnp.any(kinds > 0), call_report, lambda: None)
 
 
 def _kind(g: Any) -> Array:

@@ -104,7 +104,7 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
     hidden = any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
     if unused and found and not hidden:
         raise ValueError(
-            f"no parameter matches the patterns {sorted(unused)}; there are {list(found)}"
+            f"no parameter matches the patterns {sorted(unused)}; the parameters are {list(found)}"
         )
     return labels
 

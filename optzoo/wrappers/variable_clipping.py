@@ -114,7 +114,7 @@ def _axes(dims: Any, params: Any) -> Any:
     # Under optax.masked the pattern may match a parameter that is hidden here.
     if unused and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        raise ValueError(f"dims: no parameter is called {sorted(unused)}; there are {names}")
+        raise ValueError(f"dims: no parameter matches {sorted(unused)}; the parameters are {names}")
     return axes
 
 

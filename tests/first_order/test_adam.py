@@ -48,8 +48,8 @@ def test_lazy_adam_is_adam_on_dense_gradients():
 
 def test_lazy_adam_counts_updates_without_a_gradient_of_the_row():
     tx, x = optzoo.lazy_adam(1.0, b1=0.5, b2=0.75, eps=0.0), jnp.zeros(2)
-    sleep, wake = (SparseRows(jnp.array([i]), jnp.array([4.0]), 2) for i in (0, 1))
-    x, state = step(tx, wake, *step(tx, sleep, x))
+    first, second = (SparseRows(jnp.array([i]), jnp.array([4.0]), 2) for i in (0, 1))
+    x, state = step(tx, second, *step(tx, first, x))
     # m = 4/2, v = 16/4, and the corrections of t = 2.
     np.testing.assert_allclose(x[1], -np.sqrt(1 - 0.75**2) / (1 - 0.5**2) * 2 / 2, rtol=1e-6)
     assert state[0].count == 2

@@ -152,7 +152,10 @@ def test_orbax_round_trip(tmp_path):
     [
         (["embedding/.*", "bias"], r"'dense/kernel' is matched by no pattern; 'norm/0/scale'"),
         (["kernel", "dense/.*", ".*"], r"'dense/kernel' is matched by 'kernel' and 'dense/\.\*'"),
-        (["kernle", ".*"], r"no parameter matches the patterns \['kernle'\]; there are \['dense/"),
+        (
+            ["kernle", ".*"],
+            r"no parameter matches the patterns \['kernle'\]; the parameters are \['dense/",
+        ),
         (["embedding", ".*"], r"no parameter matches"),  # not the last part of any path
         (["dense/.*|norm.*", ".*"], None),
     ],

@@ -41,7 +41,7 @@ def of_rows(indices, values):
 
 @pytest.mark.parametrize("inner", INNER)
 def test_zero_gradients_change_nothing(inner):
-    """For the table; the other parameters are updated as usual."""
+    """For the table; the other parameters are updated as without the wrapper."""
     inner, x = INNER[inner], params()
     tx = optzoo.multitask(inner)
     x, state = step(tx, dense_grads(x), x)

@@ -110,8 +110,11 @@ def test_no_gradient_no_clipping():
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ({"tabel": (1,)}, "dims: no parameter is called ['tabel']; there are ['b', 'table']"),
-        ({"tab": (1,)}, "no parameter is called ['tab']"),
+        (
+            {"tabel": (1,)},
+            "dims: no parameter matches ['tabel']; the parameters are ['b', 'table']",
+        ),
+        ({"tab": (1,)}, "no parameter matches ['tab']"),
         ({".*": (), "table": (1,)}, "dims: ['.*', 'table'] all match parameter 'table'"),
         ({"table": (2,)}, "dims: parameter 'table' of shape (4, 2) has no axes (2,)"),
         ({"table": (-3,)}, "dims: parameter 'table' of shape (4, 2) has no axes (-3,)"),
