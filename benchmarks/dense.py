@@ -1,12 +1,12 @@
-"""Dense steps: every optimizer beside its peers in optax and torch, and the memory's roof.
+"""Dense steps: every optimizer compared with optax, torch and the limit of memory bandwidth.
 
     .venv/bin/python benchmarks/dense.py [--case resnet50] [--only adam ftrl] [--rounds 11] [--save]
 
 All contenders of an optimizer take turns in one run, in a new order each round, on one core, with
-donated arguments. The roof is an axpy in place: 12 bytes for each parameter. An optimizer that must
-move more bytes has so much more of it: gradients are read, parameters and slots read and written.
-Prints least times in ns per parameter, and their ratios, those of medians in parentheses. torch is
-taken along where it is installed.
+donated arguments. The roof is the time of an in-place axpy, which moves 12 bytes for each
+parameter, scaled by the bytes that the optimizer must move: gradients are read, parameters and
+slots are read and written. Prints least times in ns per parameter and their ratios, with ratios of
+medians in parentheses. torch is included if it is installed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOF_BYTES = 12
 
 
 def resnet50():
-    """The shapes of its 161 parameters, 25.6 million; kernels as JAX has them, channels last."""
+    """The shapes of its 161 parameters with 25.6 million elements; kernels with channels last."""
     shapes, width = [(7, 7, 3, 64), (64,), (64,)], 64
     for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
         for block in range(blocks):
@@ -45,7 +45,7 @@ def resnet50():
 
 
 def transformer(layers=12, width=512, words=8000):
-    """The shapes of a decoder with 12 layers: 42 million."""
+    """The shapes of a decoder with 12 layers and 42 million parameters."""
     layer = [(width, 3 * width), (3 * width,), (width, width), (width,), (width,), (width,)]
     layer += [(width, 4 * width), (4 * width,), (4 * width, width), (width,), (width,), (width,)]
     return [(words, width), (1024, width), *layer * layers, (width,), (width,)]
@@ -58,7 +58,7 @@ CASES = {
     "transformer": transformer(),
 }
 
-# For each of ours: itself, optax's, and torch's with what makes it foreach or fused.
+# For each of our optimizers: itself, that of optax, and name and arguments of that of torch.
 PEERS = {
     "gradient_descent": (optzoo.gradient_descent(1e-3), optax.sgd(1e-3), ("SGD", {})),
     "momentum": (
@@ -105,7 +105,7 @@ def arrays(shapes, seed):
 
 
 def in_jax(tx, params, grads):
-    """A run of a transformation, and what is known of its program."""
+    """``run(k)`` of a transformation, and the properties of its program."""
     return harness.contender(tx, list(map(jnp.asarray, params)), [list(map(jnp.asarray, grads))])
 
 
@@ -117,7 +117,7 @@ def without_peer(name):
 
 
 def roof(params, grads):
-    """The fastest way over parameters and gradients: an axpy in place, of flat arrays."""
+    """A lower bound of the time: an in-place axpy of flat arrays."""
     size = sum(x.size for x in params)
     x, g = jnp.zeros(size), jnp.concatenate([jnp.ravel(g) for g in grads])
     axpy = jax.jit(lambda x, g: x - 1e-3 * g, donate_argnums=0)
@@ -130,7 +130,7 @@ def roof(params, grads):
 
 
 def measure(name, shapes, rounds):
-    """Least and median seconds of each contender, ratios, and what is known of the programs."""
+    """Least and median seconds of each contender, ratios, and properties of the programs."""
     params, grads = arrays(shapes, 0), arrays(shapes, 1)
     tx, of_optax, torchs = PEERS[name] if name in PEERS else (without_peer(name), None, None)
     contenders, about = {"roof": roof(params, grads)}, {}
@@ -153,7 +153,7 @@ def measure(name, shapes, rounds):
 
 
 def ratios(seconds, moved):
-    """Ours by each other; and by the roof of the bytes that it must move."""
+    """The time of ours divided by each other, and by the roof for its bytes."""
     others = {**seconds, "roof": seconds["roof"] * moved / ROOF_BYTES}
     mine = others.pop("optzoo")
     return {who: mine / theirs for who, theirs in others.items()}
@@ -163,7 +163,7 @@ def main():
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, nargs="+", default=["resnet50"])
-    parser.add_argument("--only", nargs="+", help="all on resnet50, those with peers elsewhere")
+    parser.add_argument("--only", nargs="+", help="default: all on resnet50, else those with peers")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What epsilon, rate and b1 of Adam do to a small network: prints docs/divergence.md's tables."""
+"""Effect of epsilon, rate and b1 of Adam on a small network: tables of docs/divergence.md."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def loss(params, x, y):
 
 
 def main():
-    """Trains all at once."""
+    """Trains with all settings in one program and prints the tables."""
     x, y = load_digits(return_X_y=True)
     x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y)
     batches = len(x) // BATCH

@@ -1,15 +1,16 @@
-"""GGT beside the whole Gram matrix each step, optax.adam and the bytes it moves, in one run.
+"""GGT compared with a full Gram matrix in each step, optax.adam and memory bandwidth.
 
     .venv/bin/python benchmarks/ggt.py [--windows 10 50] [--rounds 15] [--cores 1] [--save]
 
 Six matrices of 1000 x 1000. The contenders take turns in a new order each round, with donated
-arguments. *Whole Gram* is the original's algorithm with a ring for its window: the product of the
-window with itself, at once or, faster on the CPU, in blocks of 1000 columns.
+arguments. *Whole Gram* is the algorithm of the original with a ring buffer for its window: the
+product of the window with itself, in one piece or, faster on the CPU, in blocks of 1000 columns.
 
 A step must read the window twice and parameter, gradient and moment once: (8 window + 12) bytes for
-each parameter. *At the speed of p += s g* is their time at the bandwidth of that axpy, which moves
-12 bytes and has a part of its arrays in the cache. *Reading the window twice* is numpy.dot of an
-array as large as the window with itself, twice: what a core reads from memory.
+each parameter. *At the speed of p += s g* is the time to move them at the bandwidth of that axpy,
+which moves 12 bytes and has a part of its arrays in the cache. *Reading the window twice* is the
+time of two calls of numpy.dot of an array of the size of the window with itself: the read bandwidth
+of a core.
 """
 
 import argparse
@@ -19,8 +20,8 @@ import harness
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--windows", type=int, nargs="+", default=[10, 50])
 parser.add_argument("--save", action="store_true")
-for name, usual in {"rounds": 15, "cores": 1}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"rounds": 15, "cores": 1}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 harness.pin(args.cores)
 
@@ -47,7 +48,7 @@ def at_once(rows):
 
 
 def in_blocks(rows):
-    """The Gram matrix, some columns at a time."""
+    """The Gram matrix, in blocks of columns."""
 
     def add(i, gram):
         block = jax.lax.dynamic_slice_in_dim(rows, i * WIDTH, WIDTH, 1)
@@ -57,7 +58,7 @@ def in_blocks(rows):
 
 
 def whole_gram(window, product, rate=1e-3, b1=0.9, eps=1e-4, svd_eps=1e-6, sigma_eps=1e-2):
-    """The original's formula, for a list of matrices."""
+    """The formula of the original, for a list of matrices."""
 
     def init(params):
         moments = [jnp.zeros(x.size) for x in params]
@@ -85,7 +86,7 @@ def whole_gram(window, product, rate=1e-3, b1=0.9, eps=1e-4, svd_eps=1e-6, sigma
 
 
 def optimizers(window):
-    """Name -> optimizer."""
+    """The optimizers by name."""
     return {
         "ggt": ggt(1e-3, window=window),
         "ggt, bfloat16 window": ggt(1e-3, window=window, window_dtype="bfloat16"),
@@ -97,7 +98,7 @@ def optimizers(window):
 
 
 def measure(window):
-    """The table for one window."""
+    """The results for one window."""
     grads = [normal(k) for k in range(4)]
     runs, about = {}, {}
     for name, tx in optimizers(window).items():

@@ -1,13 +1,13 @@
-"""Adam with slots of 16 bits: time, bytes and final losses beside float32, in one run.
+"""Adam with 16-bit slots: time, bytes and final losses compared with float32.
 
     .venv/bin/python benchmarks/half_slots.py [--size 25000000] [--leaves 1] [--rows 1000000]
         [--rounds 25] [--seeds 8] [--skip losses] [--save]
 
-Dense: so many parameters in leaves of equal size, beside optax.adam. Rows: a table of width 64 and
-4,096 ids a step, beside lazy_adam, and row-wise Adagrad beside Adagrad. The contenders take turns
-in a new order each round, on one core, with donated arguments; ratios are of the least times and
-of the medians. Losses: two problems of the race at the rate of its catalogue, mean and standard
-deviation over the seeds. With ``--save``: ``half_slots.json`` in ``results``.
+Dense: parameters in leaves of equal size, compared with optax.adam. Rows: a table of width 64 and
+4,096 ids in each step, compared with lazy_adam; and row-wise Adagrad compared with Adagrad. The
+contenders take turns in a new order each round, on one core, with donated arguments; ratios are of
+the least times and of the medians. Losses: two problems of the race at the rate of the catalogue,
+mean and standard deviation over the seeds. With ``--save``: ``half_slots.json`` in ``results``.
 """
 
 import argparse
@@ -16,10 +16,10 @@ import harness
 
 PARTS = ("dense", "rows", "losses")
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-for name, usual in {"size": 25_000_000, "leaves": 1, "rows": 1_000_000}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
-for name, usual in {"rounds": 25, "seeds": 8}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"size": 25_000_000, "leaves": 1, "rows": 1_000_000}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
+for name, default in {"rounds": 25, "seeds": 8}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--skip", nargs="+", choices=PARTS, default=[])
 parser.add_argument("--save", action="store_true")
 args = parser.parse_args()
@@ -42,21 +42,21 @@ OPTIONS = {
 
 
 def in_16_bits(tx):
-    """An optimizer with its slots in bfloat16, each way."""
+    """An optimizer with its slots in bfloat16, for each of ``OPTIONS``."""
     return {name: optzoo.slots_dtype(tx, "bfloat16", **o) for name, o in OPTIONS.items()}
 
 
 def compare(contenders, params, grads):
-    """Times and bytes; the first contender is what the others are compared to."""
+    """Times and bytes; ratios are to the first contender."""
     runs = {name: harness.contender(tx, params, grads) for name, tx in contenders.items()}
     seconds = harness.take_turns({name: run for name, (run, _) in runs.items()}, args.rounds)
-    usual = seconds[next(iter(seconds))]
+    first = seconds[next(iter(seconds))]
     return {
         name: {
             "least ms": 1e3 * min(times),
             "median ms": 1e3 * float(np.median(times)),
-            "ratio of least": min(times) / min(usual),
-            "ratio of medians": float(np.median(times) / np.median(usual)),
+            "ratio of least": min(times) / min(first),
+            "ratio of medians": float(np.median(times) / np.median(first)),
             "state bytes per parameter": runs[name][1]["state bytes per parameter"],
             "temporaries MB": runs[name][1]["temporaries MB"],
         }
@@ -74,7 +74,7 @@ def dense():
 
 
 def rows():
-    """A table and few ids."""
+    """A table with few ids in each step."""
     rng, table = np.random.default_rng(0), jnp.zeros((args.rows, 64))
     values = jnp.asarray(rng.normal(size=(4096, 64)), jnp.float32)
     ids = (jnp.asarray(rng.integers(0, args.rows, 4096), jnp.int32) for _ in range(64))
@@ -126,9 +126,9 @@ def main():
         result |= {f"final loss, {name}": losses(name) for name in ("digits", "words")}
     for part, table in result.items():
         print(part)
-        for name, numbers in table.items():
+        for name, values in table.items():
             print(
-                f"  {name:18}", *(f"{key} {value:.4g}" for key, value in numbers.items()), sep="  "
+                f"  {name:18}", *(f"{key} {value:.4g}" for key, value in values.items()), sep="  "
             )
     if args.save:
         harness.save("half_slots", result)

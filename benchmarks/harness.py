@@ -1,6 +1,6 @@
-"""What the benchmarks share: one core, memory that stays, contenders that take turns.
+"""Common parts of the benchmarks: pinned cores, memory settings, contenders that take turns.
 
-Import it before jax.
+Must be imported before jax.
 """
 
 import datetime
@@ -17,9 +17,10 @@ RESULTS = pathlib.Path(
     os.environ.get("BENCHMARK_RESULTS", pathlib.Path(__file__).with_name("results"))
 )
 
-# Fresh memory is slow to touch, above all on virtual machines, and glibc gives arrays above 32 MB
-# back each time: then a program with large temporaries is timed by its page faults. Keep what was
-# freed, in one heap. The C library reads this at its start, so start again.
+# The first access to new memory is slow, above all on virtual machines, and glibc returns arrays
+# above 32 MB to the system each time: the time of a program with large temporaries would then be
+# that of its page faults. Keep freed memory in one heap. The C library reads these settings when a
+# process starts, so start the process again.
 _KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 _KEEP |= {"MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 if not _KEEP.keys() <= os.environ.keys():
@@ -27,13 +28,13 @@ if not _KEEP.keys() <= os.environ.keys():
 
 
 def pin(cores: int) -> None:
-    """Keeps to so many cores; before JAX starts its threads."""
+    """Pins the process to this number of cores; call it before JAX starts its threads."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
 
 
 def compile_timed(function, *args):
-    """A function of which the first two arguments are donated, compiled, and what that took."""
+    """Compiles a function, with its first two arguments donated; also returns the times."""
     import jax
 
     times = [time.perf_counter()]
@@ -48,7 +49,7 @@ def compile_timed(function, *args):
 
 
 def compiled(tx, params, grads):
-    """A donated update, compiled, and what it took and takes; also for shapes only."""
+    """A compiled update with donated arguments, its compile times and memory; shapes are enough."""
     import jax
     import optax
 
@@ -65,7 +66,7 @@ def compiled(tx, params, grads):
 
 
 def contender(tx, params, grads):
-    """``run(k)`` for the k-th turn of an optimizer, and what is known of its program."""
+    """``run(k)`` for the k-th turn of an optimizer, and the properties of its program."""
     import jax
 
     program, about = compiled(tx, params, grads[0])
@@ -79,7 +80,7 @@ def contender(tx, params, grads):
 
 
 def of_torch(kind, params, grads, **kwargs):
-    """A run of a torch optimizer on lists of arrays; on the GPU if JAX is there."""
+    """``run(k)`` of a torch optimizer on lists of arrays; on the GPU if JAX uses one."""
     import jax
     import torch
 
@@ -99,23 +100,23 @@ def of_torch(kind, params, grads, **kwargs):
 
 
 def size(tree) -> int:
-    """In bytes."""
+    """The size of all arrays in bytes."""
     import jax
 
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def count(tree) -> int:
-    """Of elements."""
+    """The number of elements of all arrays."""
     import jax
 
     return sum(a.size for a in jax.tree.leaves(tree))
 
 
 def take_turns(contenders, rounds, before=lambda: None):
-    """Seconds of every run of each contender, in a new order each round; the first warms up.
+    """Seconds of every run of each contender, in a new order each round, after a warm-up round.
 
-    ``before`` is called in front of each run, and not timed.
+    ``before`` is called before each run, and its time is not included.
     """
     seconds = {name: [] for name in contenders}
     for k in range(rounds + 1):
@@ -128,7 +129,7 @@ def take_turns(contenders, rounds, before=lambda: None):
 
 
 def machine() -> dict[str, str]:
-    """Where and with what a result was measured."""
+    """The date, the machine and the versions of a measurement."""
     import jax
     import jaxlib
     import numpy

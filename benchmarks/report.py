@@ -1,8 +1,8 @@
-"""The stored results as tables for docs/performance.md, and as pictures.
+"""Tables for docs/performance.md and figures from the stored results.
 
-    .venv/bin/python benchmarks/report.py    writes the pictures into results (make bench-full does)
+    .venv/bin/python benchmarks/report.py    writes the figures to results (make bench-full does)
 
-The tables get into the page by ``make docs``.
+``make docs`` writes the tables to the page.
 """
 
 import functools
@@ -25,7 +25,7 @@ def result(name: str) -> Mapping[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-# Measured ratios: each function gives one for the least times and one for the medians.
+# Measured ratios, of least times or of medians as ``kind`` requests.
 
 
 def _dense(kind: str, case: str = "resnet50", by: str = "optax") -> dict[str, float]:
@@ -69,11 +69,11 @@ def _number(x: float) -> str:
 
 
 _LAZY, _PACKED = "lazy_adam", "lazy_adam, packed"
-# What, at most, measured.
+# What is measured, its bound, and the measured value.
 GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
     ("any dense optimizer against optax's, ResNet-50", "1.03", lambda k: _worst(_dense(k))),
     (
-        "the same, all but `rmsprop` with its idle momentum slot",
+        "the same, all but `rmsprop` with its unused momentum slot",
         "1.03",
         lambda k: _worst({n: r for n, r in _dense(k).items() if n != "rmsprop"}),
     ),
@@ -118,7 +118,7 @@ GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
         lambda k: _small(k, "1,000 of 10 x 10", "update_alone", "run"),
     ),
     (
-        "the same: within a loop of training",
+        "the same: in a training loop",
         "0.5",
         lambda k: _small(k, "1,000 of 10 x 10", "training", "run"),
     ),
@@ -127,7 +127,11 @@ GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
         "0.7",
         lambda k: _small(k, "100 of 10", "update_alone", "run", "torch fused"),
     ),
-    ("Adam with 16-bit slots, packed and at random: time", "0.65", lambda k: _half(f"{k} ms")),
+    (
+        "Adam with 16-bit slots, packed, stochastic rounding: time",
+        "0.65",
+        lambda k: _half(f"{k} ms"),
+    ),
     ("the same: bytes of state", "0.5", lambda _: _half("state bytes per parameter")),
     *(
         (
@@ -141,7 +145,7 @@ GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
 
 
 def goals_table() -> str:
-    """What was to be reached, and what is."""
+    """The goals and the measured ratios."""
     lines = ["| what | at most | least times | medians |", "|---|---|---|---|"]
     for what, most, measured in GOALS:
         lines.append(f"| {what} | {most} | {measured('least')} | {measured('median')} |")
@@ -149,7 +153,7 @@ def goals_table() -> str:
 
 
 def dense_table() -> str:
-    """Every optimizer on ResNet-50, in least times."""
+    """Every optimizer on ResNet-50, least times."""
     peers = ("roof", "optax", "torch foreach", "torch fused")
     lines = ["| | ns for each parameter | bytes | " + " | ".join(f"/ {p}" for p in peers) + " |"]
     lines.append("|---" * (3 + len(peers)) + "|")
@@ -165,7 +169,7 @@ def dense_table() -> str:
 
 
 def cases_table() -> str:
-    """Ours against optax's, by case, in least times."""
+    """Ratios to optax by case, of least times."""
     cases = result("dense")["cases"]
     lines = ["| | " + " | ".join(IN_WORDS.get(c, c) for c in cases) + " |"]
     lines.append("|---" * (1 + len(cases)) + "|")
@@ -189,7 +193,7 @@ def compile_table() -> str:
 
 
 def rows_table() -> str:
-    """Milliseconds on tables with peers."""
+    """Milliseconds of steps on embedding tables, with peers."""
     cases = {c: result("rows")["cases"][c] for c in ("1M x 64", "4M x 32")}
     lines = ["| ms, least (median) | " + " | ".join(cases) + " |", "|---" * (1 + len(cases)) + "|"]
     for name in cases["1M x 64"]:
@@ -216,7 +220,7 @@ def small_table() -> str:
 
 
 def machine_line() -> str:
-    """Where and when."""
+    """The date, the machine and the versions."""
     machine = result("dense")["machine"]
     versions = ("jax", "jaxlib", "optax", "torch", "numpy", "python")
     with_versions = ", ".join(f"{v} {machine[v]}" for v in versions if v in machine)
@@ -235,7 +239,7 @@ TABLES = {
 
 
 def draw_dense(figure: Any) -> None:
-    """Bars against the roof."""
+    """Bars of times relative to the roof."""
     found = result("dense")["cases"]["resnet50"]
     names = sorted(found, key=lambda n: found[n]["ratios of least"]["roof"])
     who = {"optzoo": "#0072b2", "optax": "#e69f00", "torch foreach": "#999999"}
@@ -258,7 +262,7 @@ def draw_dense(figure: Any) -> None:
 
 
 def draw_rows(figure: Any) -> None:
-    """Growth with the rows of the table, and with the ids of a step."""
+    """Times by the number of rows of the table, and by the number of ids in a step."""
     cases = result("rows")["cases"]
     by_rows = {100_000: "100,000 x 32", 400_000: "400,000 x 32", 1_000_000: "1,000,000 x 32",
                4_000_000: "4M x 32"}  # fmt: skip
@@ -278,7 +282,7 @@ def draw_rows(figure: Any) -> None:
 
 
 def main() -> None:
-    """Draws."""
+    """Writes the figures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

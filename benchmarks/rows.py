@@ -1,11 +1,11 @@
-"""An embedding table: row-sparse steps beside their peers in optax and torch, in one run.
+"""Row-sparse steps on an embedding table, compared with optax and torch.
 
     .venv/bin/python benchmarks/rows.py [--case "1M x 64"] [--rounds 15] [--save]
 
-A case is a table and a number of ids a step, uniform or Zipf's with exponent 1.2. The contenders
-take turns in a new order each round, on one core, with donated arguments, other ids in each round,
-and repeated ids as they come. Prints the least time and the median of each, and the ratio of the
-least ones to that of our own ``lazy_adam``. torch is taken along where it is installed.
+A case is a table and a number of ids in each step, with a uniform distribution or Zipf's with
+exponent 1.2. The contenders take turns in a new order each round, on one core, with donated
+arguments and other ids in each round; ids may repeat. Prints the least time and the median of each,
+and the ratio of the least times to that of ``lazy_adam``. torch is included if it is installed.
 """
 
 import argparse
@@ -23,33 +23,30 @@ import optax  # noqa: E402
 import optzoo  # noqa: E402
 
 BATCHES = 16
-# Rows, width, ids, whether by Zipf's law; and who runs beside the usual ones.
+# Rows, width, ids, whether by Zipf's law, and which other contenders to include.
 CASES = {
     "1M x 64": (1_000_000, 64, 4096, False, "all"),
     "4M x 32": (4_000_000, 32, 4096, False, "peers"),
-    "1M x 64, Zipf": (1_000_000, 64, 16384, True, "nobody"),
-    **{f"{n:,} x 32": (n, 32, 4096, False, "nobody") for n in (100_000, 400_000, 1_000_000)},
-    **{
-        f"1M x 64, {k:,} ids": (1_000_000, 64, k, False, "nobody")
-        for k in (256, 1024, 16384, 65536)
-    },
+    "1M x 64, Zipf": (1_000_000, 64, 16384, True, "none"),
+    **{f"{n:,} x 32": (n, 32, 4096, False, "none") for n in (100_000, 400_000, 1_000_000)},
+    **{f"1M x 64, {k:,} ids": (1_000_000, 64, k, False, "none") for k in (256, 1024, 16384, 65536)},
 }
 MINE = "lazy_adam"
 
 
-def ours(beside):
-    """Name -> optimizer."""
+def ours(others):
+    """Our optimizers and those of optax, by name."""
     found = {
         MINE: optzoo.lazy_adam(1e-3),
         "adagrad": optzoo.adagrad(0.1),
         "row_wise_adagrad": optzoo.row_wise_adagrad(0.1),
     }
-    if beside != "nobody":
+    if others != "none":
         found["lazy_adam, packed"] = optzoo.slots_dtype(
             optzoo.lazy_adam(1e-3), "float32", packed=True
         )
         found["optax.adam, dense"] = optax.chain(optzoo.densify(), optax.adam(1e-3))
-    if beside == "all":
+    if others == "all":
         found |= {
             "momentum": optzoo.momentum(0.1, 0.9),
             "ftrl": optzoo.ftrl(0.1),
@@ -63,7 +60,7 @@ def ours(beside):
 
 
 def of_torch(kind, ids, values, rows, **kwargs):
-    """A run of a torch optimizer on sparse gradients."""
+    """``run(k)`` of a torch optimizer on sparse gradients."""
     import torch
 
     torch.set_num_threads(1)
@@ -80,15 +77,15 @@ def of_torch(kind, ids, values, rows, **kwargs):
     return run
 
 
-def measure(rows, width, ids, zipf, beside, rounds):
-    """Seconds of each contender."""
+def measure(rows, width, ids, zipf, others, rounds):
+    """Least and median seconds of each contender."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(ids, width)).astype(np.float32)
     draw = lambda: np.minimum(rng.zipf(1.2, ids), rows) - 1 if zipf else rng.integers(0, rows, ids)
     batches = [draw().astype(np.int64) for _ in range(BATCHES)]
     grads = [optzoo.SparseRows(jnp.int32(i), jnp.asarray(values), rows) for i in batches]
     table = jnp.zeros((rows, width))
-    runs = {name: harness.contender(tx, table, grads)[0] for name, tx in ours(beside).items()}
+    runs = {name: harness.contender(tx, table, grads)[0] for name, tx in ours(others).items()}
     if importlib.util.find_spec("torch"):
         runs["torch SparseAdam"] = of_torch("SparseAdam", batches, values, rows, lr=1e-3)
         runs["torch Adagrad, sparse"] = of_torch("Adagrad", batches, values, rows, lr=0.1)
@@ -108,8 +105,8 @@ def main():
     args = parser.parse_args()
     results = {}
     for case in CASES if "all" in args.case else args.case:
-        rows, width, ids, zipf, beside = CASES[case]
-        found = results[case] = measure(rows, width, ids, zipf, beside, args.rounds)
+        rows, width, ids, zipf, others = CASES[case]
+        found = results[case] = measure(rows, width, ids, zipf, others, args.rounds)
         print(f"{case}: {rows:,} x {width}, {ids:,} ids, {jax.devices()[0].device_kind}")
         mine = found[MINE]["least s"]
         for name, times in found.items():

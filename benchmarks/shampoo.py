@@ -1,17 +1,17 @@
-"""Shampoo's step beside its own matrix products and optax.adam, in one run.
+"""A step of Shampoo compared with its matrix products and optax.adam.
 
     .venv/bin/python benchmarks/shampoo.py [--block 512] [--rounds 21] [--cores 1] [--save]
     .venv/bin/python benchmarks/shampoo.py --compile [--save]
 
 3.1M parameters: four matrices of 512 x 512, one of 512 x 2048 and one of 2048 x 512. The contenders
-take turns in a new order each round, with donated arguments. *Products* are the four matrix
-products of each block, two for the statistics and two for the direction, on their own. A
-step that refreshes all roots is timed on its own; the mean over 20 steps, one of which refreshes,
-follows from the medians of the two kinds.
+take turns in a new order each round, with donated arguments. *Products* are only the four matrix
+products of each block, two for the statistics and two for the direction. A step that refreshes all
+roots is timed separately; the mean over 20 steps, one of which refreshes, is computed from the
+medians of both kinds of steps.
 
-Peers that no registry has (facebookresearch/optimizers at f606606, google-research/precondition at
-239a8cd) were timed before on the same shapes, on one core of the same kind; given are their ratios
-to optax.adam and to the products of that run.
+Peers without a package (facebookresearch/optimizers at f606606, google-research/precondition at
+239a8cd) were timed earlier on the same shapes, on one core of the same kind; the table has their
+ratios to optax.adam and to the products of that run.
 
 With ``--compile``: the time to trace, lower and compile a step for a transformer of 12 layers, 147
 parameters with 85M elements.
@@ -24,8 +24,8 @@ import harness
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--save", action="store_true")
-for name, usual in {"block": 512, "rounds": 21, "cores": 1}.items():
-    parser.add_argument(f"--{name}", type=int, default=usual)
+for name, default in {"block": 512, "rounds": 21, "cores": 1}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 if not args.compile:
     harness.pin(args.cores)
@@ -55,7 +55,7 @@ def normal(seed):
 
 
 def products(block):
-    """A run of the products alone, on as many blocks."""
+    """``run(k)`` of the matrix products alone, on the same number of blocks."""
     number = sum(m * n for m, n in SHAPES) // block**2
     x, h = (
         jnp.asarray(np.random.default_rng(k).normal(size=(number, block, block))) for k in (0, 1)
@@ -72,7 +72,7 @@ def products(block):
 
 
 def contenders(block):
-    """Name -> optimizer."""
+    """The optimizers by name."""
     plain = dict(max_matrix_size=4096, block_size=block)
     recipe = dict(block_size=block, start_step=0)
     return {
@@ -88,7 +88,7 @@ def contenders(block):
 
 
 def steps():
-    """The table of steps."""
+    """The results for steps."""
     grads = [normal(k) for k in range(4)]
     runs, about = {}, {}
     for name, tx in contenders(args.block).items():
@@ -116,7 +116,7 @@ def steps():
 
 
 def transformer():
-    """Shapes of 12 layers of width 768."""
+    """The shapes of a transformer of 12 layers of width 768."""
     d = 768
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     norm = {"scale": f32(d), "bias": f32(d)}
@@ -131,7 +131,7 @@ def transformer():
 
 
 def compiling():
-    """The table of compilations."""
+    """The results for compilation."""
     params, result = transformer(), {}
     blocked = {
         "optax.adam": optax.adam(1e-3),
@@ -150,8 +150,8 @@ def main():
     """Runs, prints, and saves."""
     result = compiling() if args.compile else steps()
     for name, row in result.items():
-        numbers = "   ".join(f"{k} {v:.3g}" for k, v in row.items() if v is not None)
-        print(f"{name:50} {numbers}")
+        values = "   ".join(f"{k} {v:.3g}" for k, v in row.items() if v is not None)
+        print(f"{name:50} {values}")
     if args.save:
         harness.save("shampoo_compile" if args.compile else "shampoo", {"measured": result})
 

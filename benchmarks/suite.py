@@ -1,10 +1,10 @@
-"""All benchmarks, one after the other; says which ratios have got worse than the stored ones.
+"""Runs all benchmarks and reports the ratios that are worse than the stored ones.
 
     .venv/bin/python benchmarks/suite.py           some minutes (make bench)
-    .venv/bin/python benchmarks/suite.py --full    all, into benchmarks/results (make bench-full)
+    .venv/bin/python benchmarks/suite.py --full    all, for benchmarks/results (make bench-full)
 
-Ratios are those of contenders in one run, so they bear a busy machine better than times do, and
-still noise: a report is no failure.
+Ratios are those of contenders in one run, so a busy machine changes them less than times, but they
+still have noise: a reported ratio is not a failure.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-WORSE = 1.15  # a ratio that has grown by more is reported
+WORSE = 1.15  # a ratio that increased by more than this factor is reported
 QUICK = {
     "dense": ["--case", "four", "--rounds", "7"],
     "rows": ["--case", "1M x 64", "--rounds", "7"],
@@ -50,7 +50,7 @@ def ratios(document: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, flo
 
 
 def main() -> None:
-    """Runs all and compares."""
+    """Runs the benchmarks and compares the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true")
     full = parser.parse_args().full

@@ -1,12 +1,12 @@
-"""Steps and time to a target loss at tuned rates, beside Adam.
+"""Steps and time to a target loss at tuned rates, compared with Adam.
 
     .venv/bin/python benchmarks/training.py [adam blocked_shampoo shampoo ggt]
         [--problems digits characters] [--rounds 9] [--cores 1] [--save]
 
-The race tunes and runs each optimizer of the catalogue that is named: its grid of rates, 3 seeds.
-Steps to target are the mean over the seeds of the first evaluation, one each 10 steps, at or below
-the target; it is not reached if one seed does not reach it. Seconds per step are the mean of 40
-steps in a row, so that work done now and then counts, at the median over rounds in which the
+The race tunes and runs each named optimizer of the catalogue: its grid of rates, 3 seeds. Steps to
+target are the mean over the seeds of the first evaluation, one every 10 steps, at or below the
+target; the target is not reached if one seed does not reach it. Seconds per step are the mean of 40
+consecutive steps, so that periodic work is included, and the median over rounds in which the
 optimizers take turns; time to target is the product. Ratios are to the optimizer named first.
 
 With ``--save``: ``training.json``, ``training_steps.png`` and ``training_time.png`` in ``results``.
@@ -18,8 +18,8 @@ import harness
 
 PROBLEMS = ["digits", "characters"]
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-usual = ["adam", "blocked_shampoo", "shampoo", "ggt"]
-parser.add_argument("optimizers", nargs="*", metavar="optimizer", default=usual)
+defaults = ["adam", "blocked_shampoo", "shampoo", "ggt"]
+parser.add_argument("optimizers", nargs="*", metavar="optimizer", default=defaults)
 parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=PROBLEMS)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--cores", type=int, default=1)
@@ -39,7 +39,7 @@ STRETCH = 40
 
 
 def stretch(problem, name, rate):
-    """``run(k)``: the k-th forty steps of an optimizer."""
+    """``run(k)``: the k-th 40 steps of an optimizer."""
     examples = len(jax.tree.leaves(problem.train)[0])
     draws = np.random.default_rng(0).integers(examples, size=(STRETCH, problem.batch_size))
     batches = [jax.tree.map(lambda a, ids=ids: jnp.asarray(a[ids]), problem.train) for ids in draws]
@@ -57,7 +57,7 @@ def stretch(problem, name, rate):
 
 
 def time_steps(problem, results, rounds):
-    """Puts seconds per step into the results, and the race's own aside."""
+    """Replaces seconds per step in the results; keeps those of the race under another key."""
     runs = {r["optimizer"]: stretch(problem, r["optimizer"], r["rate"]) for r in results}
     seconds = harness.take_turns(runs, rounds)
     for r in results:
@@ -111,7 +111,7 @@ def main():
         print(f"\n{name}: {report.headline(document, name)}\n")
         print(*table(results), sep="\n")
     for line in report.skipped(document):
-        print(f"left out: {line}")
+        print(f"skipped: {line}")
     if args.save:
         harness.save("training", {k: v for k, v in document.items() if k != "machine"})
         for against in ("steps", "time"):

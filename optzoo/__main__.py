@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; gives its exit code."""
+    """Runs a subcommand and returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["race"]:
         try:

@@ -48,25 +48,25 @@ from .wrappers.weight_decay import decoupled_weight_decay
 
 
 class Entry(NamedTuple):
-    """What the rest of the library knows about an optimizer."""
+    """The properties of an optimizer that the rest of the library needs."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    rows: str  # what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear"
-    rate: float  # a learning rate that suits small problems; the middle of the race's grid
-    original: str | None  # the class it equals; None for what is our own
-    l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
-    required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
+    rows: str  # policy for row-sparse gradients: "lazy", "dense", "touched" or "linear"
+    rate: float  # a learning rate for small problems; the middle of the race's grid
+    original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none
+    l1_of_the_sum: bool = False  # its L1 strength is relative to the sum of all gradients
+    required: Mapping[str, Any] = MappingProxyType({})  # values for arguments without default
     needs_global_step: bool = False  # update(..., global_step=) must be given
-    static: tuple[str, ...] = ()  # numbers that must be known when traced: not to be injected
+    static: tuple[str, ...] = ()  # static_args of optax.inject_hyperparams: not to be injected
 
     def make(self, learning_rate: optax.ScalarOrSchedule | None = None, **kwargs: Any):
-        """The optimizer at its usual settings, or at others."""
+        """The optimizer at its default settings, or with the given arguments."""
         rate = self.rate if learning_rate is None else learning_rate
         return self.factory(rate, **{**self.required, **kwargs})
 
     @property
     def family(self) -> str:
-        """The folder it lives in."""
+        """The folder of its module."""
         return self.factory.__module__.split(".")[1]
 
 
@@ -128,10 +128,10 @@ CATALOG: dict[str, Entry] = {
 
 
 class Wrapper(NamedTuple):
-    """What the rest of the library knows about what goes around an optimizer."""
+    """The properties of a wrapper that the rest of the library needs."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    original: str | None  # the class or function it equals; None for what is our own
+    original: str | None  # the equivalent class or function in TF1; None if there is none
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -147,14 +147,14 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 class Method(NamedTuple):
-    """What the rest of the library knows about a way to train on many replicas."""
+    """The properties of a distributed method that the rest of the library needs."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    original: str | None  # the class it equals; None for what is our own
-    sized: Mapping[str, Callable[[int], int]] = MappingProxyType({})  # usual values by replicas
+    original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none
+    sized: Mapping[str, Callable[[int], int]] = MappingProxyType({})  # values by num_replicas
 
     def make(self, inner: optax.GradientTransformation, num_replicas: int, **kwargs: Any):
-        """The method around an optimizer, at its usual settings for so many replicas."""
+        """The method around an optimizer, at its default settings for ``num_replicas``."""
         usual = {name: value(num_replicas) for name, value in self.sized.items()}
         return self.factory(inner, **{**usual, **kwargs})
 
@@ -164,7 +164,7 @@ _ALL = lambda num_replicas: num_replicas
 DISTRIBUTED: dict[str, Method] = {
     "agn": Method(agn, f"{_CONTRIB}.AGNOptimizer"),
     "diloco": Method(diloco, None),
-    # Of gradients that all begin at once, the last to be applied is one less than all behind.
+    # If all gradients start at the same parameters, the last one applied is this stale.
     "drop_stale_gradient": Method(
         drop_stale_gradient,
         f"{_CONTRIB}.DropStaleGradientOptimizer",
@@ -181,14 +181,14 @@ DISTRIBUTED: dict[str, Method] = {
 
 
 def optimizers_table() -> str:
-    """The optimizers as the README shows them."""
+    """The table of optimizers in the README."""
     lines = ["| optimizer | what it is | original | rows |", "|---|---|---|---|"]
     lines += [f"{_about(name, entry)} {entry.rows} |" for name, entry in CATALOG.items()]
     return "\n".join(lines) + "\n"
 
 
 def distributed_table() -> str:
-    """The distributed family as the README shows it."""
+    """The table of distributed methods in the README."""
     lines = ["| wrapper | what it is | original |", "|---|---|---|"]
     lines += [_about(name, method) for name, method in DISTRIBUTED.items()]
     return "\n".join(lines) + "\n"

@@ -1,3 +1,3 @@
-"""Every optimizer of the catalogue passes the battery."""
+"""The conformance tests, on every optimizer of the catalogue."""
 
 from optzoo.testing.contract import *  # noqa: F403

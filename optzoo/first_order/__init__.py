@@ -1,1 +1,1 @@
-"""Each parameter on its own: gradient and slots only."""
+"""First-order optimizers: each parameter is updated from its gradient and slots alone."""

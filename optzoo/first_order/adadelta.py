@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class AdadeltaSlots(NamedTuple):
-    """What Adadelta keeps."""
+    """The slots of Adadelta."""
 
     accum: Slot  # mean of the squared gradient
     accum_update: Slot  # mean of the squared step
@@ -29,10 +29,10 @@ def scale_by_adadelta(
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2
         ratio = safe_divide(s.accum_update + eps, accum + eps, eps)
-        step2 = ratio * g * g  # 0 if the square overflows
+        step2 = ratio * g * g  # 0 if g**2 overflows
 
         def update(s):
-            # From the new accum_update: beside it, XLA would have to copy the old one.
+            # Computed from the new accum_update: XLA would copy the slot if the old one were read, too.
             divisor = rho * (s.accum + eps) + (1 - rho) * g**2
             return jnp.sqrt(safe_divide(s.accum_update + rho * eps, divisor, eps)) * g
 
@@ -52,14 +52,14 @@ def adadelta(
         U_t &= \rho\, U_{t-1} + (1 - \rho)\, d_t^2 \\
         x_t &= x_{t-1} - \eta_t\, d_t
 
-    The paper has no rate, :math:`\eta = 1`; the default is the original's. Rows without a
-    gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    The paper has no learning rate (:math:`\eta = 1`); the default is that of the original. Rows
+    without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         rho: :math:`\rho`, decay of both means, in [0, 1).
-        eps: :math:`\epsilon`, inside the roots, at least 0. It starts the steps off: at 0 nothing
-            ever moves.
+        eps: :math:`\epsilon`, inside the roots, at least 0. With 0, the first step is zero and so
+            are all others.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -70,7 +70,7 @@ def adadelta(
         2012.
 
     Differences from the original:
-        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
-        gives NaN there.
+        With ``eps=0``, an element whose gradients were all zero is unchanged; the original gives
+        NaN.
     """
     return descend(learning_rate, scale_by_adadelta(rho, eps))

@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class AdagradSlots(NamedTuple):
-    """What Adagrad keeps."""
+    """The slots of Adagrad."""
 
     accumulator: Slot  # sum of the squared gradients
 

@@ -1,4 +1,4 @@
-"""Adam and its lazy sibling: one rule, two ways with rows."""
+"""Adam and lazy Adam: one rule, two policies for rows."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,24 +16,24 @@ from ..state.types import Slot
 
 
 class AdamSlots(NamedTuple):
-    """What Adam keeps."""
+    """The slots of Adam."""
 
     m: Slot  # mean of the gradient
     v: Slot  # mean of the squared gradient
 
 
 def next_slots(g: Array, s: AdamSlots, b1: float, b2: float) -> AdamSlots:
-    """The two means with one more gradient in them."""
+    """Both means after one more gradient."""
     return AdamSlots(m=b1 * s.m + (1 - b1) * g, v=b2 * s.v + (1 - b2) * g**2)
 
 
 def bias_correction(beta1_power: Array, beta2_power: Array) -> Array:
-    """What makes up for the start of both means at zero."""
+    """The bias correction of both means."""
     return jnp.sqrt(1 - beta2_power) / (1 - beta1_power)
 
 
 def adam_rule(b1: float, b2: float, eps: float) -> Rule:
-    """Adam on one array."""
+    """The rule of Adam for one array."""
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t, beta1_power, beta2_power):
@@ -72,10 +72,10 @@ def adam(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    This is the paper's "epsilon hat": it is added to :math:`\sqrt{v_t}` before the correction of
-    the bias, unlike in ``optax.adam``. A row-sparse gradient counts as dense
-    (:func:`optzoo.dense`): rows without a gradient decay, and move. See :func:`optzoo.lazy_adam`
-    for an update that costs what the touched rows cost.
+    This is the paper's "epsilon hat": it is added to :math:`\sqrt{v_t}` before the bias correction,
+    unlike in ``optax.adam``. A row-sparse gradient is treated as dense (:func:`optzoo.dense`): for
+    rows without a gradient the slots decay and the parameters move. See :func:`optzoo.lazy_adam`
+    for an update whose cost grows with the touched rows only.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -92,8 +92,8 @@ def adam(
         <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
 
     Differences from the original:
-        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
-        divides zero by zero there and gives NaN.
+        With ``eps=0``, an element whose gradients were all zero is unchanged; the original divides
+        zero by zero and gives NaN.
     """
     return descend(learning_rate, scale_by_adam(b1, b2, eps))
 
@@ -112,8 +112,8 @@ def lazy_adam(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), though
-    :math:`t` counts every update. On dense gradients it is :func:`optzoo.adam`.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t`
+    counts every update. For dense gradients it is :func:`optzoo.adam`.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -130,8 +130,8 @@ def lazy_adam(
         <https://arxiv.org/abs/1412.6980>`_, 2015.
 
     Differences from the original:
-        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
-        divides zero by zero there and gives NaN.
+        With ``eps=0``, an element whose gradients were all zero is unchanged; the original divides
+        zero by zero and gives NaN.
     """
     return descend(learning_rate, scale_by_lazy_adam(b1, b2, eps))
 

@@ -1,4 +1,4 @@
-"""Adam, and its lazy sibling, that read the step from outside."""
+"""AdamGS and lazy AdamGS: Adam with the step count given as an argument."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def adam_gs(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam on a global step, as in ``tf.contrib.opt.AdamGSOptimizer``.
+    r"""Adam with a global step, as in ``tf.contrib.opt.AdamGSOptimizer``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -40,11 +40,11 @@ def adam_gs(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^{n+1}}}{1 - \beta_1^{n+1}} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one,
-    which must be given. Counted from 0 it is :func:`optzoo.adam`. Where it starts at a later one,
-    the correction is that of means which are no longer young, though they are: at the default
-    decays the first step is 0.98 rates long at :math:`n = 100`, 2.5 at 1000. A row-sparse
-    gradient counts as dense (:func:`optzoo.dense`).
+    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
+    must be given. If :math:`n` starts at 0, this is :func:`optzoo.adam`. If it starts later, the
+    bias correction does not match the means, which start at zero: with the default decays the first
+    step has length :math:`0.98\, \eta` at :math:`n = 100` and :math:`2.5\, \eta` at
+    :math:`n = 1000`. A row-sparse gradient is treated as dense (:func:`optzoo.dense`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -54,16 +54,16 @@ def adam_gs(
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range, or ``update`` gets no global step.
+        ValueError: if a decay or eps is out of its range, or if ``update`` gets no global step.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015.
 
     Differences from the original:
-        The global step is an argument of the update and must be given; the original's default is
-        a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
-        gradients were all zero stays where it is; the original gives NaN there.
+        The global step is an argument of the update and must be given; the original's default is a
+        constant 0, which keeps the correction of the first step permanently. With ``eps=0``, an
+        element whose gradients were all zero is unchanged; the original gives NaN.
     """
     return descend(learning_rate, scale_by_adam_gs(b1, b2, eps))
 
@@ -74,7 +74,7 @@ def lazy_adam_gs(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lazy Adam on a global step, as in ``tf.contrib.opt.LazyAdamGSOptimizer``.
+    r"""Lazy Adam with a global step, as in ``tf.contrib.opt.LazyAdamGSOptimizer``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -82,9 +82,9 @@ def lazy_adam_gs(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^{n+1}}}{1 - \beta_1^{n+1}} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one,
-    which must be given. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`). On dense gradients it is :func:`optzoo.adam_gs`.
+    where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
+    must be given. Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    For dense gradients it is :func:`optzoo.adam_gs`.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -94,23 +94,23 @@ def lazy_adam_gs(
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range, or ``update`` gets no global step.
+        ValueError: if a decay or eps is out of its range, or if ``update`` gets no global step.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015.
 
     Differences from the original:
-        The global step is an argument of the update and must be given; the original's default is
-        a constant 0, the correction of the first step for ever. With ``eps=0`` an element whose
-        gradients were all zero stays where it is; the original gives NaN there.
+        The global step is an argument of the update and must be given; the original's default is a
+        constant 0, which keeps the correction of the first step permanently. With ``eps=0``, an
+        element whose gradients were all zero is unchanged; the original gives NaN.
     """
     return descend(learning_rate, scale_by_lazy_adam_gs(b1, b2, eps))
 
 
 def _scale_by_adam_gs(b1: float, b2: float, eps: float, rows: Callable[[Rule], RowsRule]):
     b1, b2 = check_decays(b1=b1, b2=b2)
-    # In float32 whatever the parameters are, as in the original.
+    # In float32 for all dtypes of parameters, as in the original.
     power = lambda base: lambda n: jnp.float32(base) ** (jnp.float32(n) + 1)
     return leafwise(
         adam_rule(b1, b2, eps),

@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class AdaMaxSlots(NamedTuple):
-    """What AdaMax keeps."""
+    """The slots of AdaMax."""
 
     m: Slot  # mean of the gradient
     v: Slot  # decaying maximum of its magnitude
@@ -54,7 +54,7 @@ def adamax(
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the maximum, in [0, 1).
-        eps: guards the division where no gradient was seen yet, at least 0.
+        eps: :math:`\epsilon`, at least 0; it avoids a division by zero before the first gradient.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -65,7 +65,7 @@ def adamax(
         <https://arxiv.org/abs/1412.6980>`_, 2015, section 7.1.
 
     Differences from the original:
-        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
-        divides zero by zero there and gives NaN.
+        With ``eps=0``, an element whose gradients were all zero is unchanged; the original divides
+        zero by zero and gives NaN.
     """
     return descend(learning_rate, scale_by_adamax(b1, b2, eps))

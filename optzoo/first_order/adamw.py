@@ -17,24 +17,24 @@ def adamw(
     weight_decay: float,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam with weight decay beside it, as in ``tf.contrib.opt.AdamWOptimizer``.
+    r"""Adam with decoupled weight decay, as in ``tf.contrib.opt.AdamWOptimizer``.
 
     .. math::
         x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
 
-    where :math:`u_t` is the update of :func:`optzoo.adam`. Unlike in ``optax.adamw`` the decay is
-    not times the rate. A row-sparse gradient counts as dense for Adam (:func:`optzoo.dense`), but
-    only its rows decay.
+    where :math:`u_t` is the update of :func:`optzoo.adam`. Unlike in ``optax.adamw``, the decay is
+    not multiplied by the learning rate. Adam treats a row-sparse gradient as dense
+    (:func:`optzoo.dense`), but only the rows of the gradient decay.
 
     Args:
         learning_rate: :math:`\eta` of Adam, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\hat\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, the share of a parameter that vanishes at each update, at
-            least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths such
-            as ``("kernel", "embedding")``; None for all.
+        weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
+            at least 0.
+        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
+            ``("kernel", "embedding")``; None for all.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -45,7 +45,8 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` always counts; the original ignores ``minimize(decay_var_list=)``. With ``eps=0``
-        an element whose gradients were all zero takes no step of Adam's; the original gives NaN.
+        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``. With
+        ``eps=0``, an element whose gradients were all zero is changed by the weight decay only; the
+        original gives NaN.
     """
     return decoupled_weight_decay(adam(learning_rate, b1, b2, eps), weight_decay, mask)

@@ -1,4 +1,4 @@
-"""AddSign: the gradient, weighted by whether it agrees in sign with its mean."""
+"""AddSign: gradients weighted by whether their sign agrees with that of their mean."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class AddSignSlots(NamedTuple):
-    """What AddSign keeps."""
+    """The slots of AddSign."""
 
     m: Slot  # mean of the gradient
 
@@ -44,8 +44,8 @@ def add_sign(
         m_t &= \beta\, m_{t-1} + (1 - \beta)\, g_t \\
         x_t &= x_{t-1} - \eta_t\, (\alpha + \delta_t\, \mathrm{sgn}(g_t)\, \mathrm{sgn}(m_t))\, g_t
 
-    The mean starts at zero without a correction. With row-sparse gradients the mean decays
-    everywhere, but only rows with a gradient move (:func:`optzoo.touched`).
+    The mean starts at zero, without bias correction. With row-sparse gradients the mean decays in
+    all rows, but only rows with a gradient move (:func:`optzoo.touched`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -63,7 +63,6 @@ def add_sign(
         <https://arxiv.org/abs/1709.07417>`_, 2017.
 
     Differences from the original:
-        Row-sparse gradients work whatever holds the parameters; the original refuses resource
-        variables there.
+        Row-sparse gradients always work; the original refuses them for resource variables.
     """
     return descend(learning_rate, scale_by_add_sign(alpha, beta, sign_decay))

@@ -1,4 +1,4 @@
-"""AMSGrad: Adam whose squared mean never falls."""
+"""AMSGrad: Adam with a non-decreasing second moment."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class AMSGradSlots(NamedTuple):
-    """What AMSGrad keeps."""
+    """The slots of AMSGrad."""
 
     m: Slot  # mean of the gradient
     v: Slot  # mean of the squared gradient
@@ -52,16 +52,16 @@ def amsgrad(
         \hat v_t &= \max(\hat v_{t-1}, v_t) \\
         x_t &= x_{t-1} - \frac{\eta_t}{\sqrt{t}} \cdot \frac{m_t}{\sqrt{\hat v_t} + \epsilon}
 
-    where :math:`\sqrt{t}` is 1 unless ``decay``. The bias is not corrected. Rows without a
-    gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    where :math:`\sqrt{t}` is replaced by 1 unless ``decay`` is true. There is no bias correction.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        decay: divide the rate by the root of the number of updates. Structural: it cannot be
-            injected.
+        decay: divide the learning rate by the square root of the number of updates. A static
+            argument: it cannot be injected.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -72,8 +72,8 @@ def amsgrad(
         <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018.
 
     Differences from the original:
-        With ``eps=0``, the default, an element whose gradients were all zero stays where it is;
-        the original divides zero by zero there and stays NaN. It takes row-sparse gradients and
-        float64, where the original raises a TypeError.
+        With ``eps=0``, the default, an element whose gradients were all zero is unchanged; the
+        original divides zero by zero and its parameter stays NaN. Row-sparse gradients and float64
+        are accepted; the original raises a TypeError for them.
     """
     return descend(learning_rate, scale_by_amsgrad(b1, b2, eps, decay))

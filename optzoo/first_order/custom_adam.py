@@ -1,4 +1,4 @@
-"""RETURNN's own Adam."""
+"""CustomAdam: the Adam of RETURNN."""
 
 import optax
 
@@ -16,15 +16,14 @@ def custom_adam(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    It is :func:`optzoo.lazy_adam` by another name: rows without a gradient keep their parameters
-    and slots (:func:`optzoo.lazy`).
+    It is the same as :func:`optzoo.lazy_adam`: rows without a gradient keep their parameters and
+    slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
-        eps: :math:`\hat\epsilon`, at least 0. RETURNN's updater passes 1e-16 unless told
-            otherwise.
+        eps: :math:`\hat\epsilon`, at least 0. RETURNN's updater passes 1e-16 by default.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -35,8 +34,8 @@ def custom_adam(
         <https://arxiv.org/abs/1412.6980>`_, 2015.
 
     Differences from the original:
-        Rows that share an index sum; in the original each of them makes a step of its own, and
-        the last one's slots stay. With ``eps=0`` an element whose gradients were all zero stays
-        where it is; the original gives NaN there.
+        Rows that share an index are summed; the original makes a step for each of them and keeps
+        the slots of the last one. With ``eps=0``, an element whose gradients were all zero is
+        unchanged; the original gives NaN.
     """
     return lazy_adam(learning_rate, b1, b2, eps)

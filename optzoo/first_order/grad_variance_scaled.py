@@ -1,4 +1,4 @@
-"""GradVarianceScaled: smaller steps where the gradient strays from its mean."""
+"""GradVarianceScaled: smaller steps where the gradient is far from its mean."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class GradVarianceScaledSlots(NamedTuple):
-    """What GradVarianceScaled keeps."""
+    """The slots of GradVarianceScaled."""
 
     m: Slot  # mean of the gradient
     v: Slot  # mean of the squared distance from it
@@ -31,7 +31,7 @@ def scale_by_grad_variance(
         ratio = lambda v, d: jnp.where(v < d + eps, v / (d + eps), 1)
         update = lambda s: g * ratio(s.v, distance(s.m))
         m = b1 * s.m + (1 - b1) * g
-        # A row without a gradient has no distance from its mean either.
+        # The distance counts as zero in rows without a gradient.
         squares = jnp.where(has_gradient > 0, distance(m), 0)
         return update, GradVarianceScaledSlots(m, b2 * s.v + (1 - b2) * squares)
 
@@ -49,7 +49,7 @@ def scale_by_grad_variance(
 def grad_variance_scaled(
     learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    r"""RETURNN's own scaling, as in ``returnn.tf.updater.GradVarianceScaledOptimizer``.
+    r"""Variance-scaled gradients, as in ``returnn.tf.updater.GradVarianceScaledOptimizer``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -57,9 +57,9 @@ def grad_variance_scaled(
         v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, d_t \\
         x_t &= x_{t-1} - \eta_t\, g_t\, \min\left(\frac{v_t}{d_t + \epsilon}, 1\right)
 
-    The bias is not corrected, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
-    row-sparse gradients the means decay everywhere, but only rows with a gradient move, or have a
-    distance (:func:`optzoo.touched`).
+    There is no bias correction, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
+    row-sparse gradients the means decay in all rows, but only rows with a gradient move
+    (:func:`optzoo.touched`); :math:`d_t` is zero in the others.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -72,10 +72,11 @@ def grad_variance_scaled(
         ValueError: if a decay or eps is out of its range.
 
     References:
-        No paper; RETURNN's source.
+        The source code of RETURNN; there is no paper.
 
     Differences from the original:
-        Rows that share an index sum; in the original each of them makes a step of its own. With
-        ``eps=0`` an element that never left its mean takes the full step; the original gives NaN.
+        Rows that share an index are summed; the original makes a step for each of them. With
+        ``eps=0``, an element whose gradient always equalled its mean takes the full step; the
+        original gives NaN.
     """
     return descend(learning_rate, scale_by_grad_variance(b1, b2, eps))

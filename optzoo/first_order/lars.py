@@ -1,4 +1,4 @@
-"""LARS: a rate for each layer."""
+"""LARS: a learning rate for each layer."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..state.types import Slot
 
 
 class LARSSlots(NamedTuple):
-    """What LARS keeps."""
+    """The slots of LARS."""
 
     momentum: Slot  # decaying sum of the steps
 
@@ -23,9 +23,9 @@ class LARSSlots(NamedTuple):
 def scale_by_lars_trust_ratio(
     weight_decay: float = 1e-4, eeta: float = 1e-3, eps: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The decayed gradient in proportion to the parameter, as in :func:`optzoo.lars`.
+    """Scales the decayed gradient by the trust ratio of :func:`optzoo.lars`.
 
-    Rows pass unchanged.
+    Row-sparse gradients pass unchanged.
     """
     check_not_negative(weight_decay=weight_decay, eeta=eeta, eps=eps)
 
@@ -58,24 +58,25 @@ def lars(
         x_t &= x_{t-1} - a_t
             \quad\text{or, with Nesterov,}\quad x_{t-1} - (s_t + \mu\, a_t)
 
-    with norms over a whole parameter. Where one of them is zero, :math:`r_t = 1`. For a skipped
-    parameter :math:`s_t = \eta_t\, g_t`. The rate is part of the sum, so LARS owns it. A
-    parameter with row-sparse gradients falls back to :func:`optzoo.momentum` (its rate outside
-    of the sum, no decay): rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`).
+    where the norms are over a whole parameter. If one of them is zero, :math:`r_t = 1`. For a
+    skipped parameter :math:`s_t = \eta_t\, g_t`. The learning rate is part of the sum :math:`a_t`,
+    so LARS applies it itself. A parameter with row-sparse gradients is updated as by
+    :func:`optzoo.momentum` (with the learning rate outside of the sum, without decay): rows without
+    a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
         weight_decay: :math:`\lambda`, at least 0.
-        eeta: :math:`\gamma`, the trust, at least 0.
+        eeta: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
-        nesterov: look ahead along the sum.
-        skip: the parameters without adaptation and decay: a tree of bools, or a tuple of
-            fragments of their paths such as ``("bias", "norm")``; None for none.
+        nesterov: use Nesterov momentum.
+        skip: the parameters without trust ratio and decay: a tree of bools, or a tuple of parts of
+            their paths, such as ``("bias", "norm")``; None for none.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or ``skip`` is something else.
+        TypeError: if the rate is neither a number nor a schedule, or if ``skip`` is of another
+            type.
         ValueError: if an argument is out of its range, or if no params are given to ``update``.
 
     References:
@@ -83,7 +84,7 @@ def lars(
         <https://arxiv.org/abs/1708.03888>`_, 2017.
 
     Differences from the original:
-        A negative ``eeta`` or ``eps`` is refused.
+        A negative ``eeta`` or ``eps`` is an error.
     """
     check_rate(learning_rate)
     check_not_negative(momentum=momentum)

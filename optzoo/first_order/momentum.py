@@ -1,4 +1,4 @@
-"""Momentum, with Nesterov's variant."""
+"""Momentum and Nesterov momentum."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..state.types import Slot
 
 
 class MomentumSlots(NamedTuple):
-    """What momentum keeps."""
+    """The slots of momentum."""
 
     momentum: Slot  # decaying sum of the gradients
 
@@ -19,7 +19,7 @@ class MomentumSlots(NamedTuple):
 def scale_by_momentum(
     momentum: float, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.momentum`; ``optax.trace`` that takes SparseRows."""
+    """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows."""
     check_not_negative(momentum=momentum)
 
     def rule(g, x, s, t):
@@ -42,10 +42,10 @@ def momentum(
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
     Args:
-        learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum, so a
-            change acts at once on the whole history.
+        learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum, so a change
+            applies at once to the whole sum.
         momentum: :math:`\mu`, at least 0, usually below 1.
-        nesterov: look ahead along the sum.
+        nesterov: use Nesterov momentum.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.

@@ -15,23 +15,23 @@ def momentumw(
     nesterov: bool = False,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Momentum with weight decay beside it, as in ``tf.contrib.opt.MomentumWOptimizer``.
+    r"""Momentum with decoupled weight decay, as in ``tf.contrib.opt.MomentumWOptimizer``.
 
     .. math::
         x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
 
-    where :math:`u_t` is the update of :func:`optzoo.momentum`; the decay is not times the rate.
-    Rows without a gradient keep their parameters and slots, and do not decay
+    where :math:`u_t` is the update of :func:`optzoo.momentum`. The decay is not multiplied by the
+    learning rate. Rows without a gradient keep their parameters and slots, and do not decay
     (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta` of momentum, a number or a schedule.
         momentum: :math:`\mu`, at least 0, usually below 1.
-        weight_decay: :math:`\lambda`, the share of a parameter that vanishes at each update, at
-            least 0.
-        nesterov: look ahead along the sum.
-        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths such
-            as ``("kernel", "embedding")``; None for all.
+        weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
+            at least 0.
+        nesterov: use Nesterov momentum.
+        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
+            ``("kernel", "embedding")``; None for all.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -42,7 +42,7 @@ def momentumw(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` always counts; the original ignores ``minimize(decay_var_list=)``.
+        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``.
     """
     inner = _momentum(learning_rate, momentum, nesterov)
     return decoupled_weight_decay(inner, weight_decay, mask)

@@ -1,4 +1,4 @@
-"""Nadam: Adam with a look ahead."""
+"""Nadam: Adam with Nesterov momentum."""
 
 import jax.numpy as jnp
 import optax
@@ -42,9 +42,9 @@ def nadam(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
                \frac{\beta_1 m_t + (1 - \beta_1)\, g_t}{\sqrt{v_t} + \hat\epsilon}
 
-    This is not the paper's formula (nor ``optax.nadam``): there is no schedule of the momentum,
-    and one correction serves both terms, so that the first step is :math:`(1 + \beta_1)\, \eta`.
-    With row-sparse gradients the means decay everywhere, but only rows with a gradient move
+    This is neither the paper's formula nor ``optax.nadam``: there is no momentum schedule, and both
+    terms have the same bias correction, so that the first step is :math:`(1 + \beta_1)\, \eta`.
+    With row-sparse gradients the means decay in all rows, but only rows with a gradient move
     (:func:`optzoo.touched`).
 
     Args:
@@ -62,7 +62,7 @@ def nadam(
         <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
 
     Differences from the original:
-        With ``eps=0`` an element whose gradients were all zero stays where it is; the original
-        gives NaN there.
+        With ``eps=0``, an element whose gradients were all zero is unchanged; the original gives
+        NaN.
     """
     return descend(learning_rate, scale_by_nadam(b1, b2, eps))

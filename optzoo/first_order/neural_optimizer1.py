@@ -1,4 +1,4 @@
-"""NeuralOptimizer1: the gradient, smaller where it disagrees in sign with its mean."""
+"""NeuralOptimizer1: smaller steps where the signs of the gradient and its mean differ."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class NeuralOptimizer1Slots(NamedTuple):
-    """What NeuralOptimizer1 keeps."""
+    """The slots of NeuralOptimizer1."""
 
     m: Slot  # mean of the gradient
 
@@ -35,7 +35,7 @@ def scale_by_neural_optimizer1(
 def neural_optimizer1(
     learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""RETURNN's relative of PowerSign, as in ``returnn.tf.updater.NeuralOptimizer1``.
+    r"""A variant of PowerSign, as in ``returnn.tf.updater.NeuralOptimizer1``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -43,9 +43,9 @@ def neural_optimizer1(
                1 & \text{if } \mathrm{sgn}(m_t) = \mathrm{sgn}(g_t) \\
                f & \text{otherwise} \end{cases}
 
-    :func:`optzoo.power_sign` is this with :math:`f = e^{-2}` at an :math:`e` times smaller rate.
-    With row-sparse gradients the mean decays everywhere, but only rows with a gradient move
-    (:func:`optzoo.touched`).
+    With :math:`f = e^{-2}` this is :func:`optzoo.power_sign` at a learning rate divided by
+    :math:`e`. With row-sparse gradients the mean decays in all rows, but only rows with a gradient
+    move (:func:`optzoo.touched`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -61,6 +61,6 @@ def neural_optimizer1(
         <https://arxiv.org/abs/1709.07417>`_, 2017.
 
     Differences from the original:
-        Rows that share an index sum; in the original each of them makes a step of its own.
+        Rows that share an index are summed; the original makes a step for each of them.
     """
     return descend(learning_rate, scale_by_neural_optimizer1(b1, decrease_factor))

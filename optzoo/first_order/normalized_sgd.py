@@ -1,4 +1,4 @@
-"""NormalizedSGD: a step of given length for each parameter."""
+"""NormalizedSGD: a step of fixed length for each parameter."""
 
 import jax.numpy as jnp
 import optax
@@ -20,15 +20,16 @@ def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
 def normalized_sgd(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Gradient descent by normed gradients, as in ``returnn.tf.updater.NormalizedSGD``.
+    r"""Gradient descent with normalized gradients, as in ``returnn.tf.updater.NormalizedSGD``.
 
     .. math::
         x_t = x_{t-1} - \eta_t\, \frac{g_t}{\max(\lVert g_t \rVert_2, 10^{-6})}
 
-    The norm is that of one parameter's gradient, so each parameter moves by :math:`\eta` unless
-    its gradient vanishes, and a scalar by exactly :math:`\pm\eta`. Clipping by a norm in front
-    has no effect. Of a row-sparse gradient the norm is over the summed rows; rows without a
-    gradient keep their parameters (:func:`optzoo.lazy`).
+    The norm is that of the gradient of one parameter. So each parameter moves by a distance of
+    :math:`\eta` unless its gradient is almost zero, and a scalar by exactly :math:`\pm\eta`.
+    Clipping the norms before this has no effect. The norm of a row-sparse gradient is computed
+    after rows that share an index are summed; rows without a gradient keep their parameters
+    (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; the length of a step.
@@ -37,11 +38,11 @@ def normalized_sgd(
         TypeError: if the rate is neither a number nor a schedule.
 
     References:
-        RETURNN's source; Cortés, `Finite-time convergent gradient flows with applications to
-        network consensus <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
+        The source code of RETURNN; Cortés, `Finite-time convergent gradient flows with applications
+        to network consensus <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
 
     Differences from the original:
-        The norm is over the summed rows; in the original rows that share an index count one by
-        one in the norm.
+        Rows that share an index are summed before the norm is computed; the original computes the
+        norm without summing them.
     """
     return descend(learning_rate, scale_by_own_norm())

@@ -1,4 +1,4 @@
-"""PowerSign: the gradient, by a power of whether it agrees in sign with its mean."""
+"""PowerSign: gradients scaled up or down by whether their sign agrees with that of their mean."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ..state.types import Slot
 
 
 class PowerSignSlots(NamedTuple):
-    """What PowerSign keeps."""
+    """The slots of PowerSign."""
 
     m: Slot  # mean of the gradient
 
@@ -27,7 +27,7 @@ def scale_by_power_sign(
     [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):
-        # The logarithm of a Python number in double precision; base may be injected, too.
+        # For a Python number the logarithm is in double precision; an injected base is an array.
         log_base = math.log(base) if isinstance(base, float | int) else jnp.log(base)
         update = lambda s: jnp.exp(log_base * sign_decay * jnp.sign(g) * jnp.sign(s.m)) * g
         return update, PowerSignSlots(beta * s.m + (1 - beta) * g)
@@ -48,8 +48,8 @@ def power_sign(
         m_t &= \beta\, m_{t-1} + (1 - \beta)\, g_t \\
         x_t &= x_{t-1} - \eta_t\, b^{\,\delta_t\, \mathrm{sgn}(g_t)\, \mathrm{sgn}(m_t)}\, g_t
 
-    The mean starts at zero without a correction. With row-sparse gradients the mean decays
-    everywhere, but only rows with a gradient move (:func:`optzoo.touched`).
+    The mean starts at zero, without bias correction. With row-sparse gradients the mean decays in
+    all rows, but only rows with a gradient move (:func:`optzoo.touched`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -67,7 +67,6 @@ def power_sign(
         <https://arxiv.org/abs/1709.07417>`_, 2017.
 
     Differences from the original:
-        Row-sparse gradients work whatever holds the parameters; the original refuses resource
-        variables there.
+        Row-sparse gradients always work; the original refuses them for resource variables.
     """
     return descend(learning_rate, scale_by_power_sign(base, beta, sign_decay))

@@ -1,4 +1,4 @@
-"""RegAdagrad: Adagrad whose accumulator can sit out an update."""
+"""RegAdagrad: Adagrad whose accumulator can be left unchanged by an update."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ..state.types import Slot
 
 
 class RegAdagradSlots(NamedTuple):
-    """What RegAdagrad keeps."""
+    """The slots of RegAdagrad."""
 
     accumulator: Slot  # sum of the squared gradients
 
@@ -36,15 +36,16 @@ def scale_by_reg_adagrad(
 def reg_adagrad(
     learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adagrad with updates beside the loss, as in ``tf.contrib.opt.RegAdagradOptimizer``.
+    r"""Adagrad with optional slot updates, as in ``tf.contrib.opt.RegAdagradOptimizer``.
 
     .. math::
         A_t &= A_{t-1} + g_t^2 \quad\text{unless } \mathtt{update\_slots=False} \\
         x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t}}
 
-    ``update(..., update_slots=False)`` moves the parameters with the accumulator as it is: for
-    the gradient of a regularizer, say, that should not count as one of the loss. The flag may be
-    traced. Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    ``update(..., update_slots=False)`` moves the parameters and leaves the accumulator unchanged.
+    This is useful for the gradient of a regularizer, which should not be accumulated together with
+    that of the loss. The flag may be traced. Rows without a gradient keep their parameters and
+    slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

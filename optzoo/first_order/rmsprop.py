@@ -1,4 +1,4 @@
-"""RMSProp, plain or centered, with momentum."""
+"""RMSProp, plain or centered, with or without momentum."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ from ..state.types import Slot
 
 
 class RMSPropSlots(NamedTuple):
-    """What RMSProp keeps."""
+    """The slots of RMSProp with momentum."""
 
     rms: Slot  # mean of the squared gradient
     momentum: Slot  # decaying sum of the steps
 
 
 class CenteredRMSPropSlots(NamedTuple):
-    """What it keeps to divide by the standard deviation."""
+    """The slots of centered RMSProp with momentum."""
 
     rms: Slot
     mg: Slot  # mean of the gradient
@@ -27,13 +27,13 @@ class CenteredRMSPropSlots(NamedTuple):
 
 
 class PlainRMSPropSlots(NamedTuple):
-    """What it keeps without momentum."""
+    """The slots of RMSProp without momentum."""
 
     rms: Slot
 
 
 class PlainCenteredRMSPropSlots(NamedTuple):
-    """What it keeps without momentum to divide by the standard deviation."""
+    """The slots of centered RMSProp without momentum."""
 
     rms: Slot
     mg: Slot
@@ -62,19 +62,19 @@ def rmsprop(
         M_t &= \mu\, M_{t-1} + \eta_t\, \frac{g_t}{\sqrt{r_t - c_t^2 + \epsilon}} \\
         x_t &= x_{t-1} - M_t
 
-    where :math:`c_t` is zero unless ``centered``. The mean square starts at one, so early steps
-    are small. The rate is part of the momentum, where a change acts on new gradients only, so
-    RMSProp owns its learning rate. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`).
+    where :math:`c_t` is zero unless ``centered`` is true. The mean square starts at one, so early
+    steps are small. The learning rate is inside the momentum sum, so RMSProp applies it itself, and
+    a change of the rate applies to new gradients only. Rows without a gradient keep their
+    parameters and slots (:func:`optzoo.lazy`).
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).
-        momentum: :math:`\mu`, at least 0. None is 0 without the slot: the same steps with half
-            the state. The original keeps the slot, so its checkpoints need a number.
-        eps: :math:`\epsilon`, inside the root, at least 0.
-        centered: divide by the standard deviation instead of the root of the mean square.
-            Structural: it cannot be injected.
+        momentum: :math:`\mu`, at least 0. None computes the same steps as 0 without the slot, with
+            half the state. The original always has the slot, so its checkpoints need a number here.
+        eps: :math:`\epsilon`, inside the square root, at least 0.
+        centered: divide by the standard deviation instead of the root mean square. A static
+            argument: it cannot be injected.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -87,8 +87,8 @@ def rmsprop(
         <https://arxiv.org/abs/1308.0850>`_, 2013 (centered, with momentum).
 
     Differences from the original:
-        Where the root is zero (possible with ``eps=0``) the step is zero, and a variance that
-        rounds below zero counts as zero; the original gives NaN in both cases.
+        If the root is zero (possible with ``eps=0``), the step is zero, and a variance that is
+        negative due to rounding is set to zero; the original gives NaN in both cases.
     """
     check_rate(learning_rate)
     [decay] = check_decays(decay=decay)

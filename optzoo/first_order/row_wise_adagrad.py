@@ -1,4 +1,4 @@
-"""Adagrad with one number for each row."""
+"""Adagrad with one accumulator for each row."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ..state.types import Slot
 
 
 class RowWiseAdagradSlots(NamedTuple):
-    """What row-wise Adagrad keeps."""
+    """The slots of row-wise Adagrad."""
 
     accumulator: Slot  # sum of the mean squares of each row's gradients
 
@@ -42,11 +42,11 @@ def row_wise_adagrad(
         A_{i,t} &= A_{i,t-1} + \frac{1}{d} \sum_{j=1}^{d} g_{ij,t}^2 \\
         x_{ij,t} &= x_{ij,t-1} - \eta_t\, \frac{g_{ij,t}}{\sqrt{A_{i,t}} + \epsilon}
 
-    where a row, along the first axis, has :math:`d` elements. A table of width 64 has a
-    sixty-fourth of the slots of :func:`optzoo.adagrad`, and an update of few rows scatters little
-    but the rows themselves. Each element of a vector is a row, and so is a scalar.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`); rows that share
-    an index are summed first.
+    where :math:`i` counts the rows, along the first axis, and a row has :math:`d` elements. For a
+    table of width 64 the slots are 64 times smaller than those of :func:`optzoo.adagrad`, and an
+    update of few rows writes little more than the rows themselves. In a vector each element is a
+    row; a scalar is one row. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.lazy`); rows that share an index are summed first.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -77,4 +77,4 @@ def _row_means(x: Array) -> Array:
 def _zero_for_each_row(x: Any) -> Array:
     if isinstance(x, jax.ShapeDtypeStruct):
         return zeros(jax.ShapeDtypeStruct(x.shape[:1], x.dtype))
-    return zeros(jnp.sum(x, axis=_inner_axes(x)))  # which lies where the rows lie
+    return zeros(jnp.sum(x, axis=_inner_axes(x)))  # sharded like the rows

@@ -1,4 +1,4 @@
-"""Schedules that fade out the sign term of AddSign and PowerSign."""
+"""Schedules that decay the sign term of AddSign and PowerSign."""
 
 import jax.numpy as jnp
 import optax
@@ -7,7 +7,7 @@ from ..core.checks import check_positive
 
 
 def linear_sign_decay(decay_steps: int) -> optax.Schedule:
-    r"""Falls from 1 to 0 along a line, as ``tf.contrib.opt.get_linear_decay_fn``.
+    r"""Linear decay from 1 to 0, as ``tf.contrib.opt.get_linear_decay_fn``.
 
     .. math::
         \delta_k = 1 - \min(k, N) / N
@@ -25,17 +25,17 @@ def linear_sign_decay(decay_steps: int) -> optax.Schedule:
 def cosine_sign_decay(
     decay_steps: int, num_periods: float = 0.5, zero_after: float | None = None
 ) -> optax.Schedule:
-    r"""Swings between 1 and 0, as ``tf.contrib.opt.get_cosine_decay_fn``.
+    r"""Cosine decay between 1 and 0, as ``tf.contrib.opt.get_cosine_decay_fn``.
 
     .. math::
         \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = 2P \min(k, N) / N
 
-    and 0 where :math:`f \ge 2Z`. After :math:`N` steps it keeps its last value.
+    and 0 where :math:`f \ge 2Z`. After :math:`N` steps the value is constant.
 
     Args:
         decay_steps: :math:`N`, positive.
-        num_periods: :math:`P`; at 0.5 it ends at 0.
-        zero_after: :math:`Z`, the number of periods after which it stays 0; None for never.
+        num_periods: :math:`P`; with 0.5 the value ends at 0.
+        zero_after: :math:`Z`, the number of periods after which the value is 0; None for never.
 
     Raises:
         ValueError: if ``decay_steps`` is not positive.
@@ -53,18 +53,18 @@ def cosine_sign_decay(
 def restart_sign_decay(
     decay_steps: int, num_periods: float = 1, zero_after: float | None = None
 ) -> optax.Schedule:
-    r"""Half a cosine from 1 to 0, again and again, as ``tf.contrib.opt.get_restart_decay_fn``.
+    r"""Repeated half cosines from 1 to 0, as ``tf.contrib.opt.get_restart_decay_fn``.
 
     .. math::
         \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = (P \min(k, N) \bmod N) / N
 
-    and 0 where :math:`P \min(k, N) / N \ge Z`. For a whole :math:`P` it jumps back to 1 at
-    :math:`k = N` and stays there, as the original does.
+    and 0 where :math:`P \min(k, N) / N \ge Z`. If :math:`P` is an integer, the value returns to 1
+    at :math:`k = N` and is constant from then on, as in the original.
 
     Args:
         decay_steps: :math:`N`, positive.
         num_periods: :math:`P`.
-        zero_after: :math:`Z`, the number of periods after which it stays 0; None for never.
+        zero_after: :math:`Z`, the number of periods after which the value is 0; None for never.
 
     Raises:
         ValueError: if ``decay_steps`` is not positive.
@@ -82,5 +82,5 @@ def restart_sign_decay(
 
 
 def _until(decay_steps, k):
-    """The step, stopped at the end; in float32 as in the original, also for float64 training."""
+    """``min(k, decay_steps)`` in float32, as in the original, also for float64 training."""
     return jnp.minimum(jnp.asarray(k, jnp.float32), decay_steps)

@@ -1,1 +1,1 @@
-"""Rules that read the parameter and end in a shrink; they own their learning rate."""
+"""Proximal optimizers: they read the parameters and apply the learning rate themselves."""

@@ -1,4 +1,4 @@
-"""AdagradDA: Adagrad by dual averaging."""
+"""AdagradDA: Adagrad with dual averaging."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from .shrink import soft_threshold
 
 
 class AdagradDASlots(NamedTuple):
-    """What AdagradDA keeps."""
+    """The slots of AdagradDA."""
 
     gradient_accumulator: Slot  # sum of the gradients
     gradient_squared_accumulator: Slot  # sum of the squared gradients
@@ -25,25 +25,27 @@ def adagrad_da(
     l1_regularization_strength: float = 0.0,
     l2_regularization_strength: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adagrad by dual averaging, as in ``tf.train.AdagradDAOptimizer``.
+    r"""Adagrad with dual averaging, as in ``tf.train.AdagradDAOptimizer``.
 
     .. math::
         G_t &= G_{t-1} + g_t, \qquad Q_t = Q_{t-1} + g_t^2 \\
         x_t &= -\eta_t\, \frac{\mathrm{sgn}(G_t)\, \max(|G_t| - \lambda_1 T, 0)}
                               {\eta_t\, \lambda_2\, T + \sqrt{Q_t}}, \qquad T = n + 1
 
-    where :math:`n` counts the updates before this one, or is ``update(..., global_step=n)``. It
-    suits linear models that should be sparse. The parameters before the update do not enter: the
-    start is forgotten, and an element without any gradient so far becomes zero. Rows without a
-    gradient keep their parameters and slots (:func:`optzoo.lazy`), though :math:`T` moves on.
+    where :math:`n` counts the updates before this one, or is given by
+    ``update(..., global_step=n)``. It is meant for sparse linear models. The new parameters do not
+    depend on the old ones: the initial values have no influence, and an element whose gradients
+    were all zero becomes zero. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.lazy`), but :math:`T` counts every update.
 
-    It computes new parameters, so it owns its learning rate and must be the last link of a chain.
+    It computes new parameters. So it applies the learning rate itself and must be the last
+    transformation of a chain.
 
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
         initial_gradient_squared_accumulator_value: :math:`Q_0`, positive.
-        l1_regularization_strength: :math:`\lambda_1`, at least 0; it weighs against the mean of
-            the gradients.
+        l1_regularization_strength: :math:`\lambda_1`, at least 0; its effect is relative to the
+            mean of the gradients.
         l2_regularization_strength: :math:`\lambda_2`, at least 0.
 
     Raises:
@@ -55,9 +57,9 @@ def adagrad_da(
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
 
     Differences from the original:
-        The step counts up by itself unless given; the original takes a variable, and stands still
-        at :math:`T = 1` if that is not passed to ``apply_gradients`` as well. A negative
-        :math:`\lambda_1` is refused; the original takes it for zero.
+        The step is counted here unless it is given; the original reads a variable, and :math:`T`
+        stays 1 if that is not passed to ``apply_gradients`` as well. A negative :math:`\lambda_1`
+        is an error; the original treats it as zero.
     """
     check_rate(learning_rate)
     check_positive(

@@ -13,10 +13,10 @@ from .shrink import soft_threshold
 
 
 class FtrlSlots(NamedTuple):
-    """What FTRL keeps."""
+    """The slots of FTRL."""
 
     accum: Slot  # sum of the squared gradients
-    linear: Slot  # the linear term
+    linear: Slot  # coefficients of the linear term
 
 
 def ftrl(
@@ -35,21 +35,21 @@ def ftrl(
         x_t &= \frac{\mathrm{clip}(z_t, -\lambda_1, \lambda_1) - z_t}
                     {n_t^{-p} / \eta_t + 2 \lambda_2}
 
-    Many parameters become exactly zero for :math:`\lambda_1 > 0`. The start :math:`x_0` is
-    largely forgotten at the first update: an element whose first gradient is zero becomes zero.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Many parameters become exactly zero for :math:`\lambda_1 > 0`. The first update largely ignores
+    the initial value :math:`x_0`: an element whose first gradient is zero becomes zero. Rows
+    without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
-    It reads the parameters and computes new ones, so it owns its learning rate and must be the
-    last link of a chain.
+    It reads the parameters and computes new ones. So it applies the learning rate itself and must
+    be the last transformation of a chain.
 
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
-        learning_rate_power: :math:`p`, at most 0; 0 keeps the rate constant.
+        learning_rate_power: :math:`p`, at most 0; with 0 the learning rate is constant.
         initial_accumulator_value: :math:`n_0`, at least 0.
         l1_regularization_strength: :math:`\lambda_1`, at least 0.
         l2_regularization_strength: :math:`\lambda_2`, at least 0, a penalty on the solution.
-        l2_shrinkage_regularization_strength: :math:`S`, at least 0, a penalty on the gradient's
-            side: it shrinks without biasing :math:`n_t`.
+        l2_shrinkage_regularization_strength: :math:`S`, at least 0, a penalty added to the
+            gradient: it shrinks the parameters and does not enter :math:`n_t`.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -60,9 +60,9 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
-        Where numerator and denominator are both zero (a zero gradient with
-        ``initial_accumulator_value=0``), the parameter becomes zero on rows too; the original
-        gives NaN there.
+        If numerator and denominator are both zero (a zero gradient with
+        ``initial_accumulator_value=0``), the parameter becomes zero also for row-sparse gradients;
+        the original gives NaN for these.
     """
     check_rate(learning_rate)
     check_positive(learning_rate=learning_rate)
@@ -76,11 +76,11 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage = l2_shrinkage_regularization_strength
 
-    # A power injected by optax.inject_hyperparams is traced: no number to compare with.
-    usual = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
+    # A power injected by optax.inject_hyperparams is traced and cannot be compared.
+    is_square_root = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
 
     def to_rate(n):
-        return jnp.sqrt(n) if usual else n**-learning_rate_power
+        return jnp.sqrt(n) if is_square_root else n**-learning_rate_power
 
     def rule(g, x, s, t, learning_rate):
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate

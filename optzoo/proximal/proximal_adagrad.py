@@ -13,7 +13,7 @@ from .shrink import shrink
 
 
 class ProximalAdagradSlots(NamedTuple):
-    """What proximal Adagrad keeps."""
+    """The slots of proximal Adagrad."""
 
     accumulator: Slot  # sum of the squared gradients
 
@@ -24,7 +24,7 @@ def proximal_adagrad(
     l1_regularization_strength: float = 0.0,
     l2_regularization_strength: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adagrad with a shrink, as in ``tf.train.ProximalAdagradOptimizer``.
+    r"""Adagrad with L1 and L2 shrinkage, as in ``tf.train.ProximalAdagradOptimizer``.
 
     .. math::
         A_t &= A_{t-1} + g_t^2, \qquad e_t = \eta_t / \sqrt{A_t} \\
@@ -32,10 +32,10 @@ def proximal_adagrad(
         x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - e_t \lambda_1, 0)}{1 + e_t \lambda_2}
 
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
-    their parameters and slots, unshrunk (:func:`optzoo.lazy`).
+    their parameters and slots; the penalties do not shrink them (:func:`optzoo.lazy`).
 
-    It reads the parameters and computes new ones, so it owns its learning rate and must be the
-    last link of a chain.
+    It reads the parameters and computes new ones. So it applies the learning rate itself and must
+    be the last transformation of a chain.
 
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.

@@ -19,10 +19,10 @@ def proximal_gradient_descent(
         x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - \eta_t \lambda_1, 0)}{1 + \eta_t \lambda_2}
 
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
-    their parameters, unshrunk (:func:`optzoo.lazy`).
+    their parameters; the penalties do not shrink them (:func:`optzoo.lazy`).
 
-    It reads the parameters and computes new ones, so it owns its learning rate and must be the
-    last link of a chain.
+    It reads the parameters and computes new ones. So it applies the learning rate itself and must
+    be the last transformation of a chain.
 
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
@@ -38,8 +38,8 @@ def proximal_gradient_descent(
         <https://jmlr.org/papers/v10/duchi09a.html>`_, 2009.
 
     Differences from the original:
-        A negative strength is refused; the original takes a negative :math:`\lambda_1` for zero
-        and a negative :math:`\lambda_2` as it is.
+        A negative strength is an error; the original treats a negative :math:`\lambda_1` as zero
+        and uses a negative :math:`\lambda_2` unchanged.
     """
     check_rate(learning_rate)
     check_positive(learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""All optimizers side by side on real data, from the command line or from Python."""
+"""Compares all optimizers on real data, from the command line or from Python."""
 
 import importlib.util
 

@@ -13,20 +13,20 @@ from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
 from ..race import report, session
-from .problems import PROBLEMS, USUAL
+from .problems import DEFAULT_PROBLEMS, PROBLEMS
 from .runner import REPLICAS, Settings, entrants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; gives its exit code."""
+    """Runs the command and returns its exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.list:
         _list()
         return 0
-    problems = _known(parser, "problem", args.problem or USUAL, PROBLEMS)
-    usual = ["adam", *DISTRIBUTED] if args.replicas else CATALOG
-    optimizers = _known(parser, "optimizer", args.optimizers or usual, entrants())
+    problems = _known(parser, "problem", args.problem or DEFAULT_PROBLEMS, PROBLEMS)
+    default = ["adam", *DISTRIBUTED] if args.replicas else CATALOG
+    optimizers = _known(parser, "optimizer", args.optimizers or default, entrants())
     settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
@@ -46,43 +46,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out {args.out} cannot be written: {error}")
     except KeyboardInterrupt:
-        print(f"\nstopped; what is finished stays in {args.out}, and the same command goes on")
+        print(f"\nstopped; finished runs are kept in {args.out}, and the same command resumes")
         return 130
     screen.leaderboard(document)
     if screen.found:
-        print(f"\nruns found finished in {args.out}: {screen.found}; --fresh repeats them")
-    print(f"\n{args.out}/index.html shows it all")
+        print(f"\nfinished runs found in {args.out}: {screen.found}; --fresh repeats them")
+    print(f"\nthe results are in {args.out}/index.html")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optzoo race",
-        description="Trains the same models on real data with every optimizer, side by side.",
+        description="Compares all optimizers on the same models and real data.",
     )
     many = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--problem", **many, help="these problems, not the usual ones")
+    parser.add_argument("--problem", **many, help="these problems instead of the default ones")
     parser.add_argument("--optimizers", **many, help="only these optimizers")
     parser.add_argument(
         "--replicas",
         action="store_true",
-        help=f"the distributed family: {REPLICAS} replicas with adam, simulated, beside adam alone",
+        help=f"distributed methods around adam, {REPLICAS} simulated replicas, and adam alone",
     )
     parser.add_argument(
         "--rates",
         type=_rate,
         nargs="+",
         metavar="RATE",
-        help="learning rates to try, instead of a grid around each optimizer's usual one",
+        help="learning rates to try, instead of a grid around the default of each optimizer",
     )
     parser.add_argument("--seeds", type=_count, metavar="N", help="runs for each rate (3)")
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each run")
     parser.add_argument("--quick", action="store_true", help="fewer rates and seeds")
     parser.add_argument("--out", default="race", help="folder of the results (race)")
     parser.add_argument(
-        "--fresh", action="store_true", help="repeat what is found finished in --out"
+        "--fresh", action="store_true", help="repeat the finished runs found in --out"
     )
-    parser.add_argument("--list", action="store_true", help="show problems and optimizers, and end")
+    parser.add_argument("--list", action="store_true", help="list problems and optimizers and exit")
     return parser
 
 
@@ -100,8 +100,8 @@ def _count(text: str) -> int:
 
 
 def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -> list[str]:
-    """The names; an unknown one ends the command naming its nearest."""
-    # Commas are as good as spaces.
+    """The names; an unknown one ends the command with an error that lists similar names."""
+    # Names may be separated by commas or spaces.
     names = [part for name in names for part in name.split(",") if part]
     for name in names:
         if name not in known:
@@ -114,7 +114,7 @@ def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -
 def _list() -> None:
     print("problems")
     for name, make in PROBLEMS.items():
-        when = "" if name in USUAL else " Only if named."
+        when = "" if name in DEFAULT_PROBLEMS else " Only if named."
         print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}{when}")
     for title, names in (("optimizers", CATALOG), ("with --replicas, or if named", DISTRIBUTED)):
         print(title)
@@ -123,7 +123,7 @@ def _list() -> None:
 
 
 class _Screen:
-    """A bar with the optimizer at work and the time left; plain lines where it cannot move."""
+    """A progress bar: current optimizer and time left; plain lines without a terminal."""
 
     def __init__(self):
         self.console = Console(width=None if sys.stdout.isatty() else 140)
@@ -168,7 +168,7 @@ class _Screen:
                 table.add_row(*row.values())
             self.console.print(table)
         for line in report.skipped(document):
-            self.console.print(f"left out: {line}", markup=False)
+            self.console.print(f"skipped: {line}", markup=False)
 
 
 def _minutes(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of a race: loss curves of every problem, and trajectories in the valley."""
+"""The figures of a race: loss curves of every problem, and trajectories in the valley."""
 
 import io
 import math
@@ -14,14 +14,14 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from .report import ranking
 
-# Ten colours that stay apart for most eyes, times four dashes: forty optimizers.
+# Ten colours that most readers can tell apart, times four dash patterns: forty optimizers.
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"]
 _COLOURS += ["#56b4e9", "#7f3c8d", "#666666", "#8c564b", "#b5bd00"]
 _DASHES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5))]
 
 
 def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
-    """Writes ``curves.png`` and, if the valley was raced, ``valley.png``; gives them as bytes."""
+    """Writes ``curves.png`` and, if the valley was run, ``valley.png``; returns them as bytes."""
     figures = {"curves.png": curves(document)}
     if any(r["track"] for r in document["results"]):
         figures["valley.png"] = valley(document)
@@ -35,9 +35,9 @@ def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
-    """Validation loss against the step, a panel for each problem, one style for each optimizer.
+    """Validation loss against the step: a panel for each problem, one style for each optimizer.
 
-    With ``time`` against the seconds that the steps took, without those of the evaluations.
+    With ``time`` the x axis is the duration of the steps in seconds, without the evaluations.
     """
     names = list(dict.fromkeys(r["optimizer"] for r in document["results"]))
     problems = [p for p in document["problems"] if ranking(document, p)]
@@ -81,16 +81,16 @@ def _curves_of(
 ) -> None:
     ranked = ranking(document, problem)
     shown = []
-    for place, r in enumerate(ranked):
+    for rank, r in enumerate(ranked):
         at = np.array(r["curve"]["steps"], float) * (r["seconds per step"] if time else 1)
         mean, low, high = (
             np.array([np.nan if v is None else v for v in r["curve"][k]], float)
             for k in ("mean", "low", "high")
         )
         style = styles[r["optimizer"]]
-        width = 2.2 if place < 3 else 1.3
-        axes.plot(at, mean, linewidth=width, zorder=100 - place, **style)
-        if len(ranked) <= 12:  # more bands than that hide the lines
+        width = 2.2 if rank < 3 else 1.3
+        axes.plot(at, mean, linewidth=width, zorder=100 - rank, **style)
+        if len(ranked) <= 12:  # more bands would hide the lines
             axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
         shown.append(mean[np.isfinite(mean)])
     values = np.concatenate(shown) if shown else np.ones(1)
@@ -98,7 +98,7 @@ def _curves_of(
     axes.set_title(f"{problem}: validation loss", fontsize=11, loc="left")
     axes.set_xlabel("seconds" if time else "step")
     axes.set_yscale("log")
-    # What climbs far above the start is diverging: the interesting part is below.
+    # A loss far above its start diverges: do not scale the axis to it.
     top = 2 * max(starts, default=1.0)
     bottom = max(min(values, default=1.0), 1e-8)
     axes.set_ylim(bottom * 0.9, max(top if max(values) > top else max(values) * 1.1, bottom * 1.2))
@@ -112,7 +112,7 @@ def _curves_of(
 
 
 def valley(document: Mapping[str, Any]) -> Figure:
-    """The way of each optimizer over Rosenbrock's function, a panel each, best first."""
+    """The trajectory of each optimizer on Rosenbrock's function, one panel each, best first."""
     ranked = [r for p in document["problems"] for r in ranking(document, p) if r["track"]]
     columns = min(5, len(ranked))
     rows = math.ceil(len(ranked) / columns)
@@ -141,7 +141,7 @@ def valley(document: Mapping[str, Any]) -> Figure:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Without pyplot, which would choose a display for the whole process."""
+    """A figure without pyplot, which would choose a backend for the whole process."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure

@@ -1,4 +1,4 @@
-"""What a race is run on."""
+"""The definition of a race problem."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,26 +9,26 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model, its data and how to judge it.
+    """A model, its data and its evaluation.
 
     Attributes:
         name: a short name, used in tables and file names.
-        init: ``init(key) -> params``; each seed starts from its own parameters.
-        loss: ``loss(params, batch) -> scalar``, what is minimized. ``batch`` has the structure of
-            ``train``. Tables read by :func:`optzoo.lookup` get row-sparse gradients.
+        init: ``init(key) -> params``; each seed has other initial parameters.
+        loss: ``loss(params, batch) -> scalar``, the function to minimize. ``batch`` has the
+            structure of ``train``. Tables read by :func:`optzoo.lookup` get row-sparse gradients.
         train: a tree of arrays whose leading axis counts the examples.
-        valid: the same, held out; it decides the best rate.
+        valid: the same for the held-out data, which decide the best rate.
         metrics: by name, ``metric(params, valid) -> scalar``, reported at the end of each run.
         l1: strength of an L1 penalty on all parameters. Optimizers with an
-            ``l1_regularization_strength`` take it as their own and see the loss without it; the
-            others get it as part of the loss. Validation losses include it for all.
-        batch_size: examples drawn, with replacement, for each step.
-        steps: steps of a run.
-        evaluations: how often during a run the validation loss is taken, evenly spaced; steps left
-            over by the division are not run.
-        target: the validation loss whose first reaching is reported; None for none.
+            ``l1_regularization_strength`` get it as this argument and a loss without it; for the
+            others it is part of the loss. The validation loss always includes it.
+        batch_size: number of examples drawn, with replacement, for each step.
+        steps: number of steps of a run.
+        evaluations: how often the validation loss is computed during a run, evenly spaced; if
+            ``steps`` is not a multiple of it, the remaining steps are not run.
+        target: the number of steps to reach this validation loss is reported; None for no target.
         track: ``track(params) -> array``, recorded at each evaluation of the best run.
-        compare_dense: also time a step with dense gradients of the looked-up tables.
+        compare_dense: also time a step with dense gradients of the tables.
         about: one sentence for the report.
     """
 

@@ -1,4 +1,4 @@
-"""The built-in problems: real data, nothing to download."""
+"""The built-in problems: real data, without downloads."""
 
 import collections
 import functools
@@ -80,18 +80,18 @@ def breast_cancer() -> Problem:
 
 
 def words(num_rows: int = 24_000) -> Problem:
-    """Skip-gram with negative sampling over the source text of Python's own standard library."""
+    """Skip-gram with negative sampling over the source text of Python's standard library."""
     rng = np.random.default_rng(0)
     ids, frequency = _words(num_rows)
     examples, width, negatives = 120_000, 16, 5
-    places = rng.integers(2, len(ids) - 2, examples)
-    # A word, one of the four around it, and others drawn by their frequency.
-    context = ids[places + rng.choice([-2, -1, 1, 2], examples)]
+    positions = rng.integers(2, len(ids) - 2, examples)
+    # A word, one of its four neighbours, and negative samples drawn by their frequency.
+    context = ids[positions + rng.choice([-2, -1, 1, 2], examples)]
     unigram = frequency**0.75
     other = np.searchsorted(
         np.cumsum(unigram) / unigram.sum(), rng.random((examples, negatives))
     ).clip(max=num_rows - 1)
-    data = (ids[places], context, other.astype(np.int32))
+    data = (ids[positions], context, other.astype(np.int32))
     train, valid = (tuple(a[part] for a in data) for part in (slice(2048, None), slice(2048)))
 
     def init(key):
@@ -129,7 +129,7 @@ def words(num_rows: int = 24_000) -> Problem:
 
 
 def valley() -> Problem:
-    """Rosenbrock's curved valley in two dimensions, for the picture."""
+    """Rosenbrock's curved valley in two dimensions, for the figure."""
 
     def init(key):
         return jnp.array([-1.2, 1.0]) + 0.1 * jax.random.normal(key, (2,))
@@ -155,7 +155,7 @@ def valley() -> Problem:
 
 
 def characters() -> Problem:
-    """A causal transformer over the characters of the source of Python's own standard library."""
+    """A causal transformer over the characters of the source of Python's standard library."""
     context, width, heads, layers, vocabulary = 32, 32, 2, 2, 128
     text = np.frombuffer(_standard_library().encode("ascii", "replace"), np.uint8)
     cut = len(text) * 9 // 10
@@ -199,7 +199,7 @@ def characters() -> Problem:
         return jax.nn.relu(x @ p["widen"]) @ p["narrow"]
 
     def logits(p, text):
-        """Of what follows each character, in one row each."""
+        """The logits of the next character, one row for each character."""
         h = (p["character"][text] + p["position"][None]).reshape(-1, width)
         for layer in p["layers"]:
             h = h + attention(layer, normed(h, layer["attention_norm"]))
@@ -222,24 +222,24 @@ def characters() -> Problem:
     )
 
 
-# What a race is on if no problem is named, and all that can be named.
-USUAL: dict[str, Callable[[], Problem]] = {
+# The problems of a race by default, and all built-in problems.
+DEFAULT_PROBLEMS: dict[str, Callable[[], Problem]] = {
     "digits": digits,
     "breast_cancer": breast_cancer,
     "words": words,
     "valley": valley,
 }
-PROBLEMS = USUAL | {"characters": characters}
+PROBLEMS = DEFAULT_PROBLEMS | {"characters": characters}
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Its mean over the rows."""
+    """The cross-entropy, its mean over the rows."""
     log_probability = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_probability, labels[:, None], axis=1))
 
 
 def _split(*arrays: np.ndarray):
-    """A fixed random quarter is held out."""
+    """Splits into training and validation data: a fixed random quarter is held out."""
     order = np.random.default_rng(0).permutation(len(arrays[0]))
     cut = len(order) // 4
     train, valid = order[cut:], order[:cut]
@@ -248,9 +248,9 @@ def _split(*arrays: np.ndarray):
 
 @functools.cache
 def _words(vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """The identifiers and words of all modules as ids by falling frequency; their frequencies.
+    """All words of the modules as ids, ordered by decreasing frequency, and the frequencies.
 
-    Id 0 stands for every word rarer than those that have an id.
+    All words that are too rare for an id have id 0.
     """
     tokens = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", _standard_library())
     common = collections.Counter(tokens).most_common(vocabulary - 1)
@@ -269,7 +269,7 @@ _STDLIB = pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 @functools.cache
 def _standard_library() -> str:
-    """The source text of all modules of Python's own standard library, but of its tests."""
+    """The source text of all modules of Python's standard library without its tests."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = sorted(f for f in _STDLIB.rglob("*.py") if not skipped & set(f.parts))
     return "\n".join(f.read_text("utf-8", errors="ignore") for f in files)

@@ -1,4 +1,4 @@
-"""The results as text: a leaderboard for the terminal, for Markdown and for the browser."""
+"""The results as text: leaderboards for the terminal, in Markdown and in HTML."""
 
 import base64
 import html as escape
@@ -9,7 +9,7 @@ Row = dict[str, str]
 
 
 def ranking(document: Mapping[str, Any], problem: str) -> list[dict[str, Any]]:
-    """The results on a problem, best loss first, diverged ones last."""
+    """The results on a problem, best loss first, diverged runs last."""
     mine = [r for r in document["results"] if r["problem"] == problem]
     return sorted(mine, key=lambda r: float("inf") if r["diverged"] else r["loss"]["mean"])
 
@@ -17,9 +17,9 @@ def ranking(document: Mapping[str, Any], problem: str) -> list[dict[str, Any]]:
 def table(document: Mapping[str, Any], problem: str) -> list[Row]:
     """One row of text cells for each optimizer, in the order of the ranking."""
     rows = []
-    for place, r in enumerate(ranking(document, problem), start=1):
+    for rank, r in enumerate(ranking(document, problem), start=1):
         row = {
-            "#": "-" if r["diverged"] else str(place),
+            "#": "-" if r["diverged"] else str(rank),
             "optimizer": r["optimizer"],
             "rate": f"{r['rate']:.2g}",
             "loss": "diverged" if r["diverged"] else _spread(r["loss"]),
@@ -37,14 +37,14 @@ def table(document: Mapping[str, Any], problem: str) -> list[Row]:
 
 
 def headline(document: Mapping[str, Any], problem: str) -> str:
-    """What the problem is, and what its target is."""
+    """One line about the problem and its target."""
     facts = document["problems"][problem]
     target = "" if facts["target"] is None else f"; target loss {facts['target']:g}"
     return f"{facts['about']}{target}"
 
 
 def skipped(document: Mapping[str, Any]) -> list[str]:
-    """Who was left out of what, and why."""
+    """The optimizers that were skipped on a problem, with the reason."""
     return [f"{r['optimizer']} on {r['problem']}: {r['skipped']}" for r in document["skipped"]]
 
 
@@ -54,20 +54,20 @@ def explanation(document: Mapping[str, Any]) -> str:
     rates = (
         f"{len(settings['rates'])} given rates"
         if settings["rates"]
-        else f"a grid of {settings['num_rates']} rates half a decade apart, extended where the "
-        "best one lay at its edge"
+        else f"a grid of {settings['num_rates']} rates half a decade apart, extended if the "
+        "best one was at its edge"
     )
     return (
         f"Each optimizer was tuned over {rates}, with {settings['seeds']} seeds; the best mean "
         "validation loss decides. Values are means ± standard deviations over the seeds. A step "
-        "is one compiled training step of one run, dispatch included, at the median. "
+        "is one compiled training step of one run, dispatch included; its time is the median. "
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, "
         f"optzoo {document['version']}."
     )
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The whole leaderboard."""
+    """The whole leaderboard in Markdown."""
     parts = ["# Leaderboard", explanation(document)]
     for problem in document["problems"]:
         rows = table(document, problem)
@@ -76,12 +76,12 @@ def markdown(document: Mapping[str, Any]) -> str:
             lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(r.values()) for r in rows)]
             parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
     if document["skipped"]:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in skipped(document))]
+        parts += ["## Skipped", "\n".join(f"- {line}" for line in skipped(document))]
     return "\n\n".join(parts) + "\n"
 
 
 def html(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """One page that holds everything, pictures included."""
+    """The whole leaderboard as one HTML page, with embedded figures."""
     body = [f"<p>{_text(explanation(document))}</p>"]
     body += [_picture(name, data) for name, data in pictures.items()]
     for problem in document["problems"]:
@@ -95,7 +95,7 @@ def html(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
             body.append(f"<div><table><tr>{head}</tr>{lines}</table></div>")
     if document["skipped"]:
         lines = "".join(f"<li>{_text(line)}</li>" for line in skipped(document))
-        body.append(f"<h2>Left out</h2><ul>{lines}</ul>")
+        body.append(f"<h2>Skipped</h2><ul>{lines}</ul>")
     return _PAGE.replace("BODY", "\n".join(body))
 
 
@@ -135,7 +135,7 @@ td:nth-child(2), th:nth-child(2) { text-align: left; font-weight: 600 }
 <h1>The race</h1>
 BODY
 <script>
-// A click on a heading sorts its table; cells that hold no number come last.
+// A click on a heading sorts the table by its column; cells without a number come last.
 for (const th of document.querySelectorAll("th")) th.onclick = () => {
   const table = th.closest("table"), column = th.cellIndex;
   const number = row => parseFloat(row.cells[column].textContent.replaceAll(",", ""));

@@ -18,21 +18,21 @@ from ..sparse.minimize import minimize
 from ..state.averages import eval_params
 from .problem import Problem
 
-# Of the distributed family, simulated on one device.
+# Replicas of distributed methods, simulated on one device.
 REPLICAS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a race is run.
+    """The settings of a race.
 
     Attributes:
-        rates: the learning rates to try; None for a grid around each optimizer's usual rate,
+        rates: the learning rates to try; None for a grid around the default rate of each optimizer,
             which is extended, at most ``extensions`` times, while the best rate is at its edge.
-        num_rates: the size of that grid, half a decade apart.
-        seeds: how many runs for each rate.
-        steps: overrides the steps of every problem.
-        timed_steps: how many single steps are timed.
+        num_rates: the size of that grid, with steps of half a decade.
+        seeds: number of runs for each rate.
+        steps: number of steps, instead of that of the problem.
+        timed_steps: number of steps that are timed one by one.
     """
 
     rates: tuple[float, ...] | None = None
@@ -42,28 +42,28 @@ class Settings:
     steps: int | None = None
     timed_steps: int = 30
 
-    def grid(self, usual: float, block: int = 0) -> np.ndarray:
-        """The rates to try for an optimizer with this usual rate; blocks continue the grid."""
+    def grid(self, default_rate: float, block: int = 0) -> np.ndarray:
+        """The rates to try around a default rate; other blocks than 0 extend the grid."""
         if self.rates is not None:
             return np.array(self.rates)
         middle = (self.num_rates - 1) // 2
         exponents = (np.arange(self.num_rates) - middle + block * self.num_rates) / 2
-        return np.array([float(f"{usual * 10.0**e:.2g}") for e in exponents])
+        return np.array([float(f"{default_rate * 10.0**e:.2g}") for e in exponents])
 
 
 class Unsuited(Exception):
-    """The optimizer cannot take the problem; says why."""
+    """The optimizer cannot run on the problem; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """All that the optimizers share on a problem, made and compiled once.
+    """What all optimizers share on a problem, computed and compiled once.
 
     Attributes:
         problem: the problem.
         settings: the settings.
-        params: the parameters each seed starts from.
-        batches: the examples of every step, of shape (seeds, evaluations, steps each, batch).
+        params: the initial parameters of each seed.
+        batches: indices of examples, of shape (seeds, evaluations, steps each, batch).
         train: the training data.
         judge: ``judge(params) -> (loss, track)`` on the validation data.
         metrics: ``metrics(params)`` for the parameters of all rates and seeds.
@@ -79,18 +79,18 @@ class Start:
 
     @property
     def observed_steps(self) -> np.ndarray:
-        """The steps at which the validation loss is taken."""
+        """The steps at which the validation loss is computed."""
         _, evaluations, each, _ = self.batches.shape
         return np.arange(evaluations + 1) * each
 
 
 def prepare(problem: Problem, settings: Settings) -> Start:
-    """What is to be done once for a problem, whatever the number of optimizers."""
+    """Prepares a problem once for all optimizers."""
     steps = settings.steps or problem.steps
     each = max(1, steps // problem.evaluations)
     train, valid = jax.tree.map(jnp.asarray, (problem.train, problem.valid))
     shape = (settings.seeds, steps // each, each, problem.batch_size)
-    # NumPy's generator: JAX's in every program would double the time to compile it.
+    # NumPy's random generator: that of JAX would double the compilation time of every program.
     batches = np.random.default_rng(0).integers(len(jax.tree.leaves(train)[0]), size=shape)
     keys = jax.random.split(jax.random.key(0), settings.seeds)
 
@@ -112,14 +112,14 @@ def prepare(problem: Problem, settings: Settings) -> Start:
 
 
 def run_one(start: Start, name: str) -> dict[str, Any]:
-    """Trains with every rate and seed, picks the best rate, and describes its runs.
+    """Trains with every rate and seed, selects the best rate and describes its runs.
 
     Args:
         start: from :func:`prepare`.
-        name: an optimizer of the catalogue.
+        name: a name of :func:`entrants`.
 
     Returns:
-        A dict ready for JSON; ``diverged`` is true if no rate gave a finite loss.
+        A dict that can be written as JSON; ``diverged`` is true if no rate gave a finite loss.
 
     Raises:
         Unsuited: if the optimizer cannot be traced on this problem.
@@ -180,7 +180,7 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
     if is_replicated:
         steps = {"seconds per step": _compiled(_replicated_step(loss, best))}
     elif problem.compare_dense:
-        dense = _plain_step(loss, best, jax.value_and_grad)  # lookups in it are dense
+        dense = _plain_step(loss, best, jax.value_and_grad)  # gradients of lookups are dense
         steps["seconds per dense step"] = _compiled(dense)
     for key, step in steps.items():
         result[key] = _time_step(start, step, best, is_replicated)
@@ -188,7 +188,7 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
 
 
 def entrants() -> dict[str, Entry]:
-    """All that can be raced: the catalogue, and the distributed family around Adam."""
+    """All optimizers of a race: the catalogue, and the distributed methods around Adam."""
     adam = CATALOG["adam"]
 
     def on_replicas(method):
@@ -198,8 +198,8 @@ def entrants() -> dict[str, Entry]:
     return CATALOG | {name: on_replicas(method) for name, method in DISTRIBUTED.items()}
 
 
-def _search(usual: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any]:
-    """Runs the grid, and goes on beyond the edge at which the best rate lies."""
+def _search(default_rate: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any]:
+    """Runs the grid, and extends it while the best rate is at its edge."""
     blocks: dict[int, Any] = {}
 
     def joined():
@@ -208,7 +208,7 @@ def _search(usual: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any
 
     block: int | None = 0
     while block is not None:
-        rates = settings.grid(usual, block)
+        rates = settings.grid(default_rate, block)
         blocks[block] = rates, run(rates)
         rates, runs = joined()
         best, block = int(np.argmin(_final_losses(runs).mean(axis=1))), None
@@ -221,7 +221,7 @@ def _search(usual: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any
 
 
 def _final_losses(runs: Any) -> np.ndarray:
-    """Of each rate and seed; infinite where the run diverged."""
+    """The final losses by rate and seed; infinite if the run diverged."""
     final = runs["curve"][..., -1].astype(np.float64)
     return np.where(np.isfinite(final), final, np.inf)
 
@@ -255,30 +255,30 @@ def _describe(runs: Any, rates: np.ndarray, problem: Problem, at: np.ndarray) ->
         "metrics": {k: _spread(v[best].astype(np.float64)) for k, v in runs["metrics"].items()},
         "steps to target": _spread(reached) if np.isfinite(reached).all() else None,
         "rates": [
-            {"rate": float(rate), "loss": _number(loss), "diverged": bool(np.isinf(each).any())}
+            {"rate": float(rate), "loss": _for_json(loss), "diverged": bool(np.isinf(each).any())}
             for rate, loss, each in zip(rates, of_rate, final, strict=True)
         ],
         "curve": {
             "steps": at.tolist(),
-            "mean": [_number(v) for v in mine.mean(axis=0)],
-            "low": [_number(v) for v in mine.min(axis=0)],
-            "high": [_number(v) for v in mine.max(axis=0)],
+            "mean": [_for_json(v) for v in mine.mean(axis=0)],
+            "low": [_for_json(v) for v in mine.min(axis=0)],
+            "high": [_for_json(v) for v in mine.max(axis=0)],
         },
-        "track": None if runs["track"] is None else _numbers(runs["track"][best, 0]),
+        "track": None if runs["track"] is None else _rows_for_json(runs["track"][best, 0]),
     }
 
 
 def _spread(values: np.ndarray) -> dict[str, float | None]:
-    return {"mean": _number(values.mean()), "std": _number(values.std())}
+    return {"mean": _for_json(values.mean()), "std": _for_json(values.std())}
 
 
-def _number(value: Any) -> float | None:
-    """JSON has no infinity."""
+def _for_json(value: Any) -> float | None:
+    """The value, or None if it is not finite: JSON has no infinity."""
     return float(value) if np.isfinite(value) else None
 
 
-def _numbers(values: np.ndarray) -> list[Any]:
-    return [[_number(v) for v in row] for row in values.reshape(len(values), -1)]
+def _rows_for_json(values: np.ndarray) -> list[Any]:
+    return [[_for_json(v) for v in row] for row in values.reshape(len(values), -1)]
 
 
 def _bytes(tree: Any) -> int:
@@ -295,7 +295,7 @@ def _begin(tx: Any, params: Any, is_replicated: bool) -> tuple[Any, Any]:
 
 
 def _time_step(start: Start, step: Any, tx: Any, is_replicated: bool) -> float:
-    """Median seconds of a donated, compiled train step of one run."""
+    """Median seconds of a compiled training step of one run, with donated arguments."""
     params, state = _begin(tx, jax.tree.map(lambda a: a[0], start.params), is_replicated)
     examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
     seconds = []
@@ -304,7 +304,7 @@ def _time_step(start: Start, step: Any, tx: Any, is_replicated: bool) -> float:
         done = step(params, state, examples, global_step=count)
         params, state, _ = jax.block_until_ready(done)
         seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds[1:]))  # the first one compiles
+    return float(np.median(seconds[1:]))  # the first step compiles
 
 
 def _plain_step(loss: Any, tx: Any, value_and_grad: Any = value_and_grad) -> Any:
@@ -317,7 +317,7 @@ def _plain_step(loss: Any, tx: Any, value_and_grad: Any = value_and_grad) -> Any
 
 
 def _replicated_step(loss: Any, tx: Any) -> Any:
-    """A step of all replicas, each on its share of the batch, or on all of it if there is none."""
+    """A step of all replicas, each on its part of the batch; on all of it if it cannot be split."""
 
     def share(a):
         if a.shape[0] % REPLICAS:

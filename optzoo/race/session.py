@@ -1,4 +1,4 @@
-"""A whole race: every optimizer on every problem, kept on disk as it goes."""
+"""A whole race: every optimizer on every problem; each result is saved at once."""
 
 import dataclasses
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 from ..catalog import CATALOG
 from ..race import plots, report
 from .problem import Problem
-from .problems import PROBLEMS, USUAL
+from .problems import DEFAULT_PROBLEMS, PROBLEMS
 from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
 
 VERSION = importlib.metadata.version("optzoo")
@@ -27,10 +27,10 @@ VERSION = importlib.metadata.version("optzoo")
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a watcher of a race is told before each run, and once more at the end."""
+    """The argument of ``watch``: the progress of a race before each run, and at its end."""
 
     done: int
-    found: int  # of those done, how many were found in the folder
+    found: int  # how many of the done ones were found in the folder
     total: int
     problem: str
     optimizer: str
@@ -38,7 +38,7 @@ class Progress:
 
 
 def run(
-    problems: Sequence[Problem | str] = tuple(USUAL),
+    problems: Sequence[Problem | str] = tuple(DEFAULT_PROBLEMS),
     optimizers: Sequence[str] = tuple(CATALOG),
     *,
     settings: Settings | None = None,
@@ -46,41 +46,41 @@ def run(
     fresh: bool = False,
     watch: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
-    """Races optimizers on problems; results are kept in ``out`` after each run.
+    """Runs optimizers on problems; the results are saved in ``out`` after each run.
 
     Args:
-        problems: names of built-in problems, or problems of your own.
-        optimizers: names of the catalogue, or of the distributed family: those train 8 replicas
-            with ``adam``, each on its share of the batch.
-        settings: rates, seeds and steps; None for the usual ones.
-        out: a folder for ``results.json``, ``leaderboard.md``, the pictures and ``index.html``;
-            None to write nothing. Runs found there with the same settings are not repeated.
+        problems: names of built-in problems, or :class:`Problem` objects.
+        optimizers: names in the catalogue, or of distributed methods: these train 8 replicas with
+            ``adam``, each on its part of the batch.
+        settings: rates, seeds and steps; None for the defaults.
+        out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
+            to write nothing. Runs found there with the same settings are not repeated.
         fresh: repeat the runs found in ``out``.
         watch: called before each run and once at the end.
 
     Returns:
-        What ``results.json`` holds: ``results`` and ``skipped``, a list of dicts each, and
-        ``others``, runs in ``out`` from other settings, which a later race may go on from.
+        The contents of ``results.json``: ``results`` and ``skipped``, a list of dicts each, and
+        ``others``, runs in ``out`` with other settings, which a later race may use.
 
     Raises:
-        OSError: before any work, if ``out`` cannot be written.
+        OSError: before the first run, if ``out`` cannot be written.
         KeyError: if a problem or an optimizer is unknown.
     """
     settings = settings or Settings()
-    # What can fail does so before the work.
+    # Check all arguments before the first run.
     folder = _writable(out) if out is not None else None
     for name in optimizers:
         entrants()[name]
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
     todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}
-    known = _kept(folder) if folder else {}
+    known = _saved_runs(folder) if folder else {}
     if fresh:
         known = {key: r for key, r in known.items() if key not in todo}
     found = len(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
 
-    def tell(problem="", optimizer=""):
+    def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
         if watch:
             done = len(todo) - len(left)
@@ -95,7 +95,7 @@ def run(
         if key in known:
             continue
         _, name, fingerprint = key
-        tell(p.name, name)
+        notify(p.name, name)
         begin = time.perf_counter()
         if p.name not in starts:
             starts[p.name] = prepare(p, settings)
@@ -107,7 +107,7 @@ def run(
         known[key] = result | {"fingerprint": fingerprint}
         if folder:
             _write(folder / "results.json", json.dumps(document(), indent=1))
-    tell()
+    notify()
     complete = document()
     if folder:
         _write(folder / "results.json", json.dumps(complete, indent=1))
@@ -136,17 +136,17 @@ def _document(
     }
 
 
-def _kept(folder: pathlib.Path) -> dict[tuple[str, str, str], Any]:
+def _saved_runs(folder: pathlib.Path) -> dict[tuple[str, str, str], Any]:
     try:
         document = json.loads((folder / "results.json").read_text())
         runs = document["results"] + document["skipped"] + document["others"]
         return {(r["problem"], r["optimizer"], r["fingerprint"]): r for r in runs}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {}  # none yet, or not ours: the race starts over
+        return {}  # no results, or in another format: start from the beginning
 
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:
-    """Changes with anything that the results depend on: code of the model, data, settings."""
+    """A hash of all that the results depend on: code of the model, data, settings."""
     key = jax.random.key(0)
     params = jax.eval_shape(problem.init, key)
     batch = jax.tree.map(lambda a: np.asarray(a[:1]), problem.train)
@@ -164,7 +164,7 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     names = list(problem.metrics)
     digest.update(repr((VERSION, dataclasses.asdict(settings), plain, names)).encode())
     for jaxpr in traced:
-        # The same in every process: no colours for a terminal, no addresses of functions.
+        # Equal in every process: no terminal colours, no addresses of functions.
         text = jaxpr.pretty_print(use_color=False, width=100)
         digest.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
     constants = [jaxpr.consts for jaxpr in traced]
@@ -181,14 +181,14 @@ def _writable(out: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """Whole or not at all, so that an interruption leaves the old file."""
+    """Writes a file atomically, so that an interruption leaves the old one."""
     fresh = path.with_suffix(path.suffix + ".part")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 
 class _Clock:
-    """Time left, from how long each problem has taken so far."""
+    """Estimates the time left from the runs so far on each problem."""
 
     def __init__(self):
         self.seconds: dict[str, list[float]] = {}
@@ -200,5 +200,5 @@ class _Clock:
         if not self.seconds:
             return None
         mean = {p: float(np.mean(s)) for p, s in self.seconds.items()}
-        usual = float(np.mean(list(mean.values())))
-        return sum(mean.get(p, usual) for p in problems)
+        overall = float(np.mean(list(mean.values())))
+        return sum(mean.get(p, overall) for p in problems)

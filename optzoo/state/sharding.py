@@ -1,4 +1,4 @@
-"""Where the state of an optimizer belongs, beside sharded parameters."""
+"""The sharding of the state of an optimizer with sharded parameters."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..core.paths import path_name
 from .slots import map_slot_trees
 
 _HINT = (
-    "Its init does not map over the parameters, as that of optax.flatten: take the shardings of "
+    "Its init does not map over the parameters, like that of optax.flatten: use the shardings of "
     "the arrays in tx.init(params)"
 )
 
@@ -18,14 +18,15 @@ _HINT = (
 def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     """A tree like ``tx.init(params)`` with the sharding of each array.
 
-    A slot of its parameter's shape is sharded like it; one with more axes in front (a window of
-    gradients) is not split along these; one of the parameter's first axes only (a number for each
-    row) is split like them. All else is whole on every device: counts, matrices of Shampoo.
+    A slot with the shape of its parameter has the same sharding. If it has additional leading axes
+    (a window of gradients), these are not sharded; if it has only the first axes of the parameter
+    (a value for each row), it is sharded like these. All other arrays are replicated: counts,
+    matrices of Shampoo.
 
-    For ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, where no device ever
-    holds more than its part, and for the abstract state of a checkpoint to restore. Nothing is
-    computed: abstract parameters do. The state of many replicas has axes of its own:
-    :func:`optzoo.replica_specs` is for that.
+    It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
+    device holds more than its part at any time, and for the abstract state when a checkpoint is
+    restored. Nothing is computed, so parameters may be abstract. The state of many replicas has a
+    replica axis: use :func:`optzoo.replica_specs` for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -46,13 +47,13 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Raises:
         TypeError: if a parameter has no sharding.
-        ValueError: if there is no parameter, or if they lie on different devices.
+        ValueError: if there is no parameter, or if the parameters are on different devices.
     """
     owners = dict(jax.tree_util.tree_leaves_with_path(params))
     everywhere = _everywhere(owners)
 
     def place(path, slot):
-        # Of several arrays for one parameter, whose paths are longer, none is like it.
+        # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         return _like(owners[path], slot.shape) or everywhere if path in owners else everywhere
 
     state = jax.eval_shape(tx.init, params)
@@ -65,9 +66,9 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 def _everywhere(owners: dict[Any, Any]) -> Sharding:
-    """Whole on every device of the parameters."""
+    """The sharding of arrays that are replicated over the devices of the parameters."""
     if not owners:
-        raise ValueError("params must hold an array, which says where the state belongs; got none")
+        raise ValueError("params must contain an array, whose devices the state uses; got none")
     shardings = dict[str, Sharding]()
     for path, x in owners.items():
         sharding = getattr(x, "sharding", None)
@@ -81,7 +82,7 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
     for name, other in shardings.items():
         if other.device_set != one.device_set:
             raise ValueError(
-                f"parameters '{first}' and '{name}' lie on different devices, {one} and {other}: "
+                f"parameters '{first}' and '{name}' are on different devices, {one} and {other}: "
                 "put all on one mesh with jax.device_put(params, shardings)"
             )
     meshes = [s.mesh for s in shardings.values() if isinstance(s, NamedSharding)]
@@ -89,7 +90,7 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
 
 
 def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding of a slot of a parameter, if the shape shows which of their axes agree."""
+    """The sharding of a slot by that of its parameter, if their shapes show the common axes."""
     if shape == x.shape:
         return x.sharding
     if not isinstance(x.sharding, NamedSharding):

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, by name."""
+"""The slots of an optimizer, by name."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,38 +12,37 @@ from .packing import pack_like, unpack
 from .stacks import layout_of, stack, unstack
 from .types import LeafwiseState, ReplicaState
 
-# A path to a slot: indices of chains, fields, keys; the name of the slot last.
+# The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
 SlotPath = tuple[Any, ...]
 
-# Fields of states that hold trees, but not of slots.
+# Fields of states that hold other trees than slots.
 _NO_SLOTS = {"hyperparams", "hyperparams_states", "rng_key", "variables"}
 
 
 def slot_names(state: Any) -> tuple[str, ...]:
-    """The slots in a state, by the names that :func:`optzoo.get_slot` takes.
+    """The names of the slots in a state, for :func:`optzoo.get_slot`.
 
     Args:
-        state: the state of any optax transformation. In the states of this library slots are
-            those of the original, under its names (``m`` and ``v`` of Adam, ``momentum``,
-            ``accum`` and ``linear`` of FTRL); elsewhere they are the fields that hold more than a
-            number (``mu`` and ``nu`` of ``optax.adam``, ``trace``, ``acc_grads`` of
-            ``optax.MultiSteps``).
+        state: the state of any optax transformation. In states of this library, slots have the
+            names of the original (``m`` and ``v`` of Adam, ``momentum``, ``accum`` and ``linear``
+            of FTRL). In other states, slots are the fields that hold more than a scalar (``mu`` and
+            ``nu`` of ``optax.adam``, ``trace``, ``acc_grads`` of ``optax.MultiSteps``).
 
     Returns:
-        The names in the order of the state. Where a name stands for several slots of a
-        parameter, as in a chain of two optimizers, each has its path in front: ``0/m``, ``1/m``.
+        The names in the order of the state. If a parameter has several slots with the same name, as
+        in a chain of two optimizers, they are listed with their paths: ``0/m``, ``1/m``.
     """
-    places = _places(state)
-    names = dict.fromkeys(path[-1] for path in places)
+    by_path = _slots_by_path(state)
+    names = dict.fromkeys(path[-1] for path in by_path)
     found = []
     for name in names:
-        paths = [path for path in places if path[-1] == name]
-        found += [name] if _merged(places, paths) is not None else map(_written, paths)
+        paths = [path for path in by_path if path[-1] == name]
+        found += [name] if _merged(by_path, paths) is not None else map(_written, paths)
     return tuple(found)
 
 
 def get_slot(state: Any, name: str) -> Any:
-    """A slot of all parameters, as ``tf.train.Optimizer.get_slot`` gives it for one.
+    """A slot of all parameters, as ``tf.train.Optimizer.get_slot`` returns it for one.
 
     .. code-block:: python
 
@@ -51,43 +50,43 @@ def get_slot(state: Any, name: str) -> Any:
 
     Args:
         state: the state of any optax transformation: chains, masks, partitions, ``MultiSteps``,
-            ``inject_hyperparams`` and wrappers are looked into.
-        name: one of :func:`optzoo.slot_names`, or the end of its path that tells it from others.
+            ``inject_hyperparams`` and wrappers are searched.
+        name: one of :func:`optzoo.slot_names`, or the end of its path if that is unambiguous.
 
     Returns:
-        A tree like the parameters. Of the groups of ``optax.partition`` it has all that have this
-        slot; a parameter without it has ``optax.MaskedNode()`` there.
+        A tree like the parameters. The groups of ``optax.partition`` are merged; a parameter
+        without this slot has ``optax.MaskedNode()``.
 
     Raises:
-        ValueError: if there is no such slot, or several: the message has their names.
+        ValueError: if there is no such slot, or if there are several; the message lists them.
     """
-    places = _places(state)
-    return _merged(places, _find(state, places, name))
+    by_path = _slots_by_path(state)
+    return _merged(by_path, _find(state, by_path, name))
 
 
 def set_slot(state: Any, name: str, value: Any) -> Any:
-    """A state with other values in a slot.
+    """A copy of a state with other values in a slot.
 
     Args:
         state: as for :func:`optzoo.get_slot`.
         name: as for :func:`optzoo.get_slot`.
-        value: a tree as :func:`optzoo.get_slot` gives it. The slot keeps its dtypes.
+        value: a tree as returned by :func:`optzoo.get_slot`. The slot keeps its dtypes.
 
     Returns:
-        The new state; the old one is as it was.
+        The new state; the old one is unchanged.
 
     Raises:
-        ValueError: as for :func:`optzoo.get_slot`, or if the value has another structure or the
-            slot of a parameter another shape: the message has its path.
+        ValueError: as for :func:`optzoo.get_slot`, or if the value has another structure, or
+            another shape for a parameter; the message has its path.
     """
-    paths = _find(state, _places(state), name)
+    paths = _find(state, _slots_by_path(state), name)
     return map_slots(
         state, lambda path, tree: _filled(name, tree, value) if path in paths else tree
     )
 
 
 def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
-    """The state with ``f(path, tree)`` in the place of each slot; ``f`` sees no stacks."""
+    """The state with ``f(path, tree)`` instead of each slot; ``f`` gets unstacked slots."""
 
     def of_slot(path, tree):
         layout = layout_of(tree)
@@ -97,9 +96,9 @@ def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
 
 
 def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
-    """A tree like a state of ``inner``: whether each array is a slot of a parameter.
+    """A tree like a state of ``inner`` with True for each array of a slot, False for others.
 
-    The others (counts, powers, hyper-parameters) belong to the optimizer as a whole.
+    The others are optimizer-wide: counts, powers, hyper-parameters.
     """
     mark = lambda slots: jax.tree.map(lambda _: True, slots)
     return map_slot_trees(inner, mark, state, lambda _: False)
@@ -111,12 +110,12 @@ def map_slot_trees(
     state: Any,
     others: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A state of ``inner`` with ``f`` of each tree of slots, and ``others`` of every other array.
+    """A state of ``inner`` with ``f`` applied to each tree of slots and ``others`` to other arrays.
 
-    Unlike :func:`map_slots` it finds them by ``inner``, whatever the state is made of, and shows
-    them as they are.
+    Unlike :func:`map_slots` it finds the slots by ``inner``, for any type of state, and passes them
+    as they are stored.
     """
-    everything = lambda _: True  # a whole tree at once
+    everything = lambda _: True  # a whole tree of slots at once
     return optax.tree.map_params(
         inner.init, f, state, transform_non_params=others, is_leaf=everything
     )
@@ -147,7 +146,7 @@ def _mapped_fields(fields: dict[str, Any], path: SlotPath, f: Any) -> dict[str, 
             return {k: f((*path, k), tree) for k, tree in value.items()}
         if any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state))):
             return _mapped(value, (*path, name), f)
-        # A number alone is a count or a rate of the optimizer as a whole.
+        # A single scalar is optimizer-wide: a count or a rate.
         is_number = jax.tree.structure(value).num_nodes == 1 and jnp.ndim(value) == 0
         return value if is_number else f((*path, name), value)
 
@@ -155,38 +154,38 @@ def _mapped_fields(fields: dict[str, Any], path: SlotPath, f: Any) -> dict[str, 
 
 
 def _is_state(node: Any) -> bool:
-    """By the convention of optax: a named tuple whose type is called so."""
+    """By the convention of optax: a named tuple whose type is called ``...State``."""
     return hasattr(node, "_fields") and type(node).__name__.endswith("State")
 
 
-def _places(state: Any) -> dict[SlotPath, Any]:
-    places = {}
-    map_slots(state, lambda path, tree: places.setdefault(path, tree))
-    return places
+def _slots_by_path(state: Any) -> dict[SlotPath, Any]:
+    by_path = {}
+    map_slots(state, lambda path, tree: by_path.setdefault(path, tree))
+    return by_path
 
 
 def _written(path: SlotPath) -> str:
     return "/".join(map(str, path))
 
 
-def _find(state: Any, places: dict[SlotPath, Any], name: str) -> list[SlotPath]:
-    """The paths of the slot of this name: several where they complete one another."""
-    paths = [path for path in places if f"/{_written(path)}".endswith(f"/{name}")]
+def _find(state: Any, by_path: dict[SlotPath, Any], name: str) -> list[SlotPath]:
+    """The paths of the slot of this name: several if they belong to different parameters."""
+    paths = [path for path in by_path if f"/{_written(path)}".endswith(f"/{name}")]
     if not paths:
         known = ", ".join(slot_names(state)) or "none"
         raise ValueError(f"no slot is called {name!r}; there are: {known}")
-    if _merged(places, paths) is None:
+    if _merged(by_path, paths) is None:
         candidates = ", ".join(map(_written, paths))
-        raise ValueError(f"the slot {name!r} is one of several; say which: {candidates}")
+        raise ValueError(f"the slot {name!r} is one of several; choose one of: {candidates}")
     return paths
 
 
-def _merged(places: dict[SlotPath, Any], paths: list[SlotPath]) -> Any:
-    """One tree from those of several groups, or None if they overlap."""
-    merged = places[paths[0]]
+def _merged(by_path: dict[SlotPath, Any], paths: list[SlotPath]) -> Any:
+    """The trees of several groups merged into one, or None if they overlap."""
+    merged = by_path[paths[0]]
     for path in paths[1:]:
         try:
-            merged = _merge(merged, places[path])
+            merged = _merge(merged, by_path[path])
         except _OverlapError:
             return None
     return merged
@@ -207,7 +206,7 @@ def _merge(a: Any, b: Any) -> Any:
 
 
 def _filled(name: str, tree: Any, value: Any) -> Any:
-    """The tree with the arrays of the value, where it has any of its own."""
+    """The tree with the arrays of the value, except at masked leaves."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     try:
         others = treedef.flatten_up_to(value)

@@ -1,4 +1,4 @@
-"""Tests for optimizers, one's own included: see ``optzoo.testing.contract``."""
+"""Conformance tests for optimizers, including your own: see ``optzoo.testing.contract``."""
 
 import pytest
 

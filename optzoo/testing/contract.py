@@ -1,6 +1,6 @@
-"""The battery that every optimizer has to pass.
+"""The conformance tests for optimizers.
 
-Import it into a test module that has a fixture ``entry``, an :class:`optzoo.Entry`::
+Import them into a test module with a fixture ``entry`` that returns an :class:`optzoo.Entry`::
 
     from optzoo.testing.contract import *
 """
@@ -42,7 +42,7 @@ def weak(tree):
 
 
 def with_rows(indices, values):
-    """The gradients with other rows of the table."""
+    """Gradients with the given rows for the table."""
     rows = SparseRows(jnp.array(indices, int), jnp.array(values).reshape(-1, 2), 5)
     return {**row_grads(samples.params()), "table": rows}
 
@@ -162,9 +162,9 @@ def test_rows_equal_the_dense_gradient_where_they_touch(entry):
     (got, state), (want, wanted) = (step(tx, g, params, state) for g in (grads, dense))
     here = jnp.array([1, 3])
     pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
-    for ours, theirs in pairs:
-        chex.assert_trees_all_close(ours["table"][here], theirs["table"][here], rtol=1e-6)
-        chex.assert_trees_all_equal(ours["layer"], theirs["layer"])
+    for actual, expected in pairs:
+        chex.assert_trees_all_close(actual["table"][here], expected["table"][here], rtol=1e-6)
+        chex.assert_trees_all_equal(actual["layer"], expected["layer"])
 
 
 def test_no_rows_are_as_good_as_padding(entry):
@@ -177,7 +177,7 @@ def test_no_rows_are_as_good_as_padding(entry):
 
 
 def test_rows_of_other_ranks(entry):
-    """Of a vector, of a cube, and of a table without rows."""
+    """Rows of a vector, of an array of rank 3, and of a table without rows."""
     tx, ids = entry.make(), jnp.array([1, 1, 0])
     params = {"cube": jnp.ones((2, 2, 3)), "none": jnp.ones((0, 2)), "vector": jnp.ones(2)}
     rows = {k: SparseRows(ids, jnp.ones((3, *x.shape[1:])), len(x)) for k, x in params.items()}
@@ -230,13 +230,13 @@ def test_numpy_in_place_of_jax(entry, grads):
 
 def test_nan_stays_in_its_leaf(entry, grads):
     tx, params = entry.make(), samples.params()
-    spoilt = {**grads, "layer": (jnp.full(3, jnp.nan), grads["layer"][1])}
-    (got, state), (want, wanted) = (step(tx, g, params) for g in (spoilt, grads))
+    with_nan = {**grads, "layer": (jnp.full(3, jnp.nan), grads["layer"][1])}
+    (got, state), (want, wanted) = (step(tx, g, params) for g in (with_nan, grads))
     assert jnp.all(jnp.isnan(got["layer"][0]))
     clean = lambda tree: (tree["table"], tree["layer"][1])
     chex.assert_trees_all_equal(clean(got), clean(want))
-    for ours, theirs in zip(samples.slots(state), samples.slots(wanted), strict=True):
-        chex.assert_trees_all_equal(clean(ours), clean(theirs))
+    for actual, expected in zip(samples.slots(state), samples.slots(wanted), strict=True):
+        chex.assert_trees_all_equal(clean(actual), clean(expected))
 
 
 # Transformations of JAX
@@ -309,10 +309,10 @@ def test_composes_with_optax(entry, compose):
     params, tx = samples.params(), compose(entry)
     grads = dense_grads(params)
     state = tx.init(params)
-    jax.eval_shape(tx.update, grads, state, params)  # traced, injected numbers have no value
+    jax.eval_shape(tx.update, grads, state, params)  # injected values are traced here
     moved, after = step(tx, grads, params, state)
     assert avals(after) == avals(state)
-    # An injected rate is an array, which rounds in float32 where Python's number does not.
+    # An injected rate is a float32 array; a Python number is not rounded.
     chex.assert_trees_all_close(moved, step(entry.make(), grads, params)[0], rtol=1e-5)
 
 
@@ -329,7 +329,7 @@ def test_composes_with_optax_on_rows(entry):
     everything = jax.tree.map(lambda _: True, LABELS)
     tx = optax.masked(optax.partition({"a": entry.make(), "b": entry.make()}, LABELS), everything)
     tx = optax.apply_if_finite(optax.chain(optzoo.on_values(optax.clip(1e9)), tx), 3)
-    # apply_if_finite takes no transformation that turns rows into an array.
+    # apply_if_finite does not accept an update that is dense if the gradient is row-sparse.
     front = optzoo.densify() if entry.rows == "dense" else optax.identity()
     tx = optax.chain(front, tx, optax.inject_hyperparams(optzoo.gradient_descent)(-1.0))
     grads, state = row_grads(params), tx.init(params)
@@ -360,7 +360,7 @@ def test_constant_and_schedule_are_the_same(entry):
     number, schedule = entry.make(), entry.make(lambda k: entry.rate)
     states = number.init(params), schedule.init(params)
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-    # A state goes from one to the other.
+    # The state of one is valid for the other.
     want = step(number, grads, *step(number, grads, params))
     chex.assert_trees_all_equal(step(schedule, grads, *step(number, grads, params)), want)
     chex.assert_trees_all_equal(step(number, grads, *step(schedule, grads, params)), want)
@@ -415,7 +415,7 @@ def test_without_params_the_same_or_an_error(entry):
 
 
 @pytest.mark.parametrize(
-    ("grad", "error", "mend"),
+    ("grad", "error", "fix"),
     [
         (jnp.ones(4), ValueError, r"\(3,\)"),
         (jnp.ones(3, int), TypeError, "optax.masked"),
@@ -423,12 +423,12 @@ def test_without_params_the_same_or_an_error(entry):
     ],
     ids=["shape", "integer", "complex"],
 )
-def test_errors_name_the_leaf(entry, grad, error, mend):
+def test_errors_name_the_leaf(entry, grad, error, fix):
     tx, params = entry.make(), samples.params()
     grads = {**dense_grads(params), "layer": (grad, jnp.ones(()))}
     with pytest.raises(error, match=r"parameter 'layer/0'") as caught:
         tx.update(grads, tx.init(params), params)
-    caught.match(mend)
+    caught.match(fix)
 
 
 def test_rows_of_another_shape_name_the_leaf(entry):

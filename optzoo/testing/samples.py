@@ -19,20 +19,20 @@ def dense_grads(like):
 
 
 def row_grads(like):
-    """Dense, but for rows 1 and 3 of the table; row 1 comes twice, and 5 is padding."""
+    """Dense gradients, but rows 1 and 3 for the table; row 1 is listed twice, and 5 is padding."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
 
 
 class CountedState(NamedTuple):
-    """A step count beside the state."""
+    """A step count and the state of an optimizer."""
 
     count: jax.Array
     inner: optax.OptState
 
 
 def with_global_step(factory):
-    """Gives an optimizer that needs a global step one of its own."""
+    """Adds a step count to an optimizer that needs a global step."""
 
     @functools.wraps(factory)
     def counting(*args, **kwargs):
@@ -52,12 +52,12 @@ def with_global_step(factory):
 
 
 def factory(entry):
-    """An optimizer's factory, with a step count where one is needed."""
+    """The factory of an optimizer, with a step count if it needs one."""
     return with_global_step(entry.factory) if entry.needs_global_step else entry.factory
 
 
 def make(entry, *args, **kwargs):
-    """An optimizer of the catalogue, with a step count where one is needed."""
+    """An optimizer of the catalogue, with a step count if it needs one."""
     return entry._replace(factory=factory(entry)).make(*args, **kwargs)
 
 
@@ -69,7 +69,7 @@ def step(tx, grads, x, state=None, **extra_args):
 
 
 def trajectory(tx, x, grads, xs):
-    """All parameters visited, where ``grads(x, xs[i])`` is the i-th gradient."""
+    """The parameters after every step, where ``grads(x, xs[i])`` is the i-th gradient."""
 
     def body(carry, inputs):
         x, state = step(tx, grads(carry[0], inputs), *carry)
@@ -79,12 +79,12 @@ def trajectory(tx, x, grads, xs):
 
 
 def slots(state):
-    """The slot trees of all links of a chain."""
-    links = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState))
-    return [tree for link in links if isinstance(link, LeafwiseState) for tree in link.slots]
+    """The slot trees of all transformations of a chain."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState))
+    return [tree for node in nodes if isinstance(node, LeafwiseState) for tree in node.slots]
 
 
 def avals(tree):
-    """What a compiled function knows of each leaf."""
+    """Shape, dtype and weak type of each leaf."""
     describe = lambda a: (a.shape, a.dtype, getattr(a, "weak_type", False))
     return jax.tree.map(describe, jax.eval_shape(lambda t: t, tree))

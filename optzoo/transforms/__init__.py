@@ -1,1 +1,1 @@
-"""Gradient transformations in front of an optimizer: filters, clipping, summaries, checks."""
+"""Gradient transformations applied before an optimizer: filters, clipping, summaries, checks."""

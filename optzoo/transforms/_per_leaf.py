@@ -1,4 +1,4 @@
-"""What the steps of this folder share: the walk over gradients, and their common norm."""
+"""Helpers of this folder: functions applied to each gradient, and the global norm."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from ..core.rows import SparseRows, is_rows, map_rows
 
 
 def on_listed(f: Callable[[Array], Array], g: Any) -> Any:
-    """``f`` of an array, or of the values of rows as they are listed; in the dtype of ``g``."""
+    """``f`` of an array or of the values of rows, which are not merged; in the dtype of ``g``."""
     if is_rows(g):
         return g.with_values(on_listed(f, g.values))
     g = jnp.asarray(g)
@@ -22,9 +22,9 @@ def on_listed(f: Callable[[Array], Array], g: Any) -> Any:
 
 
 def on_each(f: Callable[[Array, int], Array]) -> optax.GradientTransformation:
-    """A link of ``f(values, size)`` for every gradient, ``size`` being that of the whole array.
+    """Applies ``f(values, size)`` to every gradient, where ``size`` is that of the whole array.
 
-    Rows that share an index are summed first, so that rows give what their dense gradient gives.
+    Rows that share an index are summed first, so that the result is that of the dense gradient.
     """
 
     def on_leaf(g):
@@ -38,7 +38,7 @@ def on_each(f: Callable[[Array, int], Array]) -> optax.GradientTransformation:
 
 
 def global_norm(gradients: Iterable[Any]) -> Array:
-    """The Euclidean norm of all together, as they are listed; in float32 at least."""
+    """The Euclidean norm of all gradients, without merging rows; in float32 at least."""
     listed = [g.values if is_rows(g) else jnp.asarray(g) for g in gradients if g is not None]
     squares = [jnp.sum(upcast(v) ** 2) for v in listed]
     return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))

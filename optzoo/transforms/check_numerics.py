@@ -1,4 +1,4 @@
-"""Stops at the first gradient that is not finite, and says which."""
+"""Raises an error that names the first gradient that is not finite."""
 
 from typing import Any, NamedTuple
 
@@ -15,25 +15,26 @@ _KINDS = ("finite", "infinite", "NaN")
 
 
 class CheckNumericsState(NamedTuple):
-    """How many steps were checked."""
+    """The number of steps checked so far."""
 
     count: Array
 
 
 def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraArgs:
-    """Raises at NaN or infinity, as ``tf.check_numerics`` and RETURNN's option for it do.
+    """Raises an error at NaN or infinity, like ``tf.check_numerics`` and RETURNN's option for it.
 
-    The error is a ``FloatingPointError`` that names the first bad leaf by its path, what is in it
-    and the step. From compiled code it comes as the text of a ``jax.errors.JaxRuntimeError``, when
-    the step is run or, at the latest, when a result of it is waited for. Works under ``jit``,
-    ``scan`` and ``vmap``. Numbers pass unchanged.
+    The error is a ``FloatingPointError`` with the path of the first leaf that is not finite, the
+    kind of its value and the step. In compiled code its text is part of a
+    ``jax.errors.JaxRuntimeError``, raised when the step is run or, at the latest, when the program
+    waits for one of its results. It works under ``jit``, ``scan`` and ``vmap``. Gradients pass
+    unchanged.
 
-    It costs a pass over all leaves. The host is called on bad steps only, but under ``vmap`` on
-    all of them. A program with it is not kept in JAX's compilation cache.
+    It reads all leaves once more. The host is called only if a value is not finite, but under
+    ``vmap`` in every step. JAX does not keep a program with it in its compilation cache.
 
     Args:
-        what: the word for the leaves in the error: a check behind the optimizer is one of the
-            ``"update"``.
+        what: the word for the leaves in the error, such as ``"update"`` for a check after the
+            optimizer.
 
     References:
         ``tf.check_numerics``; ``returnn.tf.updater``, option ``debug_add_check_numerics_ops``.
@@ -52,7 +53,7 @@ def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraA
 
 
 def raise_if_bad(updates: Any, what: str, step: Any) -> None:
-    """The check itself."""
+    """Raises the error of :func:`check_numerics`, in eager or compiled code."""
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
     named = {path_name(path): g for path, g in leaves if g is not None}
     if not named:
@@ -60,7 +61,7 @@ def raise_if_bad(updates: Any, what: str, step: Any) -> None:
     kinds = jnp.stack([_kind(g) for g in named.values()])
 
     def report(kinds, step):
-        if np.any(kinds):  # under vmap all steps come here
+        if np.any(kinds):  # under vmap every step calls this
             i = int(np.argmax(kinds > 0))
             raise FloatingPointError(
                 f"the {what} of parameter '{list(named)[i]}' is {_KINDS[kinds[i]]} at step {step}; "
@@ -69,9 +70,9 @@ def raise_if_bad(updates: Any, what: str, step: Any) -> None:
 
     if not isinstance(kinds, jax.core.Tracer) and not isinstance(step, jax.core.Tracer):
         return report(np.asarray(kinds), step)
-    # Of JAX's callbacks this is the one that raises under a conditional in a vmap as well.
-    tell = lambda: jax.debug.callback(report, kinds, jnp.asarray(step))
-    lax.cond(jnp.any(kinds > 0), tell, lambda: None)
+    # The only callback of JAX that raises under a conditional in a vmap, too.
+    call_report = lambda: jax.debug.callback(report, kinds, jnp.asarray(step))
+    lax.cond(jnp.any(kinds > 0), call_report, lambda: None)
 
 
 def _kind(g: Any) -> Array:

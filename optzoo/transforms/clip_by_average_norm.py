@@ -1,4 +1,4 @@
-"""Clips the norm of every gradient in proportion to its size."""
+"""Clips the norm of each gradient, relative to its number of elements."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ def clipped_by_average_norm(values: Array, size: int, max_norm: Any) -> Array:
 
 
 def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
-    r"""Clips the norm by the number of elements, as in RETURNN's ``gradient_clip_avg_norm``.
+    r"""Clips norms relative to the number of elements, as in RETURNN's ``gradient_clip_avg_norm``.
 
     .. math::
         g \leftarrow g \cdot \frac{c\, n}{\max(c\, n, \lVert g \rVert)}
 
-    for each parameter by itself, where :math:`n` is the number of its elements: it is
+    for each parameter separately, where :math:`n` is the number of its elements: it is
     :math:`\lVert g \rVert / n` that is clipped, not the root mean square
-    (``optax.clip_by_block_rms``). Rows stay rows; the norm is that of the summed gradient and
-    :math:`n` counts the whole table.
+    (``optax.clip_by_block_rms``). Row-sparse gradients stay row-sparse; the norm is that of the
+    summed gradient and :math:`n` is the size of the whole table.
 
     Args:
         max_norm: :math:`c`, positive.

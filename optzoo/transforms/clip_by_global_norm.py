@@ -1,4 +1,4 @@
-"""Clips the norm of all gradients together."""
+"""Clips the global norm of all gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from ._per_leaf import global_norm
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    r"""Clips the norm over all gradients together, row-sparse ones included.
+    r"""Clips the global norm of all gradients, row-sparse ones included.
 
     .. math::
         g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
 
-    where the norm is that of the summed gradient: repeated indices are merged first, so rows
-    give what their dense gradient gives.
+    where :math:`g` are all gradients together. Rows that share an index are summed first, so that
+    the result is that of the dense gradient.
 
     Args:
         max_norm: :math:`c`, positive.

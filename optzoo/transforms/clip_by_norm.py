@@ -1,4 +1,4 @@
-"""Clips the norm of every gradient by itself."""
+"""Clips the norm of each gradient separately."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     .. math::
         g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
 
-    for each parameter by itself, unlike :func:`optzoo.clip_by_global_norm`. Rows stay rows; the
-    norm is that of the summed gradient.
+    for each parameter separately, unlike :func:`optzoo.clip_by_global_norm`. Row-sparse gradients
+    stay row-sparse; the norm is that of the summed gradient.
 
     Args:
         max_norm: :math:`c`, positive.

@@ -1,4 +1,4 @@
-"""Zero in the place of what is not finite."""
+"""Replaces values that are not finite by zero."""
 
 from typing import Any
 
@@ -11,25 +11,26 @@ from ._per_leaf import on_listed
 
 
 def filtered(g: Any) -> Any:
-    """One gradient with zeros in the place of NaN and of infinities."""
+    """One gradient with zeros instead of NaN and infinities."""
     return on_listed(lambda v: jnp.where(jnp.isfinite(v), v, 0), g)
 
 
 def gradient_nan_inf_filter() -> optax.GradientTransformation:
-    r"""Zero in the place of NaN and infinities, as in ``returnn.tf.util.basic.nan_to_num``.
+    r"""Replaces NaN and infinities by zero, as in ``returnn.tf.util.basic.nan_to_num``.
 
     .. math::
         g_i \leftarrow \begin{cases} g_i & \text{if } g_i \text{ is finite} \\
             0 & \text{otherwise} \end{cases}
 
-    element by element. Of a row-sparse gradient each listed row is filtered by itself, so of rows
-    that share an index the finite ones still count. Put it behind the clips, as RETURNN does: a
-    clip by a norm that is not finite spoils all elements, and they all become zero.
+    for each element. In a row-sparse gradient each listed row is filtered separately, so if some of
+    the rows that share an index are finite, these are kept. Put it after clipping, as RETURNN does:
+    clipping by a norm that is not finite makes all elements NaN or zero, and the filter then makes
+    all of them zero.
 
     References:
         ``returnn.tf.updater``, option ``gradient_nan_inf_filter``.
 
     Differences from the original:
-        An infinity in a row-sparse gradient becomes zero, too; there it becomes 1e30.
+        An infinity in a row-sparse gradient becomes zero, too; in the original it becomes 1e30.
     """
     return optax.stateless(lambda updates, _: jax.tree.map(filtered, updates, is_leaf=is_rows))

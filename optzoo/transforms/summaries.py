@@ -1,4 +1,4 @@
-"""Norms and the like of every gradient, kept in the state for a log."""
+"""Norms and other statistics of each gradient, kept in the state for logging."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ..core.rows import is_rows, is_sparse_or_none
 
 
 class Summary(NamedTuple):
-    """What is kept of one gradient."""
+    """The statistics of one gradient."""
 
     norm: Any
     largest: Any  # absolute value
@@ -21,25 +21,25 @@ class Summary(NamedTuple):
 
 
 class GradientSummariesState(NamedTuple):
-    """Of the last step; each field of ``leaves`` is a params-shaped tree of scalars."""
+    """The statistics of the last step; each field is a tree of scalars like the params."""
 
     leaves: Summary
 
 
 class Summaries(NamedTuple):
-    """What :func:`read_summaries` finds."""
+    """The result of :func:`read_summaries`."""
 
     leaves: dict[str, dict[str, Array]]  # by path: norm, largest, nonfinite
     global_norm: Array
 
 
 def gradient_summaries() -> optax.GradientTransformation:
-    """Keeps the norm, the largest element and the number of bad ones of each gradient.
+    """Keeps the norm, the largest element and the number of non-finite ones of each gradient.
 
-    Gradients pass unchanged. The state holds three scalars for each parameter, as of the last
+    Gradients pass unchanged. The state holds three scalars for each parameter, those of the last
     step; :func:`read_summaries` finds them in the state of any optimizer. A step reads each
-    gradient once more. What is said of rows is of the summed gradient. A missing gradient counts
-    as zero.
+    gradient once more. For a row-sparse gradient they are computed after rows that share an index
+    are summed. A missing gradient counts as zero.
 
     References:
         ``returnn.tf.updater``, option ``debug_grad_summaries``.
@@ -62,15 +62,15 @@ def gradient_summaries() -> optax.GradientTransformation:
 
 
 def read_summaries(state: Any) -> Summaries:
-    """What :func:`gradient_summaries` kept, wherever in the state of an optimizer it is.
+    """The statistics of :func:`gradient_summaries`, found anywhere in the state of an optimizer.
 
-    Parts of a partition are put together; of two in one chain those of the last are given.
+    The groups of a partition are merged; of two in one chain the last one is returned.
 
     Args:
-        state: of an optimizer, or any tree with one in it.
+        state: the state of an optimizer, or any tree that contains it.
 
     Raises:
-        ValueError: if there is none in it.
+        ValueError: if the state has no ``gradient_summaries``.
     """
     is_one = lambda node: isinstance(node, GradientSummariesState)
     found = [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]

@@ -1,4 +1,4 @@
-"""Drops all gradients of a step whose norm is too large."""
+"""Zeroes all gradients of a step if their global norm is too large."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ._per_leaf import global_norm, on_listed
 
 
 def zero_unless(keep: Array, g: Any) -> Any:
-    """One gradient, or zeros."""
+    """The gradient if ``keep``, zeros otherwise."""
     return on_listed(lambda values: jnp.where(keep, values, 0), g)
 
 
@@ -23,15 +23,16 @@ def is_within(norm: Array, max_norm: Any) -> Array:
 
 
 def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
-    r"""Zeroes all gradients of a bad step, as in RETURNN's ``grad_norm_to_clip_to_zero``.
+    r"""Zeroes gradients whose norm is too large, as in RETURNN's ``grad_norm_to_clip_to_zero``.
 
     .. math::
         g \leftarrow \begin{cases} g & \text{if } \lVert g \rVert \le c \\
             0 & \text{otherwise, or if the norm is not finite} \end{cases}
 
-    where the norm is that of all gradients together. Rows stay rows. The optimizer behind it still
-    makes its step: momentum goes on, Adam counts. With ``max_norm=math.inf`` only steps with NaN
-    or infinities are dropped; in front of :func:`optzoo.accumulate` they leave the sum alone.
+    where the norm is that of all gradients together. Row-sparse gradients stay row-sparse. The
+    optimizer after it still makes its step, with gradients of zero: momentum decays and moves the
+    parameters, and the step is counted. With ``max_norm=math.inf`` only gradients with NaN or
+    infinities become zero; before :func:`optzoo.accumulate`, such a step does not change the sum.
 
     Args:
         max_norm: :math:`c`, positive.

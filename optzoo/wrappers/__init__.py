@@ -1,1 +1,1 @@
-"""Around any optax transformation."""
+"""Wrappers around any optax transformation."""

@@ -1,4 +1,4 @@
-"""Sums the gradients of several steps, around any optimizer."""
+"""Gradient accumulation around any optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_upda
 
 
 class AccumulateState(NamedTuple):
-    """How many steps were made, the sums of this cycle, and what the inner optimizer keeps."""
+    """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
 
     count: Array
     sums: Any  # params-shaped, in float32 at least; empty if every step is applied
@@ -32,21 +32,22 @@ def accumulate(
         x_{t+1} &= \begin{cases} x_t + u(a_t) & \text{if } t \bmod n = n - 1 \\
             x_t & \text{otherwise} \end{cases}
 
-    where :math:`u` is the update of ``inner``, which is not run on other steps: its slots and its
-    step count stand still. The updates of other steps are zero whatever the gradients hold
-    (``optax.MultiSteps`` multiplies them by zero, so that there a NaN shows). Row-sparse gradients
-    become dense.
+    where :math:`u` is the update of ``inner``, which is run in the last step of a cycle only: in
+    other steps its slots and its step count are unchanged. The updates of other steps are exactly
+    zero, even if a gradient is NaN (``optax.MultiSteps`` multiplies by zero, which keeps a NaN).
+    Row-sparse gradients become dense.
 
-    A cycle begins where the number :math:`t` of steps before this one is a multiple of
-    :math:`n`. ``update(..., global_step=)`` gives it; without, the steps are counted. ``inner``
-    is given ``global_step // every``, the number of its own updates.
+    A cycle begins when the number :math:`t` of steps before this one is a multiple of :math:`n`.
+    ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
+    gets ``global_step // every``, the number of its updates.
 
-    To leave out micro-steps that are not finite put ``zero_if_norm_exceeds(math.inf)`` in front.
+    To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before it in
+    the chain.
 
     Args:
-        inner: a whole optimizer, its learning rate included.
+        inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
-        use_mean: divide the sum by ``every``, which ``optax.MultiSteps`` does.
+        use_mean: divide the sum by ``every``, as ``optax.MultiSteps`` does.
 
     Raises:
         TypeError: if ``every`` is not an int.

@@ -1,4 +1,4 @@
-"""Parameter groups: another optimizer for each, found by the names of the parameters."""
+"""Parameter groups: an optimizer for each, selected by the names of the parameters."""
 
 import re
 from collections.abc import Mapping
@@ -17,17 +17,18 @@ _REST = ".*"
 def groups(
     transforms: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives every parameter the optimizer whose pattern matches its name.
+    """Updates every parameter by the optimizer whose pattern matches its name.
 
-    A pattern is a regular expression. One with a ``/`` in it must match the whole path of a
-    parameter, its parts joined by ``/``, such as ``encoder/layers/0/kernel``; one without must
-    match the whole of the last part, ``kernel``. Exactly one pattern must match each parameter,
-    but for ``".*"``, which takes those that no other pattern matches.
+    A pattern is a regular expression. A pattern that contains ``/`` must match the whole path of a
+    parameter, its parts joined by ``/``, such as ``encoder/layers/0/kernel``; a pattern without
+    ``/`` must match the whole last part, ``kernel``. Each parameter must be matched by exactly one
+    pattern. The pattern ``".*"`` is special: it is used for the parameters that no other pattern
+    matches.
 
-    The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` in the place
-    of other parameters, so what it takes together (a global norm) it takes of its group.
-    Row-sparse gradients, missing ones and extra arguments reach the optimizers as they are. The
-    patterns are the keys in the state, so another spelling of a pattern is another state.
+    The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` instead of
+    the parameters of other groups, so a global norm, for example, is that of its group. Row-sparse
+    gradients, missing gradients and extra arguments are passed to the optimizers unchanged. The
+    patterns are the keys of the state, so renaming a pattern changes the structure of the state.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -40,20 +41,21 @@ def groups(
         ['bias|scale', 'embed/.*']
 
     Args:
-        transforms: for each pattern an optax transformation; ``optax.set_to_zero()`` freezes.
+        transforms: for each pattern an optax transformation; ``optax.set_to_zero()`` freezes the
+            parameters.
 
     Raises:
         TypeError: if ``transforms`` is not a mapping from strings to transformations.
-        ValueError: if it is empty or a pattern is not a regular expression; by ``init`` and
-            ``update``, if a parameter is matched by no pattern or by several, or if a pattern
-            other than ``".*"`` matches no parameter.
+        ValueError: if it is empty or a pattern is not a regular expression; from ``init`` and
+            ``update``, if a parameter is matched by no pattern or by several, or if a pattern other
+            than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
     return optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
 
 
 def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
-    """A copy of the transformations, if they are some by patterns."""
+    """A copy of the transformations by patterns, after checking them."""
     if not isinstance(transforms, Mapping):
         raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")
     if not transforms:
@@ -76,7 +78,7 @@ def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
 
 def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
     """The pattern of each parameter, in a tree like the parameters or gradients."""
-    found = {}  # the patterns of each path
+    found = {}  # the matching patterns of each path
 
     def label(path, _):
         name = _name(path)
@@ -98,11 +100,11 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
             + "; ".join(wrong)
         )
     unused = set(patterns) - {_REST}.union(*found.values())
-    # Under optax.masked the missing parameter may be one that is not to be seen here.
+    # Under optax.masked the pattern may match a parameter that is hidden here.
     hidden = any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
     if unused and found and not hidden:
         raise ValueError(
-            f"no parameter matches the patterns {sorted(unused)}; there are {list(found)}"
+            f"no parameter matches the patterns {sorted(unused)}; the parameters are {list(found)}"
         )
     return labels
 
@@ -112,5 +114,5 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _name(path: Any) -> str:
-    """The name of a parameter, boxed or not: Flax hands both to the same optimizer."""
+    """The name of a parameter, boxed or not: Flax passes both forms to the same optimizer."""
     return path_name(path[:-1] if path and path[-1] == GetAttrKey("value") else path)

@@ -1,6 +1,6 @@
-"""A moving average of the parameters beside any optimizer."""
+"""A moving average of the parameters, around any optimizer."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -12,7 +12,7 @@ from ..state.types import Slot
 
 
 class MovingAverageSlots(NamedTuple):
-    """What the moving average keeps."""
+    """The slots of the moving average."""
 
     average: Slot  # of the parameters, in float32 at least
 
@@ -20,7 +20,7 @@ class MovingAverageSlots(NamedTuple):
 def moving_average(
     inner: optax.GradientTransformation,
     average_decay: float = 0.9999,
-    num_updates: float | str | None = None,
+    num_updates: float | Literal["count"] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages the parameters, as in ``tf.contrib.opt.MovingAverageOptimizer``.
 
@@ -29,18 +29,18 @@ def moving_average(
         a_t &= d_t\, a_{t-1} + (1 - d_t)\, x_t, \qquad a_0 = x_0
 
     where :math:`u_t` is the update of ``inner`` and :math:`d_t` is the decay or, with
-    ``num_updates`` :math:`N`, :math:`\min(d, \frac{1 + N}{10 + N})`, so that the average follows
-    quickly at first. :func:`optzoo.eval_params` gives the averages, :func:`optzoo.swap` puts them
-    in the place of the parameters. The average takes in every row of a table at every step, also
-    with row-sparse gradients, so a step costs what the table costs.
+    ``num_updates`` :math:`N`, :math:`\min(d, \frac{1 + N}{10 + N})`, so that the first averages
+    follow the parameters closely. :func:`optzoo.eval_params` returns the averages,
+    :func:`optzoo.swap` exchanges them with the parameters. Every step updates the averages of all
+    rows of a table, also with row-sparse gradients, so its cost grows with the size of the table.
 
-    It must be the last link of a chain: what it averages is the parameters plus this update.
+    It must be the last transformation of a chain: it averages the parameters plus this update.
 
     Args:
-        inner: a whole optimizer, its learning rate included.
+        inner: a complete optimizer, including its learning rate.
         average_decay: :math:`d`, in [0, 1).
-        num_updates: :math:`N`, at least 0, or ``"count"`` for the number of updates so far, this
-            one included (counted here, or ``update(..., global_step=)`` plus one).
+        num_updates: :math:`N`, at least 0, or ``"count"`` for the number of updates so far,
+            including this one (counted here, or ``update(..., global_step=)`` plus one).
 
     Raises:
         ValueError: if an argument is out of its range, or if no params are given to ``update``.
@@ -51,8 +51,8 @@ def moving_average(
 
     Differences from the original:
         The average is always of the new parameters (``sequential_update=True``); without it the
-        original leaves the order open. The average of parameters in 16 bits is kept in float32,
-        where it can move.
+        order is undefined in the original. The average of 16-bit parameters is kept in float32,
+        because in 16 bits its changes would be rounded to zero.
     """
     [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":

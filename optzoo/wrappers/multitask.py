@@ -1,4 +1,4 @@
-"""Skips the parameters that the present task does not use, around any optimizer."""
+"""Skips parameters whose gradient is zero, around any optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,19 @@ def multitask(
             (x_{t-1}, s_{t-1}) & \text{if } g_t = 0 \text{ everywhere} \\
             \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
 
-    for each parameter :math:`x` with its slots :math:`s`: with several tasks that take turns, the
-    momentum of one task's layers does not run on while another is trained. What parameters share
-    goes on (the step count, Adam's powers). Works for row-sparse gradients, too; there it costs
-    one pass over the slots of the table.
+    for each parameter :math:`x` with its slots :math:`s`. If several tasks are trained in turns,
+    the layers that the current task does not use are unchanged: their momentum does not move them.
+    State that belongs to no single parameter (the step count, the powers of Adam) is updated in
+    every step. Row-sparse gradients work, too; they cost one pass over the slots of the table.
 
     Args:
-        inner: a whole optimizer, its learning rate included.
+        inner: a complete optimizer, including its learning rate.
 
     References:
         ``tf.contrib.opt.MultitaskOptimizerWrapper``.
 
     Differences from the original:
-        The original changes the inner optimizer in place.
+        The original modifies the inner optimizer in place.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -48,8 +48,8 @@ def multitask(
         live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
         updates, new_state = inner.update(updates, state, params, **extra_args)
         updates = jax.tree.map(stop, live, updates)
-        # For every array of the state whether it is that of a live parameter, or shared by all.
-        # Shampoo has several for a parameter and slot: their paths are longer.
+        # True for every array of the state that belongs to a live parameter or to none. Shampoo has
+        # several arrays for one slot of a parameter: their paths are longer.
         lives = dict(jax.tree_util.tree_leaves_with_path(live))
         of_owner = lambda path, _: owner_of(path, lives)
         of_slots = lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots)

@@ -1,4 +1,4 @@
-"""Keeps the norms of parameters below a bound, around any optimizer."""
+"""Clips the norms of parameters, around any optimizer."""
 
 import functools
 import re
@@ -25,33 +25,34 @@ def variable_clipping(
         x' &= x_{t-1} + u_t \\
         x_t &= x' \cdot \frac{c}{\max(c, \lVert x' \rVert)}
 
-    where :math:`u_t` is the update of ``inner`` and the norm is over the given axes: with
-    ``(1,)`` for a table of embeddings, of each row. Of a parameter with a row-sparse gradient
-    only these rows are clipped, unless axis 0 is among the axes: then the whole of it. One
-    without a gradient is left alone.
+    where :math:`u_t` is the update of ``inner`` and the norm is over the given axes: ``(1,)`` for
+    an embedding table means the norm of each row. If a gradient is row-sparse, only its rows are
+    clipped, unless axis 0 is among the axes: then the whole parameter is clipped. A parameter
+    without a gradient is not clipped.
 
-    It must be the last link of a chain: what it clips is the parameters plus this update.
+    It must be the last transformation of a chain: it clips the parameters plus this update.
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, where a pattern is
-            a regular expression that matches the whole path of a parameter, its parts joined by
-            ``/``; or a tree like the parameters with a tuple of axes, or None, for each. No axes,
-            ``()``, means each element for itself.
+        inner: a complete optimizer, including its learning rate.
+        dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, where a pattern is a
+            regular expression that matches the whole path of a parameter, its parts joined by
+            ``/``; or a tree like the parameters with a tuple of axes, or None, for each. An empty
+            tuple clips the absolute value of each element.
         max_norm: :math:`c`, positive.
 
     Raises:
         ValueError: if ``max_norm`` is not positive, if no params are given to ``update``, or, at
-            trace time, if a pattern matches no parameter, two match the same one with different
-            axes, or an axis is not one of the parameter's.
+            trace time, if a pattern matches no parameter, if two patterns with different axes match
+            the same parameter, or if a parameter has no such axis.
 
     References:
         Hinton et al., `Improving neural networks by preventing co-adaptation of feature detectors
         <https://arxiv.org/abs/1207.0580>`_, 2012 (the bound on norms); ``tf.clip_by_norm``.
 
     Differences from the original:
-        Rows that share an index are clipped once; the original corrects the row once for each of
-        them, which shrinks it too far or turns it round. A bound of zero or less is refused.
+        Rows that share an index are clipped once; the original subtracts the excess once for each
+        of them, which makes the row too short or reverses its sign. A bound of zero or less is an
+        error.
     """
     check_positive(max_norm=max_norm)
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
@@ -63,7 +64,7 @@ def variable_clipping(
         return x * (max_norm / jnp.maximum(norm, max_norm))
 
     def clip(g, u, x, axes):
-        """The update that leads to the clipped parameter."""
+        """The update that results in the clipped parameter."""
         if g is None or axes is None:
             return u
         to_clipped = lambda u, x: (clipped(x + u, axes) - x).astype(g.dtype)
@@ -110,10 +111,10 @@ def _axes(dims: Any, params: Any) -> Any:
 
     walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
     axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
-    # Under optax.masked the missing parameter may be one that is not to be seen here.
+    # Under optax.masked the pattern may match a parameter that is hidden here.
     if unused and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        raise ValueError(f"dims: no parameter is called {sorted(unused)}; there are {names}")
+        raise ValueError(f"dims: no parameter matches {sorted(unused)}; the parameters are {names}")
     return axes
 
 

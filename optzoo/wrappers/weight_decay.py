@@ -1,4 +1,4 @@
-"""Decoupled weight decay around any optimizer."""
+"""Decoupled weight decay, around any optimizer."""
 
 import functools
 from typing import Any
@@ -16,25 +16,25 @@ from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 def decoupled_weight_decay(
     inner: optax.GradientTransformation, weight_decay: float, mask: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Weight decay first, as in ``tf.contrib.opt.extend_with_decoupled_weight_decay``.
+    r"""Decoupled weight decay, as in ``tf.contrib.opt.extend_with_decoupled_weight_decay``.
 
     .. math::
         x' &= x_{t-1} - \lambda\, x_{t-1} \\
         x_t &= x' + u_t(g_t, x')
 
     where :math:`u_t` is the update of ``inner``, which sees the decayed parameters. The decay is
-    not times the learning rate. Of a parameter with a row-sparse gradient only these rows decay;
-    one without a gradient does not.
+    not multiplied by the learning rate. If a gradient is row-sparse, only its rows decay; a
+    parameter without a gradient does not decay.
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        weight_decay: :math:`\lambda`, the share of a parameter that vanishes at each update, at
-            least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths such
-            as ``("kernel", "embedding")``; None for all.
+        inner: a complete optimizer, including its learning rate.
+        weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
+            at least 0.
+        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
+            ``("kernel", "embedding")``; None for all.
 
     Raises:
-        TypeError: if ``mask`` is something else.
+        TypeError: if ``mask`` is of another type.
         ValueError: if ``weight_decay`` is negative, or if no params are given to ``update``.
 
     References:
@@ -42,10 +42,11 @@ def decoupled_weight_decay(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` always counts; the original ignores ``minimize(decay_var_list=)``, and an empty
-        list there means all. Around gradient descent row-sparse gradients decay, too. Around LARS
-        each has its own decay. Around optimizers that read the parameters the decay is always
-        first; in the original the order is not guaranteed.
+        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``, and there an
+        empty list means all. Around gradient descent the rows of row-sparse gradients decay, too.
+        Around LARS both weight decays apply, each with its value; in the original they share one
+        attribute. The decay always comes before the update of an optimizer that reads the
+        parameters; in the original the order is undefined.
     """
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)

@@ -1,4 +1,4 @@
-"""Adadelta against optax's and its first steps."""
+"""Adadelta against optax's, and its first steps."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +36,8 @@ def test_without_epsilon_nothing_moves():
     np.testing.assert_array_equal(path, jnp.stack([G] * 3))
 
 
-def test_a_square_beyond_float32_stops_the_element():
-    """As in the original: the mean of squares is infinite from then on, the step is zero."""
+def test_a_square_that_overflows_stops_the_element():
+    """As in the original: the mean of squares is infinite from then on, and the step is zero."""
     g = jnp.array([1e25, 1.0])
     tx = optzoo.adadelta(1.0)
     state = tx.init(g)

@@ -1,4 +1,4 @@
-"""Adagrad against its square-root law."""
+"""Adagrad: steps that fall with the square root of their number."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from optzoo.testing.samples import trajectory
 
 
 def test_steps_fall_with_the_root_of_their_number():
-    """For a constant gradient from an empty accumulator, step t is rate / sqrt(t)."""
+    """If the gradient is constant and the accumulator starts near 0, step t is rate / sqrt(t)."""
     tx, g = optzoo.adagrad(0.1, initial_accumulator_value=1e-20), jnp.array([5.0, -0.01])
     path = trajectory(tx, jnp.zeros(2), lambda x, _: g, jnp.arange(6))
     steps = jnp.diff(path, axis=0, prepend=jnp.zeros((1, 2)))

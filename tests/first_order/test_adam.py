@@ -13,7 +13,7 @@ from optzoo.testing.samples import dense_grads, params, step, trajectory
 
 @pytest.mark.parametrize("make", [optzoo.adam, optzoo.lazy_adam])
 def test_every_step_on_a_constant_gradient_is_the_rate(make):
-    """The corrections make up for the empty start, at every step."""
+    """The bias correction compensates the start at zero, at every step."""
     g = jnp.array([3.0, -0.2])
     path = trajectory(make(0.01), jnp.zeros(2), lambda x, _: g, jnp.arange(5))
     t = jnp.arange(1.0, 6)[:, None]
@@ -46,10 +46,10 @@ def test_lazy_adam_is_adam_on_dense_gradients():
     chex.assert_trees_all_equal(*both)
 
 
-def test_lazy_adam_counts_the_updates_that_a_row_slept_through():
+def test_lazy_adam_counts_updates_without_a_gradient_of_the_row():
     tx, x = optzoo.lazy_adam(1.0, b1=0.5, b2=0.75, eps=0.0), jnp.zeros(2)
-    sleep, wake = (SparseRows(jnp.array([i]), jnp.array([4.0]), 2) for i in (0, 1))
-    x, state = step(tx, wake, *step(tx, sleep, x))
+    first, second = (SparseRows(jnp.array([i]), jnp.array([4.0]), 2) for i in (0, 1))
+    x, state = step(tx, second, *step(tx, first, x))
     # m = 4/2, v = 16/4, and the corrections of t = 2.
     np.testing.assert_allclose(x[1], -np.sqrt(1 - 0.75**2) / (1 - 0.5**2) * 2 / 2, rtol=1e-6)
     assert state[0].count == 2

@@ -1,4 +1,4 @@
-"""AdamGS and LazyAdamGS: Adam's corrections from a step counted outside."""
+"""AdamGS and LazyAdamGS: Adam with bias corrections of a given global step."""
 
 import chex
 import jax
@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("make", [optzoo.adam_gs, optzoo.lazy_adam_gs])
 
 
 @BOTH
-def test_error_without_a_global_step_names_the_mend(make):
+def test_error_without_a_global_step_names_the_fix(make):
     tx = make()
     with pytest.raises(ValueError, match=r"pass update\(\.\.\., global_step=n\)"):
         tx.update(G, tx.init(G), G)
@@ -23,7 +23,7 @@ def test_error_without_a_global_step_names_the_mend(make):
 
 @pytest.mark.parametrize("name", ["adam", "lazy_adam"])
 def test_from_step_zero_it_is_adam(name):
-    """On dense gradients and on rows; the powers are a power function here, a product there."""
+    """For dense gradients and rows; AdamGS computes the powers directly, Adam as products."""
     ours, theirs = getattr(optzoo, f"{name}_gs")(0.1), getattr(optzoo, name)(0.1)
 
     def run(tx, step_at):
@@ -40,24 +40,24 @@ def test_from_step_zero_it_is_adam(name):
 @BOTH
 @pytest.mark.parametrize("n", [0, 10, 100, 100_000])
 def test_first_step_from_a_later_step(make, n):
-    """The means start at zero, the corrections do not."""
+    """The means start at zero, the bias correction does not."""
     tx = make(0.01)
     updates, state = jax.jit(tx.update)(G, tx.init(G), global_step=n)
     correction = np.sqrt(1 - 0.999 ** (n + 1.0)) / (1 - 0.9 ** (n + 1.0))
     want = -0.01 * correction * 0.1 / np.sqrt(0.001) * np.sign(G)
     np.testing.assert_allclose(updates, want, rtol=1e-3)
-    assert state[0].count == 1  # it counts updates, for nobody
+    assert state[0].count == 1  # the count of updates, which AdamGS does not use
 
 
-def test_a_step_that_stands_still_keeps_the_first_correction():
-    """What the original does unless told otherwise: in the long run 0.316 times the rate."""
+def test_a_constant_step_keeps_the_first_correction():
+    """The default of the original: the steps converge to sqrt(1 - b2) / (1 - b1) times the rate."""
     tx, x = optzoo.adam_gs(1.0, b1=0.9, b2=0.99), jnp.zeros(2)
     still = lambda carry, _: (step(tx, G, *carry, global_step=0), carry[0])
     _, path = jax.lax.scan(still, (x, tx.init(x)), length=1000)
     np.testing.assert_allclose(path[-1] - path[-2], -np.sign(G), rtol=1e-3)
 
 
-def test_lazy_variant_leaves_sleeping_rows_alone():
+def test_lazy_variant_keeps_rows_without_a_gradient():
     x = jnp.ones(3)
     for make, moves in ((optzoo.adam_gs, True), (optzoo.lazy_adam_gs, False)):
         tx = make(0.1)

@@ -14,7 +14,7 @@ def test_first_step_is_the_learning_rate():
     np.testing.assert_allclose(updates, -0.01 * jnp.sign(g), rtol=1e-6)
 
 
-def test_norm_forgets_slowly_and_grows_at_once():
+def test_norm_decays_slowly_and_grows_at_once():
     tx = optzoo.scale_by_adamax(b2=0.5)
     state, norms = tx.init(jnp.zeros(1)), []
     for g in (1.0, 0.0, -8.0):

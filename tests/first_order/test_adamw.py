@@ -1,4 +1,4 @@
-"""AdamW against optax's, whose decay is times the rate."""
+"""AdamW against optax's, where the decay is multiplied by the rate."""
 
 import chex
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_is_optax_adamw_with_the_rate_taken_out_of_the_decay():
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_decay_knows_no_rate():
+def test_decay_does_not_depend_on_the_rate():
     tx = optzoo.adamw(lambda k: 0.0, weight_decay=0.25)
     x = params()
     moved, _ = step(tx, dense_grads(x), x)

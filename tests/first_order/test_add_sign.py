@@ -18,7 +18,7 @@ def test_agreement_doubles_and_disagreement_cancels():
 
 
 def test_no_mean_no_sign():
-    """At a zero gradient nothing moves; alpha alone weighs where the sign has decayed."""
+    """A zero gradient moves nothing; after the decay of the sign term only alpha is left."""
     got = steps(optzoo.add_sign(1.0, alpha=3.0, sign_decay=0.5), [0.0, 2.0])
     np.testing.assert_allclose(got, [0, 3.5 * 2], rtol=1e-6)
 

@@ -29,17 +29,17 @@ def test_first_step_is_a_thousandth():
 
 
 def test_steps_are_whole_near_the_mean_and_short_far_from_it():
-    """Once there is a variance: a gradient at its mean counts in full, an outlier does not."""
+    """A gradient near its mean is not scaled; an outlier is."""
     grads = jnp.array([1.0, -1.0] * 500 + [0.01, 100.0])
     tx = optzoo.grad_variance_scaled(1.0)
     path = trajectory(tx, jnp.zeros(()), lambda _, g: g, grads)
-    usual, outlier = -jnp.diff(path[-3:])
-    np.testing.assert_allclose(usual, 0.01, rtol=1e-3)
+    common, outlier = -jnp.diff(path[-3:])
+    np.testing.assert_allclose(common, 0.01, rtol=1e-3)
     assert 0.1 < outlier < 1
 
 
 def test_rows_without_a_gradient_have_no_distance():
-    """Though their means decay, and with them what the distance would be."""
+    """The distance is zero there, though the means decay."""
     tx, x = optzoo.scale_by_grad_variance(b1=0.5, b2=0.75), jnp.zeros(3)
     _, state = tx.update(jnp.full(3, 4.0), tx.init(x))
     rows = SparseRows(jnp.array([1, 3]), jnp.array([10.0, 9]), 3)

@@ -17,7 +17,7 @@ X, G = jnp.array([[3.0, 0], [0, 4]]), jnp.array([[0.0, 5], [12, 0]])
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_formula(nesterov):
-    """The rate is inside the sum: what it was stays in there."""
+    """The rate is inside the sum: past steps keep their rate."""
     tx = optzoo.lars(lambda k: 0.5 / (1 + k), eps=0.1, nesterov=nesterov, **SETTINGS)
     path = trajectory(tx, X, lambda x, i: G * jnp.cos(i), jnp.arange(4.0))
     x, a = np.asarray(X), 0.0
@@ -41,8 +41,8 @@ def test_is_lars_of_optax_at_a_constant_rate(nesterov):
     chex.assert_trees_all_close(*paths, rtol=1e-4, atol=1e-6)
 
 
-def test_no_trust_where_a_norm_is_zero():
-    """A zero parameter takes the whole gradient; without a gradient there is the decay alone."""
+def test_trust_ratio_is_one_if_a_norm_is_zero():
+    """A zero parameter moves by the whole gradient; a zero gradient leaves the decay alone."""
     tx = optzoo.lars(0.5, **SETTINGS)
     x, zero = {"zero": 0 * X, "still": X, "both": 0 * X}, 0 * G
     moved, _ = step(tx, {"zero": G, "still": zero, "both": zero}, x)
@@ -55,12 +55,12 @@ def test_no_trust_where_a_norm_is_zero():
 def test_skipped_parameters_have_neither_ratio_nor_decay(skip):
     x = params()
     moved, state = step(optzoo.lars(0.5, skip=skip, **SETTINGS), dense_grads(x), x)
-    usual, usual_state = step(optzoo.lars(0.5, **SETTINGS), dense_grads(x), x)
-    assert jax.tree.structure(state) == jax.tree.structure(usual_state)
+    default, default_state = step(optzoo.lars(0.5, **SETTINGS), dense_grads(x), x)
+    assert jax.tree.structure(state) == jax.tree.structure(default_state)
     np.testing.assert_allclose(moved["layer"][1], 1 - 0.5 * jnp.cos(2.0), rtol=1e-6)
     others = lambda tree: (tree["table"], tree["layer"][0])
-    chex.assert_trees_all_equal(others(moved), others(usual))
-    assert moved["layer"][1] != usual["layer"][1]
+    chex.assert_trees_all_equal(others(moved), others(default))
+    assert moved["layer"][1] != default["layer"][1]
 
 
 def test_skipping_everything_is_momentum():
@@ -98,10 +98,10 @@ def test_dense_leaves_beside_rows_and_rows_after_dense():
     tx, x = optzoo.lars(0.5, **SETTINGS), params()
     (mixed, state), (dense, _) = (step(tx, f(x), x) for f in (row_grads, dense_grads))
     chex.assert_trees_all_equal(mixed["layer"], dense["layer"])
-    # One sum for both, as it stands, scaled by the rate or not.
+    # Rows and dense gradients use the same sum, which is scaled by the rate for dense ones only.
     sums = state[1].slots.momentum["table"]
     after, _ = step(tx, {**dense_grads(x), "table": jnp.zeros((5, 2))}, mixed, state)
-    decay = 0.5 * 0.2 * mixed["table"]  # without a gradient there is no ratio
+    decay = 0.5 * 0.2 * mixed["table"]  # the ratio is 1 for a zero gradient
     np.testing.assert_allclose(
         after["table"], mixed["table"] - 0.8 * sums - decay, rtol=1e-5, atol=1e-6
     )

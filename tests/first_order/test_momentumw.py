@@ -25,7 +25,7 @@ def test_momentum_and_decay_side_by_side(nesterov):
 
 
 def test_is_sgd_of_optax_with_the_decay_of_the_last_parameters():
-    """The decay does not go into the momentum."""
+    """The decay is not part of the momentum."""
     theirs = optax.chain(optax.trace(0.9), optax.scale(-0.1), optax.add_decayed_weights(-0.02))
     ours = optzoo.momentumw(0.1, 0.9, 0.02)
     paths = [trajectory(tx, X, lambda x, _: x, jnp.arange(9)) for tx in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Nadam, as TensorFlow had it."""
+"""Nadam, as in TensorFlow 1."""
 
 import jax.numpy as jnp
 import numpy as np

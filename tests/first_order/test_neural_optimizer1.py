@@ -14,8 +14,8 @@ def steps(tx, grads):
     return -jnp.diff(path, prepend=0.0)
 
 
-def test_disagreement_costs_the_factor():
-    """The sign of the mean turns once the new gradient outweighs it."""
+def test_different_signs_are_scaled_by_the_factor():
+    """The mean changes its sign when the new gradient outweighs it."""
     tx = optzoo.neural_optimizer1(0.5, b1=0.5, decrease_factor=0.25)
     np.testing.assert_allclose(steps(tx, [4.0, -1.0, -8.0]), [2, -0.125, -4], rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""NormalizedSGD: steps of a given length."""
+"""NormalizedSGD: steps of a fixed length."""
 
 import jax.numpy as jnp
 import numpy as np

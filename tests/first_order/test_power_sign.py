@@ -22,7 +22,7 @@ def test_agreement_multiplies_and_disagreement_divides(base):
     np.testing.assert_allclose(got, [2 * base, base, -0.5 / base, 0], rtol=1e-5)
 
 
-def test_sign_decay_takes_the_root():
+def test_sign_decay_of_one_half_is_a_square_root():
     decay = optzoo.linear_sign_decay(2)
     got = steps(optzoo.power_sign(1.0, base=4.0, sign_decay=decay), [1.0, 1.0, 1.0, 1.0])
     np.testing.assert_allclose(got, [4, 2, 1, 1], rtol=1e-5)

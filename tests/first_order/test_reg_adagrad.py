@@ -1,4 +1,4 @@
-"""RegAdagrad: Adagrad, and an update that leaves the accumulator as it is."""
+"""RegAdagrad: Adagrad with updates that do not change the accumulator."""
 
 import chex
 import jax
@@ -23,16 +23,16 @@ def test_is_adagrad_when_slots_are_updated():
 
 
 @pytest.mark.parametrize("flag", [False, 0, np.bool_(False), jnp.array(False), jnp.float32(0)])
-def test_accumulator_sits_out(flag):
+def test_accumulator_is_unchanged_without_slot_updates(flag):
     tx = optzoo.reg_adagrad(1.0, initial_accumulator_value=16.0)
     updates, state = tx.update(G, tx.init(G), update_slots=flag)
     np.testing.assert_allclose(updates, -G / 4, rtol=1e-6)
     np.testing.assert_array_equal(state[0].slots.accumulator, 16)
-    updates, state = tx.update(G, state, update_slots=True)  # this once only
+    updates, state = tx.update(G, state, update_slots=True)  # the flag applies to one update only
     np.testing.assert_allclose(updates, -G / np.sqrt(16 + G**2), rtol=1e-6)
 
 
-def test_rows_sit_out():
+def test_rows_are_unchanged_without_slot_updates():
     tx, x = optzoo.reg_adagrad(1.0, initial_accumulator_value=4.0), jnp.zeros(3)
     x, state = step(tx, ROWS, x, update_slots=False)
     np.testing.assert_array_equal(x, [0, -1.5, 0])

@@ -26,8 +26,8 @@ def test_long_run_normalizes_the_gradient():
     np.testing.assert_allclose(path[-1] - path[-2], -0.1 * jnp.sign(G), rtol=1e-3)
 
 
-def test_momentum_keeps_the_rate_of_its_time():
-    """Without gradients the last step halves, whatever the rate is by then."""
+def test_past_steps_keep_their_rate():
+    """Without gradients the last step is halved, for any later rate."""
     tx = optzoo.rmsprop(lambda k: jnp.where(k == 0, 1.0, 100.0), momentum=0.5)
     grads = jnp.stack([G, 0 * G, 0 * G])
     path = trajectory(tx, jnp.zeros(2), lambda _, g: g, grads)

@@ -1,4 +1,4 @@
-"""What is special to row-wise Adagrad."""
+"""Row-wise Adagrad against its definition, and the cost of its rows."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from optzoo.testing.samples import step
 
 
 def as_in_fbgemm(x, accumulators, row, g, rate, eps):
-    """One row, in float64: its mean square joins the sum, whose root divides the rate."""
+    """One row, in float64: its mean square is added to the sum, whose root divides the rate."""
     accumulators[row] += np.mean(g**2)
     x[row] -= rate / (np.sqrt(accumulators[row]) + eps) * g
 
@@ -51,19 +51,19 @@ def test_a_vector_and_a_scalar_are_those_of_adagrad():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_rows_without_gradient_so_far_stay_with_eps_zero():
+def test_rows_without_gradients_are_unchanged_with_eps_zero():
     x, g = jnp.ones((2, 3)), jnp.array([[1.0, 1, 1], [0, 0, 0]])
     x, _ = step(row_wise_adagrad(0.1, 0.0), g, x)
     np.testing.assert_allclose(x, [[0.9] * 3, [1] * 3], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
-def test_nothing_gives_nothing(shape):
+def test_empty_arrays(shape):
     x, state = step(row_wise_adagrad(0.1), jnp.ones(shape), jnp.ones(shape))
     assert x.shape == shape and jnp.isfinite(state[0].slots.accumulator).all()
 
 
-def test_slots_lie_where_the_rows_lie():
+def test_slots_are_sharded_like_the_rows():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
     placed = NamedSharding(mesh, PartitionSpec("rows", "columns"))
     x = jax.device_put(jnp.ones((8, 4)), placed)
@@ -73,7 +73,7 @@ def test_slots_lie_where_the_rows_lie():
 
 
 def test_few_rows_touch_nothing_else():
-    """No operation but gathers and scatters has arrays with a row for each row of the table."""
+    """Only gathers and scatters have arrays with as many rows as the table."""
     table, tx = jnp.ones((1009, 8)), row_wise_adagrad(0.1)
     rows = SparseRows(jnp.arange(4), jnp.ones((4, 8)), 1009, coalesced=True)
     program = jax.make_jaxpr(tx.update)(rows, tx.init(table), table)

@@ -1,4 +1,4 @@
-"""Sign decays at the points where they are known."""
+"""Sign decays at points with known values."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ N = 8
             optzoo.cosine_sign_decay(N, num_periods=2, zero_after=1),
             {0: 1, N // 4: 0, N // 2 - 1: 0.5, N // 2: 0, N: 0},
         ),
-        # Falls to almost zero, then jumps back and stays.
+        # Decays to almost zero, then returns to 1 and is constant.
         (
             optzoo.restart_sign_decay(N),
             {0: 1, N // 2: 0.5, N - 1: (1 + np.cos(np.pi * 7 / 8)) / 2, N: 1, 9 * N: 1},

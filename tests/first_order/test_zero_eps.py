@@ -1,4 +1,4 @@
-"""Without an epsilon: finite wherever the gradient is, and zero stays where it is."""
+"""With eps=0: updates are finite if the gradient is, and zero gradients change nothing."""
 
 import chex
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ CASES["adamw"] = {"weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("forgetful", [False, True], ids=["usual", "b1=b2=0"])
-@pytest.mark.parametrize("eps", [0.0, 1e-40])  # the latter is zero where denormals are flushed
-def test_finite_without_epsilon(name, forgetful, eps):
+@pytest.mark.parametrize("without_memory", [False, True], ids=["default", "b1=b2=0"])
+@pytest.mark.parametrize("eps", [0.0, 1e-40])  # the latter is zero if subnormals are flushed
+def test_finite_without_epsilon(name, without_memory, eps):
     kwargs = dict(CASES[name], eps=eps)
     name = name.split()[0]
-    if forgetful:  # the means are the gradient: no memory of another one hides a zero
+    if without_memory:  # the means equal the gradient, so a zero gradient gives zero means
         decays = {"rmsprop": ["decay"], "adadelta": ["rho"]}.get(name, ["b1", "b2"])
         kwargs |= dict.fromkeys(decays, 0.0)
     tx, x = samples.make(CATALOG[name], **kwargs), jnp.ones(6)

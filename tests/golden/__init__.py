@@ -1,4 +1,4 @@
-"""Records of the real TensorFlow 1.15.5 and RETURNN (``README.md``), and how we follow them."""
+"""Records of the real TensorFlow 1.15.5 and RETURNN (``README.md``), and how they are replayed."""
 
 import json
 import lzma
@@ -19,7 +19,7 @@ RECORDS = sorted(path.stem for path in FOLDER.glob("*.xz"))
 
 
 class Record(NamedTuple):
-    """One trajectory of an original."""
+    """One recorded run of an original."""
 
     meta: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -42,15 +42,15 @@ def load(name: str, folder: pathlib.Path = FOLDER) -> Record:
 
 
 def short_name(original: str) -> str:
-    """The name of an original class as ``meta`` has it."""
+    """The name of an original class as in ``meta``."""
     return original.rsplit(".", 1)[-1].removesuffix("Optimizer")
 
 
 def build(meta: dict[str, Any]) -> optax.GradientTransformation:
-    """Our optimizer with the numbers that the original really used."""
+    """Our optimizer with the values that the original used after its rounding."""
     name, kwargs = meta["optimizer"], meta["kwargs"]
     if meta["kind"] != "dense" and name == "LARS":
-        # Its rows are those of momentum, which rounds; create's are its own, which does not.
+        # For rows it is momentum, which rounds its arguments to float32; create does not for LARS.
         kwargs = {k: float(np.float32(v)) for k, v in {"momentum": 0.9, **kwargs}.items()}
     if meta["kind"] != "dense" and name == "PowerSign":
         return _power_sign_of_rows(**kwargs)
@@ -75,7 +75,7 @@ def _config(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _power_sign_of_rows(
     learning_rate: float = 0.1, base: float = math.e, beta: float = 0.9, **kwargs
 ):
-    """PowerSign, which for rows rounds e as well as the logarithm of its base."""
+    """PowerSign for rows, where the original rounds e and the logarithm of its base."""
     base = float(np.float32(math.e)) ** float(np.float32(math.log(base)))
     sign_decay = _resolve(kwargs.pop("sign_decay_fn", None))
     assert not kwargs
@@ -98,7 +98,7 @@ def _resolve(value: Any) -> Any:
         case {"$sign_decay": kind, "args": args}:
             return {"class": kind, **args}
         case {"$tensor": number}:
-            return jnp.asarray(number)  # which the original does not round
+            return jnp.asarray(number)  # the original does not round it
         case {"$var_dict": axes}:
             return axes
         case list():
@@ -107,7 +107,7 @@ def _resolve(value: Any) -> Any:
 
 
 def follow(record: Record) -> dict[str, np.ndarray]:
-    """Our parameters after every step and our slots at the end, named as in the record."""
+    """Our parameters after every step and our final slots, named as in the record."""
     tx, start = build(record.meta), record.meta.get("global_step_start", 0)
     params = {k: jnp.asarray(v) for k, v in record.group("init").items()}
     gradients = [record.group(group) for group in ("grad", "grad_idx", "grad_val")]
@@ -131,9 +131,9 @@ def follow(record: Record) -> dict[str, np.ndarray]:
 
     (_, state, _), path = run(params, (gradients, extra))
     trees: dict[str, Any] = {}
-    for link in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState)):
-        if isinstance(link, LeafwiseState):
-            trees |= link.slots._asdict()
+    for node in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState)):
+        if isinstance(node, LeafwiseState):
+            trees |= node.slots._asdict()
     slots = {
         f"slot/{slot['checkpoint_name']}": _slot(trees, slot["slot"], slot["var"])
         for slot in record.meta["slots"]
@@ -142,7 +142,7 @@ def follow(record: Record) -> dict[str, np.ndarray]:
 
 
 def _slot(trees: dict[str, Any], name: str, var: str) -> jax.Array:
-    """A slot by its name; of a dimension of the variable, if a number follows the name."""
+    """A slot by its name; a number after the name selects a dimension of the variable."""
     if name in trees:
         return trees[name][var]
     name, _, dimension = name.rpartition("_")
@@ -150,7 +150,7 @@ def _slot(trees: dict[str, Any], name: str, var: str) -> jax.Array:
 
 
 class Miss(NamedTuple):
-    """Where and by how much we differ most from a record."""
+    """The largest difference from a record, and its position."""
 
     error: float
     where: str

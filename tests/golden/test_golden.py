@@ -1,4 +1,4 @@
-"""Every optimizer against what TensorFlow 1.15.5 and RETURNN really do."""
+"""Every optimizer against records of TensorFlow 1.15.5 and RETURNN."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from . import RECORDS, follow, load, short_name, worst
 
 
 def float32_inside(meta):
-    """Whether the original computes something in float32 even for float64 variables."""
+    """Whether the original computes in float32 even for float64 variables."""
     kwargs = meta["kwargs"]
     of_step = {"$of_step", "$fn_of_T"}
     return (
@@ -19,19 +19,19 @@ def float32_inside(meta):
     )
 
 
-# Its first step replaces a start of 2.6 by about 1e-4. An update is added, and x + (new - x) rounds
-# as x does: 1.7e-4 of the new value.
+# The first step of this case replaces a start of 2.6 by about 1e-4. The update is added, and x +
+# (new - x) has the rounding error of x: 1.7e-4 of the new value.
 REPLACES_THE_START = "AdagradDA-lr0.1-dense-f32"
 
 
 def tolerance(meta):
-    """As exact as the original is."""
+    """The precision of the original."""
     if meta["case"] == REPLACES_THE_START:
         return 1.8e-4
     if meta["dtype"] == "float32":
-        # The record's own rounding; at the least one unit in the last place of the largest
-        # element, as seen at a thousandth of it, which is the smallest scale errors refer to.
-        # A few originals have no run in float64 to tell their rounding; others have about 3e-5.
+        # The rounding error of the record, but at least one unit in the last place of the largest
+        # element, relative to a thousandth of it, the smallest scale of errors. A few originals
+        # have no run in float64 to measure their rounding; for others it is about 3e-5.
         return max(3 * meta.get("rounding", 3e-5), 2.0**-24 / 1e-3)
     return 1e-5 if float32_inside(meta) else 1e-10
 
@@ -48,13 +48,13 @@ def test_every_optimizer_has_records():
     recorded = [load(name).meta for name in RECORDS]
     for entry in CATALOG.values():
         if entry.original is None:
-            continue  # it is our own
+            continue  # without an original
         name = short_name(entry.original)
         wanted = {"dense", "sparse", "dup"}
         if entry.original.startswith("returnn."):
-            wanted -= {"dup"}  # which RETURNN does not sum
+            wanted -= {"dup"}  # RETURNN does not sum duplicates
         if name == "AMSGrad":
-            wanted -= {"sparse"}  # which it refuses
+            wanted -= {"sparse"}  # the original refuses rows
         if name == "GGT":
-            wanted -= {"sparse", "dup"}  # which it refuses
+            wanted -= {"sparse", "dup"}  # the original refuses rows
         assert wanted <= {meta["kind"] for meta in recorded if meta["optimizer"] == name}, name

@@ -1,4 +1,4 @@
-"""Optax's tests run as optax runs them: less strictly than ours. A skipped one is a failure."""
+"""Runs optax's tests with the settings of optax, less strict than ours. A skip is a failure."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ RANKS = "jax_numpy_rank_promotion"
 
 @pytest.fixture(autouse=True)
 def as_in_optax():
-    """Ranks are promoted, and whatever flags a test changes are as before after it."""
+    """Allows rank promotion, and restores the flags that a test changes."""
     before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", RANKS)}
     jax.config.update(RANKS, "allow")
     yield
@@ -18,7 +18,7 @@ def as_in_optax():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """What does not apply is to be in the table of exclusions."""
+    """Tests that do not apply must be in the table of exclusions."""
     report = yield
     if report.skipped:
         report.outcome = "failed"

@@ -1,4 +1,4 @@
-"""Runs a test file of optax, as installed, with an optimizer of ours in the place of its `sgd`."""
+"""Runs a test file of the installed optax with one of our optimizers instead of its `sgd`."""
 
 import ast
 import collections
@@ -22,8 +22,8 @@ def load(path, module_name, **overrides):
     """The TestCase classes of optax's file at ``path``, with some of its globals replaced."""
     module = types.ModuleType(module_name)
     module.OVERRIDES = {"parameterized": Named, **overrides}
-    sys.modules[module_name] = module  # where flax looks for the file's modules
-    # One of the files sets XLA_FLAGS, and one warns.
+    sys.modules[module_name] = module  # flax looks up the file's modules there
+    # One of the files sets XLA_FLAGS, and another one warns.
     with mock.patch.dict(os.environ), warnings.catch_warnings(action="ignore"):
         exec(compiled(path), module.__dict__)
     classes = [v for v in vars(module).values() if isinstance(v, type)]
@@ -32,9 +32,9 @@ def load(path, module_name, **overrides):
 
 @functools.cache
 def compiled(path):
-    """Code of the file, with the overrides after its constants and before its first class.
+    """The code of the file, with the overrides inserted before its first class.
 
-    The classes need them: decorators of their methods make the tests.
+    The classes need them: decorators of their methods create the tests.
     """
     file = ROOT / path
     tree = ast.parse(file.read_text())
@@ -44,7 +44,7 @@ def compiled(path):
 
 
 class Named:
-    """Stands for absl's ``parameterized``: the tests of a product get telling names."""
+    """Replaces absl's ``parameterized``: the tests of a product get readable names."""
 
     TestCase = parameterized.TestCase
     parameters = parameterized.parameters
@@ -59,7 +59,7 @@ class Named:
 
 
 def label(case):
-    """What tells a case apart: "complex64_rosenbrock"."""
+    """The name of a case, such as "complex64_rosenbrock"."""
     words = []
     for key, value in sorted(case.items()):
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Settings under which our optimizers run optax's tests, and what is left out and why."""
+"""Settings for our optimizers in optax's tests, and the excluded tests with reasons."""
 
 import jax.numpy as jnp
 
@@ -8,8 +8,8 @@ ROOT = 2.0**50
 ADAM_AS_SGD = {"learning_rate": ROOT, "b1": 0.0, "b2": 0.0, "eps": ROOT}
 ADAGRAD_AS_SGD = {"learning_rate": ROOT, "initial_accumulator_value": ROOT**2}
 
-# Settings that make an optimizer gradient descent at rate 1, which optax's tests of wrappers
-# expect. What would divide by the size of the gradient divides by a large power of two.
+# Settings with which an optimizer is gradient descent at rate 1, as optax's tests of wrappers
+# expect. An optimizer that divides by the size of the gradient divides by a large power of two.
 AS_SGD = {
     "adadelta": {"learning_rate": 1.0, "eps": ROOT**2},
     "adagrad": ADAGRAD_AS_SGD,
@@ -58,12 +58,12 @@ def falling(rate):
 
 
 def uneven(rate):
-    """One long step after two short ones: the fastest that is stable on the Rosenbrock function."""
+    """One long step after two short ones: the fastest stable rates on the Rosenbrock function."""
     return lambda k: rate * jnp.where(k % 3 == 2, 4, 1)
 
 
-# Settings with which it reaches the optima of optax's test functions in time, where those of the
-# catalogue do not.
+# Settings that reach the optima of optax's test functions in time, if those of the catalogue do
+# not.
 DESCENT = {
     "adadelta": {"learning_rate": falling(1.0), "eps": 1e-6},
     "adagrad": {"learning_rate": 0.5},
@@ -71,7 +71,7 @@ DESCENT = {
     "add_sign": {"learning_rate": 7e-4},
     "amsgrad": {"learning_rate": 0.05},
     "ftrl": {"learning_rate": 0.5},
-    # 1 - b2 is the same in float32, in which optax injects b2, and before.
+    # 1 - b2 is exact in float32, the dtype of the injected b2.
     "grad_variance_scaled": {"learning_rate": 1.6e-3, "b2": 1 - 2.0**-10},
     "gradient_descent": {"learning_rate": uneven(7e-4)},
     "lars": {"learning_rate": 0.2},
@@ -88,14 +88,14 @@ DESCENT = {
     "shampoo": {"learning_rate": 0.5},
 }
 
-# Settings for optax's test of SAM. Faster, they arrive at the optimum, where the gradient is zero
-# and optax's SAM divides by its norm.
+# Settings for optax's test of SAM. Faster ones reach the optimum, where the gradient is zero and
+# optax's SAM divides by its norm.
 SLOW = {
     **{name: {**sgd, "learning_rate": 1e-3 * sgd["learning_rate"]} for name, sgd in AS_SGD.items()},
     "adagrad_da": {"learning_rate": 1.0},
 }
 
-# Wrappers of optax's: their arguments, and by how much to multiply the rate inside.
+# Wrappers of optax: their arguments, and the factor for the rate of the inner optimizer.
 WRAPPERS = {
     None: ({}, 1),
     "mechanize": ({"weight_decay": 0.0}, 10),
@@ -131,7 +131,7 @@ SHAMPOO = ["blocked_shampoo", "shampoo"]
 EXCLUDED = [
     ("LBFGSTest.*", ALL, "of L-BFGS only"),
     ("AliasTest.test_explicit_dtype_*", ALL, "of arguments of optax.sgd and optax.adam"),
-    ("AliasTest.*_complex*_real*", ALL, "complex gradients are refused: see those with split"),
+    ("AliasTest.*_complex*_real*", ALL, "complex gradients are an error: see the tests with split"),
     ("AliasTest.*float*_split*", ALL, "only complex gradients need the split"),
     ("AliasTest.test_optimizers_*_split*", ALL, "only complex gradients need the split"),
     ("ContribTest.*_annotated_as_such_*", ALL, "leaves out the wrapper: the same as without"),
@@ -148,22 +148,30 @@ EXCLUDED = [
     ("MaskedTest.test_masked_state_structure", ALL, "reads a field of the state of optax.sgd"),
     ("ConditionallyTransformTest.*", ALL, "no optimizer in it"),
     ("ConditionallyMaskTest.*", ALL, "no optimizer in it"),
-    ("MaskedTest.*_stateful_sgd*", ALL, "ours stands for plain and stateful sgd: the same again"),
+    (
+        "MaskedTest.*_stateful_sgd*",
+        ALL,
+        "ours replaces plain and stateful sgd: the same test twice",
+    ),
     (
         "ConditionalityTest.*_stateful_sgd",
         ALL,
-        "ours stands for plain and stateful sgd: the same again",
+        "ours replaces plain and stateful sgd: the same test twice",
     ),
     (
         "AliasTest.*_inject_hyperparams_real",
         [*SHAMPOO, "ggt"],
-        "no static_args: ours of the same do",
+        "without static_args: our tests of injection have them",
     ),
-    ("ContribTest.*_inject_hyperparams", [*SHAMPOO, "ggt"], "no static_args: ours of the same do"),
+    (
+        "ContribTest.*_inject_hyperparams",
+        [*SHAMPOO, "ggt"],
+        "without static_args: our tests of injection have them",
+    ),
     (
         "ShardingTest.test_state_sharding_*",
         SHAMPOO,
-        "explicit sharding: where matrices of sharded parameters are is for XLA to say",
+        "explicit sharding: XLA chooses that of the matrices of sharded parameters",
     ),
     ("MaskedTest.test_mask_compatible_callable_pytree", NEED_PARAMS, "gives no params"),
     ("MaskedTest.test_empty*", NEED_PARAMS, "gives no params"),
@@ -172,12 +180,12 @@ EXCLUDED = [
     (
         "AliasTest.test_optimization_complex64_split_rosenbrock",
         ["normalized_sgd"],
-        "real and imaginary parts, normalized apart, follow the valley slowly: 200,000 steps",
+        "separately normalized real and imaginary parts are slow in the valley: 200,000 steps",
     ),
     (
         "ContribTest.test_optimizers_float32_parabola_mechanize",
         ["lars"],
-        "does not get there at any rate; of its own LARS optax says the same",
+        "does not converge at any rate; optax has the same note for its LARS",
     ),
     ("MaskedTest.test_masked_s*", ["normalized_sgd"], "never gradient descent at rate 1"),
     ("MaskedTest.test_nested_mask_*", ["normalized_sgd"], "never gradient descent at rate 1"),

@@ -1,4 +1,4 @@
-"""The files of optax's own suite that are written for any optimizer, over all of ours."""
+"""The files of optax's test suite that are written for any optimizer, run on all of ours."""
 
 import collections
 import fnmatch
@@ -21,12 +21,12 @@ if optax.__version__ != "0.2.8":
     reason = f"replaces private names of optax 0.2.8; this is {optax.__version__}"
     pytest.skip(reason, allow_module_level=True)
 
-# Optimizers that run beside the one under test: SAM takes two.
+# Optimizers used together with the one under test: SAM takes two.
 ADVERSARIES = {"gradient_descent": optzoo.gradient_descent, "adam": optzoo.adam}
 
 
 def files(name):
-    """Optax's files, and what to replace in each so that it tests the optimizer of this name."""
+    """Optax's files, and the globals to replace in each to test the optimizer of this name."""
     factory = samples.factory(CATALOG[name])
     descent = {
         "learning_rate": CATALOG[name].rate,
@@ -34,9 +34,9 @@ def files(name):
         **DESCENT.get(name, {}),
     }
 
-    @functools.wraps(factory)  # they read its signature
+    @functools.wraps(factory)  # the tests read its signature
     def sgd(*rate, **kwargs):
-        """Of rate 1 for tests of wrappers, which call it by position; the others use the rows."""
+        """At rate 1 for tests of wrappers, which pass the rate by position; others use keywords."""
         return factory(**(AS_SGD.get(name, descent) if rate else kwargs))
 
     def split(**kwargs):
@@ -72,7 +72,7 @@ def files(name):
             "_ALL_OPTIMIZERS_UNDER_TEST": contrib_rows,
         },
         "_src/sharding_test.py": {
-            # The file compares versions as strings: "0.10" < "0.7", and it would skip its tests.
+            # The file compares versions as strings ("0.10" < "0.7") and would skip its tests.
             "jax": types.SimpleNamespace(**{**vars(jax), "__version__": "1"}),
             "OPTIMIZERS": {name: factory(**descent)},
         },
@@ -98,7 +98,7 @@ def matches(test, patterns):
     return any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns)
 
 
-# Puts the classes of optax's files where pytest finds them: MaskedTest_adam, ...
+# Defines the classes of optax's files here, where pytest finds them: MaskedTest_adam, ...
 TESTS = collections.defaultdict(list)
 for name in CATALOG:
     out = [pattern for pattern, names, _ in EXCLUDED if name in names]
@@ -112,7 +112,7 @@ for name in CATALOG:
                 elif matches(test, FULL):
                     pytest.mark.full(getattr(case, method))
             globals()[f"{case.__name__}_{name}"] = case
-del case  # or pytest finds the last one twice
+del case  # otherwise pytest finds the last one twice
 
 
 @pytest.mark.parametrize(("pattern", "names", "reason"), EXCLUDED)

@@ -37,14 +37,14 @@ def test_steps_are_those_of_the_global_step(n):
     assert state.count == 1
 
 
-def test_start_is_forgotten():
+def test_initial_values_have_no_influence():
     moved = [step(tx(), G.at[1].set(0), x)[0] for x in (X, 10 * X)]
     np.testing.assert_allclose(*moved, rtol=1e-5, atol=1e-6)
     assert moved[0][1] == 0
 
 
-def test_rows_wake_up_in_the_present():
-    """A row that slept keeps its parameter, then meets the step count of all."""
+def test_rows_use_the_global_count():
+    """A row without gradients keeps its parameter; its next update counts all steps."""
     rows = lambda i: SparseRows(jnp.array([i]), jnp.array([2.0]), 3)
     x, state = step(tx(), rows(0), X)
     np.testing.assert_array_equal(x[1:], X[1:])

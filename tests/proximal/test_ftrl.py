@@ -25,7 +25,7 @@ def test_zero_gradient_zeroes_the_parameter(initial):
 
 
 def test_first_step_without_accumulator():
-    """With n_0 = 0 the start is kept: x_1 = x_0 - rate * sign(g), as Adagrad's."""
+    """With n_0 = 0 the initial value counts: x_1 = x_0 - rate * sign(g), as for Adagrad."""
     x, state = step(optzoo.ftrl(0.1, initial_accumulator_value=0.0), G, X)
     np.testing.assert_allclose(x, X - 0.1 * jnp.sign(G), rtol=1e-5)
     np.testing.assert_allclose(state.slots.accum, G**2, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The proximal pair against NumPy and against what they are without penalties."""
+"""Both proximal optimizers against NumPy, and without penalties against their plain forms."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,7 @@ def test_formula(make):
 
 @pytest.mark.parametrize("make", PAIR)
 def test_l1_gives_exact_zeros(make):
-    """Where the step ends within rate * l1 of zero, from whichever side."""
+    """If the step ends within rate * l1 of zero, on either side."""
     x = jnp.array([0.03, -0.03, 0.5, -0.5])
     tx = make(0.1, l1_regularization_strength=1.0)
     moved, _ = step(tx, jnp.full(4, 1e-4), x)

@@ -1,4 +1,4 @@
-"""The race: what it finds, what it keeps, and how its command behaves."""
+"""The race: its results, its files and its command."""
 
 import inspect
 import json
@@ -11,13 +11,13 @@ import pytest
 from optzoo import race
 from optzoo.__main__ import main
 from optzoo.race import plots, report, runner, session
-from optzoo.race.problems import PROBLEMS, USUAL
+from optzoo.race.problems import DEFAULT_PROBLEMS, PROBLEMS
 
 QUICK = race.Settings(rates=(0.01, 0.1), seeds=2, timed_steps=2)
 
 
 def line(**changes):
-    """Fitting a line: fast, and every optimizer can do it."""
+    """Fitting a line: fast, and possible for every optimizer."""
     x = np.linspace(-1, 1, 64, dtype=np.float32)
     fields = {
         "name": "line",
@@ -46,7 +46,7 @@ def test_finds_the_better_rate_and_describes_its_runs():
 
 
 def test_the_curve_is_what_a_plain_loop_gives():
-    """Without minibatch noise: the whole data set, and one seed."""
+    """With the whole data set as a batch and one seed."""
     problem = line(train=(np.ones(1, np.float32), np.ones(1, np.float32)), batch_size=1)
     settings = race.Settings(rates=(0.1,), seeds=1, timed_steps=1)
     [result] = race.run([problem], ["momentum"], settings=settings)["results"]
@@ -71,7 +71,7 @@ def test_a_best_rate_at_the_edge_extends_the_grid():
     assert result["rate"] == 3.2
 
 
-def test_replicas_share_the_batch():
+def test_replicas_split_the_batch():
     """The mean of the gradients of eight shares is the gradient of the batch."""
     settings = race.Settings(rates=(0.1,), seeds=2, timed_steps=1)
     problem = line(batch_size=16)
@@ -82,7 +82,7 @@ def test_replicas_share_the_batch():
     assert pushed["curve"]["mean"] != alone["curve"]["mean"]
 
 
-def test_divergence_is_a_result():
+def test_divergence_is_reported():
     settings = race.Settings(rates=(1e20,), seeds=2, timed_steps=1)
     document = race.run([line()], ["gradient_descent"], settings=settings)
     [result] = document["results"]
@@ -91,12 +91,12 @@ def test_divergence_is_a_result():
     json.dumps(document, allow_nan=False)
 
 
-def test_who_cannot_take_a_problem_is_left_out_with_a_reason():
-    def whole_numbers(key):
+def test_unsupported_optimizers_are_skipped_with_a_reason():
+    def complex_weight(key):
         del key
         return {"w": jnp.array(1.0 + 1j), "b": jnp.zeros(())}
 
-    problem = line(init=whole_numbers, loss=lambda p, b: jnp.abs(p["w"]) ** 2, metrics={})
+    problem = line(init=complex_weight, loss=lambda p, b: jnp.abs(p["w"]) ** 2, metrics={})
     document = race.run([problem], ["adam"], settings=QUICK)
     assert document["results"] == []
     [skipped] = document["skipped"]
@@ -137,7 +137,7 @@ def test_writes_and_resumes(tmp_path):
     assert go(line()) == first and seen == [""]  # nothing repeated
     assert go(line(steps=20)) != first and seen[1:] == ["adam", "momentum", ""]
     seen.clear()
-    assert go(line())["results"] == first["results"] and seen == [""]  # not lost by the other race
+    assert go(line())["results"] == first["results"] and seen == [""]  # kept by the other race
     seen.clear()
     go(line(steps=20), fresh=True)
     assert seen == ["adam", "momentum", ""]
@@ -163,13 +163,13 @@ def test_curves_against_time():
     ],
     ids=["metrics", "loss", "data", "track", "dense", "l1"],
 )
-def test_a_changed_problem_is_another(changes):
+def test_a_changed_problem_is_run_again(changes):
     prints = [session._fingerprint(p, QUICK) for p in (line(), line(), line(**changes))]
     assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.mark.parametrize("array", [np.array, jnp.array])
-def test_a_constant_of_the_loss_counts(array):
+def test_a_changed_constant_of_the_loss_is_run_again(array):
     weights = [array([1.0, second], np.float32) for second in (3, 4)]
     losses = [lambda p, _, c=c: jnp.sum(c * p["w"] ** 2) for c in weights]
     first, second = (session._fingerprint(line(loss=f), QUICK) for f in losses)
@@ -213,20 +213,20 @@ def test_words_is_large_and_its_gradients_are_rows():
     assert all(isinstance(g, optzoo.SparseRows) for g in grads.values())
 
 
-def test_characters_sees_the_past_only():
+def test_characters_is_causal():
     problem = PROBLEMS["characters"]()
     params, loss = problem.init(jax.random.key(0)), jax.jit(problem.loss)
     text, following = (jnp.asarray(a[:1]) for a in problem.train)
     np.testing.assert_array_equal(text[:, 1:], following[:, :-1])
 
-    def of_place_9(text):
-        """What the loss says about this place alone."""
+    def at_position_9(text):
+        """The loss at this position alone."""
         other = following.at[0, 9].set(ord("?"))
         return loss(params, (text, following)) - loss(params, (text, other))
 
     past, future = (text.at[0, place].set(ord("?")) for place in (8, 10))
-    assert abs(of_place_9(text) - of_place_9(future)) < 1e-6
-    assert abs(of_place_9(text) - of_place_9(past)) > 1e-4
+    assert abs(at_position_9(text) - at_position_9(future)) < 1e-6
+    assert abs(at_position_9(text) - at_position_9(past)) > 1e-4
 
 
 def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
@@ -254,17 +254,19 @@ def test_bad_arguments_end_with_code_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_problem_may_have_to_be_named(monkeypatch):
+def test_characters_is_not_a_default_problem(monkeypatch):
     raced = []
 
     def run(problems, *unused, **unused_too):
         raced.append(problems)
         raise KeyboardInterrupt
 
-    assert inspect.signature(race.run).parameters["problems"].default == tuple(USUAL)
+    assert inspect.signature(race.run).parameters["problems"].default == tuple(DEFAULT_PROBLEMS)
     monkeypatch.setattr(session, "run", run)
     assert main(["race"]) == main(["race", "--problem", "characters"]) == 130
-    assert raced == [list(USUAL), ["characters"]] and "characters" not in USUAL
+    assert (
+        raced == [list(DEFAULT_PROBLEMS), ["characters"]] and "characters" not in DEFAULT_PROBLEMS
+    )
 
 
 def test_list_and_usage(capsys):

@@ -1,4 +1,4 @@
-"""What XLA makes of our updates, against optax's."""
+"""The compiled programs of our updates, compared with optax's."""
 
 import re
 
@@ -13,7 +13,7 @@ from optzoo.first_order.adam import AdamSlots
 
 
 def like_optax_adam(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
-    """Exactly the arithmetic of ``optax.adam`` as a rule."""
+    """The exact arithmetic of ``optax.adam`` as a rule."""
 
     def rule(g, x, s, t):
         m = (1 - b1) * g + b1 * s.m
@@ -51,7 +51,7 @@ def test_leafwise_costs_nothing(num_leaves):
 
 @pytest.mark.parametrize("num_leaves", [1, 10, 200])
 def test_adam_costs_what_optax_adam_costs(num_leaves):
-    """But for the two running powers, whatever the number of leaves."""
+    """Except for the two running powers, for any number of leaves."""
     schedule = optax.linear_schedule(0.1, 0.0, 100)
     ours, theirs = (cost(tx, num_leaves) for tx in (optzoo.adam(schedule), optax.adam(schedule)))
     assert ours[0] <= theirs[0] + 2
@@ -86,10 +86,10 @@ def test_touched_rows_are_updated_in_place(name):
 FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept what a sum is made of")
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="older XLA kept the operands of a sum")
 @pytest.mark.parametrize("name", FIRST_ORDER)
 def test_a_dense_step_copies_nothing(name):
-    """Slots are overwritten in place, and no array of the parameter's size is made for a while."""
+    """Slots are updated in place, and there is no temporary array of the parameter's size."""
     tx = CATALOG[name].make()
 
     def step(x, state, grads):

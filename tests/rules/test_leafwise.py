@@ -1,4 +1,4 @@
-"""A rule of one's own, lifted to trees, rows and schedules."""
+"""A user-defined rule, applied to trees, rows and schedules."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from optzoo.testing.samples import avals, params, row_grads, step
 
 class Slots(NamedTuple):
     total: Any  # of the gradients
-    calls: Any  # how often an element was seen
+    calls: Any  # the number of updates of an element
 
 
 def total_of_gradients(**kwargs):
@@ -30,7 +30,7 @@ X = {"x": jnp.arange(4.0)}
 ROWS = SparseRows(jnp.array([2, 0, 2, 4]), jnp.array([1.0, 2, 3, 9]), 4)
 
 
-def test_own_rule():
+def test_user_defined_rule():
     tx = total_of_gradients()
     state = tx.init(X)
     assert isinstance(state, LeafwiseState) and state.count == 0
@@ -55,7 +55,7 @@ def test_rows_by_each_policy(policy, moves, calls):
     updates, state = tx.update({"x": ROWS}, tx.init(X))
     np.testing.assert_array_equal(jnp.zeros(4) + updates["x"], moves)
     np.testing.assert_array_equal(state.slots.calls["x"], calls)
-    # The total of row 0 moves it again, unless only touched rows do.
+    # With the dense policy the totals of rows 0 and 2 move them again.
     again = SparseRows(jnp.array([1]), jnp.array([1.0]), 4)
     updates, state = tx.update({"x": again}, state)
     first = -4 if policy is optzoo.dense else 0
@@ -70,16 +70,16 @@ def test_linear_rows_are_not_merged():
     np.testing.assert_array_equal(updates["x"].values, -ROWS.values)
 
 
-def test_policy_of_ones_own():
-    """Here the rows of a table share the largest gradient."""
+def test_user_defined_policy():
+    """A policy that applies the largest gradient to all rows of a table."""
 
-    def loudest(rule):
+    def largest(rule):
         def on_rows(g, x, s, t, **scheduled):
             return rule(jnp.full(g.shape, jnp.max(g.values)), x, s, t, **scheduled)
 
         return on_rows
 
-    tx = total_of_gradients(rows=loudest)
+    tx = total_of_gradients(rows=largest)
     updates, _ = tx.update({"x": ROWS}, tx.init(X))
     np.testing.assert_array_equal(updates["x"], -9)
 
@@ -141,7 +141,7 @@ def test_powers_are_running_products_in_float32():
         np.testing.assert_array_equal(updates["x"], product)
         product *= np.float32(0.999)
     assert state.shared["beta"].dtype == jnp.float32
-    assert product != np.float32(0.999**101)  # the roundings that the originals have too
+    assert product != np.float32(0.999**101)  # rounded as in the originals
 
 
 def test_float64_where_there_is_float64(x64):
@@ -154,7 +154,7 @@ def test_float64_where_there_is_float64(x64):
 
 
 def test_computes_in_float32_and_stays_finite():
-    """A square that float16 cannot hold; a slot that keeps its largest value instead."""
+    """The square overflows in float16; the slot is clipped to the largest finite value."""
 
     def rule(g, x, s, t):
         total = s.total + g**2
@@ -170,14 +170,14 @@ def test_computes_in_float32_and_stays_finite():
     assert jnp.all(jnp.isnan(updates["x"]))
 
 
-def test_links_share_a_chain():
+def test_in_a_chain():
     tx = optax.chain(total_of_gradients(), optzoo.scale_by_learning_rate(0.5))
     moved, _ = step(tx, {"x": jnp.ones(4)}, X)
     chex.assert_trees_all_equal(moved, {"x": X["x"] + 0.5})
 
 
 def test_a_gradient_that_does_not_fit_its_slots():
-    """Without params there is nothing else to hold it against; broadcasting would hide it."""
+    """Without params only the slots show the error; broadcasting would hide it."""
     tx = optzoo.momentum(0.1, 0.9)
     state = tx.init(jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\).*does not fit"):

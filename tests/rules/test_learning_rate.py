@@ -1,4 +1,4 @@
-"""The last link of a chain."""
+"""Scaling by the learning rate, the last transformation of a chain."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Where the state belongs: as the parameters are, whatever the optimizer keeps of them."""
+"""The sharding of states follows that of the parameters, for every optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def mesh():
 
 @pytest.fixture
 def params(mesh):
-    """A table split both ways, a kernel by its columns, a vector that all have."""
+    """A table sharded along both axes, a kernel along its columns, a replicated vector."""
     specs = {"table": P("rows", "columns"), "layer": {"kernel": P(None, "columns"), "bias": P()}}
     arrays = {
         "table": jnp.ones((16, 4)),
@@ -31,7 +31,7 @@ def params(mesh):
 
 
 def specs(shardings):
-    """By the ends of their paths."""
+    """Partition specs by the last part of the paths."""
     leaves = jax.tree_util.tree_leaves_with_path(shardings)
     return {path_name(path): sharding.spec for path, sharding in leaves}
 
@@ -81,7 +81,7 @@ def test_init_puts_the_state_where_it_says(name, params):
 
 
 def test_every_optimizer(entry, params):
-    """And none of its arrays is to be split into unequal parts."""
+    """Also checks that no array is split into parts of different size."""
     placed = state_sharding(entry.make(), params)
     state = jax.eval_shape(entry.make().init, params)
     jax.tree.map(lambda a, sharding: sharding.shard_shape(a.shape), state, placed)
@@ -108,7 +108,7 @@ def test_which_is_where(params):
 
 
 def test_a_square_parameter_of_shampoo(mesh):
-    """Its matrices look like it and are none the less no slots of its shape."""
+    """Its matrices have the shape of the parameter, but must be replicated."""
     params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("rows")))}
     found = specs(state_sharding(optzoo.shampoo(0.1), params))
     assert {spec for name, spec in found.items() if "/w/" in name} == {P()}
@@ -141,10 +141,10 @@ def test_refuses(params):
         state_sharding(tx, {**params, "layer": {"bias": np.ones(2)}})
     with pytest.raises(TypeError, match="'w' has no sharding"):
         state_sharding(tx, {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
-    with pytest.raises(ValueError, match="'layer/bias' and 'table' lie on different devices"):
+    with pytest.raises(ValueError, match="'layer/bias' and 'table' are on different devices"):
         state_sharding(tx, {**params, "layer": {"bias": jnp.ones(2)}})
-    with pytest.raises(ValueError, match="params must hold an array"):
+    with pytest.raises(ValueError, match="params must contain an array"):
         state_sharding(tx, {})
     with pytest.raises(ValueError) as info:
         state_sharding(optax.flatten(tx), params)
-    assert "as that of optax.flatten" in info.value.__notes__[0]
+    assert "like that of optax.flatten" in info.value.__notes__[0]

@@ -1,4 +1,4 @@
-"""Slots by name, through whatever is around the optimizer."""
+"""Slots by name, in wrapped and chained optimizers."""
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def test_slots_of_optax():
 def test_ambiguity_names_the_candidates():
     state = optax.chain(adam, adam).init(PARAMS)
     assert slot_names(state) == ("0/0/m", "1/0/m", "0/0/v", "1/0/v")
-    with pytest.raises(ValueError, match="'m' is one of several; say which: 0/0/m, 1/0/m"):
+    with pytest.raises(ValueError, match="'m' is one of several; choose one of: 0/0/m, 1/0/m"):
         get_slot(state, "m")
     new = set_slot(state, "1/0/m", PARAMS)
     assert get_slot(new, "1/0/m")["a"].all() and not get_slot(new, "0/0/m")["a"].any()

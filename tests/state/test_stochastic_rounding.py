@@ -1,4 +1,4 @@
-"""Rounding at random: exact over all bits, and bits that are as good as random."""
+"""Stochastic rounding: unbiased over all random bits, and bits that pass tests of randomness."""
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ EDGES = [1.0, -1.0, 1.001, -3.7, 1 / 3, 6.1e-5, -5.9e-5, 1.3e-6, 7e-8, -2e-8, 0.
 
 @DTYPES
 @pytest.mark.parametrize("value", EDGES)
-def test_the_mean_over_all_bits_is_the_number(dtype, value):
+def test_the_mean_over_all_bits_is_the_value(dtype, value):
     value = np.float32(value)
     got = np.asarray(round_at_random(jnp.full(2**16, value), ALL_BITS, dtype), np.float64)
-    # Below 2**-14 float16 is taken to 2**-13 of its spacing.
+    # Below 2**-14 the result for float16 is exact to 2**-13 of the spacing of float16.
     np.testing.assert_allclose(got.mean(), value, rtol=1e-12, atol=dtype == jnp.float16 and 2**-37)
     below, above = got.min(), got.max()
     assert below <= value <= above
@@ -36,7 +36,7 @@ def test_what_can_be_represented_stays(dtype):
     exact = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), dtype)
     bits = random_bits(first_place(0, 1, 2), exact.shape)
     got = round_at_random(exact.astype(jnp.float32), bits, dtype)
-    # XLA on the CPU takes numbers below the least normal float32 for zero, here and elsewhere.
+    # XLA on the CPU flushes subnormal float32 values to zero, here and elsewhere.
     want = np.asarray(exact.astype(jnp.float32).astype(dtype), np.float32)
     np.testing.assert_array_equal(np.asarray(got, np.float32), want)
 
@@ -52,7 +52,7 @@ def test_the_finite_stays_finite(dtype):
 
 
 def test_bits_are_as_good_as_random():
-    """Each on its own, beside those of the neighbour, of the next step and of the other half."""
+    """Each bit alone, and against the neighbour, the next step and the other half of the word."""
     n = 2**16
     here, later = (random_bits(first_place(0, step, 7), (n,)) for step in (1, 2))
     signs = lambda words: 1 - 2 * np.array([(words >> i) & 1 for i in range(32)], np.int32)

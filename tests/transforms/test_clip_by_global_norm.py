@@ -1,4 +1,4 @@
-"""The norm of all gradients together, row-sparse ones included."""
+"""The global norm of all gradients, row-sparse ones included."""
 
 import chex
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_clip_by_global_norm_is_that_of_the_dense_gradient(max_norm):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_clip_by_global_norm_of_odd_gradients(dtype):
+def test_clip_by_global_norm_of_special_gradients(dtype):
     """Zeros stay zeros, a missing gradient stays missing, a squared float16 does not overflow."""
     clip = optzoo.clip_by_global_norm(1.0)
     none = SparseRows(jnp.array([0]), jnp.zeros(1), 5)

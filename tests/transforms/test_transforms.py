@@ -1,4 +1,4 @@
-"""What holds for every step between gradients and the optimizer, and what each does."""
+"""Gradient transformations: properties of all of them, and of each."""
 
 import math
 
@@ -30,7 +30,7 @@ STEPS = {
 PASSES = ("gradient_summaries", "check_numerics")
 NAN, INF = math.nan, math.inf
 
-every_step = pytest.mark.parametrize("make", STEPS.values(), ids=list(STEPS))
+every_transformation = pytest.mark.parametrize("make", STEPS.values(), ids=list(STEPS))
 
 
 def dense(tree):
@@ -42,18 +42,18 @@ def once(tx, grads):
     return tx.update(grads, tx.init(params()))[0]
 
 
-# All of them
+# All transformations
 
 
-@every_step
-def test_rows_give_what_the_dense_gradient_gives(make):
+@every_transformation
+def test_rows_equal_the_dense_gradient(make):
     grads = row_grads(params())
     got, want = dense(once(make(), grads)), once(make(), dense(grads))
     chex.assert_trees_all_close(got, want, rtol=1e-6)
     assert isinstance(once(make(), grads)["table"], SparseRows)
 
 
-@every_step
+@every_transformation
 def test_compiled_is_eager(make):
     """Under jit, scan and vmap."""
     tx, grads = make(), row_grads(params())
@@ -71,7 +71,7 @@ def test_compiled_is_eager(make):
         chex.assert_trees_all_close(jax.tree.map(lambda a: a[1], got), want, rtol=1e-6)
 
 
-@every_step
+@every_transformation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_types_stay(make, dtype):
     tx, state = make(), make().init(params())
@@ -83,7 +83,7 @@ def test_types_stay(make, dtype):
     assert [u.dtype for u in jax.tree.leaves(updates)] == [g.dtype for g in jax.tree.leaves(grads)]
 
 
-@every_step
+@every_transformation
 def test_missing_and_masked_gradients_pass(make):
     grads = {"table": None, "layer": (optax.MaskedNode(), jnp.float32(0.25))}
     tx = make()
@@ -98,7 +98,7 @@ def test_missing_and_masked_gradients_pass(make):
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_what_only_looks_changes_nothing(name):
+def test_checks_and_summaries_change_nothing(name):
     grads = row_grads(params())
     got = once(STEPS[name](), grads)
     chex.assert_trees_all_equal(got, grads)
@@ -115,13 +115,13 @@ def test_limits_are_positive_and_can_be_injected(clip):
     chex.assert_trees_all_equal(once(clip(INF), grads), grads)
 
 
-# Each
+# Each transformation
 
 
 def test_filter():
     grads = {
         "a": jnp.array([1.0, NAN, -2, INF, -INF]),
-        # The two of row 1 are filtered each by itself; NaN in the padding does not matter.
+        # The two entries of row 1 are filtered separately; NaN in the padding has no effect.
         "rows": SparseRows(jnp.array([1, 1, 3]), jnp.array([2.0, NAN, INF]), 3),
     }
     got, _ = gradient_nan_inf_filter().update(grads, optax.EmptyState())
@@ -138,7 +138,7 @@ def test_clip_by_norm():
 
 
 def test_clip_by_average_norm_counts_all_elements():
-    """The norm of 5 by 2 elements is above 2; of a table of 100 such rows, 0.025, it is not."""
+    """The norm of 5 by 2 elements is above the limit; for a table of 100 rows it is not."""
     g = jnp.array([[3.0, 4]])
     small, large = (SparseRows(jnp.array([0]), g, n) for n in (1, 100))
     got, _ = clip_by_average_norm(2.0).update({"s": small, "l": large}, optax.EmptyState())
@@ -167,7 +167,7 @@ def test_summaries():
     assert read_summaries(state).leaves["layer/w"] == {"norm": 0, "largest": 0, "nonfinite": 0}
     grads = {
         "layer": {"w": jnp.array([2.0, -6, 3]), "no": None},
-        # Rows that share an index are one row: norm 5, not 3.5.
+        # Rows that share an index are summed: norm 5, not 3.5.
         "table": SparseRows(jnp.array([2, 2]), jnp.array([[1.5, 2], [1.5, 2]]), 4),
     }
     _, state = jax.jit(tx.update)(grads, state, x)
@@ -181,7 +181,7 @@ def test_summaries():
     assert leaves["layer/w"]["nonfinite"] == 2 and jnp.isnan(norm)
 
 
-def test_summaries_of_a_partition_are_put_together():
+def test_summaries_of_a_partition_are_merged():
     parts = {"a": optax.chain(gradient_summaries(), optax.sgd(1.0)), "b": gradient_summaries()}
     tx = optax.partition(parts, {"table": "a", "layer": ("a", "b")})
     _, state = tx.update(dense_grads(params()), tx.init(params()))
@@ -195,10 +195,10 @@ def test_no_summaries():
         read_summaries(optzoo.adam(0.1).init(params()))
 
 
-# The check
+# check_numerics
 
 
-def spoil(value):
+def with_value(value):
     grads = dense_grads(params())
     return {**grads, "layer": (grads["layer"][0].at[1].set(value), grads["layer"][1])}
 
@@ -227,16 +227,16 @@ def test_check_names_leaf_kind_and_step(how, value, kind):
     _, state = tx.update(dense_grads(params()), state)
     message = rf"the gradient of parameter 'layer/0' is {kind} at step 1; 1 of 3 leaves"
     with pytest.raises((FloatingPointError, jax.errors.JaxRuntimeError), match=message):
-        jax.block_until_ready(run(spoil(value), state))
+        jax.block_until_ready(run(with_value(value), state))
 
 
-def test_check_goes_on_after_an_error_and_takes_a_step_and_a_word():
+def test_check_works_after_an_error_and_takes_a_step_and_a_word():
     tx = check_numerics("update")
     update = jax.jit(tx.update)
     state = tx.init(params())
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"the update of .* at step 7;"):
-            jax.block_until_ready(update(spoil(NAN), state, global_step=7))
+            jax.block_until_ready(update(with_value(NAN), state, global_step=7))
         updates, state = update(dense_grads(params()), state)
         chex.assert_trees_all_equal(updates, dense_grads(params()))
     assert state.count == 2

@@ -1,4 +1,4 @@
-"""Accumulation: sums over a cycle, and an inner optimizer that really rests in between."""
+"""Accumulation: sums over a cycle, and an inner optimizer that runs at its end only."""
 
 import math
 
@@ -20,7 +20,7 @@ GRADS = jnp.array([[0.5, 0.1, -1], [1, 2, 3], [-2, 0.3, 1], [4, 1, 1], [0, 1, 0]
 
 
 def run(tx, grads=GRADS, x=X, **extra):
-    """All parameters and the last state, compiled."""
+    """The parameters after every step and the last state, compiled."""
 
     def body(carry, g):
         x, state = carry
@@ -49,8 +49,8 @@ def test_the_mean_is_that_of_optax():
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_the_inner_optimizer_rests():
-    """Counted by a callback in it; and nothing of it stands outside of the conditional."""
+def test_the_inner_optimizer_runs_once_in_a_cycle():
+    """Counts the calls by a callback; no operation of it is outside of the conditional."""
     calls = []
 
     def update(updates, state, params=None):
@@ -66,7 +66,7 @@ def test_the_inner_optimizer_rests():
     assert outside.count("cond") == 1 and "tanh" not in outside and "tanh" in str(jaxpr)
 
 
-def test_updates_in_between_are_zero_whatever_the_gradients_hold():
+def test_updates_within_a_cycle_are_zero_for_all_gradients():
     spoilt = GRADS.at[0, 0].set(jnp.nan).at[4, 1].set(jnp.inf)
     tx, state = accumulate(optax.sgd(1.0), 2), None
     state = tx.init(X)
@@ -79,7 +79,7 @@ def test_updates_in_between_are_zero_whatever_the_gradients_hold():
     np.testing.assert_array_equal(updates[3], -(GRADS[2] + GRADS[3]))
 
 
-def test_bad_micro_steps_can_be_left_out():
+def test_micro_steps_that_are_not_finite_can_be_skipped():
     spoilt = GRADS.at[1, 0].set(jnp.nan)
     tx = optax.chain(zero_if_norm_exceeds(math.inf), accumulate(optax.sgd(1.0), 3))
     path, _ = run(tx, spoilt)
@@ -87,7 +87,7 @@ def test_bad_micro_steps_can_be_left_out():
 
 
 def test_the_cycle_follows_a_global_step():
-    """And the inner optimizer is given the number of its own updates."""
+    """The inner optimizer gets the number of its updates."""
 
     def update(updates, state, params=None, *, global_step, **_):
         return jax.tree.map(lambda g: g + 10 * global_step, updates), state
@@ -99,7 +99,7 @@ def test_the_cycle_follows_a_global_step():
     for n in range(4, 13):
         updates, state = one_step(jnp.ones(3), state, X, global_step=n)
         moves.append(int(updates[0]))
-    # Steps 4 and 5 end a cycle that began elsewhere.
+    # Steps 4 and 5 end a cycle that began before this run.
     assert moves == [0, 12, 0, 0, 23, 0, 0, 33, 0]
 
 

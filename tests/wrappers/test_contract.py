@@ -1,4 +1,4 @@
-"""What holds for every wrapper around every kind of optimizer."""
+"""Conformance tests of every wrapper around every kind of optimizer."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ WRAPPERS = {
     "variable_clipping": lambda inner, dims=DIMS: optzoo.variable_clipping(inner, dims, 0.8),
     "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(inner, 0.1),
     "multitask": lambda inner, **_: optzoo.multitask(inner),
-    # A single replica; those that exchange do it at every other step.
+    # A single replica; methods with an exchange do it in every other step.
     "agn": lambda inner, **_: optzoo.agn(inner, axis_name=None, communication_period=2),
     "diloco": lambda inner, **_: optzoo.diloco(inner, axis_name=None, communication_period=2),
     "drop_stale_gradient": lambda inner, **_: optzoo.drop_stale_gradient(inner, 0, axis_name=None),
@@ -36,17 +36,17 @@ WRAPPERS = {
 }
 INNER = {
     "momentum": lambda rate=0.1: optzoo.momentum(rate, 0.9),
-    "adam": lambda rate=0.1: optzoo.adam(rate),  # whose updates of rows are dense
+    "adam": lambda rate=0.1: optzoo.adam(rate),  # dense updates for rows
     "lazy_adam": lambda rate=0.1: optzoo.lazy_adam(rate),
-    "add_sign": lambda rate=0.1: optzoo.add_sign(rate),  # whose slots age while rows sleep
+    "add_sign": lambda rate=0.1: optzoo.add_sign(rate),  # slots decay in rows without a gradient
     "optax.sgd": lambda rate=0.1: optax.sgd(rate, momentum=0.9),
 }
 OURS = sorted(INNER.keys() - {"optax.sgd"})
 READS_PARAMS = WRAPPERS.keys() - {"multitask", "sync_replicas"}
-# These keep parameters for all replicas; what they exchange is whole tables.
+# These keep parameters for all replicas and exchange whole tables.
 CENTERED = ("agn", "diloco", "elastic_average", "model_average")
 REPLICAS = (*CENTERED, "drop_stale_gradient", "sync_replicas")
-# How many trees like the parameters they keep beside those of the inner optimizer.
+# The number of trees like the parameters in addition to those of the inner optimizer.
 TREES = {"moving_average": 1, "diloco": 2, "elastic_average": 2, "model_average": 1}
 TREES |= {"agn": 2, "sync_replicas": 3}
 
@@ -54,7 +54,7 @@ wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))
 
 
 def wrapped_around(*inners):
-    """Each wrapper around each of the inner optimizers; those of replicas around two of them."""
+    """Each wrapper around each inner optimizer; distributed methods around two of them."""
     inners = inners or INNER
     some = lambda name: inners if name not in REPLICAS else ("lazy_adam", "optax.sgd")
     pairs = [(w, inner) for w in WRAPPERS for inner in some(w) if inner in inners]
@@ -67,7 +67,7 @@ def is_centered(*wraps):
 
 
 def rows():
-    """As the rows of the samples, but merged already."""
+    """The rows of ``samples.row_grads``, but merged."""
     values = jnp.array([[6.0, 8], [3, 4], [0, 0]])
     table = SparseRows(jnp.array([1, 3, 5]), values, 5, coalesced=True)
     return {**dense_grads(params()), "table": table}
@@ -136,7 +136,7 @@ def test_abstract_init_is_init_and_shares_no_buffers(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     state, abstract = tx.init(x), jax.eval_shape(lambda: x)
     assert avals(jax.eval_shape(tx.init, abstract)) == avals(state)
-    if inner != "optax.sgd":  # whose zeros are those of an array
+    if inner != "optax.sgd":  # whose zeros_like is for arrays
         assert avals(tx.init(abstract)) == avals(state)
     leaves = jax.tree.leaves((x, state))
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
@@ -173,8 +173,8 @@ def test_leaves_without_elements_or_axes_and_no_leaves_at_all(wrap, inner):
 def test_nan_stays_in_its_leaf(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     for grads in kinds(inner):
-        spoilt = {**grads, "layer": (jnp.full(3, jnp.nan), grads["layer"][1])}
-        (got, state), (want, wanted) = (step(tx, g, x) for g in (spoilt, grads))
+        with_nan = {**grads, "layer": (jnp.full(3, jnp.nan), grads["layer"][1])}
+        (got, state), (want, wanted) = (step(tx, g, x) for g in (with_nan, grads))
         assert jnp.all(jnp.isnan(got["layer"][0]))
         clean = lambda tree: [a for a in jax.tree.leaves(tree) if jnp.shape(a) != (3,)]
         chex.assert_trees_all_equal(clean((got, state)), clean((want, wanted)))
@@ -191,16 +191,16 @@ def test_rows_equal_the_dense_gradient_where_they_touch(wrap, inner):
     dense = {**grads, "table": grads["table"].to_dense()}
     (got, state), (want, wanted) = (step(tx, g, x, state) for g in (grads, dense))
     pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
-    for ours, theirs in pairs:
-        chex.assert_trees_all_close(ours["table"][here], theirs["table"][here], rtol=1e-5)
-        chex.assert_trees_all_equal(ours["layer"], theirs["layer"])
+    for actual, expected in pairs:
+        chex.assert_trees_all_close(actual["table"][here], expected["table"][here], rtol=1e-5)
+        chex.assert_trees_all_equal(actual["layer"], expected["layer"])
 
 
 @wrapped_around("lazy_adam", "momentum")
 def test_untouched_rows_stay(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     x, state = step(tx, dense_grads(x), x)
-    moved, _ = step(tx, rows(), x, state, exchange=False)  # which moves all rows
+    moved, _ = step(tx, rows(), x, state, exchange=False)  # an exchange moves all rows
     rest = jnp.array([0, 2, 4])
     np.testing.assert_array_equal(moved["table"][rest], x["table"][rest])
 
@@ -237,7 +237,7 @@ def test_composes_with_optax(wrap, compose, where):
     takes_rows = (
         compose is not AROUND["apply_if_finite"] or where == "inside" or not is_centered(wrap)
     )
-    # The parts of a partition have some of the parameters each: the pattern for all matches.
+    # Each group of a partition has some parameters only, so use a pattern that always matches.
     wrap, make = functools.partial(wrap, dims={".*": ()}), INNER["lazy_adam"]
     tx = compose(wrap(make())) if where == "outside" else wrap(compose(make()))
     x, grads = params(), dense_grads(params())
@@ -246,7 +246,7 @@ def test_composes_with_optax(wrap, compose, where):
     moved, after = step(tx, grads, x)
     assert avals(after) == avals(state)
     chex.assert_trees_all_close(moved, step(wrap(make()), grads, x)[0], rtol=1e-6)
-    # Optax's links take no rows; and apply_if_finite none of which the update is an array.
+    # Optax's transformations take no rows; apply_if_finite takes none with a dense update.
     if compose not in (AROUND["chain"], AROUND["multi_steps"]) and takes_rows:
         moved, _ = step(optax.chain(optzoo.on_values(optax.clip(1e9)), tx), rows(), x)
         chex.assert_trees_all_close(moved, step(wrap(make()), rows(), x)[0], rtol=1e-6)
@@ -275,7 +275,7 @@ def test_inner_rate_can_be_injected(wrap, inner):
 @pytest.mark.parametrize("dims", [DIMS, {"table": (1,), "layer": (None, ())}])
 @wrapped_around("lazy_adam", "optax.sgd")
 def test_masked_leaves_pass(wrap, inner, dims):
-    """Whether the mask names each parameter."""
+    """With ``dims`` as patterns and as a tree."""
     x, grads = params(), dense_grads(params())
     wrap = functools.partial(wrap, dims=dims)
     want, _ = wrap(INNER[inner]()).update(grads, wrap(INNER[inner]()).init(x), x)
@@ -293,12 +293,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("outer", "wrap"), PAIRS)
 def test_wrappers_wrap_each_other(outer, wrap):
-    """In either order: types stay, and a second step takes the state of the first."""
+    """In both orders: types are unchanged, and a second step takes the state of the first."""
     tx, x = WRAPPERS[outer](WRAPPERS[wrap](INNER["lazy_adam"]())), params()
     moved, state = step(tx, rows(), *step(tx, dense_grads(x), x))
     assert avals(state) == avals(tx.init(x))
     assert not np.array_equal(moved["table"], x["table"])
-    if "elastic_average" not in (outer, wrap):  # whose center is behind
+    if "elastic_average" not in (outer, wrap):  # the center lags behind the parameters
         averages = optzoo.eval_params(moved, state)
         has_average = outer == "moving_average" or (
             wrap == "moving_average" and outer not in CENTERED
@@ -313,8 +313,8 @@ def test_map_params_finds_all_slots(wrap, inner):
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     assert jax.tree.structure(marked) == jax.tree.structure(state)
     shapes = [a.shape for a in jax.tree.leaves(x)]
-    for part in jax.tree.leaves(state, is_leaf=is_link):
-        if is_link(part):
+    for part in jax.tree.leaves(state, is_leaf=is_leafwise):
+        if is_leafwise(part):
             assert all([a.shape for a in jax.tree.leaves(tree)] == shapes for tree in part.slots)
     shared = [a for a in jax.tree.leaves(marked) if not isinstance(a, str)]
     slots = len(jax.tree.leaves(state)) - len(shared)
@@ -325,7 +325,7 @@ def test_map_params_finds_all_slots(wrap, inner):
     assert slots == 3 * TREES.get(name, 0) + of_inner + center
 
 
-def is_link(node):
+def is_leafwise(node):
     return isinstance(node, LeafwiseState)
 
 

@@ -1,4 +1,4 @@
-"""Parameter groups: by name, each parameter in exactly one."""
+"""Parameter groups: each parameter is in exactly one."""
 
 import functools
 import operator
@@ -90,7 +90,7 @@ def test_a_bare_array_has_no_name():
     assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0].all()
 
 
-def test_the_rest_may_be_nothing():
+def test_the_rest_may_be_empty():
     x = {"kernel": jnp.ones(2)}
     groups({"kernel": optax.identity(), ".*": optax.identity()}).init(x)
     groups({".*": optax.identity()}).init({})
@@ -103,10 +103,10 @@ def test_within_others():
     slots = optax.tree.map_params(tx.init, lambda a: a + 1, state)
     chex.assert_trees_all_equal_structs(slots, state)
     marked = lambda tree: [bool((leaf == 1).all()) for leaf in jax.tree.leaves(tree)]
-    assert marked(slots).count(True) == 3  # a momentum and two of Adam; counts stay
+    assert marked(slots).count(True) == 3  # a momentum and two slots of Adam; counts are not slots
 
     kernels = jax.tree.map(lambda a: a.ndim == 2, x)
-    masked = optax.masked(tx, kernels)  # hides all of one group: no mistake here
+    masked = optax.masked(tx, kernels)  # hides all parameters of one group: no error
     updates, _ = masked.update(dense_grads(x), masked.init(x), x)
     np.testing.assert_array_equal(updates["dense"]["bias"], dense_grads(x)["dense"]["bias"])
 
@@ -122,7 +122,7 @@ def test_within_others():
 
 
 def test_nnx_optimizer():
-    """Whose ``init`` sees variables and whose ``update`` arrays: the names are the same."""
+    """``init`` gets variables and ``update`` gets arrays: the names are the same."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     tx = groups({"kernel": optax.sgd(1.0), ".*bias": optax.sgd(2.0, momentum=0.9)})
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -134,7 +134,7 @@ def test_nnx_optimizer():
 
 
 def test_orbax_round_trip(tmp_path):
-    """With patterns, slashes and stars included, as names in the state."""
+    """The patterns, with slashes and stars, are keys of the state."""
     x, tx = params(), groups(TXS)
     _, state = step(tx, dense_grads(x), x)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -152,8 +152,11 @@ def test_orbax_round_trip(tmp_path):
     [
         (["embedding/.*", "bias"], r"'dense/kernel' is matched by no pattern; 'norm/0/scale'"),
         (["kernel", "dense/.*", ".*"], r"'dense/kernel' is matched by 'kernel' and 'dense/\.\*'"),
-        (["kernle", ".*"], r"no parameter matches the patterns \['kernle'\]; there are \['dense/"),
-        (["embedding", ".*"], r"no parameter matches"),  # not the last part of any
+        (
+            ["kernle", ".*"],
+            r"no parameter matches the patterns \['kernle'\]; the parameters are \['dense/",
+        ),
+        (["embedding", ".*"], r"no parameter matches"),  # not the last part of any path
         (["dense/.*|norm.*", ".*"], None),
     ],
 )

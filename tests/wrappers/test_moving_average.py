@@ -57,7 +57,7 @@ def test_decay_is_smaller_at_first(num_updates, extra_args, decay):
     np.testing.assert_allclose(optzoo.eval_params(x, state), want, rtol=1e-6)
 
 
-def test_own_count_goes_on():
+def test_count_increases():
     tx = optzoo.moving_average(optzoo.gradient_descent(1.0), 0.9, "count")
     (x1, _), (x2, state) = run(tx, 1), run(tx, 2)
     first = 2 / 11 * X + 9 / 11 * x1
@@ -67,7 +67,7 @@ def test_own_count_goes_on():
 
 @pytest.mark.parametrize("inner", [optzoo.gradient_descent(1.0), optzoo.adam(1.0)])
 def test_every_row_is_averaged_at_every_step(inner):
-    """Also one without a gradient: its average goes on towards it."""
+    """Also for a row without a gradient: its average moves towards it."""
     x = jnp.zeros((3, 1))
     tx = optzoo.moving_average(inner, 0.5)
     rows = lambda *at: SparseRows(jnp.array(at), jnp.ones((len(at), 1)), 3, coalesced=True)
@@ -79,7 +79,7 @@ def test_every_row_is_averaged_at_every_step(inner):
 
 
 def test_average_of_half_precision_is_exact():
-    """In bfloat16 itself it would not move at all."""
+    """In bfloat16 it would not change at all."""
     x, tx = jnp.ones(2, jnp.bfloat16), optzoo.moving_average(optzoo.gradient_descent(1.0), 0.999)
     state = tx.init(x)
     for g in (-1.0, 0, 0):
@@ -90,7 +90,7 @@ def test_average_of_half_precision_is_exact():
     assert optzoo.eval_params(x, state).dtype == jnp.bfloat16
 
 
-# Where the averages are
+# How averages are found
 
 LABELS = {"table": "a", "layer": ("b", "a")}
 
@@ -120,7 +120,7 @@ def test_averages_are_found_anywhere(tx):
 
 
 @pytest.mark.parametrize("layer", [False, (False, False)])
-def test_parameters_without_an_average_stand_for_themselves(layer):
+def test_parameters_without_an_average_are_returned_unchanged(layer):
     mask = {"table": True, "layer": layer}
     for tx in (
         optax.masked(averaged(), mask),

@@ -1,4 +1,4 @@
-"""Parameters that the present task does not use stand still, slots and all."""
+"""Parameters that the current task does not use are unchanged, and their slots, too."""
 
 import chex
 import jax
@@ -21,7 +21,7 @@ INNER = {
     "decayed": optzoo.decoupled_weight_decay(optzoo.adagrad(0.1), 0.5),
     "partition": optax.partition({"a": optzoo.nadam(0.1)}, {"table": "a", "layer": ("a", "a")}),
     "optax.adamw": optax.adamw(0.1),
-    "shampoo": optzoo.shampoo(0.1),  # several arrays for a parameter and slot
+    "shampoo": optzoo.shampoo(0.1),  # several arrays in one slot of a parameter
     "packed": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", packed=True),
 }
 OURS = sorted(INNER.keys() - {"optax.adamw"})
@@ -41,7 +41,7 @@ def of_rows(indices, values):
 
 @pytest.mark.parametrize("inner", INNER)
 def test_zero_gradients_change_nothing(inner):
-    """Of the table; the layer beside it does what it does."""
+    """For the table; the other parameters are updated as without the wrapper."""
     inner, x = INNER[inner], params()
     tx = optzoo.multitask(inner)
     x, state = step(tx, dense_grads(x), x)
@@ -65,8 +65,7 @@ def check(x, state, got, want):
     (moved, after), (inner_moved, inner_after) = got, want
     np.testing.assert_array_equal(moved["table"], x["table"])
     chex.assert_trees_all_close(moved["layer"], inner_moved["layer"], rtol=1e-6)
-    # The slots of the table are as they were, and all else goes on: those of the layer, the step
-    # count, the powers.
+    # The slots of the table are unchanged; those of the layer, the count and the powers are not.
     states = map(jax.tree.leaves, (state, after, inner_after))
     for old, new, inner_new in zip(*states, strict=True):
         if jnp.shape(old) == (5, 2):
@@ -76,7 +75,7 @@ def check(x, state, got, want):
 
 
 def test_momentum_does_not_run_on_while_another_task_is_trained():
-    """Two tasks in turns are each what it is alone."""
+    """Two tasks trained in turns give the same as each task alone."""
     tx, alone = optzoo.multitask(optzoo.momentum(0.1, 0.9)), optzoo.momentum(0.1, 0.9)
     a, b = jnp.array([1.0, 2.0]), jnp.array([[3.0]])
     turns = [(a, 0 * b), (0 * a, b), (a, 0 * b), (a, b)]
@@ -91,7 +90,7 @@ def test_momentum_does_not_run_on_while_another_task_is_trained():
 
 
 def test_one_element_makes_the_whole_parameter_live():
-    """NaN is no zero, either."""
+    """NaN is not zero, either."""
     x = jnp.ones(3)
     inner = optzoo.momentum(0.1, 0.9)
     tx = optzoo.multitask(inner)
@@ -117,10 +116,10 @@ def test_masked(layer, outside):
     np.testing.assert_array_equal(updates["layer"][0], grads["layer"][0])
     for new, old in zip(samples.slots(after), samples.slots(state), strict=True):
         np.testing.assert_array_equal(new["table"], old["table"])
-    powers = lambda tree: [s.shared for s in links(tree)]
+    powers = lambda tree: [s.shared for s in leafwise_states(tree)]
     assert all(p["beta1_power"] < 0.75 for p in powers(after) if p)
 
 
-def links(state):
-    is_link = lambda s: isinstance(s, optzoo.LeafwiseState)
-    return [s for s in jax.tree.leaves(state, is_leaf=is_link) if is_link(s)]
+def leafwise_states(state):
+    is_leafwise = lambda s: isinstance(s, optzoo.LeafwiseState)
+    return [s for s in jax.tree.leaves(state, is_leaf=is_leafwise) if is_leafwise(s)]

@@ -27,7 +27,7 @@ def clip(dims, inner=None):
 @pytest.mark.parametrize("axes", [(1,), (0,), (0, 1), (1, 0), (-1,), (-2, 1), (), [1]], ids=str)
 @pytest.mark.parametrize("dims", [lambda axes: {"t": axes}, lambda axes: {"t": axes, "b": None}])
 def test_norms_over_axes(axes, dims):
-    """The step goes to the table, from elsewhere; the bias is not named."""
+    """The table is clipped after the step; the bias has no axes and is not."""
     x = {"t": 2 * TABLE, "b": jnp.full(2, 9.0)}
     moved, _ = step(clip(dims(axes)), {"t": TABLE, "b": jnp.ones(2)}, x)
     np.testing.assert_allclose(moved["t"], clipped(TABLE, tuple(axes)), rtol=1e-6)
@@ -46,14 +46,14 @@ def test_patterns_match_in_full():
         np.testing.assert_allclose(leaf, clipped(TABLE, 1), rtol=1e-6)
 
 
-def test_short_parameters_are_left_as_the_inner_optimizer_moves_them():
+def test_parameters_below_the_bound_are_not_clipped():
     x, g = 0.1 * TABLE, 0.01 * TABLE
     moved, _ = step(clip((1,)), g, x)
     np.testing.assert_allclose(moved, x - g, rtol=1e-6)
 
 
 def test_half_precision_does_not_overflow():
-    x = jnp.full((1, 4), 300.0, jnp.float16)  # whose square is more than float16 can hold
+    x = jnp.full((1, 4), 300.0, jnp.float16)  # whose square overflows in float16
     moved, _ = step(clip((1,)), jnp.zeros_like(x), x)
     np.testing.assert_array_equal(moved, C / 2)
     assert moved.dtype == jnp.float16
@@ -72,7 +72,7 @@ def steps(tx, grads, x=TABLE):
 @pytest.mark.parametrize("axes", [(1,), ()])
 @pytest.mark.parametrize("inner", [optzoo.gradient_descent(1.0), optzoo.momentum(1.0, 0.9)])
 def test_only_listed_rows_are_clipped_once(axes, inner):
-    """Rows 0 and 2 are too long and stay so; row 3 comes twice."""
+    """Rows 0 and 2 are too long but not in the gradient; row 3 is listed twice."""
     moved = steps(clip(axes, inner), LISTED)
     want = TABLE.at[3].set(clipped(TABLE[3] - jnp.array([1.0, 0]), 0 if axes else ()))
     np.testing.assert_allclose(moved, want, rtol=1e-6)
@@ -80,7 +80,7 @@ def test_only_listed_rows_are_clipped_once(axes, inner):
 
 def test_listed_rows_are_clipped_though_the_inner_optimizer_moves_all():
     inner = optzoo.adam(0.5)
-    x, state = step(inner, TABLE, TABLE)  # with means that go on
+    x, state = step(inner, TABLE, TABLE)  # with nonzero means
     moved, _ = jax.jit(lambda: step(clip((1,), inner), LISTED, x, state))()
     want, _ = jax.jit(lambda: step(inner, LISTED, x, state))()
     assert jnp.all(want[REST] != x[REST])
@@ -110,8 +110,11 @@ def test_no_gradient_no_clipping():
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ({"tabel": (1,)}, "dims: no parameter is called ['tabel']; there are ['b', 'table']"),
-        ({"tab": (1,)}, "no parameter is called ['tab']"),
+        (
+            {"tabel": (1,)},
+            "dims: no parameter matches ['tabel']; the parameters are ['b', 'table']",
+        ),
+        ({"tab": (1,)}, "no parameter matches ['tab']"),
         ({".*": (), "table": (1,)}, "dims: ['.*', 'table'] all match parameter 'table'"),
         ({"table": (2,)}, "dims: parameter 'table' of shape (4, 2) has no axes (2,)"),
         ({"table": (-3,)}, "dims: parameter 'table' of shape (4, 2) has no axes (-3,)"),

@@ -1,4 +1,4 @@
-"""Decoupled decay: first, not times the rate, on listed rows only."""
+"""Decoupled decay: before the update, independent of the rate, on listed rows only."""
 
 import chex
 import jax
@@ -45,8 +45,8 @@ def test_inner_optimizer_sees_the_decayed_rows(inner):
     [optzoo.gradient_descent(0.0), optzoo.momentum(0.0, 0.9), optzoo.adam(0.0), optzoo.nadam(0.0)],
     ids=["linear", "lazy", "dense", "touched"],
 )
-def test_listed_rows_decay_once_whatever_the_rate(inner):
-    """Row 2 comes twice; a dense update takes the rows in."""
+def test_listed_rows_decay_once_at_any_rate(inner):
+    """Row 2 is listed twice; a dense update includes the decay of the rows."""
     got = steps(optzoo.decoupled_weight_decay(inner, 0.25), ROWS)
     np.testing.assert_allclose(got, DECAYED, rtol=1e-6)
 
