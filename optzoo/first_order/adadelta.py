@@ -32,7 +32,7 @@ def scale_by_adadelta(
         step2 = ratio * g * g  # 0 if g**2 overflows
 
         def update(s):
-            # Computed from the new accum_update: XLA would copy the slot if the old one were read, too.
+            # From the new accum_update: XLA would copy the slot if the old one were read, too.
             divisor = rho * (s.accum + eps) + (1 - rho) * g**2
             return jnp.sqrt(safe_divide(s.accum_update + rho * eps, divisor, eps)) * g
 

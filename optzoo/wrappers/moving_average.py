@@ -70,11 +70,11 @@ def moving_average(
     def rows(rule):
         return lambda u, x, s, t, **decay: (u, rule(u.to_dense(), x, s, t, **decay)[1])
 
-    link = leafwise(
+    average = leafwise(
         rule,
         slots=MovingAverageSlots(start_of_average),
         rows=rows,
         scheduled={"average_decay": average_decay if num_updates is None else decay_at},
         needs_params=True,
     )
-    return optax.chain(inner, link)
+    return optax.chain(inner, average)
