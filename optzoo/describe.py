@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from .core.compat import inner_jaxprs
 from .core.paths import path_name
-from .sparse.rowwise_check import bodies
 from .state.slots import get_slot, slot_names
 
 # Primitives whose operands go over the network.
@@ -131,8 +131,8 @@ def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
             arrays = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
             yield sum(map(_nbytes, arrays)), at_times
         turns = eqn.params["length"] if name == "scan" else 1
-        for body in bodies(eqn):
-            for nbytes, also in _sent(body, at_times or name in ("cond", "while")):
+        for inner in inner_jaxprs(eqn):
+            for nbytes, also in _sent(inner, at_times or name in ("cond", "while")):
                 yield turns * nbytes, also
 
 
