@@ -105,7 +105,7 @@ MERGES = {
     "hash": lambda g: g.coalesce(),
     "fixed order": lambda g: g.coalesce(deterministic=True),
     # What an accelerator runs; on the CPU it has to be called by its name.
-    "sort": lambda g: SparseRows(*merge._by_sort(g._places(), g.drop_padding().values, 5), 5),
+    "sort": lambda g: SparseRows(*merge._by_sort(g._row_ids(), g.drop_padding().values, 5), 5),
 }
 merge_all = jax.jit(lambda g: {k: jax.tree.leaves(merge(g)) for k, merge in MERGES.items()})
 ids = st.integers(-2, 7)
