@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     rows: str  # what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear"
     rate: float  # a learning rate that suits small problems; the middle of the race's grid
-    original: str | None  # the class it equals; None for what is our own
+    original: str | None  # the class it equals; None for optzoo's own
     l1_of_the_sum: bool = False  # its L1 strength weighs against all gradients so far, not one
     required: Mapping[str, Any] = MappingProxyType({})  # usual values of arguments without default
     needs_global_step: bool = False  # update(..., global_step=) must be given
@@ -131,7 +131,7 @@ class Wrapper(NamedTuple):
     """What the rest of the library knows about what goes around an optimizer."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    original: str | None  # the class or function it equals; None for what is our own
+    original: str | None  # the class or function it equals; None for optzoo's own
 
 
 WRAPPERS: dict[str, Wrapper] = {
@@ -150,7 +150,7 @@ class Method(NamedTuple):
     """What the rest of the library knows about a way to train on many replicas."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    original: str | None  # the class it equals; None for what is our own
+    original: str | None  # the class it equals; None for optzoo's own
     sized: Mapping[str, Callable[[int], int]] = MappingProxyType({})  # usual values by replicas
 
     def make(self, inner: optax.GradientTransformation, num_replicas: int, **kwargs: Any):
@@ -197,5 +197,5 @@ def distributed_table() -> str:
 def _about(name: str, entry: Entry | Method) -> str:
     first_line = (entry.factory.__doc__ or "").splitlines()[0]
     summary = first_line.split(", as in")[0].removesuffix(".")
-    original = "our own" if entry.original is None else f"`{entry.original}`"
+    original = "optzoo" if entry.original is None else f"`{entry.original}`"
     return f"| `{name}` | {summary} | {original} |"
