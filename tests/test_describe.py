@@ -22,7 +22,7 @@ def test_adam():
         ("v", "b/c", (4,), "float32", 16),
     )
     assert found.elements == N and found.parameters == 4 * N
-    scalars = 2 + 2  # a count and a power each, of two links: the rate counts, too
+    scalars = 2 + 2  # a count and a power each, of two transformations: the rate counts, too
     assert found.state == 2 * 4 * N + 4 * scalars
     assert found.moved == 3 * 4 * N + 2 * found.state
     assert found.state_per_parameter == found.state / N

@@ -142,7 +142,7 @@ class _Built:
         self.optimizer = optimizer
         self.variables, self.rates, self.slots = dict[str, Any](), list[Any](), dict[str, Any]()
         variable = import_keras().Variable
-        place = {id(ref): i for i, ref in enumerate(refs)}
+        position = {id(ref): i for i, ref in enumerate(refs)}
         for prefix, part in _walk(optimizer):
             own = part._trainable_variables
             for attribute, value in vars(part).items():
@@ -154,7 +154,7 @@ class _Built:
                 elif _are_slots(attribute, value, own, variable):
                     self.slots[name] = [None] * len(refs)
                     for ref, v in zip(own, value, strict=True):
-                        self.slots[name][place[id(ref)]] = v
+                        self.slots[name][position[id(ref)]] = v
         known = {id(v) for vs in (self.variables.values(), self.rates) for v in vs}
         known |= {id(v) for vs in self.slots.values() for v in vs}
         others = [v for v in optimizer.variables if id(v) not in known]

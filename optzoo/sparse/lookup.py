@@ -200,7 +200,7 @@ def _check_range(ids: Any, num_rows: int) -> None:
 
 
 def _lookup_under_vmap(table: Array) -> Callable[[Array], Array]:
-    """Looks up the ids of all lanes of a vmap at once, outside of it."""
+    """Looks up the ids of all members of a vmap at once, outside of it."""
     read = custom_vmap(lambda ids: _read(table, ids))
 
     @read.def_vmap

@@ -1,4 +1,4 @@
-"""Optimizers of Keras: the numbers of ``model.fit``, and the rules of every transformation."""
+"""Optimizers of Keras: the values of ``model.fit``, and the rules of every transformation."""
 
 import contextlib
 import functools
@@ -167,7 +167,7 @@ def test_equals_fit(name):
     for name in state.variables.keys() & {"dynamic_scale", "step_counter"}:
         assert np.array(getattr(theirs, name).value) == state.variables[name]
     assert int(theirs._iterations) == state.variables["iterations"]
-    assert not ours.built and int(ours._iterations) == 0  # it is a pattern only
+    assert not ours.built and int(ours._iterations) == 0  # it is a template only
 
 
 # The rules of a transformation

@@ -59,7 +59,7 @@ def compare(inner, xs=None, jit=False, check=True):
 
 
 def factories():
-    """Every public factory of optax with a learning rate, and every link ``scale_by_*``."""
+    """Every public factory of optax with a learning rate, and every ``scale_by_*``."""
     for module in (optax, contrib):
         for name, f in vars(module).items():
             if isinstance(f, types.FunctionType | functools.partial):
@@ -92,8 +92,8 @@ REFUSED = {
     """,
     "products over all parameters": "dadapt_adamw momo momo_adam prodigy",
     "statistics of the columns": "galore scale_by_galore scale_by_sm3 sm3",
-    "a history in front of the rows": "lbfgs scale_by_lbfgs",
-    "noise that knows the place of a row": "noisy_sgd sophia",
+    "a history along another axis before the rows": "lbfgs scale_by_lbfgs",
+    "noise that depends on the position of a row": "noisy_sgd sophia",
     "gradients of single examples": "dpsgd",
     "a search along a line": "scale_by_backtracking_linesearch scale_by_zoom_linesearch",
 }
@@ -358,7 +358,7 @@ COMPOSITIONS = {
         optax.linear_schedule(0.1, 0.0, 10), weight_decay=0.1
     ),
     "schedule": optax.adamw(optax.cosine_decay_schedule(0.1, 10)),
-    "row-wise links": optax.chain(optax.centralize(), optax.sgd(0.1, 0.9)),
+    "row-wise chain": optax.chain(optax.centralize(), optax.sgd(0.1, 0.9)),
     "ours": optzoo.adam(0.1),
     "twice": on_rows(optax.adam(0.1)),
 }
