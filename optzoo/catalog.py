@@ -197,5 +197,5 @@ def distributed_table() -> str:
 def _about(name: str, entry: Entry | Method) -> str:
     first_line = (entry.factory.__doc__ or "").splitlines()[0]
     summary = first_line.split(", as in")[0].removesuffix(".")
-    original = "our own" if entry.original is None else f"`{entry.original}`"
+    original = "optzoo" if entry.original is None else f"`{entry.original}`"
     return f"| `{name}` | {summary} | {original} |"

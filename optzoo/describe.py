@@ -1,4 +1,4 @@
-"""What an optimizer keeps, moves and sends."""
+"""The state of an optimizer, and the bytes that a step reads, writes and sends."""
 
 import dataclasses
 import math
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from .core.compat import inner_jaxprs
 from .core.paths import path_name
-from .sparse.rowwise_check import bodies
 from .state.slots import get_slot, slot_names
 
-# Primitives whose operands go over the network.
+# Primitives whose operands are sent over the network.
 _COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"}
 _COLLECTIVES |= {"all_gather_invariant", "reduce_scatter", "psum2", "psum_scatter"}
 
@@ -29,18 +29,18 @@ class SlotOf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What :func:`optzoo.describe` finds; ``str`` of it is a table. All sizes are in bytes.
+    """The result of :func:`optzoo.describe`; ``str`` of it is a table. All sizes are in bytes.
 
     Attributes:
         slots: every slot of every parameter.
-        elements: how many numbers the parameters hold.
-        parameters: what these take.
-        state: what the whole state takes, slots and all else.
-        moved: what a step with dense gradients must read and write at least: gradients once,
-            parameters and state twice. Row-sparse gradients move the touched rows alone, where
-            the optimizer is lazy.
-        sent: what each replica hands to collectives in every update.
-        sent_at_times: what it hands to them beside that in those updates that exchange.
+        elements: the number of elements of all parameters together.
+        parameters: the size of the parameters.
+        state: the size of the whole state, slots included.
+        moved: the least that a step with dense gradients reads and writes: gradients once,
+            parameters and state twice. With row-sparse gradients a lazy optimizer moves only the
+            touched rows.
+        sent: what each replica passes to collectives in every update.
+        sent_at_times: what it passes to them in addition in those updates that exchange.
     """
 
     slots: tuple[SlotOf, ...]
@@ -53,7 +53,7 @@ class Description:
 
     @property
     def state_per_parameter(self) -> float:
-        """Bytes of state for each number of the parameters."""
+        """Bytes of state for each element of the parameters."""
         return self.state / self.elements if self.elements else 0.0
 
     def __str__(self) -> str:
@@ -61,9 +61,9 @@ class Description:
             (s.slot, s.parameter, str(list(s.shape)), s.dtype, f"{s.nbytes:,}") for s in self.slots
         ]
         totals = [
-            f"parameters: {self.elements:,} numbers, {self.parameters:,} bytes",
-            f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per number",
-            f"a dense step moves at least {self.moved:,} bytes",
+            f"parameters: {self.elements:,} elements, {self.parameters:,} bytes",
+            f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per element",
+            f"a dense step reads and writes at least {self.moved:,} bytes",
             f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
         ]
         return "\n".join(
@@ -79,21 +79,21 @@ def describe(
     num_replicas: int = 8,
     **extra_args: Any,
 ) -> Description:
-    """What an optimizer keeps for these parameters, and what a step of it moves and sends.
+    """The slots of an optimizer for these parameters, and what a step reads, writes and sends.
 
     .. code-block:: python
 
         print(optzoo.describe(optzoo.adam(1e-3), params))
 
-    Nothing is computed: the state is that of ``jax.eval_shape``, and collectives are read off the
+    Nothing is computed: the state is that of ``jax.eval_shape``, and collectives are those of the
     traced update.
 
     Args:
         tx: any optax transformation.
-        params: the parameters, or ``jax.ShapeDtypeStruct`` in their place.
-        axis_name: the axis of the replicas, if ``tx`` speaks to others over one.
-        num_replicas: how many replicas are along that axis.
-        **extra_args: what ``update`` needs beside gradients, state and parameters.
+        params: the parameters, or a ``jax.ShapeDtypeStruct`` for each.
+        axis_name: the axis of the replicas, if ``tx`` communicates along one.
+        num_replicas: the number of replicas along that axis.
+        **extra_args: further arguments that ``update`` needs.
     """
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -106,13 +106,13 @@ def describe(
     sent = list(_sent(traced.jaxpr))
     always = sum(nbytes for nbytes, at_times in sent if not at_times)
     sizes = [_nbytes(x) for x in jax.tree.leaves(params)]
-    kept = sum(map(_nbytes, jax.tree.leaves(state)))
+    state_bytes = sum(map(_nbytes, jax.tree.leaves(state)))
     return Description(
         slots=tuple(row for name in slots for row in _rows_of(name, slots[name])),
         elements=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         parameters=sum(sizes),
-        state=kept,
-        moved=3 * sum(sizes) + 2 * kept,
+        state=state_bytes,
+        moved=3 * sum(sizes) + 2 * state_bytes,
         sent=always,
         sent_at_times=sum(nbytes for nbytes, _ in sent) - always,
     )
@@ -124,16 +124,16 @@ def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
 
 
 def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
-    """For every collective its bytes, and whether it is one of those not always done."""
+    """For every collective its bytes, and whether it is done in some updates only."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _COLLECTIVES:
             arrays = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
             yield sum(map(_nbytes, arrays)), at_times
-        turns = eqn.params["length"] if name == "scan" else 1
-        for body in bodies(eqn):
-            for nbytes, also in _sent(body, at_times or name in ("cond", "while")):
-                yield turns * nbytes, also
+        times = eqn.params["length"] if name == "scan" else 1
+        for inner in inner_jaxprs(eqn):
+            for nbytes, sometimes in _sent(inner, at_times or name in ("cond", "while")):
+                yield times * nbytes, sometimes
 
 
 def _nbytes(x: Any) -> int:

@@ -1,4 +1,4 @@
-"""Optimizers by name or from a config, with exactly the numbers of the originals."""
+"""Optimizers by name or from a config, with exactly the values of the originals."""
 
 import difflib
 import inspect
@@ -6,7 +6,7 @@ import math
 import numbers
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restar
 def create(
     name_or_config: str | Mapping[str, Any], **kwargs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The optimizer or wrapper of a name, as the original of that name computes it.
+    r"""Creates an optimizer or wrapper by name, computing exactly what the original computes.
 
     .. code-block:: python
 
@@ -31,29 +31,29 @@ def create(
         name_or_config: a name of TensorFlow, of RETURNN or of this library, in any case, with or
             without ``Optimizer`` and underscores; or a dict with the name under ``"class"`` and
             the arguments beside it. A config is data: nothing in it is imported or evaluated.
-        **kwargs: arguments, more of them if there is a config. Their names may be the original's
+        **kwargs: arguments, in addition to those of a config. Their names may be the original's
             (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
-            ``eps``, ``nesterov``, ``inner``, ...). Those that mean nothing here (``use_locking``,
+            ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
             ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
-            its ``learning_rate`` is for the optimizer inside. ``sign_decay_fn`` may be a config
-            of one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor
-            on the rate.
+            its ``learning_rate`` is for the inner optimizer. ``sign_decay_fn`` may be a config of
+            one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor of
+            the rate.
 
     Returns:
-        The transformation. Numbers are rounded to float32 where the original does so, and a
-        schedule's values, too: with ``beta2=0.999`` the weight of a new squared gradient is
-        :math:`1 - \mathrm{float32}(0.999) = 0.00100001287`. The functions of this library compute
-        with what they are given, and so do optimizers of its own and registered ones.
+        The transformation. Arguments, and the values of a schedule, are rounded to float32 where
+        the original does so: with ``beta2=0.999`` the weight of a new squared gradient is
+        :math:`1 - \mathrm{float32}(0.999) = 0.00100001287`. The functions of this library do not
+        round their arguments; nor does ``create`` for optimizers without an original.
 
     Raises:
-        TypeError: if there is no name, an argument is unknown (the message has the nearest
-            ones), missing or given twice.
-        ValueError: if the name is unknown (the message has the nearest ones), or an argument is
+        TypeError: if there is no name, or if an argument is unknown (the message names the
+            nearest ones), missing or given twice.
+        ValueError: if the name is unknown (the message names the nearest ones), or an argument is
             out of its range.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
-        raise TypeError(f"{sorted(twice)} are both in the config and beside it")
+        raise TypeError(f"{sorted(twice)} are given both in the config and as keyword arguments")
     config |= kwargs
     found = _find(config.pop("class"))
     multiplier = None if found.is_wrapper else config.pop("learning_rate_multiplier", None)
@@ -76,19 +76,19 @@ def register(
     name: str,
     factory: Callable[..., Any],
     *,
-    rows: str = "dense",
+    rows: Literal["lazy", "dense", "touched", "linear"] = "dense",
     rate: float = 0.01,
     original: str | None = None,
     **about: Any,
 ) -> None:
-    """Puts an optimizer of one's own into :data:`optzoo.CATALOG`, for ``create`` and the race.
+    """Adds your optimizer to :data:`optzoo.CATALOG`, for :func:`optzoo.create` and the race.
 
     Args:
-        name: its name; it may be written in any case and with ``Optimizer`` at its end, then.
-        factory: makes the transformation; the first argument is the learning rate.
-        rows: what becomes of row-sparse gradients: "lazy", "dense", "touched" or "linear".
+        name: its name; ``create`` then finds it in any case, with or without ``Optimizer``.
+        factory: returns the transformation; the first argument is the learning rate.
+        rows: how it treats row-sparse gradients.
         rate: a learning rate that suits small problems.
-        original: the class whose numbers it has, if any: ``create`` rounds as that one does.
+        original: the class whose values it computes, if any: ``create`` rounds as that one does.
         **about: further fields of :class:`optzoo.Entry`, such as ``required``.
 
     Raises:
@@ -96,19 +96,19 @@ def register(
         ValueError: if the name is taken.
     """
     if not callable(factory):
-        raise TypeError(f"factory must be a function that makes the optimizer, got {factory!r}")
+        raise TypeError(f"factory must be a function that returns the optimizer, got {factory!r}")
     if (taken := _table().get(_key(name))) is not None:
         raise ValueError(f"name must be a new one, {name!r} is {taken.name}")
     CATALOG[name] = Entry(factory, rows, rate, original, **about)
 
 
 def add_name(name: str, factory: Callable[..., Any], original: str) -> None:
-    """Lets :func:`create` know an optimizer that is in no table, such as one of Keras.
+    """Adds a name to :func:`create` alone, for an optimizer in no table, such as one of Keras.
 
     Args:
         name: its name.
-        factory: makes the transformation.
-        original: the class whose values it has.
+        factory: returns the transformation.
+        original: the class whose values it computes.
     """
     _ADDED[_key(name)] = _Found(name, factory, original)
 
@@ -116,15 +116,15 @@ def add_name(name: str, factory: Callable[..., Any], original: str) -> None:
 def accepts(name: str, argument: str) -> bool:
     """Whether the optimizer or wrapper of this name takes an argument of this name.
 
-    The argument's name may be the original's or this library's. Those without meaning here
-    (``use_locking``, ...) are not taken.
+    The argument's name may be the original's or this library's. Arguments without a meaning here
+    (``use_locking``, ...) do not count.
     """
     found = _find(name)
     return _ours(found, argument) in found.parameters
 
 
 def names() -> dict[str, list[str]]:
-    """All that :func:`create` knows by this library's names, and the other names each has."""
+    """All names of this library that :func:`create` knows, with the other names of each."""
     known: dict[str, list[str]] = {}
     for key, found in sorted(_table().items()):
         known.setdefault(found.name, []).extend([key] if key != _key(found.name) else [])
@@ -132,10 +132,10 @@ def names() -> dict[str, list[str]]:
 
 
 def listing(pattern: str = "") -> str:
-    """Every optimizer and wrapper with its arguments, their defaults, and its other names.
+    """A listing of all optimizers and wrappers: arguments, defaults, other names.
 
     Args:
-        pattern: only those with this in one of their names, in any case.
+        pattern: list only those with this string in one of their names, in any case.
     """
     lines = []
     for name, others in names().items():
@@ -143,7 +143,7 @@ def listing(pattern: str = "") -> str:
             found = _find(name)
             call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
             lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
-            lines.append("    " + ", ".join([found.original or "our own", *others]))
+            lines.append("    " + ", ".join([found.original or "optzoo", *others]))
     return "\n".join(lines)
 
 
@@ -160,14 +160,14 @@ class _Found(NamedTuple):
         return inspect.signature(self.factory).parameters
 
 
-# What RETURNN's registry has beside the tables: names as _key gives them.
+# Names of RETURNN's registry that are not in the tables, as _key gives them.
 _ALSO = {"customgradientdescent": "gradientdescent"}
 # Names that other files of this library add.
 _ADDED: dict[str, _Found] = {}
 
 
 def _table() -> dict[str, _Found]:
-    """What each name stands for: ours and the originals' names, without case and suffix."""
+    """The optimizer of each name, as _key gives it: names of this library and of the originals."""
     table = {}
     for entries, is_wrapper in ((CATALOG, False), (WRAPPERS, True), (DISTRIBUTED, True)):
         for name, entry in entries.items():
@@ -189,7 +189,9 @@ def _find(name: Any) -> _Found:
     if (found := table.get(_key(name))) is not None:
         return found
     if _key(name) == "basecustom":
-        raise ValueError("BaseCustom is RETURNN's way to write one's own: use optzoo.leafwise")
+        raise ValueError(
+            "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.leafwise"
+        )
     raise ValueError(f"no optimizer is called {name!r}{_nearest(_key(name), table)}")
 
 
@@ -209,7 +211,7 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
     return dict(name_or_config)
 
 
-# The originals' names of arguments, where they are not ours.
+# The originals' names of arguments and this library's, where they differ.
 _ARGUMENTS = {
     "beta1": "b1",
     "beta2": "b2",
@@ -223,10 +225,10 @@ _ARGUMENTS = {
     "num_worker": "num_workers",
     "vars_to_clip_dims": "dims",
 }
-# Those without a meaning here: of all, and of some.
+# Arguments without a meaning here: of all optimizers, and of some.
 _MEANINGLESS = {"name", "use_locking"}
 _MEANINGLESS_OF = {
-    "adagrad_da": {"global_step"},  # it counts by itself, or update(..., global_step=) says
+    "adagrad_da": {"global_step"},  # it counts steps itself, or takes update(..., global_step=)
     "adam_gs": {"global_step"},
     "agn": {"num_worker", "custom_getter"},
     "amsgrad": {"var_list"},
@@ -238,12 +240,12 @@ _MEANINGLESS_OF = {
     "shampoo": {"global_step"},
     "variable_clipping": {"colocate_clip_ops_with_vars"},
 }
-# SyncReplicas averages with these; here moving_average goes around the optimizer inside.
+# SyncReplicas averages with these; here the inner optimizer is wrapped in moving_average.
 _MEANINGLESS_IF_NONE = {"sync_replicas": {"variable_averages", "variables_to_average"}}
 
 
 def _ours(found: _Found, argument: str) -> str:
-    """Our name of an argument."""
+    """This library's name of an argument."""
     if argument in found.parameters:
         return argument
     if found.name == "ggt" and argument == "epsilon":
@@ -252,7 +254,7 @@ def _ours(found: _Found, argument: str) -> str:
 
 
 def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by our names; those that do not exist raise."""
+    """The arguments by this library's names; raises for unknown ones."""
     ours: dict[str, Any] = {}
     known = {*found.parameters, *(["learning_rate"] if found.is_wrapper else [])}
     for argument, value in given.items():
@@ -274,15 +276,15 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_inner(found: _Found, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a wrapper, the optimizer inside made from its config."""
+    """The arguments of a wrapper, with the inner optimizer created from its config."""
     rate = {k: arguments[k] for k in arguments if k == "learning_rate"}
     inner = arguments.get("inner")
     if inner is None:
-        raise TypeError(f"{found.name} needs 'opt': the config of the optimizer inside")
+        raise TypeError(f"{found.name} needs 'opt': the config of the inner optimizer")
     if isinstance(inner, str | Mapping):
         inner = create(inner, **rate)
     elif rate:
-        raise TypeError(f"{found.name}: learning_rate belongs to the optimizer inside")
+        raise TypeError(f"{found.name}: learning_rate belongs to the inner optimizer")
     return {**{k: v for k, v in arguments.items() if k not in rate}, "inner": inner}
 
 
@@ -345,7 +347,7 @@ def _times(multiplier: float, rate: Any) -> Any:
 def _with_override_times(
     multiplier: float, tx: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """The rate of ``update(..., learning_rate=)`` is multiplied, too."""
+    """Multiplies the rate of ``update(..., learning_rate=)``, too."""
 
     def update(updates, state, params=None, **extra_args):
         if extra_args.get("learning_rate") is not None:

@@ -1,4 +1,4 @@
-"""What describe says of optimizers whose sizes can be counted by hand."""
+"""What describe finds for optimizers whose sizes can be counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from optzoo import CATALOG, describe
 from optzoo.testing import samples
 
 PARAMS = {"a": jnp.ones((20, 3)), "b": {"c": jnp.ones(4)}}
-N = 64  # numbers in them
+N = 64  # elements in them
 
 
 def test_adam():
@@ -22,7 +22,7 @@ def test_adam():
         ("v", "b/c", (4,), "float32", 16),
     )
     assert found.elements == N and found.parameters == 4 * N
-    scalars = 2 + 2  # a count and a power each, of two links: the rate counts, too
+    scalars = 2 + 2  # a count and a power each, of two transformations: the rate counts, too
     assert found.state == 2 * 4 * N + 4 * scalars
     assert found.moved == 3 * 4 * N + 2 * found.state
     assert found.state_per_parameter == found.state / N
@@ -48,7 +48,7 @@ def test_other_dtypes_and_shapes():
 )
 def test_what_is_sent(tx, sent, at_times):
     found = describe(tx, PARAMS)
-    few = 32  # numbers of the replicas themselves: how many there are, which are due
+    few = 32  # bytes of the engine itself: how many replicas there are, which are due
     assert sent <= found.sent <= sent + few and at_times <= found.sent_at_times <= at_times + few
 
 

@@ -1,4 +1,4 @@
-"""By name and from a config. That the numbers are the originals' is for tests/golden to say."""
+"""By name and from a config. tests/golden shows that the values are those of the originals."""
 
 import inspect
 
@@ -47,7 +47,7 @@ def test_names_of_returnns_registry(name):
 
 
 def test_registry_is_whole():
-    """All that RETURNN knows but its class for one's own, and beside it ours."""
+    """All names of RETURNN, except its base class for new ones, and this library's beside them."""
     keys = {n.replace("_", "") for name, others in names().items() for n in [name, *others]}
     tables = {**CATALOG, **WRAPPERS, **DISTRIBUTED}
     ours = {name.replace("_", "") for name in tables}
@@ -103,7 +103,9 @@ def test_both_names_of_an_argument():
         assert (run(create("adam", **kwargs)) == run(create("adam", b1=0.5, eps=0.1))).all()
     with pytest.raises(TypeError, match="adam: b1 is given twice, also as beta1"):
         create("adam", b1=0.5, beta1=0.5)
-    with pytest.raises(TypeError, match=r"\['eps'\] are both in the config and beside it"):
+    with pytest.raises(
+        TypeError, match=r"\['eps'\] are given both in the config and as keyword arguments"
+    ):
         create({"class": "adam", "eps": 0.1}, eps=0.1)
 
 
@@ -129,7 +131,7 @@ def test_a_config_in_a_config():
 def test_a_transformation_in_a_config():
     tx = create("extend_with_decoupled_weight_decay", base_optimizer=optax.sgd(0.1), weight_decay=0)
     assert (run(tx) == run(optax.sgd(0.1))).all()
-    with pytest.raises(TypeError, match="learning_rate belongs to the optimizer inside"):
+    with pytest.raises(TypeError, match="learning_rate belongs to the inner optimizer"):
         create("multitask", inner=optax.sgd(0.1), learning_rate=0.1)
 
 
@@ -184,7 +186,7 @@ def test_keras_sgd_has_the_rate_inside_its_momentum():
         ),
     ],
 )
-def test_errors_name_the_mend(given, error, message):
+def test_errors_name_the_fix(given, error, message):
     with pytest.raises(error, match=message):
         create(given)
 

@@ -1,1 +1,1 @@
-"""The engine; it knows no optimizer."""
+"""What all other folders build on: numerics, checks, paths, gradients, row-sparse gradients."""

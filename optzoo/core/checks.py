@@ -1,4 +1,4 @@
-"""Checks of arguments at construction: plain numbers only, since traced ones have no value."""
+"""Checks of arguments at construction: of plain numbers, since traced ones have no value."""
 
 import numbers
 import operator
@@ -22,11 +22,11 @@ def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
 
 
 def check_decays(**arguments: Any) -> list[Any]:
-    """For decay rates, in [0, 1): the values to compute with.
+    """Checks decay rates, in [0, 1), and returns the values to compute with.
 
-    ``optax.inject_hyperparams`` gives them in the dtype of the parameters, where 0.999 is one in
-    16 bits and a mean would stand still for ever: there the largest value below one takes its
-    place. With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
+    ``optax.inject_hyperparams`` gives them in the dtype of the parameters. In 16 bits 0.999 is
+    rounded to one, and a mean would never change: it is replaced by the largest value below one.
+    With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
     check("in [0, 1)", lambda v: 0 <= v < 1, **arguments)
     return [_below_one(value) for value in arguments.values()]
@@ -40,37 +40,37 @@ def _below_one(decay: Any) -> Any:
 
 
 def check_positive(**arguments: Any) -> None:
-    """For what must be above zero."""
+    """Raises ``ValueError`` for a plain number that is not above zero."""
     check("positive", lambda v: v > 0, **arguments)
 
 
 def check_not_negative(**arguments: Any) -> None:
-    """For what may be zero."""
+    """Raises ``ValueError`` for a plain number below zero."""
     check("zero or positive", lambda v: v >= 0, **arguments)
 
 
 def check_size(least: int = 0, **arguments: Any) -> int:
-    """For a size or another whole number that decides about shapes: the number as an int."""
+    """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
     [(name, value)] = arguments.items()
     try:
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
-            f"{name} must be an int, got {value!r}; it decides about shapes, so "
-            f"optax.inject_hyperparams needs it among its static_args"
+            f"{name} must be an int, got {value!r}; shapes depend on it, so "
+            f"list it in the static_args of optax.inject_hyperparams"
         ) from error
     check(f"at least {least}", lambda v: v >= least, **{name: size})
     return size
 
 
 def check_params(params: Any) -> None:
-    """Raises optax's ``ValueError`` where ``update`` needs the parameters and got none."""
+    """Raises optax's ``ValueError`` if ``update`` needs the parameters and got none."""
     if params is None:
         raise ValueError(NO_PARAMS_MSG)
 
 
 def check_rate(learning_rate: Any) -> None:
-    """A learning rate is a real number, a scalar array or a schedule."""
+    """Raises unless a learning rate is a finite real number, a scalar array or a schedule."""
     if callable(learning_rate):
         return
     if not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):

@@ -1,4 +1,4 @@
-"""What a gradient must be."""
+"""Checks of gradients."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ def check_gradients(updates: Any, params: Any = None) -> None:
             continue
         dtype = g.dtype if is_rows(g) else jnp.result_type(g)
         if not jnp.issubdtype(dtype, jnp.floating):
-            mend = (
+            fix = (
                 "wrap the optimizer in optax.contrib.split_real_and_imaginary"
                 if jnp.issubdtype(dtype, jnp.complexfloating)
                 else "freeze the parameter with a gradient of None or optax.masked"
             )
-            raise TypeError(f"{_name(updates, i)} has a gradient of dtype {dtype}: {mend}")
+            raise TypeError(f"{_name(updates, i)} has a gradient of dtype {dtype}: {fix}")
         if x is not None and jnp.shape(x) != jnp.shape(g):
             raise ValueError(
                 f"{_name(updates, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
@@ -36,6 +36,6 @@ def check_gradients(updates: Any, params: Any = None) -> None:
 
 
 def _name(updates: Any, i: int) -> str:
-    # Only for an error: paths cost more than the check.
+    # Only for an error: to find paths takes longer than the check.
     path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
     return f"parameter '{path_name(path)}'"

@@ -1,4 +1,4 @@
-"""Arithmetic that rules and the engine share: never below float32, never zero by zero."""
+"""Arithmetic in at least float32, and without 0 / 0."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ from jax.typing import DTypeLike
 
 
 def wide_dtype(x: Any) -> Any:
-    """The dtype of ``x``, or float32 where that is finer."""
+    """The dtype of ``x``, or float32 if that is wider."""
     return jnp.promote_types(jnp.result_type(x), jnp.float32)
 
 
 def upcast(a: Any) -> Any:
-    """An array, or rows, in float32 at least: there it is computed with."""
+    """An array, or rows, in at least float32: the dtype to compute in."""
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
 def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
-    """Casts; what is finite stays finite (a squared gradient overflows float16 easily)."""
+    """Casts; finite values stay finite (a squared gradient easily overflows float16)."""
     if jnp.promote_types(a.dtype, dtype) != dtype:
         top = jnp.finfo(dtype).max.astype(a.dtype)
         a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
@@ -38,7 +38,11 @@ def saturating_cast_like(old: Array, new: Array) -> Array:
 def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step.
 
-    Where ``eps`` is a positive number that is part of ``b`` there is nothing to look out for.
+    Args:
+        a: the numerator.
+        b: the denominator.
+        eps: a term of ``b``, of which the other terms are not negative. If it is a positive Python
+            number, ``b`` is never 0, and the check is left out of the program.
     """
     if isinstance(eps, float | int) and eps >= 1e-30:  # denormals count as zero
         return a / b
@@ -48,13 +52,3 @@ def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
 def norm(a: Array) -> Array:
     """The Euclidean norm of all elements."""
     return jnp.sqrt(jnp.sum(a**2))
-
-
-def after(a: Array, other: Array) -> Array:
-    """``a``, which is not negative, as something to be had only when ``other`` is there.
-
-    Where ``a`` is a slot that takes its new value in its own memory, whatever else needs the old
-    one must come before. XLA copies the slot unless the order follows from the data, and no
-    ``optimization_barrier`` tells it.
-    """
-    return jnp.where(jnp.isnan(other), jnp.abs(a), a)

@@ -1,4 +1,4 @@
-"""Parameters named by their paths."""
+"""Names of parameters, and masks by their paths."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,21 +16,21 @@ def path_name(path: Any) -> str:
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
-    """The entry of the longest beginning of a path; None if there is none.
+    """The entry of the longest prefix of a path; None if there is none.
 
-    A slot has the path of its parameter, or a longer one where a parameter has several arrays.
+    A slot has the path of its parameter, or a longer one if it has several arrays for a parameter.
     """
-    starts = (path[:end] for end in range(len(path), -1, -1))
-    return next((owners[start] for start in starts if start in owners), None)
+    prefixes = (path[:end] for end in range(len(path), -1, -1))
+    return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
 
 
 def is_masked(x: Any) -> bool:
-    """Whether ``x`` is what ``optax.masked`` puts in the place of what it hides."""
+    """Whether ``x`` is what ``optax.masked`` puts in the place of a leaf that it hides."""
     return isinstance(x, optax.MaskedNode)
 
 
 def check_mask(**arguments: Any) -> None:
-    """Raises ``TypeError`` unless each is what :func:`resolve_mask` takes."""
+    """Raises ``TypeError`` unless each argument is a mask as :func:`resolve_mask` takes it."""
     for name, which in arguments.items():
         if which is None or _are_fragments(which):
             continue
@@ -48,8 +48,9 @@ def resolve_mask(which: Any, tree: Any) -> Any:
     """A tree of bools like ``tree``.
 
     Args:
-        which: fragments of paths in a tuple or list, any of which marks a parameter whose path
-            contains it; or a tree of bools, whole or a prefix; or None, for no parameter.
+        which: a tuple or list of fragments of paths, which marks every parameter whose path
+            contains one of them; or a tree of bools, or a prefix of such a tree; or None, which
+            marks no parameter.
         tree: parameters or gradients.
     """
     if which is None or _are_fragments(which):

@@ -15,40 +15,40 @@ from .merge import merge
 from .numerics import upcast
 
 _HINT = (
-    "put optzoo.densify() in front of a transformation that does not know rows, "
-    "or wrap a stateless one in optzoo.on_values"
+    "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
+    "it in `optzoo.on_values`."
 )
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
-class _SpeaksInErrors(type):
-    # JAX prints the class when a foreign transformation maps over rows and arrays together,
-    # so this is where the user meets the way out.
+class _HintInErrors(type):
+    # JAX prints the class when a foreign transformation maps over rows and arrays together, so this
+    # puts the hint into the error.
     def __repr__(cls) -> str:
-        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient: {_HINT})"
+        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {_HINT})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SparseRows(metaclass=_SpeaksInErrors):
-    """Rows ``values[i]`` at the places ``indices[i]`` of an array of ``num_rows`` rows.
+class SparseRows(metaclass=_HintInErrors):
+    """Rows ``values[i]`` with the ids ``indices[i]``, of an array of ``num_rows`` rows.
 
-    The counterpart of ``tf.IndexedSlices``. Rows that share an index sum. The index
+    The counterpart of ``tf.IndexedSlices``. Rows that share an index are summed. The index
     ``num_rows`` marks padding; it, and any other index outside ``[0, num_rows)``, is ignored.
 
-    ``params + rows`` scatters the rows, so ``optax.apply_updates`` takes them unchanged.
+    ``params + rows`` scatters the rows, so ``optax.apply_updates`` works unchanged.
 
-    A transformation that maps over all leaves meets ``indices`` as a leaf. Floating-point
-    arithmetic on it is refused with an error; integer arithmetic cannot be told from a
-    legitimate copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there, and
-    :func:`optzoo.clip_by_global_norm` for optax's.
+    A transformation that maps over all leaves gets ``indices`` as a leaf. Floating-point
+    arithmetic on it raises an error; integer arithmetic cannot be distinguished from a legitimate
+    copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there, and
+    :func:`optzoo.clip_by_global_norm` instead of optax's.
 
     Attributes:
         indices: integers of shape ``(n,)``.
         values: shape ``(n, *row_shape)``.
         num_rows: a Python int, static under ``jit``.
         coalesced: whether every index but padding is known to occur once, and padding to have
-            zero values. A hint for the links of a chain, not part of the tree: any tree
-            operation forgets it.
+            zero values. A hint for the transformations of a chain, not part of the tree: any
+            tree operation drops it.
 
     Raises:
         TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
@@ -74,7 +74,7 @@ class SparseRows(metaclass=_SpeaksInErrors):
         if jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"SparseRows.indices must be integers, got {dtype}: perhaps a transformation "
-                f"took them for a part of the gradient; {_HINT}"
+                f"treated them as part of the gradient. {_HINT}"
             )
         shape, values_shape = jnp.shape(self.indices), getattr(self.values, "shape", None)
         if values_shape is not None and values_shape[: len(shape)] != shape:
@@ -98,11 +98,11 @@ class SparseRows(metaclass=_SpeaksInErrors):
         return self.with_values(self.values.astype(dtype))
 
     def with_values(self, values: Array) -> "SparseRows":
-        """Other values at the same places."""
+        """Other values with the same indices."""
         return dataclasses.replace(self, values=values)
 
     def __add__(self, other: Any) -> Any:
-        """``other`` with the rows added in place; rows with rows are rows."""
+        """``other`` with the rows added to it; the sum of rows and rows is rows."""
         if jnp.shape(other) != self.shape:
             raise ValueError(f"rows of an array of shape {self.shape} do not fit {other.shape}")
         if is_rows(other):
@@ -114,8 +114,8 @@ class SparseRows(metaclass=_SpeaksInErrors):
             )
             return SparseRows(indices, values, self.num_rows)
         dense = jnp.asarray(other)
-        places = dense.at[self._integers()]
-        return places.add(self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced)
+        target = dense.at[self._wide_indices()]
+        return target.add(self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced)
 
     __radd__ = __add__
 
@@ -128,39 +128,39 @@ class SparseRows(metaclass=_SpeaksInErrors):
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if self.num_rows == 0:
             return jnp.zeros((*self.indices.shape, *dense.shape[1:]), dense.dtype)
-        return jnp.take(dense, self._integers(), axis=0, mode="clip")
+        return jnp.take(dense, self._wide_indices(), axis=0, mode="clip")
 
     def scatter(self, dense: Array, rows: Array) -> Array:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
         rows = rows.astype(dense.dtype)
-        return dense.at[self._integers()].set(rows, **_DROP, unique_indices=True)
+        return dense.at[self._wide_indices()].set(rows, **_DROP, unique_indices=True)
 
     def drop_padding(self) -> "SparseRows":
-        """Zero values wherever the index is padding, whatever stood there."""
-        real = self._places() < self.num_rows
+        """The same rows with zero values at padding."""
+        real = self._row_ids() < self.num_rows
         real = real.reshape(real.shape + (1,) * (self.values.ndim - 1))
         return self.with_values(jnp.where(real, self.values, 0))
 
     def coalesce(self, *, deterministic: bool = False) -> "SparseRows":
-        """Sums the rows that share an index; the places left over become padding.
+        """Sums the rows that share an index; the positions that are left become padding.
 
         Sums in at least float32. On an accelerator the order of the sums is not fixed;
-        ``deterministic`` costs a sort and a scan, and repeats to the bit everywhere.
+        with ``deterministic`` it is, by a sort and a scan, and results repeat bit by bit.
         """
         if self.coalesced:
             return self
         values = upcast(self.values)
-        places, values = merge(self._places(), values, self.num_rows, deterministic)
-        return SparseRows(places, values.astype(self.dtype), self.num_rows, coalesced=True)
+        ids, values = merge(self._row_ids(), values, self.num_rows, deterministic)
+        return SparseRows(ids, values.astype(self.dtype), self.num_rows, coalesced=True)
 
-    def _integers(self) -> Array:
+    def _wide_indices(self) -> Array:
         """The indices in a dtype wide enough for ``num_rows``."""
         i = jnp.asarray(self.indices)
         return i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
 
-    def _places(self) -> Array:
-        """The indices, with all that is out of range moved to the padding slot."""
-        i = self._integers()
+    def _row_ids(self) -> Array:
+        """The indices; those out of range are replaced by that of padding."""
+        i = self._wide_indices()
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
 
 
@@ -169,7 +169,7 @@ def _unflatten(num_rows: int, data: Iterable[Any]) -> SparseRows:
     return SparseRows(indices, values, num_rows)
 
 
-# By hand: register_dataclass of JAX 0.7 does not understand its drop_fields.
+# Not by register_dataclass, whose drop_fields do not work in JAX 0.7.
 jax.tree_util.register_pytree_with_keys(
     SparseRows,
     lambda g: (((GetAttrKey("indices"), g.indices), (GetAttrKey("values"), g.values)), g.num_rows),
@@ -184,24 +184,24 @@ def is_rows(g: object) -> bool:
 
 
 def is_sparse_or_none(g: object) -> bool:
-    """Whether ``g`` is the gradient of one parameter though no array: missing, or rows."""
+    """Whether ``g`` is a gradient of one parameter that is not an array: SparseRows or None."""
     return g is None or is_rows(g)
 
 
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
-    """``f`` of every SparseRows in a tree; the arrays stay as they are."""
+    """``f`` of every SparseRows in a tree; arrays are unchanged."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
 
 
 def zeros_like_update(shapes: Any) -> Any:
-    """An update of these shapes that changes nothing."""
+    """An update of zeros, with rows that are all padding, of the given shapes."""
     array = lambda a: jnp.zeros(a.shape, a.dtype)
 
     def zeros(a):
         if not is_rows(a):
             return array(a)
-        places = jnp.full(a.indices.shape, a.num_rows, a.indices.dtype)
-        return SparseRows(places, array(a.values), a.num_rows)
+        padding = jnp.full(a.indices.shape, a.num_rows, a.indices.dtype)
+        return SparseRows(padding, array(a.values), a.num_rows)
 
     return jax.tree.map(zeros, shapes, is_leaf=is_rows)
 
@@ -210,29 +210,30 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
     """Merges repeated indices of all SparseRows gradients, once for the rest of a chain.
 
     Args:
-        deterministic: sum in a fixed order on every backend, so that a run repeats to the bit.
+        deterministic: sum in a fixed order on every backend, so that a run repeats bit by bit.
     """
     merged = lambda g: g.coalesce(deterministic=deterministic)
     return optax.stateless(lambda updates, _: map_rows(merged, updates))
 
 
 def densify() -> optax.GradientTransformation:
-    """Turns every SparseRows gradient into an array; put it in front of what knows no rows.
+    """Turns every SparseRows gradient into an array: for transformations that do not support rows.
 
-    In front, too, of a wrapper that needs updates of the gradient's own structure, such as
-    ``optax.apply_if_finite``, around an optimizer whose rows are dense (:func:`optzoo.adam`).
+    Put it before such a transformation in a chain. Put it also before a wrapper that needs updates
+    of the gradient's structure, such as ``optax.apply_if_finite``, around an optimizer that makes
+    dense updates of rows (:func:`optzoo.adam`).
     """
     return optax.stateless(lambda updates, _: map_rows(SparseRows.to_dense, updates))
 
 
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Shows a stateless transformation, such as clipping, only the values of the rows.
+    """Applies a stateless transformation, such as clipping, to the values of rows alone.
 
-    Repeated indices are summed first, so an element-wise ``inner`` gives what it gives on the
-    dense gradient, but for the untouched rows, which it never sees.
+    Repeated indices are summed first, so an element-wise ``inner`` computes what it computes from
+    the dense gradient, except for the untouched rows, which it does not see.
 
     Args:
-        inner: keeps no params-shaped state and reads no parameters.
+        inner: a transformation without params-shaped state that reads no parameters.
     """
     inner = optax.with_extra_args_support(inner)
 

@@ -30,13 +30,13 @@ _HINT = (
 
 
 class KerasState(NamedTuple):
-    """What a Keras optimizer keeps, by the names of its attributes without a leading ``_``.
+    """The variables of a Keras optimizer, by the names of its attributes without a leading ``_``.
 
-    Of a wrapper's inner optimizer they begin with ``inner_optimizer/``, of the several ones of
-    ``MultiOptimizer`` with ``inner_optimizers/0/`` and so on.
+    Names of the inner optimizer of a wrapper begin with ``inner_optimizer/``, those of the inner
+    optimizers of ``MultiOptimizer`` with ``inner_optimizers/0/`` and so on.
     """
 
-    variables: dict[str, Array]  # of all parameters together: iterations, dynamic_scale, ...
+    variables: dict[str, Array]  # of the optimizer as a whole: iterations, dynamic_scale, ...
     slots: dict[str, Any]  # momentums, velocities, ...: trees like the parameters
 
 
@@ -45,22 +45,22 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     Each update is Keras' own ``stateless_apply``, so clipping, weight decay, averages
     (``use_ema``), ``gradient_accumulation_steps``, schedules and ``LossScaleOptimizer`` work as in
-    ``model.fit``. It emits ``new - old``: it must be the last link of a chain.
+    ``model.fit``. The update is ``new - old``, so it must be the last transformation of a chain.
 
-    The given optimizer serves as a pattern, by its ``get_config()``, and is never changed. Its
-    learning rate is no part of the state; it may be a number, a schedule of Keras or, other than in
+    The given optimizer serves as a template, by its ``get_config()``, and is never changed. Its
+    learning rate is not part of the state; it may be a number, a schedule of Keras or, unlike in
     Keras, one of optax. ``update(..., learning_rate=x)`` overrides it for one update.
 
-    Variables are called by the paths of the parameters, so
+    Variables are named by the paths of the parameters, so
     ``optimizer.exclude_from_weight_decay(var_names=["bias"])``, ``exclude_layers`` of Muon and the
     patterns of ``OptimizerMap`` work. With ``use_ema`` the averages are
-    ``state.slots["model_variables_moving_average"]``; Keras puts them in the place of the
-    parameters at the end of ``fit``. With ``LossScaleOptimizer`` the gradients must be those of the
+    ``state.slots["model_variables_moving_average"]``; Keras replaces the parameters by them
+    at the end of ``fit``. With ``LossScaleOptimizer`` the gradients must be those of the
     loss times ``state.variables["dynamic_scale"]``; with ``loss_scale_factor``, times that.
 
-    A row-sparse gradient counts as dense, as it does in Keras on JAX. A missing gradient leaves
-    parameter and slots alone; if all are missing, nothing happens. Keras computes in the dtype of
-    the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
+    A row-sparse gradient becomes dense, as in Keras on JAX. A missing gradient leaves its parameter
+    and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
+    dtype of the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
 
     Args:
         optimizer: an instance such as ``keras.optimizers.Adam(1e-3)``, not built yet.
@@ -68,12 +68,12 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
         ImportError: if Keras 3 is missing or does not run on JAX.
         TypeError: if ``optimizer`` is not a Keras optimizer.
-        ValueError: if it was built for a model already, or excludes variables of a model from the
-            weight decay by ``var_list``; by ``update``, if no params are given.
+        ValueError: if it is already built for a model, or excludes variables of a model from the
+            weight decay by ``var_list``; in ``update``, if no params are given.
 
     References:
         `keras.io/api/optimizers <https://keras.io/api/optimizers>`_; the original is RETURNN's
-        ``KerasOptimizerWrapper``, whose count of iterations stands still.
+        ``KerasOptimizerWrapper``, which never increments the count of iterations.
     """
     _check(optimizer)
     new = _maker(optimizer)
@@ -86,7 +86,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
         slots = {name: [optax.MaskedNode()] * len(xs) for name in probe.slots} | {
             name: [
-                optax.MaskedNode() if v is None else _beside(x, v.value)
+                optax.MaskedNode() if v is None else _placed_like(x, v.value)
                 for x, v in zip(xs, vs, strict=True)
             ]
             for name, vs in built.slots.items()
@@ -118,7 +118,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 @functools.cache
 def import_keras() -> ModuleType:
-    """Keras 3 on JAX, or an ``ImportError`` that says what to do."""
+    """Keras 3 on JAX, or an ``ImportError`` that states what to do."""
     try:
         import keras
     except ImportError as error:
@@ -135,14 +135,14 @@ class _Built:
 
     Attributes:
         variables: of the optimizer as a whole.
-        slots: for each name a list like the parameters, with None where one has no such slot.
+        slots: for each name a list like the parameters, with None for one without this slot.
     """
 
     def __init__(self, optimizer: Any, refs: list[Any]):
         self.optimizer = optimizer
         self.variables, self.rates, self.slots = dict[str, Any](), list[Any](), dict[str, Any]()
         variable = import_keras().Variable
-        place = {id(ref): i for i, ref in enumerate(refs)}
+        position = {id(ref): i for i, ref in enumerate(refs)}
         for prefix, part in _walk(optimizer):
             own = part._trainable_variables
             for attribute, value in vars(part).items():
@@ -154,14 +154,14 @@ class _Built:
                 elif _are_slots(attribute, value, own, variable):
                     self.slots[name] = [None] * len(refs)
                     for ref, v in zip(own, value, strict=True):
-                        self.slots[name][place[id(ref)]] = v
+                        self.slots[name][position[id(ref)]] = v
         known = {id(v) for vs in (self.variables.values(), self.rates) for v in vs}
         known |= {id(v) for vs in self.slots.values() for v in vs}
         others = [v for v in optimizer.variables if id(v) not in known]
         self.variables |= {f"variables/{i}": v for i, v in enumerate(others)}
 
     def apply(self, gs, variables, slots, xs, rate):
-        """New parameters, variables and slots, all by name as here."""
+        """The new parameters, variables and slots, by the names of this class."""
         values = {id(v): v.value if rate is None else rate for v in self.rates}
         values |= {id(v): variables[name] for name, v in self.variables.items()}
         for name, vs in self.slots.items():
@@ -171,7 +171,7 @@ class _Built:
                 if callable(part._learning_rate):
                     part._learning_rate = lambda: rate
         keras_variables = self.optimizer.variables
-        with _keras_rules():
+        with _keras_context():
             xs, new = self.optimizer.stateless_apply(
                 [values[id(v)] for v in keras_variables], gs, xs
             )
@@ -182,32 +182,32 @@ class _Built:
 
 
 def _maker(optimizer: Any) -> Callable[[], Any]:
-    """Makes optimizers with the settings that this one has now."""
+    """A function that returns new optimizers with the present settings of this one."""
     rate = getattr(optimizer, "_learning_rate", None)
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
-    if callable(rate):  # as it is: a config may hold no function
+    if callable(rate):  # passed on as it is: a config cannot hold a function
         vars(twin)["_learning_rate"] = None
-    with _keras_rules():
+    with _keras_context():
         config = twin.get_config()
     given = {"learning_rate": _schedule(rate)} if callable(rate) else {}
-    pattern = "_exclude_from_weight_decay_pattern"  # which is not in the config
+    pattern = "_exclude_from_weight_decay_pattern"  # not in the config
     patterns = [getattr(part, pattern, None) for _, part in _walk(optimizer)]
 
     def new():
-        with _keras_rules():
-            mine = type(optimizer).from_config({**copy.deepcopy(config), **given})
-        for (_, part), excluded in zip(_walk(mine), patterns, strict=True):
+        with _keras_context():
+            made = type(optimizer).from_config({**copy.deepcopy(config), **given})
+        for (_, part), excluded in zip(_walk(made), patterns, strict=True):
             if excluded is not None:
                 setattr(part, pattern, excluded)
-        return mine
+        return made
 
-    new()  # an error now rather than in the first update
+    new()  # raises errors now rather than in the first update
     return new
 
 
 def _schedule(rate: Callable[..., Any]) -> Any:
-    """A schedule of Keras for one of optax; a function without arguments as it is."""
+    """A schedule of optax as one of Keras; a function without arguments is unchanged."""
     kind = import_keras().optimizers.schedules.LearningRateSchedule
     if isinstance(rate, kind) or not inspect.signature(rate).parameters:
         return rate
@@ -217,15 +217,15 @@ def _schedule(rate: Callable[..., Any]) -> Any:
 
 def _build(optimizer: Any, names: list[str], xs: list[Any]) -> _Built:
     """The optimizer built for parameters of these names."""
-    with _keras_rules():
+    with _keras_context():
         refs = list(map(_variable, names, xs))
         optimizer.build(refs)
     return _Built(optimizer, refs)
 
 
 def _probe(optimizer: Any) -> _Built:
-    """The optimizer and all within it built for parameters of several ranks, to see its names."""
-    with _keras_rules():
+    """The optimizer and its inner ones built for parameters of several ranks, to find all names."""
+    with _keras_context():
         refs = [_variable(f"rank{ndim}", jnp.zeros((1,) * ndim)) for ndim in range(3)]
         for _, part in _walk(optimizer):
             if not part.built:
@@ -244,7 +244,7 @@ def _variable(name: str, x: Any) -> Any:
 
 
 def _walk(optimizer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An optimizer and those within it, each with the beginning of its names."""
+    """An optimizer and its inner optimizers, each with the prefix of its names."""
     yield prefix, optimizer
     is_optimizer = lambda value: isinstance(value, import_keras().optimizers.Optimizer)
     for attribute, value in vars(optimizer).items():
@@ -264,15 +264,15 @@ def _are_slots(attribute: str, value: Any, refs: list[Any], variable: type) -> b
     return len(value) == len(refs) and kinds == {True}
 
 
-def _beside(x: Any, value: Array) -> Array:
-    """A slot where its parameter is."""
+def _placed_like(x: Any, value: Array) -> Array:
+    """A slot with the sharding of its parameter."""
     is_placed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
     return jax.device_put(value, x.sharding) if is_placed and x.shape == value.shape else value
 
 
 @contextlib.contextmanager
-def _keras_rules() -> Iterator[None]:
-    """Keras relies on the promotion of ranks, and warns of what does no harm here."""
+def _keras_context() -> Iterator[None]:
+    """Keras relies on rank promotion, and gives warnings that do not matter here."""
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Gradients do not exist for variables")
         warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy")
@@ -287,14 +287,14 @@ def _check(optimizer: Any) -> None:
     for _, part in _walk(optimizer):
         if part.built:
             raise ValueError(
-                f"optimizer {part.name!r} was built for a model already; give a new one: "
+                f"optimizer {part.name!r} is already built for a model; pass a new one: "
                 "type(optimizer).from_config(optimizer.get_config())"
             )
         if getattr(part, "_exclude_from_weight_decay", None):
             raise ValueError(
                 f"optimizer {part.name!r} excludes variables of a model from the weight decay, "
                 "which are not the parameters here: call "
-                "exclude_from_weight_decay(var_names=[...]) with parts of names in place of "
+                "exclude_from_weight_decay(var_names=[...]) with parts of names instead of "
                 "var_list"
             )
 
@@ -302,7 +302,7 @@ def _check(optimizer: Any) -> None:
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01, momentum: float = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' SGD: the rate is inside the momentum, unlike in ``tf.train.MomentumOptimizer``."""
+    """Keras' SGD: the momentum contains the rate, unlike in ``tf.train.MomentumOptimizer``."""
     if momentum == 0:
         return scale_by_learning_rate(learning_rate)
     return optax.chain(scale_by_learning_rate(learning_rate), scale_by_momentum(momentum, nesterov))
@@ -314,7 +314,7 @@ def nadam_keras(
     b2: float = 0.999,
     eps: float = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' Nadam, which has a schedule of its own for the momentum; needs ``keras``."""
+    """Keras' Nadam, with its schedule of the momentum; needs ``keras``."""
     nadam = import_keras().optimizers.Nadam
     return keras_optimizer(nadam(learning_rate=learning_rate, beta_1=b1, beta_2=b2, epsilon=eps))
 

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from ..core.checks import check, check_not_negative, check_positive, check_rate
-from ..core.numerics import after, safe_divide
+from ..core.numerics import safe_divide
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
 from .shrink import soft_threshold
@@ -85,7 +86,7 @@ def ftrl(
     def rule(g, x, s, t, learning_rate):
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
-        accum = after(s.accum, linear) + g**2
+        accum = _after(s.accum, linear) + g**2
 
         def update(s):
             quadratic = to_rate(s.accum) / learning_rate + 2 * l2
@@ -99,3 +100,17 @@ def ftrl(
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+
+
+def _after(a: Array, other: Array) -> Array:
+    """``a``, which is not negative, computed only when ``other`` is known.
+
+    The accumulator is updated in its own memory, so everything that reads its old value has to come
+    before: here the linear term. Unless the data flow enforces this order, XLA copies the
+    accumulator; ``jax.lax.optimization_barrier`` does not prevent that. So ``a`` is made to depend
+    on ``other`` by a selection of two equal values, which XLA cannot see to be equal.
+
+    ``test_a_dense_step_copies_nothing[ftrl]`` in ``tests/rules/test_compiled.py`` shows it: without
+    this function the compiled step allocates a copy.
+    """
+    return jnp.where(jnp.isnan(other), jnp.abs(a), a)

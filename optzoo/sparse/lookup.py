@@ -1,10 +1,10 @@
 """Embedding lookups whose gradient is row-sparse.
 
 Inside :func:`value_and_grad` every leaf of the differentiated arguments is a tracer of its own.
-:func:`lookup` knows such a leaf by its identity, reads the rows from an undifferentiated copy,
-and adds a *tap*, an array of zeros. The gradient of the tap is the gradient of the rows, so no
-dense gradient ever exists. A first, abstract trace finds the lookups; its jaxpr tells which of
-the tables are used in any other way too.
+:func:`lookup` recognizes such a leaf by its identity, reads the rows from an undifferentiated
+copy, and adds a *tap*, an array of zeros. The gradient of the tap is the gradient of the rows, so
+no dense gradient is ever made. A first, abstract trace finds the lookups; its jaxpr tells which
+of the tables are used in any other way too.
 """
 
 import contextvars
@@ -17,15 +17,9 @@ import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.dtypes import canonicalize_dtype
-from jax.interpreters import partial_eval
 
-from ..core.compat import varying
+from ..core.compat import is_batched, trace_state, used_inputs, varying
 from ..core.rows import SparseRows
-
-try:
-    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
-except ImportError:  # an older JAX
-    from jax.core import get_opaque_trace_state  # pyrefly: ignore
 
 
 def lookup(table: Array, ids: Array) -> Array:
@@ -36,11 +30,11 @@ def lookup(table: Array, ids: Array) -> Array:
     are also used in another way (tied weights), it is the usual dense gradient.
 
     The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
-    ``[0, len(table))`` is an error when the ids are known; when they are traced it reads NaN, so
-    that it cannot go unnoticed. Negative ids do not count from the end, and nothing is clipped.
+    ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
+    that it cannot go unnoticed. Negative ids do not count from the end, and ids are not clipped.
 
     Works under ``jax.vmap``. In the body of a loop, a ``jit``, a ``checkpoint`` or a
-    ``shard_map`` *inside* the loss, the gradient is dense: move the lookup out in front of it.
+    ``shard_map`` *inside* the loss, the gradient is dense: do the lookup before the loop.
 
     Args:
         table: shape ``(num_rows, *row_shape)``.
@@ -53,7 +47,7 @@ def lookup(table: Array, ids: Array) -> Array:
         TypeError: if the ids are not integers.
         ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
             if a replicated table is looked up at ids that differ between replicas.
-        IndexError: if a known id is out of range.
+        IndexError: if a concrete id is out of range.
     """
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
@@ -62,22 +56,24 @@ def lookup(table: Array, ids: Array) -> Array:
     if not isinstance(ids, jax.core.Tracer):
         _check_range(ids, len(table))
     tape = _TAPE.get()
-    outlives = tape is not None and id(ids) in tape.inputs
-    if not outlives:  # else untouched: inside a body even a conversion gives it a shorter life
+    # Ids that are arguments of the loss exist outside of the body of a loop in which they are used.
+    # What a conversion makes of them there does not.
+    is_input = tape is not None and id(ids) in tape.inputs
+    if not is_input:
         ids = jnp.asarray(ids)
     if tape is None or id(table) not in tape.leaves:
         return _read(table, ids)
-    # Not on whether the ids are known: the run that traces everything must find the same lookups
-    # as the one that does not.
-    if outlives or get_opaque_trace_state() == tape.level:
+    # Whether the ids are concrete must not matter: the abstract trace and the run have to find
+    # the same lookups.
+    if is_input or trace_state() == tape.trace_state:
         return tape.read(table, ids)
-    if type(ids).__name__ == "BatchTracer":  # JAX does not export the class
+    if is_batched(ids):
         return _lookup_under_vmap(table)(ids)
-    return _read(table, ids)  # the body of a loop or the like: ids live shorter than the tape
+    return _read(table, ids)  # in the body of a loop or the like the ids cannot be recorded
 
 
 class _Lookup(NamedTuple):
-    place: int  # of the table among the leaves
+    leaf: int  # the position of the table among the leaves
     ids: Array
     shape: tuple[int, ...]  # of the rows
 
@@ -86,10 +82,11 @@ class _Tape:
     """Records the lookups of one run of a loss.
 
     Args:
-        leaves: for the id of each differentiated leaf, its place and its undifferentiated copy.
+        leaves: by the identity of each differentiated leaf its position among the leaves and its
+            undifferentiated copy.
         taps: what to add to the rows of each lookup in turn; None to find their shapes.
-        inputs: the id of each array among the arguments: as ids they live as long as the tape,
-            in whatever body the loss uses them.
+        inputs: the identities of all arrays among the arguments: as ids they can be recorded from
+            any body in which the loss uses them.
     """
 
     def __init__(
@@ -99,19 +96,19 @@ class _Tape:
         inputs: set[int],
     ):
         self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
-        self.level = get_opaque_trace_state()
+        self.trace_state = trace_state()
 
     def read(self, table: Array, ids: Array) -> Array:
-        place, constant = self.leaves[id(table)]
-        rows = _read(constant, ids)
-        if axes := varying(rows) - varying(constant):
+        leaf, copy = self.leaves[id(table)]
+        rows = _read(copy, ids)
+        if axes := varying(rows) - varying(copy):
             raise ValueError(
                 f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
                 "gradient would be a sum over replicas, which rows cannot express. Make the table "
                 "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, "
                 "or use shard_map(..., check_vma=False)"
             )
-        self.log.append(_Lookup(place, ids, rows.shape))
+        self.log.append(_Lookup(leaf, ids, rows.shape))
         return rows if self.taps is None else rows + self.taps[len(self.log) - 1]
 
 
@@ -126,7 +123,7 @@ def value_and_grad(
     A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
     :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
     gets what ``jax.value_and_grad`` would give. The loss is traced twice. Use it under ``jit``:
-    without, JAX fills a dense gradient of zeros before it is thrown away.
+    otherwise JAX allocates a dense gradient of zeros and discards it.
 
     Args:
         loss_fn: returns a scalar, or ``(scalar, aux)``.
@@ -162,23 +159,23 @@ def value_and_grad(
             value, aux = out if has_aux else (out, None)
             return value, (aux, [entry.ids for entry in tape.log])
 
-        # What the value depends on in any way but a lookup, which reads the copy.
+        # A lookup reads the copy, so the value depends on what is used in any other way.
         jaxpr = jax.make_jaxpr(lambda leaves: run(leaves, None)[0])(flat).jaxpr
-        _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        # zeros_like keeps what shard_map knows of the table: that it varies between replicas.
-        taps = [jnp.zeros_like(flat[entry.place], shape=entry.shape) for entry in log]
+        is_tied = used_inputs(jaxpr)
+        # zeros_like keeps the type inside shard_map: along which axes the table varies.
+        taps = [jnp.zeros_like(flat[entry.leaf], shape=entry.shape) for entry in log]
         differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
         (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
-        for place, x in enumerate(flat):
-            mine = [k for k, entry in enumerate(log) if entry.place == place]
-            if mine:
+        for i, x in enumerate(flat):
+            found = [k for k, entry in enumerate(log) if entry.leaf == i]
+            if found:
                 rows = SparseRows(
-                    jnp.concatenate([ids[k].reshape(-1) for k in mine]),
-                    jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),
+                    jnp.concatenate([ids[k].reshape(-1) for k in found]),
+                    jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in found]),
                     x.shape[0],
                 )
                 # Rows added to the gradient of the other uses: the correct dense gradient.
-                of_leaves[place] = of_leaves[place] + rows if used[place] else rows
+                of_leaves[i] = of_leaves[i] + rows if is_tied[i] else rows
         grads = treedef.unflatten(of_leaves)
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
@@ -203,7 +200,7 @@ def _check_range(ids: Any, num_rows: int) -> None:
 
 
 def _lookup_under_vmap(table: Array) -> Callable[[Array], Array]:
-    """Hands the ids of all lanes to the level below the vmap at once."""
+    """Looks up the ids of all members of a vmap at once, outside of it."""
     read = custom_vmap(lambda ids: _read(table, ids))
 
     @read.def_vmap

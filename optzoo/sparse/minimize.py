@@ -14,8 +14,8 @@ def minimize(
 ) -> Callable[..., Any]:
     """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
 
-    Gradients of tables read by :func:`optzoo.lookup` travel as SparseRows. Parameters and state
-    are donated: the step updates them in place, and the arrays passed in must not be used again.
+    Gradients of tables read by :func:`optzoo.lookup` are SparseRows. Parameters and state are
+    donated: the step updates them in place, and the arrays passed in must not be used again.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -29,8 +29,8 @@ def minimize(
 
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``.
-        tx: any optax transformation; one that does not know rows needs :func:`optzoo.densify`
-            in front of it.
+        tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
+            SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
 
     Returns:

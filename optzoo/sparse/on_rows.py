@@ -1,4 +1,4 @@
-"""Makes an optimizer of optax, or any other, lazy on row-sparse gradients."""
+"""Makes any row-wise optimizer, such as one of optax, lazy on row-sparse gradients."""
 
 from typing import Any
 
@@ -11,21 +11,28 @@ from ..core.rows import is_rows
 from .rowwise_check import RowsOfState, rows_of_state
 
 
-def on_rows(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def on_rows(
+    inner: optax.GradientTransformation, *, check: bool = True
+) -> optax.GradientTransformationExtraArgs:
     """Makes any row-wise optimizer lazy: it sees, and pays for, only the touched rows.
 
     Repeated indices are summed. The touched rows of the parameters and of the state are gathered,
     updated by ``inner`` as if they were the whole table, and the rows of the state scattered
-    back. The rows that no index names stand still, with all their state. Other gradients are
-    left to ``inner``, and the state is that of ``inner``, so checkpoints move both ways.
+    back. Rows that no index names are unchanged, with all their state. Other gradients are left to
+    ``inner``, and the state is that of ``inner``, so checkpoints are interchangeable.
 
-    *Row-wise* means that what becomes of a row depends on no other row, nor on how many there
-    are. Element-wise optimizers such as ``optax.adamw`` and ``optax.lion`` are row-wise, and so is
-    a norm within each row. A norm over the table (LAMB, clipping), factored statistics (Adafactor)
-    and noise are not. This is read off the operations of the update when it is traced, with no
-    cost at run time; without ``jit``, once for each set of shapes. Wrappers that keep a gradient
-    for a later step (``optax.MultiSteps``, ``apply_every``, ``lookahead``, ``contrib.sam``) are
-    refused by name; one of your own must not do it.
+    *Row-wise* means that the new value and state of a row depend on no other row, nor on the number
+    of rows. Element-wise optimizers such as ``optax.adamw`` and ``optax.lion`` are row-wise, and so
+    is a norm within each row. A norm over the table (LAMB, clipping), factored statistics
+    (Adafactor) and noise are not. This is proved from the operations of the update when it is
+    traced, at no cost at run time; without ``jit``, once for each set of shapes. Wrappers that keep
+    a gradient for a later step (``optax.MultiSteps``, ``apply_every``, ``lookahead``,
+    ``contrib.sam``) are refused by their states.
+
+    With ``check=False`` nothing is proved; only ``inner.init`` is traced, to find the arrays of the
+    state that have rows. You then promise that ``inner`` is row-wise, keeps no gradient for a later
+    step, and returns updates and state of the shapes it was given. If it does not, results are
+    wrong without an error. Your own wrapper that keeps gradients is not noticed in either case.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -38,15 +45,16 @@ def on_rows(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
     Args:
         inner: any optax transformation.
+        check: whether to prove that ``inner`` is row-wise. A new version of JAX may have
+            primitives that the proof does not know; the error then names ``check=False``.
 
     Raises:
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
             or if the gradient has another number of rows than its parameter or state. An error
-            of ``inner`` itself passes, with a note.
+            of ``inner`` itself is raised with a note.
     """
     inner = optax.with_extra_args_support(inner)
-    # A memory, not a state: the same shapes would give the same again.
-    known = dict[Any, RowsOfState]()
+    known = dict[Any, RowsOfState]()  # a cache: it depends on the shapes alone
 
     def update(updates, state, params=None, **extra_args):
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
@@ -55,25 +63,38 @@ def on_rows(inner: optax.GradientTransformation) -> optax.GradientTransformation
         updates = treedef.unflatten(gs)
         if not any(map(is_rows, gs)):
             return inner.update(updates, state, params, **extra_args)
-        shapes = _shapes((updates, params)), *sorted(extra_args)
-        if shapes not in known:
-            known[shapes] = rows_of_state(inner, updates, state, params, extra_args)
-        state_def, owners = known[shapes]
-
-        gs = [g.coalesce() if is_rows(g) else g for g in gs]
-        slots = state_def.flatten_up_to(state)
-        of_slots = [None if place is None else gs[place] for place in owners]
-        values = treedef.unflatten([g.values if is_rows(g) else g for g in gs])
-        few = state_def.unflatten(map(_gather, of_slots, slots))
-        xs = params
-        if params is not None:
-            xs = treedef.unflatten(map(_gather, gs, treedef.flatten_up_to(params)))
-        us, new = inner.update(values, few, xs, **extra_args)
-        us = map(_at_places, gs, treedef.flatten_up_to(us))
-        slots = map(_scatter, of_slots, slots, state_def.flatten_up_to(new))
-        return treedef.unflatten(us), state_def.unflatten(slots)
+        key = _shapes((updates, params)), *sorted(extra_args)
+        if key not in known:
+            known[key] = rows_of_state(inner, updates, state, params, extra_args, check=check)
+        return _update_rows(inner, known[key], (gs, treedef), state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _update_rows(
+    inner: optax.GradientTransformationExtraArgs,
+    rows_of_state: RowsOfState,
+    gradients: tuple[list[Any], Any],
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """One update of the touched rows and of all other gradients."""
+    gs, treedef = gradients
+    gs = [g.coalesce() if is_rows(g) else g for g in gs]
+    state_def, owners = rows_of_state
+    slots = state_def.flatten_up_to(state)
+    gs_of_slots = [None if owner is None else gs[owner] for owner in owners]
+
+    values = treedef.unflatten([g.values if is_rows(g) else g for g in gs])
+    few = state_def.unflatten(map(_gather, gs_of_slots, slots))
+    if params is not None:
+        params = treedef.unflatten(map(_gather, gs, treedef.flatten_up_to(params)))
+    new_values, new_few = inner.update(values, few, params, **extra_args)
+
+    new_gs = map(_as_rows, gs, treedef.flatten_up_to(new_values))
+    new_slots = map(_scatter, gs_of_slots, slots, state_def.flatten_up_to(new_few))
+    return treedef.unflatten(new_gs), state_def.unflatten(new_slots)
 
 
 def _shapes(tree: Any) -> Any:
@@ -81,7 +102,7 @@ def _shapes(tree: Any) -> Any:
     return treedef, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-# Of a leaf ``g`` that is SparseRows; the leaves of ordinary gradients pass.
+# For a gradient ``g`` that is SparseRows; for others the array is returned as it is.
 
 
 def _gather(g: Any, x: Any) -> Any:
@@ -96,5 +117,5 @@ def _scatter(g: Any, x: Any, rows: Any) -> Any:
     return g.scatter(x, rows) if is_rows(g) else rows
 
 
-def _at_places(g: Any, update: Any) -> Any:
+def _as_rows(g: Any, update: Any) -> Any:
     return g.with_values(update).drop_padding() if is_rows(g) else update

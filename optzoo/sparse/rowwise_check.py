@@ -1,10 +1,10 @@
-"""Proves from its operations that an optimizer treats each row of a table on its own.
+"""Finds the rows in the state of an optimizer, and proves that it treats each independently.
 
-The update is traced, abstractly, on tables whose numbers of rows occur nowhere else. So the
-shapes alone tell which arrays carry rows, in loops and branches too. If every operation on such
-arrays makes its ``i``-th rows of nothing but the ``i``-th rows of its operands, no row can know
-of another. A second trace with another number of rows must give the same program: so no row
-can know how many there are.
+The optimizer is traced, abstractly, on tables whose numbers of rows are sizes that occur nowhere
+else: primes, so that no product of other sizes equals one. So the shapes alone tell which arrays
+have rows, in loops and branches too. If every operation on such arrays makes its ``i``-th rows of
+nothing but the ``i``-th rows of its operands, no row depends on another. A second trace with other
+numbers of rows must give the same program: so no row depends on how many there are.
 """
 
 import contextlib
@@ -18,11 +18,19 @@ import jax.numpy as jnp
 import optax
 from jax.extend.source_info_util import summarize
 
+from ..core.compat import inner_jaxprs
 from ..core.paths import is_sparse_or_none, path_name
 from ..core.rows import SparseRows, is_rows
 
-# By name, for the primitives differ among the versions of JAX. What is not listed is refused.
-_ELEMENTWISE = """
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Primitives of JAX by their names, for not every version has all of them. Those in no list are
+# unknown to the check: tests/sparse/test_on_rows.py finds the ones that optax uses.
+ELEMENTWISE = _names(
+    """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt
@@ -30,22 +38,38 @@ _ELEMENTWISE = """
     reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     xor zeta
-"""
-# They may treat one axis unlike the others, but where it is the row axis, the result has lost it.
-_KEEPING_AXES = """
+    """
+)
+# They may treat one axis unlike the others, but if that is the axis of the rows, the result has
+# lost it.
+_KEEPS_AXES = _names(
+    """
     argmax argmin bitcast_convert_type broadcast_in_dim concatenate dot_general dynamic_slice
     expand_dims iota reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     reshape slice split squeeze stack tile transpose unstack
-"""
-# As good as their bodies.
-_CALLING = """
+    """
+)
+# Row-wise if the jaxprs inside are.
+_CALLS = _names(
+    """
     checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit
     pjit remat remat2 scan while
-"""
-ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-_ROWWISE, _CALLS = ELEMENTWISE | frozenset(_KEEPING_AXES.split()), frozenset(_CALLING.split())
-# Row-wise, but what a row is given takes effect in a later step, when the row may be absent. No
-# operation shows it, so they are known by name.
+    """
+)
+# They can mix rows, and the check does not look for the cases in which they do not.
+_MIXES = _names(
+    """
+    all_gather all_to_all approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin
+    cumprod cumsum dynamic_update_slice eig eigh fft gather householder_product iota_2x32_shape lu
+    pad ppermute psum psum2 psum_invariant qr random_bits random_fold_in random_gamma random_split
+    random_unwrap random_wrap reduce reduce_scatter reduce_window reduce_window_max
+    reduce_window_min reduce_window_sum rev rng_bit_generator scatter scatter-add scatter-max
+    scatter-min scatter-mul scatter_add scatter_max scatter_min scatter_mul select_and_gather_add
+    select_and_scatter_add sort svd threefry2x32 top_k triangular_solve
+    """
+)
+# They are row-wise, but the gradient of a row takes effect in a later step, when the row may be
+# absent. No operation shows it, so they are known by their states.
 _DEFERRING = optax.MultiStepsState, optax.ApplyEvery, optax.LookaheadState, optax.contrib.SAMState
 
 
@@ -53,7 +77,7 @@ class RowsOfState(NamedTuple):
     """Which leaves of a state hold a row for each row of a table."""
 
     state_def: Any  # the tree structure of the state
-    owners: list[int | None]  # for each of its leaves, the place of the gradient of its rows
+    owners: list[int | None]  # for each of its leaves the position of the gradient of its rows
 
 
 def rows_of_state(
@@ -62,8 +86,10 @@ def rows_of_state(
     state: Any,
     params: Any,
     extra_args: dict[str, Any],
+    *,
+    check: bool = True,
 ) -> RowsOfState:
-    """Finds the rows in the state of an optimizer, and that it treats each on its own.
+    """Finds the rows in the state of an optimizer, and proves that it treats each independently.
 
     Args:
         inner: the optimizer.
@@ -71,119 +97,178 @@ def rows_of_state(
         state: its state.
         params: its parameters or None.
         extra_args: of its update.
+        check: whether to prove it; otherwise only ``inner.init`` is traced.
 
     Raises:
-        ValueError: if the optimizer is not row-wise.
+        ValueError: if the optimizer is not row-wise, or if a primitive is unknown to the check; in
+            any case if an array of the state has rows elsewhere than in axis 0.
     """
+    if check:
+        _refuse_deferring(state)
+    # Near the two sizes that occur, to see what is chosen by size, such as what to factorize.
+    sizes: list[Callable[[SparseRows], int]] = [lambda g: g.num_rows, lambda g: g.indices.shape[0]]
+    taken = {d for leaf in jax.tree.leaves((updates, state, params)) for d in jnp.shape(leaf)}
+    found, operations = [], []
+    for size in sizes:
+        tables = _resized(updates, params, size, taken)
+        rows, abstract_state = _init(inner, tables)
+        found.append(rows)
+        if check:
+            operations.append(_operations_of_update(inner, tables, abstract_state, extra_args))
+    if found[0] != found[1]:
+        raise _refusal("its state depends on the number of rows")
+    if check and operations[0] != operations[1]:
+        raise _refusal("its update depends on the number of rows")
+    return found[0]
+
+
+def _refuse_deferring(state: Any) -> None:
     defers = lambda s: isinstance(s, _DEFERRING)
     for part in filter(defers, jax.tree.leaves(state, is_leaf=defers)):
         raise _refusal(f"{type(part).__name__} lets a gradient act on its row in a later step")
-    taken = {d for leaf in jax.tree.leaves((updates, state, params)) for d in jnp.shape(leaf)}
-    trace = lambda size: _trace(inner, updates, params, extra_args, size, taken)
-    # Near the two sizes that matter, to see what is chosen by size: what to mask, say.
-    whole = trace(lambda g: g.num_rows)
-    if whole != trace(lambda g: g.indices.shape[0]):
-        raise _refusal("its update depends on the number of rows")
-    return whole[0]
 
 
-def _trace(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: Any,
-    params: Any,
-    extra_args: dict[str, Any],
-    size: Callable[[SparseRows], int],
-    taken: set[int],
-) -> tuple[RowsOfState, list[Any]]:
-    """The rows of the state and the operations of the update, for tables of about ``size``.
+# Abstract tables
 
-    Their numbers of rows are none of those ``taken``, and are added to them.
-    """
+
+class _Tables(NamedTuple):
+    """Abstract gradients and parameters of which the tables have certain numbers of rows."""
+
+    updates: Any
+    params: Any
+    has_params: bool  # whether ``params`` are given, or the gradients stand in for them
+    positions: dict[int, int]  # among the gradients, by the number of rows
+    names: dict[int, str]  # of the parameters, by the number of rows
+
+
+def _resized(
+    updates: Any, params: Any, size: Callable[[SparseRows], int], taken: set[int]
+) -> _Tables:
+    """Tables of about ``size``, whose numbers of rows are not in ``taken`` and are added to it."""
     given, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_sparse_or_none)
-    tables = dict[int, int]()  # the place of each SparseRows by its number of rows in this trace
-    for i, (_, g) in enumerate(given):
+    paths, gs = zip(*given, strict=True)
+    num_rows = dict[int, int]()  # of each table, by its position
+    for i, g in enumerate(gs):
         if is_rows(g):
             # Not the small numbers that an optimizer makes up, such as the two of a pair.
-            rows = next(p for p in _primes(max(size(g), 10)) if p not in taken)
-            tables[rows] = i
-            taken.add(rows)
-    names = {rows: path_name(given[i][0]) for rows, i in tables.items()}
-    resized = {i: (rows,) for rows, i in tables.items()}
+            num_rows[i] = next(p for p in _primes(max(size(g), 10)) if p not in taken)
+            taken.add(num_rows[i])
 
-    def abstract(i, tree):
-        rows = resized.get(i, ())
-        kind = lambda a: (a.shape, a.dtype) if is_rows(a) else (jnp.shape(a), jnp.result_type(a))
-        struct = lambda shape, dtype: jax.ShapeDtypeStruct((*rows, *shape[len(rows) :]), dtype)
-        return jax.tree.map(lambda a: struct(*kind(a)), tree, is_leaf=is_rows)
+    def abstract(i, a):
+        shape, dtype = (a.shape, a.dtype) if is_rows(a) else (jnp.shape(a), jnp.result_type(a))
+        if i in num_rows:
+            shape = (num_rows[i], *shape[1:])
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    gs = [abstract(i, g) for i, (_, g) in enumerate(given)]
-    if params is None:  # something must take the place of a missing gradient in the state
-        xs = [abstract(i, 0.0 if g is None else g) for i, (_, g) in enumerate(given)]
-    else:
-        xs = [abstract(i, x) for i, x in enumerate(treedef.flatten_up_to(params))]
-    xs = treedef.unflatten(xs)
-
-    with _annotate_errors(names):
-        state = jax.eval_shape(inner.init, xs)
-    slots, state_def = jax.tree_util.tree_flatten_with_path(state)
-    owners = [_owner(path, slot.shape, tables) for path, slot in slots]
-    with _annotate_errors(names):
-        update = lambda g, s, x: inner.update(g, s, x, **extra_args)
-        traced = jax.make_jaxpr(update, return_shape=True)
-        jaxpr, (us, state) = traced(treedef.unflatten(gs), state, None if params is None else xs)
-    operations = list(_operations(jaxpr.jaxpr, names))
-
-    before = [*gs, *(slot for _, slot in slots)]
-    after = [*treedef.flatten_up_to(us), *state_def.flatten_up_to(state)]
-    for old, new in zip(before, after, strict=True):
-        if old is not None and set(old.shape) & set(tables) and old.shape != new.shape:
-            raise _refusal(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
-    return RowsOfState(state_def, owners), operations
+    abstract_tree = lambda i, tree: jax.tree.map(lambda a: abstract(i, a), tree, is_leaf=is_rows)
+    # Gradients stand in for parameters, a number for a missing gradient.
+    instead = [0.0 if g is None else g for g in gs]
+    xs = instead if params is None else treedef.flatten_up_to(params)
+    return _Tables(
+        updates=treedef.unflatten(itertools.starmap(abstract_tree, enumerate(gs))),
+        params=treedef.unflatten(itertools.starmap(abstract_tree, enumerate(xs))),
+        has_params=params is not None,
+        positions={rows: i for i, rows in num_rows.items()},
+        names={rows: path_name(paths[i]) for i, rows in num_rows.items()},
+    )
 
 
 def _primes(start: int) -> Iterator[int]:
-    """From ``start`` on: none is the product of other sizes."""
+    """The primes from ``start`` on."""
     return (p for p in itertools.count(start) if all(p % d for d in range(2, math.isqrt(p) + 1)))
 
 
-def _owner(path: Any, shape: tuple[int, ...], tables: dict[int, int]) -> int | None:
-    axes = [axis for axis, size in enumerate(shape) if size in tables]
+# The state
+
+
+def _init(inner: optax.GradientTransformationExtraArgs, tables: _Tables) -> tuple[RowsOfState, Any]:
+    """Which leaves of the state have rows, and the abstract state."""
+    with _annotate_errors(tables):
+        state = jax.eval_shape(inner.init, tables.params)
+    slots, state_def = jax.tree_util.tree_flatten_with_path(state)
+    owners = [_owner(path, slot.shape, tables) for path, slot in slots]
+    return RowsOfState(state_def, owners), state
+
+
+def _owner(path: Any, shape: tuple[int, ...], tables: _Tables) -> int | None:
+    """The position of the gradient that has the rows of an array of the state."""
+    axes = [axis for axis, size in enumerate(shape) if size in tables.positions]
     if axes not in ([], [0]):
         name = path_name(path)
         raise _refusal(f"its state '{name}' of shape {shape} has rows elsewhere than in axis 0")
-    return tables[shape[0]] if axes else None
+    return tables.positions[shape[0]] if axes else None
+
+
+# The update
+
+
+def _operations_of_update(
+    inner: optax.GradientTransformationExtraArgs,
+    tables: _Tables,
+    state: Any,
+    extra_args: dict[str, Any],
+) -> list[Any]:
+    """The operations of the update in turn; raises unless it is row-wise."""
+    update = lambda g, s, x: inner.update(g, s, x, **extra_args)
+    params = tables.params if tables.has_params else None
+    with _annotate_errors(tables):
+        traced = jax.make_jaxpr(update, return_shape=True)
+        jaxpr, (us, new_state) = traced(tables.updates, state, params)
+    operations = list(_operations(jaxpr.jaxpr, tables.names))
+
+    is_none = lambda a: a is None
+    before, treedef = jax.tree.flatten((tables.updates, state), is_leaf=is_none)
+    after = treedef.flatten_up_to((us, new_state))
+    for old, new in zip(before, after, strict=True):
+        if old is not None and _row_axes(old, tables.names) and old.shape != new.shape:
+            raise _refusal(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
+    return operations
 
 
 def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Iterator[Any]:
     """The names and the constants of all operations in turn; raises at one that may mix rows."""
-    if baked := [size for v in jaxpr.constvars for size in _row_axes(v, names)]:
-        raise _refusal(f"it holds a constant with the rows of parameter '{names[baked[0]]}'")
+    if constants := [size for v in jaxpr.constvars for size in _row_axes(v.aval, names)]:
+        raise _refusal(f"it holds a constant with the rows of parameter '{names[constants[0]]}'")
     for eqn in jaxpr.eqns:
-        name, top = eqn.primitive.name, outermost or eqn
-        for body in bodies(eqn) if name in _CALLS else ():
-            yield from _operations(body, names, top)
-        if not _keeps_rows_apart(eqn, names):
-            rows = [size for v in (*eqn.invars, *eqn.outvars) for size in _row_axes(v, names)]
-            # The line of the outermost call: JAX reuses bodies, and with them the lines of
-            # their first call.
-            raise _refusal(
-                f"`{name}` may mix the rows of parameter '{names[rows[0]]}' "
-                f"({summarize(top.source_info)})"
-            )
-        yield name, [str(v.val) for v in eqn.invars if hasattr(v, "val")]
+        # The line of the outermost call: JAX reuses jaxprs, and with them the lines of their
+        # first call.
+        top = outermost or eqn
+        if eqn.primitive.name in _CALLS:
+            for inner in inner_jaxprs(eqn):
+                yield from _operations(inner, names, top)
+        _check_operation(eqn, names, summarize(top.source_info))
+        yield eqn.primitive.name, [str(v.val) for v in eqn.invars if hasattr(v, "val")]
 
 
-def _keeps_rows_apart(eqn: Any, names: dict[int, str]) -> bool:
+def _check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
+    """Raises unless each row of the results comes from the same rows of the operands."""
+    operands = [size for v in eqn.invars for size in _row_axes(v.aval, names)]
+    results = [_row_axes(v.aval, names) for v in eqn.outvars]
+    sizes = [*operands, *itertools.chain(*results)]
     name = eqn.primitive.name
-    operands = [size for v in eqn.invars for size in _row_axes(v, names)]
-    results = [_row_axes(v, names) for v in eqn.outvars]
-    if not operands and not any(results):
-        return True
+    if not sizes:
+        return
+    rows = f"the rows of parameter '{names[sizes[0]]}'"
+    if name not in ELEMENTWISE | _KEEPS_AXES | _CALLS | _MIXES:
+        raise _refusal(
+            f"`{name}` ({line}) is unknown to its check, which cannot tell whether it mixes {rows}",
+            _CHECK_HINT,
+        )
+    if not _is_row_wise(eqn, operands, results, names):
+        hint = _CHECK_HINT if name in _MIXES else _HINT
+        raise _refusal(f"`{name}` may mix {rows} ({line})", hint)
+
+
+def _is_row_wise(
+    eqn: Any, operands: list[int], results: list[list[int]], names: dict[int, str]
+) -> bool:
+    """Whether a known operation is row-wise, given the numbers of rows of its arrays."""
+    name = eqn.primitive.name
     if name in _CALLS:
-        return eqn.params.get("length") not in names  # else a scan over rows
-    if any(len(axes) != 1 for axes in results):
+        return eqn.params.get("length") not in names  # otherwise a scan over rows
+    if name in _MIXES or any(len(axes) != 1 for axes in results):
         return False
-    if not operands:  # rows out of nothing
+    if not operands:  # rows that are made of none
         if name == "iota":
             return eqn.params["shape"][eqn.params["dimension"]] not in names
         return name == "broadcast_in_dim"
@@ -191,35 +276,33 @@ def _keeps_rows_apart(eqn: Any, names: dict[int, str]) -> bool:
         in_front = lambda v: math.prod(v.aval.shape[: v.aval.shape.index(operands[0])])
         moves = eqn.params["dimensions"] is not None
         return not moves and in_front(eqn.invars[0]) == in_front(eqn.outvars[0])
-    return name in _ROWWISE
+    return True
 
 
-def _row_axes(v: Any, names: dict[int, str]) -> list[int]:
-    return [size for size in getattr(v.aval, "shape", ()) if size in names]
+def _row_axes(a: Any, names: dict[int, str]) -> list[int]:
+    """The sizes of those axes of an abstract array that are numbers of rows."""
+    return [size for size in getattr(a, "shape", ()) if size in names]
 
 
-def bodies(eqn: Any) -> Iterator[Any]:
-    """The programs inside an operation, such as the branches of a ``cond``."""
-    for param in eqn.params.values():
-        for body in param if isinstance(param, tuple | list) else [param]:
-            body = getattr(body, "jaxpr", body)
-            if hasattr(body, "eqns"):
-                yield body
+# Errors
+
+_HINT = "Put optzoo.densify() before an optimizer that does not treat each row independently."
+_CHECK_HINT = (
+    "If the optimizer treats each row independently, use optzoo.on_rows(..., check=False); "
+    "otherwise put optzoo.densify() before it."
+)
 
 
 @contextlib.contextmanager
-def _annotate_errors(names: dict[int, str]) -> Iterator[None]:
-    """Errors of the optimizer itself say what it was called with."""
+def _annotate_errors(tables: _Tables) -> Iterator[None]:
+    """Adds to an error of the optimizer itself what it was called with."""
     try:
         yield
     except Exception as error:
-        tables = ", ".join(f"{rows} rows of parameter '{name}'" for rows, name in names.items())
-        error.add_note(f"(optzoo.on_rows tried the optimizer on {tables}. {_HINT})")
+        rows = ", ".join(f"{n} rows of parameter '{name}'" for n, name in tables.names.items())
+        error.add_note(f"(optzoo.on_rows traced the optimizer on {rows}. {_HINT})")
         raise
 
 
-_HINT = "An optimizer that does not treat each row on its own needs optzoo.densify() in front of it"
-
-
-def _refusal(reason: str) -> ValueError:
-    return ValueError(f"optzoo.on_rows cannot run this optimizer row by row: {reason}. {_HINT}.")
+def _refusal(reason: str, hint: str = _HINT) -> ValueError:
+    return ValueError(f"optzoo.on_rows cannot run this optimizer row by row: {reason}. {hint}")

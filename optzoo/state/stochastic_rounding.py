@@ -1,4 +1,4 @@
-"""Rounding up or down at random, so that what one step loses is not lost on average."""
+"""Stochastic rounding: up or down at random, so that rounding errors are zero on average."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ..core.numerics import saturating_cast
 
-# Of two halves of 32 random bits, each rounds one number.
+# 32 random bits round two values, 16 bits each.
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SIGN = np.uint32(0x80000000)
 
@@ -23,13 +23,13 @@ def first_place(seed: Any, step: Any, name: int) -> Array:
     Args:
         seed: an integer.
         step: an integer.
-        name: an integer below ``2**32`` that tells the parameter from others.
+        name: an integer below ``2**32`` that distinguishes the parameter from others.
     """
     return _mixed(_mixed(_mixed(_unsigned(seed)) ^ np.uint32(name)) ^ _unsigned(step))
 
 
 def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:
-    """The same for each row of an array: rows on their own get the bits they have in the whole."""
+    """The same for each row of an array: a row has the same bits alone and in the array."""
     return start + lax.iota(jnp.uint32, shape[0]) * np.uint32(math.prod(shape[1:]) % 2**32)
 
 
@@ -42,7 +42,7 @@ def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
         start: from :func:`first_place` or :func:`first_places_of_rows`.
         shape: of the array.
     """
-    if shape[: start.ndim] != start.shape:  # it has no rows: one number for all of it
+    if shape[: start.ndim] != start.shape:  # it has no rows: one start for all of it
         start = jnp.sum(start, dtype=jnp.uint32)
     place = jnp.expand_dims(start, tuple(range(start.ndim, len(shape))))
     for axis in range(start.ndim, len(shape)):
@@ -57,8 +57,8 @@ def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
 def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     """To one of the two neighbours in ``dtype``, to the nearer one more often; in float32.
 
-    The mean over the bits is ``a``. What ``dtype`` can represent stays as it is, what is finite
-    stays finite, infinities and NaN pass.
+    The mean over the bits is ``a``. Values that ``dtype`` can represent are unchanged, finite
+    values stay finite, infinities and NaN are kept.
 
     Its derivative is that of ``a``: it passes straight through the rounding.
 
@@ -70,7 +70,7 @@ def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     a, bits = a.astype(jnp.float32), bits & np.uint32(0xFFFF)
     if dtype == jnp.bfloat16:  # the upper half of a float32
         return _up(a, bits, dtype)
-    # Below its least normal number float16 is spaced as next to it: add that for the while.
+    # Below its least normal number float16 is spaced as just above it: add it, round, subtract it.
     least = np.float32(jnp.finfo(dtype).smallest_normal)
     added = jnp.where(jnp.abs(a) < least, jnp.copysign(least, a), 0)
     return saturating_cast(_up(a + added, bits >> np.uint32(3), dtype) - added, dtype).astype(
@@ -85,13 +85,13 @@ def _(dtype, primals, tangents):
 
 
 def _up(a: Array, bits: Array, dtype: DTypeLike) -> Array:
-    """Adds the bits to those that ``dtype`` has not, and drops these; both towards infinity."""
+    """Adds ``bits`` to the bits of the mantissa that ``dtype`` does not have, and drops these."""
     info = jnp.finfo(dtype)
     dropped = np.uint32(2 ** (jnp.finfo(jnp.float32).nmant - info.nmant) - 1)
     top = np.float32(info.max).view(np.uint32)
     pattern = lax.bitcast_convert_type(a, jnp.uint32)
-    # From the largest number on there is none above. (Of a NaN that arithmetic makes, the first
-    # bit of the mantissa is set, so it stays one.)
+    # Above the largest value there is none to round to. (A NaN that arithmetic makes has the first
+    # bit of its mantissa set, so it remains a NaN.)
     moves = (pattern & ~_SIGN) < top
     up = (pattern + jnp.where(moves, bits, np.uint32(0))) & ~dropped
     return lax.bitcast_convert_type(up, jnp.float32)
@@ -102,7 +102,11 @@ def _unsigned(n: Any) -> Array:
 
 
 def _mixed(x: Array) -> Array:
-    """A hash in which every bit depends on every other: of a row of numbers, as good as random."""
+    """A hash in which every bit depends on every other: those of a sequence are as good as random.
+
+    A function of the kind ``lowbias32`` of Wellons' hash-prospector, with the constants of
+    https://github.com/skeeto/hash-prospector/issues/19 (by TheIronBorn and others).
+    """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(15))

@@ -11,7 +11,7 @@ from optzoo.core.numerics import norm, safe_divide, saturating_cast, upcast
 INF, NAN = np.inf, np.nan
 
 
-def test_widen(x64):
+def test_upcast(x64):
     for dtype in ("float16", "bfloat16", "float32"):
         assert upcast(jnp.ones(2, dtype)).dtype == jnp.float32
     rows = upcast(SparseRows(jnp.array([1]), jnp.ones((1, 2), jnp.bfloat16), 3))
@@ -20,7 +20,7 @@ def test_widen(x64):
         assert upcast(jnp.ones(2, "float64")).dtype == jnp.float64
 
 
-def test_narrow_keeps_what_is_finite_finite_and_all_else():
+def test_saturating_cast_keeps_finite_values_finite_and_all_else():
     given = jnp.array([1e30, -1e30, 1.5, INF, -INF, NAN])
     top = 65504
     got = saturating_cast(given, jnp.float16)
@@ -33,28 +33,28 @@ def test_narrow_keeps_what_is_finite_finite_and_all_else():
 
 
 @pytest.mark.parametrize(("of", "to"), [("float32", "float32"), ("bfloat16", "float32")])
-def test_narrow_to_something_wider_is_a_cast(of, to):
+def test_saturating_cast_to_something_wider_is_a_cast(of, to):
     given = jnp.array([jnp.finfo(of).max, 1.5, -INF, NAN], of)
     got = saturating_cast(given, to)
     assert got.dtype == to
     np.testing.assert_array_equal(got, given.astype(to))
 
 
-def test_divide():
+def test_safe_divide():
     a = jnp.array([6.0, 0, 5, -5, NAN, 0, INF])
     b = jnp.array([3.0, 0, 0, -0.0, 0, NAN, 2])
     np.testing.assert_array_equal(safe_divide(a, b), [2, 0, 0, 0, 0, NAN, INF])
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-16, 1e-30, 1e-40])
-def test_divide_by_no_more_than_epsilon(eps):
+def test_safe_divide_by_no_more_than_epsilon(eps):
     """Also where it is so small that it counts as zero."""
     quotient = jax.jit(lambda a, b: safe_divide(a, b + eps, eps))
     np.testing.assert_array_equal(quotient(jnp.zeros(2), jnp.array([0.0, 1])), 0)
     np.testing.assert_allclose(quotient(1.0, 1.0), 1, rtol=1e-6)
 
 
-def test_divide_has_a_gradient_at_zero():
+def test_safe_divide_has_a_gradient_at_zero():
     """No NaN comes out of the branch that is not taken."""
     slopes = jax.grad(lambda a, b: jnp.sum(safe_divide(a, b)), argnums=(0, 1))
     got = slopes(jnp.array([0.0, 6]), jnp.array([0.0, 3]))

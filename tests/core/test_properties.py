@@ -158,7 +158,7 @@ def test_order_does_not_matter(name, case, data):
 @often
 @given(whole=cases(st.sampled_from([(7, 1), (7, 5)])))
 def test_a_row_may_come_in_parts(name, whole):
-    """Of the first four rows three give a part of theirs to the places of the others."""
+    """Of the first four rows three give a part of their values to the indices of the others."""
     num_rows = len(whole.x)
     indices, values = whole.indices.copy(), np.nan_to_num(whole.values, posinf=1.0)
     parts = values[4:].copy()
@@ -172,7 +172,7 @@ def test_a_row_may_come_in_parts(name, whole):
     close(train(name, rows(split), *start), train(name, rows(merged), *start))
 
 
-# What stands in front of an optimizer
+# Transformations before an optimizer
 
 
 def after(tx, g):
@@ -192,7 +192,7 @@ def prepared(g, other, array):
         "norm": after(optzoo.clip_by_global_norm(1.0), {"x": array, "g": g}),
         "sum": add(g, other),
         "sum of coalesced": add(g.coalesce(), other.coalesce()),
-        "sum at equal places": add(g, g.with_values(2 * g.values)),
+        "sum at equal indices": add(g, g.with_values(2 * g.values)),
         "left": g + array,
         "right": array + g,
     }
@@ -210,7 +210,7 @@ def test_preparations_agree_with_dense(case, scale):
     np.testing.assert_array_equal(got["clipped"], np.clip(want, -0.5, 0.5))
     for name in ("sum", "sum of coalesced"):
         np.testing.assert_array_equal(got[name], want + others, err_msg=name)
-    np.testing.assert_array_equal(got["sum at equal places"], 3 * want)
+    np.testing.assert_array_equal(got["sum at equal indices"], 3 * want)
     for name in ("left", "right"):
         np.testing.assert_array_equal(got[name], case.x + want, err_msg=name)
     clipped, _ = optax.clip_by_global_norm(1.0).update({"x": case.x, "g": want}, optax.EmptyState())

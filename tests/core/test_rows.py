@@ -105,7 +105,7 @@ MERGES = {
     "hash": lambda g: g.coalesce(),
     "fixed order": lambda g: g.coalesce(deterministic=True),
     # What an accelerator runs; on the CPU it has to be called by its name.
-    "sort": lambda g: SparseRows(*merge._by_sort(g._places(), g.drop_padding().values, 5), 5),
+    "sort": lambda g: SparseRows(*merge._by_sort(g._row_ids(), g.drop_padding().values, 5), 5),
 }
 merge_all = jax.jit(lambda g: {k: jax.tree.leaves(merge(g)) for k, merge in MERGES.items()})
 ids = st.integers(-2, 7)
@@ -120,11 +120,11 @@ def test_coalesce_agrees_with_numpy(indices, row_shape):
     want = np.zeros((8, *row_shape))
     np.add.at(want, indices, values)  # -1 and -2 land on 7 and 6
     want = want[:5]
-    for name, (places, summed) in merge_all(rows(indices, values, 5)).items():
-        real = np.asarray(places)[np.asarray(places) != 5]
+    for name, (merged, summed) in merge_all(rows(indices, values, 5)).items():
+        real = np.asarray(merged)[np.asarray(merged) != 5]
         assert len(set(real)) == len(real) == len(set(indices) & set(range(5))), name
-        np.testing.assert_array_equal(rows(places, summed).to_dense(), want, err_msg=name)
-        assert not np.any(summed[places == 5]), name
+        np.testing.assert_array_equal(rows(merged, summed).to_dense(), want, err_msg=name)
+        assert not np.any(summed[merged == 5]), name
 
 
 FACTOR = 2654435761  # of the first round
@@ -185,7 +185,7 @@ def test_fixed_order_adds_by_no_scatter():
     assert "sort" in jaxpr and "scatter" not in jaxpr
 
 
-def test_coalesce_as_a_link():
+def test_coalesce_as_a_transformation():
     for deterministic in (False, True):
         tx = optzoo.coalesce(deterministic=deterministic)
         updates, _ = tx.update({"t": SOME, "x": jnp.ones(2)}, tx.init(None))
@@ -220,7 +220,7 @@ def test_a_chain_coalesces_once():
     ids=["adam", "trace", "scale", "decay", "apply_if_finite(dense)", "MultiSteps"],
 )
 @pytest.mark.parametrize("alone", [False, True])
-def test_foreign_transformations_show_the_way_out(foreign, alone):
+def test_foreign_transformations_give_the_hint(foreign, alone):
     x, grads = params(), row_grads(params())
     x, grads = (x["table"], grads["table"]) if alone else (x, grads)
     with pytest.raises((TypeError, ValueError), match=r"optzoo\.(densify|on_values)"):
@@ -228,7 +228,7 @@ def test_foreign_transformations_show_the_way_out(foreign, alone):
 
 
 def test_foreign_norm_clipping_fails_too():
-    """Without our advice: it compares dtypes before SparseRows can see what became of them."""
+    """Without the hint: optax compares dtypes before SparseRows can check them."""
     with pytest.raises(TypeError, match="same dtypes"):
         step(optax.clip_by_global_norm(1.0), row_grads(params()), params())
 

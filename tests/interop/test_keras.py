@@ -1,4 +1,4 @@
-"""Optimizers of Keras: the numbers of ``model.fit``, and the rules of every transformation."""
+"""Optimizers of Keras: the values of ``model.fit``, and the rules of every transformation."""
 
 import contextlib
 import functools
@@ -167,7 +167,7 @@ def test_equals_fit(name):
     for name in state.variables.keys() & {"dynamic_scale", "step_counter"}:
         assert np.array(getattr(theirs, name).value) == state.variables[name]
     assert int(theirs._iterations) == state.variables["iterations"]
-    assert not ours.built and int(ours._iterations) == 0  # it is a pattern only
+    assert not ours.built and int(ours._iterations) == 0  # it is a template only
 
 
 # The rules of a transformation
@@ -313,7 +313,7 @@ def test_orbax_round_trip(tmp_path):
 
 @keras.saving.register_keras_serializable("optzoo_tests")
 class Own(K.Optimizer):
-    """Of one's own: slots in a list, other variables in a dict, a setting in the config."""
+    """Of your own: slots in a list, other variables in a dict, a setting in the config."""
 
     def __init__(self, learning_rate=0.1, power=1.0, **kwargs):
         super().__init__(learning_rate, **kwargs)
@@ -350,7 +350,7 @@ def test_an_optimizer_of_ones_own():
 def test_refuses():
     with pytest.raises(TypeError, match="optimizer must be an instance"):
         keras_optimizer("adam")
-    with pytest.raises(ValueError, match="built for a model already"):
+    with pytest.raises(ValueError, match="is already built for a model"):
         used = K.LossScaleOptimizer(K.SGD(0.1))
         used.inner_optimizer.build([])
         keras_optimizer(used)

@@ -26,29 +26,29 @@ EPOCH_OPTIONS = (
     "newbob_relative_error_threshold",
 )
 _OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
-# Nothing is to be done for these: the state is an argument, and nothing is updated in parallel.
+# They have no effect here: the state is an argument, and nothing is updated in parallel.
 _WITHOUT_EFFECT = ("optimizer_use_locking", "debug_save_updater_vars")
-# They have names like options of the updater, but belong to the engine or to the data.
+# They look like options of the updater, but belong to the engine or to the data.
 _OF_OTHERS = (
     "horovod_dataset_distribution",
     "learning_rate_file",
     "pretrain_learning_rate",
     "use_learning_rate_control_always",
 )
-_THEANO = "only RETURNN's old Theano backend had it; take it out"
+_THEANO = "only RETURNN's old Theano backend had it; remove it"
 _REFUSED = {
     "tags": "it is an option of a layer, in its updater_opts",
     "L2": "it is an option of a layer",
-    "darc1": "it depends on what a layer puts out: add it to the loss",
-    "spatial_smoothing": "it depends on what a layer puts out: add it to the loss",
+    "darc1": "it depends on the output of a layer: add it to the loss",
+    "spatial_smoothing": "it depends on the output of a layer: add it to the loss",
     "updater_opts": "it is an option of a layer",
-    "learning_rate_multiplier": "it stands in the optimizer's dict",
-    "debug_add_check_numerics_on_output": "layers are not ours to see: use jax.debug_nans",
-    "reset_updater_vars_mod_step": "call init of the updater again when the state shall be new",
+    "learning_rate_multiplier": "it belongs in the dict of the optimizer",
+    "debug_add_check_numerics_on_output": "the updater sees no layers: use jax.debug_nans",
+    "reset_updater_vars_mod_step": "call init of the updater again to reset the state",
     "num_allowed_consec_invalid_gradient_steps": "wrap the updater in optax.apply_if_finite",
     "param_groups_custom": "give the groups as layers=",
-    "weight_decay": "it stands in the optimizer's dict ({'class': 'adamw', 'weight_decay': ...})",
-    "weight_decay_modules_blacklist": "modules are not ours to see: use adamw's mask",
+    "weight_decay": "it belongs in the dict of the optimizer ({'class': 'adamw', ...})",
+    "weight_decay_modules_blacklist": "the updater sees no modules: use adamw's mask",
     "weight_decay_custom_include_check": "use adamw's mask",
     "grad_scaler": "scale the loss and its gradients outside",
     "horovod_param_sync_step": "use optzoo.model_average around the updater",
@@ -82,7 +82,7 @@ _KNOWN = {
     "optimizer_epsilon",
     "horovod_reduce_type",
 } - {"tags"}
-_BEGINNINGS = (
+_PREFIXES = (
     "accum_grad",
     "clip_",
     "decouple_",
@@ -98,26 +98,26 @@ _BEGINNINGS = (
 
 
 def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """What looks like an option of the updater must be one."""
+    """Raises if a key looks like an option of the updater but is none, or is not supported."""
     reduce_type = config.get("horovod_reduce_type") or "grad"
     if reduce_type != "grad":
         raise ValueError(
-            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average parameters now "
-            "and then use optzoo.model_average around the updater"
+            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average "
+            "parameters periodically use optzoo.model_average around the updater"
         )
     for key, value in config.items():
         if not isinstance(key, str):
-            raise TypeError(f"config: options have names, got {key!r}")
+            raise TypeError(f"config: names of options must be strings, got {key!r}")
         if key in _REFUSED and value:
             raise ValueError(f"{key} is not supported: {_REFUSED[key]}")
         if key in _KNOWN or key in _REFUSED or key in _OF_OTHERS or key.startswith("_"):
             continue
-        if key.startswith(_BEGINNINGS) or _nearest(key, _KNOWN, 0.85):
-            raise ValueError(f"config: no option of the updater is called {hint(key, _KNOWN)}")
+        if key.startswith(_PREFIXES) or _nearest(key, _KNOWN, 0.85):
+            raise ValueError(f"config: the updater has no option {hint(key, _KNOWN)}")
 
 
 def hint(key: str, known: Iterable[str]) -> str:
-    """A name, and the nearest of those that there are."""
+    """A name and the nearest known one, for an error."""
     return f"{key!r}" + "".join(f" (the nearest is {near!r})" for near in _nearest(key, known, 0))
 
 

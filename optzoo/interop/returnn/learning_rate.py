@@ -10,7 +10,7 @@ from ...core.checks import check, check_not_negative, check_size
 from .keys import EPOCH_OPTIONS
 from .values import number
 
-_BEGINNINGS = ("learning_rate_", "learning_rates", "min_learning_rate", "newbob_")
+_PREFIXES = ("learning_rate_", "learning_rates", "min_learning_rate", "newbob_")
 _OF_THE_ENGINE = ("learning_rate_file",)
 _NAMES = {"newbob": "newbob_rel", "newbob_relative": "newbob_rel"}
 
@@ -52,8 +52,8 @@ class LearningRateControl:
         given = {k: v for k, v in config.items() if v is not None}
         for key in given:
             known = key in EPOCH_OPTIONS or key in _OF_THE_ENGINE
-            if key.startswith(_BEGINNINGS) and not known:
-                raise ValueError(f"config: there is no option {key!r}; there are {EPOCH_OPTIONS}")
+            if key.startswith(_PREFIXES) and not known:
+                raise ValueError(f"config: there is no option {key!r}, only {EPOCH_OPTIONS}")
         name = given.get("learning_rate_control", "constant")
         rules = {
             "constant": self._constant,
@@ -91,19 +91,19 @@ class LearningRateControl:
         self._scores: dict[int, dict[str, float]] = {}
 
     def rate(self, epoch: int) -> float:
-        """The learning rate of an epoch; epochs count from 1 and are asked for in their order."""
+        """The learning rate of an epoch; epochs count from 1 and are requested in order."""
         epoch = check_size(1, epoch=epoch)
         if epoch not in self._rates:
             self._rates[epoch] = self._new_rate(epoch)
         return self._rates[epoch]
 
     def report(self, epoch: int, score: float | Mapping[str, float]) -> None:
-        """Says how an epoch ended.
+        """Reports the scores of an epoch.
 
         Args:
             epoch: which, from 1.
             score: of the development data, lower is better; or several by their names, of which
-                ``learning_rate_control_error_measure`` says the one that counts: by default
+                ``learning_rate_control_error_measure`` names the one to use: by default
                 ``dev_score``, else the first beginning with ``dev_``.
 
         Raises:
@@ -123,7 +123,7 @@ class LearningRateControl:
         return {"rates": as_text(self._rates), "scores": as_text(scores)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave."""
+        """Restores what :meth:`state_dict` returned."""
         self._rates = {int(epoch): float(rate) for epoch, rate in state["rates"].items()}
         self._scores = {int(epoch): dict(one) for epoch, one in state["scores"].items()}
 
@@ -180,7 +180,7 @@ class LearningRateControl:
         return self._rates[before[-1]] if before else self._first_rate
 
     def _difference(self, old: int, new: int) -> float | None:
-        """By how much the score is worse, unless one is missing or they are not the same."""
+        """By how much the score is worse; None if one is missing or they are of two measures."""
         (old_name, old_score), (new_name, new_score) = self._score(old), self._score(new)
         if old_score is None or new_score is None or old_name != new_name:
             return None
@@ -199,7 +199,7 @@ class LearningRateControl:
         return error
 
     def _score(self, epoch: int) -> tuple[str | None, float | None]:
-        """The score that counts, and its name."""
+        """The name and the value of the score to use."""
         scores = self._scores.get(epoch)
         if not scores:
             return None, None
@@ -236,5 +236,5 @@ def _fixed(rates: Any) -> dict[int, float]:
     by_epoch = rates if isinstance(rates, Mapping) else dict(enumerate(rates, start=1))
     for epoch, rate in by_epoch.items():
         if not isinstance(epoch, int) or not isinstance(rate, numbers.Real):
-            raise TypeError(f"learning_rates must give numbers by epoch, got {epoch!r}: {rate!r}")
+            raise TypeError(f"learning_rates must map epochs to numbers, got {epoch!r}: {rate!r}")
     return {epoch: float(rate) for epoch, rate in by_epoch.items()}

@@ -1,14 +1,15 @@
-"""The options of RETURNN's updater, read from its config: each is understood or refused."""
+"""The options of RETURNN's updater, read from its config: each is supported or refused."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ...registry import accepts
 from .keys import hint, refuse_unknown
 from .values import PARAM_READERS, STEP_READERS, flag, not_negative, number, whole
 
-RETURNN_VERSIONS = ("2017", "2022", "2026")
+ReturnnVersion = Literal["2017", "2022", "2026"]
+RETURNN_VERSIONS = get_args(ReturnnVersion)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,24 +52,24 @@ class StepOptions:
 
 
 class Options(NamedTuple):
-    """All of them."""
+    """All options."""
 
     step: StepOptions
     default: ParamOptions
     layers: dict[str, ParamOptions]
 
     def of(self, name: str) -> ParamOptions:
-        """Those of the parameter at a path: of the innermost layer around it."""
+        """The options of the parameter at a path: those of the innermost layer around it."""
         layer = _innermost(self.layers, name)
         return self.default if layer is None else self.layers[layer]
 
     @property
     def distinct(self) -> list[ParamOptions]:
-        """The default ones, and those of each layer."""
+        """The default options and those of each layer."""
         return [self.default, *self.layers.values()]
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ``ValueError`` if a layer or an extra update is of no parameter."""
+        """Raises ``ValueError`` if a layer or an extra update has no parameter."""
         for layer in self.layers:
             if not any(_is_in(name, layer) for name in names):
                 raise ValueError(
@@ -76,7 +77,9 @@ class Options(NamedTuple):
                 )
         for name in self.step.extra_updates:
             if name not in names:
-                raise ValueError(f"extra_updates: no parameter is {name!r}; there are {names}")
+                raise ValueError(
+                    f"extra_updates: no parameter has the path {name!r}; there are {names}"
+                )
 
 
 def read_options(config: Any, layers: Any) -> Options:
@@ -144,7 +147,7 @@ def _default_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
 def _old(optimizer: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if whole("behavior_version", given.get("behavior_version", 0)) >= 2:
         raise ValueError(
-            f"behavior_version 2 and later want optimizer={optimizer!r} in the place of the switch"
+            f"behavior_version 2 and later need optimizer={optimizer!r} instead of the switch"
         )
     return optimizer
 
@@ -152,12 +155,12 @@ def _old(optimizer: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 def _complete(
     optimizer: dict[str, Any], default: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """With what RETURNN adds: the default's class, ``optimizer_epsilon`` and ``momentum``."""
+    """Adds what RETURNN adds: the default's class, ``optimizer_epsilon`` and ``momentum``."""
     optimizer = {"class": default.get("class"), **optimizer}
     if "learning_rate" in optimizer:
         raise ValueError(
-            "optimizer: learning_rate stands in the config, not in the optimizer's dict; there "
-            "may be a learning_rate_multiplier"
+            "optimizer: learning_rate is an option of the config, not of the optimizer's dict; "
+            "that may have a learning_rate_multiplier"
         )
     multiplier = optimizer.get("learning_rate_multiplier")
     if multiplier is not None:
@@ -212,7 +215,7 @@ def _with_tag(options: ParamOptions) -> ParamOptions:
 
 
 def _fill_from_outer(layers: dict[str, ParamOptions], found: Mapping[str, Any]) -> None:
-    """A layer inside of another has what it does not say itself from there."""
+    """A layer inside of another inherits what it does not set itself."""
     for name in sorted(layers, key=len):
         outer = _innermost([other for other in layers if other != name], name)
         if outer is None:
@@ -228,7 +231,7 @@ def _layers_of(config: Mapping[str, Any]) -> dict[str, Any]:
     network = config.get("network", {})
     if callable(config.get("get_network")) or not isinstance(network, Mapping):
         raise ValueError(
-            "the network of this config is no dict whose layers could be read: pass layers=, a "
+            "the network of this config is not a dict whose layers can be read: pass layers=, a "
             "dict of the options (L2, updater_opts) of the layers that have some, or layers={}"
         )
     found: dict[str, Any] = {}
@@ -243,8 +246,8 @@ def _collect(network: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> 
         for key in ("darc1", "spatial_smoothing"):
             if layer.get(key):
                 raise ValueError(
-                    f"layer {prefix + name!r}: {key} depends on what the layer puts out: add it "
-                    "to the loss, and take it out of the config"
+                    f"layer {prefix + name!r}: {key} depends on the output of the layer: add it "
+                    "to the loss and remove it from the config"
                 )
         options = {key: layer[key] for key in ("L2", "updater_opts") if layer.get(key)}
         if options:

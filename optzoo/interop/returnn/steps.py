@@ -22,16 +22,24 @@ from .options import Options, ParamOptions
 
 
 class StepContext(NamedTuple):
-    """What the steps know of this update."""
+    """What the steps of one update need beside gradients and parameters.
+
+    It is not part of the state, nor an argument of ``update``: the updater makes the
+    transformations below anew for each update, around optimizers that it makes once.
+    """
 
     norms: dict[str | None, Array]  # of the raw gradients, by tag; None is that of all
     key: Any  # of the noise; None if no parameter has any
     decay: Any  # the factor of decoupled constraints
 
 
-# Each takes one gradient, its name, its options, and what is known of this update. Norms of rows
-# are those of the rows as they are listed: RETURNN does not merge them. What is dense afterwards
-# is dense in RETURNN, too, so that a lazy optimizer sees the same.
+# Only for `init`, which does not depend on it.
+NO_CONTEXT = StepContext(norms={}, key=None, decay=None)
+
+
+# Each step takes one gradient, its name, its options, and the context. Norms of rows are those of
+# the rows as they are listed: RETURNN does not merge them. What is dense afterwards is dense in
+# RETURNN, too, so that a lazy optimizer sees the same.
 
 
 def _noise(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
@@ -88,37 +96,37 @@ STEPS: tuple[Callable[[Any, str, ParamOptions, StepContext], Any], ...] = (
 )
 
 
-def processed(options: Options) -> optax.GradientTransformationExtraArgs:
-    """The link of a chain that makes all these steps; ``update`` takes ``now``."""
+def process_gradients(
+    options: Options, context: StepContext
+) -> optax.GradientTransformationExtraArgs:
+    """All these steps in their order."""
 
-    def on_leaf(g, name, o, context):
+    def on_leaf(name, o, g):
         for step in STEPS:
             g = step(g, name, o, context)
         return g
 
     def update(updates, state, params=None, **extra_args):
-        del params
-        each = lambda name, o, g: on_leaf(g, name, o, extra_args["now"])
-        return map_named(options, each, updates), state
+        del params, extra_args
+        return map_named(options, on_leaf, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def needed_tags(options: Options) -> set[str | None]:
-    """The tags of which a norm is wanted."""
+    """The tags for which a norm is needed."""
     used = options.distinct
     clip = {o.gradient_clip_global_norm_tag for o in used if o.gradient_clip_global_norm}
     return clip | {o.global_norm_tag for o in used if o.grad_norm_to_clip_to_zero}
 
 
-def decay_first(
-    inner: optax.GradientTransformation, options: Options
+def decay_before(
+    inner: optax.GradientTransformation, options: Options, context: StepContext
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled constraints before the update of ``inner``, which sees the decayed parameters."""
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
-        context = extra_args["now"]
         decays = map_named(options, lambda name, o, g, x: _decay(o, context, x), updates, params)
         decayed = jax.tree.map(_plus, params, decays)
         updates, state = inner.update(updates, state, decayed, **extra_args)
@@ -127,14 +135,13 @@ def decay_first(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def decay_last(
-    inner: optax.GradientTransformation, options: Options
+def decay_after(
+    inner: optax.GradientTransformation, options: Options, context: StepContext
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled constraints after the update of ``inner``."""
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
-        context = extra_args["now"]
         updates, state = inner.update(updates, state, params, **extra_args)
         decay = lambda name, o, u, x: _plus(u, _decay(o, context, upcast(x) + u))
         return map_named(options, decay, updates, params), state
@@ -145,7 +152,7 @@ def decay_last(
 def with_extra_updates(
     inner: optax.GradientTransformation, functions: Mapping[str, Callable[..., Any]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Functions of parameters after their updates that give other values."""
+    """Functions of parameters after their updates that return new values."""
     inner = optax.with_extra_args_support(inner)
 
     def change(path, u, g, x):
@@ -159,7 +166,7 @@ def with_extra_updates(
         if value.shape != x.shape:
             raise ValueError(
                 f"extra_updates: the function of '{path_name(path)}' made an array of shape "
-                f"{value.shape} of a parameter of shape {x.shape}"
+                f"{value.shape}, but the parameter has shape {x.shape}"
             )
         return (upcast(value) - upcast(x)).astype(u.dtype)
 

@@ -1,5 +1,6 @@
 """RETURNN's updater: one transformation from a config."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,31 +20,39 @@ from ...transforms._per_leaf import global_norm
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
 from ...wrappers.accumulate import accumulate
-from .options import RETURNN_VERSIONS, Options, ParamOptions, StepOptions, read_options
+from .options import (
+    RETURNN_VERSIONS,
+    Options,
+    ParamOptions,
+    ReturnnVersion,
+    StepOptions,
+    read_options,
+)
 from .steps import (
+    NO_CONTEXT,
     StepContext,
-    decay_first,
-    decay_last,
+    decay_after,
+    decay_before,
     map_named,
     needed_tags,
-    processed,
+    process_gradients,
     with_extra_updates,
 )
 
 
 class UpdaterState(NamedTuple):
-    """How many steps were made, what no parameter owns, and what the optimizers keep."""
+    """The state of :func:`returnn_updater`."""
 
-    count: Array
-    shared: dict[str, Array]  # noise_key and grad_norm, where they are wanted
-    inner: Any
+    count: Array  # of the steps
+    shared: dict[str, Array]  # noise_key and grad_norm, where an option needs them
+    inner: Any  # of the optimizers
 
 
 def returnn_updater(
     config: Mapping[str, Any],
     *,
     layers: Mapping[str, Any] | None = None,
-    returnn_version: str = "2026",
+    returnn_version: ReturnnVersion = "2026",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""The whole updater of a RETURNN config, as in ``returnn.tf.updater.Updater``.
@@ -55,7 +64,7 @@ def returnn_updater(
             layers={"encoder": {"L2": 1e-4}, "output": {"updater_opts": {"gradient_clip": 0.1}}},
         )
 
-    One step does in this order, where an option asks for it:
+    One step does the following in this order, each only if an option asks for it:
 
     1. The gradient of the constraints (``L2``: :math:`2 \lambda x`) is added, unless
        ``decouple_constraints``; then ``use_horovod`` sums over the replicas. These are the *raw*
@@ -69,7 +78,7 @@ def returnn_updater(
     6. ``debug_add_check_numerics_ops``.
 
     The gradients given to ``update`` are those of the loss without constraints. The update is new
-    minus old parameters, so nothing may come behind it in a chain. Row-sparse gradients stay rows
+    minus old parameters, so it must be the last of a chain. Row-sparse gradients stay row-sparse
     unless the layer has a coupled ``L2``, or an option is dense in RETURNN as well.
 
     ``update(..., learning_rate=x)`` overrides the rate of the config, as ``LearningRateControl``
@@ -81,14 +90,14 @@ def returnn_updater(
         config: RETURNN's config. What has nothing to do with the updater is ignored;
             ``docs/returnn.md`` lists the options.
         layers: the options of layers by their names: ``L2`` and ``updater_opts``. The parameters
-            of a layer are those whose paths begin with its name and ``/``; of layers inside of
-            each other the innermost counts. By default those of ``config["network"]``.
-        returnn_version: what ``decouple_constraints`` means. ``"2026"`` (RETURNN since November
-            2022): :math:`x \leftarrow x - 2 \lambda x` before each update. ``"2022"`` (March to
-            November 2022): :math:`x \leftarrow x - k\, 2 \lambda x` before it, where :math:`k` is
-            ``decouple_constraints_factor`` times the rate by the config's ``learning_rate``.
-            ``"2017"`` (December 2017 to March 2022): the same after it. The old versions decay in
-            every micro-step.
+            of a layer are those whose paths begin with its name and ``/``; of nested layers the
+            innermost counts. By default those of ``config["network"]``.
+        returnn_version: the version that defines ``decouple_constraints``. ``"2026"`` (RETURNN
+            since November 2022): :math:`x \leftarrow x - 2 \lambda x` before each update.
+            ``"2022"`` (March to November 2022): :math:`x \leftarrow x - k\, 2 \lambda x` before
+            it, where :math:`k` is ``decouple_constraints_factor`` times the rate divided by the
+            config's ``learning_rate``. ``"2017"`` (December 2017 to March 2022): the same after it.
+            The old versions decay in every micro-step.
         axis_name: the axis of the replicas for ``use_horovod``.
 
     Raises:
@@ -100,148 +109,190 @@ def returnn_updater(
         ``returnn.tf.updater``.
 
     Differences from the original:
-        An optimizer that two numbers of micro-steps share has a step count for each; there each of
-        them advances Adam's powers. ``gradient_nan_inf_filter`` makes an infinity in rows zero,
-        there it is 1e30. A parameter without a gradient does not decay. With the version of 2026
-        parameters decay on the last micro-step only; there a race decides. Summaries are of the
-        sum of a cycle, and ``extra_updates`` follow an update; there both are in every micro-step.
-        An optimizer that reads a global step is given one; there ``AdamGS`` stands at its first.
+        An optimizer that is used with two numbers of micro-steps has a step count for each; there
+        both advance the same powers of Adam. ``gradient_nan_inf_filter`` makes an infinity in rows
+        zero, there it is 1e30. A parameter without a gradient does not decay. With version 2026
+        parameters decay on the last micro-step only; there a race condition decides. Summaries are
+        of the sum of a cycle, and ``extra_updates`` follow an update; there both are in every
+        micro-step. An optimizer that reads a global step is given one; there ``AdamGS`` always
+        reads the first.
     """
-    if returnn_version not in RETURNN_VERSIONS:
-        raise ValueError(
-            f"returnn_version must be one of {', '.join(RETURNN_VERSIONS)}, got {returnn_version!r}"
-        )
     options = read_options(config, layers)
-    step_options = options.step
-    if step_options.use_horovod and axis_name is None:
+    decoupled = _decoupled(options.step, returnn_version)
+    if options.step.use_horovod and axis_name is None:
         raise ValueError("use_horovod needs axis_name=, the axis of the replicas")
-    decoupled = returnn_version if step_options.decouple_constraints else None
-    if decoupled in ("2017", "2022"):
-        check_positive(learning_rate=step_options.learning_rate)
-    if decoupled == "2017" and step_options.extra_updates:
+    replicas = Replicas(axis_name if options.step.use_horovod else None)
+    updater = _Updater(options, decoupled, replicas, _Optimizers(options, decoupled))
+    return optax.GradientTransformationExtraArgs(updater.init, updater.update)
+
+
+def _decoupled(options: StepOptions, version: str) -> str | None:
+    """The version of the decoupled constraints; None if they are coupled."""
+    if version not in RETURNN_VERSIONS:
         raise ValueError(
-            "extra_updates come after the decay in RETURNN, but returnn_version="
-            "'2017' decays after the "
-            "update: take another returnn_version"
+            f"returnn_version must be one of {', '.join(RETURNN_VERSIONS)}, got {version!r}"
         )
-    replicas = Replicas(axis_name if step_options.use_horovod else None)
-    inner = _optimizers(options, decays=decoupled == "2026")
-    if decoupled == "2022":
-        inner = decay_first(inner, options)
-    elif decoupled == "2017":
-        inner = decay_last(inner, options)
+    if not options.decouple_constraints:
+        return None
+    if version in ("2017", "2022"):
+        check_positive(learning_rate=options.learning_rate)
+    if version == "2017" and options.extra_updates:
+        raise ValueError(
+            "extra_updates come after the decay in RETURNN, but returnn_version='2017' decays "
+            "after the update: take another returnn_version"
+        )
+    return version
 
-    def raw_gradients(updates, params):
-        """Those of the whole loss, of all replicas."""
-        replicas.check_own(updates)
-        if decoupled is None:
-            updates = map_named(options, _plus_constraint, updates, params)
-        if not step_options.use_horovod:
-            return updates
-        sums, _ = replicas.sum_gradients(updates, True)
-        number = replicas.size if step_options.horovod_avg_grad else 1
-        return divide_gradients(sums, jnp.asarray(number), updates)
 
-    def init(params):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Updater:
+    """The functions ``init`` and ``update`` of :func:`returnn_updater`."""
+
+    options: Options
+    decoupled: str | None  # the version of the decoupled constraints
+    replicas: Replicas
+    optimizers: "_Optimizers"
+
+    def init(self, params: Any) -> UpdaterState:
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
-        # A part of the parameters, as optax.masked shows them, may be without some layer.
+        # optax.masked shows a part of the parameters, which may lack those of a layer.
         if leaves and not any(is_masked(x) for _, x in leaves):
-            options.check_names([path_name(path) for path, _ in leaves])
+            self.options.check_names([path_name(path) for path, _ in leaves])
         shared = {}
-        if any(o.gradient_noise for o in options.distinct):
-            shared["noise_key"] = jax.random.PRNGKey(step_options.random_seed)
-        if _keeps_norm(options):
+        if any(o.gradient_noise for o in self.options.distinct):
+            shared["noise_key"] = jax.random.PRNGKey(self.options.step.random_seed)
+        if _keeps_norm(self.options):
             shared["grad_norm"] = jnp.zeros([], jnp.float32)
-        return UpdaterState(jnp.zeros([], jnp.int32), shared, inner.init(params))
+        inner = self.optimizers.with_steps(NO_CONTEXT).init(params)
+        return UpdaterState(jnp.zeros([], jnp.int32), shared, inner)
 
     def update(
-        updates,
-        state,
-        params=None,
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         *,
-        learning_rate=None,
-        grad_fn=None,
-        global_step=None,
-        **extra_args,
-    ):
+        learning_rate: Any = None,
+        grad_fn: Callable[[Any], Any] | None = None,
+        global_step: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, UpdaterState]:
         check_params(params)
         check_gradients(updates, params)
+        options = self.options
         step = state.count if global_step is None else global_step
-        if step_options.debug_add_check_numerics_ops:
+        if options.step.debug_add_check_numerics_ops:
             raise_if_bad(updates, "gradient", step)
-        rate = _rate_at(step, step_options, learning_rate, replicas)
-        raw = raw_gradients(updates, params)
-        norms = {tag: _norm(options, raw, tag) for tag in needed_tags(options)}
-        shared = dict(state.shared)
-        if "grad_norm" in shared:
-            shared["grad_norm"] = _norm(options, raw, None).astype(jnp.float32)
-        key = jax.random.fold_in(shared["noise_key"], step) if "noise_key" in shared else None
-        decay = 1
-        if decoupled in ("2017", "2022"):
-            decay = step_options.decouple_constraints_factor * rate / step_options.learning_rate
+        rate = _rate_at(step, options.step, learning_rate, self.replicas)
+        raw = self.raw_gradients(updates, params)
+        context, shared = self.context(raw, state.shared, step, rate)
         if any(o.maximize_grad_norm for o in options.distinct):
-            raw = _norm_maximized(options, raw, params, grad_fn, raw_gradients)
+            raw = _norm_maximized(options, raw, params, grad_fn, self.raw_gradients)
 
-        extra_args |= {
-            "learning_rate": rate,
-            "global_step": step,
-            "now": StepContext(norms, key, decay),
-        }
+        inner = self.optimizers.with_steps(context)
+        extra_args |= {"learning_rate": rate, "global_step": step}
         new, inner_state = inner.update(raw, state.inner, params, **extra_args)
-        if step_options.debug_add_check_numerics_ops:
+        if options.step.debug_add_check_numerics_ops:
             raise_if_bad(new, "update", step)
         count = jnp.asarray(optax.safe_increment(state.count))
         return new, UpdaterState(count, shared, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def raw_gradients(self, updates: Any, params: Any) -> Any:
+        """The gradients of the whole loss, of all replicas."""
+        self.replicas.check_own(updates)
+        if self.decoupled is None:
+            updates = map_named(self.options, _plus_constraint, updates, params)
+        if not self.options.step.use_horovod:
+            return updates
+        sums, _ = self.replicas.sum_gradients(updates, True)
+        number = self.replicas.size if self.options.step.horovod_avg_grad else 1
+        return divide_gradients(sums, jnp.asarray(number), updates)
+
+    def context(
+        self, raw: Any, shared: dict[str, Array], step: Any, rate: Array
+    ) -> tuple[StepContext, dict[str, Array]]:
+        """What the steps of this update need, and the new arrays of the state."""
+        options = self.options
+        norms = {tag: _norm(options, raw, tag) for tag in needed_tags(options)}
+        if "grad_norm" in shared:
+            shared = {**shared, "grad_norm": _norm(options, raw, None).astype(jnp.float32)}
+        key = jax.random.fold_in(shared["noise_key"], step) if "noise_key" in shared else None
+        decay = 1
+        if self.decoupled in ("2017", "2022"):
+            factor = options.step.decouple_constraints_factor
+            decay = factor * rate / options.step.learning_rate
+        return StepContext(norms, key, decay), shared
 
 
-def _optimizers(options: Options, *, decays: bool) -> optax.GradientTransformationExtraArgs:
-    """All optimizers, each with the steps before it: one for each number of micro-steps."""
-    kinds: list[tuple[Any, int]] = []
-    for o in options.distinct:
-        if _kind(o) not in kinds:
-            kinds.append(_kind(o))
-    made = [_group(options, *kind, decays) for kind in kinds]
-    if len(made) == 1:
-        return made[0]
+class _Optimizers:
+    """The optimizers of a config, made once: one for each number of micro-steps."""
 
-    def labels(tree):
-        label = lambda path, _: f"group{kinds.index(_kind(options.of(path_name(path))))}"
-        return jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_sparse_or_none)
+    def __init__(self, options: Options, decoupled: str | None):
+        self.options, self.decoupled = options, decoupled
+        self.kinds: list[tuple[Any, int]] = []
+        for o in options.distinct:
+            if _kind(o) not in self.kinds:
+                self.kinds.append(_kind(o))
+        rate = options.step.learning_rate
+        self.made = [create(optimizer, learning_rate=rate) for optimizer, _ in self.kinds]
 
-    return optax.partition({f"group{i}": tx for i, tx in enumerate(made)}, labels)
+    def with_steps(self, context: StepContext) -> optax.GradientTransformationExtraArgs:
+        """All optimizers, each with the steps before and after it, for one update."""
+        groups = [
+            self._with_steps(tx, every, context)
+            for tx, (_, every) in zip(self.made, self.kinds, strict=True)
+        ]
+        inner = groups[0] if len(groups) == 1 else self._partition(groups)
+        if self.decoupled == "2022":
+            return decay_before(inner, self.options, context)
+        if self.decoupled == "2017":
+            return decay_after(inner, self.options, context)
+        return inner
+
+    def _with_steps(
+        self, tx: optax.GradientTransformationExtraArgs, every: int, context: StepContext
+    ) -> optax.GradientTransformationExtraArgs:
+        """One optimizer with all that happens from the sum of the micro-steps on."""
+        options = self.options
+        if options.step.deterministic_train:
+            tx = optax.chain(coalesce(deterministic=True), tx)
+        if self.decoupled == "2026":
+            tx = decay_before(tx, options, context)
+        if options.step.extra_updates:
+            tx = with_extra_updates(tx, options.step.extra_updates)
+        steps = [process_gradients(options, context), tx]
+        if any(o.debug_grad_summaries for o in options.distinct):
+            wanted = lambda tree: _has_summaries(options, tree)
+            steps.insert(0, optax.masked(gradient_summaries(), wanted))
+        tx = optax.chain(*steps)
+        return accumulate(tx, every) if every else tx
+
+    def _partition(
+        self, groups: list[optax.GradientTransformationExtraArgs]
+    ) -> optax.GradientTransformationExtraArgs:
+        """Each optimizer for its parameters."""
+
+        def label(path, _):
+            return f"group{self.kinds.index(_kind(self.options.of(path_name(path))))}"
+
+        labels = lambda tree: jax.tree_util.tree_map_with_path(
+            label, tree, is_leaf=is_sparse_or_none
+        )
+        return optax.partition({f"group{i}": tx for i, tx in enumerate(groups)}, labels)
 
 
 def _kind(o: ParamOptions) -> tuple[Any, int]:
+    """What parameters have in common that share an optimizer."""
     return o.optimizer, o.accum_grad_multiple_step
 
 
-def _group(
-    options: Options, optimizer: dict[str, Any], every: int, decays: bool
-) -> optax.GradientTransformationExtraArgs:
-    """What one optimizer does, from the sum of the micro-steps on."""
-    last = create(optimizer, learning_rate=options.step.learning_rate)
-    if options.step.deterministic_train:
-        last = optax.chain(coalesce(deterministic=True), last)
-    if decays:
-        last = decay_first(last, options)
-    if options.step.extra_updates:
-        last = with_extra_updates(last, options.step.extra_updates)
-    links = [processed(options), last]
-    if any(o.debug_grad_summaries for o in options.distinct):
-        links.insert(0, optax.masked(gradient_summaries(), lambda tree: _summarized(options, tree)))
-    tx = optax.chain(*links)
-    return accumulate(tx, every) if every else tx
-
-
-def _summarized(options: Options, tree: Any) -> Any:
+def _has_summaries(options: Options, tree: Any) -> Any:
     wanted = lambda path, _: options.of(path_name(path)).debug_grad_summaries
     return jax.tree_util.tree_map_with_path(wanted, tree, is_leaf=is_sparse_or_none)
 
 
 def _plus_constraint(name: str, o: ParamOptions, g: Any, x: Any) -> Any:
-    """A gradient with that of L2, which is that of all rows."""
+    """A gradient plus that of L2, which is dense."""
     if not o.L2:
         return g
     g = g.to_dense() if is_rows(g) else jnp.asarray(g)
@@ -253,7 +304,7 @@ def _keeps_norm(options: Options) -> bool:
 
 
 def _norm(options: Options, raw: Any, tag: str | None) -> Array:
-    """The norm of the raw gradients with a tag, or of all."""
+    """The norm of all raw gradients with a tag; None for all."""
     leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=is_sparse_or_none)
     has_tag = lambda path: tag is None or tag in options.of(path_name(path)).tags
     return global_norm(g for path, g in leaves if has_tag(path))
@@ -266,14 +317,14 @@ def _norm_maximized(
     grad_fn: Callable[[Any], Any] | None,
     raw_gradients: Callable[[Any, Any], Any],
 ) -> Any:
-    """The raw gradients g with that of minus their norm: -f H g / |g|."""
+    """The raw gradients g plus the gradient of minus f times their norm: g - f H g / |g|."""
     if grad_fn is None:
         raise ValueError(
             "maximize_grad_norm needs the gradient as a function: pass update(..., grad_fn=f), "
             "where f(params) is the gradient of the loss"
         )
     if any(map(is_rows, jax.tree.leaves(raw, is_leaf=is_rows))):
-        raise TypeError("maximize_grad_norm takes no rows: it needs dense gradients everywhere")
+        raise TypeError("maximize_grad_norm takes no rows: all gradients must be dense")
     norm = _norm(options, raw, None)
     unit = lambda x, g: (
         jnp.zeros_like(x) if g is None else safe_divide(upcast(g), norm).astype(x.dtype)

@@ -9,7 +9,7 @@ from ...core.checks import check_not_negative
 
 
 def number(name: str, value: Any) -> float:
-    """A number; RETURNN takes strings such as "0.5" and "inf" for some, too."""
+    """A number; RETURNN also takes strings such as "0.5" and "inf" for some."""
     try:
         if isinstance(value, str | numbers.Real):
             return float(value)
@@ -19,14 +19,14 @@ def number(name: str, value: Any) -> float:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """A number that may be zero, which is off."""
+    """A number of at least zero, which means off."""
     parsed = number(name, value)
     check_not_negative(**{name: parsed})
     return parsed
 
 
 def whole(name: str, value: Any) -> int:
-    """An int that is not negative."""
+    """An int of at least zero."""
     if isinstance(value, str) and value.strip().lstrip("-").isdigit():
         value = int(value)
     if not isinstance(value, numbers.Integral):
@@ -68,7 +68,7 @@ def _extra_updates(name: str, value: Any) -> Mapping[str, Callable[..., Any]]:
         parameters = inspect.signature(function).parameters
         if unknown := parameters.keys() - {"var", "grad"}:
             raise ValueError(
-                f"{name}: the function of {path!r} wants {sorted(unknown)}; there are only var, "
+                f"{name}: the function of {path!r} needs {sorted(unknown)}; there are only var, "
                 "the parameter after its update, and grad; it returns the new value"
             )
     return value
@@ -83,10 +83,10 @@ def _dynamic_learning_rate(name: str, value: Any) -> Any:
         raise TypeError(f"{name} must be a dict or a function, got {value!r}")
     parameters = inspect.signature(value).parameters
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        raise TypeError(f"{name} must take **kwargs, as RETURNN demands of it")
+        raise TypeError(f"{name} must take **kwargs, as RETURNN requires")
     if missing := {"network", "epoch", "epoch_continuous"} & parameters.keys():
         raise ValueError(
-            f"{name} wants {sorted(missing)}, unknown inside of a step; it gets global_train_step "
+            f"{name} needs {sorted(missing)}, unknown inside of a step; it gets global_train_step "
             "and learning_rate. What depends on the epoch belongs into update(learning_rate=)"
         )
     return value

@@ -107,8 +107,8 @@ def test_scores_of_zero():
     ("config", "error", "message"),
     [
         ({"learning_rates": "[0.1] * 3"}, TypeError, "is not evaluated"),
-        ({"learning_rates": {"1": 0.1}}, TypeError, "numbers by epoch"),
-        ({"learning_rates": [None]}, TypeError, "numbers by epoch"),
+        ({"learning_rates": {"1": 0.1}}, TypeError, "map epochs to numbers"),
+        ({"learning_rates": [None]}, TypeError, "map epochs to numbers"),
         ({"learning_rate": "fast"}, TypeError, "learning_rate must be a number"),
         ({"learning_rate": -0.1}, ValueError, "learning_rate must be zero or positive"),
         ({"learning_rate_control": "newbop"}, ValueError, "must be one of"),

@@ -401,9 +401,9 @@ def test_check_numerics():
         ({"optimizer": {"class": "adam", "learning_rate": 1}}, ValueError, "a learning_rate_mult"),
         ({"optimizer": {"class": "adam", "betta1": 1}}, TypeError, "has no argument 'betta1'"),
         ({"optimizer": {**ADAM, "learning_rate_multiplier": "x"}}, TypeError, "must be a number"),
-        ({3: 4}, TypeError, "options have names, got 3"),
+        ({3: 4}, TypeError, "names of options must be strings, got 3"),
         ({"adam": True, "momentum": 0.9}, ValueError, "adam takes no momentum"),
-        ({"adam": True, "behavior_version": 2}, ValueError, "want optimizer={'class': 'adam'}"),
+        ({"adam": True, "behavior_version": 2}, ValueError, "need optimizer={'class': 'adam'}"),
         ({"gradient_clip": -1}, ValueError, "gradient_clip must be zero or positive, got -1.0"),
         ({"gradient_clip": "hard"}, TypeError, "gradient_clip must be a number, got 'hard'"),
         ({"gradient_noise": -0.1}, ValueError, "gradient_noise must be zero or positive"),
@@ -415,8 +415,8 @@ def test_check_numerics():
         ({"dynamic_learning_rate": {"interval": 3}}, ValueError, "the keys interval and decay"),
         ({"dynamic_learning_rate": 3}, TypeError, "must be a dict or a function"),
         ({"dynamic_learning_rate": lambda step: 1}, TypeError, r"must take \*\*kwargs"),
-        ({"dynamic_learning_rate": lambda epoch, **_: 1}, ValueError, r"wants \['epoch'\]"),
-        ({"extra_updates": {"w": lambda var, network: var}}, ValueError, r"wants \['network'\]"),
+        ({"dynamic_learning_rate": lambda epoch, **_: 1}, ValueError, r"needs \['epoch'\]"),
+        ({"extra_updates": {"w": lambda var, network: var}}, ValueError, r"needs \['network'\]"),
         ({"extra_updates": [1]}, TypeError, "a dict of functions"),
         ({"use_horovod": True}, ValueError, "use_horovod needs axis_name="),
         ({"horovod_reduce_type": "param"}, ValueError, "use optzoo.model_average"),
@@ -428,7 +428,7 @@ def test_check_numerics():
         ({"optimiser": {}}, ValueError, "nearest is 'optimizer'"),
         ({"decouple_constraint": True}, ValueError, "nearest is 'decouple_constraints'"),
         ({"learningrate": 1}, ValueError, "nearest is 'learning_rate'"),
-        ({"weight_decay": 0.1}, ValueError, "it stands in the optimizer's dict"),
+        ({"weight_decay": 0.1}, ValueError, "it belongs in the dict of the optimizer"),
         ({"max_norm": 1.0}, ValueError, "only RETURNN's old Theano backend had it"),
         ({"gradient_noise_decay": 0.5}, ValueError, "old Theano"),
         ({"reset_updater_vars_mod_step": 5}, ValueError, "call init of the updater again"),
@@ -471,7 +471,7 @@ def test_other_refusals():
         with pytest.raises(ValueError, match="pass layers="):
             returnn_updater(unreadable)
         returnn_updater(unreadable, layers={})
-    with pytest.raises(ValueError, match="layer 'a': darc1 depends on what the layer puts out"):
+    with pytest.raises(ValueError, match="layer 'a': darc1 depends on the output of the layer"):
         returnn_updater({"network": {"a": {"darc1": 0.1}}})
     with pytest.raises(ValueError, match="returnn_version must be one of 2017, 2022, 2026"):
         returnn_updater({}, returnn_version="2018")
@@ -482,7 +482,7 @@ def test_other_refusals():
         )
     with pytest.raises(ValueError, match="learning_rate must be positive"):
         returnn_updater({**decoupled, "learning_rate": 0}, returnn_version="2022")
-    with pytest.raises(ValueError, match="extra_updates: no parameter is 'enc/v'"):
+    with pytest.raises(ValueError, match="extra_updates: no parameter has the path 'enc/v'"):
         make({"extra_updates": {"enc/v": lambda var: var}}).init(X)
     with pytest.raises(ValueError, match="made an array of shape"):
         step(make({"extra_updates": {"enc/w": lambda var: var[:2]}}))
