@@ -1,4 +1,4 @@
-"""Checks of gradients."""
+"""Gradients as lists, checked."""
 
 from typing import Any
 
@@ -10,7 +10,16 @@ from .rows import is_rows, is_sparse_or_none
 
 
 def check_gradients(updates: Any, params: Any = None) -> None:
-    """Raises unless every gradient is real and has the shape of its parameter.
+    """Raises as :func:`flatten_gradients`."""
+    flatten_gradients(updates, params)
+
+
+def flatten_gradients(updates: Any, params: Any) -> tuple[list[Any], list[Any], Any]:
+    """The gradients (arrays, SparseRows or None), their parameters, and the tree structure.
+
+    Args:
+        updates: a tree of gradients.
+        params: a tree like it, or None for a list of None.
 
     Raises:
         TypeError: if a gradient is neither real floating-point nor SparseRows of such.
@@ -33,6 +42,7 @@ def check_gradients(updates: Any, params: Any = None) -> None:
             raise ValueError(
                 f"{_name(updates, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
             )
+    return [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs], xs, treedef
 
 
 def _name(updates: Any, i: int) -> str:

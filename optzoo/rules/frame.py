@@ -9,8 +9,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
-from ..core.gradients import check_gradients
-from ..core.rows import is_sparse_or_none
+from ..core.gradients import flatten_gradients
 from ..state.storage import count_of, stored_arrays, stored_slots, with_count
 from ..state.types import LeafwiseState
 
@@ -62,10 +61,7 @@ def frame(
         step = count if step is None else step
         hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = jnp.asarray(optax.safe_increment(count))
-        check_gradients(updates, params)
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
-        gs = [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs]
-        xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+        gs, xs, treedef = flatten_gradients(updates, params)
         columns = zip(*map(treedef.flatten_up_to, state.slots), strict=True)
         rows = [Slots._make(row) for row in columns] if len(slots) else [slots] * len(gs)
         stored = stored_slots(state, rows, updates, gs, t)
