@@ -130,9 +130,9 @@ def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
 
 
 def _has_diagonal_rows(blocks: Blocks) -> bool:
-    """Whether the first dimension has a diagonal of its own: not a matrix, and not merged."""
-    own = blocks.dims[:1] == blocks.shape[:1]
-    return bool(blocks.factors) and not blocks.full[0] and own
+    """Whether the first dimension has only a diagonal, and was not merged with others."""
+    unmerged = blocks.dims[:1] == blocks.shape[:1]
+    return blocks.preconditioned and not blocks.full[0] and unmerged
 
 
 # Statistics
