@@ -85,7 +85,7 @@ def simple_step(
         now: the scheduled options at this step.
         b: the weighted sum of the gradients.
         g: the gradient.
-        v: the slot ``graft``: a decaying sum of its squares, or ``()`` where none is needed.
+        v: the slot ``graft``: mean or sum of ``g**2``, or ``()`` where none is needed.
     """
     if not options.needs_squares:
         return b, v
