@@ -98,6 +98,7 @@ from .second_order.ggt import scale_by_ggt as scale_by_ggt
 from .second_order.shampoo.api import blocked_shampoo as blocked_shampoo
 from .second_order.shampoo.api import scale_by_shampoo as scale_by_shampoo
 from .second_order.shampoo.api import shampoo as shampoo
+from .second_order.shampoo.grafting import graft as graft
 from .sparse.lookup import lookup as lookup
 from .sparse.lookup import value_and_grad as value_and_grad
 from .sparse.minimize import minimize as minimize

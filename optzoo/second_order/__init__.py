@@ -1,1 +1,1 @@
-"""Rules that weigh directions against each other."""
+"""Optimizers that precondition the gradient: Shampoo and GGT."""

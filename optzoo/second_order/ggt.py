@@ -1,4 +1,4 @@
-"""GGT: full-matrix adaptive regularization by a window of past moments."""
+"""GGT: full-matrix adaptive regularization with a window of past moments."""
 
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ from ..state.types import Slot
 
 
 class GGTSlots(NamedTuple):
-    """What GGT keeps, beside the Gram matrix of the window."""
+    """What GGT keeps in addition to the Gram matrix of the window."""
 
     moment1: Slot  # mean of the gradient
-    grad_buffer: Slot  # the last moments: a ring along a leading axis
+    grad_buffer: Slot  # the last moments: a ring buffer along a leading axis
 
 
 def scale_by_ggt(
@@ -56,15 +56,15 @@ def scale_by_ggt(
         return None if g is None else mean(g, None, leaf.slots.moment1, t)[1]
 
     def coefficients(gram, p):
-        # The moment is row p of the window, so the direction is a function of the matrix: f(gram)
-        # times e_p. In the tail of the formula, 1 - values / sigma is svd_eps / sigma.
+        # The moment is row p of the window, so its coefficients are column p of a function of the
+        # Gram matrix. In the last term of the formula 1 - values / sigma is svd_eps / sigma.
         values, u = jnp.linalg.eigh(gram, symmetrize_input=False)
         values = jnp.maximum(values, 0)
         sigma = values + svd_eps
         root = jnp.sqrt(sigma) + sigma_eps
-        head = (jnp.sqrt(values) / root) ** 2 / root  # a third power would overflow
-        tail = svd_eps / sigma * lax.rsqrt(sigma[0])
-        f = head + jnp.where(jnp.sqrt(sigma[0]) > eps, tail, 0)
+        first = (jnp.sqrt(values) / root) ** 2 / root  # a third power would overflow
+        last = svd_eps / sigma * lax.rsqrt(sigma[0])
+        f = first + jnp.where(jnp.sqrt(sigma[0]) > eps, last, 0)
         return jnp.matmul(u, f * u[p], precision=lax.Precision.HIGHEST)
 
     def finish(leaf, m, w, y):
@@ -78,11 +78,11 @@ def scale_by_ggt(
         windows = _push([leaf.slots.grad_buffer for leaf in leaves], moments, p)
         row = sum((_products(w, p) for w in windows), jnp.zeros(window))
         row = row if axis_name is None else lax.psum(row, axis_name)
-        here = jnp.arange(window) == p
-        gram = jnp.where(here[None], row[:, None], shared["gram"])
-        gram = jnp.where(here[:, None], row[None], gram)
-        # Of the window alone, even where it rounds the moment: the tail would magnify, up to
-        # 1 / sqrt(svd_eps) times, what the two differ by.
+        is_p = jnp.arange(window) == p
+        gram = jnp.where(is_p[None], row[:, None], shared["gram"])
+        gram = jnp.where(is_p[:, None], row[None], gram)
+        # Computed from the window alone, even where its dtype rounds the moment: the last term
+        # would magnify a difference of the two by up to 1 / sqrt(svd_eps).
         y = coefficients(gram / jnp.minimum(t, window), p)
         parts = zip(leaves, moments, windows, strict=True)
         return [finish(*part, y) for part in parts], {"gram": gram}
@@ -105,7 +105,7 @@ def ggt(
     window_dtype: DTypeLike | None = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Full-matrix AdaGrad by a window of moments, as in ``tf.contrib.opt.GGTOptimizer``.
+    r"""Full-matrix AdaGrad with a window of moments, as in ``tf.contrib.opt.GGTOptimizer``.
 
     .. math::
         m_t &= \beta_1\, m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -116,28 +116,29 @@ def ggt(
             > \epsilon]\, \frac{m_t - M_t U\, (c_t / \sigma)}{\sqrt{\sigma_{\min}}} \\
         x_t &= x_{t-1} - \eta_t\, d_t
 
-    where :math:`m_t` is a vector of all parameters together. There is no bias correction. Rows
-    are taken for their dense gradient (:func:`optzoo.dense`), and the update is an array.
+    where :math:`m_t` is the vector of all parameters together. There is no bias correction.
+    Row-sparse gradients become dense (:func:`optzoo.dense`), and the update is an array.
 
-    A step reads the window twice and costs one product of every row with the newest: of the Gram
-    matrix :math:`M_t^\top M_t`, kept in the state, only that row changes. The window takes
-    :math:`w` times the memory of the parameters, and lies in place when the state is donated.
+    A step reads the window twice and computes the products of every row with the newest one: only
+    that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window takes
+    :math:`w` times the memory of the parameters; if the state is donated, it is updated in place.
 
-    A parameter without a gradient keeps its slots; its oldest moment counts as its newest.
+    The slots of a parameter without a gradient are unchanged, and the moment at the current place
+    of its window, the oldest one, is used as :math:`m_t`.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: :math:`\beta_1`, in [0, 1).
-        window: :math:`w`, an int, positive. Structural: ``optax.inject_hyperparams`` needs
-            ``static_args=("window",)``.
+        window: :math:`w`, an int, positive. It decides about shapes, so
+            ``optax.inject_hyperparams`` needs ``static_args=("window",)``.
         eps: :math:`\epsilon`, at least 0. With the defaults :math:`\sqrt{\sigma_{\min}}` is
-            always above it.
+            always larger.
         svd_eps: :math:`\delta`, positive.
         sigma_eps: :math:`\epsilon_\sigma`, at least 0.
-        window_dtype: of the window, that of the parameter by default. ``"bfloat16"`` halves its
-            memory; XLA on the CPU works on it by way of a float32 copy. Structural.
-        axis_name: within ``jax.shard_map``, the axis of the mesh along which every parameter is
-            split. Under ``jit`` sharded parameters need none. Structural.
+        window_dtype: dtype of the window, by default that of the parameter. ``"bfloat16"`` halves
+            its memory; XLA on the CPU makes a float32 copy to compute with it.
+        axis_name: within ``jax.shard_map``, the mesh axis along which every parameter is split.
+            Sharded parameters under ``jit`` do not need it.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule, the window not an int or its
@@ -149,10 +150,10 @@ def ggt(
         <https://proceedings.mlr.press/v97/agarwal19b.html>`_, ICML 2019.
 
     Differences from the original:
-        Scalars, parameters of different dtypes, rows and missing gradients are accepted.
-        ``svd_eps=0`` is refused. The subtraction of the last term is done on paper:
-        :math:`1 - (\sigma - \delta) / \sigma = \delta / \sigma`. In the original digits cancel
-        there: in float32 its paths are 3 to 10 times as far from the exact ones as ours.
+        Scalars, parameters of different dtypes, row-sparse and missing gradients are accepted.
+        ``svd_eps=0`` raises an error. The subtraction in the last term is simplified to
+        :math:`1 - (\sigma - \delta) / \sigma = \delta / \sigma`. In the original it cancels
+        digits: in float32 its parameters differ from the exact ones 3 to 10 times as much as here.
     """
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
@@ -160,26 +161,26 @@ def ggt(
     return descend(learning_rate, direction)
 
 
-@jax.jit  # for calls from outside of any jit: a conditional alone is compiled each time
+@jax.jit  # outside of jit a conditional alone is compiled at each call
 def _push(windows, rows, p):
-    """The windows with the rows in place ``p``, where there is one."""
+    """The windows, each with its row of ``rows`` at place ``p``; unchanged where that is None."""
 
     def at(p):
         pairs = zip(windows, rows, strict=True)
         put = lambda w, row: lax.dynamic_update_index_in_dim(w, saturating_cast(row, w.dtype), p, 0)
         return [w if row is None else put(w, row) for w, row in pairs]
 
-    # Both ways are one. But XLA repeats the push for every reader, on copies of the window, unless
-    # the push is behind a conditional.
+    # Both branches do the same. But without a conditional XLA repeats the push for every reader, on
+    # copies of the window.
     return lax.cond(p == 0, lambda: at(0), lambda: at(p))
 
 
 def _products(window: Array, p: Array) -> Array:
-    """Of all rows of a window with its row ``p``; without a reshape, which would move shards."""
+    """The products of all rows with row ``p``; no reshape, which would move shards."""
     row = lax.dynamic_index_in_dim(window, p, 0, keepdims=False)
-    everywhere = NamedSharding(jax.typeof(row).sharding.mesh, PartitionSpec(None))
+    replicated = NamedSharding(jax.typeof(row).sharding.mesh, PartitionSpec(None))
     axes = tuple(range(window.ndim))
-    return _dot(window, row, ((axes[1:], axes[:-1]), ((), ())), out_sharding=everywhere)
+    return _dot(window, row, ((axes[1:], axes[:-1]), ((), ())), out_sharding=replicated)
 
 
 def _combine(y: Array, window: Array) -> Array:

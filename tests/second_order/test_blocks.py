@@ -1,4 +1,4 @@
-"""How parameters are cut into blocks, and that each block is a parameter of its own."""
+"""How parameters are cut into blocks, and that each block is treated as a parameter."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Shampoo: closed forms, what is ours beside the original's, rows, types and programs."""
+"""Shampoo: closed forms, extensions of the original, rows, types and programs."""
 
 import functools
 
@@ -363,7 +363,7 @@ def test_rows_of_a_merged_dimension_become_dense():
 
 @pytest.mark.parametrize(("block_size", "grafting"), [(None, "adam"), (1, None)])
 def test_rows_alone(block_size, grafting):
-    """If the rows have only a diagonal, the others do not live. It is not divided by its size."""
+    """If the rows have only a diagonal, other rows are unchanged. It is not divided by its size."""
     options = {"grafting": grafting, "block_size": block_size}
     update, x, state = table(max_matrix_size=4, momentum=0.9, epsilon=1.0, **options)
     updates, after = update(ROWS, state, x)
@@ -551,6 +551,21 @@ def test_bad_arguments(bad, error, says):
     """Ranges of numbers are tested with the catalogue."""
     with pytest.raises(error, match=f"^{says}"):
         optzoo.shampoo(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"b1": 1.0}, r"b1 must be in \[0, 1\)"),
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"root_interval": 0}, "root_interval must be at least 1"),
+        ({"statistics_interval": 0.5}, "statistics_interval must be at least 1"),
+        ({"stagger": True, "root_interval": 1}, "root_interval must be an int above 1 to stagger"),
+    ],
+)
+def test_errors_of_the_recipe_have_its_names(bad, says):
+    with pytest.raises(ValueError, match=f"^{says}"):
+        optzoo.blocked_shampoo(**bad)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from jax import Array
 
 
 class Blocks(NamedTuple):
-    """How an array is cut: each of its dimensions into equal parts, padded where need be."""
+    """How an array is cut: each of its dimensions into equal parts, padded where necessary."""
 
     shape: tuple[int, ...]
-    dims: tuple[int, ...]  # some may have been merged
-    parts: tuple[int, ...]  # into how many each is cut
+    dims: tuple[int, ...]  # the dimensions, of which some may have been merged
+    parts: tuple[int, ...]  # the number of parts of each
     full: tuple[bool, ...]  # whether it has a matrix of statistics, not only the diagonal
     preconditioned: bool  # whether there are statistics at all
 
@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of blocks."""
+        """The number of blocks."""
         return math.prod(self.parts)
 
     @property
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
         return list(zip(self.sizes, self.full, strict=True)) if self.preconditioned else []
 
     def of_rows(self, n: int) -> "Blocks":
-        """The same for ``n`` of the rows, if those are not cut."""
+        """The blocks of ``n`` of the rows, where rows are not cut."""
         return self._replace(shape=(n, *self.shape[1:]), dims=(n, *self.dims[1:]))
 
     def stack(self, *shape: int) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
         return shape if self.number == 1 else (self.number, *shape)
 
     def unstack(self, a: Array) -> Array:
-        """Such an array with an axis for the blocks, even if there is only one."""
+        """An array of the state with an axis for the blocks, even if there is only one."""
         return a[None] if self.number == 1 else a
 
     def restack(self, a: Array) -> Array:
@@ -78,8 +78,8 @@ def cut(
 
     Args:
         shape: of the array.
-        max_matrix_size: larger dimensions have only the diagonal, and stay whole.
-        block_size: of the other dimensions, larger ones are cut; None cuts none.
+        max_matrix_size: larger dimensions have only the diagonal, and are not cut.
+        block_size: the largest dimension of a block; None: no dimension is cut.
         merge_dims: whether neighbouring dimensions become one as long as it fits in a block.
         skip_vectors: whether vectors have no statistics.
     """
@@ -94,13 +94,13 @@ def cut(
 
 
 def _parts(d: int, limit: int) -> int:
-    """Into how many to cut ``d``: as few as can be, or up to a quarter more if they divide it."""
+    """The number of parts of ``d``: the smallest, or up to a quarter more if they divide ``d``."""
     least = math.ceil(d / limit) if d > limit else 1
     return next((n for n in range(least, least + least // 4 + 1) if d % n == 0), least)
 
 
 def _merged(dims: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Neighbours multiplied as long as they stay below the limit; two of a tensor stay apart."""
+    """Neighbours multiplied up to the limit; of two or more dimensions at least two remain."""
     some = [d for d in dims if d != 1] or [1]
     merged = some[:1]
     for d in some[1:]:

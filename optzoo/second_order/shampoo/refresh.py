@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# root(a, rank=n) -> the roots of a stack of matrices, and which of them can be used
+# root(a, rank=n) -> the roots of a stack of matrices, and for each whether it can be used
 Root = Callable[..., tuple[Array, Array]]
 
 CHUNK = 2**24  # elements whose roots are computed at once: 64 matrices of 512 x 512
 
 
 def is_due(step: Any, interval: Any) -> Any:
-    """Whether ``step`` (1, 2, ...) is a multiple of ``interval``; plain True if always."""
+    """Whether ``step`` (1, 2, ...) is a multiple of ``interval``; the bool True if always."""
     return True if isinstance(interval, int) and interval == 1 else jnp.mod(step, interval) < 1
 
 
@@ -33,20 +33,20 @@ def refresh(
     stagger: bool = False,
     axis_name: str | None = None,
 ) -> tuple[list[Array], Array]:
-    """The roots of stacks of matrices, new where it is time; and how many could not be used.
+    """The roots of stacks of matrices, refreshed where due; and how many could not be used.
 
-    All matrices of one size and rank make one batch: the compiled program computes the roots of
-    each batch at one place, however many parameters there are.
+    All matrices of one size and rank form one batch: the compiled program computes the roots of
+    each batch in one place, however many parameters there are.
 
     Args:
         matrices: stacks of shape ``(n, d, d)``.
-        old: their roots so far, which stay where it is not time or where the new ones are unusable.
-        ranks: of the parameter that each stack belongs to.
+        old: their roots so far, which are kept where no refresh is due or the new root is unusable.
+        ranks: for each stack the rank of its parameter.
         root: computes the roots of a batch.
         step: the number of this step: 1, 2, ...
         interval: steps between two refreshes of a root; an int if ``stagger``.
-        stagger: whether each step refreshes a share of the roots, rather than one step all.
-        axis_name: of replicas with equal matrices, each of which computes a share of the roots.
+        stagger: whether each step refreshes a share of the roots, instead of one step all of them.
+        axis_name: the mesh axis of replicas with equal matrices, each of which computes a share.
     """
     batches = defaultdict[tuple[int, int], list[int]](list)
     for i, (a, rank) in enumerate(zip(matrices, ranks, strict=True)):
@@ -58,8 +58,8 @@ def refresh(
             compute = functools.partial(
                 _over_replicas, root=functools.partial(root, rank=rank), axis_name=axis_name
             )
-            # One batch after the other: jaxlib 0.10 may wait for ever where three run eigh at once
-            # on the CPU. This is zero, but XLA cannot know it.
+            # One batch after the other: jaxlib 0.10 may deadlock where three run eigh at the same
+            # time on the CPU. This is zero, but XLA cannot know it.
             zero = jnp.where(unusable < 0, 1, 0)
             stacks = [matrices[i] + zero.astype(matrices[i].dtype) for i in members]
             replace = functools.partial(_replace, stacks, compute=compute)
@@ -67,11 +67,12 @@ def refresh(
             if stagger:
                 number = sum(map(len, stacks))
                 size = math.ceil(number / interval)
-                # Small batches take their turns one after the other.
+                # A batch of few matrices has no share in some steps: batches begin one after the
+                # other, so that those steps differ.
                 start = jnp.mod(step - 1 - turns, interval) * size
                 turns += math.ceil(number / size)
-                mine = functools.partial(replace, share=(start, size))
-                olds, missed = jax.lax.cond(start < number, mine, _nothing, olds)
+                share = functools.partial(replace, share=(start, size))
+                olds, missed = jax.lax.cond(start < number, share, _nothing, olds)
             else:
                 olds, missed = replace(olds)
             unusable += missed
@@ -90,7 +91,7 @@ def _nothing(old):
 
 
 def _replace(matrices, old, *, compute, share=None):
-    """The roots where they can be used, and how many cannot; of all, or of ``(start, size)``."""
+    """New roots where they can be used, and how many cannot; all, or those of ``(start, size)``."""
     a = jnp.concatenate(matrices)
     fresh = jnp.ones(len(a), bool)
     if share is None:
@@ -110,7 +111,7 @@ def _replace(matrices, old, *, compute, share=None):
 
 
 def _over_replicas(a, *, root, axis_name):
-    """The roots of a stack, of which each replica computes its share."""
+    """The roots of a stack, of which each replica computes a share."""
     if axis_name is None:
         return _in_chunks(a, root)
     replicas = jax.lax.psum(1, axis_name)
@@ -118,14 +119,14 @@ def _over_replicas(a, *, root, axis_name):
     start = jax.lax.axis_index(axis_name) * size
     padded = _pad(a, replicas * size)
     new, ok = _in_chunks(jax.lax.dynamic_slice_in_dim(padded, start, size), root)
-    # A sum of disjoint shares gathers them, and JAX knows that it is the same on all replicas.
+    # A sum of disjoint shares gathers them, and for JAX its result is replicated.
     shares = _place(new, start, len(padded)), _place(ok.astype(jnp.int32), start, len(padded))
     new, ok = jax.lax.psum(shares, axis_name)
     return new[: len(a)], ok[: len(a)] > 0
 
 
 def _in_chunks(a, root):
-    """The roots of a stack, so many at a time that their temporaries stay small."""
+    """The roots of a stack, computed in pieces so that the temporaries stay small."""
     pieces = math.ceil(a.size / CHUNK)
     if pieces <= 1:
         return root(a)
@@ -136,15 +137,15 @@ def _in_chunks(a, root):
 
 
 def _place(part, start, number):
-    """An array of ``number`` items, zero but for these from ``start`` on."""
+    """An array of ``number`` items: ``part`` from ``start`` on, and zeros elsewhere."""
     nothing = jnp.zeros((number, *part.shape[1:]), part.dtype)
     return jax.lax.dynamic_update_slice_in_dim(nothing, part, start, axis=0)
 
 
 def _pad(a, number):
-    """The stack with identities at its end, so that there are ``number``."""
-    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
+    """The stack with identities appended, so that it has ``number`` matrices."""
     missing = number - len(a)
-    return (
-        jnp.concatenate([a, jnp.broadcast_to(identity, (missing, *a.shape[1:]))]) if missing else a
-    )
+    if not missing:
+        return a
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
+    return jnp.concatenate([a, jnp.broadcast_to(identity, (missing, *a.shape[1:]))])

@@ -1,9 +1,9 @@
 """Inverse p-th roots of stacks of symmetric positive semidefinite matrices.
 
 Every method takes a stack ``a`` of shape ``(n, d, d)``, the order ``p``, and a ridge for the
-diagonal: ``epsilon``, or with ``relative`` that share of the largest eigenvalue. It returns the
-stack of ``(a + ridge) ** (-1 / p)``, and for each matrix whether its root can be used. A relative
-ridge of zero statistics is one, and so is their root.
+diagonal: ``epsilon``, or if ``relative`` then ``epsilon`` times the largest eigenvalue. It returns
+the stack of ``(a + ridge I) ** (-1 / p)``, and for each matrix whether its root can be used. If a
+matrix is zero, its relative ridge is 1, and its root the identity.
 """
 
 import functools
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 MAX_ITERATIONS = 100
-TOLERANCE = 1e-6  # of a Newton iteration that has converged
-USABLE = 0.1  # of one that has not
-RESIDUAL = 1e-3  # of eigenvectors, relative to the largest eigenvalue
+TOLERANCE = 1e-6  # a Newton iteration with a smaller error has converged
+USABLE = 0.1  # the largest error with which its result is used
+RESIDUAL = 1e-3  # the largest error of eigenvectors, relative to the largest eigenvalue
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -29,7 +29,7 @@ def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Ar
     ridge = _ridge(largest, epsilon, relative)
     powers = jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, a.dtype)
     roots = matmul(v * powers[:, None], v.mT)
-    # Are these the eigenvectors? One product with a vector tells, for a fraction of a matrix's.
+    # Checks the eigenvectors by products with one vector, which cost little beside the roots.
     probe = _probe(a)
     error = matmul(a, probe) - matmul(v, eigenvalues[:, :, None] * matmul(v.mT, probe))
     allowed = RESIDUAL * jnp.sqrt(a.shape[-1]) * largest
@@ -37,8 +37,8 @@ def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Ar
 
 
 def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    """By the coupled Newton iteration, nothing but matrix products: for accelerators."""
-    # With elements of about one no norm overflows. Powers of two round nothing.
+    """By the coupled Newton iteration, which needs matrix products only: for accelerators."""
+    # Scaled to elements of about one no norm overflows. Powers of two cause no rounding.
     scale = jnp.max(jnp.abs(a), axis=(1, 2))
     scale = jnp.where(scale > 0, scale, 1) if relative else jnp.maximum(scale, epsilon)
     scale = jnp.ldexp(jnp.ones_like(scale), jnp.frexp(scale)[1] - 1)[:, None]
@@ -50,7 +50,7 @@ def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, 
 
 
 def by_two_iterations(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    """By a square root and then by Newton, as ``use_iterative_root`` of the original."""
+    """By a square root and then by Newton, as with ``use_iterative_root`` in the original."""
     a = _add(a, _ridge(_largest(a), epsilon, relative))
     roots, ok = jax.vmap(lambda a: _newton(_square_root(a), p // 2))(a)
     return roots, ok & _finite(roots)
@@ -71,14 +71,14 @@ METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 def _probe(a: Array) -> Array:
-    """A vector in no special direction."""
+    """A fixed vector in a generic direction."""
     return jnp.cos(jnp.arange(a.shape[-1], dtype=a.dtype))[None, :, None]
 
 
 def _largest(a: Array) -> Array:
-    """The largest eigenvalue, by power iteration from the sums of the rows."""
+    """The largest eigenvalue, by power iteration from weighted sums of the rows."""
     unit = lambda v: v / jnp.maximum(jnp.linalg.norm(v, axis=1, keepdims=True), 1e-30)
-    # Unevenly weighted: two classes give [[1, -1], [-1, 1]], whose even sums it maps to zero.
+    # Weighted unevenly: [[1, -1], [-1, 1]], as two classes give, maps even sums to zero.
     v = unit(jnp.sum(jnp.abs(a), axis=2, keepdims=True) * (2 + _probe(a)))
     v = jax.lax.fori_loop(0, 20, lambda _, v: unit(matmul(a, v)), v)
     return jnp.linalg.norm(matmul(a, v), axis=1)
@@ -99,14 +99,17 @@ def _finite(a: Array) -> Array:
 
 
 def _newton(a: Array, p: int) -> tuple[Array, Array]:
-    """Guo and Higham, A Schur-Newton Method for the Matrix p-th Root and its Inverse, 2006."""
+    """The inverse ``p``-th root, and whether it can be used.
+
+    Guo and Higham, A Schur-Newton Method for the Matrix p-th Root and its Inverse, 2006.
+    """
     if len(a) == 1:
         return a ** (-1 / p), jnp.isfinite(a[0, 0])
     identity = jnp.eye(len(a), dtype=a.dtype)
     distance = lambda m: jnp.max(jnp.abs(m - identity))
     z = (1 + p) / (2 * jnp.linalg.norm(a))
 
-    def going_on(carry):
+    def unfinished(carry):
         i, _, error, _, last, _ = carry
         return (i < MAX_ITERATIONS) & (error > TOLERANCE) & (error < 1.2 * last)
 
@@ -119,20 +122,21 @@ def _newton(a: Array, p: int) -> tuple[Array, Array]:
     m, h = z * a, identity * z ** (1 / p)
     infinite = jnp.full_like(z, jnp.inf)
     begin = (0, m, distance(m), h, infinite, h)
-    _, _, error, h, last, before = jax.lax.while_loop(going_on, step, begin)
-    # The last step may have been one too many.
+    _, _, error, h, last, before = jax.lax.while_loop(unfinished, step, begin)
+    # The error may have grown in the last step.
     return jnp.where(error < last, h, before), jnp.minimum(error, last) <= USABLE
 
 
 def _square_root(a: Array) -> Array:
     """Higham, Stable Iterations for the Matrix Square Root, 1997.
 
-    As the original stops: at the iterate before the error grows, which begins as the norm.
+    It stops as the original does: at the iterate before the error grows. The first error is the
+    norm.
     """
-    # Made of a: within shard_map its type says on which axes it varies.
+    # Computed from a: within shard_map the type of a states on which axes it varies.
     identity, norm = jnp.zeros_like(a) + jnp.eye(len(a), dtype=a.dtype), jnp.linalg.norm(a)
 
-    def going_on(carry):
+    def unfinished(carry):
         i, _, _, _, error, last = carry
         return (i < MAX_ITERATIONS) & (error < last)
 
@@ -144,9 +148,9 @@ def _square_root(a: Array) -> Array:
         return i + 1, new, y, matmul(c, z), jnp.linalg.norm(a - matmul(root, root)) / norm, error
 
     y = a / norm
-    return jax.lax.while_loop(going_on, step, (0, y, y, identity, norm, norm + 1))[2] * jnp.sqrt(
-        norm
-    )
+    begin = (0, y, y, identity, norm, norm + 1)
+    _, _, before, *_ = jax.lax.while_loop(unfinished, step, begin)
+    return before * jnp.sqrt(norm)
 
 
 def _power(a: Array, p: int) -> Array:

@@ -1,0 +1,349 @@
+"""Shampoo as a transformation: what it keeps, and the parts of a step in their order."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from ...core.numerics import saturating_cast, upcast, wide_dtype
+from ...core.rows import SparseRows, is_rows
+from ...rules.frame import Leaf
+from ...rules.leafwise import zeros
+from ...rules.treewise import treewise
+from ...state.types import Slot
+from .blocks import Blocks
+from .grafting import match_norm, simple_step
+from .options import ShampooOptions, StepValues, statically_equals
+from .refresh import is_due, refresh
+from .roots import METHODS
+
+# In full precision on every backend, as all matrix products here.
+_product = functools.partial(jax.lax.dot_general, precision=jax.lax.Precision.HIGHEST)
+
+# Arrays for some of the dimensions of some parameters: by the parameter's place, and dimension.
+ByDimension = dict[tuple[int, int], Array]
+
+
+class ShampooSlots(NamedTuple):
+    """What Shampoo keeps; ``Gbar`` and ``H`` are tuples over the dimensions of a parameter."""
+
+    gbar: Slot  # weighted sum of the gradients
+    Gbar: Slot  # weighted sums of their second moments; for large dimensions the diagonals only
+    H: Slot  # inverse roots of the matrices among them; () for a diagonal
+    graft: Slot  # mean or sum of the squared gradient, where grafting needs one
+    momentum: Slot  # decaying sum of the steps, where there is momentum
+
+
+class Work(NamedTuple):
+    """One parameter during an update, in float32 at least."""
+
+    leaf: Leaf  # as it came
+    blocks: Blocks
+    rows: SparseRows | None  # where g and the slots are those of the listed rows only
+    g: Array
+    slots: ShampooSlots  # with an axis for the blocks
+
+    @property
+    def rank(self) -> int:
+        """The number of preconditioners."""
+        return len(self.blocks.dims)
+
+
+def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.shampoo`."""
+    none = lambda x: ()
+    return treewise(
+        functools.partial(_update, options),
+        slots=ShampooSlots(
+            gbar=zeros,
+            Gbar=functools.partial(_zero_statistics, options),
+            H=functools.partial(_identity_roots, options),
+            graft=zeros if options.needs_squares else none,
+            momentum=none if options.momentum is None else zeros,
+        ),
+        shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
+        scheduled={"T": lambda k: k + 1, **options.scheduled},
+    )
+
+
+def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
+    blocks = options.blocks(jnp.shape(x))
+    dtype = wide_dtype(x)  # which a root needs
+    shape = lambda d, full: blocks.stack(d, d) if full else blocks.stack(d)
+    return tuple(jnp.zeros(shape(*factor), dtype) for factor in blocks.factors)
+
+
+def _identity_roots(options: ShampooOptions, x: Any) -> tuple[Any, ...]:
+    blocks, dtype = options.blocks(jnp.shape(x)), jnp.result_type(x)
+    eye = lambda d: jnp.broadcast_to(jnp.eye(d, dtype=dtype), blocks.stack(d, d))
+    return tuple(eye(d) if full else () for d, full in blocks.factors)
+
+
+def _update(
+    options: ShampooOptions,
+    leaves: list[Leaf],
+    shared: dict[str, Array],
+    t: Array,
+    *,
+    T: Any,
+    alpha: Any,
+    **scheduled: Any,
+) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
+    """The rule for :func:`treewise`: of all parameters, since their roots come in batches."""
+    works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
+    wide = jnp.result_type(jnp.float32, *(work.g for work in works))
+    now = StepValues(t, T, alpha=alpha, **{k: jnp.asarray(v, wide) for k, v in scheduled.items()})
+    used, kept = _statistics(options, now, works)
+    roots, num_failed = _roots(options, now, works, used)
+    parts = (_by_parameter(works, arrays) for arrays in (used, kept, roots))
+    finished = iter([_finish(options, now, *part) for part in zip(works, *parts, strict=True)])
+    done = [(None, leaf.slots) if leaf.g is None else next(finished) for leaf in leaves]
+    return done, {"num_failed_roots": shared["num_failed_roots"] + num_failed}
+
+
+def _by_parameter(works: Sequence[Work], arrays: ByDimension) -> list[tuple[Any, ...]]:
+    """For each parameter a tuple over its dimensions, with () where there is no array."""
+    return [
+        tuple(arrays.get((j, i), ()) for i in range(len(work.slots.Gbar)))
+        for j, work in enumerate(works)
+    ]
+
+
+# Begin
+
+
+def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
+    """Rows or an array, in float32 at least, and the slots in blocks."""
+    g, _, s = leaf
+    blocks, rows = options.blocks(g.shape), None
+    if is_rows(g) and options.allows_rows and _has_diagonal_rows(blocks):
+        rows = g.coalesce()
+        g, s = rows.values, _map_rows(rows.gather, s)
+        blocks = blocks.of_rows(len(g))
+    elif is_rows(g):
+        g = g.to_dense()
+    g, s = jax.tree.map(upcast, (g, s))
+    return Work(leaf, blocks, rows, g, _map_matrices(blocks.unstack, s))
+
+
+def _has_diagonal_rows(blocks: Blocks) -> bool:
+    """Whether the first dimension has only a diagonal, and was not merged with others."""
+    unmerged = blocks.dims[:1] == blocks.shape[:1]
+    return blocks.preconditioned and not blocks.full[0] and unmerged
+
+
+# Statistics
+
+
+def _statistics(
+    options: ShampooOptions, now: StepValues, works: Sequence[Work]
+) -> tuple[ByDimension, ByDimension]:
+    """The second moments to use at this step, and those to keep."""
+    gs = [work.blocks.split(work.g) for work in works]
+
+    def accumulate(old):
+        pairs = {
+            (j, i): _average(
+                a,
+                _second_moment(now, works[j], gs[j], i),
+                now.mat_gbar_decay,
+                options.mat_gbar_decay,
+            )
+            for (j, i), a in old.items()
+        }
+        return tuple({key: pair[k] for key, pair in pairs.items()} for k in (0, 1))
+
+    old = {(j, i): a for j, work in enumerate(works) for i, a in enumerate(work.slots.Gbar)}
+    is_full = lambda key: works[key[0]].blocks.full[key[1]]
+    matrices = {key: a for key, a in old.items() if is_full(key)}
+    diagonals = {key: a for key, a in old.items() if not is_full(key)}
+    always = statically_equals(options.precond_update_interval, 1)
+    due = is_due(now.T, 1 if always else now.precond_update_interval)
+    if due is True:
+        full = accumulate(matrices)
+    else:
+        full = jax.lax.cond(due, accumulate, lambda old: (old, old), matrices)
+    used, kept = (a | b for a, b in zip(full, accumulate(diagonals), strict=True))
+    return used, kept
+
+
+def _second_moment(now: StepValues, work: Work, g: Array, i: int) -> Array:
+    """What the gradient, in blocks, adds to the statistics of dimension ``i``."""
+    if work.blocks.full[i]:
+        return now.mat_gbar_weight * now.precond_update_interval * _gram(g, i)
+    n = 1 if work.rows is not None or work.rank == 1 else g.shape[1 + i]
+    return now.mat_gbar_weight * _squares(g, i) / n
+
+
+# Roots
+
+
+def _roots(
+    options: ShampooOptions, now: StepValues, works: Sequence[Work], used: ByDimension
+) -> tuple[ByDimension, Array]:
+    """The roots of the matrices, new where it is time; and how many could not be used."""
+    keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
+    plain = isinstance(options.svd_interval, int)
+    new, num_failed = refresh(
+        [used[key] for key in keys],
+        [works[j].slots.H[i] for j, i in keys],
+        [works[j].rank for j, _ in keys],
+        functools.partial(_root, options, now.alpha),
+        step=now.T,
+        interval=options.svd_interval if plain else now.svd_interval,
+        stagger=options.stagger,
+        axis_name=options.axis_name,
+    )
+    return dict(zip(keys, new, strict=True)), num_failed
+
+
+def _root(options: ShampooOptions, alpha: Any, a: Array, rank: int) -> tuple[Array, Array]:
+    """The inverse roots of a stack of matrices, and which of them can be used."""
+    order = _order(rank, alpha, options.method)
+    method = METHODS[options.method]
+    return method(a / a.shape[-1], order, options.epsilon, options.relative_epsilon)
+
+
+def _order(rank: int, alpha: Any, method: str) -> Any:
+    """The order of the root for each dimension: the power is ``-alpha / rank``."""
+    order = rank / alpha
+    if method == "eigh":
+        return order
+    step = 2 if method == "two_iterations" else 1
+    if abs(order / step - round(order / step)) > 1e-9:
+        raise ValueError(
+            f"alpha must divide the rank {rank} of a parameter into a multiple of {step} for "
+            f"root={method!r}, got {alpha!r}: rank / alpha is {order}"
+        )
+    return round(order)
+
+
+# The step of one parameter
+
+
+def _finish(
+    options: ShampooOptions,
+    now: StepValues,
+    work: Work,
+    used: tuple[Array, ...],
+    kept: tuple[Array, ...],
+    roots: tuple[Any, ...],
+) -> tuple[Any, ShampooSlots]:
+    """The update and the new slots of a parameter."""
+    b, gbar = _sum_of_gradients(options, now, work)
+    p = _preconditioned(work.blocks, b, used, roots, now.alpha)
+    d, v = simple_step(options, now, b, work.g, work.slots.graft)
+    if not work.blocks.preconditioned:
+        p = d
+    elif options.grafting is not None:
+        p = match_norm(p, d)
+    p = _warm_up(options, now, p, d)
+    p, m = _momentum(options, p, work.slots.momentum)
+    return _end(work, p, ShampooSlots(gbar, kept, roots, v, m))
+
+
+def _sum_of_gradients(options: ShampooOptions, now: StepValues, work: Work) -> tuple[Array, Array]:
+    """The weighted sum of the gradients: to use, and to keep. Of rows it is the gradient."""
+    if work.rows is not None:
+        return work.g, work.slots.gbar
+    weighted = now.gbar_weight * work.g
+    return _average(work.slots.gbar, weighted, now.gbar_decay, options.gbar_decay)
+
+
+def _preconditioned(
+    blocks: Blocks, b: Array, used: Sequence[Array], roots: Sequence[Any], alpha: Any
+) -> Array:
+    """``b`` times a root along each dimension, or times the power of a diagonal."""
+    p, power = blocks.split(b), -alpha / len(blocks.dims)
+    for i, (q, h) in enumerate(zip(used, roots, strict=True)):
+        if blocks.full[i]:
+            p = _multiply(p, h, i)
+        else:
+            h = jnp.where(q > 0, jnp.where(q > 0, q, 1) ** power, 0)
+            p = p * jnp.expand_dims(h, _others(p, i))
+    return blocks.join(p)
+
+
+def _warm_up(options: ShampooOptions, now: StepValues, p: Array, d: Array) -> Array:
+    """The simpler step ``d`` up to the step ``start_step``, then ``p``."""
+    if statically_equals(options.start_step, 0):
+        return p
+    return jnp.where(options.start_step < now.T, p, d)
+
+
+def _momentum(options: ShampooOptions, p: Array, m: Any) -> tuple[Array, Any]:
+    """The decaying sum of the steps, or with Nesterov the step after it; and the sum to keep."""
+    if options.momentum is None:
+        return p, m
+    m = options.momentum * m + p
+    return (p + options.momentum * m if options.nesterov else m), m
+
+
+def _end(work: Work, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
+    """The update as the gradient came, and the slots as the state keeps them."""
+    g, _, s = work.leaf
+    u, new = saturating_cast(p, g.dtype), _map_matrices(work.blocks.restack, new)
+    if work.rows is not None:
+        u = work.rows.with_values(u).drop_padding()
+        new = _map_rows(work.rows.scatter, s, new)
+    return u, jax.tree.map(lambda a, b: saturating_cast(b, a.dtype), s, new)
+
+
+# Arithmetic of arrays of shape (blocks, *sizes)
+
+
+def _average(x: Array, new: Array, decay: Array, given: Any) -> tuple[Array, Array]:
+    """The weighted sum: to use, and to keep. Without decay nothing needs to be kept."""
+    if statically_equals(given, 0):
+        return new, x
+    total = x + new if statically_equals(given, 1) else decay * x + new
+    return total, total
+
+
+def _others(x: Array, i: int) -> tuple[int, ...]:
+    """The axes except that of the blocks and the ``i``-th of a block."""
+    return tuple(axis for axis in range(1, x.ndim) if axis != 1 + i)
+
+
+def _gram(x: Array, i: int) -> Array:
+    """The products of all pairs of slices along axis ``i`` of each block."""
+    others = _others(x, i)
+    return _product(x, x, ((others, others), ((0,), (0,))))
+
+
+def _squares(x: Array, i: int) -> Array:
+    """The diagonal of that."""
+    return jnp.sum(x**2, axis=_others(x, i))
+
+
+def _multiply(x: Array, h: Array, i: int) -> Array:
+    """Each block times its symmetric matrix along axis ``i``."""
+    if i == 0:
+        return _product(h, x, (((2,), (1,)), ((0,), (0,))))
+    return jnp.moveaxis(_product(x, h, (((1 + i,), (1,)), ((0,), (0,)))), -1, 1 + i)
+
+
+# Slots
+
+
+def _map_matrices(f: Any, slots: ShampooSlots) -> ShampooSlots:
+    """``f`` of the slots that have one array for each dimension."""
+    return slots._replace(Gbar=jax.tree.map(f, slots.Gbar), H=jax.tree.map(f, slots.H))
+
+
+def _map_rows(f: Any, *slots: ShampooSlots) -> ShampooSlots:
+    """``f`` of the slots that have rows as the parameter has; the others are the last one's."""
+    transposed = lambda *xs: f(*(x.T for x in xs)).T  # there the axis of the blocks is the first
+    new = slots[-1]
+    first = transposed(*(s.Gbar[0] for s in slots))
+    return ShampooSlots(
+        gbar=slots[0].gbar,
+        Gbar=(first, *new.Gbar[1:]),
+        H=new.H,
+        graft=jax.tree.map(f, *(s.graft for s in slots)),
+        momentum=jax.tree.map(f, *(s.momentum for s in slots)),
+    )
