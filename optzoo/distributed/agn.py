@@ -1,4 +1,4 @@
-"""AGN: replicas that push the mean of their gradients to a center."""
+"""Accumulated gradient normalization (AGN)."""
 
 from typing import Any, NamedTuple
 
@@ -53,15 +53,15 @@ def agn(
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`c` is the center,
     :math:`u_i` and :math:`u_c` are the updates of ``inner`` with the slots of the replica and
-    those of the center, and :math:`n` replicas push at once. A replica's slots stay as they are.
-    What ``inner`` keeps beside slots (step counts, Adam's powers) belongs to the replica, goes
-    along with its push and counts it, as in the original. :func:`optzoo.eval_params` gives the
-    center. Row-sparse gradients make row-sparse local steps (``exchange=False``) and are
-    accumulated at their rows; the push is of whole tables.
+    with those of the center, and :math:`n` replicas push at once. A push leaves the slots of the
+    replica unchanged. The other state of ``inner`` (step counts, Adam's powers) belongs to the
+    replica: its values are used for the push and count it, as in the original.
+    :func:`optzoo.eval_params` gives the center. Row-sparse gradients make row-sparse local steps
+    with ``exchange=False`` and are accumulated at their rows; a push is of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
-    makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to push
-    now, in the place of the count; the mean is then over the steps since the last push; see
+    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
+    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
+    to push now, whatever the step count; the mean is over the steps since the last push; see
     :func:`optzoo.scan_local_steps`).
 
     Args:
@@ -69,13 +69,14 @@ def agn(
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one push to the next; static.
         order: ``"simultaneous"``: the center makes one step by the mean of all pushes, with one
-            sum over the replicas; ``"round_robin"``: one step for each, in the order of ranks,
-            and each replica pulls what its own step made, as the original's workers.
+            sum over the replicas; ``"round_robin"``: one step for each push, in the order of
+            ranks, and each replica reads the center after its own step, as the original's
+            workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are summed already.
+            if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -83,9 +84,9 @@ def agn(
         2017; ``tf.contrib.opt.AGNOptimizer``.
 
     Differences from the original:
-        With ordinary TensorFlow variables the original at times pushes the sum in the place of
-        the mean, at random; this is the mean. Accumulators and the center are in float32 at
-        least.
+        With ordinary TensorFlow variables the original sometimes pushes the sum instead of the
+        mean, at random; here it is always the mean. Accumulators and the center are in float32
+        at least.
     """
     period = check_size(1, communication_period=communication_period)
     replicas = Replicas(axis_name, bucket_bytes)

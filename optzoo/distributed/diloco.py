@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer on what the replicas' inner optimizers have moved."""
+"""DiLoCo: local steps, and an outer optimizer for the mean change of the parameters."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ def diloco(
     fragments: int = 1,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Low-communication training: local steps, and an outer optimizer on their mean outcome.
+    r"""Low-communication training: local steps, and an outer optimizer for their mean change.
 
     .. math::
         x_i &\leftarrow x_i + u(g_i) \\
@@ -46,35 +46,35 @@ def diloco(
         c \leftarrow c + U(\Delta), \quad x_i \leftarrow c
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
-    ``inner``, :math:`c` are the parameters all agreed on last (:func:`optzoo.eval_params` gives
-    them), :math:`\Delta` is the pseudo-gradient and :math:`U` the update of ``outer``. Slots of
-    ``inner`` stay with their replica. With ``outer=gradient_descent(1.0)`` it is
-    :func:`optzoo.model_average`. Row-sparse gradients make row-sparse local steps
-    (``exchange=False``); the pseudo-gradient is of whole tables.
+    ``inner``, :math:`c` are the parameters that all replicas agreed on last
+    (:func:`optzoo.eval_params` gives them), :math:`\Delta` is the pseudo-gradient and :math:`U`
+    the update of ``outer``. Slots of ``inner`` stay with their replica. With
+    ``outer=gradient_descent(1.0)`` it is :func:`optzoo.model_average`. Row-sparse gradients make
+    row-sparse local steps with ``exchange=False``; the pseudo-gradient is of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
-    its parameters count; it takes the new ones in any case), ``active`` (bool per replica: whether
-    it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`) and ``fragment``
+    It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
+    whether its parameters count; it takes the new ones in any case), ``active`` (bool per replica:
+    whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
+    exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`) and ``fragment``
     (a Python int: with ``exchange=True`` the only fragment to exchange).
 
     Args:
         inner: a whole optimizer, its learning rate included.
-        outer: another, for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
+        outer: the optimizer for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
             nesterov=True)``.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
-        warmup_steps: first steps with synchronous training: gradients are averaged before
-            ``inner``, ``outer`` waits, and parameters stay equal; static. Not in steps with
-            ``exchange=False``.
-        fragments: at most ``communication_period``. The parameters are cut, in their order, into
-            so many fragments of about the same size, each exchanged once in a period, one after
-            the other, so that less is sent at a time ("streaming"); static.
+        warmup_steps: the number of first steps with synchronous training: gradients are averaged
+            before ``inner``, ``outer`` is not used, and the parameters of all replicas stay equal;
+            static. It has no effect in steps with ``exchange=False``.
+        fragments: the number of fragments, at most ``communication_period``. The parameters are
+            cut, in their order, into fragments of about the same size. Each is exchanged once in
+            a period, one after the other, so that less is sent at a time ("streaming"); static.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
-        ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are summed already.
+        ValueError: if an argument is out of its range, if no params are given to ``update``, if
+            ``fragment`` is out of its range, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -87,8 +87,8 @@ def diloco(
     fragments = check_size(1, fragments=fragments)
     if fragments > period:
         raise ValueError(
-            f"fragments must be at most communication_period={period}, so that each has a step of "
-            f"its own, got {fragments}"
+            f"fragments must be at most communication_period={period}, so that each has its "
+            f"own step, got {fragments}"
         )
     replicas = Replicas(axis_name, bucket_bytes)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -140,7 +140,7 @@ def diloco(
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:
-    """Whether each leaf is in a fragment: neighbours are, and all fragments weigh alike."""
+    """Whether each leaf is in a fragment: a run of leaves, of about the same size for each."""
     leaves, treedef = jax.tree.flatten(tree)
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))
     middles = [end - leaf.size / 2 for end, leaf in zip(ends, leaves, strict=True)]

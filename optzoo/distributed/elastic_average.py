@@ -1,4 +1,4 @@
-"""EASGD: replicas that pull one another through a center."""
+"""Elastic averaging SGD (EASGD)."""
 
 from typing import Any, NamedTuple
 
@@ -42,14 +42,14 @@ def elastic_average(
         c \leftarrow c + \sum_j d_j
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` the update of ``inner``,
-    :math:`c` the center, and :math:`\tilde c_i` what this replica last saw of it: the center
-    before its exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params`
-    gives the center. Row-sparse gradients make row-sparse local steps (``exchange=False``); the
-    exchange, and ``rho``, move whole tables.
+    :math:`c` the center, and :math:`\tilde c_i` the center that this replica read last, before
+    its own exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params`
+    gives the center. Row-sparse gradients make row-sparse local steps with ``exchange=False``;
+    other steps, and ``rho``, make dense updates of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
-    makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`).
+    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
+    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
+    to exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -57,15 +57,16 @@ def elastic_average(
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
         moving_rate: :math:`\alpha`, in (0, 1]; None for :math:`0.9 / \tau /` ``num_workers``. The
-            center stays among the replicas if ``num_workers`` times it is at most 1.
+            center stays within the range of the replicas if ``num_workers * moving_rate <= 1``.
         rho: :math:`\rho`, at least 0.
-        order: ``"simultaneous"``: all see the same center, with one sum over the replicas;
-            ``"round_robin"``: one after the other by rank, as the original's workers.
+        order: ``"simultaneous"``: all replicas read the same center, with one sum over the
+            replicas; ``"round_robin"``: one after the other by rank, as the original's workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, if
-            the axis has another size than ``num_workers``, or if gradients are summed already.
+            the axis has another size than ``num_workers``, or if gradients are already summed
+            over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

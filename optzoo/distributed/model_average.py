@@ -1,4 +1,4 @@
-"""Replicas that take the average of their parameters now and then."""
+"""Periodic averaging of the parameters of all replicas."""
 
 from typing import Literal, get_args
 
@@ -38,28 +38,28 @@ def model_average(
         c &= \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad x_i \leftarrow c
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
-    ``inner`` and :math:`n` the number of replicas that arrived. Those that did not take the
-    average, too; if none did, nothing changes. :func:`optzoo.eval_params` gives the last average.
-    Row-sparse gradients make row-sparse local steps (``exchange=False``); the average is of whole
-    tables.
+    ``inner`` and :math:`n` the number of replicas that arrived. Replicas that did not arrive
+    take the average, too; if none arrived, nothing changes. :func:`optzoo.eval_params` gives the
+    last average. Row-sparse gradients make row-sparse local steps with ``exchange=False``; the
+    average is of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
-    its parameters count), ``active`` (bool per replica: whether it makes a step now) and
-    ``exchange`` (a Python bool, the same on all replicas: whether to average now, in the place of
-    the count; see :func:`optzoo.scan_local_steps`).
+    It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
+    whether its parameters count), ``active`` (bool per replica: whether it makes a step now) and
+    ``exchange`` (a Python bool, the same on all replicas: whether to average now, whatever the
+    step count; see :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         interval_steps: :math:`\tau`, local steps from one average to the next; static.
-        slots: what becomes of each replica's slots at an average: ``"keep"`` them, as the
-            original, ``"average"`` them, too, or ``"reset"`` them to what they began with. Counts
-            and powers always go on.
+        slots: what an average does to each replica's slots: ``"keep"`` leaves them unchanged, as
+            in the original, ``"average"`` averages them, too, and ``"reset"`` sets them to their
+            initial values. Counts and powers are always kept.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are summed already.
+            if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

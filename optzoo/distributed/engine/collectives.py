@@ -1,4 +1,4 @@
-"""The replicas of a training run: what they share, and how they speak to one another."""
+"""Collectives across replicas."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 AxisName = str | tuple[str, ...] | None
 
-# Leaves up to this size travel together: benchmarks/replicas.py measures it.
+# Leaves up to this size are sent as one array: benchmarks/replicas.py measures it.
 BUCKET_BYTES = 1 << 20
 # XLA takes seconds to compile a concatenation of a thousand arrays.
 BUCKET_LEAVES = 128
@@ -25,7 +25,7 @@ BUCKET_LEAVES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The replicas along a named axis, as one of them sees them.
+    """The replicas along a named axis, seen from one of them.
 
     Attributes:
         axis_name: of ``vmap``, ``pmap`` or a mesh; None for a single replica without any.
@@ -41,7 +41,7 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         if self.axis_name is None:
             return 1
         try:
@@ -54,7 +54,7 @@ class Replicas:
             ) from error
 
     def check_size(self, **expected: int) -> None:
-        """Raises ``ValueError`` unless there are as many as the argument says."""
+        """Raises ``ValueError`` unless the argument is the number of replicas."""
         for name, number in expected.items():
             if number != self.size:
                 raise ValueError(
@@ -64,14 +64,14 @@ class Replicas:
 
     @property
     def index(self) -> Array:
-        """Which of them this one is."""
+        """The rank of this replica."""
         if self.axis_name is None:
             return jnp.zeros([], jnp.int32)
-        _ = self.size  # whose error is clearer
+        _ = self.size  # raises a clearer error
         return lax.axis_index(self.axis_name)
 
     def sum(self, tree: Any) -> Any:
-        """The sum over all replicas, in one message for each dtype and some for large arrays."""
+        """The sum over all replicas: one message for each dtype, and for each large array."""
         if self.axis_name is None:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -83,11 +83,11 @@ class Replicas:
         return treedef.unflatten(leaves)
 
     def sum_where(self, who: Any, tree: Any) -> Any:
-        """The sum over those for whom ``who`` is true, whatever the others hold."""
+        """The sum over the replicas where ``who`` is true; the others may hold NaN."""
         return self.sum(zero_unless(who, tree))
 
     def any(self, who: Any) -> Array:
-        """Whether it is true for one of them."""
+        """Whether ``who`` is true on a replica."""
         return self.sum(jnp.asarray(who, jnp.int32)) > 0
 
     def gather(self, tree: Any) -> Any:
@@ -99,7 +99,7 @@ class Replicas:
         return gather_invarying(tree, self.axis_name)
 
     def sum_gradients(self, updates: Any, who: Any, more: Any = ()) -> tuple[Any, Any]:
-        """The gradients of those for whom ``who`` is true, summed; and the sum of ``more``.
+        """The sum of the gradients of the replicas where ``who`` is true; and that of ``more``.
 
         Rows are gathered as rows, in the order of the replicas; arrays are summed in float32 at
         least.
@@ -111,12 +111,12 @@ class Replicas:
         return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
 
     def mean_gradients(self, updates: Any, who: Any) -> Any:
-        """Their mean over those for whom ``who`` is true, for each replica to use as its own."""
+        """The mean over the replicas where ``who`` is true, typed as what may differ."""
         sums, number = self.sum_gradients(updates, who, jnp.asarray(who, jnp.int32))
         return self.vary(divide_gradients(sums, jnp.maximum(number, 1), updates))
 
     def spread_gradients(self, updates: Any, who: Any) -> Any:
-        """The gradients themselves, in arrays like those of :meth:`mean_gradients`."""
+        """The gradients of this replica, in arrays of the shapes of :meth:`mean_gradients`."""
         del who
 
         def spread(g):
@@ -129,16 +129,16 @@ class Replicas:
         return map_rows(spread, updates)
 
     def gather_rows(self, g: SparseRows, who: Any) -> SparseRows:
-        """The rows of those for whom ``who`` is true; padding in the place of the others'."""
+        """The rows of the replicas where ``who`` is true, and padding for those of the others."""
         indices = jnp.where(who, jnp.asarray(g.indices), g.num_rows)
         values = zero_unless(who, upcast(g.values))
         indices, values = self.gather((indices, values))
         return SparseRows(indices, values, g.num_rows)
 
     def vary(self, tree: Any) -> Any:
-        """The same, typed as what may differ from replica to replica.
+        """The same values, typed as what may differ between replicas.
 
-        Only a ``shard_map`` with ``check_vma`` keeps such types; elsewhere nothing happens.
+        Only a ``shard_map`` with ``check_vma`` has such types; elsewhere this does nothing.
         """
         if not self._is_checked():
             return tree
@@ -149,10 +149,10 @@ class Replicas:
 
         return jax.tree.map(vary, tree)
 
-    def check_own(self, updates: Any) -> None:
+    def check_per_replica(self, updates: Any) -> None:
         """Raises ``ValueError`` if a gradient is known to be the same on all replicas.
 
-        JAX has then summed it over them: so it differentiates by replicated parameters.
+        Then JAX has already summed it over them, because the parameters were replicated.
         """
         if not self._is_checked():
             return
@@ -160,22 +160,23 @@ class Replicas:
             if missing := set(self._names) - varying(g):
                 raise ValueError(
                     f"the gradient of '{path_name(path)}' is the same along {sorted(missing)}: "
-                    "under check_vma, jax.grad by parameters that all replicas share has summed "
-                    "it already. Differentiate by optzoo.per_replica(params, axis_name)"
+                    "under check_vma, jax.grad with respect to replicated parameters has already "
+                    "summed it over the replicas. Differentiate with respect to "
+                    "optzoo.per_replica(params, axis_name)"
                 )
 
-    def check_shared(self, params: Any) -> None:
+    def check_replicated(self, params: Any) -> None:
         """Raises ``ValueError`` if a parameter is known to differ between replicas."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
-            if own := set(self._names) & varying(x):
+            if axes := set(self._names) & varying(x):
                 raise ValueError(
-                    f"parameter '{path_name(path)}' may differ along {sorted(own)}, but here all "
+                    f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but here all "
                     "replicas share one copy: give it to shard_map with in_specs of "
                     "PartitionSpec() (optzoo.map_over_replicas does)"
                 )
 
     def _buckets(self, leaves: list[Array]) -> list[list[int]]:
-        """Which leaves are sent together: small ones of one dtype."""
+        """The positions of leaves that are sent as one array: small ones of one dtype."""
         buckets, filling = list[list[int]](), dict[Any, list[int]]()
         for i, leaf in enumerate(leaves):
             if leaf.nbytes > (self.bucket_bytes or 0):
@@ -233,11 +234,11 @@ def zero_unless(condition: Any, tree: Any) -> Any:
 
 
 def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """The same values, of which each replica has its own: differentiate by these.
+    """The same values as parameters of each replica: differentiate with respect to these.
 
-    Inside ``shard_map`` with ``check_vma``, ``jax.grad`` by parameters that all replicas share
-    sums the gradients over them, without a word. Each replica's own gradient is that by
-    ``per_replica(params)``. Under ``vmap`` and ``pmap`` nothing happens.
+    Inside ``shard_map`` with ``check_vma``, ``jax.grad`` with respect to replicated parameters
+    silently sums the gradients over the replicas. With respect to ``per_replica(params)`` each
+    replica gets the gradient of its own loss. Under ``vmap`` and ``pmap`` this does nothing.
 
     Args:
         tree: parameters, or other arrays.
@@ -250,10 +251,10 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 
 
 def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """What replica 0 has, for all: training starts from one copy.
+    """Copies the arrays of replica 0 to all replicas, so that all start from the same values.
 
-    To be called where the axis is known, before ``init``; the counterpart of the originals' init
-    ops, by which workers copied the chief's variables.
+    Call it inside the mapped function, before ``init``. It is the counterpart of the originals'
+    init ops, by which workers copied the chief's variables.
 
     Args:
         tree: parameters, or other arrays.

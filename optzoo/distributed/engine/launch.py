@@ -1,4 +1,4 @@
-"""From the code of one replica to that of all of them."""
+"""Runs the code of one replica on all replicas."""
 
 import functools
 from collections.abc import Callable
@@ -29,15 +29,15 @@ def map_over_replicas(
         step: ``step(params, state, *batch) -> (params, state, *out)`` as one replica sees it; it
             may use collectives over ``axis_name``, as the distributed wrappers do.
         axis_name: the axis, or axes of the mesh, of the replicas.
-        mesh: one device for each replica, through ``jax.shard_map``; None for all replicas on one
-            device, through ``jax.vmap`` (or on many, if the arrays are sharded over them and the
-            result is compiled).
+        mesh: a mesh with one device for each replica, for ``jax.shard_map``; None for all
+            replicas on one device, by ``jax.vmap`` (or on many devices, if the arrays are sharded
+            over them and the result is compiled).
         check_vma: as for ``jax.shard_map``.
 
     Returns:
         A function like ``step`` of parameters and state as :func:`optzoo.replicate` makes them,
-        and of batches and results with a first axis over the replicas. Not compiled yet: wrap it
-        in ``jax.jit``, with ``donate_argnums=(0, 1)``.
+        and of batches and results with a first axis over the replicas. It is not compiled: wrap
+        it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
 
     Raises:
         ValueError: when called, if there is not one replica for each device of the mesh.
@@ -58,8 +58,8 @@ def map_over_replicas(
         specs = *replica_specs(params, state, PartitionSpec(), spec), spec
 
         def of_block(params, state, batch):
-            params, state = map_per_replica(_the_one, params, state)
-            params, state, out = of_one(params, state, jax.tree.map(_the_one, batch))
+            params, state = map_per_replica(_only_replica, params, state)
+            params, state, out = of_one(params, state, jax.tree.map(_only_replica, batch))
             params, state = map_per_replica(lambda a: a[None], params, state)
             return params, state, jax.tree.map(lambda a: jnp.asarray(a)[None], out)
 
@@ -75,13 +75,13 @@ def map_over_replicas(
 def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
     """A round of local steps with one exchange at its end, as one function.
 
-    Where an exchange is conditional, XLA copies what it may change, at every step. A round has
-    no condition: its local steps cost what those of the inner optimizer cost. The step is compiled
-    twice, as a local one and as the last one.
+    A step with a conditional exchange makes row-sparse updates dense, and XLA cannot fuse
+    operations across the condition. A round has no condition: its local steps cost what those of
+    the inner optimizer cost. The step is compiled twice: as a local step, and as the last one.
 
     Args:
         step: ``step(params, state, *batch, exchange) -> (params, state, *out)`` for one replica,
-            which hands ``exchange`` (a Python bool) on to ``update``.
+            which passes ``exchange`` (a Python bool) to ``update``.
 
     Returns:
         ``round(params, state, *batches) -> (params, state, *outs)`` for one replica, where
@@ -111,13 +111,15 @@ def replicate(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state of one replica for all: what each has for itself gets a first axis.
+    """Parameters and state of all replicas, from those of one.
+
+    Arrays that each replica has for itself get a first axis over the replicas.
 
     Args:
         params: the parameters.
         state: ``tx.init(params)``.
-        num_replicas: how many there are.
-        mesh: where to put them; None for the default device.
+        num_replicas: the number of replicas.
+        mesh: the mesh to put them on; None for the default device.
         axis_name: the axis, or axes, of the mesh.
     """
     check_size(1, num_replicas=num_replicas)
@@ -138,18 +140,19 @@ def resize_replicas(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state for fewer or more replicas, to go on from a checkpoint.
+    """Parameters and state for fewer or more replicas, to resume from a checkpoint.
 
-    The first replicas keep what they have. A new one starts from the center, as a worker that
-    joins; slots and counts of its inner optimizer are those of replica ``i % old number``.
+    The first replicas keep their parameters and their state. A new replica ``i`` starts from the
+    center, as a worker that joins; slots and counts of its inner optimizer are those of replica
+    ``i % old number``.
 
     Args:
         tx: the optimizer for the new number of replicas.
         params: of all replicas, as :func:`optzoo.replicate` makes them.
         state: of all replicas.
-        num_replicas: how many there are to be.
-        mesh: where to put them; None for the default device. Over several processes all of them
-            must call this, with arrays on devices of all.
+        num_replicas: the new number of replicas.
+        mesh: the mesh to put them on; None for the default device. With several processes all of
+            them must call this, with arrays on devices of all processes.
         axis_name: the axis, or axes, of the mesh.
     """
     check_size(1, num_replicas=num_replicas)
@@ -217,7 +220,7 @@ def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple
 
 
 def _placed(f, params, state, mesh, axis_name):
-    """Parameters and state of all replicas as ``f`` makes them, where they belong."""
+    """``f(params, state)``, of all replicas, on the devices of the mesh."""
     if mesh is None:
         return jax.jit(f)(params, state)
     at = functools.partial(NamedSharding, mesh)
@@ -233,10 +236,10 @@ def _nodes(state: Any) -> list[ReplicaState]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_replicas) if _is_replicas(node)]
 
 
-def _the_one(block: Array) -> Array:
+def _only_replica(block: Array) -> Array:
     if len(block) != 1:
         raise ValueError(
-            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh of as "
-            "many devices as there are replicas, or none"
+            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh with "
+            "one device for each replica, or mesh=None"
         )
     return block[0]

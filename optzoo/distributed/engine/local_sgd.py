@@ -111,7 +111,7 @@ class _Driver:
     ):
         check_params(params)
         check_gradients(updates, params)
-        self.replicas.check_own(updates)
+        self.replicas.check_per_replica(updates)
         arrived = True if arrived is None else arrived
         params, per_replica = self.replicas.vary((params, state.per_replica))
         replicated = state.replicated._replace(count=state.replicated.count + 1)

@@ -133,7 +133,7 @@ def returnn_updater(
 
     def raw_gradients(updates, params):
         """Those of the whole loss, of all replicas."""
-        replicas.check_own(updates)
+        replicas.check_per_replica(updates)
         if decoupled is None:
             updates = map_named(options, _plus_constraint, updates, params)
         if not step_options.use_horovod:
