@@ -125,7 +125,7 @@ class Cluster:
         self.mesh = mesh(self.size)
 
     def train(self, tx, params, steps=None, **static):
-        """``run(k)`` and the compiled program of a step, or of a round of so many steps."""
+        """``run(k)`` and the compiled program of a step, or of a round of ``steps`` steps."""
 
         def step(params, state, target, **chosen):
             grads = jax.tree.map(lambda x: x - target, optzoo.per_replica(params))
@@ -248,7 +248,7 @@ def with_exchange(tx, exchange):
 
 
 def rounds(tx, params, grads, length, exchange=True):
-    """``run(k)``: a round of so many steps as one program, or a scan without an exchange."""
+    """``run(k)``: a round of ``length`` steps as one program, or a scan without an exchange."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def program(params, state, grads):
@@ -456,8 +456,8 @@ def show(table, indent=""):
             print(f"{indent}{name}")
             show(row, indent + "  ")
         else:
-            numbers = {k: v for k, v in row.items() if isinstance(v, float | int)}
-            print(f"{indent}{name:36}", "   ".join(f"{k} {v:.3g}" for k, v in numbers.items()))
+            values = {k: v for k, v in row.items() if isinstance(v, float | int)}
+            print(f"{indent}{name:36}", "   ".join(f"{k} {v:.3g}" for k, v in values.items()))
 
 
 def main():

@@ -10,7 +10,7 @@ Slot = Any
 
 
 class NoSlots(NamedTuple):
-    """What a stateless optimizer keeps: nothing."""
+    """The slots of an optimizer that has none."""
 
 
 class LeafwiseState(NamedTuple):

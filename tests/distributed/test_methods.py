@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.state.types import SharedParamsState
 from optzoo.testing import samples
 
 from . import cases
@@ -277,6 +278,20 @@ def test_a_moving_average_belongs_inside():
     for tick in range(3):
         want = jax.tree.map(lambda a, x, tick=tick: 0.5 * a + 0.5 * x[tick], want, x)
     close(averages, want)
+
+
+# States
+
+
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_the_type_of_the_state_tells_whether_parameters_are_replicated(method):
+    state = cases.METHODS[method](momentum(), N).init(START)
+    assert isinstance(state, optzoo.ReplicaState)
+    of_params, of_state = optzoo.replica_specs(START, state, "replicated", "per replica")
+    shares_params = method.startswith(("sync", "drop"))
+    assert of_params == ("replicated" if shares_params else "per replica")
+    assert isinstance(state, SharedParamsState) == shares_params
+    assert of_state == type(state)("replicated", "per replica")
 
 
 # Parameters without gradients, and in 16 bits

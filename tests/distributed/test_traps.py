@@ -187,6 +187,13 @@ def test_arguments_out_of_range_are_named(name):
         WRONG[name]()
 
 
+def test_a_fragment_that_does_not_exist_is_refused():
+    tx = optzoo.diloco(INNER, axis_name=None, communication_period=2, fragments=2)
+    x = cases.params()
+    with pytest.raises(ValueError, match="fragment must be below fragments=2, got 2"):
+        tx.update(x, tx.init(x), x, exchange=True, fragment=2)
+
+
 @pytest.mark.parametrize("method", [m for m in cases.METHODS if not m.startswith("sync")])
 def test_parameters_are_needed(method):
     tx = cases.METHODS[method](INNER, N)

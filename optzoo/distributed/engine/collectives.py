@@ -82,13 +82,13 @@ class Replicas:
                 leaves[i] = part
         return treedef.unflatten(leaves)
 
-    def sum_where(self, who: Any, tree: Any) -> Any:
-        """The sum over the replicas where ``who`` is true; the others may hold NaN."""
-        return self.sum(zero_unless(who, tree))
+    def sum_where(self, mask: Any, tree: Any) -> Any:
+        """The sum over the replicas where ``mask`` is true; the others may hold NaN."""
+        return self.sum(zero_unless(mask, tree))
 
-    def any(self, who: Any) -> Array:
-        """Whether ``who`` is true on a replica."""
-        return self.sum(jnp.asarray(who, jnp.int32)) > 0
+    def any(self, mask: Any) -> Array:
+        """Whether ``mask`` is true on a replica."""
+        return self.sum(jnp.asarray(mask, jnp.int32)) > 0
 
     def gather(self, tree: Any) -> Any:
         """The arrays of all replicas joined along the first axis."""
@@ -98,26 +98,26 @@ class Replicas:
             return lax.all_gather(tree, self.axis_name, tiled=True)
         return gather_invarying(tree, self.axis_name)
 
-    def sum_gradients(self, updates: Any, who: Any, more: Any = ()) -> tuple[Any, Any]:
-        """The sum of the gradients of the replicas where ``who`` is true; and that of ``more``.
+    def sum_gradients(self, updates: Any, mask: Any, more: Any = ()) -> tuple[Any, Any]:
+        """The sum of the gradients of the replicas where ``mask`` is true; and that of ``more``.
 
         Rows are gathered as rows, in the order of the replicas; arrays are summed in float32 at
         least.
         """
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
-        dense, more = self.sum((zero_unless(who, dense), more))
-        gs = [self.gather_rows(g, who) if is_rows(g) else g for g in gs]
+        dense, more = self.sum((zero_unless(mask, dense), more))
+        gs = [self.gather_rows(g, mask) if is_rows(g) else g for g in gs]
         return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
 
-    def mean_gradients(self, updates: Any, who: Any) -> Any:
-        """The mean over the replicas where ``who`` is true, typed as what may differ."""
-        sums, number = self.sum_gradients(updates, who, jnp.asarray(who, jnp.int32))
+    def mean_gradients(self, updates: Any, mask: Any) -> Any:
+        """The mean over the replicas where ``mask`` is true, typed as what may differ."""
+        sums, number = self.sum_gradients(updates, mask, jnp.asarray(mask, jnp.int32))
         return self.vary(divide_gradients(sums, jnp.maximum(number, 1), updates))
 
-    def spread_gradients(self, updates: Any, who: Any) -> Any:
+    def spread_gradients(self, updates: Any, mask: Any) -> Any:
         """The gradients of this replica, in arrays of the shapes of :meth:`mean_gradients`."""
-        del who
+        del mask
 
         def spread(g):
             places = (self.size - 1) * len(g.indices)
@@ -128,10 +128,10 @@ class Replicas:
 
         return map_rows(spread, updates)
 
-    def gather_rows(self, g: SparseRows, who: Any) -> SparseRows:
-        """The rows of the replicas where ``who`` is true, and padding for those of the others."""
-        indices = jnp.where(who, jnp.asarray(g.indices), g.num_rows)
-        values = zero_unless(who, upcast(g.values))
+    def gather_rows(self, g: SparseRows, mask: Any) -> SparseRows:
+        """The rows of the replicas where ``mask`` is true, and padding for those of the others."""
+        indices = jnp.where(mask, jnp.asarray(g.indices), g.num_rows)
+        values = zero_unless(mask, upcast(g.values))
         indices, values = self.gather((indices, values))
         return SparseRows(indices, values, g.num_rows)
 

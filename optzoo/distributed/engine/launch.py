@@ -188,7 +188,7 @@ def _resize(tx, num_replicas, params, state):
 
 
 def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) -> tuple[Any, Any]:
-    """Marks for parameters and state: what is replicated, and what each replica has for itself.
+    """Marks for parameters and state: which arrays are replicated, and which are per replica.
 
     With ``replicated=None, per_replica=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap``
     and ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
@@ -199,8 +199,8 @@ def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) ->
     Args:
         params: the parameters.
         state: the state of an optimizer, in which distributed wrappers may be anywhere.
-        replicated: the mark for what all replicas share.
-        per_replica: the mark for what each replica has for itself.
+        replicated: the mark for arrays that all replicas share.
+        per_replica: the mark for arrays that each replica has for itself.
 
     Returns:
         A mark for the parameters, and a tree of marks that is a prefix of the state.

@@ -27,10 +27,10 @@ class Method(NamedTuple):
     Attributes:
         exchanges: the exchanges of a period; most methods have one. Each is
             ``exchange(participates, params, replicated, per_replica, **extra_args) ->
-            (params, replicated, per_replica)`` for one replica. ``participates`` is whether this
-            replica takes part. The parameters are those after the local step, in float32 at
-            least, and None where there was no gradient.
-        due: ``due(steps)`` gives for each exchange whether it is due after so many steps.
+            (params, replicated, per_replica)``, called on every replica. ``participates`` (a bool
+            array) is whether this replica takes part. The parameters are those after the local
+            step, in float32 at least, and None where there was no gradient.
+        due: ``due(steps)`` gives for each exchange whether it is due after that many steps.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
             (updates, per_replica)``, called before the inner optimizer.
@@ -133,27 +133,27 @@ class _Driver:
 
         # An exchange moves all rows.
         carry = map_rows(SparseRows.to_dense, updates), replicated, after
-        who = arrived if self.method.lockstep else True if active is None else active
+        mask = arrived if self.method.lockstep else True if active is None else active
         exchanged = functools.partial(self._exchanged, params, extra_args)
         if exchange:
-            carry = exchanged(jnp.asarray(who), self._chosen(fragment), carry)
+            carry = exchanged(jnp.asarray(mask), self._chosen(fragment), carry)
         else:
-            timetable = self._timetable(jnp.asarray(who), replicated, after)
+            timetable = self._timetable(jnp.asarray(mask), replicated, after)
             for one, (participates, due) in zip(self.method.exchanges, timetable, strict=True):
                 carry = _change_if(due, functools.partial(exchanged, participates, [one]), carry)
         updates, replicated, after = carry
         return updates, LocalSGDState(replicated, after)
 
     def _timetable(
-        self, who: Array, replicated: LocalSGDReplicated, per_replica: LocalSGDPerReplica
+        self, mask: Array, replicated: LocalSGDReplicated, per_replica: LocalSGDPerReplica
     ) -> list[tuple[Array, Array]]:
-        """For each exchange whether this replica takes part, and whether any does."""
+        """For each exchange: whether this replica takes part, and whether any replica does."""
         all_due = self.method.due(replicated.count)
         if self.method.lockstep:
-            return [(who, due) for due in all_due]
+            return [(mask, due) for due in all_due]
 
-        def of_one(due, is_mine):
-            participates = who & is_mine
+        def of_one(due, is_due_here):
+            participates = mask & is_due_here
             any_due = lambda: self.replicas.any(participates)
             return participates, lax.cond(replicated.any_inactive, any_due, lambda: due)
 
