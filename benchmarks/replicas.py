@@ -1,25 +1,25 @@
-"""The distributed family: what it sends, what it costs, and what it learns for that.
+"""The distributed methods: bytes sent, time for a step, and validation loss for the bytes sent.
 
     .venv/bin/python benchmarks/replicas.py [processes buckets one bytes]
         [--rounds 9] [--save]
 
-``processes``: 10 MB of parameters in 10 arrays, on 2 and on 4 local processes that speak through
-gloo, each kept to one core. ``gradient_descent`` on a quadratic, whose gradient costs next to
-nothing: what is measured is the optimizer and its messages. All contenders take turns in a new
+``processes``: 10 MB of parameters in 10 arrays, on 2 and on 4 local processes that communicate
+through gloo, each pinned to one core. ``gradient_descent`` on a quadratic, whose gradient costs
+almost nothing, so the optimizer and its messages are measured. All contenders take turns in a new
 order each round, after a barrier; the time of a turn is that of the slowest process. In the *step*
 form an exchange is conditional, in the *round* form (``optzoo.scan_local_steps``) it ends each
-round. Bytes are what comes out of all collectives in the compiled program, over the period; a
-ring of n sends 2 (n - 1) / n times as much.
+round. Bytes are the outputs of all collectives in the compiled program, divided by the period; a
+ring of n processes sends 2 (n - 1) / n times as much.
 
-``buckets``: the mean of 10 MB in few and in many arrays over the replicas, in place, with arrays up
-to several sizes sent together.
+``buckets``: the mean over the replicas of 10 MB in few and in many arrays, in place, with several
+sizes up to which arrays are sent together.
 
 ``one``: wrappers with ``axis_name=None`` around ``adam``, four matrices of 1000 x 1000, one
 core, donated: the step form, the local step (``exchange=False``) and whole rounds.
 
-``bytes``: a perceptron on digits, 8 and 64 replicas on one device, each with batches of its own:
-validation loss against what a replica has sent. The rate of each method is the best of a grid, by
-the mean of the last losses over three seeds; shown are the means.
+``bytes``: a perceptron on digits, 8 and 64 replicas on one device, each with its own batches:
+validation loss against the bytes sent by a replica. The rate of each method is the best of a grid,
+by the mean of the last losses over three seeds; the means are shown.
 
 With ``--save``: ``replicas.json`` and ``replicas_bytes.png`` in ``results``.
 """
@@ -36,7 +36,7 @@ import time
 
 import harness
 
-# A section, and the numbers of processes that it runs on.
+# The sections, and the numbers of processes that each runs on.
 SECTIONS = {"processes": (2, 4), "buckets": (2, 4), "one": (1,), "bytes": (1,)}
 REPLICAS = 8, 64
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -67,7 +67,7 @@ MEGABYTE = 250_000  # floats
 
 
 def summary(seconds, steps=1, to=None):
-    """Of the times of some turns, each of so many steps; ratios to other times."""
+    """Median and least time of a step, from the times of turns; also as ratios to ``to``."""
     ms = 1e3 * np.array(seconds) / steps
     row = {"median ms": float(np.median(ms)), "least ms": float(min(ms))}
     if to is not None:
@@ -77,7 +77,7 @@ def summary(seconds, steps=1, to=None):
 
 
 def sent(program):
-    """Bytes that come out of all collectives in a compiled program, each counted once."""
+    """The bytes of the outputs of all collectives in a compiled program, each counted once."""
     width = {"f64": 8, "s64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1}
     kinds = re.findall(r"= (.*?) (?:all-reduce|all-gather)(?:-start)?\(", program.as_text())
     arrays = [a for kind in kinds for a in re.findall(r"(\w+)\[([\d,]*)\]", kind)]
@@ -91,7 +91,7 @@ def mesh(number):
 
 
 def start(section, number):
-    """What process 0 of so many makes of a section."""
+    """The result of a section from process 0 of so many processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -99,7 +99,7 @@ def start(section, number):
     command.append(f"--coordinator=127.0.0.1:{port}")
     devices = str(max(REPLICAS)) if section == "bytes" else "1"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices}
-    # Whatever harness.py says, the C library maps more than 32 MB anew each time: not so here.
+    # Otherwise the C library maps arrays above 32 MB anew each time, in spite of harness.py.
     env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
     processes = [
         subprocess.Popen([*command, f"--process={i}"], env=env, stdout=subprocess.PIPE)
@@ -117,7 +117,7 @@ def start(section, number):
 
 
 class Cluster:
-    """All processes, as one of them sees them."""
+    """All processes, seen from one of them."""
 
     def __init__(self):
         jax.distributed.initialize(args.coordinator, args.number, args.process)
@@ -125,7 +125,7 @@ class Cluster:
         self.mesh = mesh(self.size)
 
     def train(self, tx, params, steps=None, **static):
-        """``run(k)`` and the compiled program of a step, or of a round of so many steps."""
+        """``run(k)`` and the compiled program of a step, or of a round of ``steps`` steps."""
 
         def step(params, state, target, **chosen):
             grads = jax.tree.map(lambda x: x - target, optzoo.per_replica(params))
@@ -207,7 +207,7 @@ def processes():
 
 
 def buckets():
-    """A sum of few and of many arrays, with arrays up to several sizes joined."""
+    """A sum of few and of many arrays, with several sizes up to which arrays are joined."""
     cluster = Cluster()
     sizes = {"none": None, "64 kB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}
     trees = {
@@ -243,12 +243,12 @@ def buckets():
 
 
 def with_exchange(tx, exchange):
-    """The same, told whether to exchange."""
+    """The same transformation with a fixed argument ``exchange``."""
     return optax.GradientTransformation(tx.init, functools.partial(tx.update, exchange=exchange))
 
 
 def rounds(tx, params, grads, length, exchange=True):
-    """``run(k)``: a round of so many steps as one program, or a scan without an exchange."""
+    """``run(k)``: a round of ``length`` steps as one program, or a scan without an exchange."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def program(params, state, grads):
@@ -271,7 +271,7 @@ def rounds(tx, params, grads, length, exchange=True):
 
 
 def one():
-    """Wrappers around adam, beside adam."""
+    """Wrappers around adam, compared with adam."""
     adam, alone = optzoo.adam(1e-3), {"axis_name": None}
     normal = lambda seed: list(jax.random.normal(jax.random.key(seed), (4, 1000, 1000)))
     params, grads = normal(9), [normal(k) for k in range(2)]
@@ -336,7 +336,7 @@ RATES = 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0
 
 
 def methods(n):
-    """Name -> optimizer of n replicas, steps between exchanges, times that one is repeated."""
+    """Name -> optimizer of n replicas, steps between exchanges, collectives in an exchange."""
     inner = optzoo.momentum(0.1, 0.9)
     backup = n - n // 4
     found = {
@@ -393,7 +393,7 @@ def learner(problem, tx, n):
 
 
 def bytes_():
-    """Validation losses, and what was sent for them."""
+    """Validation losses, and the bytes sent."""
     problem, result = race.PROBLEMS["digits"](), {}
     for n in REPLICAS:
         result[f"{n} replicas"] = table = {}
@@ -417,7 +417,7 @@ def bytes_():
 
 
 def draw(result):
-    """The picture of it."""
+    """The figure of the section ``bytes``."""
     from matplotlib.figure import Figure
 
     colours = {
@@ -456,12 +456,12 @@ def show(table, indent=""):
             print(f"{indent}{name}")
             show(row, indent + "  ")
         else:
-            numbers = {k: v for k, v in row.items() if isinstance(v, float | int)}
-            print(f"{indent}{name:36}", "   ".join(f"{k} {v:.3g}" for k, v in numbers.items()))
+            values = {k: v for k, v in row.items() if isinstance(v, float | int)}
+            print(f"{indent}{name:36}", "   ".join(f"{k} {v:.3g}" for k, v in values.items()))
 
 
 def main():
-    """Runs, prints and saves; or is one of the processes that do so."""
+    """Runs the sections, prints and saves; or runs a section in one of the processes."""
     if args.process is not None:
         of = {"processes": processes, "buckets": buckets, "one": one, "bytes": bytes_}
         print(json.dumps(of[args.sections[0]]()))

@@ -1,16 +1,16 @@
-"""Trains on many hosts, one replica for each device, and goes on after failures.
+"""Trains on many hosts, one replica for each device, and resumes after failures.
 
 Start it once on every host. Where JAX knows the cluster (SLURM, GKE, ...), no address is needed:
 
     srun python examples/multihost.py --checkpoints /shared/run1
 
-Elsewhere each process is told where process 0 listens:
+Elsewhere give each process the address at which process 0 listens:
 
     python examples/multihost.py --coordinator host0:1234 --num-processes 2 --process-id 0 ...
 
-If one process dies or hangs, all others end with an error. Start all of them again: they go on from
-the newest good checkpoint and come to the same numbers as without the failure. There may be fewer
-or more devices than before. docs/many_hosts.md says more.
+If one process dies or hangs, all others end with an error. Start all of them again: they resume
+from the newest good checkpoint and compute the same values as without the failure. The number of
+devices may change. See docs/many_hosts.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from sklearn.datasets import load_digits
 import optzoo
 
 INNER = optzoo.momentum(0.05, 0.9)
-# An optimizer for a number of replicas, with an exchange every so many steps.
+# Functions from the number of replicas and the steps between exchanges to an optimizer.
 METHODS = {
     "elastic_average": lambda n, every: optzoo.elastic_average(
         INNER, n, communication_period=every
@@ -64,7 +64,7 @@ def loss_of(params, images, labels):
 
 
 class Training:
-    """The replicas of a mesh, one for each device; without a mesh so many on one device."""
+    """The replicas of a mesh, one for each device; without a mesh all on one device."""
 
     def __init__(self, method, every, mesh=None, num_replicas=None):
         self.mesh, self.size = mesh, mesh.size if mesh else num_replicas
@@ -80,7 +80,7 @@ class Training:
         self.step = jax.jit(optzoo.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
 
     def sharding(self, *spec):
-        """On the mesh, if there is one."""
+        """The sharding of a spec on the mesh; the default device without a mesh."""
         if self.mesh is None:
             return SingleDeviceSharding(jax.devices()[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -95,9 +95,9 @@ class Training:
         return optzoo.replicate(*self.start(), self.size, mesh=self.mesh)
 
     def batch(self, step, size=16):
-        """Images and labels of all replicas, of which a process makes those of its own devices.
+        """Images and labels of all replicas; each process makes those of its own devices.
 
-        They depend on step and replica only, so that a restart repeats them.
+        They depend only on step and replica, so that a restart repeats them.
         """
 
         def draw(data, index):
@@ -116,7 +116,7 @@ class Training:
 
 @jax.jit
 def fingerprint(tree):
-    """A number that is another one if a bit changes, whatever the sharding."""
+    """A number that changes if a bit changes, and that does not depend on the sharding."""
 
     def of(a):
         a = a.astype(jnp.uint8) if a.dtype == bool else a
@@ -127,50 +127,50 @@ def fingerprint(tree):
 
 
 class Checkpoints:
-    """Saved together, refused together: no process goes on from another step than the others."""
+    """Checkpoints that all processes save and refuse together, so all resume at one step."""
 
     def __init__(self, directory, training):
         self.training = training
         self.manager = ocp.CheckpointManager(
             epath.Path(directory).absolute(),
-            # All go by what process 0 finds in the directory.
+            # All processes use the list of checkpoints that process 0 finds.
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=3, single_host_load_and_broadcast=True
             ),
         )
 
     def save(self, step, params, state):
-        """In the background: what all share once, what a replica has by its process."""
+        """Saves in the background: replicated arrays once, those of a replica by its process."""
         train = {"params": params, "state": state}
         about = {"replicas": self.training.size, "fingerprint": int(fingerprint(train))}
         items = {"train": ocp.args.StandardSave(train), "about": ocp.args.JsonSave(about)}
         self.manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self):
-        """Step, parameters and state of the newest good checkpoint, or those of the start."""
+        """Step, parameters and state of the newest good checkpoint, or the initial ones."""
         refused = []
         for step in sorted(self.manager.all_steps(), reverse=True):
             path, error = self.manager.directory / str(step), None
             try:
                 train, about = self.load(path)
-            except Exception as e:  # whatever damaged files lead to
+            except Exception as e:  # damaged files raise errors of many types
                 error = f"{type(e).__name__}: {str(e)[:300]}"
             if np.any(multihost_utils.process_allgather(np.array(error is not None))):
                 error = error or "another process cannot read it"
             elif int(fingerprint(train)) != about["fingerprint"]:
-                error = "what is read is not what was saved"
+                error = "the fingerprint differs from that of the saved arrays"
             else:
                 self._set_aside(refused)
                 return step, *self._resized(**train)
             print(f"refused checkpoint {path}: {error}", flush=True)
             refused.append(path)
         if refused:
-            raise SystemExit(f"no good checkpoint in {self.manager.directory}; it is left as it is")
+            raise SystemExit(f"no good checkpoint in {self.manager.directory}; nothing was changed")
         return 0, *self.training.init()
 
     def load(self, path):
-        """What a directory holds, wherever it comes from."""
-        # Without Orbax's barriers: a process with an error would leave the others there.
+        """The arrays of a checkpoint and its metadata, for any number of devices."""
+        # Without Orbax's barriers: if one process raised an error, the others would deadlock.
         training = self.training
         about = json.loads((path / "about" / "metadata").read_text())
         start = jax.eval_shape(lambda: optzoo.replicate(*training.start(), about["replicas"]))
@@ -195,23 +195,23 @@ class Checkpoints:
 
 
 def checksum(params, state):
-    """Of the parameters to evaluate."""
+    """The checksum of the parameters to evaluate."""
     leaves = jax.tree.leaves(optzoo.eval_params(params, state))
     return zlib.crc32(b"".join(np.asarray(a).tobytes() for a in leaves))
 
 
 def main():
-    """Trains, and goes on where it was."""
+    """Trains, starting from the newest checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--coordinator", help="host:port of process 0; without it the cluster is asked")
+    add("--coordinator", help="host:port of process 0; None to ask the cluster")
     add("--num-processes", type=int)
     add("--process-id", type=int)
     add("--heartbeat", type=int, default=100, help="seconds after which a silent process is dead")
     add("--method", choices=METHODS, default="elastic_average")
     add("--steps", type=int, default=1000)
     add("--period", type=int, default=10, help="steps from one exchange to the next")
-    add("--checkpoints", default="checkpoints", help="a directory that all processes see")
+    add("--checkpoints", default="checkpoints", help="a directory shared by all processes")
     add("--save-every", type=int, default=100)
     args = parser.parse_args()
 
@@ -231,11 +231,11 @@ def main():
     while step < args.steps and not stop:
         params, state, loss = training.step(params, state, *training.batch(step))
         step += 1
-        # SIGTERM to any process: all agree on a step to save and to stop at.
+        # After SIGTERM to any process all agree on a step at which to save and stop.
         stop = checkpoints.manager.reached_preemption(step)
         if stop or step % args.save_every == 0 or step == args.steps:
-            numbers = f"loss {jnp.mean(loss):.6f} checksum {checksum(params, state):08x}"
-            say(f"step {step} {numbers}", flush=True)
+            values = f"loss {jnp.mean(loss):.6f} checksum {checksum(params, state):08x}"
+            say(f"step {step} {values}", flush=True)
             checkpoints.save(step, params, state)
     checkpoints.manager.close()
     say("stopped early, saved" if stop else "done", flush=True)
@@ -245,6 +245,6 @@ if __name__ == "__main__":
     try:
         main()
     except Exception:
-        # At once: an ordinary exit would wait for the others, and one of them may be dead.
+        # An ordinary exit would wait for the other processes, and one of them may be dead.
         traceback.print_exc()
         os._exit(1)

@@ -1,8 +1,8 @@
-"""Where optax's optimizers differ from TensorFlow 1's, measured: prints a table.
+"""Measures where optax's optimizers differ from TensorFlow 1's, and prints a table.
 
-TensorFlow 1 is ``optzoo.create`` here, which follows recorded trajectories of the real one
-(``tests/golden``). Both get the same gradients for six steps; the difference is relative to the
-longest way that TensorFlow's parameters went.
+``optzoo.create`` stands for TensorFlow 1: it follows recorded trajectories of the original
+(``tests/golden``). Both optimizers get the same gradients for six steps. The difference is relative
+to the largest distance of TensorFlow's parameters from their start.
 """
 
 import jax
@@ -17,13 +17,13 @@ RATE = 0.1
 
 
 def gradients():
-    """From a thousandth to one in size, with both signs."""
+    """Gradients with magnitudes from 0.001 to 1, and both signs."""
     random = np.random.RandomState(0)
     sizes = 10.0 ** random.uniform(-3, 0, (STEPS, *SHAPE))
     return jnp.asarray(sizes * random.choice([-1.0, 1.0], sizes.shape), jnp.float32)
 
 
-def way(tx):
+def displacement(tx):
     """How far each parameter is from its start after each step."""
     start = jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32).reshape(SHAPE)
 
@@ -36,22 +36,22 @@ def way(tx):
 
 
 def difference(ours, theirs):
-    """The largest difference, relative to the longest way of the first."""
-    a, b = way(ours), way(theirs)
+    """The largest difference, relative to the largest displacement of the first."""
+    a, b = displacement(ours), displacement(theirs)
     return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(a)))
 
 
 def tf(name, **kwargs):
-    """The optimizer as TensorFlow 1 has it."""
+    """The optimizer of TensorFlow 1."""
     return optzoo.create(name, learning_rate=RATE, **kwargs)
 
 
 def decayed_momentum(weight_decay):
-    """MomentumW made of optax's parts."""
+    """MomentumW as a chain of optax."""
     return optax.chain(optax.sgd(RATE, 0.9), optax.add_decayed_weights(-weight_decay))
 
 
-# The call in TensorFlow and in optax, each with its optimizer, and what makes the difference.
+# The calls in TensorFlow and in optax, each with its optimizer, and the cause of the difference.
 CASES = [
     ("GradientDescent", tf("GradientDescent"), "sgd", optax.sgd(RATE), ""),
     ("Momentum", tf("Momentum", momentum=0.9), "sgd(momentum=.9)", optax.sgd(RATE, 0.9), ""),
@@ -67,7 +67,7 @@ CASES = [
         tf("Adagrad"),
         "adagrad",
         optax.adagrad(RATE),
-        "optax adds 1e-7 under the root: unseen at the accumulator's start of 0.1",
+        "optax adds 1e-7 under the root, which is negligible beside the initial accumulator of 0.1",
     ),
     (
         "Adagrad(initial_accumulator_value=1e-6)",
@@ -88,7 +88,7 @@ CASES = [
         tf("Adam", epsilon=0.1),
         "adam(eps=.1)",
         optax.adam(RATE, eps=0.1),
-        "the same, at the epsilon that people take for stability",
+        "the same, with the epsilon that is often set for stability",
     ),
     (
         "Adadelta",
@@ -172,12 +172,12 @@ CASES = [
 
 
 def table():
-    """The table as docs/optax_and_tf1.md has it."""
+    """The table in docs/optax_and_tf1.md."""
     lines = ["| TensorFlow 1 | optax | difference | why |", "|---|---|---|---|"]
     for name, ours, call, theirs, why in CASES:
         found = difference(ours, theirs)
-        number = "none" if found < 2e-6 else f"{found:.1g}"
-        lines.append(f"| `{name}` | `{call}` | {number} | {why} |")
+        value = "none" if found < 2e-6 else f"{found:.1g}"
+        lines.append(f"| `{name}` | `{call}` | {value} | {why} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,10 @@
-"""EXPERIMENTAL: when a process dies, the others go on without it.
+"""EXPERIMENTAL: when a process dies, the others continue without it.
 
     python examples/survivors.py --coordinator host0:1234 --num-processes 3 --process-id 0
 
-One device for each process. It stands on ``jax.experimental.multihost_utils.live_devices``, which
-JAX calls unstable. A process that died or hung cannot come back, and without process 0 all end.
-What is supported is multihost.py: all end and start again from a checkpoint.
+One device for each process. It uses ``jax.experimental.multihost_utils.live_devices``, which JAX
+calls unstable. A process that died or hung cannot rejoin, and if process 0 dies, all end. The
+supported way is multihost.py: all processes end and restart from a checkpoint.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from multihost import METHODS, Training, checksum
 
 import optzoo
 
-FAILURES = 5  # one after the other, until it gives up
+FAILURES = 5  # in succession, after which it gives up
 
 
 def mine(tree):
-    """This process's part of all arrays, in its own memory."""
+    """This process's part of all arrays, in host memory."""
     return jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), tree)
 
 
 def joined(mesh, params, state):
-    """What each process of the mesh has, as arrays of all of them."""
+    """Global arrays from the parts of the processes of the mesh."""
 
     def join(spec, part):
         shape = (mesh.size, *part.shape[1:]) if spec else part.shape
@@ -42,7 +42,7 @@ def joined(mesh, params, state):
 
 
 def main():
-    """Trains, in rounds that all survivors finish or repeat."""
+    """Trains in rounds, which all survivors either finish or repeat."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--coordinator")
@@ -56,8 +56,8 @@ def main():
     )
     args = parser.parse_args()
 
-    jax.config.update("jax_enable_recoverability", True)  # or one death ends all
-    # Or those who wait for someone who found the dead one earlier wait for ever.
+    jax.config.update("jax_enable_recoverability", True)  # else one dead process ends all
+    # Without it, processes may deadlock that wait for one which noticed the dead process earlier.
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_timeout_seconds={args.heartbeat}"
     )
@@ -92,7 +92,7 @@ def main():
             continue
         failures, step, kept = 0, step + args.period, after[0]
         print(f"step {step} of {mesh.size} replicas, {after[1]}", flush=True)
-    while jax.process_index() == 0 and len(devices) > 1:  # they cannot leave when it has left
+    while jax.process_index() == 0 and len(devices) > 1:  # others cannot exit after process 0
         with contextlib.suppress(ProcessFailureError), live_devices(jax.devices()) as devices:
             pass
 

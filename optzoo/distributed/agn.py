@@ -1,15 +1,38 @@
-"""AGN: replicas that push the mean of their gradients to a center."""
+"""Accumulated gradient normalization (AGN)."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from ..core.checks import check_size
 from ..core.rows import is_sparse_or_none
-from ..state.averages import start_of_average, zeros_of_average
+from ..state.averages import wide_zeros_like
 from ..state.slots import are_slots
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some, map_some, where
-from .engine.local_sgd import local_sgd
+from .engine.collectives import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    apply_not_none,
+    map_not_none,
+    zero_unless,
+)
+from .engine.local_sgd import Method, Order, every, local_sgd
+
+
+class AGNReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    center_inner: Any  # the state of the inner optimizer beside the center
+
+
+class AGNPerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    accumulated: Any  # params-shaped: the sum of the gradients since the last push
+    since: Array  # the number of local steps since then
 
 
 def agn(
@@ -17,7 +40,7 @@ def agn(
     *,
     axis_name: AxisName = "replica",
     communication_period: int = 10,
-    order: str = "simultaneous",
+    order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization, as in ``tf.contrib.opt.AGNOptimizer``.
@@ -30,15 +53,15 @@ def agn(
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`c` is the center,
     :math:`u_i` and :math:`u_c` are the updates of ``inner`` with the slots of the replica and
-    those of the center, and :math:`n` replicas push at once. A replica's slots stay as they are.
-    What ``inner`` keeps beside slots (step counts, Adam's powers) belongs to the replica, goes
-    along with its push and counts it, as in the original. :func:`optzoo.eval_params` gives the
-    center. Row-sparse gradients make row-sparse local steps (``exchange=False``) and are
-    accumulated at their rows; the push is of whole tables.
+    with those of the center, and :math:`n` replicas push at once. A push leaves the slots of the
+    replica unchanged. The other state of ``inner`` (step counts, Adam's powers) belongs to the
+    replica: its values are used for the push and count it, as in the original.
+    :func:`optzoo.eval_params` gives the center. Row-sparse gradients make row-sparse local steps
+    with ``exchange=False`` and are accumulated at their rows; a push is of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
-    makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to push
-    now, in the place of the count; the mean is then over the steps since the last push; see
+    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
+    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
+    to push now, whatever the step count; the mean is over the steps since the last push; see
     :func:`optzoo.scan_local_steps`).
 
     Args:
@@ -46,13 +69,14 @@ def agn(
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one push to the next; static.
         order: ``"simultaneous"``: the center makes one step by the mean of all pushes, with one
-            sum over the replicas; ``"round_robin"``: one step for each, in the order of ranks,
-            and each replica pulls what its own step made, as the original's workers.
+            sum over the replicas; ``"round_robin"``: one step for each push, in the order of
+            ranks, and each replica reads the center after its own step, as the original's
+            workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are summed already.
+            if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -60,68 +84,55 @@ def agn(
         2017; ``tf.contrib.opt.AGNOptimizer``.
 
     Differences from the original:
-        With ordinary TensorFlow variables the original at times pushes the sum in the place of
-        the mean, at random; this is the mean. Accumulators and the center are in float32 at
-        least.
+        With ordinary TensorFlow variables the original sometimes pushes the sum instead of the
+        mean, at random; here it is always the mean. Accumulators and the center are in float32
+        at least.
     """
     period = check_size(1, communication_period=communication_period)
     replicas = Replicas(axis_name, bucket_bytes)
     inner = optax.with_extra_args_support(inner)
 
-    def accumulate(updates, params, own, **_):
+    def accumulate(updates, params, per_replica, **_):
+        accumulated, since = per_replica.method
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
-        total = jax.tree.map(add, updates, own["accumulated"], is_leaf=is_sparse_or_none)
-        return updates, {**own, "accumulated": total, "since": own["since"] + 1}
+        accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
+        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1))
 
-    def push(who, params, shared, own, *, fragment, **extra_args):
-        del fragment
-        state, is_slot = own["inner"], are_slots(inner, own["inner"])
-        # The counters of all replicas side by side, for the sum of the pushes to carry along.
-        here = (jnp.arange(replicas.size) == replicas.index) & who
+    def push(pushes, params, replicated, per_replica, **extra_args):
+        accumulated, since = per_replica.method
+        state, is_slot = per_replica.inner, are_slots(inner, per_replica.inner)
+        # The sum of the pushes also carries the counters of all replicas, side by side.
+        here = (jnp.arange(replicas.size) == replicas.index) & pushes
         place = lambda a: jnp.where(here.reshape(-1, *(1,) * a.ndim), a[None], 0)
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
-        mean = lambda x, a: jnp.where(who, a / own["since"].astype(a.dtype), 0)
-        mean = map_some(mean, params, own["accumulated"])
+        mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
+        mean = map_not_none(mean, params, accumulated)
         pushed, counters, pushers = replicas.sum((mean, counters, here.astype(jnp.int32)))
         number, first = jnp.sum(pushers), jnp.argmax(pushers)
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
-        center, of_center = shared["center"], shared["center_inner"]
+        center, center_inner = replicated.center, replicated.method.center_inner
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
-        before = jax.tree.map(pick, of_center, counters, is_slot)
-        moves, after = inner.update(pushed, before, center, **extra_args)
-        moved = apply_some(center, moves)
+        before = jax.tree.map(pick, center_inner, counters, is_slot)
+        updates, after = inner.update(pushed, before, center, **extra_args)
+        moved = apply_not_none(center, updates)
         some = number > 0
-        shared = {
-            **shared,
-            "center": where(some, moved, center),
-            "center_inner": where(some, after, of_center),
-            "global_step": shared["global_step"] + number,
-        }
-        go_on = lambda a, c, is_slot: a if is_slot else jnp.where(who, c.astype(a.dtype), a)
-        own = {
-            **own,
-            "inner": jax.tree.map(go_on, state, after, is_slot),
-            "accumulated": where(~who, own["accumulated"], 0),
-            "since": jnp.where(who, 0, own["since"]),
-        }
-        pulled = map_some(lambda x, c: jnp.where(who, c, x), params, moved)
-        return pulled, shared, own
+        replicated = replicated._replace(
+            center=optax.tree.where(some, moved, center),
+            method=AGNReplicated(optax.tree.where(some, after, center_inner)),
+            global_step=replicated.global_step + number,
+        )
+        count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, c.astype(a.dtype), a)
+        per_replica = per_replica._replace(
+            inner=jax.tree.map(count, state, after, is_slot),
+            method=AGNPerReplica(zero_unless(~pushes, accumulated), jnp.where(pushes, 0, since)),
+        )
+        pulled = map_not_none(lambda x, c: jnp.where(pushes, c, x), params, moved)
+        return pulled, replicated, per_replica
 
-    def shared(params):
-        center = jax.tree.map(start_of_average, params)
-        return {"center": center, "center_inner": inner.init(center)}
+    def init(center):
+        per_replica = AGNPerReplica(wide_zeros_like(center), jnp.zeros([], jnp.int32))
+        return AGNReplicated(inner.init(center)), per_replica
 
-    def own(params):
-        return {"accumulated": zeros_of_average(params), "since": jnp.zeros([], jnp.int32)}
-
-    return local_sgd(
-        inner,
-        replicas,
-        push,
-        period=period,
-        shared=shared,
-        own=own,
-        before=accumulate,
-        order=order,
-    )
+    method = Method([push], every(period), init=init, before_step=accumulate, order=order)
+    return local_sgd(inner, replicas, method)

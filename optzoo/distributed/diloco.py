@@ -1,7 +1,8 @@
-"""DiLoCo: an outer optimizer on what the replicas' inner optimizers have moved."""
+"""DiLoCo: local steps, and an outer optimizer for the mean change of the parameters."""
 
+import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,21 @@ import optax
 from jax import lax
 
 from ..core.checks import check_size
-from ..state.averages import start_of_average
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
-from .engine.local_sgd import local_sgd
+from .engine.collectives import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    map_not_none,
+    replace_not_none,
+    zero_unless,
+)
+from .engine.local_sgd import Method, local_sgd
+
+
+class DiLoCoReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    outer: tuple[Any, ...]  # the state of the outer optimizer for each fragment
 
 
 def diloco(
@@ -24,7 +37,7 @@ def diloco(
     fragments: int = 1,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Low-communication training: local steps, and an outer optimizer on their mean outcome.
+    r"""Low-communication training: local steps, and an outer optimizer for their mean change.
 
     .. math::
         x_i &\leftarrow x_i + u(g_i) \\
@@ -33,35 +46,35 @@ def diloco(
         c \leftarrow c + U(\Delta), \quad x_i \leftarrow c
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
-    ``inner``, :math:`c` are the parameters all agreed on last (:func:`optzoo.eval_params` gives
-    them), :math:`\Delta` is the pseudo-gradient and :math:`U` the update of ``outer``. Slots of
-    ``inner`` stay with their replica. With ``outer=gradient_descent(1.0)`` it is
-    :func:`optzoo.model_average`. Row-sparse gradients make row-sparse local steps
-    (``exchange=False``); the pseudo-gradient is of whole tables.
+    ``inner``, :math:`c` are the parameters that all replicas agreed on last
+    (:func:`optzoo.eval_params` gives them), :math:`\Delta` is the pseudo-gradient and :math:`U`
+    the update of ``outer``. Slots of ``inner`` stay with their replica. With
+    ``outer=gradient_descent(1.0)`` it is :func:`optzoo.model_average`. Row-sparse gradients make
+    row-sparse local steps with ``exchange=False``; the pseudo-gradient is of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``arrived`` (bool per replica: whether
-    its parameters count; it takes the new ones in any case), ``active`` (bool per replica: whether
-    it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`) and ``fragment``
+    It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
+    whether its parameters count; it takes the new ones in any case), ``active`` (bool per replica:
+    whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
+    exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`) and ``fragment``
     (a Python int: with ``exchange=True`` the only fragment to exchange).
 
     Args:
         inner: a whole optimizer, its learning rate included.
-        outer: another, for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
+        outer: the optimizer for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
             nesterov=True)``.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
-        warmup_steps: first steps with synchronous training: gradients are averaged before
-            ``inner``, ``outer`` waits, and parameters stay equal; static. Not in steps with
-            ``exchange=False``.
-        fragments: at most ``communication_period``. The parameters are cut, in their order, into
-            so many fragments of about the same size, each exchanged once in a period, one after
-            the other, so that less is sent at a time ("streaming"); static.
+        warmup_steps: the number of first steps with synchronous training: gradients are averaged
+            before ``inner``, ``outer`` is not used, and the parameters of all replicas stay equal;
+            static. It has no effect in steps with ``exchange=False``.
+        fragments: the number of fragments, at most ``communication_period``. The parameters are
+            cut, in their order, into fragments of about the same size. Each is exchanged once in
+            a period, one after the other, so that less is sent at a time ("streaming"); static.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
-        ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are summed already.
+        ValueError: if an argument is out of its range, if no params are given to ``update``, if
+            ``fragment`` is out of its range, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -74,8 +87,8 @@ def diloco(
     fragments = check_size(1, fragments=fragments)
     if fragments > period:
         raise ValueError(
-            f"fragments must be at most communication_period={period}, so that each has a step of "
-            f"its own, got {fragments}"
+            f"fragments must be at most communication_period={period}, so that each has its "
+            f"own step, got {fragments}"
         )
     replicas = Replicas(axis_name, bucket_bytes)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -84,54 +97,50 @@ def diloco(
         for i in range(fragments)
     ]
 
-    def synchronous(updates, params, own, *, count, exchange, arrived):
+    def synchronous(updates, params, per_replica, *, count, exchange, arrived):
         if warmup_steps == 0 or exchange is False:
-            return updates, own
+            return updates, per_replica
         branches = replicas.mean_gradients, replicas.spread_gradients
-        return lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived)), own
+        means = lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived))
+        return means, per_replica
 
-    def exchange(who, params, shared, own, *, fragment, **_):
-        center, states = shared["center"], list(shared["outer"])
+    def exchange(fragment, arrived, params, replicated, per_replica, **_):
+        center, states = replicated.center, list(replicated.method.outer)
         is_in = _members(center, fragments, fragment)
-        sent = map_some(lambda x, is_in: x if is_in else None, params, is_in)
-        sums, number = replicas.sum((where(who, sent, 0), who.astype(jnp.int32)))
-        some, warm = number > 0, shared["count"] <= warmup_steps
+        sent = map_not_none(lambda x, is_in: x if is_in else None, params, is_in)
+        sums, number = replicas.sum((zero_unless(arrived, sent), arrived.astype(jnp.int32)))
+        some, warm = number > 0, replicated.count <= warmup_steps
         mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
         difference = lambda c, s: jnp.zeros_like(c) if s is None else c - mean(s)
         delta = jax.tree.map(difference, center, sums)
-        moves, state = outers[fragment].update(delta, states[fragment], center)
-        states[fragment] = where(some & ~warm, state, states[fragment])
+        updates, state = outers[fragment].update(delta, states[fragment], center)
+        states[fragment] = optax.tree.where(some & ~warm, state, states[fragment])
         move = lambda s, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
-        moved = map_some(move, sums, center, delta, moves)
-        params = merge(params, map_some(lambda c, x: jnp.where(some, c, x), moved, params))
+        moved = map_not_none(move, sums, center, delta, updates)
+        take = lambda c, x: jnp.where(some, c, x)
+        params = replace_not_none(params, map_not_none(take, moved, params))
         is_last = some if fragment == fragments - 1 else 0
-        shared = {
-            **shared,
-            "center": merge(center, moved),
-            "outer": tuple(states),
-            "global_step": shared["global_step"] + is_last,
-        }
-        return params, shared, own
+        replicated = replicated._replace(
+            center=replace_not_none(center, moved),
+            method=DiLoCoReplicated(tuple(states)),
+            global_step=replicated.global_step + is_last,
+        )
+        return params, replicated, per_replica
 
-    def shared(params):
-        center = jax.tree.map(start_of_average, params)
-        return {"center": center, "outer": tuple(outer.init(center) for outer in outers)}
+    def due(count):
+        phases = [(i + 1) * period // fragments % period for i in range(fragments)]
+        return [(count % period == phase) | (count <= warmup_steps) for phase in phases]
 
-    return local_sgd(
-        inner,
-        replicas,
-        exchange,
-        period=period,
-        shared=shared,
-        before=synchronous,
-        together=True,
-        fragments=fragments,
-        all_until=warmup_steps,
-    )
+    def init(center):
+        return DiLoCoReplicated(tuple(outer.init(center) for outer in outers)), ()
+
+    exchanges = [functools.partial(exchange, i) for i in range(fragments)]
+    method = Method(exchanges, due, init=init, before_step=synchronous, lockstep=True)
+    return local_sgd(inner, replicas, method)
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:
-    """Whether each leaf is in a fragment: neighbours are, and all fragments weigh alike."""
+    """Whether each leaf is in a fragment: a run of leaves, of about the same size for each."""
     leaves, treedef = jax.tree.flatten(tree)
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))
     middles = [end - leaf.size / 2 for end, leaf in zip(ends, leaves, strict=True)]

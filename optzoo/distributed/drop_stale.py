@@ -1,15 +1,31 @@
-"""Drops gradients that were computed from old parameters."""
+"""Drops stale gradients: those that were computed from old parameters."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
 from ..core.checks import check_params
 from ..core.gradients import check_gradients
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
-from ..state.types import ReplicaState
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some
+from ..state.types import SharedParamsState
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
+
+
+class DropStaleReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    global_step: Array
+    stale_counter: Array  # of dropped gradients
+    inner: Any  # the state of the inner optimizer
+
+
+class DropStalePerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    local_step: Array  # the global step at which it read the parameters
 
 
 def drop_stale_gradient(
@@ -29,57 +45,58 @@ def drop_stale_gradient(
     for the replicas :math:`i` that are active, one after the other by rank, where :math:`u` is
     the update of ``inner``, :math:`T` the global step, and :math:`t_i` the one at which replica
     :math:`i` read the parameters of its gradient. All replicas share parameters and slots.
-    Row-sparse gradients stay rows if those of ``inner`` do.
+    Row-sparse gradients stay rows if the updates of ``inner`` do.
 
     ``update`` takes ``active`` (bool per replica: whether it applies a gradient now) and
     ``local_step`` (int per replica: :math:`t_i`; by default the global step after its last
-    gradient, as of workers that read the parameters as soon as they can). Where all replicas apply
-    gradients of the same parameters, the first ``staleness + 1`` by rank are accepted: each update
-    is one more step away from what the next gradient knows.
+    gradient, as for workers that read the parameters as soon as they can). If all replicas apply
+    gradients of the same parameters, the first ``staleness + 1`` by rank are accepted, because
+    each update makes the remaining gradients one step older.
 
     Args:
         inner: a whole optimizer, its learning rate included.
-        staleness: how old a gradient may be, in updates; below 0 none is accepted.
+        staleness: the greatest age of a gradient, in updates; below 0 none is accepted.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
-        ValueError: at trace time, if gradients are summed already.
+        ValueError: at trace time, if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
         ``tf.contrib.opt.DropStaleGradientOptimizer``.
 
     Differences from the original:
-        Its check and its update are two steps, between which another worker may come; here they
-        are one. The count of dropped gradients is an int, ``state.shared["stale_counter"]``.
+        Its check and its update are two steps, and another worker may update between them; here
+        they are one step. The count of dropped gradients is an int,
+        ``state.replicated.stale_counter``.
     """
     replicas = Replicas(axis_name, bucket_bytes)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
         zero = lambda: jnp.zeros([], jnp.int32)
-        shared = {"global_step": zero(), "stale_counter": zero(), "inner": inner.init(params)}
-        return ReplicaState(shared, {"local_step": zero()})
+        replicated = DropStaleReplicated(zero(), zero(), inner.init(params))
+        return SharedParamsState(replicated, DropStalePerReplica(zero()))
 
     def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
         check_params(params)
         check_gradients(updates, params)
-        replicas.check_own(updates)
-        replicas.check_shared(params)
-        shared, own = state
+        replicas.check_per_replica(updates)
+        replicas.check_replicated(params)
+        last_read = state.per_replica.local_step
         active = jnp.asarray(True if active is None else active)
-        read_at = jnp.asarray(own["local_step"] if local_step is None else local_step)
+        read_at = jnp.asarray(last_read if local_step is None else local_step)
 
-        def turn(carry, applier):
+        def turn(carry, of_rank):
             x, of_inner, step, dropped = carry
-            rank, active, read_at = applier
+            rank, active, read_at = of_rank
 
             def apply():
                 g = replicas.sum_where(replicas.index == rank, updates)
                 us, new = inner.update(g, of_inner, x, **extra_args)
                 rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
-                return apply_some(x, us), new, rows
+                return apply_not_none(x, us), new, rows
 
             fits = step - read_at <= staleness
             nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
@@ -90,16 +107,17 @@ def drop_stale_gradient(
         def change(g, new, old, rows):
             if g is None:
                 return None
-            if is_rows(rows):  # of each turn
+            if is_rows(rows):  # from all turns
                 values = rows.values.reshape(-1, *rows.values.shape[2:])
                 return SparseRows(rows.indices.ravel(), values, rows.num_rows)
             return (new - old).astype(g.dtype)
 
-        first = params, shared["inner"], shared["global_step"], shared["stale_counter"]
-        appliers = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
-        (x, of_inner, step, dropped), rows = lax.scan(turn, first, appliers)
+        step, dropped, of_inner = state.replicated
+        first = params, of_inner, step, dropped
+        of_ranks = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
+        (x, of_inner, step, dropped), rows = lax.scan(turn, first, of_ranks)
         us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_sparse_or_none)
-        shared = {"global_step": step, "stale_counter": dropped, "inner": of_inner}
-        return us, ReplicaState(shared, {"local_step": jnp.where(active, step, own["local_step"])})
+        per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
+        return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,4 +1,6 @@
-"""EASGD: replicas that pull one another through a center."""
+"""Elastic averaging SGD (EASGD)."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,14 @@ from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
 from ..core.rows import is_sparse_or_none
 from ..state.averages import start_of_average
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge
-from .engine.local_sgd import local_sgd
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_not_none, replace_not_none
+from .engine.local_sgd import Method, Order, every, local_sgd
+
+
+class ElasticAveragePerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    local_center: Any  # params-shaped: the center before the last exchange of this replica
 
 
 def elastic_average(
@@ -20,7 +28,7 @@ def elastic_average(
     communication_period: int = 10,
     moving_rate: float | None = None,
     rho: float = 0.0,
-    order: str = "simultaneous",
+    order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, as in ``tf.contrib.opt.ElasticAverageOptimizer``.
@@ -34,14 +42,14 @@ def elastic_average(
         c \leftarrow c + \sum_j d_j
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` the update of ``inner``,
-    :math:`c` the center, and :math:`\tilde c_i` what this replica last saw of it: the center
-    before its exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params`
-    gives the center. Row-sparse gradients make row-sparse local steps (``exchange=False``); the
-    exchange, and ``rho``, move whole tables.
+    :math:`c` the center, and :math:`\tilde c_i` the center that this replica read last, before
+    its own exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params`
+    gives the center. Row-sparse gradients make row-sparse local steps with ``exchange=False``;
+    other steps, and ``rho``, make dense updates of whole tables.
 
-    It must be the last link of a chain. ``update`` takes ``active`` (bool per replica: whether it
-    makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, in the place of the count; see :func:`optzoo.scan_local_steps`).
+    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
+    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
+    to exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`).
 
     Args:
         inner: a whole optimizer, its learning rate included.
@@ -49,15 +57,16 @@ def elastic_average(
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
         moving_rate: :math:`\alpha`, in (0, 1]; None for :math:`0.9 / \tau /` ``num_workers``. The
-            center stays among the replicas if ``num_workers`` times it is at most 1.
+            center stays within the range of the replicas if ``num_workers * moving_rate <= 1``.
         rho: :math:`\rho`, at least 0.
-        order: ``"simultaneous"``: all see the same center, with one sum over the replicas;
-            ``"round_robin"``: one after the other by rank, as the original's workers.
+        order: ``"simultaneous"``: all replicas read the same center, with one sum over the
+            replicas; ``"round_robin"``: one after the other by rank, as the original's workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, if
-            the axis has another size than ``num_workers``, or if gradients are summed already.
+            the axis has another size than ``num_workers``, or if gradients are already summed
+            over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -76,10 +85,10 @@ def elastic_average(
     replicas = Replicas(axis_name, bucket_bytes)
     rate = 0.9 / period / num_workers if moving_rate is None else moving_rate
 
-    def pull(updates, params, own, **_):
+    def pull(updates, params, per_replica, **_):
         replicas.check_size(num_workers=num_workers)
         if isinstance(rho, float | int) and rho == 0:
-            return updates, own
+            return updates, per_replica
 
         def towards_center(g, x, center):
             if g is None:
@@ -87,30 +96,26 @@ def elastic_average(
             pulled = g + rho * (upcast(x) - center)
             return pulled.astype(g.dtype)
 
-        center = own["local_center"]
-        return jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none), own
+        center = per_replica.method.local_center
+        pulled = jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none)
+        return pulled, per_replica
 
-    def exchange(who, params, shared, own, **_):
-        center = shared["center"]
-        d = map_some(lambda x, c: jnp.where(who, rate * (x - c), 0), params, center)
-        pushed, number = replicas.sum((d, who.astype(jnp.int32)))
-        seen = map_some(lambda d, c, old: jnp.where(who, c, old), d, center, own["local_center"])
-        moved = jax.tree.map(jnp.subtract, params, d)
-        own = {**own, "local_center": merge(own["local_center"], seen)}
-        center = merge(center, map_some(jnp.add, pushed, center))
-        return (
-            moved,
-            {**shared, "center": center, "global_step": shared["global_step"] + number},
-            own,
+    def exchange(participates, params, replicated, per_replica, **_):
+        center, last_seen = replicated.center, per_replica.method.local_center
+        difference = lambda x, c: jnp.where(participates, rate * (x - c), 0)
+        d = map_not_none(difference, params, center)
+        total, number = replicas.sum((d, participates.astype(jnp.int32)))
+        see = lambda d, c, old: jnp.where(participates, c, old)
+        seen = replace_not_none(last_seen, map_not_none(see, d, center, last_seen))
+        replicated = replicated._replace(
+            center=replace_not_none(center, map_not_none(jnp.add, total, center)),
+            global_step=replicated.global_step + number,
         )
+        per_replica = per_replica._replace(method=ElasticAveragePerReplica(seen))
+        return jax.tree.map(jnp.subtract, params, d), replicated, per_replica
 
-    return local_sgd(
-        inner,
-        replicas,
-        exchange,
-        period=period,
-        shared=lambda params: {"center": jax.tree.map(start_of_average, params)},
-        own=lambda params: {"local_center": jax.tree.map(start_of_average, params)},
-        before=pull,
-        order=order,
-    )
+    def init(center):
+        return (), ElasticAveragePerReplica(jax.tree.map(start_of_average, center))
+
+    method = Method([exchange], every(period), init=init, before_step=pull, order=order)
+    return local_sgd(inner, replicas, method)

@@ -1,6 +1,6 @@
-"""The parameters to evaluate, where an optimizer keeps others than those it trains."""
+"""Averages and centers: parameters to evaluate that differ from those that are trained."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,33 +9,39 @@ from jax import Array
 from ..core.numerics import wide_dtype
 from ..core.paths import is_masked
 from .stacks import layout_of, stack, unstack
-from .types import LeafwiseState, ReplicaState
+from .types import LocalSGDState, Slot
+
+
+class MovingAverageSlots(NamedTuple):
+    """What the moving average keeps."""
+
+    average: Slot  # of the parameters, in float32 at least
 
 
 def eval_params(params: Any, state: Any) -> Any:
-    """The parameters to evaluate and to deploy: the averages or the center, if the state has some.
+    """The parameters to evaluate and to deploy: averages or a center, if the state has them.
 
     Args:
         params: the parameters that are trained.
         state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
             a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
-            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may stand anywhere (in a chain,
+            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may be anywhere (in a chain,
             in ``optax.masked`` or ``optax.partition``, ...).
 
     Returns:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,
-        the parameter itself otherwise. A center is one for all replicas: it has no axis of theirs.
+        the parameter itself otherwise. A center is replicated: it has no axis of replicas.
     """
     averages, _ = swap(params, state)
     return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
 
 
 def swap(params: Any, state: Any) -> tuple[Any, Any]:
-    """Exchanges parameters and averages, or center; twice is nothing.
+    """Exchanges the parameters with the averages or the center; twice changes nothing.
 
-    Save what it gives, and whoever loads the checkpoint for evaluation finds the averages in the
-    place of the parameters; swap again after loading to train on. The counterpart of the
-    originals' ``swapping_saver``.
+    A checkpoint of the result has the averages in the place of the parameters, for evaluation.
+    Swap again after loading to resume training. The counterpart of the originals'
+    ``swapping_saver``.
 
     Args:
         params: the parameters that are trained.
@@ -65,28 +71,35 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
 
 
 def start_of_average(x: Any) -> Array:
-    """A copy in float32 at least, where an average can move; zeros for an abstract parameter.
+    """A copy of a parameter in float32 at least; zeros for an abstract parameter.
 
-    A copy, for the parameter's own buffer may be donated.
+    In 16 bits small changes of an average would be rounded away. It is a copy because the buffer
+    of the parameter may be donated.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros(x.shape, wide_dtype(x))
     return jnp.array(x, wide_dtype(x), copy=True)
 
 
-def zeros_of_average(params: Any) -> Any:
-    """Zeros like the parameters, in float32 at least."""
+def wide_zeros_like(params: Any) -> Any:
+    """Zeros like the parameters, in float32 at least.
+
+    ``optax.tree.zeros_like`` knows only one dtype for all leaves.
+    """
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
 
 
 def _averages(node: Any) -> Any:
-    """The tree of averages in a part of a state, None if there is none."""
-    if isinstance(node, ReplicaState):
-        return node.shared.get("center")
-    return getattr(node.slots, "average", None) if isinstance(node, LeafwiseState) else None
+    """The averages or the center in a part of a state; None if it has none."""
+    match node:
+        case LocalSGDState():
+            return node.replicated.center
+        case MovingAverageSlots():
+            return node.average
+    return None
 
 
 def _with_averages(node: Any, averages: Any) -> Any:
-    if isinstance(node, ReplicaState):
-        return node._replace(shared={**node.shared, "center": averages})
-    return node._replace(slots=node.slots._replace(average=averages))
+    if isinstance(node, LocalSGDState):
+        return node._replace(replicated=node.replicated._replace(center=averages))
+    return node._replace(average=averages)

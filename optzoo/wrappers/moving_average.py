@@ -1,20 +1,13 @@
 """A moving average of the parameters, around any optimizer."""
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..rules.leafwise import leafwise
-from ..state.averages import start_of_average
-from ..state.types import Slot
-
-
-class MovingAverageSlots(NamedTuple):
-    """The slots of the moving average."""
-
-    average: Slot  # of the parameters, in float32 at least
+from ..state.averages import MovingAverageSlots, start_of_average
 
 
 def moving_average(

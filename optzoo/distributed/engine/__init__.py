@@ -1,1 +1,1 @@
-"""What the distributed methods share: collectives, local steps, launching."""
+"""The engine of the distributed methods: collectives, local steps, launching."""

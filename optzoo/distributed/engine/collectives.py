@@ -1,4 +1,4 @@
-"""The replicas of a training run: what they share, and how they speak to one another."""
+"""Collectives across replicas."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 AxisName = str | tuple[str, ...] | None
 
-# Leaves up to this size travel together: benchmarks/replicas.py measures it.
+# Leaves up to this size are sent as one array: benchmarks/replicas.py measures it.
 BUCKET_BYTES = 1 << 20
 # XLA takes seconds to compile a concatenation of a thousand arrays.
 BUCKET_LEAVES = 128
@@ -25,7 +25,7 @@ BUCKET_LEAVES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The replicas along a named axis, as one of them sees them.
+    """The replicas along a named axis, seen from one of them.
 
     Attributes:
         axis_name: of ``vmap``, ``pmap`` or a mesh; None for a single replica without any.
@@ -41,7 +41,7 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         if self.axis_name is None:
             return 1
         try:
@@ -54,7 +54,7 @@ class Replicas:
             ) from error
 
     def check_size(self, **expected: int) -> None:
-        """Raises ``ValueError`` unless there are as many as the argument says."""
+        """Raises ``ValueError`` unless the argument is the number of replicas."""
         for name, number in expected.items():
             if number != self.size:
                 raise ValueError(
@@ -64,14 +64,14 @@ class Replicas:
 
     @property
     def index(self) -> Array:
-        """Which of them this one is."""
+        """The rank of this replica."""
         if self.axis_name is None:
             return jnp.zeros([], jnp.int32)
-        _ = self.size  # whose error is clearer
+        _ = self.size  # raises a clearer error
         return lax.axis_index(self.axis_name)
 
     def sum(self, tree: Any) -> Any:
-        """The sum over all replicas, in one message for each dtype and some for large arrays."""
+        """The sum over all replicas: one message for each dtype, and for each large array."""
         if self.axis_name is None:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -82,13 +82,13 @@ class Replicas:
                 leaves[i] = part
         return treedef.unflatten(leaves)
 
-    def sum_where(self, who: Any, tree: Any) -> Any:
-        """The sum over those for whom ``who`` is true, whatever the others hold."""
-        return self.sum(where(who, tree, 0))
+    def sum_where(self, mask: Any, tree: Any) -> Any:
+        """The sum over the replicas where ``mask`` is true; the others may hold NaN."""
+        return self.sum(zero_unless(mask, tree))
 
-    def any(self, who: Any) -> Array:
-        """Whether it is true for one of them."""
-        return self.sum(jnp.asarray(who, jnp.int32)) > 0
+    def any(self, mask: Any) -> Array:
+        """Whether ``mask`` is true on a replica."""
+        return self.sum(jnp.asarray(mask, jnp.int32)) > 0
 
     def gather(self, tree: Any) -> Any:
         """The arrays of all replicas joined along the first axis."""
@@ -98,26 +98,26 @@ class Replicas:
             return lax.all_gather(tree, self.axis_name, tiled=True)
         return gather_invarying(tree, self.axis_name)
 
-    def sum_gradients(self, updates: Any, who: Any, more: Any = ()) -> tuple[Any, Any]:
-        """The gradients of those for whom ``who`` is true, summed; and the sum of ``more``.
+    def sum_gradients(self, updates: Any, mask: Any, more: Any = ()) -> tuple[Any, Any]:
+        """The sum of the gradients of the replicas where ``mask`` is true; and that of ``more``.
 
         Rows are gathered as rows, in the order of the replicas; arrays are summed in float32 at
         least.
         """
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
-        dense, more = self.sum((where(who, dense, 0), more))
-        gs = [self.gather_rows(g, who) if is_rows(g) else g for g in gs]
+        dense, more = self.sum((zero_unless(mask, dense), more))
+        gs = [self.gather_rows(g, mask) if is_rows(g) else g for g in gs]
         return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
 
-    def mean_gradients(self, updates: Any, who: Any) -> Any:
-        """Their mean over those for whom ``who`` is true, for each replica to use as its own."""
-        sums, number = self.sum_gradients(updates, who, jnp.asarray(who, jnp.int32))
+    def mean_gradients(self, updates: Any, mask: Any) -> Any:
+        """The mean over the replicas where ``mask`` is true, typed as what may differ."""
+        sums, number = self.sum_gradients(updates, mask, jnp.asarray(mask, jnp.int32))
         return self.vary(divide_gradients(sums, jnp.maximum(number, 1), updates))
 
-    def spread_gradients(self, updates: Any, who: Any) -> Any:
-        """The gradients themselves, in arrays like those of :meth:`mean_gradients`."""
-        del who
+    def spread_gradients(self, updates: Any, mask: Any) -> Any:
+        """The gradients of this replica, in arrays of the shapes of :meth:`mean_gradients`."""
+        del mask
 
         def spread(g):
             places = (self.size - 1) * len(g.indices)
@@ -128,16 +128,17 @@ class Replicas:
 
         return map_rows(spread, updates)
 
-    def gather_rows(self, g: SparseRows, who: Any) -> SparseRows:
-        """The rows of those for whom ``who`` is true; padding in the place of the others'."""
-        masked = where(who, jnp.asarray(g.indices), g.num_rows), where(who, upcast(g.values), 0)
-        indices, values = self.gather(masked)
+    def gather_rows(self, g: SparseRows, mask: Any) -> SparseRows:
+        """The rows of the replicas where ``mask`` is true, and padding for those of the others."""
+        indices = jnp.where(mask, jnp.asarray(g.indices), g.num_rows)
+        values = zero_unless(mask, upcast(g.values))
+        indices, values = self.gather((indices, values))
         return SparseRows(indices, values, g.num_rows)
 
     def vary(self, tree: Any) -> Any:
-        """The same, typed as what may differ from replica to replica.
+        """The same values, typed as what may differ between replicas.
 
-        Only a ``shard_map`` with ``check_vma`` keeps such types; elsewhere nothing happens.
+        Only a ``shard_map`` with ``check_vma`` has such types; elsewhere this does nothing.
         """
         if not self._is_checked():
             return tree
@@ -148,10 +149,10 @@ class Replicas:
 
         return jax.tree.map(vary, tree)
 
-    def check_own(self, updates: Any) -> None:
+    def check_per_replica(self, updates: Any) -> None:
         """Raises ``ValueError`` if a gradient is known to be the same on all replicas.
 
-        JAX has then summed it over them: so it differentiates by replicated parameters.
+        Then JAX has already summed it over them, because the parameters were replicated.
         """
         if not self._is_checked():
             return
@@ -159,22 +160,23 @@ class Replicas:
             if missing := set(self._names) - varying(g):
                 raise ValueError(
                     f"the gradient of '{path_name(path)}' is the same along {sorted(missing)}: "
-                    "under check_vma, jax.grad by parameters that all replicas share has summed "
-                    "it already. Differentiate by optzoo.per_replica(params, axis_name)"
+                    "under check_vma, jax.grad with respect to replicated parameters has already "
+                    "summed it over the replicas. Differentiate with respect to "
+                    "optzoo.per_replica(params, axis_name)"
                 )
 
-    def check_shared(self, params: Any) -> None:
+    def check_replicated(self, params: Any) -> None:
         """Raises ``ValueError`` if a parameter is known to differ between replicas."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
-            if own := set(self._names) & varying(x):
+            if axes := set(self._names) & varying(x):
                 raise ValueError(
-                    f"parameter '{path_name(path)}' may differ along {sorted(own)}, but here all "
+                    f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but here all "
                     "replicas share one copy: give it to shard_map with in_specs of "
                     "PartitionSpec() (optzoo.map_over_replicas does)"
                 )
 
     def _buckets(self, leaves: list[Array]) -> list[list[int]]:
-        """Which leaves are sent together: small ones of one dtype."""
+        """The positions of leaves that are sent as one array: small ones of one dtype."""
         buckets, filling = list[list[int]](), dict[Any, list[int]]()
         for i, leaf in enumerate(leaves):
             if leaf.nbytes > (self.bucket_bytes or 0):
@@ -208,37 +210,35 @@ def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
     return jax.tree.map(safe_divide, sums, like, is_leaf=is_sparse_or_none)
 
 
-def map_some(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``f`` of leaves, and None where the first tree has None."""
-    some = lambda x, *xs: None if x is None else f(x, *xs)
-    return jax.tree.map(some, tree, *rest, is_leaf=is_sparse_or_none)
+    apply = lambda x, *xs: None if x is None else f(x, *xs)
+    return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
 
 
-def apply_some(params: Any, updates: Any) -> Any:
-    """``optax.apply_updates``, where there is an update."""
-    return merge(params, map_some(lambda u, x: (x + u).astype(x.dtype), updates, params))
+def apply_not_none(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates``; a parameter without an update is unchanged."""
+    add = lambda u, x: (x + u).astype(x.dtype)
+    return replace_not_none(params, map_not_none(add, updates, params))
 
 
-def merge(old: Any, new: Any) -> Any:
-    """A tree with other leaves wherever ``new`` has some that are not None."""
+def replace_not_none(old: Any, new: Any) -> Any:
+    """The leaves of ``new``, and those of ``old`` where ``new`` has None."""
     return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
-def where(who: Any, tree: Any, other: Any) -> Any:
-    """``jnp.where`` for trees; ``other`` is a tree like the first, or one number for all."""
-    others = other if jax.tree.structure(other) == jax.tree.structure(tree) else None
-    if others is None:
-        others = jax.tree.map(lambda _: other, tree)
-    select = lambda a, b: jnp.where(who, a, jnp.asarray(b, jnp.result_type(a)))
-    return jax.tree.map(select, tree, others)
+def zero_unless(condition: Any, tree: Any) -> Any:
+    """The tree where ``condition`` is true, else zeros, whatever the tree holds (NaN, too)."""
+    zero = lambda a: jnp.zeros([], jnp.result_type(a))
+    return jax.tree.map(lambda a: jnp.where(condition, a, zero(a)), tree)
 
 
 def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """The same values, of which each replica has its own: differentiate by these.
+    """The same values as parameters of each replica: differentiate with respect to these.
 
-    Inside ``shard_map`` with ``check_vma``, ``jax.grad`` by parameters that all replicas share
-    sums the gradients over them, without a word. Each replica's own gradient is that by
-    ``per_replica(params)``. Under ``vmap`` and ``pmap`` nothing happens.
+    Inside ``shard_map`` with ``check_vma``, ``jax.grad`` with respect to replicated parameters
+    silently sums the gradients over the replicas. With respect to ``per_replica(params)`` each
+    replica gets the gradient of its own loss. Under ``vmap`` and ``pmap`` this does nothing.
 
     Args:
         tree: parameters, or other arrays.
@@ -251,10 +251,10 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 
 
 def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """What replica 0 has, for all: training starts from one copy.
+    """Copies the arrays of replica 0 to all replicas, so that all start from the same values.
 
-    To be called where the axis is known, before ``init``; the counterpart of the originals' init
-    ops, by which workers copied the chief's variables.
+    Call it inside the mapped function, before ``init``. It is the counterpart of the originals'
+    init ops, by which workers copied the chief's variables.
 
     Args:
         tree: parameters, or other arrays.

@@ -1,4 +1,4 @@
-"""From the code of one replica to that of all of them."""
+"""Runs the code of one replica on all replicas."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
 from ...state.averages import eval_params
-from ...state.types import ReplicaState
+from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
 
 
@@ -29,15 +29,15 @@ def map_over_replicas(
         step: ``step(params, state, *batch) -> (params, state, *out)`` as one replica sees it; it
             may use collectives over ``axis_name``, as the distributed wrappers do.
         axis_name: the axis, or axes of the mesh, of the replicas.
-        mesh: one device for each replica, through ``jax.shard_map``; None for all replicas on one
-            device, through ``jax.vmap`` (or on many, if the arrays are sharded over them and the
-            result is compiled).
+        mesh: a mesh with one device for each replica, for ``jax.shard_map``; None for all
+            replicas on one device, by ``jax.vmap`` (or on many devices, if the arrays are sharded
+            over them and the result is compiled).
         check_vma: as for ``jax.shard_map``.
 
     Returns:
         A function like ``step`` of parameters and state as :func:`optzoo.replicate` makes them,
-        and of batches and results with a first axis over the replicas. Not compiled yet: wrap it
-        in ``jax.jit``, with ``donate_argnums=(0, 1)``.
+        and of batches and results with a first axis over the replicas. It is not compiled: wrap
+        it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
 
     Raises:
         ValueError: when called, if there is not one replica for each device of the mesh.
@@ -58,8 +58,8 @@ def map_over_replicas(
         specs = *replica_specs(params, state, PartitionSpec(), spec), spec
 
         def of_block(params, state, batch):
-            params, state = map_per_replica(_the_one, params, state)
-            params, state, out = of_one(params, state, jax.tree.map(_the_one, batch))
+            params, state = map_per_replica(_only_replica, params, state)
+            params, state, out = of_one(params, state, jax.tree.map(_only_replica, batch))
             params, state = map_per_replica(lambda a: a[None], params, state)
             return params, state, jax.tree.map(lambda a: jnp.asarray(a)[None], out)
 
@@ -75,13 +75,13 @@ def map_over_replicas(
 def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
     """A round of local steps with one exchange at its end, as one function.
 
-    Where an exchange is conditional, XLA copies what it may change, at every step. A round has
-    no condition: its local steps cost what those of the inner optimizer cost. The step is compiled
-    twice, as a local one and as the last one.
+    A step with a conditional exchange makes row-sparse updates dense, and XLA cannot fuse
+    operations across the condition. A round has no condition: its local steps cost what those of
+    the inner optimizer cost. The step is compiled twice: as a local step, and as the last one.
 
     Args:
         step: ``step(params, state, *batch, exchange) -> (params, state, *out)`` for one replica,
-            which hands ``exchange`` (a Python bool) on to ``update``.
+            which passes ``exchange`` (a Python bool) to ``update``.
 
     Returns:
         ``round(params, state, *batches) -> (params, state, *outs)`` for one replica, where
@@ -111,13 +111,15 @@ def replicate(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state of one replica for all: what each has for itself gets a first axis.
+    """Parameters and state of all replicas, from those of one.
+
+    Arrays that each replica has for itself get a first axis over the replicas.
 
     Args:
         params: the parameters.
         state: ``tx.init(params)``.
-        num_replicas: how many there are.
-        mesh: where to put them; None for the default device.
+        num_replicas: the number of replicas.
+        mesh: the mesh to put them on; None for the default device.
         axis_name: the axis, or axes, of the mesh.
     """
     check_size(1, num_replicas=num_replicas)
@@ -138,18 +140,19 @@ def resize_replicas(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state for fewer or more replicas, to go on from a checkpoint.
+    """Parameters and state for fewer or more replicas, to resume from a checkpoint.
 
-    The first replicas keep what they have. A new one starts from the center, as a worker that
-    joins; slots and counts of its inner optimizer are those of replica ``i % old number``.
+    The first replicas keep their parameters and their state. A new replica ``i`` starts from the
+    center, as a worker that joins; slots and counts of its inner optimizer are those of replica
+    ``i % old number``.
 
     Args:
         tx: the optimizer for the new number of replicas.
         params: of all replicas, as :func:`optzoo.replicate` makes them.
         state: of all replicas.
-        num_replicas: how many there are to be.
-        mesh: where to put them; None for the default device. Over several processes all of them
-            must call this, with arrays on devices of all.
+        num_replicas: the new number of replicas.
+        mesh: the mesh to put them on; None for the default device. With several processes all of
+            them must call this, with arrays on devices of all processes.
         axis_name: the axis, or axes, of the mesh.
     """
     check_size(1, num_replicas=num_replicas)
@@ -158,62 +161,66 @@ def resize_replicas(
 
 
 def _resize(tx, num_replicas, params, state):
-    of_params, _ = replica_specs(params, state, False, True)
-    old = len(jax.tree.leaves([node.own for node in _nodes(state)])[0])
+    params_are_per_replica, _ = replica_specs(params, state, False, True)
+    before = len(jax.tree.leaves([node.per_replica for node in _nodes(state)])[0])
     center = eval_params(params, state)
-    if of_params:  # where there is no center, that of the first
+    if params_are_per_replica:  # a parameter without a center starts as on the first replica
         center = jax.tree.map(lambda c, x: c if c.shape != x.shape else x[0], center, params)
-    take = lambda a: a[jnp.arange(num_replicas) % old]
-    is_new = jnp.arange(num_replicas) >= old
+    take = lambda a: a[jnp.arange(num_replicas) % before]
+    is_new = jnp.arange(num_replicas) >= before
     renew = lambda a, first: jnp.where(is_new.reshape(-1, *(1,) * jnp.ndim(first)), first, a)
     params, state = map_per_replica(take, params, state)
-    if of_params:
+    if params_are_per_replica:
         params = jax.tree.map(renew, params, center)
 
     def start(node, fresh):
+        """New replicas keep the inner state and the local step of another one."""
         if not _is_replicas(node):
             return node
-        begins = {k: v for k, v in fresh.own.items() if k not in ("inner", "local_step")}
-        begins = jax.tree.map(renew, {k: node.own[k] for k in begins}, begins)
-        return node._replace(own={**node.own, **begins})
+        old = node.per_replica
+        if isinstance(node, LocalSGDState):
+            method = jax.tree.map(renew, old.method, fresh.per_replica.method)
+            return node._replace(per_replica=old._replace(method=method))
+        new = jax.tree.map(renew, old, fresh.per_replica)
+        return node._replace(per_replica=new._replace(local_step=old.local_step))
 
     return params, jax.tree.map(start, state, tx.init(center), is_leaf=_is_replicas)
 
 
-def replica_specs(params: Any, state: Any, shared: Any, own: Any) -> tuple[Any, Any]:
-    """What all replicas share, and what each has, marked for parameters and state.
+def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) -> tuple[Any, Any]:
+    """Marks for parameters and state: which arrays are replicated, and which are per replica.
 
-    With ``shared=None, own=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap`` and
-    ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
-    ``jax.shard_map``. The parameters are shared if their optimizer is (within
-    :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); else each replica has
-    its own.
+    With ``replicated=None, per_replica=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap``
+    and ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
+    ``jax.shard_map``. The parameters are replicated if their optimizer shares them between the
+    replicas (:func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); with other
+    optimizers each replica has its own.
 
     Args:
         params: the parameters.
-        state: the state of an optimizer in which distributed wrappers may stand anywhere.
-        shared: the mark for what all share.
-        own: the mark for what each has.
+        state: the state of an optimizer, in which distributed wrappers may be anywhere.
+        replicated: the mark for arrays that all replicas share.
+        per_replica: the mark for arrays that each replica has for itself.
 
     Returns:
         A mark for the parameters, and a tree of marks that is a prefix of the state.
     """
     del params
-    mark = lambda node: ReplicaState(shared, own) if _is_replicas(node) else own
-    shares_params = any("inner" in node.shared for node in _nodes(state))
+    mark = lambda node: type(node)(replicated, per_replica) if _is_replicas(node) else per_replica
+    shares_params = any(isinstance(node, SharedParamsState) for node in _nodes(state))
     of_state = jax.tree.map(mark, state, is_leaf=_is_replicas)
-    return shared if shares_params else own, of_state
+    return replicated if shares_params else per_replica, of_state
 
 
 def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple[Any, Any]:
     """``f`` of every array that each replica has for itself."""
     marks = replica_specs(params, state, False, True)
-    change = lambda own, tree: jax.tree.map(f, tree) if own else tree
+    change = lambda is_per_replica, tree: jax.tree.map(f, tree) if is_per_replica else tree
     return jax.tree.map(change, marks, (params, state))
 
 
 def _placed(f, params, state, mesh, axis_name):
-    """Parameters and state of all replicas as ``f`` makes them, where they belong."""
+    """``f(params, state)``, of all replicas, on the devices of the mesh."""
     if mesh is None:
         return jax.jit(f)(params, state)
     at = functools.partial(NamedSharding, mesh)
@@ -229,10 +236,10 @@ def _nodes(state: Any) -> list[ReplicaState]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_replicas) if _is_replicas(node)]
 
 
-def _the_one(block: Array) -> Array:
+def _only_replica(block: Array) -> Array:
     if len(block) != 1:
         raise ValueError(
-            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh of as "
-            "many devices as there are replicas, or none"
+            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh with "
+            "one device for each replica, or mesh=None"
         )
     return block[0]

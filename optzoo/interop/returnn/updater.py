@@ -199,7 +199,7 @@ class _Updater:
 
     def raw_gradients(self, updates: Any, params: Any) -> Any:
         """The gradients of the whole loss, of all replicas."""
-        self.replicas.check_own(updates)
+        self.replicas.check_per_replica(updates)
         if self.decoupled is None:
             updates = map_named(self.options, _plus_constraint, updates, params)
         if not self.options.step.use_horovod:

@@ -342,7 +342,7 @@ def _by_path(tree: Any) -> dict[str, np.ndarray]:
 
 def _common(paths: list[str], arrays: Mapping[str, np.ndarray]) -> int:
     """The global step of replicas, who count their own steps, too; or the count of all links."""
-    of_replicas = [path for path in paths if path.split("/")[-2:] == ["shared", GLOBAL_STEP]]
+    of_replicas = [path for path in paths if path.split("/")[-2:] == ["replicated", GLOBAL_STEP]]
     counts = {path: int(arrays[path]) for path in of_replicas[:1] or paths}
     if len(set(counts.values())) > 1:
         raise ValueError(f"the counts of the state differ: {counts}; say global_step=")

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from ...core.paths import owner_of, path_name
 from ...first_order.amsgrad import AMSGradSlots
 from ...second_order.ggt import GGTSlots
 from ...second_order.shampoo.api import ShampooSlots
-from ...state.types import LeafwiseState, ReplicaState
-from ...wrappers.moving_average import MovingAverageSlots
+from ...state.averages import MovingAverageSlots
+from ...state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState
 from .names import AVERAGE, CENTER, GLOBAL_STEP, CheckpointNames, Choices, Path, join, suffix
 
 # What we keep in ``shared`` and TensorFlow does not: GGT's Gram matrix follows from its window.
@@ -105,23 +105,31 @@ def _nodes(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for below, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_ours):
         yield (*path, *below), node
         if isinstance(node, ReplicaState):
-            for field, part in node._asdict().items():
-                for key in part.keys() & {"inner", _OF_CENTER}:
-                    inside = (*path, *below, GetAttrKey(field), DictKey(key))
-                    yield from _nodes(part[key], inside)
+            for names, inner in _inners(node):
+                yield from _nodes(inner, (*path, *below, *map(GetAttrKey, names)))
+
+
+def _inners(node: ReplicaState) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The states of inner optimizers, with the fields that lead to them."""
+    if isinstance(node, SharedParamsState):
+        yield ("replicated", "inner"), node.replicated.inner
+        return
+    if hasattr(node.replicated.method, _OF_CENTER):
+        yield ("replicated", "method", _OF_CENTER), getattr(node.replicated.method, _OF_CENTER)
+    yield ("per_replica", "inner"), node.per_replica.inner
 
 
 def _is_for_itself(path: Path) -> bool:
     """Whether it is part of what a worker has for itself, or what its center has."""
-    of_worker = GetAttrKey("own"), DictKey("inner")
-    return DictKey(_OF_CENTER) in path or of_worker in itertools.pairwise(path)
+    of_worker = GetAttrKey("per_replica"), GetAttrKey("inner")
+    return GetAttrKey(_OF_CENTER) in path or of_worker in itertools.pairwise(path)
 
 
 def _plan_optional(
     done: Plan, names: CheckpointNames, owners: Mapping[Path, str], path: Path, link: LeafwiseState
 ) -> None:
     """A link that may begin anew: workers' variables are local, so most are in no checkpoint."""
-    if DictKey(_OF_CENTER) in path:  # its counts and powers are the workers'
+    if GetAttrKey(_OF_CENTER) in path:  # its counts and powers are the workers'
         owners = {below: f"{CENTER}/{name}" for below, name in owners.items()}
         link = link._replace(shared={})
     before, problems = set(done.arrays), len(done.problems)
@@ -243,16 +251,16 @@ def _flat(
 def _plan_replicas(
     done: Plan, names: CheckpointNames, owners: Mapping[Path, str], path: Path, node: ReplicaState
 ) -> None:
-    shared = node.shared
-    done.steps.append(_within(path, "shared", GLOBAL_STEP))
-    if "inner" in shared:  # one for all: replicas read the parameters when they start
-        done.steps.append(_within(path, "own", "local_step"))
-    if "stale_counter" in shared:
-        counter = _within(path, "shared", "stale_counter")
+    done.steps.append(_within(path, "replicated", GLOBAL_STEP))
+    if isinstance(node, SharedParamsState):  # replicas read the parameters when they start
+        done.steps.append(_within(path, "per_replica", "local_step"))
+    if hasattr(node.replicated, "stale_counter"):
+        counter = _within(path, "replicated", "stale_counter")
         done.arrays[counter] = names.non_slot("stale_counter", counter)
-    for below, _ in jax.tree_util.tree_leaves_with_path(shared.get("center", ())):
+    center = node.replicated.center if isinstance(node, LocalSGDState) else ()
+    for below, _ in jax.tree_util.tree_leaves_with_path(center):
         owner = owners[below]
-        array = path_name((*path, GetAttrKey("shared"), DictKey("center"), *below))
+        array = path_name((*path, GetAttrKey("replicated"), GetAttrKey("center"), *below))
         done.arrays[array] = owner if names.choices.swapped else f"{CENTER}/{owner}"
         done.owners[array] = owner
 

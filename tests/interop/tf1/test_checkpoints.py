@@ -544,11 +544,11 @@ def test_workers_begin_at_the_center(wrap):
     above = lambda by: jax.tree.map(lambda x: x + by, PARAMS)
     assert_same(params, above(1))
     assert_same(optzoo.eval_params(params, state), above(1))
-    assert state.shared["global_step"] == 5 and state.shared["count"] == 0
-    assert_same(state.own["inner"][0].slots.momentum, above(2))
+    assert state.replicated.global_step == 5 and state.replicated.count == 0
+    assert_same(state.per_replica.inner[0].slots.momentum, above(2))
     trained_params, trained_state = trained(tx)
     swapped = tf1_variables(trained_params, trained_state, optimizer_name="Momentum", swapped=True)
-    np.testing.assert_array_equal(swapped["w"], trained_state.shared["center"]["w"])
+    np.testing.assert_array_equal(swapped["w"], trained_state.replicated.center["w"])
 
 
 def test_what_tensorflow_has_not():
