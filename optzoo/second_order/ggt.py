@@ -1,9 +1,10 @@
 """GGT: full-matrix adaptive regularization by a window of past moments."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +16,15 @@ from ..core.rows import is_rows
 from ..rules.leafwise import in_float32, zeros
 from ..rules.learning_rate import scale_by_learning_rate
 from ..rules.treewise import treewise
+from ..state.tf1_names import TF1Names
 from ..state.types import Slot
+
+
+def _gram_matrix(slots: Any) -> np.ndarray:
+    """The products of all rows of a window, in float64."""
+    windows = [np.asarray(w, np.float64) for w in jax.tree.leaves(slots.grad_buffer)]
+    rows = [w.reshape(len(w), -1) for w in windows]
+    return sum(w @ w.T for w in rows)
 
 
 class GGTSlots(NamedTuple):
@@ -23,6 +32,13 @@ class GGTSlots(NamedTuple):
 
     moment1: Slot  # mean of the gradient
     grad_buffer: Slot  # the last moments: a ring along a leading axis
+
+    tf1 = TF1Names(
+        concatenated=True,
+        count="global_step",
+        unread=("flat_grad",),
+        not_in_tf1={"gram": _gram_matrix},
+    )
 
 
 def scale_by_ggt(

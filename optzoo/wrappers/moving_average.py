@@ -8,6 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..rules.leafwise import leafwise
 from ..state.averages import start_of_average
+from ..state.tf1_names import AVERAGE, TF1Names
 from ..state.types import Slot
 
 
@@ -15,6 +16,8 @@ class MovingAverageSlots(NamedTuple):
     """What the moving average keeps."""
 
     average: Slot  # of the parameters, in float32 at least
+
+    tf1 = TF1Names(slot=AVERAGE)
 
 
 def moving_average(

@@ -1,8 +1,8 @@
-"""Which variable of TensorFlow 1 belongs to which array of ours."""
+"""Which variable of TensorFlow 1 holds which array of the parameters and of the state."""
 
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,328 +11,405 @@ import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from ...core.paths import owner_of, path_name
-from ...first_order.amsgrad import AMSGradSlots
-from ...second_order.ggt import GGTSlots
-from ...second_order.shampoo.api import ShampooSlots
+from ...state.tf1_names import AVERAGE, TF1Names, tf1_names
 from ...state.types import LeafwiseState, ReplicaState
-from ...wrappers.moving_average import MovingAverageSlots
-from .names import AVERAGE, CENTER, GLOBAL_STEP, CheckpointNames, Choices, Path, join, suffix
-
-# What we keep in ``shared`` and TensorFlow does not: GGT's Gram matrix follows from its window.
-_NOT_OF_TF = ("gram", "num_failed_roots")
-_OF_CENTER = "center_inner"  # of agn: the slots beside the center
-_NAMELESS = (
-    "; RETURNN's AMSGrad gives its variables no names: say which is which by "
-    "variables={'0/slots/m/w': 'Variable_1', ...}"
+from .names import (
+    CENTER,
+    GLOBAL_STEP,
+    CheckpointNames,
+    NonSlot,
+    Parameter,
+    Path,
+    join,
+    suffix,
 )
 
+_OF_CENTER = "center_inner"  # of agn: the slots beside the center
+_HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives them
 
-class FlatVariables(NamedTuple):
-    """GGT's variables, in which all parameters lie in a row."""
 
-    path: str  # of the link in the state
-    parameters: dict[str, str]  # ours by TensorFlow's names, in their order along the row
-    moment1: str
-    grad_buffer: str
-    flat_grad: str
-    step: str
+# ------------------------------------------------- what a plan consists of
+# Arrays are called by the names of their paths: ``0/slots/m/w`` of the state, ``w`` of the params.
+class Source(NamedTuple):
+    """The variable that holds an array."""
+
+    path: str
+    variable: str | None  # None if there is none
+    shape: tuple[int, ...]
+    dtype: Any  # here
+    saved_dtype: Any  # in TensorFlow
+    owner: str | None = None  # of a slot: TensorFlow's name of the parameter
+    optional: bool = False  # whether the checkpoint may lack it
+
+
+class Vector(NamedTuple):
+    """The variable in which a slot of all parameters is concatenated along the last axis."""
+
+    path: str  # of the slot
+    variable: str | None
+    parts: tuple[Source, ...]  # in this order; none of a vector that is not read again
+    shape: tuple[int, ...]
+    dtype: Any
+    optional: bool = False
+
+
+class Count(NamedTuple):
+    """A number of updates that TensorFlow keeps once for all, as its global step."""
+
+    path: str
+    # The path of the wrapper around it that counts steps, and makes updates on some of them only.
+    wrapper: str | None = None
+    is_global_step: bool = False  # that of replicas, who count their own steps, too
+
+
+class Unmapped(NamedTuple):
+    """An array that TensorFlow has no variable for."""
+
+    path: str
+
+
+class NotFound(NamedTuple):
+    """A message about slots that the checkpoint does not have."""
+
+    message: str
 
 
 class Plan(NamedTuple):
-    """What is where. Arrays of the state go by the names of their paths: ``0/slots/m/w``."""
+    """Where each array is."""
 
-    parameters: dict[str, str]  # by our name, the variable
-    arrays: dict[str, str]  # by path in the state, the variable
-    owners: dict[str, str]  # of slots by path in the state, the parameter
-    steps: list[str]  # paths of the counts that are the global step
-    flats: list[FlatVariables]
-    unmapped: list[str]  # paths of arrays that TensorFlow has no variables for
-    problems: list[str]  # what is not in the checkpoint
-    optional: set[str]  # paths of arrays that need not be there
+    parameters: tuple[Source, ...]
+    arrays: tuple[Source, ...]
+    vectors: tuple[Vector, ...]
+    counts: tuple[Count, ...]
+    unmapped: tuple[str, ...]
+    not_found: tuple[str, ...]
 
 
-def plan_parameters(owners: Mapping[Path, str], given: Any, choices: Choices) -> dict[str, str]:
-    """The variables of the parameters, by our names.
+class _NonSlot(NamedTuple):
+    """An array or a vector whose variable is to be found beside the others of its name."""
 
-    Args:
-        owners: TensorFlow's names of the parameters by their paths.
-        given: the variables of a checkpoint; None if there is none to look at.
-        choices: what the caller says about names.
-    """
-    names = CheckpointNames(given, owners.values(), choices)
-
-    def variable(name):
-        if choices.swapped and names.has(names.average(name)):
-            return names.average(name)
-        # Workers' own copies are in no checkpoint; they begin at the center.
-        center = f"{CENTER}/{name}"
-        return center if names.has(center) and not names.has(name) else name
-
-    return {path_name(path): variable(name) for path, name in owners.items()}
+    wanted: NonSlot
+    incomplete: Source | Vector
 
 
-def plan(owners: Mapping[Path, str], state: Any, given: Any, choices: Choices) -> Plan:
+class _Slot(NamedTuple):
+    """One array of a slot of one parameter."""
+
+    field: str
+    below: Path  # the path within the field
+    owner: Parameter | None
+    source: Source
+
+
+class _Node(NamedTuple):
+    """A part of a state: of a transformation of this library, of replicas, or an array."""
+
+    path: Path
+    value: Any
+    wrapper: Path | None  # as in Count
+    replica_part: str = ""  # what it belongs to: a "worker", the "center", or all replicas
+
+
+_Entry = Source | Vector | Count | Unmapped | NotFound | _NonSlot
+
+
+# ------------------------------------------------------------------------ planning
+def make_plan(owners: Mapping[Path, Parameter], state: Any, names: CheckpointNames) -> Plan:
     """Finds the variable of every array.
 
     Args:
-        owners: TensorFlow's names of the parameters by their paths.
-        state: the state of an optimizer of theirs.
-        given: the variables of a checkpoint, to find there how slots are called; None to call them
-            as TensorFlow does by default.
-        choices: what the caller says about names.
+        owners: the parameters by their paths.
+        state: the state of their optimizer, its slots unpacked (:func:`unpack_state`).
+        names: how the variables are called in the checkpoint, or by default.
 
     Raises:
         ValueError: if a name is ambiguous, or unknown where there is no checkpoint to find it in.
     """
-    names = CheckpointNames(given, owners.values(), choices)
-    done = Plan(plan_parameters(owners, given, choices), {}, {}, [], [], [], names.problems, set())
-    for path, node in _nodes(state):
-        if isinstance(node, LeafwiseState) and _is_for_itself(path):
-            _plan_optional(done, names, owners, path, node)
-        elif isinstance(node, LeafwiseState):
-            _plan_link(done, names, owners, path, node)
-        elif isinstance(node, ReplicaState):
-            _plan_replicas(done, names, owners, path, node)
-        else:
-            _plan_foreign(done, path, node)
-    _override(done, choices.variables)
-    return done
-
-
-def _nodes(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The links of this library in a state, the replicas around them, and all other arrays."""
-    is_ours = lambda node: isinstance(node, LeafwiseState | ReplicaState)
-    for below, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_ours):
-        yield (*path, *below), node
-        if isinstance(node, ReplicaState):
-            for field, part in node._asdict().items():
-                for key in part.keys() & {"inner", _OF_CENTER}:
-                    inside = (*path, *below, GetAttrKey(field), DictKey(key))
-                    yield from _nodes(part[key], inside)
-
-
-def _is_for_itself(path: Path) -> bool:
-    """Whether it is part of what a worker has for itself, or what its center has."""
-    of_worker = GetAttrKey("own"), DictKey("inner")
-    return DictKey(_OF_CENTER) in path or of_worker in itertools.pairwise(path)
-
-
-def _plan_optional(
-    done: Plan, names: CheckpointNames, owners: Mapping[Path, str], path: Path, link: LeafwiseState
-) -> None:
-    """A link that may begin anew: workers' variables are local, so most are in no checkpoint."""
-    if DictKey(_OF_CENTER) in path:  # its counts and powers are the workers'
-        owners = {below: f"{CENTER}/{name}" for below, name in owners.items()}
-        link = link._replace(shared={})
-    before, problems = set(done.arrays), len(done.problems)
-    _plan_link(done, names, owners, path, link)
-    done.optional.update(done.arrays.keys() - before)
-    del done.problems[problems:]
-
-
-def _plan_link(
-    done: Plan, names: CheckpointNames, owners: Mapping[Path, str], path: Path, link: LeafwiseState
-) -> None:
-    columns = _columns(done, owners, path, link.slots)
-    if isinstance(link.slots, GGTSlots):
-        done.flats.append(_flat(names, owners, path, columns))
-        return
-    done.steps.append(_within(path, "count"))
-    if isinstance(link.slots, ShampooSlots):
-        in_order = {owner: _in_order_of_creation(arrays) for owner, arrays in columns.items()}
-        is_root = lambda array: array[len(path) + 1] == GetAttrKey("H")
-        without = {o: [a for a in arrays if not is_root(a)] for o, arrays in in_order.items()}
-        _plan_slots(done, names, without, or_else=in_order)
-    elif isinstance(link.slots, MovingAverageSlots):
-        if names.choices.swapped:
-            _plan_swapped(done, names, owners, columns)
-        else:
-            _plan_slots(done, names, columns, fixed=AVERAGE)
-    else:
-        hint = _NAMELESS if isinstance(link.slots, AMSGradSlots) else ""
-        _plan_slots(done, names, columns, hint=hint)
-    for name, value in link.shared.items():
-        if name not in _NOT_OF_TF:
-            array = _within(path, "shared", name)
-            done.arrays[array] = names.non_slot(name, array, value)
-
-
-def _columns(done: Plan, owners: Mapping[Path, str], path: Path, slots: Any):
-    """The paths of the arrays beside each parameter, in the order of the slots' fields."""
-    columns = defaultdict[str, list[Path]](list)
-    for field in slots._fields:
-        for below, _ in jax.tree_util.tree_leaves_with_path(getattr(slots, field)):
-            array = (*path, GetAttrKey("slots"), GetAttrKey(field), *below)
-            owner = owner_of(below, owners)
-            if owner is None:
-                done.unmapped.append(path_name(array))
-            else:
-                done.owners[path_name(array)] = owner
-                columns[owner].append(array)
-    return columns
-
-
-def _plan_slots(
-    done: Plan,
-    names: CheckpointNames,
-    columns: Mapping[str, list[Path]],
-    or_else: Mapping[str, list[Path]] | None = None,
-    fixed: str | None = None,
-    hint: str = "",
-) -> None:
-    """Names slots as TensorFlow does, in the order of their creation: ``Adam``, ``Adam_1``, ..."""
-    or_else = or_else or columns
+    nodes = tuple(_nodes(state))
+    entries = [entry for node in nodes for entry in _entries(owners, node, names)]
+    of = lambda kind: [entry for entry in entries if isinstance(entry, kind)]
+    variables = names.non_slots(entry.wanted for entry in of(_NonSlot))
+    pairs = zip(of(_NonSlot), variables, strict=True)
+    non_slots = [entry.incomplete._replace(variable=variable) for entry, variable in pairs]
+    found = [*of(Source), *of(Vector), *non_slots]
     explicit = names.choices.variables
-    numbers = {
-        owner: {len(arrays), len(or_else[owner])}
-        for owner, arrays in columns.items()
-        if not all(path_name(array) in explicit for array in arrays)
-    }
-    for owner, first in names.slots(numbers, fixed, hint).items():
-        arrays = columns[owner]
-        if names.has(first + suffix(len(arrays))):
-            arrays = or_else[owner]
-        for i, array in enumerate(arrays):
-            done.arrays[path_name(array)] = first + suffix(i)
-
-
-def _plan_swapped(
-    done: Plan,
-    names: CheckpointNames,
-    owners: Mapping[Path, str],
-    columns: Mapping[str, list[Path]],
-) -> None:
-    """Averages under the names of the parameters, and the other way round."""
-    for owner, [array] in columns.items():
-        done.arrays[path_name(array)] = owner
-    for path, owner in owners.items():
-        if owner in columns:
-            done.parameters[path_name(path)] = names.average(owner)
-
-
-def _in_order_of_creation(arrays: list[Path]) -> list[Path]:
-    """Shampoo's slots of a parameter: ``gbar``, then ``H_i`` and ``Gbar_i`` for each i."""
-
-    def place(array):
-        field = next(key.name for key in reversed(array) if isinstance(key, GetAttrKey))
-        if field not in ("H", "Gbar"):
-            return (0, 0, 0) if field == "gbar" else (2, 0, 0)
-        [number] = [array[-1].idx] if isinstance(array[-1], SequenceKey) else [0]
-        return 1, number, field == "Gbar"
-
-    return sorted(arrays, key=place)
-
-
-def _flat(
-    names: CheckpointNames, owners: Mapping[Path, str], path: Path, columns: Mapping[str, Any]
-) -> FlatVariables:
-    # TensorFlow sorts by the names of tensors: w1:0 comes before w:0.
-    ours = {name: path_name(below) for below, name in owners.items()}
-    parameters = {name: ours[name] for name in sorted(columns, key=lambda name: f"{name}:0")}
-    vector = lambda name, ndim=1: names.non_slot(name, path_name(path), ndim=ndim)
-    return FlatVariables(
-        path_name(path),
-        parameters,
-        moment1=vector("moment1"),
-        grad_buffer=vector("grad_buffer", 2),
-        flat_grad=vector("flat_grad"),
-        step=names.step_of_ggt(),
+    is_left = lambda entry: entry.path not in explicit
+    return Plan(
+        tuple(_plan_parameters(owners, nodes, names)),
+        tuple(_plan_arrays(found, state, explicit)),
+        tuple(vector for vector in found if isinstance(vector, Vector)),
+        tuple(filter(is_left, of(Count))),
+        tuple(entry.path for entry in filter(is_left, of(Unmapped))),
+        tuple(entry.message for entry in of(NotFound)),
     )
 
 
-def _plan_replicas(
-    done: Plan, names: CheckpointNames, owners: Mapping[Path, str], path: Path, node: ReplicaState
-) -> None:
-    shared = node.shared
-    done.steps.append(_within(path, "shared", GLOBAL_STEP))
-    if "inner" in shared:  # one for all: replicas read the parameters when they start
-        done.steps.append(_within(path, "own", "local_step"))
-    if "stale_counter" in shared:
-        counter = _within(path, "shared", "stale_counter")
-        done.arrays[counter] = names.non_slot("stale_counter", counter)
-    for below, _ in jax.tree_util.tree_leaves_with_path(shared.get("center", ())):
-        owner = owners[below]
-        array = path_name((*path, GetAttrKey("shared"), DictKey("center"), *below))
-        done.arrays[array] = owner if names.choices.swapped else f"{CENTER}/{owner}"
-        done.owners[array] = owner
-
-
-def _plan_foreign(done: Plan, path: Path, value: Any) -> None:
-    """An array of a transformation of optax's, or of another library."""
-    attributes = {key.name for key in path if isinstance(key, GetAttrKey)}
-    if path and path[-1] == GetAttrKey("count") and np.ndim(value) == 0:
-        done.steps.append(path_name(path))
-    elif "hyperparams" not in attributes:  # of optax.inject_hyperparams: the program gives them
-        done.unmapped.append(path_name(path))
-
-
-def _override(done: Plan, explicit: Mapping[str, str]) -> None:
-    """What the caller says about single arrays."""
-    known = {*done.arrays, *done.owners, *done.steps, *done.unmapped}
-    if unknown := sorted(set(explicit) - known):
-        raise ValueError(f"variables: the state has no arrays {unknown}; it has {sorted(known)}")
-    done.arrays.update(explicit)
-    for paths in (done.steps, done.unmapped):
-        paths[:] = [path for path in paths if path not in explicit]
-    slots = {array: name for array, name in done.arrays.items() if array in done.owners}
-    if twice := [name for name, times in Counter(slots.values()).items() if times > 1]:
-        places = {name: [a for a, n in slots.items() if n == name] for name in twice}
-        raise ValueError(
-            f"several slots would share a variable: {places}; say optimizer_name= or variables="
-        )
-
-
-def _within(path: Path, *names: str) -> str:
-    """The name of what is below a path."""
-    return join(path_name(path), *names)
-
-
-# ------------------------------------------------------------------- GGT's vectors
-def split(
-    flat: FlatVariables, arrays: Mapping[str, Any], given: Mapping[str, np.ndarray]
-) -> tuple[dict[str, Any], list[str]]:
-    """GGT's arrays from its vectors, by path; and what does not fit."""
-    shapes = vector_shapes(flat, arrays)
-    wrong = [
-        f"shape: {name} is {given[name].shape} in the checkpoint, {shape} here"
-        for name, shape in shapes.items()
-        if name in given and given[name].shape != shape
-    ]
-    if wrong or not shapes.keys() <= given.keys():
-        return {}, wrong
-    moment1, rows = given[flat.moment1], given[flat.grad_buffer]
-    values: dict[str, Any] = {join(flat.path, "count"): int(given[flat.step])}
-    start = 0
-    for name in flat.parameters.values():
-        at = join(flat.path, "slots", "moment1", name)
-        shape, part = jnp.shape(arrays[at]), slice(start, start + np.size(arrays[at]))
-        start = part.stop
-        values[at] = moment1[part].reshape(shape)
-        buffer = join(flat.path, "slots", "grad_buffer", name)
-        values[buffer] = rows[:, part].reshape(len(rows), *shape)
-    exact = rows.astype(np.float64)
-    values[join(flat.path, "shared", "gram")] = exact @ exact.T
-    return values, []
-
-
-def vector_shapes(flat: FlatVariables, arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of GGT's variables, but for ``flat_grad``, which nobody reads again."""
-    at = lambda name: arrays[join(flat.path, "slots", "moment1", name)]
-    size = sum(np.size(at(name)) for name in flat.parameters.values())
-    window = len(arrays[join(flat.path, "shared", "gram")])
-    return {flat.moment1: (size,), flat.grad_buffer: (window, size), flat.step: ()}
-
-
-def concatenate(flat: FlatVariables, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GGT's vectors from its arrays, by name."""
-    window = len(arrays[join(flat.path, "shared", "gram")])
-    at = lambda slot, name: arrays[join(flat.path, "slots", slot, name)]
-    ours = list(flat.parameters.values())
-    moment1 = np.concatenate([at("moment1", name).ravel() for name in ours])
-    rows = [at("grad_buffer", name).reshape(window, -1) for name in ours]
-    return {
-        flat.moment1: moment1,
-        flat.grad_buffer: np.concatenate(rows, axis=1).astype(moment1.dtype),
-        flat.flat_grad: np.zeros_like(moment1),
-        flat.step: np.asarray(arrays[join(flat.path, "count")], moment1.dtype),
+def _plan_parameters(
+    owners: Mapping[Path, Parameter], nodes: Iterable[_Node], names: CheckpointNames
+) -> Iterator[Source]:
+    """The variables of the parameters: of averages, if a saver swapped them."""
+    averaged = {
+        slot.owner
+        for node in nodes
+        if isinstance(node.value, LeafwiseState) and _is_swapped(node.value, names)
+        for slot in _slots(owners, node)
     }
+    for parameter in owners.values():
+        name = parameter.name
+        average, center = names.average(name), f"{CENTER}/{name}"
+        if names.has(average):
+            is_swapped = names.choices.swapped
+        else:
+            is_swapped = parameter in averaged and not names.choices.is_initial
+        # Workers' own copies are in no checkpoint; they begin at the center.
+        from_center = names.has(center) and not names.has(name)
+        variable = average if is_swapped else center if from_center else name
+        dtype = parameter.dtype
+        yield Source(parameter.path, variable, parameter.shape, dtype, dtype)
+
+
+def _plan_arrays(
+    found: Iterable[Source | Vector], state: Any, explicit: Mapping[str, str]
+) -> Iterator[Source]:
+    """The variables of the arrays of the state: those found, and those that the caller names."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    sources = {source.path: source for source in (_source(path, x) for path, x in leaves)}
+    sources |= {source.path: source for source in found if isinstance(source, Source)}
+    of_arrays = explicit.keys() - {vector.path for vector in found if isinstance(vector, Vector)}
+    if unknown := sorted(of_arrays - sources.keys()):
+        raise ValueError(f"variables: the state has no arrays {unknown}; it has {sorted(sources)}")
+    sources |= {path: sources[path]._replace(variable=explicit[path]) for path in of_arrays}
+    slots = defaultdict[str, list[str]](list)
+    for source in sources.values():
+        if source.variable is not None and source.owner is not None:
+            slots[source.variable].append(source.path)
+    if shared := {name: paths for name, paths in slots.items() if len(paths) > 1}:
+        raise ValueError(
+            f"several slots would share a variable: {shared}; say optimizer_name= or variables="
+        )
+    return (source for source in sources.values() if source.variable is not None)
+
+
+# ------------------------------------------------------------------ parts of a state
+def _nodes(
+    x: Any, path: Path = (), wrapper: Path | None = None, replica_part: str = ""
+) -> Iterator[_Node]:
+    """The transformations of this library in a state, the replicas, and all other arrays."""
+    if isinstance(x, LeafwiseState | ReplicaState) or jax.tree_util.all_leaves([x]):
+        yield _Node(path, x, wrapper, replica_part)
+    if isinstance(x, ReplicaState):
+        for below, inner, part in _inside_replicas(x):
+            yield from _nodes(inner, (*path, *below), wrapper, replica_part or part)
+    elif not isinstance(x, LeafwiseState):
+        inside = path if _may_skip_updates(x) else wrapper
+        children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+        for below, child in children:
+            of_child = wrapper if below == (GetAttrKey("count"),) else inside
+            if below:
+                yield from _nodes(child, (*path, *below), of_child, replica_part)
+
+
+def _may_skip_updates(x: Any) -> bool:
+    """Whether it counts steps and keeps arrays from one to the next, around a state with a count.
+
+    Such as ``accumulate``: the optimizer in it counts its own updates, which may be fewer.
+    """
+    has_count = lambda x: "count" in getattr(x, "_fields", ())
+    if not has_count(x):
+        return False
+    fields = {k: v for k, v in x._asdict().items() if k not in ("count", _HYPERPARAMS)}
+    leaves = [jax.tree.leaves(field, is_leaf=has_count) for field in fields.values()]
+    with_count = [any(map(has_count, of_field)) for of_field in leaves]
+    keeps = [bool(of_field) for of_field in leaves]
+    return any(with_count) and with_count != keeps
+
+
+def _entries(
+    owners: Mapping[Path, Parameter], node: _Node, names: CheckpointNames
+) -> Iterator[_Entry]:
+    """What a part of a state adds to the plan."""
+    if isinstance(node.value, ReplicaState):
+        return _of_replicas(owners, node, names)
+    if not isinstance(node.value, LeafwiseState):
+        return _of_other_library(node)
+    if node.replica_part == "center":  # its counts and powers are the workers'
+        in_center = lambda owner: owner._replace(name=f"{CENTER}/{owner.name}")
+        owners = {path: in_center(owner) for path, owner in owners.items()}
+        node = node._replace(value=node.value._replace(shared={}))
+    entries = _of_transformation(owners, node, names)
+    return _optional(entries) if node.replica_part else entries
+
+
+def _optional(entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    """Of what may start again: workers' variables are local, so most are in no checkpoint."""
+    for entry in entries:
+        if isinstance(entry, Source | Vector):
+            yield entry._replace(optional=True)
+        elif isinstance(entry, _NonSlot):
+            yield entry._replace(incomplete=entry.incomplete._replace(optional=True))
+        elif not isinstance(entry, NotFound):
+            yield entry
+
+
+def _of_transformation(
+    owners: Mapping[Path, Parameter], node: _Node, names: CheckpointNames
+) -> Iterator[_Entry]:
+    tf1, slots = tf1_names(node.value.slots), _slots(owners, node)
+    yield from (slot.source for slot in slots)
+    yield from (Unmapped(slot.source.path) for slot in slots if slot.owner is None)
+    slots = [slot for slot in slots if slot.owner is not None]
+    if tf1.concatenated:
+        yield from _vectors(slots, tf1, path_name(node.path))
+    elif _is_swapped(node.value, names):
+        yield from (slot.source._replace(variable=slot.owner.name) for slot in slots)
+    else:
+        yield from _separate_slots(slots, tf1, names)
+    path = (*node.path, GetAttrKey("count"))
+    if tf1.count is None:
+        yield _count(path, node.wrapper)
+    else:
+        variable, dtype = names.own_count(tf1.count), _common_dtype(slots)
+        count = _source(path, node.value.count)
+        yield count._replace(variable=variable, saved_dtype=dtype)
+    for name, value in node.value.shared.items():
+        if name not in tf1.not_in_tf1:
+            array = _source((*node.path, GetAttrKey("shared"), DictKey(name)), value)
+            yield _NonSlot(NonSlot(array.path, name, value), array)
+
+
+def _of_replicas(
+    owners: Mapping[Path, Parameter], node: _Node, names: CheckpointNames
+) -> Iterator[_Entry]:
+    shared = node.value.shared
+    below = lambda *keys: (*node.path, *keys)
+    in_shared = lambda name: below(GetAttrKey("shared"), DictKey(name))
+    yield _count(in_shared(GLOBAL_STEP), node.wrapper)._replace(is_global_step=True)
+    if "inner" in shared:  # one for all: replicas read the parameters when they start
+        yield _count(below(GetAttrKey("own"), DictKey("local_step")), node.wrapper)
+    if "stale_counter" in shared:
+        counter = _source(in_shared("stale_counter"), shared["stale_counter"])
+        yield _NonSlot(NonSlot(counter.path, "stale_counter"), counter)
+    for path, x in jax.tree_util.tree_leaves_with_path(shared.get("center", ())):
+        owner = owners[path]
+        name = owner.name if names.choices.swapped else f"{CENTER}/{owner.name}"
+        yield _source((*in_shared("center"), *path), x, owner)._replace(variable=name)
+
+
+def _inside_replicas(x: ReplicaState) -> Iterator[tuple[Path, Any, str]]:
+    """The states of optimizers in a state of replicas, and what each belongs to."""
+    for field, part in x._asdict().items():
+        for key in part.keys() & {"inner", _OF_CENTER}:
+            of = "center" if key == _OF_CENTER else "worker" if field == "own" else ""
+            yield (GetAttrKey(field), DictKey(key)), part[key], of
+
+
+def _of_other_library(node: _Node) -> Iterator[_Entry]:
+    """An array of a transformation of optax's, or of another library."""
+    attributes = {key.name for key in node.path if isinstance(key, GetAttrKey)}
+    if node.path and node.path[-1] == GetAttrKey("count") and np.ndim(node.value) == 0:
+        yield _count(node.path, node.wrapper)
+    elif _HYPERPARAMS not in attributes:
+        yield Unmapped(path_name(node.path))
+
+
+def _count(path: Path, wrapper: Path | None) -> Count:
+    return Count(path_name(path), None if wrapper is None else path_name(wrapper))
+
+
+def _source(path: Path, x: Any, owner: Parameter | None = None) -> Source:
+    """An array without a variable yet. There, slots are of the parameters' dtype.
+
+    All other variables are of float32, but for the global step.
+    """
+    name, dtype = (None, np.float32) if owner is None else (owner.name, owner.dtype)
+    return Source(path_name(path), None, jnp.shape(x), jnp.result_type(x), dtype, name)
+
+
+# ------------------------------------------------------------------------- slots
+def _slots(owners: Mapping[Path, Parameter], node: _Node) -> list[_Slot]:
+    """The arrays beside each parameter, in the order of the slots' fields."""
+    slots = node.value.slots
+    found = []
+    for field in slots._fields:
+        for below, x in jax.tree_util.tree_leaves_with_path(getattr(slots, field)):
+            owner = owner_of(below, owners)
+            path = (*node.path, GetAttrKey("slots"), GetAttrKey(field), *below)
+            found.append(_Slot(field, below, owner, _source(path, x, owner)))
+    return found
+
+
+def _is_swapped(state: LeafwiseState, names: CheckpointNames) -> bool:
+    """Whether the slots have the names of the parameters."""
+    return names.choices.swapped and tf1_names(state.slots).slot == AVERAGE
+
+
+def _separate_slots(
+    slots: list[_Slot], tf1: TF1Names, names: CheckpointNames
+) -> Iterator[_Entry]:
+    """Names slots as TensorFlow does, in the order of their creation: ``Adam``, ``Adam_1``, ..."""
+    explicit = names.choices.variables
+    all_slots = _by_owner(slots, tf1.order)
+    without = {
+        owner: [slot for slot in of_owner if slot.field not in tf1.optional]
+        for owner, of_owner in all_slots.items()
+    }
+    possible = {
+        owner: {len(without[owner]), len(of_owner)}
+        for owner, of_owner in all_slots.items()
+        if not all(slot.source.path in explicit for slot in without[owner])
+    }
+    found = names.slots(possible, tf1.slot, tf1.hint)
+    yield from map(NotFound, found.not_found)
+    for owner, first in found.first.items():
+        has_more = names.has(first + suffix(len(without[owner])))
+        for i, slot in enumerate((all_slots if has_more else without)[owner]):
+            yield slot.source._replace(variable=first + suffix(i))
+
+
+def _by_owner(
+    slots: Iterable[_Slot], order: Iterable[str | tuple[str, ...]]
+) -> dict[str, list[_Slot]]:
+    """The slots of each parameter in the order in which TensorFlow creates them."""
+
+    def position(slot):
+        for i, group in enumerate(order):
+            fields = (group,) if isinstance(group, str) else group
+            if slot.field in fields:
+                takes_turns = len(fields) > 1 and isinstance(slot.below[-1], SequenceKey)
+                turn = slot.below[-1].idx if takes_turns else 0
+                return i, turn, fields.index(slot.field)
+        return 0, 0, 0  # in the order of the fields
+
+    found = defaultdict[str, list[_Slot]](list)
+    for slot in sorted(slots, key=position):
+        found[slot.owner.name].append(slot)
+    return dict(found)
+
+
+def _vectors(slots: list[_Slot], tf1: TF1Names, path: Path) -> Iterator[_NonSlot]:
+    """The variables in which the slots of all parameters are concatenated."""
+    fields = defaultdict[str, list[_Slot]](list)
+    # TensorFlow sorts by the names of tensors: w1:0 comes before w:0.
+    for slot in sorted(slots, key=lambda slot: f"{slot.owner.name}:0"):
+        fields[slot.field].append(slot)
+    dtype, size = _common_dtype(slots), 0
+    for field, of_field in fields.items():
+        size = sum(math.prod(slot.owner.shape) for slot in of_field)
+        whole, part = of_field[0].source.shape, of_field[0].owner.shape
+        shape = (*whole[: len(whole) - len(part)], size)
+        parts = tuple(slot.source for slot in of_field)
+        yield _vector(join(path, "slots", field), field, parts, shape, dtype)
+    for name in tf1.unread:
+        yield _vector(join(path, "slots", name), name, (), (size,), dtype)
+
+
+def _vector(
+    path: str, name: str, parts: tuple[Source, ...], shape: tuple[int, ...], dtype: Any
+) -> _NonSlot:
+    vector = Vector(path, None, parts, shape, dtype)
+    return _NonSlot(NonSlot(path, name, ndim=len(shape)), vector)
+
+
+def _common_dtype(slots: Iterable[_Slot]) -> Any:
+    """That of the parameters."""
+    return jnp.result_type(*([slot.owner.dtype for slot in slots] or [np.float32]))

@@ -16,6 +16,7 @@ from ...core.rows import SparseRows, is_rows
 from ...rules.leafwise import leafwise, zeros
 from ...rules.learning_rate import scale_by_learning_rate
 from ...rules.treewise import Leaf, treewise
+from ...state.tf1_names import TF1Names
 from ...state.types import Slot
 from .blocks import Blocks, cut
 from .refresh import is_due, refresh
@@ -35,6 +36,12 @@ class ShampooSlots(NamedTuple):
     H: Slot  # inverse roots of the matrices among those
     graft: Slot  # mean or sum of the squared gradient, where grafting needs one
     momentum: Slot  # decaying sum of the steps, where wanted
+
+    tf1 = TF1Names(
+        order=("gbar", ("H", "Gbar"), "graft", "momentum"),
+        optional=("H",),
+        not_in_tf1={"num_failed_roots": None},
+    )
 
 
 class Work(NamedTuple):

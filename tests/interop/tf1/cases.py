@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import optzoo
-from optzoo.interop.tf1.checkpoints import save_tf1_state
+from optzoo.interop.tf1.save import save_tf1_state
 from tests import golden
 
 FOLDER = golden.FOLDER.with_name("checkpoints")

@@ -1,0 +1,53 @@
+"""Arrays of parameters and states by the names of their paths, each slot in arrays of its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.paths import path_name
+from ...state.stacks import layout_of, stack, unstack
+from ...state.storage import pack_like, unpack
+from ...state.types import LeafwiseState
+
+
+def unpack_state(state: Any) -> Any:
+    """The state with every slot in arrays of its own, without stacks and packed pairs."""
+
+    def unpacked(x):
+        if not isinstance(x, LeafwiseState):
+            return x
+        return x._replace(slots=type(x.slots)._make(map(unstack, unpack(x.slots))))
+
+    return jax.tree.map(unpacked, state, is_leaf=_is_leafwise)
+
+
+def pack_state_like(packed: Any, state: Any) -> Any:
+    """An unpacked state in the form of another one."""
+
+    def packed_like(old, x):
+        if not isinstance(x, LeafwiseState):
+            return x
+        pairs = zip(unpack(old.slots), x.slots, strict=True)
+        stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
+        return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
+
+    return jax.tree.map(packed_like, packed, state, is_leaf=_is_leafwise)
+
+
+def map_leafwise(f: Any, state: Any) -> Any:
+    """The state with ``f`` of each ``LeafwiseState`` in it."""
+    of_one = lambda x: f(x) if isinstance(x, LeafwiseState) else x
+    return jax.tree.map(of_one, state, is_leaf=_is_leafwise)
+
+
+def arrays_by_path(tree: Any) -> dict[str, np.ndarray]:
+    """The arrays of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _is_leafwise(x: Any) -> bool:
+    return isinstance(x, LeafwiseState)
