@@ -1,15 +1,38 @@
 """AGN: replicas that push the mean of their gradients to a center."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from ..core.checks import check_size
 from ..core.rows import is_sparse_or_none
-from ..state.averages import start_of_average, zeros_of_average
+from ..state.averages import wide_zeros_like
 from ..state.slots import are_slots
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some, map_some, where
-from .engine.local_sgd import local_sgd
+from .engine.collectives import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    apply_not_none,
+    map_not_none,
+    zero_unless,
+)
+from .engine.local_sgd import Method, Order, every, local_sgd
+
+
+class AGNReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    center_inner: Any  # the state of the inner optimizer beside the center
+
+
+class AGNPerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    accumulated: Any  # params-shaped: the sum of the gradients since the last push
+    since: Array  # the number of local steps since then
 
 
 def agn(
@@ -17,7 +40,7 @@ def agn(
     *,
     axis_name: AxisName = "replica",
     communication_period: int = 10,
-    order: str = "simultaneous",
+    order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization, as in ``tf.contrib.opt.AGNOptimizer``.
@@ -68,60 +91,47 @@ def agn(
     replicas = Replicas(axis_name, bucket_bytes)
     inner = optax.with_extra_args_support(inner)
 
-    def accumulate(updates, params, own, **_):
+    def accumulate(updates, params, per_replica, **_):
+        accumulated, since = per_replica.method
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
-        total = jax.tree.map(add, updates, own["accumulated"], is_leaf=is_sparse_or_none)
-        return updates, {**own, "accumulated": total, "since": own["since"] + 1}
+        accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
+        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1))
 
-    def push(who, params, shared, own, *, fragment, **extra_args):
-        del fragment
-        state, is_slot = own["inner"], are_slots(inner, own["inner"])
-        # The counters of all replicas side by side, for the sum of the pushes to carry along.
-        here = (jnp.arange(replicas.size) == replicas.index) & who
+    def push(pushes, params, replicated, per_replica, **extra_args):
+        accumulated, since = per_replica.method
+        state, is_slot = per_replica.inner, are_slots(inner, per_replica.inner)
+        # The sum of the pushes also carries the counters of all replicas, side by side.
+        here = (jnp.arange(replicas.size) == replicas.index) & pushes
         place = lambda a: jnp.where(here.reshape(-1, *(1,) * a.ndim), a[None], 0)
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
-        mean = lambda x, a: jnp.where(who, a / own["since"].astype(a.dtype), 0)
-        mean = map_some(mean, params, own["accumulated"])
+        mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
+        mean = map_not_none(mean, params, accumulated)
         pushed, counters, pushers = replicas.sum((mean, counters, here.astype(jnp.int32)))
         number, first = jnp.sum(pushers), jnp.argmax(pushers)
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
-        center, of_center = shared["center"], shared["center_inner"]
+        center, center_inner = replicated.center, replicated.method.center_inner
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
-        before = jax.tree.map(pick, of_center, counters, is_slot)
-        moves, after = inner.update(pushed, before, center, **extra_args)
-        moved = apply_some(center, moves)
+        before = jax.tree.map(pick, center_inner, counters, is_slot)
+        updates, after = inner.update(pushed, before, center, **extra_args)
+        moved = apply_not_none(center, updates)
         some = number > 0
-        shared = {
-            **shared,
-            "center": where(some, moved, center),
-            "center_inner": where(some, after, of_center),
-            "global_step": shared["global_step"] + number,
-        }
-        go_on = lambda a, c, is_slot: a if is_slot else jnp.where(who, c.astype(a.dtype), a)
-        own = {
-            **own,
-            "inner": jax.tree.map(go_on, state, after, is_slot),
-            "accumulated": where(~who, own["accumulated"], 0),
-            "since": jnp.where(who, 0, own["since"]),
-        }
-        pulled = map_some(lambda x, c: jnp.where(who, c, x), params, moved)
-        return pulled, shared, own
+        replicated = replicated._replace(
+            center=optax.tree.where(some, moved, center),
+            method=AGNReplicated(optax.tree.where(some, after, center_inner)),
+            global_step=replicated.global_step + number,
+        )
+        count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, c.astype(a.dtype), a)
+        per_replica = per_replica._replace(
+            inner=jax.tree.map(count, state, after, is_slot),
+            method=AGNPerReplica(zero_unless(~pushes, accumulated), jnp.where(pushes, 0, since)),
+        )
+        pulled = map_not_none(lambda x, c: jnp.where(pushes, c, x), params, moved)
+        return pulled, replicated, per_replica
 
-    def shared(params):
-        center = jax.tree.map(start_of_average, params)
-        return {"center": center, "center_inner": inner.init(center)}
+    def init(center):
+        per_replica = AGNPerReplica(wide_zeros_like(center), jnp.zeros([], jnp.int32))
+        return AGNReplicated(inner.init(center)), per_replica
 
-    def own(params):
-        return {"accumulated": zeros_of_average(params), "since": jnp.zeros([], jnp.int32)}
-
-    return local_sgd(
-        inner,
-        replicas,
-        push,
-        period=period,
-        shared=shared,
-        own=own,
-        before=accumulate,
-        order=order,
-    )
+    method = Method([push], every(period), init=init, before_step=accumulate, order=order)
+    return local_sgd(inner, replicas, method)

@@ -1,7 +1,8 @@
 """DiLoCo: an outer optimizer on what the replicas' inner optimizers have moved."""
 
+import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,21 @@ import optax
 from jax import lax
 
 from ..core.checks import check_size
-from ..state.averages import start_of_average
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
-from .engine.local_sgd import local_sgd
+from .engine.collectives import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    map_not_none,
+    replace_not_none,
+    zero_unless,
+)
+from .engine.local_sgd import Method, local_sgd
+
+
+class DiLoCoReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    outer: tuple[Any, ...]  # the state of the outer optimizer for each fragment
 
 
 def diloco(
@@ -84,50 +97,46 @@ def diloco(
         for i in range(fragments)
     ]
 
-    def synchronous(updates, params, own, *, count, exchange, arrived):
+    def synchronous(updates, params, per_replica, *, count, exchange, arrived):
         if warmup_steps == 0 or exchange is False:
-            return updates, own
+            return updates, per_replica
         branches = replicas.mean_gradients, replicas.spread_gradients
-        return lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived)), own
+        means = lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived))
+        return means, per_replica
 
-    def exchange(who, params, shared, own, *, fragment, **_):
-        center, states = shared["center"], list(shared["outer"])
+    def exchange(fragment, arrived, params, replicated, per_replica, **_):
+        center, states = replicated.center, list(replicated.method.outer)
         is_in = _members(center, fragments, fragment)
-        sent = map_some(lambda x, is_in: x if is_in else None, params, is_in)
-        sums, number = replicas.sum((where(who, sent, 0), who.astype(jnp.int32)))
-        some, warm = number > 0, shared["count"] <= warmup_steps
+        sent = map_not_none(lambda x, is_in: x if is_in else None, params, is_in)
+        sums, number = replicas.sum((zero_unless(arrived, sent), arrived.astype(jnp.int32)))
+        some, warm = number > 0, replicated.count <= warmup_steps
         mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
         difference = lambda c, s: jnp.zeros_like(c) if s is None else c - mean(s)
         delta = jax.tree.map(difference, center, sums)
-        moves, state = outers[fragment].update(delta, states[fragment], center)
-        states[fragment] = where(some & ~warm, state, states[fragment])
+        updates, state = outers[fragment].update(delta, states[fragment], center)
+        states[fragment] = optax.tree.where(some & ~warm, state, states[fragment])
         move = lambda s, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
-        moved = map_some(move, sums, center, delta, moves)
-        params = merge(params, map_some(lambda c, x: jnp.where(some, c, x), moved, params))
+        moved = map_not_none(move, sums, center, delta, updates)
+        take = lambda c, x: jnp.where(some, c, x)
+        params = replace_not_none(params, map_not_none(take, moved, params))
         is_last = some if fragment == fragments - 1 else 0
-        shared = {
-            **shared,
-            "center": merge(center, moved),
-            "outer": tuple(states),
-            "global_step": shared["global_step"] + is_last,
-        }
-        return params, shared, own
+        replicated = replicated._replace(
+            center=replace_not_none(center, moved),
+            method=DiLoCoReplicated(tuple(states)),
+            global_step=replicated.global_step + is_last,
+        )
+        return params, replicated, per_replica
 
-    def shared(params):
-        center = jax.tree.map(start_of_average, params)
-        return {"center": center, "outer": tuple(outer.init(center) for outer in outers)}
+    def due(count):
+        phases = [(i + 1) * period // fragments % period for i in range(fragments)]
+        return [(count % period == phase) | (count <= warmup_steps) for phase in phases]
 
-    return local_sgd(
-        inner,
-        replicas,
-        exchange,
-        period=period,
-        shared=shared,
-        before=synchronous,
-        together=True,
-        fragments=fragments,
-        all_until=warmup_steps,
-    )
+    def init(center):
+        return DiLoCoReplicated(tuple(outer.init(center) for outer in outers)), ()
+
+    exchanges = [functools.partial(exchange, i) for i in range(fragments)]
+    method = Method(exchanges, due, init=init, before_step=synchronous, lockstep=True)
+    return local_sgd(inner, replicas, method)
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:

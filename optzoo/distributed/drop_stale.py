@@ -1,15 +1,31 @@
 """Drops gradients that were computed from old parameters."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
 from ..core.checks import check_params
 from ..core.gradients import check_gradients
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
-from ..state.types import ReplicaState
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_some
+from ..state.types import SharedParamsState
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
+
+
+class DropStaleReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    global_step: Array
+    stale_counter: Array  # of dropped gradients
+    inner: Any  # the state of the inner optimizer
+
+
+class DropStalePerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    local_step: Array  # the global step at which it read the parameters
 
 
 def drop_stale_gradient(
@@ -52,24 +68,24 @@ def drop_stale_gradient(
 
     Differences from the original:
         Its check and its update are two steps, between which another worker may come; here they
-        are one. The count of dropped gradients is an int, ``state.shared["stale_counter"]``.
+        are one. The count of dropped gradients is an int, ``state.replicated.stale_counter``.
     """
     replicas = Replicas(axis_name, bucket_bytes)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
         zero = lambda: jnp.zeros([], jnp.int32)
-        shared = {"global_step": zero(), "stale_counter": zero(), "inner": inner.init(params)}
-        return ReplicaState(shared, {"local_step": zero()})
+        replicated = DropStaleReplicated(zero(), zero(), inner.init(params))
+        return SharedParamsState(replicated, DropStalePerReplica(zero()))
 
     def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
         check_params(params)
         check_gradients(updates, params)
         replicas.check_own(updates)
         replicas.check_shared(params)
-        shared, own = state
+        last_read = state.per_replica.local_step
         active = jnp.asarray(True if active is None else active)
-        read_at = jnp.asarray(own["local_step"] if local_step is None else local_step)
+        read_at = jnp.asarray(last_read if local_step is None else local_step)
 
         def turn(carry, applier):
             x, of_inner, step, dropped = carry
@@ -79,7 +95,7 @@ def drop_stale_gradient(
                 g = replicas.sum_where(replicas.index == rank, updates)
                 us, new = inner.update(g, of_inner, x, **extra_args)
                 rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
-                return apply_some(x, us), new, rows
+                return apply_not_none(x, us), new, rows
 
             fits = step - read_at <= staleness
             nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
@@ -95,11 +111,12 @@ def drop_stale_gradient(
                 return SparseRows(rows.indices.ravel(), values, rows.num_rows)
             return (new - old).astype(g.dtype)
 
-        first = params, shared["inner"], shared["global_step"], shared["stale_counter"]
+        step, dropped, of_inner = state.replicated
+        first = params, of_inner, step, dropped
         appliers = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
         (x, of_inner, step, dropped), rows = lax.scan(turn, first, appliers)
         us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_sparse_or_none)
-        shared = {"global_step": step, "stale_counter": dropped, "inner": of_inner}
-        return us, ReplicaState(shared, {"local_step": jnp.where(active, step, own["local_step"])})
+        per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
+        return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
     return optax.GradientTransformationExtraArgs(init, update)

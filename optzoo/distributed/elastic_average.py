@@ -1,5 +1,7 @@
 """EASGD: replicas that pull one another through a center."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,8 +10,14 @@ from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
 from ..core.rows import is_sparse_or_none
 from ..state.averages import start_of_average
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge
-from .engine.local_sgd import local_sgd
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_not_none, replace_not_none
+from .engine.local_sgd import Method, Order, every, local_sgd
+
+
+class ElasticAveragePerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    local_center: Any  # params-shaped: the center before the last exchange of this replica
 
 
 def elastic_average(
@@ -20,7 +28,7 @@ def elastic_average(
     communication_period: int = 10,
     moving_rate: float | None = None,
     rho: float = 0.0,
-    order: str = "simultaneous",
+    order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, as in ``tf.contrib.opt.ElasticAverageOptimizer``.
@@ -76,10 +84,10 @@ def elastic_average(
     replicas = Replicas(axis_name, bucket_bytes)
     rate = 0.9 / period / num_workers if moving_rate is None else moving_rate
 
-    def pull(updates, params, own, **_):
+    def pull(updates, params, per_replica, **_):
         replicas.check_size(num_workers=num_workers)
         if isinstance(rho, float | int) and rho == 0:
-            return updates, own
+            return updates, per_replica
 
         def towards_center(g, x, center):
             if g is None:
@@ -87,30 +95,26 @@ def elastic_average(
             pulled = g + rho * (upcast(x) - center)
             return pulled.astype(g.dtype)
 
-        center = own["local_center"]
-        return jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none), own
+        center = per_replica.method.local_center
+        pulled = jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none)
+        return pulled, per_replica
 
-    def exchange(who, params, shared, own, **_):
-        center = shared["center"]
-        d = map_some(lambda x, c: jnp.where(who, rate * (x - c), 0), params, center)
-        pushed, number = replicas.sum((d, who.astype(jnp.int32)))
-        seen = map_some(lambda d, c, old: jnp.where(who, c, old), d, center, own["local_center"])
-        moved = jax.tree.map(jnp.subtract, params, d)
-        own = {**own, "local_center": merge(own["local_center"], seen)}
-        center = merge(center, map_some(jnp.add, pushed, center))
-        return (
-            moved,
-            {**shared, "center": center, "global_step": shared["global_step"] + number},
-            own,
+    def exchange(participates, params, replicated, per_replica, **_):
+        center, last_seen = replicated.center, per_replica.method.local_center
+        difference = lambda x, c: jnp.where(participates, rate * (x - c), 0)
+        d = map_not_none(difference, params, center)
+        total, number = replicas.sum((d, participates.astype(jnp.int32)))
+        see = lambda d, c, old: jnp.where(participates, c, old)
+        seen = replace_not_none(last_seen, map_not_none(see, d, center, last_seen))
+        replicated = replicated._replace(
+            center=replace_not_none(center, map_not_none(jnp.add, total, center)),
+            global_step=replicated.global_step + number,
         )
+        per_replica = per_replica._replace(method=ElasticAveragePerReplica(seen))
+        return jax.tree.map(jnp.subtract, params, d), replicated, per_replica
 
-    return local_sgd(
-        inner,
-        replicas,
-        exchange,
-        period=period,
-        shared=lambda params: {"center": jax.tree.map(start_of_average, params)},
-        own=lambda params: {"local_center": jax.tree.map(start_of_average, params)},
-        before=pull,
-        order=order,
-    )
+    def init(center):
+        return (), ElasticAveragePerReplica(jax.tree.map(start_of_average, center))
+
+    method = Method([exchange], every(period), init=init, before_step=pull, order=order)
+    return local_sgd(inner, replicas, method)

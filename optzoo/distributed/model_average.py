@@ -1,17 +1,25 @@
 """Replicas that take the average of their parameters now and then."""
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_size
 from ..core.numerics import upcast
-from ..state.averages import start_of_average
 from ..state.slots import are_slots
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_some, merge, where
-from .engine.local_sgd import local_sgd
+from .engine.collectives import (
+    BUCKET_BYTES,
+    AxisName,
+    Replicas,
+    map_not_none,
+    replace_not_none,
+    zero_unless,
+)
+from .engine.local_sgd import Method, every, local_sgd
 
-SLOTS = ("keep", "average", "reset")
+Slots = Literal["keep", "average", "reset"]
 
 
 def model_average(
@@ -19,7 +27,7 @@ def model_average(
     *,
     axis_name: AxisName = "replica",
     interval_steps: int = 100,
-    slots: str = "keep",
+    slots: Slots = "keep",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages the parameters of all replicas, as in ``tf.contrib.opt.ModelAverageOptimizer``.
@@ -63,44 +71,30 @@ def model_average(
         of parameters in 16 bits are kept in float32.
     """
     period = check_size(1, interval_steps=interval_steps)
-    if slots not in SLOTS:
-        raise ValueError(f"slots must be one of {SLOTS}, got {slots!r}")
+    if slots not in get_args(Slots):
+        raise ValueError(f"slots must be one of {get_args(Slots)}, got {slots!r}")
     replicas = Replicas(axis_name, bucket_bytes)
 
-    def exchange(who, params, shared, own, **_):
-        state = own["inner"]
+    def exchange(arrived, params, replicated, per_replica, **_):
+        state = per_replica.inner
         is_slot = are_slots(inner, state)
         sent = jax.tree.map(lambda a, is_slot: upcast(a) if is_slot else None, state, is_slot)
-        sums, slot_sums, number = replicas.sum(
-            (
-                where(who, params, 0),
-                where(who, sent if slots == "average" else (), 0),
-                who.astype(jnp.int32),
-            )
-        )
+        sent = zero_unless(arrived, (params, sent if slots == "average" else ()))
+        (sums, slot_sums), number = replicas.sum((sent, arrived.astype(jnp.int32)))
         some, divisor = number > 0, jnp.maximum(number, 1)
         mean = lambda total: total / divisor.astype(total.dtype)
-        average = map_some(lambda s, c: jnp.where(some, mean(s), c), sums, shared["center"])
+        center = replicated.center
+        average = map_not_none(lambda s, c: jnp.where(some, mean(s), c), sums, center)
         if slots != "keep":
             new = slot_sums if slots == "average" else inner.init(params)
             take = mean if slots == "average" else lambda a: a
             replace = lambda a, b, is_slot: (
                 jnp.where(some, take(b).astype(a.dtype), a) if is_slot else a
             )
-            own = {**own, "inner": jax.tree.map(replace, state, new, is_slot)}
-        params = where(some, average, params)
-        center = merge(shared["center"], average)
-        return (
-            params,
-            {**shared, "center": center, "global_step": shared["global_step"] + some},
-            own,
+            per_replica = per_replica._replace(inner=jax.tree.map(replace, state, new, is_slot))
+        replicated = replicated._replace(
+            center=replace_not_none(center, average), global_step=replicated.global_step + some
         )
+        return optax.tree.where(some, average, params), replicated, per_replica
 
-    return local_sgd(
-        inner,
-        replicas,
-        exchange,
-        period=period,
-        shared=lambda params: {"center": jax.tree.map(start_of_average, params)},
-        together=True,
-    )
+    return local_sgd(inner, replicas, Method([exchange], every(period), lockstep=True))

@@ -1,7 +1,7 @@
 """Synchronous replicas: one update by the mean of their gradients, with backup workers."""
 
 import functools
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,33 @@ from jax import Array, lax
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
 from ..core.rows import zeros_like_update
-from ..state.types import ReplicaState
-from .engine.accumulator import add_to_held, divide_touched, init_accumulator, with_touches
+from ..state.types import SharedParamsState
+from .engine.accumulator import (
+    accumulate_sums,
+    append_row_counts,
+    divide_counted,
+    init_accumulator,
+)
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, divide_gradients
 
-DIVISORS = ("count", "touches")
+RowsDivisor = Literal["count", "touches"]
+
+
+class SyncReplicasReplicated(NamedTuple):
+    """What is the same on all replicas."""
+
+    count: Array  # of gradients in the accumulator
+    global_step: Array
+    dropped: Array  # the number of dropped gradients
+    accumulator: Any  # a GradientAccumulator; () with hold=False
+    inner: Any  # the state of the inner optimizer
+
+
+class SyncReplicasPerReplica(NamedTuple):
+    """What each replica has for itself."""
+
+    local_step: Array  # the global step at which it read the parameters
+    waiting: Array  # whether its gradient is in the accumulator
 
 
 def sync_replicas(
@@ -25,7 +47,7 @@ def sync_replicas(
     *,
     axis_name: AxisName = "replica",
     hold: bool = True,
-    rows_divisor: str = "count",
+    rows_divisor: RowsDivisor = "count",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over replicas, as in ``tf.train.SyncReplicasOptimizer``.
@@ -83,8 +105,10 @@ def sync_replicas(
     aggregate = check_size(1, replicas_to_aggregate=replicas_to_aggregate)
     total = aggregate if total_num_replicas is None else total_num_replicas
     total = check_size(1, total_num_replicas=total)
-    if rows_divisor not in DIVISORS:
-        raise ValueError(f"rows_divisor must be one of {DIVISORS}, got {rows_divisor!r}")
+    if rows_divisor not in get_args(RowsDivisor):
+        raise ValueError(
+            f"rows_divisor must be one of {get_args(RowsDivisor)}, got {rows_divisor!r}"
+        )
     if not hold and aggregate > total:
         raise ValueError(
             f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "
@@ -94,12 +118,12 @@ def sync_replicas(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        zero = lambda *_: jnp.zeros([], jnp.int32)
-        shared: dict[str, Any] = {n: zero() for n in ("count", "global_step", "dropped")}
-        if hold:
-            shared["held"] = init_accumulator(params)
-        own = {"local_step": zero(), "waiting": jnp.zeros([], bool)}
-        return ReplicaState({**shared, "inner": inner.init(params)}, own)
+        zero = lambda: jnp.zeros([], jnp.int32)
+        accumulator = init_accumulator(params) if hold else ()
+        return SharedParamsState(
+            SyncReplicasReplicated(zero(), zero(), zero(), accumulator, inner.init(params)),
+            SyncReplicasPerReplica(zero(), jnp.zeros([], bool)),
+        )
 
     def update(
         updates, state, params=None, *, arrived=None, priority=None, local_step=None, **extra_args
@@ -108,57 +132,58 @@ def sync_replicas(
         check_gradients(updates, params)
         replicas.check_own(updates)
         replicas.check_shared(params)
-        shared, own = state
-        step = shared["global_step"]
+        replicated, (last_read, waiting) = state
+        step = replicated.global_step
         # Known when traced: this tick makes an update by itself.
         complete = arrived is None and local_step is None and total >= aggregate
         arrived = jnp.asarray(True if arrived is None else arrived)
-        read_at = own["local_step"] if local_step is None else local_step
-        count = jnp.zeros([], jnp.int32) if complete or not hold else shared["count"]
+        read_at = last_read if local_step is None else local_step
+        count = jnp.zeros([], jnp.int32) if complete or not hold else replicated.count
 
         is_in = arrived if complete else arrived & (read_at >= step)
         if not (complete and total == aggregate):
             is_in &= _number_ahead(replicas, is_in, priority) < aggregate - count
-        waits = hold and not complete
-        counts_touches = waits or rows_divisor == "touches"
+        accumulates = hold and not complete
+        counts_rows = accumulates or rows_divisor == "touches"
         sums, (accepted, dropped) = replicas.sum_gradients(
-            with_touches(updates) if counts_touches else updates,
+            append_row_counts(updates) if counts_rows else updates,
             is_in,
             (is_in.astype(jnp.int32), (arrived & ~is_in).astype(jnp.int32)),
         )
-        number, held = count + accepted, shared.get("held")
-        if waits:
+        number, accumulator = count + accepted, replicated.accumulator
+        if accumulates:
             now = {"update": step + 1, "accepted": accepted, "most": aggregate}
-            sums, held = add_to_held(held, sums, updates, **now)
-        safe_divide = divide_gradients
-        if counts_touches:
-            safe_divide = functools.partial(divide_touched, by_touches=rows_divisor == "touches")
-        mean = safe_divide(sums, jnp.maximum(number, 1), updates)
+            sums, accumulator = accumulate_sums(accumulator, sums, updates, **now)
+        divide = divide_gradients
+        if counts_rows:
+            divide = functools.partial(divide_counted, by_row_counts=rows_divisor == "touches")
+        mean = divide(sums, jnp.maximum(number, 1), updates)
 
-        apply = lambda: inner.update(mean, shared["inner"], params, **extra_args)
+        apply = lambda: inner.update(mean, replicated.inner, params, **extra_args)
         if complete:
             fire, (us, of_inner) = True, apply()
         else:
             fire = number >= aggregate
-            nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), shared["inner"])
+            nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), replicated.inner)
             us, of_inner = lax.cond(fire, apply, nothing)
             if not hold:
                 dropped += jnp.where(fire, 0, accepted)
         new_step = step + jnp.int32(fire)
-        new = {
-            "count": jnp.where(fire, 0, number) if hold else shared["count"],
-            "global_step": new_step,
-            "dropped": shared["dropped"] + dropped,
-            "inner": of_inner,
-        }
-        if hold:
-            new["held"] = held
-        # Whose gradient is in waits for the update; who was dropped goes on at once.
-        waiting = own["waiting"] | (is_in & hold)
-        goes_on = arrived | (waiting & fire)
-        read_at = jnp.where(goes_on, new_step, own["local_step"])
-        waiting &= jnp.logical_not(fire)
-        return us, ReplicaState(new, {"local_step": read_at, "waiting": waiting})
+        replicated = SyncReplicasReplicated(
+            count=jnp.where(fire, 0, number) if hold else replicated.count,
+            global_step=new_step,
+            dropped=replicated.dropped + dropped,
+            accumulator=accumulator,
+            inner=of_inner,
+        )
+        # A replica whose gradient was accepted waits for the update; the others read at once.
+        waiting |= is_in & hold
+        reads = arrived | (waiting & fire)
+        per_replica = SyncReplicasPerReplica(
+            local_step=jnp.where(reads, new_step, last_read),
+            waiting=waiting & jnp.logical_not(fire),
+        )
+        return us, SharedParamsState(replicated, per_replica)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -24,7 +24,7 @@ def _gram_matrix(slots: Any) -> np.ndarray:
     """The products of all rows of a window, in float64."""
     windows = [np.asarray(w, np.float64) for w in jax.tree.leaves(slots.grad_buffer)]
     rows = [w.reshape(len(w), -1) for w in windows]
-    return sum(w @ w.T for w in rows)
+    return np.sum([w @ w.T for w in rows], axis=0)
 
 
 class GGTSlots(NamedTuple):

@@ -1,6 +1,6 @@
 """The parameters to evaluate, where an optimizer keeps others than those it trains."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,16 @@ from jax import Array
 from ..core.numerics import wide_dtype
 from ..core.paths import is_masked
 from .stacks import layout_of, stack, unstack
-from .types import LeafwiseState, ReplicaState
+from .tf1_names import AVERAGE, TF1Names
+from .types import LocalSGDState, Slot
+
+
+class MovingAverageSlots(NamedTuple):
+    """What the moving average keeps."""
+
+    average: Slot  # of the parameters, in float32 at least
+
+    tf1 = TF1Names(slot=AVERAGE)
 
 
 def eval_params(params: Any, state: Any) -> Any:
@@ -74,19 +83,25 @@ def start_of_average(x: Any) -> Array:
     return jnp.array(x, wide_dtype(x), copy=True)
 
 
-def zeros_of_average(params: Any) -> Any:
-    """Zeros like the parameters, in float32 at least."""
+def wide_zeros_like(params: Any) -> Any:
+    """Zeros like the parameters, in float32 at least.
+
+    ``optax.tree.zeros_like`` knows only one dtype for all leaves.
+    """
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
 
 
 def _averages(node: Any) -> Any:
     """The tree of averages in a part of a state, None if there is none."""
-    if isinstance(node, ReplicaState):
-        return node.shared.get("center")
-    return getattr(node.slots, "average", None) if isinstance(node, LeafwiseState) else None
+    match node:
+        case LocalSGDState():
+            return node.replicated.center
+        case MovingAverageSlots():
+            return node.average
+    return None
 
 
 def _with_averages(node: Any, averages: Any) -> Any:
-    if isinstance(node, ReplicaState):
-        return node._replace(shared={**node.shared, "center": averages})
-    return node._replace(slots=node.slots._replace(average=averages))
+    if isinstance(node, LocalSGDState):
+        return node._replace(replicated=node.replicated._replace(center=averages))
+    return node._replace(average=averages)

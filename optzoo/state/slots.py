@@ -17,6 +17,8 @@ SlotPath = tuple[Any, ...]
 
 # Fields of states that hold trees, but not of slots.
 _NO_SLOTS = {"hyperparams", "hyperparams_states", "rng_key", "variables"}
+# Fields of a ReplicaState that are named tuples of more fields.
+_REPLICA_PARTS = {"replicated", "per_replica", "method"}
 
 
 def slot_names(state: Any) -> tuple[str, ...]:
@@ -128,8 +130,7 @@ def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any
         slots = [f((*path, k), tree) for k, tree in zip(names, given, strict=True)]
         return node._replace(slots=pack_like(node.slots, slots))
     if isinstance(node, ReplicaState):
-        parts = [_mapped_fields(part, (*path, k), f) for k, part in node._asdict().items()]
-        return ReplicaState(*parts)
+        return _mapped_parts(node, path, f)
     if _is_state(node):
         return type(node)(**_mapped_fields(node._asdict(), path, f))
     if isinstance(node, dict):
@@ -152,6 +153,17 @@ def _mapped_fields(fields: dict[str, Any], path: SlotPath, f: Any) -> dict[str, 
         return value if is_number else f((*path, name), value)
 
     return {name: of_one(name, value) for name, value in fields.items()}
+
+
+def _mapped_parts(part: Any, path: SlotPath, f: Any) -> Any:
+    """A ReplicaState, or one of the named tuples that it is made of."""
+
+    def of_one(name, value):
+        if name not in _REPLICA_PARTS:
+            return _mapped_fields({name: value}, path, f)[name]
+        return _mapped_parts(value, (*path, name), f) if value else value
+
+    return type(part)(*map(of_one, part._fields, part))
 
 
 def _is_state(node: Any) -> bool:

@@ -9,8 +9,9 @@ from jax import Array, lax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
-from ..core.numerics import saturating_cast, wide_dtype
+from ..core.numerics import saturating_cast
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_update
+from ..state.averages import wide_zeros_like
 
 
 class AccumulateState(NamedTuple):
@@ -59,8 +60,7 @@ def accumulate(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        zeros = lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x))
-        sums = () if every == 1 else jax.tree.map(zeros, params)
+        sums = () if every == 1 else wide_zeros_like(params)
         return AccumulateState(jnp.zeros([], jnp.int32), sums, inner.init(params))
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):

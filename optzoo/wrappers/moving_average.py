@@ -1,23 +1,11 @@
 """A moving average of the parameters beside any optimizer."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..rules.leafwise import leafwise
-from ..state.averages import start_of_average
-from ..state.tf1_names import AVERAGE, TF1Names
-from ..state.types import Slot
-
-
-class MovingAverageSlots(NamedTuple):
-    """What the moving average keeps."""
-
-    average: Slot  # of the parameters, in float32 at least
-
-    tf1 = TF1Names(slot=AVERAGE)
+from ..state.averages import MovingAverageSlots, start_of_average
 
 
 def moving_average(

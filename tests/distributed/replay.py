@@ -27,6 +27,7 @@ import optax
 
 import optzoo
 from optzoo import LeafwiseState
+from optzoo.state.types import SharedParamsState
 from tests import golden
 
 FILE = golden.FOLDER.with_name("distributed.npz")
@@ -248,30 +249,36 @@ def _flat(tree, batch=0):
 
 def _watch(meta, params, state, own_params):
     """What the records call it: what we have."""
-    shared, own = state
+    replicated, per_replica = state
     name = meta["optimizer"]
-    seen = {k: shared[k] for k in ("global_step", "stale_counter", "dropped") if k in shared}
+    counts = ("global_step", "stale_counter", "dropped")
+    seen = {k: getattr(replicated, k) for k in counts if hasattr(replicated, k)}
     if name == "SyncReplicas":
         averages = optzoo.eval_params(params, state)
         return seen | {
             "center": _flat(params),
             "average": _flat(averages),
-            "num_accumulated": shared["count"],
+            "num_accumulated": replicated.count,
         }
     if name == "DropStaleGradient":
         return seen | {"center": _flat(params)}
     seen |= {"center": _flat(optzoo.eval_params(params, state)), "local": _flat(own_params, 1)}
-    trees = {k: _flat(own[k], 1) for k in ("local_center", "accumulated") if k in own}
-    return seen | trees | {"local_step": own["local_step"]}
+    kept, trees = per_replica.method, ("local_center", "accumulated")
+    seen |= {k: _flat(getattr(kept, k), 1) for k in trees if hasattr(kept, k)}
+    return seen | {"local_step": per_replica.local_step}
 
 
 def _slots(state):
     """The slots and powers of the inner optimizers."""
     is_link = lambda node: isinstance(node, LeafwiseState)
-    center = [state.shared.get(name) for name in ("inner", "center_inner")]
+    replicated, per_replica = state
+    if isinstance(state, SharedParamsState):
+        center, local = replicated.inner, ()
+    else:
+        center, local = getattr(replicated.method, "center_inner", ()), per_replica.inner
     kept = {}
     # Powers belong to the workers, if these have some.
-    for side, batch, tree in (("center", 0, center), ("local", 1, state.own.get("inner"))):
+    for side, batch, tree in (("center", 0, center), ("local", 1, local)):
         for link in filter(is_link, jax.tree.leaves(tree, is_leaf=is_link)):
             slots = link.slots._asdict()
             kept |= {f"slot.{side}.{k}": _flat(v, batch) for k, v in slots.items()}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import optzoo
+from optzoo.state.types import SharedParamsState
 
 from . import cases
 
@@ -29,8 +30,8 @@ def test_every_way_gives_the_same(method, way, masked):
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_what_is_shared_is_bit_identical(method):
     x, state, _ = cases.run(method, "shard_map unchecked", masked=True)
-    shared = [state.shared] + ([x] if "inner" in state.shared else [])
-    for leaf in jax.tree.leaves(shared):
+    replicated = [state.replicated] + ([x] if isinstance(state, SharedParamsState) else [])
+    for leaf in jax.tree.leaves(replicated):
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(copies) == cases.REPLICAS
         for copy in copies[1:]:
@@ -62,7 +63,7 @@ def test_a_thousand_replicas_of_a_small_model(method, steps):
     x, state = cases.start(tx, replicas=1024)
     for batch in zip(*cases.batches(4, 1024), strict=True):
         x, state, losses = train(x, state, *batch)
-    assert np.all(np.isfinite(losses)) and state.shared["global_step"] == steps
+    assert np.all(np.isfinite(losses)) and state.replicated.global_step == steps
 
 
 def test_two_axes_as_one():

@@ -56,7 +56,7 @@ def test_diloco_with_plain_steps_of_one_is_model_averaging():
     x, state = trajectory(optzoo.diloco(momentum(), outer, communication_period=3))
     y, other = trajectory(optzoo.model_average(momentum(), interval_steps=3))
     close(x, y)
-    close(state.shared["center"], other.shared["center"])
+    close(state.replicated.center, other.replicated.center)
 
 
 def test_averaging_after_every_step_of_gradient_descent_is_synchronous():
@@ -134,7 +134,7 @@ def test_it_does_not_matter_who_is_who(method):
     make, order = cases.METHODS[method], jnp.array([2, 0, 3, 1])
     x, state = trajectory(make(momentum(), N))
     y, other = trajectory(make(momentum(), N), to=CENTERS[order])
-    close(state.shared, other.shared)
+    close(state.replicated, other.replicated)
     if method != "sync_replicas":
         close(jax.tree.map(lambda a: a[:, order], x), y)
 
@@ -145,7 +145,7 @@ def test_it_does_not_matter_who_is_who(method):
 def test_an_elastic_center_is_followed():
     x, state = trajectory(optzoo.elastic_average(momentum(), N, communication_period=2), 200)
     centers = [a[-1].mean(axis=0) for a in jax.tree.leaves(x)]
-    chex.assert_trees_all_close(jax.tree.leaves(state.shared["center"]), centers, rtol=0.05)
+    chex.assert_trees_all_close(jax.tree.leaves(state.replicated.center), centers, rtol=0.05)
     assert abs(centers[0].mean() - CENTERS.mean()) < 0.05
 
 
@@ -162,13 +162,12 @@ def test_slots_after_an_average():
         slots: trajectory(optzoo.model_average(momentum(), interval_steps=3, slots=slots), 3)[1]
         for slots in ("keep", "average", "reset")
     }
-    kept, averaged, reset = (
-        samples.slots(momenta[slots].own["inner"])[0]["b"] for slots in ("keep", "average", "reset")
-    )
+    inner = {slots: state.per_replica.inner for slots, state in momenta.items()}
+    kept, averaged, reset = (samples.slots(state)[0]["b"] for state in inner.values())
     assert np.ptp(kept, axis=0).min() > 0.1
     close(averaged, jnp.broadcast_to(kept.mean(axis=0), kept.shape))
     assert np.all(reset == 0)
-    counts = [state.own["inner"][0].count for state in momenta.values()]
+    counts = [state[0].count for state in inner.values()]
     assert np.all(np.stack(counts) == 3)  # go on
 
 
@@ -178,7 +177,7 @@ def test_warm_up_is_synchronous():
     synchronous, _ = trajectory(optzoo.sync_replicas(momentum(), N), 4)
     close(x, jax.tree.map(lambda a: np.repeat(a[:, None], N, axis=1), synchronous))
     close(optzoo.eval_params(x, state), jax.tree.map(lambda a: a[-1], synchronous))
-    outer = [np.asarray(a) for a in jax.tree.leaves(state.shared["outer"])]
+    outer = [np.asarray(a) for a in jax.tree.leaves(state.replicated.method.outer)]
     assert all(np.all(a == 0) for a in outer)  # it has not begun
     later, _ = trajectory(tx, 5)
     assert np.ptp(later["b"][4], axis=0).min() > 0.1
@@ -191,7 +190,7 @@ def test_fragments_are_exchanged_in_turn():
     together = lambda a: np.ptp(a, axis=0).max() < 1e-6
     assert [together(b) for b in x["b"]] == [False, True, False, False]
     assert [together(w) for w in x["w"]] == [False, False, False, True]
-    assert state.shared["global_step"] == 1
+    assert state.replicated.global_step == 1
     alone, _ = trajectory(optzoo.model_average(momentum(), interval_steps=100), 2)
     close(x["b"][1], np.repeat(alone["b"][1].mean(axis=0, keepdims=True), N, axis=0))
 
@@ -214,7 +213,7 @@ def test_the_first_to_arrive_make_the_update():
     late = of(arrived=[False, True, True, True], priority=[0, 2, 1, 3])
     np.testing.assert_allclose(moved(late), jnp.mean(CENTERS[1:3]))
     _, state = trajectory(tx, masks=[late])
-    assert state.shared["dropped"] == 1 and list(state.own["local_step"]) == [0, 1, 1, 1]
+    assert state.replicated.dropped == 1 and list(state.per_replica.local_step) == [0, 1, 1, 1]
 
 
 def test_late_gradients_are_stale():
@@ -222,7 +221,7 @@ def test_late_gradients_are_stale():
     who = lambda *ranks: {"arrived": jnp.isin(jnp.arange(N), jnp.array(ranks))}
     tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
     x, state = trajectory(tx, masks=[who(0, 1), who(2), who(2), who(3), who(3)])
-    assert state.shared["dropped"] == 2 and state.shared["global_step"] == 2
+    assert state.replicated.dropped == 2 and state.replicated.global_step == 2
     np.testing.assert_allclose(x["b"][-1], jnp.mean(CENTERS[2:]))
 
 
@@ -236,7 +235,7 @@ def test_gradients_wait_for_one_another_or_are_dropped():
     dropping = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N, hold=False)
     x, state = trajectory(dropping, masks=masks)
     np.testing.assert_array_equal(x["b"][1], START["b"])
-    assert state.shared["dropped"] == 2 and "held" not in state.shared
+    assert state.replicated.dropped == 2 and state.replicated.accumulator == ()
 
 
 def test_what_was_held_is_forgotten_after_an_update_without_masks():
@@ -248,24 +247,26 @@ def test_what_was_held_is_forgotten_after_an_update_without_masks():
     )
     x, state = optzoo.map_over_replicas(step)(START, state, CENTERS)
     np.testing.assert_allclose(x["b"], jnp.mean(CENTERS))
-    assert state.shared["count"] == 0
+    assert state.replicated.count == 0
     # Nor does it come back.
     held = optzoo.map_over_replicas(
         lambda x, s, to, m: tx.update(jax.grad(quadratic)(x, to), s, x, arrived=m)
     )
     _, state = held(x, state, CENTERS, jnp.arange(N) == 3)
-    np.testing.assert_allclose(state.shared["held"].sum["b"], jnp.mean(CENTERS) - CENTERS[3])
+    np.testing.assert_allclose(
+        state.replicated.accumulator.sum["b"], jnp.mean(CENTERS) - CENTERS[3]
+    )
 
 
 def test_stale_gradients_are_dropped_by_rank():
     tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
     x, state = trajectory(tx, masks=[{}])
     np.testing.assert_allclose(x["b"][0], START["b"] - jnp.sum(START["b"][0] - CENTERS[:2]))
-    assert state.shared["stale_counter"] == N - 2 and state.shared["global_step"] == 2
+    assert state.replicated.stale_counter == N - 2 and state.replicated.global_step == 2
     old = {"local_step": jnp.array([0, -1, -2, 0]), "active": jnp.array([False, True, True, True])}
     _, state = trajectory(tx, masks=[old])
-    assert state.shared["stale_counter"] == 1 and state.shared["global_step"] == 2
-    assert list(state.own["local_step"]) == [0, 2, 2, 2]
+    assert state.replicated.stale_counter == 1 and state.replicated.global_step == 2
+    assert list(state.per_replica.local_step) == [0, 2, 2, 2]
 
 
 def test_a_moving_average_belongs_inside():
@@ -291,7 +292,7 @@ def test_a_parameter_without_a_gradient_takes_no_part(method):
         updates, state = train(x, state, CENTERS)
         assert updates["b"] is None
         x = {**x, "w": x["w"] + updates["w"]}
-    center = state.shared.get("center", START)
+    center = getattr(state.replicated, "center", START)
     chex.assert_trees_all_equal(center["b"], START["b"])
     assert not np.allclose(x["w"], START["w"])
 
@@ -307,8 +308,8 @@ def test_a_center_of_parameters_in_16_bits_moves():
     x, state = optzoo.replicate(small, tx.init(small), N)
     for _ in range(3):
         x, state = optzoo.map_over_replicas(step)(x, state, CENTERS)
-    assert x["b"].dtype == jnp.bfloat16 and state.shared["center"]["b"].dtype == jnp.float32
-    assert 0 < jnp.max(jnp.abs(state.shared["center"]["w"])) < 1e-2
+    assert x["b"].dtype == jnp.bfloat16 and state.replicated.center["b"].dtype == jnp.float32
+    assert 0 < jnp.max(jnp.abs(state.replicated.center["w"])) < 1e-2
 
 
 # Rows
@@ -360,7 +361,7 @@ def test_rows_wait_for_one_another(divisor, of):
     np.testing.assert_allclose(third, ALL / np.array(of))
     again, _ = update_rows(tx, masks * 2)
     np.testing.assert_allclose(again[-1], third)  # nothing is left over
-    assert state.shared["global_step"] == 1
+    assert state.replicated.global_step == 1
 
 
 def test_only_touched_rows_move_through_a_lazy_optimizer():
@@ -368,14 +369,14 @@ def test_only_touched_rows_move_through_a_lazy_optimizer():
     masks = [{"arrived": jnp.arange(3) == 0}, {"arrived": jnp.arange(3) == 1}] * 2
     (_, first, _, second), state = update_rows(tx, masks)
     assert list(np.flatnonzero(first)) == [0, 2, 5] == list(np.flatnonzero(second))
-    assert state.shared["inner"][0].count == 2
+    assert state.replicated.inner[0].count == 2
 
 
 def test_rows_are_dropped_by_staleness_as_rows():
     tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
     [got], state = update_rows(tx, [{}])
     np.testing.assert_allclose(got, [1, 0, 2 + 3 + 4, 0, 0, 5])
-    assert state.shared["stale_counter"] == 1
+    assert state.replicated.stale_counter == 1
 
 
 # Replicas as such
@@ -397,7 +398,7 @@ def test_swap_is_an_involution(method):
     x, state = trajectory(cases.METHODS[method](momentum(), N), 5)
     x = jax.tree.map(lambda a: a[-1], x)
     center, swapped = optzoo.swap(x, state)
-    chex.assert_trees_all_equal(center, state.shared["center"])
+    chex.assert_trees_all_equal(center, state.replicated.center)
     chex.assert_trees_all_equal(optzoo.eval_params(x, state), center)
     chex.assert_trees_all_equal(optzoo.swap(center, swapped), (x, state))
 
@@ -411,16 +412,16 @@ def test_fewer_and_more_replicas_go_on(method, number):
     x = jax.tree.map(lambda a: a[-1], x)
     tx = make(momentum(), number)
     y, resized = optzoo.resize_replicas(tx, x, state, number)
-    chex.assert_trees_all_equal(resized.shared, state.shared)
+    chex.assert_trees_all_equal(resized.replicated, state.replicated)
     first = lambda tree: jax.tree.map(lambda a: a[: min(N, number)], tree)
-    chex.assert_trees_all_equal(first(resized.own), first(state.own))
+    chex.assert_trees_all_equal(first(resized.per_replica), first(state.per_replica))
     if shares:
         chex.assert_trees_all_equal(y, x)
     else:
         chex.assert_trees_all_equal(first(y), first(x))
         for new in range(N, number):
             chex.assert_trees_all_equal(
-                jax.tree.map(lambda a, new=new: a[new], y), state.shared["center"]
+                jax.tree.map(lambda a, new=new: a[new], y), state.replicated.center
             )
     fresh = optzoo.replicate(START, tx.init(START), number)
     assert samples.avals((y, resized)) == samples.avals(fresh)

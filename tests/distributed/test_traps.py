@@ -114,10 +114,10 @@ def test_nobody_there_nothing_changes(method):
     nobody = {"active": jnp.zeros(N, bool), "arrived": jnp.zeros(N, bool)}
     before, after = ticks(tx), ticks(tx, *[nobody] * 4)
     chex.assert_trees_all_equal(after[0], before[0])
-    counts = {"count": 0, "apart": 0}  # of ticks
-    still = lambda state: {**state.shared, **counts}
+    counts = {"count": 0, "any_inactive": 0}  # of ticks
+    still = lambda state: {**state.replicated._asdict(), **counts}
     chex.assert_trees_all_equal(still(after[1]), still(before[1]))
-    chex.assert_trees_all_equal(after[1].own, before[1].own)
+    chex.assert_trees_all_equal(after[1].per_replica, before[1].per_replica)
 
 
 def test_masks_may_come_and_go():
@@ -136,8 +136,8 @@ def test_masks_may_come_and_go():
         x, state = train(x, state, gradients())
     chex.assert_trees_all_close((x, state), some, rtol=1e-6)
     # Two exchanges of each.
-    np.testing.assert_array_equal(state.own["local_step"], [7, 6, 7, 7])
-    assert state.shared["global_step"] == 2 * N
+    np.testing.assert_array_equal(state.per_replica.local_step, [7, 6, 7, 7])
+    assert state.replicated.global_step == 2 * N
 
 
 # Arguments

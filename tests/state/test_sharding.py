@@ -99,7 +99,7 @@ def test_which_is_where(params):
     assert windows == [P(None, "rows", "columns")]
 
     found = specs(state_sharding(TXS["sync_replicas"], params))
-    per_row = [spec for name, spec in found.items() if name.endswith("held_for/table")]
+    per_row = [spec for name, spec in found.items() if name.endswith("target_update/table")]
     assert per_row == [P("rows")]
 
     found = specs(state_sharding(optzoo.shampoo(0.1), params))

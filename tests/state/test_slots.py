@@ -44,7 +44,7 @@ def test_slots_through_everything(name):
     assert {"m", "v"} <= set(slot_names(state))
     for slot in slot_names(state):
         tree = get_slot(state, slot)
-        if slot != "held":
+        if slot != "accumulator":
             assert jax.tree.map(jnp.shape, tree) == SHAPES
         new = set_slot(state, slot, jax.tree.map(lambda x: x + 2, tree))
         assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -103,8 +103,8 @@ def test_ambiguity_names_the_candidates():
 
 def test_two_optimizers_of_one_replica():
     state = optzoo.agn(adam, axis_name=None).init(PARAMS)
-    assert "own/inner/0/m" in slot_names(state)
-    assert get_slot(state, "own/inner/0/m")["a"].shape == (2, 3)
+    assert "per_replica/inner/0/m" in slot_names(state)
+    assert get_slot(state, "per_replica/inner/0/m")["a"].shape == (2, 3)
     assert get_slot(state, "center_inner/0/m")["a"].shape == (2, 3)
 
 

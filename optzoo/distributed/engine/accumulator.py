@@ -1,8 +1,8 @@
-"""Sums of gradients that wait for more.
+"""Sums of gradients that wait for more gradients.
 
-The rows of a table wait in an array like the table. Which of them do, and from how many gradients,
-stands beside it, so that they leave as rows again. Nothing is ever cleared: what waits for an
-earlier update than the present one counts as zero.
+The rows of a table are accumulated in an array of the table's shape. Two more arrays tell for
+which update each row is accumulated, and from how many gradients, so that the sums can be read as
+rows again. Nothing is ever cleared: a sum for an earlier update counts as zero.
 """
 
 import math
@@ -13,101 +13,122 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
-from ...state.averages import zeros_of_average
+from ...state.averages import wide_zeros_like
 from .collectives import divide_gradients
 
 
 class GradientAccumulator(NamedTuple):
-    """Trees like the parameters."""
+    """Three trees like the parameters.
+
+    The counts have one integer for each row of an array (for each element of its first axis).
+    """
 
     sum: Any
-    held_for: Any  # for which update each row (of an array its first axis) was held last
-    touches: Any  # in how many gradients it was
+    target_update: Any  # for which update each row was accumulated last, counted from 1
+    row_counts: Any  # how many gradients are summed in each row
 
 
 def init_accumulator(params: Any) -> GradientAccumulator:
-    """At the start."""
+    """An empty accumulator."""
     per_row = lambda x: jnp.zeros(jnp.shape(x)[:1], jnp.int32)
     counts = (jax.tree.map(per_row, params) for _ in range(2))
-    return GradientAccumulator(zeros_of_average(params), *counts)
+    return GradientAccumulator(wide_zeros_like(params), *counts)
 
 
-def with_touches(updates: Any) -> Any:
-    """Each row of SparseRows once, as a vector whose last element says that it is there."""
+def append_row_counts(updates: Any) -> Any:
+    """SparseRows with their rows as vectors, each with a last element: one, zero at padding."""
 
     def append(g):
         g = g.coalesce()
-        there = (g.indices < g.num_rows).astype(g.dtype)
-        return g.with_values(_append(g.values, there))
+        is_real = (g.indices < g.num_rows).astype(g.dtype)
+        return g.with_values(_append(g.values, is_real))
 
     return map_rows(append, updates)
 
 
-def divide_touched(sums: Any, number: Array, like: Any, by_touches: bool) -> Any:
-    """As ``divide_gradients``, of sums of :func:`with_touches`; by touches each row has its own."""
+def divide_counted(sums: Any, number: Array, like: Any, by_row_counts: bool) -> Any:
+    """As ``divide_gradients``, of sums of :func:`append_row_counts`.
+
+    Args:
+        sums: of the gradients.
+        number: how many gradients were summed.
+        like: a tree of gradients, for the shapes and the dtypes.
+        by_row_counts: divide each row by its own count in the place of ``number``.
+    """
 
     def plain(total, g):
         if not is_rows(g):
             return total
         total = total.coalesce()
-        values, touches = _take_off(total.values, g.values.shape[1:])
-        if by_touches:
-            values *= _per_row(number / jnp.maximum(touches, 1), values)
+        values, counts = _take_off(total.values, g.values.shape[1:])
+        if by_row_counts:
+            values *= _per_row(number / jnp.maximum(counts, 1), values)
         return total.with_values(values)
 
-    return divide_gradients(
-        jax.tree.map(plain, sums, like, is_leaf=is_sparse_or_none), number, like
-    )
+    plain_sums = jax.tree.map(plain, sums, like, is_leaf=is_sparse_or_none)
+    return divide_gradients(plain_sums, number, like)
 
 
-def add_to_held(
-    held: GradientAccumulator, sums: Any, like: Any, *, update: Array, accepted: Array, most: int
-):
-    """Adds sums of :func:`with_touches` to what is held, and shows what there is.
+def accumulate_sums(
+    accumulator: GradientAccumulator,
+    sums: Any,
+    like: Any,
+    *,
+    update: Array,
+    accepted: Array,
+    most: int,
+) -> tuple[Any, GradientAccumulator]:
+    """Adds sums of :func:`append_row_counts` to the accumulator, and reads the totals.
 
     Args:
-        held: what waits already.
+        accumulator: what was accumulated before.
         sums: of the accepted gradients.
-        like: the gradients.
-        update: which one they wait for, counted from 1.
+        like: a tree of gradients, for the shapes and the dtypes.
+        update: the update that the gradients are for, counted from 1.
         accepted: how many gradients were summed.
-        most: how many gradients wait at most.
+        most: how many gradients are accumulated at most.
 
     Returns:
-        What waits now as sums, as from :func:`with_touches`; and the new ``held``.
+        The totals in the form of :func:`append_row_counts`; and the new accumulator.
     """
     gs, treedef = jax.tree.flatten(like, is_leaf=is_sparse_or_none)
-    columns = map(treedef.flatten_up_to, (sums, *held))
+    columns = map(treedef.flatten_up_to, (sums, *accumulator))
     done = list[tuple[Any, ...]]()
-    for g, total, waits, held_for, touches in zip(gs, *columns, strict=True):
+    for g, total, before, target, counts in zip(gs, *columns, strict=True):
         if g is None:
-            done.append((None, waits, held_for, touches))
+            done.append((None, before, target, counts))
         elif is_rows(g):
-            done.append(_hold_rows(total, waits, held_for, touches, update, most * len(g.indices)))
+            kept = GradientAccumulator(before, target, counts)
+            done.append(_accumulate_rows(total, kept, update, most * len(g.indices)))
         else:
-            is_held = held_for == update
-            total += jnp.where(_per_row(is_held, total), waits, 0)
-            touches = jnp.where(is_held, touches, 0) + accepted
-            done.append((total, total, jnp.where(accepted > 0, update, held_for), touches))
+            is_kept = target == update
+            total += jnp.where(_per_row(is_kept, total), before, 0)
+            counts = jnp.where(is_kept, counts, 0) + accepted
+            done.append((total, total, jnp.where(accepted > 0, update, target), counts))
     trees = [treedef.unflatten([leaf[i] for leaf in done]) for i in range(4)]
     return trees[0], GradientAccumulator(*trees[1:])
 
 
-def _hold_rows(total, waits, held_for, touches, update, most):
+def _accumulate_rows(
+    total: SparseRows, kept: GradientAccumulator, update: Array, most: int
+) -> tuple[SparseRows, Array, Array, Array]:
+    """For one table: its total, and the three arrays of its accumulator."""
+    before, target, counts = kept
     total = total.coalesce()
-    values, new = _take_off(total.values, waits.shape[1:])
-    is_held = total.gather(held_for) == update
-    values += jnp.where(_per_row(is_held, values), total.gather(waits), 0)
-    new = new.astype(jnp.int32) + jnp.where(is_held, total.gather(touches), 0)
-    waits, touches = total.scatter(waits, values), total.scatter(touches, new)
-    held_for = total.scatter(held_for, jnp.full(is_held.shape, update))
+    values, new = _take_off(total.values, before.shape[1:])
+    is_kept = total.gather(target) == update
+    values += jnp.where(_per_row(is_kept, values), total.gather(before), 0)
+    new = new.astype(jnp.int32) + jnp.where(is_kept, total.gather(counts), 0)
+    after, counts = total.scatter(before, values), total.scatter(counts, new)
+    target = total.scatter(target, jnp.full(is_kept.shape, update))
 
-    size = min(total.num_rows, most)  # if no earlier gradient listed more rows than this one
-    [places] = jnp.nonzero(held_for == update, size=size, fill_value=total.num_rows)
-    found = SparseRows(places, places, total.num_rows, coalesced=True)
-    fits = jnp.sum(held_for == update) <= size
-    values = jnp.where(fits, _append(found.gather(waits), found.gather(touches)), jnp.nan)
-    return found.with_values(values).drop_padding(), waits, held_for, touches
+    # Enough, unless an earlier gradient listed more rows than this one; then the result is NaN.
+    size = min(total.num_rows, most)
+    [indices] = jnp.nonzero(target == update, size=size, fill_value=total.num_rows)
+    found = SparseRows(indices, indices, total.num_rows, coalesced=True)
+    fits = jnp.sum(target == update) <= size
+    values = jnp.where(fits, _append(found.gather(after), found.gather(counts)), jnp.nan)
+    return found.with_values(values).drop_padding(), after, target, counts
 
 
 def _append(values: Array, last: Array) -> Array:

@@ -84,7 +84,7 @@ class Replicas:
 
     def sum_where(self, who: Any, tree: Any) -> Any:
         """The sum over those for whom ``who`` is true, whatever the others hold."""
-        return self.sum(where(who, tree, 0))
+        return self.sum(zero_unless(who, tree))
 
     def any(self, who: Any) -> Array:
         """Whether it is true for one of them."""
@@ -106,7 +106,7 @@ class Replicas:
         """
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
-        dense, more = self.sum((where(who, dense, 0), more))
+        dense, more = self.sum((zero_unless(who, dense), more))
         gs = [self.gather_rows(g, who) if is_rows(g) else g for g in gs]
         return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
 
@@ -130,8 +130,9 @@ class Replicas:
 
     def gather_rows(self, g: SparseRows, who: Any) -> SparseRows:
         """The rows of those for whom ``who`` is true; padding in the place of the others'."""
-        masked = where(who, jnp.asarray(g.indices), g.num_rows), where(who, upcast(g.values), 0)
-        indices, values = self.gather(masked)
+        indices = jnp.where(who, jnp.asarray(g.indices), g.num_rows)
+        values = zero_unless(who, upcast(g.values))
+        indices, values = self.gather((indices, values))
         return SparseRows(indices, values, g.num_rows)
 
     def vary(self, tree: Any) -> Any:
@@ -208,29 +209,27 @@ def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
     return jax.tree.map(safe_divide, sums, like, is_leaf=is_sparse_or_none)
 
 
-def map_some(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``f`` of leaves, and None where the first tree has None."""
-    some = lambda x, *xs: None if x is None else f(x, *xs)
-    return jax.tree.map(some, tree, *rest, is_leaf=is_sparse_or_none)
+    apply = lambda x, *xs: None if x is None else f(x, *xs)
+    return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
 
 
-def apply_some(params: Any, updates: Any) -> Any:
-    """``optax.apply_updates``, where there is an update."""
-    return merge(params, map_some(lambda u, x: (x + u).astype(x.dtype), updates, params))
+def apply_not_none(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates``; a parameter without an update is unchanged."""
+    add = lambda u, x: (x + u).astype(x.dtype)
+    return replace_not_none(params, map_not_none(add, updates, params))
 
 
-def merge(old: Any, new: Any) -> Any:
-    """A tree with other leaves wherever ``new`` has some that are not None."""
+def replace_not_none(old: Any, new: Any) -> Any:
+    """The leaves of ``new``, and those of ``old`` where ``new`` has None."""
     return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
-def where(who: Any, tree: Any, other: Any) -> Any:
-    """``jnp.where`` for trees; ``other`` is a tree like the first, or one number for all."""
-    others = other if jax.tree.structure(other) == jax.tree.structure(tree) else None
-    if others is None:
-        others = jax.tree.map(lambda _: other, tree)
-    select = lambda a, b: jnp.where(who, a, jnp.asarray(b, jnp.result_type(a)))
-    return jax.tree.map(select, tree, others)
+def zero_unless(condition: Any, tree: Any) -> Any:
+    """The tree where ``condition`` is true, else zeros, whatever the tree holds (NaN, too)."""
+    zero = lambda a: jnp.zeros([], jnp.result_type(a))
+    return jax.tree.map(lambda a: jnp.where(condition, a, zero(a)), tree)
 
 
 def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
 from ...state.averages import eval_params
-from ...state.types import ReplicaState
+from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
 
 
@@ -158,57 +158,61 @@ def resize_replicas(
 
 
 def _resize(tx, num_replicas, params, state):
-    of_params, _ = replica_specs(params, state, False, True)
-    old = len(jax.tree.leaves([node.own for node in _nodes(state)])[0])
+    params_are_per_replica, _ = replica_specs(params, state, False, True)
+    before = len(jax.tree.leaves([node.per_replica for node in _nodes(state)])[0])
     center = eval_params(params, state)
-    if of_params:  # where there is no center, that of the first
+    if params_are_per_replica:  # a parameter without a center starts as on the first replica
         center = jax.tree.map(lambda c, x: c if c.shape != x.shape else x[0], center, params)
-    take = lambda a: a[jnp.arange(num_replicas) % old]
-    is_new = jnp.arange(num_replicas) >= old
+    take = lambda a: a[jnp.arange(num_replicas) % before]
+    is_new = jnp.arange(num_replicas) >= before
     renew = lambda a, first: jnp.where(is_new.reshape(-1, *(1,) * jnp.ndim(first)), first, a)
     params, state = map_per_replica(take, params, state)
-    if of_params:
+    if params_are_per_replica:
         params = jax.tree.map(renew, params, center)
 
     def start(node, fresh):
+        """New replicas keep the inner state and the local step of another one."""
         if not _is_replicas(node):
             return node
-        begins = {k: v for k, v in fresh.own.items() if k not in ("inner", "local_step")}
-        begins = jax.tree.map(renew, {k: node.own[k] for k in begins}, begins)
-        return node._replace(own={**node.own, **begins})
+        old = node.per_replica
+        if isinstance(node, LocalSGDState):
+            method = jax.tree.map(renew, old.method, fresh.per_replica.method)
+            return node._replace(per_replica=old._replace(method=method))
+        new = jax.tree.map(renew, old, fresh.per_replica)
+        return node._replace(per_replica=new._replace(local_step=old.local_step))
 
     return params, jax.tree.map(start, state, tx.init(center), is_leaf=_is_replicas)
 
 
-def replica_specs(params: Any, state: Any, shared: Any, own: Any) -> tuple[Any, Any]:
-    """What all replicas share, and what each has, marked for parameters and state.
+def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) -> tuple[Any, Any]:
+    """Marks for parameters and state: what is replicated, and what each replica has for itself.
 
-    With ``shared=None, own=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap`` and
-    ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
-    ``jax.shard_map``. The parameters are shared if their optimizer is (within
-    :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); else each replica has
-    its own.
+    With ``replicated=None, per_replica=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap``
+    and ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
+    ``jax.shard_map``. The parameters are replicated if their optimizer shares them between the
+    replicas (:func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); with other
+    optimizers each replica has its own.
 
     Args:
         params: the parameters.
-        state: the state of an optimizer in which distributed wrappers may stand anywhere.
-        shared: the mark for what all share.
-        own: the mark for what each has.
+        state: the state of an optimizer, in which distributed wrappers may be anywhere.
+        replicated: the mark for what all replicas share.
+        per_replica: the mark for what each replica has for itself.
 
     Returns:
         A mark for the parameters, and a tree of marks that is a prefix of the state.
     """
     del params
-    mark = lambda node: ReplicaState(shared, own) if _is_replicas(node) else own
-    shares_params = any("inner" in node.shared for node in _nodes(state))
+    mark = lambda node: type(node)(replicated, per_replica) if _is_replicas(node) else per_replica
+    shares_params = any(isinstance(node, SharedParamsState) for node in _nodes(state))
     of_state = jax.tree.map(mark, state, is_leaf=_is_replicas)
-    return shared if shares_params else own, of_state
+    return replicated if shares_params else per_replica, of_state
 
 
 def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple[Any, Any]:
     """``f`` of every array that each replica has for itself."""
     marks = replica_specs(params, state, False, True)
-    change = lambda own, tree: jax.tree.map(f, tree) if own else tree
+    change = lambda is_per_replica, tree: jax.tree.map(f, tree) if is_per_replica else tree
     return jax.tree.map(change, marks, (params, state))
 
 

@@ -1,74 +1,104 @@
-"""The frame of methods whose replicas train alone and exchange what they have now and then."""
+"""Shared driver for local-SGD methods: local steps with periodic synchronization."""
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ...core.checks import check_params, check_size
+from ...core.checks import check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import upcast
-from ...core.rows import is_rows
-from ...state.types import ReplicaState
-from .collectives import Replicas, map_some, where
+from ...core.rows import SparseRows, map_rows
+from ...state.averages import start_of_average
+from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
+from .collectives import Replicas, map_not_none, zero_unless
 
-ORDERS = ("simultaneous", "round_robin")
+Order = Literal["simultaneous", "round_robin"]
+
+
+class Method(NamedTuple):
+    """What one method of local SGD adds to the driver.
+
+    Attributes:
+        exchanges: the exchanges of a period; most methods have one. Each is
+            ``exchange(participates, params, replicated, per_replica, **extra_args) ->
+            (params, replicated, per_replica)`` for one replica. ``participates`` is whether this
+            replica takes part. The parameters are those after the local step, in float32 at
+            least, and None where there was no gradient.
+        due: ``due(steps)`` gives for each exchange whether it is due after so many steps.
+        init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
+        before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
+            (updates, per_replica)``, called before the inner optimizer.
+        lockstep: whether ``due`` counts ticks, so that all replicas exchange in the same tick,
+            inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
+            the steps of each replica, and a replica that is not active takes no part.
+        order: whether all replicas exchange at once, or one after the other by rank.
+    """
+
+    exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
+    due: Callable[[Array], Sequence[Array]]
+    init: Callable[[Any], tuple[Any, Any]] = lambda center: ((), ())
+    before_step: Callable[..., tuple[Any, LocalSGDPerReplica]] | None = None
+    lockstep: bool = False
+    order: Order = "simultaneous"
+
+
+def every(period: int) -> Callable[[Array], Sequence[Array]]:
+    """For ``Method.due``: one exchange at the end of each period."""
+    return lambda steps: [steps % period == 0]
 
 
 def local_sgd(
-    inner: optax.GradientTransformation,
-    replicas: Replicas,
-    rule: Callable[..., tuple[Any, dict[str, Any], dict[str, Any]]],
-    *,
-    period: int,
-    shared: Callable[[Any], dict[str, Any]],
-    own: Callable[[Any], dict[str, Any]] = lambda params: {},
-    before: Callable[..., tuple[Any, dict[str, Any]]] | None = None,
-    order: str = "simultaneous",
-    together: bool = False,
-    fragments: int = 1,
-    all_until: int = 0,
+    inner: optax.GradientTransformation, replicas: Replicas, method: Method
 ) -> optax.GradientTransformationExtraArgs:
-    """A local step of ``inner`` on every replica, and an exchange every ``period`` steps.
+    """A local step of ``inner`` on every replica, and the exchanges of ``method`` when due.
 
-    Replicas count their own steps, so those that were not ``active`` exchange later, unless
-    all do it ``together``. A step on which no replica is due communicates nothing, unless some
-    were inactive before: then one number tells whether any is.
+    A tick on which no replica is due communicates nothing. Only where replicas count their own
+    steps and one of them was inactive before, one integer is summed to find out whether any is.
 
     Args:
         inner: the optimizer of the local steps.
-        replicas: those who exchange.
-        rule: ``rule(who, params, shared, own, fragment=, **extra_args) -> (params, shared, own)``
-            for a replica, with parameters in float32 at least after the local step, None where
-            there was no gradient. ``who``: whether this replica takes part.
-        period: local steps from one exchange to the next.
-        shared: of the params, makes what all replicas have in common.
-        own: of the params, makes what each has for itself.
-        before: ``before(updates, params, own, count=, exchange=, arrived=) -> (updates, own)``
-            in front of the local step.
-        order: whether all take part at once, or one after the other by rank.
-        together: whether inactive replicas take part in exchanges, too, and ``arrived`` masks.
-        fragments: of the parameters, exchanged in turn within the period.
-        all_until: the number of first steps each of which exchanges all fragments.
-    """
-    check_size(1, fragments=fragments)
-    if order not in ORDERS:
-        raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
-    inner = optax.with_extra_args_support(inner)
+        replicas: those that exchange.
+        method: what they exchange, and when.
 
-    def init(params):
+    Raises:
+        ValueError: if the order of the method is unknown.
+    """
+    if method.order not in get_args(Order):
+        raise ValueError(f"order must be one of {get_args(Order)}, got {method.order!r}")
+    driver = _Driver(optax.with_extra_args_support(inner), replicas, method)
+    return optax.GradientTransformationExtraArgs(driver.init, driver.update)
+
+
+# What an exchange may change: the updates, and both parts of the state.
+_Carry = tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Driver:
+    """The ``init`` and the ``update`` of :func:`local_sgd`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    replicas: Replicas
+    method: Method
+
+    def init(self, params: Any) -> LocalSGDState:
         zero = lambda: jnp.zeros([], jnp.int32)
-        counts = {"count": zero(), "global_step": zero()}
-        apart = {} if together else {"apart": jnp.zeros([], bool)}
-        return ReplicaState(
-            {**counts, **apart, **shared(params)},
-            {"local_step": zero(), "inner": inner.init(params), **own(params)},
+        center = jax.tree.map(start_of_average, params)
+        of_all, of_each = self.method.init(center)
+        any_inactive = () if self.method.lockstep else jnp.zeros([], bool)
+        return LocalSGDState(
+            LocalSGDReplicated(zero(), zero(), any_inactive, center, of_all),
+            LocalSGDPerReplica(zero(), self.inner.init(params), of_each),
         )
 
     def update(
+        self,
         updates,
         state,
         params=None,
@@ -81,72 +111,99 @@ def local_sgd(
     ):
         check_params(params)
         check_gradients(updates, params)
-        replicas.check_own(updates)
-        params, old = replicas.vary((params, state.own))
+        self.replicas.check_own(updates)
         arrived = True if arrived is None else arrived
-        count = state.shared["count"] + 1
-        common = {**state.shared, "count": count}
+        params, per_replica = self.replicas.vary((params, state.per_replica))
+        replicated = state.replicated._replace(count=state.replicated.count + 1)
 
-        # The local step.
-        new = old
-        if before is not None:
-            now = {"count": count, "exchange": exchange, "arrived": arrived}
-            updates, new = before(updates, params, old, **now)
-        us, of_inner = inner.update(updates, old["inner"], params, **extra_args)
-        new = {**new, "inner": of_inner, "local_step": old["local_step"] + 1}
+        before = per_replica
+        if self.method.before_step is not None:
+            now = {"count": replicated.count, "exchange": exchange, "arrived": arrived}
+            updates, before = self.method.before_step(updates, params, per_replica, **now)
+        updates, inner = self.inner.update(updates, before.inner, params, **extra_args)
+        after = before._replace(local_step=before.local_step + 1, inner=inner)
         if active is not None:
-            us, new = where(active, us, 0), where(active, new, old)
-
-        if active is not None and not together:
-            common["apart"] |= replicas.any(jnp.logical_not(active))
+            updates = zero_unless(active, updates)
+            after = optax.tree.where(active, after, per_replica)
+            if not self.method.lockstep:
+                inactive = self.replicas.any(jnp.logical_not(active))
+                replicated = replicated._replace(any_inactive=replicated.any_inactive | inactive)
         if exchange is False:
-            return us, ReplicaState(common, new)
+            return updates, LocalSGDState(replicated, after)
 
-        # Who exchanges, if it is time.
-        phase, due = count % period, count % period == 0
-        mine = jnp.asarray(arrived if together else True if active is None else active)
-        if not (together or exchange):
-            mine &= jnp.asarray(new["local_step"]) % period == 0
-            due = lax.cond(common["apart"], lambda: replicas.any(mine), lambda: phase == 0)
-        # An exchange moves all rows; a parameter without a gradient takes no part, and is None.
-        dense = jax.tree.map(lambda u: u.to_dense() if is_rows(u) else u, us, is_leaf=is_rows)
-        start = map_some(lambda u, x: upcast(x), dense, params)
-
-        def exchanged(carry, parts):
-            us, common, new = carry
-            carry = map_some(jnp.add, start, us), common, new
-            for part in parts:
-                carry = in_order(carry, part)
-            after, common, new = carry
-            change = lambda y, x, u: (y - x).astype(u.dtype)
-            return jax.tree.map(change, after, start, us), common, new
-
-        def in_order(carry, part):
-            at = lambda who, carry: rule(who, *carry, fragment=part, **extra_args)
-            if order == "simultaneous":
-                return at(mine, carry)
-            turn = lambda carry, rank: (at(mine & (replicas.index == rank), carry), None)
-            return lax.scan(turn, carry, jnp.arange(replicas.size))[0]
-
-        carry, every = (dense, common, new), range(fragments)
+        # An exchange moves all rows.
+        carry = map_rows(SparseRows.to_dense, updates), replicated, after
+        who = arrived if self.method.lockstep else True if active is None else active
+        exchanged = functools.partial(self._exchanged, params, extra_args)
         if exchange:
-            carry = exchanged(carry, every if fragment is None else [fragment])
+            carry = exchanged(jnp.asarray(who), self._chosen(fragment), carry)
         else:
-            for i in every:
-                if fragments > 1:  # each has a phase of its own
-                    due = phase == (i + 1) * period // fragments % period
-                is_time = due | (count <= all_until)
-                carry = _change_if(is_time, lambda carry, i=i: exchanged(carry, [i]), carry)
-        us, common, new = carry
-        return us, ReplicaState(common, new)
+            timetable = self._timetable(jnp.asarray(who), replicated, after)
+            for one, (participates, due) in zip(self.method.exchanges, timetable, strict=True):
+                carry = _change_if(due, functools.partial(exchanged, participates, [one]), carry)
+        updates, replicated, after = carry
+        return updates, LocalSGDState(replicated, after)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _timetable(
+        self, who: Array, replicated: LocalSGDReplicated, per_replica: LocalSGDPerReplica
+    ) -> list[tuple[Array, Array]]:
+        """For each exchange whether this replica takes part, and whether any does."""
+        all_due = self.method.due(replicated.count)
+        if self.method.lockstep:
+            return [(who, due) for due in all_due]
+
+        def of_one(due, is_mine):
+            participates = who & is_mine
+            any_due = lambda: self.replicas.any(participates)
+            return participates, lax.cond(replicated.any_inactive, any_due, lambda: due)
+
+        return list(map(of_one, all_due, self.method.due(jnp.asarray(per_replica.local_step))))
+
+    def _chosen(self, fragment: int | None) -> Sequence[Callable[..., Any]]:
+        exchanges = self.method.exchanges
+        if fragment is None:
+            return exchanges
+        if fragment not in range(len(exchanges)):
+            raise ValueError(f"fragment must be below fragments={len(exchanges)}, got {fragment!r}")
+        return [exchanges[fragment]]
+
+    def _exchanged(
+        self,
+        params: Any,
+        extra_args: dict[str, Any],
+        participates: Array,
+        exchanges: Sequence[Callable[..., Any]],
+        carry: _Carry,
+    ) -> _Carry:
+        """The updates and the state after some exchanges, one after the other."""
+        updates, replicated, per_replica = carry
+        # A parameter without a gradient takes no part, and is None.
+        start = map_not_none(lambda u, x: upcast(x), updates, params)
+        moved = map_not_none(jnp.add, start, updates), replicated, per_replica
+        for exchange in exchanges:
+            moved = self._in_order(exchange, extra_args, participates, moved)
+        after, replicated, per_replica = moved
+        change = lambda y, x, u: (y - x).astype(u.dtype)
+        return jax.tree.map(change, after, start, updates), replicated, per_replica
+
+    def _in_order(
+        self,
+        exchange: Callable[..., Any],
+        extra_args: dict[str, Any],
+        participates: Array,
+        moved: _Carry,
+    ) -> _Carry:
+        if self.method.order == "simultaneous":
+            return exchange(participates, *moved, **extra_args)
+        is_next = lambda rank: participates & (self.replicas.index == rank)
+        turn = lambda moved, rank: (exchange(is_next(rank), *moved, **extra_args), None)
+        return lax.scan(turn, moved, jnp.arange(self.replicas.size))[0]
 
 
 def _change_if(due: Array, change: Callable[[Any], Any], carry: Any) -> Any:
     """``change(carry)`` if it is due, else ``carry``, in place.
 
-    A loop of one turn or none. XLA keeps what a loop carries in its place, while ``lax.cond``
+    A loop of one turn or none. XLA updates what a loop carries in place, while ``lax.cond``
     copies all that it returns, changed or not; but a loop has no derivative in reverse mode.
     """
     turn = lambda state: (jnp.zeros_like(state[0]), change(state[1]))

@@ -12,8 +12,9 @@ import numpy as np
 from ...core.paths import path_name
 from ...state.tf1_names import tf1_names
 from ...state.types import LeafwiseState
+from .entries import Vector
 from .names import GLOBAL_STEP
-from .plan import Plan, Vector
+from .plan import Plan
 from .steps import Steps
 from .storage import map_leafwise, pack_state_like, unpack_state
 
@@ -45,8 +46,8 @@ def build_variables(
     plan: Plan,
     step: int,
     like: Mapping[str, np.ndarray],
-    params: Mapping[str, np.ndarray],
-    state: Mapping[str, np.ndarray],
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """The variables of a checkpoint, in the dtypes of those in ``like``."""
     saved = dict(like)
@@ -56,11 +57,11 @@ def build_variables(
 
 
 def _variables(
-    plan: Plan, step: int, params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
+    plan: Plan, step: int, params: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, np.ndarray, Any]]:
     for arrays, sources in ((params, plan.parameters), (state, plan.arrays)):
         for source in sources:
-            yield source.variable, arrays[source.path], source.saved_dtype
+            yield source.variable, np.asarray(arrays[source.path]), source.saved_dtype
     for vector in plan.vectors:
         yield vector.variable, _concatenate(vector, state), vector.dtype
     if plan.counts:
@@ -83,13 +84,11 @@ def _like(new: Any, old: Any) -> Any:
 
 def _with_computed(state: LeafwiseState) -> LeafwiseState:
     """With the optimizer-wide arrays that TensorFlow does not have and that follow from slots."""
-    functions = tf1_names(state.slots).not_in_tf1
-    computed = {
-        name: _like(functions[name](state.slots), old)
-        for name, old in state.shared.items()
-        if functions.get(name) is not None and jax.tree.leaves(state.slots)
-    }
-    return state._replace(shared={**state.shared, **computed}) if computed else state
+    shared = dict(state.shared)
+    for name, compute in tf1_names(state.slots).not_in_tf1.items():
+        if compute is not None and jax.tree.leaves(state.slots):
+            shared[name] = _like(compute(state.slots), shared[name])
+    return state._replace(shared=shared)
 
 
 def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
@@ -102,6 +101,6 @@ def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
     return {part.path: cut.reshape(part.shape) for part, cut in pairs}
 
 
-def _concatenate(vector: Vector, state: Mapping[str, np.ndarray]) -> np.ndarray:
-    rows = [state[part.path].reshape(*vector.shape[:-1], -1) for part in vector.parts]
+def _concatenate(vector: Vector, state: Mapping[str, Any]) -> np.ndarray:
+    rows = [np.asarray(state[p.path]).reshape(*vector.shape[:-1], -1) for p in vector.parts]
     return np.concatenate(rows, axis=-1) if rows else np.zeros(vector.shape)

@@ -6,13 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .plan import Plan, Source, Vector
+from .entries import Source, Vector
+from .plan import Plan
 from .steps import Steps
 
 
-def check_load(
-    plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, partial: bool
-) -> None:
+def check_load(plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, partial: bool) -> None:
     """Raises ``ValueError`` with all that does not fit.
 
     Args:
@@ -35,9 +34,7 @@ def check_load(
         )
 
 
-def check_save(
-    plan: Plan, state: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
-) -> None:
+def check_save(plan: Plan, state: Mapping[str, Any], like: Mapping[str, np.ndarray]) -> None:
     """Raises ``ValueError`` if a state cannot be saved.
 
     Args:
@@ -95,7 +92,7 @@ def _missing(plan: Plan, given: Mapping[str, np.ndarray]) -> Iterator[str]:
             yield f"{entry.variable}, for {entry.path}"
 
 
-def _used(plan: Plan, steps: Steps) -> set[str | None]:
+def _used(plan: Plan, steps: Steps) -> set[str]:
     entries = (*plan.parameters, *plan.arrays, *plan.vectors)
     return {entry.variable for entry in entries} | set(steps.used)
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .entries import Count, Source
 from .names import GLOBAL_STEP
-from .plan import Count, Plan, Source
+from .plan import Plan
 from .powers import estimate_exponent, is_integer_exponent
 
 
@@ -99,9 +100,9 @@ def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
 
 def _of_powers(powers: Iterable[_Power]) -> int | None:
     """The number of updates from ``beta1_power = beta1 ** (n + 1)``, if all tell the same."""
-    integers = [p for p in powers if p.exponent is not None and is_integer_exponent(p.exponent)]
-    steps = {p.variable: round(p.exponent) - 1 for p in integers}
-    return next(iter(steps.values())) if len(set(steps.values())) == 1 else None
+    exponents = [power.exponent for power in powers if power.exponent is not None]
+    steps = {round(exponent) - 1 for exponent in exponents if is_integer_exponent(exponent)}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _own_count(arrays: Iterable[Source], given: Mapping[str, np.ndarray]) -> int | None:
@@ -139,7 +140,7 @@ def check_step(step: int) -> int:
     return step
 
 
-def step_of_state(counts: Iterable[Count], state: Mapping[str, np.ndarray]) -> int:
+def step_of_state(counts: Iterable[Count], state: Mapping[str, Any]) -> int:
     """The global step of a state that is saved; 0 if it counts nothing.
 
     That of replicas, where there are some, who count their own steps, too; else the counts. A

@@ -1,11 +1,9 @@
 """Arrays of parameters and states by the names of their paths, each slot in arrays of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ...core.paths import path_name
 from ...state.stacks import layout_of, stack, unstack
@@ -15,13 +13,8 @@ from ...state.types import LeafwiseState
 
 def unpack_state(state: Any) -> Any:
     """The state with every slot in arrays of its own, without stacks and packed pairs."""
-
-    def unpacked(x):
-        if not isinstance(x, LeafwiseState):
-            return x
-        return x._replace(slots=type(x.slots)._make(map(unstack, unpack(x.slots))))
-
-    return jax.tree.map(unpacked, state, is_leaf=_is_leafwise)
+    unpacked = lambda slots: type(slots)._make(map(unstack, unpack(slots)))
+    return map_leafwise(lambda x: x._replace(slots=unpacked(x.slots)), state)
 
 
 def pack_state_like(packed: Any, state: Any) -> Any:
@@ -37,16 +30,15 @@ def pack_state_like(packed: Any, state: Any) -> Any:
     return jax.tree.map(packed_like, packed, state, is_leaf=_is_leafwise)
 
 
-def map_leafwise(f: Any, state: Any) -> Any:
+def map_leafwise(f: Callable[[LeafwiseState], LeafwiseState], state: Any) -> Any:
     """The state with ``f`` of each ``LeafwiseState`` in it."""
     of_one = lambda x: f(x) if isinstance(x, LeafwiseState) else x
     return jax.tree.map(of_one, state, is_leaf=_is_leafwise)
 
 
-def arrays_by_path(tree: Any) -> dict[str, np.ndarray]:
-    """The arrays of a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+def arrays_by_path(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, where they are."""
+    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _is_leafwise(x: Any) -> bool:

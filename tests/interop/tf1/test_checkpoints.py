@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from optzoo.interop.tf1 import files as tf1_files
 from optzoo.interop.tf1.load import load_tf1_state
 from optzoo.interop.tf1.powers import estimate_exponent, is_integer_exponent
 from optzoo.interop.tf1.save import save_tf1_state, tf1_variables
+from optzoo.state.tf1_names import TF1Names
+from optzoo.state.types import LeafwiseState
 from tests import golden
 
 from . import cases as tf1_cases
@@ -472,6 +475,9 @@ WRAPPED = {
     "injected": optax.inject_hyperparams(optzoo.adam)(0.1),
     "injected schedule": optax.inject_hyperparams(optzoo.adam)(optax.linear_schedule(0.1, 0.0, 9)),
     "bfloat16 slots": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16"),
+    "packed slots": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", packed=True),
+    "packed in 32 bits": optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True),
+    "every gradient": optzoo.accumulate(optzoo.adam(0.1), 1),
     "all": optzoo.moving_average(
         optzoo.multitask(optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1, ("w",))), 0.9
     ),
@@ -502,6 +508,52 @@ def test_through_chains_and_wrappers(name):
         jax.tree.map(np.testing.assert_array_equal, again, saved)
 
 
+def test_stacked_slots_are_saved_one_by_one():
+    plain = optzoo.adam(0.1)
+    tx = optzoo.stacked(plain)
+    params = {name: jnp.arange(3.0) + i for i, name in enumerate("abc")} | {"d": jnp.ones(2)}
+    params, state = trained(tx, params)
+    assert jax.tree.leaves(state)[1].shape == (3, 3)  # m of a, b and c
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    alone = {name: optzoo.get_slot(state, "v")[name] for name in params}
+    for name, v in alone.items():
+        np.testing.assert_array_equal(saved[f"{name}/Adam_1"], v)
+    assert_same(load_tf1_state(tx, params, saved), (params, state))
+    loaded = load_tf1_state(plain, params, saved)[1]
+    assert_same(optzoo.get_slot(loaded, "v"), alone)
+
+
+# Beside the sums of gradients, which have no variables: a made-up name for each.
+SUMS = {f"sums/{name}": f"accumulated/{name}" for name in ("enc/kernel", "enc/bias", "w")}
+
+
+def test_an_optimizer_counts_its_own_updates_among_more_steps():
+    tx = optzoo.accumulate(optzoo.adam(0.1), 2)
+    params, state = trained(tx, steps=7)
+    assert state.count == 7 and counts(state.inner) == {3}
+    saved = tf1_variables(params, state, optimizer_name="Adam", variables=SUMS)
+    assert saved["global_step"] == 7
+    assert_same(load_tf1_state(tx, PARAMS, saved, variables=SUMS), (params, state))
+    some = {name: value for name, value in saved.items() if name not in SUMS.values()}
+    loaded = load_tf1_state(tx, PARAMS, some, partial=True)[1]
+    assert loaded.count == 7 and counts(loaded.inner) == {3}
+    del saved["global_step"]  # the powers tell the updates, not the steps
+    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+        load_tf1_state(tx, PARAMS, saved, variables=SUMS)
+
+
+def test_the_number_of_updates_among_more_steps_is_no_guess():
+    tx = optzoo.accumulate(optzoo.momentum(0.1, 0.9), 2)
+    params, state = trained(tx, steps=7)
+    saved = tf1_variables(params, state, optimizer_name="Momentum", variables=SUMS)
+    match = r"missing: the number of updates at \['inner/0/count', 'inner/1/count'\], .* variables="
+    with pytest.raises(ValueError, match=match):
+        load_tf1_state(tx, PARAMS, saved, variables=SUMS)
+    named = SUMS | {f"inner/{i}/count": "updates" for i in (0, 1)}
+    saved |= {"updates": np.float32(3)}
+    assert_same(load_tf1_state(tx, PARAMS, saved, variables=named), (params, state))
+
+
 def test_slots_begin_as_abstract_as_the_parameters():
     abstract = jax.eval_shape(lambda: PARAMS)
     params, state, saved = saved_adam()
@@ -522,6 +574,48 @@ def test_a_single_array_has_a_name_too():
         load_tf1_state(tx, params, lost, {"": "w"})
     with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
+
+
+def test_names_of_user_defined_slots():
+    class Slots(NamedTuple):
+        some: Any  # an array for each of two dimensions, not in all graphs
+        all: Any  # the same, in all of them
+        first: Any
+
+        tf1 = TF1Names(
+            slot="Mine",
+            order=("first", ("some", "all")),
+            optional=("some",),
+            not_in_tf1={"sum": lambda slots: slots.first["w"].sum(), "failures": None},
+        )
+
+    w = lambda value: np.full(2, value, np.float32)
+    slots = Slots({"w": (w(1), w(3))}, {"w": (w(2), w(4))}, {"w": w(0)})
+    state = LeafwiseState(jnp.int32(5), slots, {"sum": jnp.float32(0), "failures": jnp.int32(7)})
+    tx = optax.GradientTransformation(lambda _: jax.tree.map(jnp.zeros_like, state), None)
+    params = {"w": w(1)}
+    saved = tf1_variables(params, state)
+    assert {n: float(v[0]) for n, v in saved.items() if "/" in n} == {
+        "w/Mine": 0,
+        "w/Mine_1": 2,
+        "w/Mine_2": 4,
+    }
+    assert saved.keys() == {"w", "w/Mine", "w/Mine_1", "w/Mine_2", "global_step"}
+    longer = saved | {f"w/Mine{'_' * bool(i)}{i or ''}": w(10 + i) for i in range(5)}
+    assert longer.keys() - saved.keys() == {"w/Mine_3", "w/Mine_4"}
+    for given, values in ((saved, [0, 0, 2, 4, 0]), (longer, [11, 13, 12, 14, 10])):
+        loaded = load_tf1_state(tx, params, given)[1]
+        assert [float(x[0]) for x in jax.tree.leaves(loaded.slots)] == values
+        assert loaded.shared == {"sum": 2 * values[-1], "failures": 0} and loaded.count == 5
+
+
+def test_arrays_that_tensorflow_has_not_are_computed():
+    tx = optzoo.ggt(0.1, window=2, window_dtype="bfloat16")
+    params, state = trained(tx)
+    saved = tf1_variables(params, state)
+    loaded = load_tf1_state(tx, PARAMS, saved)[1]
+    np.testing.assert_allclose(loaded[0].shared["gram"], state[0].shared["gram"], rtol=1e-5)
+    assert_same(loaded[0].slots, state[0].slots)
 
 
 def test_averages_and_parameters_change_places():
@@ -545,11 +639,11 @@ def test_workers_begin_at_the_center(wrap):
     above = lambda by: jax.tree.map(lambda x: x + by, PARAMS)
     assert_same(params, above(1))
     assert_same(optzoo.eval_params(params, state), above(1))
-    assert state.shared["global_step"] == 5 and state.shared["count"] == 0
-    assert_same(state.own["inner"][0].slots.momentum, above(2))
+    assert state.replicated.global_step == 5 and state.replicated.count == 0
+    assert_same(state.per_replica.inner[0].slots.momentum, above(2))
     trained_params, trained_state = trained(tx)
     swapped = tf1_variables(trained_params, trained_state, optimizer_name="Momentum", swapped=True)
-    np.testing.assert_array_equal(swapped["w"], trained_state.shared["center"]["w"])
+    np.testing.assert_array_equal(swapped["w"], trained_state.replicated.center["w"])
 
 
 def test_what_tensorflow_has_not():
