@@ -39,7 +39,7 @@ def build_state(
         if vector.variable in given:
             values |= _split(vector, given[vector.variable])
     state = map_leafwise(_with_computed, _fill(unpack_state(start), values))
-    return new_params, pack_state_like(start, state)
+    return new_params, jax.tree.map(_like, pack_state_like(start, state), start)
 
 
 def build_variables(
@@ -96,8 +96,8 @@ def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
     rows = math.prod(vector.shape[:-1])
     size = lambda part: math.prod(part.shape) // rows
     ends = list(itertools.accumulate(map(size, vector.parts)))
-    cuts = np.split(value, ends[:-1], axis=-1)
-    pairs = zip(vector.parts, cuts, strict=False)
+    cuts = np.split(value, ends, axis=-1)[:-1]
+    pairs = zip(vector.parts, cuts, strict=True)
     return {part.path: cut.reshape(part.shape) for part, cut in pairs}
 
 

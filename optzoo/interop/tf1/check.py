@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .entries import Source, Vector
+from .names import GLOBAL_STEP
 from .plan import Plan
 from .steps import Steps
 
@@ -48,14 +49,17 @@ def check_save(plan: Plan, state: Mapping[str, Any], like: Mapping[str, np.ndarr
             "other libraries, and what ours keep beyond the originals, cannot be saved"
         )
     first = dict[str, str]()
-    for path, variable, *_ in plan.arrays:
+    for source in plan.arrays:
+        path, variable = source.path, source.variable
         other = first.setdefault(variable, path)  # several of ours may share a power
         if other != path and not np.array_equal(state[path], state[other]):
             raise ValueError(f"{other} and {path} of the state differ, and both are {variable}")
-    for entry in (*plan.parameters, *plan.arrays, *plan.vectors):
-        old = like.get(entry.variable)
-        if old is not None and old.shape != entry.shape:
-            raise ValueError(f"{entry.variable} is {old.shape} in like, {entry.shape} here")
+    entries = (*plan.parameters, *plan.arrays, *plan.vectors)
+    shapes = [(entry.variable, entry.shape) for entry in entries]
+    shapes += [(GLOBAL_STEP, ())] if plan.counts else []
+    for variable, shape in shapes:
+        if variable in like and like[variable].shape != shape:
+            raise ValueError(f"{variable} is {like[variable].shape} in like, {shape} here")
 
 
 def _misfits(plan: Plan, given: Mapping[str, np.ndarray]) -> Iterator[str]:

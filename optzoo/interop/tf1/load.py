@@ -9,7 +9,7 @@ from . import files
 from .build import build_state
 from .check import check_load
 from .files import Checkpoint
-from .names import CheckpointNames, Choices, Names, OptimizerName, name_parameters
+from .names import Choices, Names, OptimizerName
 from .plan import make_plan
 from .steps import plan_steps
 from .storage import arrays_by_path, unpack_state
@@ -48,14 +48,16 @@ def load_tf1_state(
         variables: TensorFlow's names of single arrays of the state, by their paths in it:
             ``{"0/slots/m/w": "Variable_1", "0/shared/beta1_power": "beta1_power_2"}``.
         global_step: the number of updates made so far, or the name of the variable that has it;
-            None for ``global_step``, and where there is none the beta powers tell.
+            None for ``global_step``, and where there is none, for what the beta powers tell. A
+            wrapper such as ``accumulate`` counts these steps; the optimizer in it counts its own
+            updates, which the beta powers tell.
         swapped: whether a ``swapping_saver`` wrote the checkpoint: averages, or the center, in the
             place of the parameters.
         partial: whether to keep what the checkpoint lacks as ``params`` and ``tx.init`` have it,
             and to ignore what else is in the checkpoint.
 
     Returns:
-        The parameters and the state of ``tx``, from which training goes on.
+        The parameters and the state of ``tx``, from which training resumes.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
@@ -67,13 +69,11 @@ def load_tf1_state(
     """
     # Read.
     given = files.read(checkpoint)
-    # Plan. Some slots start as copies of the parameters, so the state is made again when these
-    # are loaded; its structure, its shapes and its betas are the same before.
-    owners = name_parameters(params, names)
+    # Plan. Averages and centers start as copies of the parameters, so the state is made again from
+    # the loaded ones. Its structure, its shapes and its betas are the same before.
     choices = Choices(optimizer_name, scope, variables or {}, swapped, is_initial=True)
     start = unpack_state(tx.init(params))
-    called = CheckpointNames(given, [owner.name for owner in owners.values()], choices)
-    plan = make_plan(owners, start, called)
+    plan = make_plan(params, start, given, names, choices)
     steps = plan_steps(plan, arrays_by_path(start), given, global_step)
     del start  # before it is made again
     # Check.

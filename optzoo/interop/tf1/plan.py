@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ...state.types import LeafwiseState
 from .entries import (
@@ -19,7 +20,15 @@ from .entries import (
     slots_of,
     source_of,
 )
-from .names import CENTER, CheckpointNames, Parameter, Path
+from .names import (
+    CENTER,
+    CheckpointNames,
+    Choices,
+    Names,
+    Parameter,
+    Path,
+    name_parameters,
+)
 from .nodes import Node, nodes
 
 
@@ -34,28 +43,40 @@ class Plan(NamedTuple):
     not_found: tuple[str, ...]  # messages about slots that the checkpoint does not have
 
 
-def make_plan(owners: Mapping[Path, Parameter], state: Any, names: CheckpointNames) -> Plan:
+def make_plan(
+    params: Any,
+    state: Any,
+    given: Mapping[str, np.ndarray] | None,
+    names: Names,
+    choices: Choices,
+) -> Plan:
     """Finds the variable of every array.
 
     Args:
-        owners: the parameters by their paths.
+        params: the parameters.
         state: the state of their optimizer, its slots unpacked (:func:`unpack_state`).
-        names: how the variables are called in the checkpoint, or by default.
+        given: the variables of a checkpoint, to find there how slots are called; None to call
+            them as TensorFlow does by default.
+        names: what the caller says about the names of the parameters.
+        choices: what the caller says about other names.
 
     Raises:
+        TypeError: if ``names`` is none of its forms.
         ValueError: if a name is ambiguous, or unknown where there is no checkpoint to find it in.
     """
+    owners = name_parameters(params, names)
+    called = CheckpointNames(given, [owner.name for owner in owners.values()], choices)
     parts = tuple(nodes(state))
-    entries = [entry for node in parts for entry in entries_of(owners, node, names)]
+    entries = [entry for node in parts for entry in entries_of(owners, node, called)]
     of = lambda kind: [entry for entry in entries if isinstance(entry, kind)]
-    variables = names.non_slots(entry.wanted for entry in of(PendingNonSlot))
+    variables = called.non_slots(entry.wanted for entry in of(PendingNonSlot))
     pairs = zip(of(PendingNonSlot), variables, strict=True)
     non_slots = [entry.incomplete._replace(variable=variable) for entry, variable in pairs]
     found = [*of(Source), *of(Vector), *non_slots]
-    explicit = names.choices.variables
+    explicit = choices.variables
     is_left = lambda entry: entry.path not in explicit
     return Plan(
-        tuple(_plan_parameters(owners, parts, names)),
+        tuple(_plan_parameters(owners, parts, called)),
         tuple(_plan_arrays(found, state, explicit)),
         tuple(vector for vector in found if isinstance(vector, Vector)),
         tuple(filter(is_left, of(Count))),

@@ -10,7 +10,7 @@ from . import files
 from .build import build_variables
 from .check import check_save
 from .files import Checkpoint
-from .names import CheckpointNames, Choices, Names, OptimizerName, name_parameters
+from .names import Choices, Names, OptimizerName
 from .plan import make_plan
 from .steps import check_step, step_of_state
 from .storage import arrays_by_path, unpack_state
@@ -41,17 +41,18 @@ def save_tf1_state(
             :func:`load_tf1_state`; needed unless ``like`` tells.
         scope: as for :func:`load_tf1_state`.
         variables: as for :func:`load_tf1_state`.
-        global_step: the number of updates made so far; None for the state's count.
+        global_step: the number of updates made so far; None for the state's count: of replicas
+            their global step, otherwise the outermost count.
         swapped: whether to put averages, or the center, in the place of the parameters, as a
             ``swapping_saver``.
-        like: a checkpoint of the graph that is to go on. Names and dtypes are taken from it, and
-            what is in it only is written again.
+        like: a checkpoint of the graph that is to continue. Names and dtypes are taken from it,
+            and what only it has is copied.
 
     Raises:
         ImportError: if it takes TensorFlow to write it, and that is not installed.
         TypeError: if ``names`` is none of its forms, or ``.npz`` cannot hold a dtype.
         ValueError: if a name is unknown or ambiguous, if the state has arrays that TensorFlow has
-            not, if its counts differ, or if a shape is not that in ``like``.
+            not, if its outermost counts differ, or if a shape is not that in ``like``.
     """
     saved = tf1_variables(
         params,
@@ -83,11 +84,9 @@ def tf1_variables(
     # Read.
     given = None if like is None else files.read(like)
     # Plan.
-    owners = name_parameters(params, names)
     choices = Choices(optimizer_name, scope, variables or {}, swapped)
     unpacked = unpack_state(state)
-    called = CheckpointNames(given, [owner.name for owner in owners.values()], choices)
-    plan = make_plan(owners, unpacked, called)
+    plan = make_plan(params, unpacked, given, names, choices)
     # Check.
     arrays = arrays_by_path(unpacked)
     check_save(plan, arrays, given or {})

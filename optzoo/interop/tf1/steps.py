@@ -40,7 +40,7 @@ def plan_steps(
 ) -> Steps:
     """Finds the counts of a state.
 
-    They are the global step. Only the counts within a wrapper that makes updates on some steps
+    They are the global step. But the counts inside a wrapper that makes updates on some steps
     only, such as ``accumulate``, are what the beta powers there tell.
 
     Args:
@@ -86,10 +86,12 @@ def plan_steps(
 def _powers(
     arrays: Iterable[Source], state: Mapping[str, Any], given: Mapping[str, np.ndarray]
 ) -> Iterable[_Power]:
-    for path, variable, *_ in arrays:
-        if path.endswith("_power") and variable in given:
-            value, base = given[variable], state[path]
-            yield _Power(path, variable, value, base, estimate_exponent(value, base))
+    for source in arrays:
+        value = given.get(source.variable)
+        if source.path.endswith("_power") and value is not None and value.ndim == 0:
+            base = state[source.path]
+            exponent = estimate_exponent(value, base)
+            yield _Power(source.path, source.variable, value, base, exponent)
 
 
 def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
@@ -143,16 +145,17 @@ def check_step(step: int) -> int:
 def step_of_state(counts: Iterable[Count], state: Mapping[str, Any]) -> int:
     """The global step of a state that is saved; 0 if it counts nothing.
 
-    That of replicas, where there are some, who count their own steps, too; else the counts. A
-    wrapper that makes updates on some steps only counts the steps, and the optimizer in it its
+    It is that of replicas, where there are some, since they also count their own steps; otherwise
+    the count. A wrapper such as ``accumulate`` counts the steps, and the optimizer in it its
     updates: these may be fewer, and are not compared.
 
     Raises:
-        ValueError: if the others differ, which may belong to optimizers of different age.
+        ValueError: if there are several counts, such as of optimizers side by side, and they
+            differ.
     """
-    of_replicas = [count for count in counts if count.is_global_step]
-    outermost = of_replicas[:1] or [count for count in counts if count.wrapper is None]
-    steps = {count.path: int(state[count.path]) for count in outermost}
+    outermost = [count for count in counts if count.wrapper is None]
+    of_replicas = [count for count in outermost if count.is_global_step]
+    steps = {count.path: int(state[count.path]) for count in of_replicas[:1] or outermost}
     if len(set(steps.values())) > 1:
         raise ValueError(f"the counts of the state differ: {steps}; say global_step=")
     return next(iter(steps.values()), 0)
