@@ -1,4 +1,4 @@
-"""Checkpoints of TensorFlow 1: real ones go on as there, ours are restored there."""
+"""Training resumes from TensorFlow's checkpoints as it does there, and from ours in TensorFlow."""
 
 import os
 import pathlib
@@ -20,6 +20,7 @@ from optzoo.interop.tf1.save import save_tf1_state, tf1_variables
 from optzoo.state.tf1_names import TF1Names
 from optzoo.state.types import LeafwiseState
 from tests import golden
+from tests.test_api import imports
 
 from . import cases as tf1_cases
 from .cases import CASES, FOLDER, STEPS, THEIRS
@@ -39,7 +40,7 @@ def of(record, prefix):
     return golden.Record({}, record.arrays).group(prefix)
 
 
-def off(got, want):
+def relative_error(got, want):
     """The largest error, relative to each element, or a thousandth of the largest."""
     want = np.asarray(want, np.float64)
     scale = np.maximum(np.abs(want), 1e-3 * np.max(np.abs(want), initial=0.0))
@@ -57,49 +58,49 @@ def assert_same(got, want):
 
 # ------------------------------------------------------------- against TensorFlow itself
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_in_tensorflow(name, theirs):
+def test_training_resumes_as_in_tensorflow(name, theirs):
     case, tx = CASES[name], tf1_cases.make(CASES[name])
     empty = jax.tree.map(jnp.zeros_like, tf1_cases.start(case))
-    said = tf1_cases.said(name, case)
-    params, state = load_tf1_state(tx, empty, theirs / name, **said)
+    arguments = tf1_cases.load_arguments(name, case)
+    params, state = load_tf1_state(tx, empty, theirs / name, **arguments)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(empty))
-    path, params, state = tf1_cases.go(name, STEPS, params, state)
+    path, params, state = tf1_cases.train(name, STEPS, params, state)
     for variable, ours in by_name(path).items():
-        assert off(ours, THEIRS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+        assert relative_error(ours, THEIRS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
 
     end = of(THEIRS, f"{name}/end")
     if name == "TwoAdams":
-        said = {"variables": tf1_cases.said_to_save(name, case, theirs)["variables"]}
-    said = {k: v for k, v in said.items() if k != "swapped"}
-    saved = tf1_variables(params, state, like=end, **said)
+        arguments = {"variables": tf1_cases.save_arguments(name, case, theirs)["variables"]}
+    arguments = {k: v for k, v in arguments.items() if k != "swapped"}
+    saved = tf1_variables(params, state, like=end, **arguments)
     if case.get("restart"):
         assert saved.keys() > end.keys()
     else:
         assert saved.keys() == end.keys()
     for variable in end.keys() - {"flat_grad"}:
-        assert off(saved[variable], end[variable]) < 5e-6, variable
+        assert relative_error(saved[variable], end[variable]) < 5e-6, variable
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tensorflow_goes_on_as_we_do(name, theirs):
+def test_tensorflow_resumes_as_we_do(name, theirs):
     case = CASES[name]
-    params, state = tf1_cases.begin(name)
-    saved = tf1_variables(params, state, **tf1_cases.said_to_save(name, case, theirs))
+    params, state = tf1_cases.train_from_start(name)
+    saved = tf1_variables(params, state, **tf1_cases.save_arguments(name, case, theirs))
     if case.get("swapped"):  # the graph's saver put them back
         average = "/ExponentialMovingAverage"
         other = {n: n.removesuffix(average) if n.endswith(average) else n + average for n in saved}
         saved |= {n: saved[other[n]] for n in saved if other[n] in saved}
     restored = of(OURS, f"{name}/restored")
-    if case.get("restart"):  # the workers begin again
+    if case.get("restart"):  # the workers start again
         saved = {variable: saved[variable] for variable in restored}
         params, state = load_tf1_state(tf1_cases.make(case), params, saved)
     assert saved.keys() - {"Variable"} == restored.keys() - {"Variable"}
     for variable, value in restored.items():
         assert saved[variable].dtype == value.dtype and saved[variable].shape == value.shape
-        assert off(saved[variable], value) < 5e-6, variable
-    path, _, _ = tf1_cases.go(name, STEPS, params, state)
+        assert relative_error(saved[variable], value) < 5e-6, variable
+    path, _, _ = tf1_cases.train(name, STEPS, params, state)
     for variable, ours in by_name(path).items():
-        assert off(ours, OURS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+        assert relative_error(ours, OURS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
 
 
 def test_every_optimizer_of_theirs_has_a_checkpoint():
@@ -253,7 +254,7 @@ def test_wrong_names():
         load_tf1_state(tx, PARAMS, {}, ["enc/", ""])
 
 
-def test_all_that_does_not_fit_is_told_at_once():
+def test_the_error_lists_all_that_does_not_fit():
     *_, saved = saved_adam()
     saved["enc/kernel"] = saved["enc/kernel"].T
     saved["enc/bias"] = saved["enc/bias"].astype(np.float64)
@@ -271,7 +272,7 @@ def test_all_that_does_not_fit_is_told_at_once():
         "  shape: w/Adam_1 is (2,) in the checkpoint, (4,) here",
         "  left over: other",
     ]
-    # That two shapes differ is no matter of how much is loaded.
+    # Another shape is an error however much is loaded.
     with pytest.raises(ValueError, match=r"w/Adam_1 is \(2,\)"):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=True)
 
@@ -289,7 +290,7 @@ def test_a_part_is_loaded_on_request():
     assert_same(new_state[0].slots.m, {**state[0].slots.m, "w": start.m["w"]})
     assert new_state[0].count == 3 and new_state[0].shared == state[0].shared
 
-    # Parameters only: the optimizer begins anew, averages and all, at what was loaded.
+    # Parameters only: the optimizer starts again, averages included, at what was loaded.
     only = {name: saved[name] for name in ("enc/kernel", "enc/bias", "w")}
     average = optzoo.moving_average(tx, 0.9)
     new_params, new_state = load_tf1_state(average, PARAMS, only, partial=True)
@@ -403,7 +404,7 @@ def test_powers_tell_the_step(number):
     assert counts(load_tf1_state(optzoo.adam(0.1), PARAMS, saved)[1]) == {number}
 
 
-def test_the_step_is_asked_for_where_nothing_tells_it():
+def test_an_unknown_step_is_an_error():
     params, state = trained(optzoo.momentum(0.1, 0.9))
     saved = tf1_variables(params, state, optimizer_name="Momentum")
     del saved["global_step"]
@@ -499,7 +500,7 @@ def test_through_chains_and_wrappers(name):
         del saved["beta1_power_1"], saved["beta2_power_1"]
     loaded = load_tf1_state(tx, PARAMS, saved)
     assert_same(loaded[0], params)
-    # The next update leaves no trace of what was injected for the last one.
+    # The next update overwrites what was injected for the last one.
     update = jax.jit(tx.update)
     assert_same(update(params, loaded[1], params), update(params, state, params))
     if name != "parts of one":
@@ -542,7 +543,7 @@ def test_an_optimizer_counts_its_own_updates_among_more_steps():
         load_tf1_state(tx, PARAMS, saved, variables=SUMS)
 
 
-def test_the_number_of_updates_among_more_steps_is_no_guess():
+def test_the_number_of_updates_among_more_steps_is_not_guessed():
     tx = optzoo.accumulate(optzoo.momentum(0.1, 0.9), 2)
     params, state = trained(tx, steps=7)
     saved = tf1_variables(params, state, optimizer_name="Momentum", variables=SUMS)
@@ -554,13 +555,13 @@ def test_the_number_of_updates_among_more_steps_is_no_guess():
     assert_same(load_tf1_state(tx, PARAMS, saved, variables=named), (params, state))
 
 
-def test_slots_begin_as_abstract_as_the_parameters():
+def test_parameters_may_be_abstract():
     abstract = jax.eval_shape(lambda: PARAMS)
     params, state, saved = saved_adam()
     assert_same(load_tf1_state(optzoo.adam(0.1), abstract, saved), (params, state))
 
 
-def test_a_single_array_has_a_name_too():
+def test_a_single_array_as_parameters():
     tx = optzoo.ggt(0.1, window=2)
     params, state = trained(tx, jnp.arange(3.0))
     saved = tf1_variables(params, state, {"": "w"})
@@ -574,6 +575,12 @@ def test_a_single_array_has_a_name_too():
         load_tf1_state(tx, params, lost, {"": "w"})
     with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
+
+
+def test_no_optimizer_is_imported():
+    for path in pathlib.Path(tf1_files.__file__).parent.glob("*.py"):
+        of_optzoo = [name for name in imports(path) if name.startswith("optzoo.")]
+        assert {name.split(".")[1] for name in of_optzoo} <= {"core", "state", "interop"}, path
 
 
 def test_names_of_user_defined_slots():
@@ -609,7 +616,7 @@ def test_names_of_user_defined_slots():
         assert loaded.shared == {"sum": 2 * values[-1], "failures": 0} and loaded.count == 5
 
 
-def test_arrays_that_tensorflow_has_not_are_computed():
+def test_arrays_that_tensorflow_does_not_have_are_computed():
     tx = optzoo.ggt(0.1, window=2, window_dtype="bfloat16")
     params, state = trained(tx)
     saved = tf1_variables(params, state)
@@ -618,7 +625,7 @@ def test_arrays_that_tensorflow_has_not_are_computed():
     assert_same(loaded[0].slots, state[0].slots)
 
 
-def test_averages_and_parameters_change_places():
+def test_averages_and_parameters_are_swapped():
     tx = optzoo.moving_average(optzoo.adam(0.1), 0.5)
     params, state = trained(tx)
     plain = tf1_variables(params, state, optimizer_name="Adam")
@@ -629,7 +636,7 @@ def test_averages_and_parameters_change_places():
 
 
 @pytest.mark.parametrize("wrap", [optzoo.elastic_average, optzoo.agn, optzoo.model_average])
-def test_workers_begin_at_the_center(wrap):
+def test_workers_start_at_the_center(wrap):
     size = {"num_workers": 1} if wrap is optzoo.elastic_average else {}
     tx = wrap(optzoo.momentum(0.1, 0.9), axis_name=None, **size)
     saved = {"global_step": np.int64(5)}
@@ -646,7 +653,7 @@ def test_workers_begin_at_the_center(wrap):
     np.testing.assert_array_equal(swapped["w"], trained_state.replicated.center["w"])
 
 
-def test_what_tensorflow_has_not():
+def test_arrays_without_a_tensorflow_variable():
     for tx, array in (
         (optax.adam(0.1), "0/mu/w"),
         (optax.MultiSteps(optzoo.adam(0.1), 2).gradient_transformation(), "acc_grads/w"),
@@ -665,7 +672,7 @@ def test_what_tensorflow_has_not():
         load_tf1_state(grafted, start, saved)
 
 
-def test_what_has_to_be_said_to_save(theirs):
+def test_arguments_that_saving_needs(theirs):
     params, state = trained(optzoo.adam(0.1))
     with pytest.raises(ValueError, match=r"optimizer_name must be what TensorFlow calls the slots"):
         tf1_variables(params, state)
