@@ -74,9 +74,9 @@ from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
 from .interop.keras import keras_optimizer as keras_optimizer
 from .interop.returnn.learning_rate import LearningRateControl as LearningRateControl
 from .interop.returnn.updater import returnn_updater as returnn_updater
-from .interop.tf1.checkpoints import load_tf1_state as load_tf1_state
-from .interop.tf1.checkpoints import save_tf1_state as save_tf1_state
-from .interop.tf1.checkpoints import tf1_variables as tf1_variables
+from .interop.tf1.load import load_tf1_state as load_tf1_state
+from .interop.tf1.save import save_tf1_state as save_tf1_state
+from .interop.tf1.save import tf1_variables as tf1_variables
 from .proximal.adagrad_da import adagrad_da as adagrad_da
 from .proximal.ftrl import ftrl as ftrl
 from .proximal.proximal_adagrad import proximal_adagrad as proximal_adagrad

@@ -9,6 +9,7 @@ from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
+from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
 
@@ -18,6 +19,11 @@ class AMSGradSlots(NamedTuple):
     m: Slot  # mean of the gradient
     v: Slot  # mean of the squared gradient
     v_hat: Slot  # its maximum so far
+
+    tf1 = TF1Names(
+        hint="; RETURNN's AMSGrad gives its variables no names: say which is which by "
+        "variables={'0/slots/m/w': 'Variable_1', ...}"
+    )
 
 
 def scale_by_amsgrad(

@@ -1,9 +1,10 @@
 """GGT: full-matrix adaptive regularization with a window of past moments."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,10 +14,18 @@ from ..core.checks import check_decays, check_not_negative, check_positive, chec
 from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
-from ..rules.learning_rate import descend
+from ..rules.learning_rate import scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
+from ..state.tf1_names import TF1Names
 from ..state.types import Slot
+
+
+def _gram_matrix(slots: Any) -> np.ndarray:
+    """The products of all rows of a window, in float64."""
+    windows = [np.asarray(w, np.float64) for w in jax.tree.leaves(slots.grad_buffer)]
+    rows = [w.reshape(len(w), -1) for w in windows]
+    return np.sum([w @ w.T for w in rows], axis=0)
 
 
 class GGTSlots(NamedTuple):
@@ -24,6 +33,13 @@ class GGTSlots(NamedTuple):
 
     moment1: Slot  # mean of the gradient
     grad_buffer: Slot  # the last moments: a ring buffer along a leading axis
+
+    tf1 = TF1Names(
+        concatenated=True,
+        count="global_step",
+        unread=("flat_grad",),
+        not_in_tf1={"gram": _gram_matrix},
+    )
 
 
 def scale_by_ggt(
@@ -158,7 +174,8 @@ def ggt(
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
-    return descend(learning_rate, direction)
+    # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
+    return optax.chain(direction, scale_by_learning_rate(learning_rate))
 
 
 @jax.jit  # outside of jit a conditional alone is compiled at each call

@@ -9,6 +9,7 @@ from jax import Array
 from ..core.numerics import wide_dtype
 from ..core.paths import is_masked
 from .stacks import layout_of, stack, unstack
+from .tf1_names import AVERAGE, TF1Names
 from .types import LocalSGDState, Slot
 
 
@@ -16,6 +17,8 @@ class MovingAverageSlots(NamedTuple):
     """What the moving average keeps."""
 
     average: Slot  # of the parameters, in float32 at least
+
+    tf1 = TF1Names(slot=AVERAGE)
 
 
 def eval_params(params: Any, state: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Checkpoints of TensorFlow 1."""
+"""Checkpoints of TensorFlow 1: read, plan, check, build."""

@@ -74,7 +74,7 @@ def import_tensorflow() -> Any:
 def _write_prefix(prefix: str, variables: Mapping[str, np.ndarray]) -> None:
     tf = import_tensorflow()
     v1 = tf.compat.v1
-    # In a graph, for eager execution may be off where old code goes on beside this.
+    # In a graph, since eager execution may be off where this runs beside code of TensorFlow 1.
     with tf.Graph().as_default(), tf.device("/cpu:0"), v1.Session() as session:
         inputs = {v1.placeholder(value.dtype, value.shape): value for value in variables.values()}
         save = tf.raw_ops.SaveV2(
@@ -93,8 +93,8 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
         open(path, "rb") as stream,
         np.load(stream, allow_pickle=False) as file,
     ):
-        # A damaged header may ask for fewer bytes than there are, and so get round the checksum;
-        # a damaged list of members may lack some, but their number stands after it.
+        # A damaged header may ask for fewer bytes than there are, which skips the checksum; a
+        # damaged list of members may lack some, but their number is stored after it.
         if (bad := file.zip.testzip()) is not None:
             raise ValueError(f"the checksum of {bad!r} is wrong")
         stream.seek(-12, os.SEEK_END)
@@ -105,8 +105,8 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
 
 
 def _read_prefix(path: str) -> dict[str, np.ndarray]:
-    there = pathlib.Path(path)
-    if not there.exists() and not there.with_name(f"{there.name}.index").exists():
+    file = pathlib.Path(path)
+    if not file.exists() and not file.with_name(f"{file.name}.index").exists():
         raise FileNotFoundError(
             f"no checkpoint {path!r}: give its prefix, such as 'model.ckpt-1000' for "
             "model.ckpt-1000.index and model.ckpt-1000.data-00000-of-00001"

@@ -1,9 +1,8 @@
 """What TensorFlow 1 calls its variables."""
 
-import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.paths import path_name
+from ...state.tf1_names import AVERAGE
+from .powers import estimate_exponent, is_integer_exponent
 
 Path = tuple[Any, ...]
 Names = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]] | None
 OptimizerName = str | Mapping[str, str] | None
 
-AVERAGE = "ExponentialMovingAverage"
 CENTER = "global_center_variable"
 GLOBAL_STEP = "global_step"
 
@@ -29,32 +29,61 @@ class Choices(NamedTuple):
     scope: str | None = None
     variables: Mapping[str, str] = MappingProxyType({})
     swapped: bool = False
-    from_start: bool = False  # whether the state is new: its powers are the betas themselves
+    is_initial: bool = False  # whether the state is new: its powers are the betas themselves
 
 
-def parameter_names(params: Any, names: Names) -> dict[Path, str]:
-    """TensorFlow's names of the parameters by their paths.
+class Parameter(NamedTuple):
+    """A parameter: its path here, its name in TensorFlow, and what it is."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class NonSlot(NamedTuple):
+    """An array that belongs to no parameter, such as ``beta1_power``."""
+
+    path: str  # in the state
+    name: str  # to which TensorFlow may have added a scope and a number
+    value: Any = None  # of a power: ours
+    ndim: int = 0
+
+
+class SlotNames(NamedTuple):
+    """The names of the slots of several parameters."""
+
+    first: dict[str, str]  # of each parameter, by its name; the others end in ``_1``, ``_2``, ...
+    not_found: list[str]  # messages about the parameters for which a checkpoint has no slots
+
+
+def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
+    """The parameters with TensorFlow's names, by their paths.
 
     Raises:
         TypeError: if ``names`` is none of its forms.
         ValueError: if a name in a dict is no parameter's, or two parameters get the same name.
     """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    rename = _renaming(names, {path_name(path) for path in paths})
-    found = {path: rename(path_name(path)) for path in paths}
-    if twice := [name for name, times in Counter(found.values()).items() if times > 1]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rename = _renaming(names, {path_name(path) for path, _ in leaves})
+    found = {}
+    for path, x in leaves:
+        here = path_name(path)
+        found[path] = Parameter(here, rename(here), jnp.shape(x), jnp.result_type(x))
+    times = Counter(parameter.name for parameter in found.values())
+    if twice := [name for name, number in times.items() if number > 1]:
         raise ValueError(f"names: several parameters get the names {sorted(twice)}")
     return found
 
 
-def _renaming(names: Names, ours: set[str]) -> Callable[[str], str]:
+def _renaming(names: Names, paths: set[str]) -> Callable[[str], str]:
     if names is None:
         return lambda name: name
     if callable(names):
         return names
     if isinstance(names, Mapping):
-        if unknown := sorted(set(names) - ours):
-            raise ValueError(f"names: no parameter is called {unknown}; there are {sorted(ours)}")
+        if unknown := sorted(set(names) - paths):
+            raise ValueError(f"names: no parameter is called {unknown}; there are {sorted(paths)}")
         return lambda name: names.get(name, name)
     is_pair = lambda pair: isinstance(pair, tuple | list) and len(pair) == 2
     if isinstance(names, str) or not all(map(is_pair, names)):
@@ -81,11 +110,14 @@ class CheckpointNames:
         choices: what the caller says about names.
     """
 
-    def __init__(self, given: Mapping[str, np.ndarray] | None, parameters: Any, choices: Choices):
+    def __init__(
+        self,
+        given: Mapping[str, np.ndarray] | None,
+        parameters: Iterable[str],
+        choices: Choices,
+    ):
         self.given = given
         self.choices = choices
-        self.problems: list[str] = []  # what was not found
-        self._values = defaultdict[str, list[Any]](list)  # of the non-slots named so far
         self._children = defaultdict[str, set[str]](set)
         for name in set(given or ()) - set(parameters):
             parent, _, last = name.rpartition("/")
@@ -100,35 +132,35 @@ class CheckpointNames:
         return join(self.choices.scope, parameter, AVERAGE)
 
     def slots(
-        self, numbers: Mapping[str, set[int]], fixed: str | None = None, hint: str = ""
-    ) -> dict[str, str]:
-        """The name of the first slot of each parameter, ``scope/w/Adam``; others end in ``_1``, ...
+        self, possible: Mapping[str, set[int]], last: str | None = None, hint: str = ""
+    ) -> SlotNames:
+        """The names of slots, such as ``scope/w/Adam``.
 
         Args:
-            numbers: of each parameter how many slots there may be.
-            fixed: the last part of the name, if it is not the optimizer's.
-            hint: what else to say if they are not to be found.
+            possible: of each parameter how many slots it may have.
+            last: the last part of the names, if it is not the optimizer's name.
+            hint: what a message adds if they are not found.
 
         Raises:
             ValueError: if several names fit, or if there is no checkpoint and no name is given.
         """
         groups = defaultdict[str | None, dict[str, set[int]]](dict)
-        for owner, fitting in numbers.items():
-            groups[fixed or self._optimizer_name(owner)][owner] = fitting
+        for owner, numbers in possible.items():
+            groups[last or self._optimizer_name(owner)][owner] = numbers
         if self.given is None and None in groups:
             raise ValueError(
                 f"optimizer_name must be what TensorFlow calls the slots of {[*groups[None]]}, the "
                 "name of the optimizer there, such as 'Adam' for w/Adam and w/Adam_1; or give "
-                "like=, a checkpoint of the graph that is to go on"
+                "like=, a checkpoint of the graph that is to continue"
             )
-        first = {}
+        first, not_found = dict[str, str](), list[str]()
         for name, group in groups.items():
             found = (self.choices.scope, name) if self.given is None else self._find(group, name)
             if found is None:
-                self._not_found(group, name, hint)
+                not_found += self._not_found(group, name, hint)
             else:
                 first |= {owner: join(found[0], owner, found[1]) for owner in group}
-        return first
+        return SlotNames(first, not_found)
 
     def _optimizer_name(self, owner: str) -> str | None:
         given = self.choices.optimizer_name
@@ -136,19 +168,19 @@ class CheckpointNames:
             return given
         return next((n for pattern, n in given.items() if re.fullmatch(pattern, owner)), None)
 
-    def _find(self, numbers: Mapping[str, set[int]], name: str | None) -> tuple[str, str] | None:
+    def _find(self, possible: Mapping[str, set[int]], name: str | None) -> tuple[str, str] | None:
         """The scope and the last part of the first slots of these parameters."""
         times = Counter[tuple[str, str]]()
-        for owner, fitting in numbers.items():
+        for owner, numbers in possible.items():
             for scope, base, number in self._series_of(owner):
-                if base == name if name else base != AVERAGE and number in fitting:
+                if base == name if name else base != AVERAGE and number in numbers:
                     times[scope, base] += 1
         best = {found for found, n in times.items() if n == max(times.values())}
         if len({base for _, base in best}) == 1:
             best = {found for found in best if not found[0]} or best
         if len(best) > 1:
             raise ValueError(
-                f"the slots of {[*numbers]} may be those of any of {sorted(map(tuple, best))}: "
+                f"the slots of {[*possible]} may be those of any of {sorted(map(tuple, best))}: "
                 "say scope= (the first part) or optimizer_name= (the second)"
             )
         return best.pop() if best else None
@@ -164,54 +196,64 @@ class CheckpointNames:
                 found += [(scope, base, number) for base, number in _series(names).items()]
         return found
 
-    def _not_found(self, numbers: Mapping[str, set[int]], name: str | None, hint: str) -> None:
-        for owner, fitting in numbers.items():
+    def _not_found(
+        self, possible: Mapping[str, set[int]], name: str | None, hint: str
+    ) -> Iterable[str]:
+        for owner, numbers in possible.items():
             there = sorted(f"{base} ({n})" for _, base, n in self._series_of(owner))
-            self.problems.append(
-                f"{join(owner, name or '...')}: {' or '.join(map(str, sorted(fitting)))} slots, "
+            yield (
+                f"{join(owner, name or '...')}: {' or '.join(map(str, sorted(numbers)))} slots, "
                 f"where the checkpoint has {', '.join(there) or 'none'}{hint}"
             )
 
-    def non_slot(self, name: str, array: str, value: Any = None, ndim: int = 0) -> str:
-        """A variable that belongs to no parameter, such as ``beta1_power``.
-
-        Args:
-            name: its own name, to which TensorFlow may have added a scope and a number.
-            array: the path of ours, for messages.
-            value: ours.
-            ndim: the number of its dimensions.
+    def non_slots(self, arrays: Iterable[NonSlot]) -> list[str]:
+        """The variables of arrays that belong to no parameter, in the order of the state.
 
         Raises:
             ValueError: if several fit.
         """
-        explicit = self.choices.variables
-        if array in explicit:
-            return explicit[array]
-        before = self._values[name]
-        default = join(self.choices.scope, name + suffix(len(before)))
-        before.append(value)
-        ambiguous = f"say which by variables={{{array!r}: ...}}"
+        before = defaultdict[str, list[NonSlot]](list)
+        found = []
+        for array in arrays:
+            explicit = self.choices.variables.get(array.path)
+            found.append(explicit or self._non_slot(array, before[array.name]))
+            if not explicit:
+                before[array.name].append(array)
+        return found
+
+    def _non_slot(self, array: NonSlot, before: list[NonSlot]) -> str:
+        """The variable of an array after others of the same name."""
+        default = join(self.choices.scope, array.name + suffix(len(before)))
+        ambiguous = f"say which by variables={{{array.path!r}: ...}}"
         if self.given is None:
-            if value is not None and float(value) != float(before[0]):
-                raise ValueError(f"{array} of the state is one of several {name}: {ambiguous}")
+            first = before[0] if before else array
+            if array.value is not None and float(array.value) != float(first.value):
+                raise ValueError(
+                    f"{array.path} of the state is one of several {array.name}: {ambiguous}"
+                )
             return default
-        found = [n for n in self._called(name, ndim) if n not in explicit.values()]
+        explicit = self.choices.variables.values()
+        found = [name for name in self._called(array.name, array.ndim) if name not in explicit]
         if len(found) < 2:
             return found[0] if found else default
-        if len({self.given[n].tobytes() for n in found}) == 1 and len(before) <= len(found):
-            return found[len(before) - 1]  # they are all the same
-        if self.choices.from_start and value is not None:
-            numbers = {n: exponent(self.given[n], value) for n in found}
-            fitting = [n for n, number in numbers.items() if number and is_exponent(number)]
+        if len({self.given[n].tobytes() for n in found}) == 1 and len(before) < len(found):
+            return found[len(before)]  # they are all the same
+        if self.choices.is_initial and array.value is not None:
+            exponents = {n: estimate_exponent(self.given[n], array.value) for n in found}
+            fitting = [n for n, e in exponents.items() if e and is_integer_exponent(e)]
             if len(fitting) == 1:
                 return fitting[0]
-        raise ValueError(f"{array} of the state may be any of {found}: {ambiguous}")
+        raise ValueError(f"{array.path} of the state may be any of {found}: {ambiguous}")
 
-    def step_of_ggt(self) -> str:
-        """GGT's own count, a float; its name is taken where there is a global step, too."""
+    def own_count(self, name: str) -> str:
+        """An optimizer's own number of updates, a float.
+
+        Where that is called ``global_step``, its name is taken if there is a global step, too.
+        """
         floating = lambda name: jnp.issubdtype((self.given or {})[name].dtype, jnp.floating)
-        found = [name for name in self._called(GLOBAL_STEP, 0) if floating(name)]
-        return found[0] if len(found) == 1 else join(self.choices.scope, f"{GLOBAL_STEP}_1")
+        found = [n for n in self._called(name, 0) if floating(n)]
+        default = f"{name}_1" if name == GLOBAL_STEP else name
+        return found[0] if len(found) == 1 else join(self.choices.scope, default)
 
     def _called(self, name: str, ndim: int) -> list[str]:
         pattern = re.compile(rf"(?:(.*)/)?{name}(?:_\d+)?")
@@ -220,28 +262,13 @@ class CheckpointNames:
         return sorted(n for n, scope in scopes.items() if self.choices.scope in (None, scope))
 
 
-def exponent(power: Any, base: Any) -> float | None:
-    """The ``n`` of ``power = base ** n``, both in float32; None if the power tells nothing."""
-    power, base = float(power), float(base)
-    if not (0 < base < 1 and np.finfo(np.float32).tiny < power <= 1):
-        return None
-    number = math.log(power) / math.log(base)
-    return number if number < 1e5 else None
-
-
-def is_exponent(number: float) -> bool:
-    """Whether it is a whole number, but for the rounding of the power."""
-    # Of 0.9999 it is off by 0.13 after 200,000 steps; of 0.999 by 0.01 before the power is zero.
-    return number > 0.5 and abs(number - round(number)) < 1e-3 + 1e-6 * number
-
-
 def join(*parts: str | None) -> str:
     """A name from its parts; an empty one is none."""
     return "/".join(part for part in parts if part)
 
 
 def suffix(number: int) -> str:
-    """What TensorFlow puts behind the name of the variable of this number."""
+    """What TensorFlow appends to the name of the variable of this number."""
     return f"_{number}" if number else ""
 
 

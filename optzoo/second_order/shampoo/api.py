@@ -9,7 +9,6 @@ from ...core.paths import check_mask, resolve_mask
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
 from .options import ShampooOptions, make_options
-from .transform import ShampooSlots as ShampooSlots
 from .transform import shampoo_transformation
 
 # How blocked_shampoo names options.

@@ -14,6 +14,7 @@ from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
 from ...rules.leafwise import zeros
 from ...rules.treewise import treewise
+from ...state.tf1_names import TF1Names
 from ...state.types import Slot
 from .blocks import Blocks
 from .grafting import match_norm, simple_step
@@ -36,6 +37,12 @@ class ShampooSlots(NamedTuple):
     H: Slot  # inverse roots of the matrices among them; () for a diagonal
     graft: Slot  # mean or sum of the squared gradient, where grafting needs one
     momentum: Slot  # decaying sum of the steps, where there is momentum
+
+    tf1 = TF1Names(
+        order=("gbar", ("H", "Gbar"), "graft", "momentum"),
+        optional=("H",),
+        not_in_tf1={"num_failed_roots": None},
+    )
 
 
 class Work(NamedTuple):

@@ -1,4 +1,4 @@
-"""The graphs of ``golden/make_checkpoints.py`` on our side.
+"""The graphs of ``golden/make_checkpoints.py`` in this library.
 
 python -m tests.interop.tf1.cases FOLDER    # trains from the start, and saves there
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import optzoo
-from optzoo.interop.tf1.checkpoints import save_tf1_state
+from optzoo.interop.tf1.save import save_tf1_state
 from tests import golden
 
 FOLDER = golden.FOLDER.with_name("checkpoints")
@@ -90,21 +90,21 @@ def _trainer(name: str) -> Any:
     return jax.jit(lambda carry, inputs: jax.lax.scan(step, carry, inputs))
 
 
-def go(name: str, first: int, params: Any, state: Any) -> tuple[Any, Any, Any]:
+def train(name: str, first: int, params: Any, state: Any) -> tuple[Any, Any, Any]:
     """Some steps: the parameters after each, and in the end parameters and state."""
     steps = CASES[name].get("start", 0) + first + jnp.arange(STEPS)
     (params, state), path = _trainer(name)((params, state), (gradients(CASES[name], first), steps))
     return path, params, state
 
 
-def begin(name: str) -> tuple[Any, Any]:
+def train_from_start(name: str) -> tuple[Any, Any]:
     """Our parameters and state where TensorFlow saved its own."""
     case = CASES[name]
     params = start(case)
     state = make(case).init(params)
-    if "start" in case:  # of the global step; GGT's own begins at 0
+    if "start" in case:  # of the global step; GGT's own starts at 0
         state = (state[0], state[1]._replace(count=jnp.int32(case["start"])))
-    return go(name, 0, params, state)[1:]
+    return train(name, 0, params, state)[1:]
 
 
 # What TensorFlow calls the slots, where it is not the name of the case's optimizer.
@@ -119,12 +119,12 @@ NAMES = {
     "Nadam": "Adam",
     "PowerSign": "PowerSignOptimizer",
 }
-# What is to be found only in a checkpoint of the graph: the prefix of the powers, the roots.
+# These need a checkpoint of the graph: only that has the prefix of the powers, or the roots.
 NEED_LIKE = ("VariableClipping", "ShampooRoots", "ShampooMixed")
 
 
-def said(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """What has to be said to load a case's checkpoint."""
+def load_arguments(name: str, case: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with which a case's checkpoint is loaded."""
     if name == "AMSGrad":
         # Its variables have no names: the count, then three for each parameter of var_list.
         slots = [f"0/slots/{s}/{n}" for n in case["variables"] for s in ("m", "v", "v_hat")]
@@ -133,10 +133,10 @@ def said(name: str, case: dict[str, Any]) -> dict[str, Any]:
     return {"swapped": True} if case.get("swapped") else {}
 
 
-def said_to_save(name: str, case: dict[str, Any], theirs: pathlib.Path) -> dict[str, Any]:
-    """What has to be said to save for a case's graph."""
+def save_arguments(name: str, case: dict[str, Any], theirs: pathlib.Path) -> dict[str, Any]:
+    """The arguments with which a checkpoint for a case's graph is saved."""
     if name in NEED_LIKE:
-        return said(name, case) | {"like": theirs / name}
+        return load_arguments(name, case) | {"like": theirs / name}
     if "each" in case:
         # In the order in which the graph has them, not in that of the labels.
         powers = {
@@ -149,14 +149,17 @@ def said_to_save(name: str, case: dict[str, Any], theirs: pathlib.Path) -> dict[
             "variables": powers if name == "TwoAdams" else None,
         }
     used = case["kwargs"]["opt"]["$opt"] if "opt" in case["kwargs"] else case["optimizer"]
-    return said(name, case) | {"optimizer_name": NAMES.get(used, used), "scope": case.get("scope")}
+    return load_arguments(name, case) | {
+        "optimizer_name": NAMES.get(used, used),
+        "scope": case.get("scope"),
+    }
 
 
 def save_all(folder: pathlib.Path, theirs: pathlib.Path) -> None:
     """Trains every case here from the start, and saves it for TensorFlow."""
     for name, case in CASES.items():
-        params, state = begin(name)
-        save_tf1_state(folder / name, params, state, **said_to_save(name, case, theirs))
+        params, state = train_from_start(name)
+        save_tf1_state(folder / name, params, state, **save_arguments(name, case, theirs))
 
 
 def table() -> str:

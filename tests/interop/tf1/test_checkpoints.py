@@ -1,8 +1,9 @@
-"""Checkpoints of TensorFlow 1: real ones go on as there, ours are restored there."""
+"""Training resumes from TensorFlow's checkpoints as it does there, and from ours in TensorFlow."""
 
 import os
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,13 @@ import pytest
 import optzoo
 from optzoo.core.paths import path_name
 from optzoo.interop.tf1 import files as tf1_files
-from optzoo.interop.tf1.checkpoints import load_tf1_state, save_tf1_state, tf1_variables
-from optzoo.interop.tf1.names import exponent, is_exponent
+from optzoo.interop.tf1.load import load_tf1_state
+from optzoo.interop.tf1.powers import estimate_exponent, is_integer_exponent
+from optzoo.interop.tf1.save import save_tf1_state, tf1_variables
+from optzoo.state.tf1_names import TF1Names
+from optzoo.state.types import LeafwiseState
 from tests import golden
+from tests.test_api import imports
 
 from . import cases as tf1_cases
 from .cases import CASES, FOLDER, STEPS, THEIRS
@@ -35,7 +40,7 @@ def of(record, prefix):
     return golden.Record({}, record.arrays).group(prefix)
 
 
-def off(got, want):
+def relative_error(got, want):
     """The largest error, relative to each element, or a thousandth of the largest."""
     want = np.asarray(want, np.float64)
     scale = np.maximum(np.abs(want), 1e-3 * np.max(np.abs(want), initial=0.0))
@@ -53,49 +58,49 @@ def assert_same(got, want):
 
 # ------------------------------------------------------------- against TensorFlow itself
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_in_tensorflow(name, theirs):
+def test_training_resumes_as_in_tensorflow(name, theirs):
     case, tx = CASES[name], tf1_cases.make(CASES[name])
     empty = jax.tree.map(jnp.zeros_like, tf1_cases.start(case))
-    said = tf1_cases.said(name, case)
-    params, state = load_tf1_state(tx, empty, theirs / name, **said)
+    arguments = tf1_cases.load_arguments(name, case)
+    params, state = load_tf1_state(tx, empty, theirs / name, **arguments)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(empty))
-    path, params, state = tf1_cases.go(name, STEPS, params, state)
+    path, params, state = tf1_cases.train(name, STEPS, params, state)
     for variable, ours in by_name(path).items():
-        assert off(ours, THEIRS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+        assert relative_error(ours, THEIRS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
 
     end = of(THEIRS, f"{name}/end")
     if name == "TwoAdams":
-        said = {"variables": tf1_cases.said_to_save(name, case, theirs)["variables"]}
-    said = {k: v for k, v in said.items() if k != "swapped"}
-    saved = tf1_variables(params, state, like=end, **said)
+        arguments = {"variables": tf1_cases.save_arguments(name, case, theirs)["variables"]}
+    arguments = {k: v for k, v in arguments.items() if k != "swapped"}
+    saved = tf1_variables(params, state, like=end, **arguments)
     if case.get("restart"):
         assert saved.keys() > end.keys()
     else:
         assert saved.keys() == end.keys()
     for variable in end.keys() - {"flat_grad"}:
-        assert off(saved[variable], end[variable]) < 5e-6, variable
+        assert relative_error(saved[variable], end[variable]) < 5e-6, variable
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tensorflow_goes_on_as_we_do(name, theirs):
+def test_tensorflow_resumes_as_we_do(name, theirs):
     case = CASES[name]
-    params, state = tf1_cases.begin(name)
-    saved = tf1_variables(params, state, **tf1_cases.said_to_save(name, case, theirs))
+    params, state = tf1_cases.train_from_start(name)
+    saved = tf1_variables(params, state, **tf1_cases.save_arguments(name, case, theirs))
     if case.get("swapped"):  # the graph's saver put them back
         average = "/ExponentialMovingAverage"
         other = {n: n.removesuffix(average) if n.endswith(average) else n + average for n in saved}
         saved |= {n: saved[other[n]] for n in saved if other[n] in saved}
     restored = of(OURS, f"{name}/restored")
-    if case.get("restart"):  # the workers begin again
+    if case.get("restart"):  # the workers start again
         saved = {variable: saved[variable] for variable in restored}
         params, state = load_tf1_state(tf1_cases.make(case), params, saved)
     assert saved.keys() - {"Variable"} == restored.keys() - {"Variable"}
     for variable, value in restored.items():
         assert saved[variable].dtype == value.dtype and saved[variable].shape == value.shape
-        assert off(saved[variable], value) < 5e-6, variable
-    path, _, _ = tf1_cases.go(name, STEPS, params, state)
+        assert relative_error(saved[variable], value) < 5e-6, variable
+    path, _, _ = tf1_cases.train(name, STEPS, params, state)
     for variable, ours in by_name(path).items():
-        assert off(ours, OURS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
+        assert relative_error(ours, OURS.arrays[f"{name}/path/{variable}"]) < 5e-6, variable
 
 
 def test_every_optimizer_of_theirs_has_a_checkpoint():
@@ -249,7 +254,7 @@ def test_wrong_names():
         load_tf1_state(tx, PARAMS, {}, ["enc/", ""])
 
 
-def test_all_that_does_not_fit_is_told_at_once():
+def test_the_error_lists_all_that_does_not_fit():
     *_, saved = saved_adam()
     saved["enc/kernel"] = saved["enc/kernel"].T
     saved["enc/bias"] = saved["enc/bias"].astype(np.float64)
@@ -267,7 +272,7 @@ def test_all_that_does_not_fit_is_told_at_once():
         "  shape: w/Adam_1 is (2,) in the checkpoint, (4,) here",
         "  left over: other",
     ]
-    # That two shapes differ is no matter of how much is loaded.
+    # Another shape is an error however much is loaded.
     with pytest.raises(ValueError, match=r"w/Adam_1 is \(2,\)"):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=True)
 
@@ -285,7 +290,7 @@ def test_a_part_is_loaded_on_request():
     assert_same(new_state[0].slots.m, {**state[0].slots.m, "w": start.m["w"]})
     assert new_state[0].count == 3 and new_state[0].shared == state[0].shared
 
-    # Parameters only: the optimizer begins anew, averages and all, at what was loaded.
+    # Parameters only: the optimizer starts again, averages included, at what was loaded.
     only = {name: saved[name] for name in ("enc/kernel", "enc/bias", "w")}
     average = optzoo.moving_average(tx, 0.9)
     new_params, new_state = load_tf1_state(average, PARAMS, only, partial=True)
@@ -399,7 +404,7 @@ def test_powers_tell_the_step(number):
     assert counts(load_tf1_state(optzoo.adam(0.1), PARAMS, saved)[1]) == {number}
 
 
-def test_the_step_is_asked_for_where_nothing_tells_it():
+def test_an_unknown_step_is_an_error():
     params, state = trained(optzoo.momentum(0.1, 0.9))
     saved = tf1_variables(params, state, optimizer_name="Momentum")
     del saved["global_step"]
@@ -419,9 +424,9 @@ def test_other_betas_are_refused(partial):
 
 
 def test_exponents():
-    assert exponent(0.0, 0.9) is None and exponent(0.5, 0.0) is None
-    assert round(exponent(0.9**7, 0.9), 6) == 7
-    assert [is_exponent(n) for n in (0.0, 0.9, 1.0, 6.9999, 7.01)] == [
+    assert estimate_exponent(0.0, 0.9) is None and estimate_exponent(0.5, 0.0) is None
+    assert round(estimate_exponent(0.9**7, 0.9), 6) == 7
+    assert [is_integer_exponent(n) for n in (0.0, 0.9, 1.0, 6.9999, 7.01)] == [
         False,
         False,
         True,
@@ -471,6 +476,9 @@ WRAPPED = {
     "injected": optax.inject_hyperparams(optzoo.adam)(0.1),
     "injected schedule": optax.inject_hyperparams(optzoo.adam)(optax.linear_schedule(0.1, 0.0, 9)),
     "bfloat16 slots": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16"),
+    "packed slots": optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", packed=True),
+    "packed in 32 bits": optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True),
+    "every gradient": optzoo.accumulate(optzoo.adam(0.1), 1),
     "all": optzoo.moving_average(
         optzoo.multitask(optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1, ("w",))), 0.9
     ),
@@ -492,7 +500,7 @@ def test_through_chains_and_wrappers(name):
         del saved["beta1_power_1"], saved["beta2_power_1"]
     loaded = load_tf1_state(tx, PARAMS, saved)
     assert_same(loaded[0], params)
-    # The next update leaves no trace of what was injected for the last one.
+    # The next update overwrites what was injected for the last one.
     update = jax.jit(tx.update)
     assert_same(update(params, loaded[1], params), update(params, state, params))
     if name != "parts of one":
@@ -501,13 +509,59 @@ def test_through_chains_and_wrappers(name):
         jax.tree.map(np.testing.assert_array_equal, again, saved)
 
 
-def test_slots_begin_as_abstract_as_the_parameters():
+def test_stacked_slots_are_saved_one_by_one():
+    plain = optzoo.adam(0.1)
+    tx = optzoo.stacked(plain)
+    params = {name: jnp.arange(3.0) + i for i, name in enumerate("abc")} | {"d": jnp.ones(2)}
+    params, state = trained(tx, params)
+    assert jax.tree.leaves(state)[1].shape == (3, 3)  # m of a, b and c
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    alone = {name: optzoo.get_slot(state, "v")[name] for name in params}
+    for name, v in alone.items():
+        np.testing.assert_array_equal(saved[f"{name}/Adam_1"], v)
+    assert_same(load_tf1_state(tx, params, saved), (params, state))
+    loaded = load_tf1_state(plain, params, saved)[1]
+    assert_same(optzoo.get_slot(loaded, "v"), alone)
+
+
+# Beside the sums of gradients, which have no variables: a made-up name for each.
+SUMS = {f"sums/{name}": f"accumulated/{name}" for name in ("enc/kernel", "enc/bias", "w")}
+
+
+def test_an_optimizer_counts_its_own_updates_among_more_steps():
+    tx = optzoo.accumulate(optzoo.adam(0.1), 2)
+    params, state = trained(tx, steps=7)
+    assert state.count == 7 and counts(state.inner) == {3}
+    saved = tf1_variables(params, state, optimizer_name="Adam", variables=SUMS)
+    assert saved["global_step"] == 7
+    assert_same(load_tf1_state(tx, PARAMS, saved, variables=SUMS), (params, state))
+    some = {name: value for name, value in saved.items() if name not in SUMS.values()}
+    loaded = load_tf1_state(tx, PARAMS, some, partial=True)[1]
+    assert loaded.count == 7 and counts(loaded.inner) == {3}
+    del saved["global_step"]  # the powers tell the updates, not the steps
+    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+        load_tf1_state(tx, PARAMS, saved, variables=SUMS)
+
+
+def test_the_number_of_updates_among_more_steps_is_not_guessed():
+    tx = optzoo.accumulate(optzoo.momentum(0.1, 0.9), 2)
+    params, state = trained(tx, steps=7)
+    saved = tf1_variables(params, state, optimizer_name="Momentum", variables=SUMS)
+    match = r"missing: the number of updates at \['inner/0/count', 'inner/1/count'\], .* variables="
+    with pytest.raises(ValueError, match=match):
+        load_tf1_state(tx, PARAMS, saved, variables=SUMS)
+    named = SUMS | {f"inner/{i}/count": "updates" for i in (0, 1)}
+    saved |= {"updates": np.float32(3)}
+    assert_same(load_tf1_state(tx, PARAMS, saved, variables=named), (params, state))
+
+
+def test_parameters_may_be_abstract():
     abstract = jax.eval_shape(lambda: PARAMS)
     params, state, saved = saved_adam()
     assert_same(load_tf1_state(optzoo.adam(0.1), abstract, saved), (params, state))
 
 
-def test_a_single_array_has_a_name_too():
+def test_a_single_array_as_parameters():
     tx = optzoo.ggt(0.1, window=2)
     params, state = trained(tx, jnp.arange(3.0))
     saved = tf1_variables(params, state, {"": "w"})
@@ -517,13 +571,61 @@ def test_a_single_array_has_a_name_too():
     assert_same(new_params, params)
     assert_same(new_state[0].slots, state[0].slots)
     lost = {n: v for n, v in saved.items() if n != "moment1"}
-    with pytest.raises(ValueError, match=r"missing: moment1, of GGT"):
+    with pytest.raises(ValueError, match=r"missing: moment1, for 0/slots/moment1"):
         load_tf1_state(tx, params, lost, {"": "w"})
     with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
 
 
-def test_averages_and_parameters_change_places():
+def test_no_optimizer_is_imported():
+    for path in pathlib.Path(tf1_files.__file__).parent.glob("*.py"):
+        of_optzoo = [name for name in imports(path) if name.startswith("optzoo.")]
+        assert {name.split(".")[1] for name in of_optzoo} <= {"core", "state", "interop"}, path
+
+
+def test_names_of_user_defined_slots():
+    class Slots(NamedTuple):
+        some: Any  # an array for each of two dimensions, not in all graphs
+        all: Any  # the same, in all of them
+        first: Any
+
+        tf1 = TF1Names(
+            slot="Mine",
+            order=("first", ("some", "all")),
+            optional=("some",),
+            not_in_tf1={"sum": lambda slots: slots.first["w"].sum(), "failures": None},
+        )
+
+    w = lambda value: np.full(2, value, np.float32)
+    slots = Slots({"w": (w(1), w(3))}, {"w": (w(2), w(4))}, {"w": w(0)})
+    state = LeafwiseState(jnp.int32(5), slots, {"sum": jnp.float32(0), "failures": jnp.int32(7)})
+    tx = optax.GradientTransformation(lambda _: jax.tree.map(jnp.zeros_like, state), None)
+    params = {"w": w(1)}
+    saved = tf1_variables(params, state)
+    assert {n: float(v[0]) for n, v in saved.items() if "/" in n} == {
+        "w/Mine": 0,
+        "w/Mine_1": 2,
+        "w/Mine_2": 4,
+    }
+    assert saved.keys() == {"w", "w/Mine", "w/Mine_1", "w/Mine_2", "global_step"}
+    longer = saved | {f"w/Mine{'_' * bool(i)}{i or ''}": w(10 + i) for i in range(5)}
+    assert longer.keys() - saved.keys() == {"w/Mine_3", "w/Mine_4"}
+    for given, values in ((saved, [0, 0, 2, 4, 0]), (longer, [11, 13, 12, 14, 10])):
+        loaded = load_tf1_state(tx, params, given)[1]
+        assert [float(x[0]) for x in jax.tree.leaves(loaded.slots)] == values
+        assert loaded.shared == {"sum": 2 * values[-1], "failures": 0} and loaded.count == 5
+
+
+def test_arrays_that_tensorflow_does_not_have_are_computed():
+    tx = optzoo.ggt(0.1, window=2, window_dtype="bfloat16")
+    params, state = trained(tx)
+    saved = tf1_variables(params, state)
+    loaded = load_tf1_state(tx, PARAMS, saved)[1]
+    np.testing.assert_allclose(loaded[0].shared["gram"], state[0].shared["gram"], rtol=1e-5)
+    assert_same(loaded[0].slots, state[0].slots)
+
+
+def test_averages_and_parameters_are_swapped():
     tx = optzoo.moving_average(optzoo.adam(0.1), 0.5)
     params, state = trained(tx)
     plain = tf1_variables(params, state, optimizer_name="Adam")
@@ -534,7 +636,7 @@ def test_averages_and_parameters_change_places():
 
 
 @pytest.mark.parametrize("wrap", [optzoo.elastic_average, optzoo.agn, optzoo.model_average])
-def test_workers_begin_at_the_center(wrap):
+def test_workers_start_at_the_center(wrap):
     size = {"num_workers": 1} if wrap is optzoo.elastic_average else {}
     tx = wrap(optzoo.momentum(0.1, 0.9), axis_name=None, **size)
     saved = {"global_step": np.int64(5)}
@@ -551,7 +653,7 @@ def test_workers_begin_at_the_center(wrap):
     np.testing.assert_array_equal(swapped["w"], trained_state.replicated.center["w"])
 
 
-def test_what_tensorflow_has_not():
+def test_arrays_without_a_tensorflow_variable():
     for tx, array in (
         (optax.adam(0.1), "0/mu/w"),
         (optax.MultiSteps(optzoo.adam(0.1), 2).gradient_transformation(), "acc_grads/w"),
@@ -570,7 +672,7 @@ def test_what_tensorflow_has_not():
         load_tf1_state(grafted, start, saved)
 
 
-def test_what_has_to_be_said_to_save(theirs):
+def test_arguments_that_saving_needs(theirs):
     params, state = trained(optzoo.adam(0.1))
     with pytest.raises(ValueError, match=r"optimizer_name must be what TensorFlow calls the slots"):
         tf1_variables(params, state)

@@ -1,0 +1,106 @@
+"""Arrays from a plan: of parameters and state, or of a checkpoint."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.paths import path_name
+from ...state.tf1_names import tf1_names
+from ...state.types import LeafwiseState, map_nodes
+from .entries import Vector
+from .names import GLOBAL_STEP
+from .plan import Plan
+from .steps import Steps
+from .storage import pack_state_like, unpack_state
+
+
+def build_state(
+    plan: Plan,
+    steps: Steps,
+    given: Mapping[str, np.ndarray],
+    params: Any,
+    init: Callable[[Any], Any],
+) -> tuple[Any, Any]:
+    """The parameters and the state with the arrays of a checkpoint.
+
+    What the checkpoint lacks is as ``params`` has it, or as ``init`` makes it from the loaded
+    parameters: averages and centers start there.
+    """
+    of = lambda sources: {s.path: given[s.variable] for s in sources if s.variable in given}
+    new_params = _fill(params, of(plan.parameters))
+    start = init(new_params)
+    values = {**of(plan.arrays), **steps.values}
+    for vector in plan.vectors:
+        if vector.variable in given:
+            values |= _split(vector, given[vector.variable])
+    state = map_nodes(LeafwiseState, _with_computed, _fill(unpack_state(start), values))
+    return new_params, jax.tree.map(_like, pack_state_like(start, state), start)
+
+
+def build_variables(
+    plan: Plan,
+    step: int,
+    like: Mapping[str, np.ndarray],
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> dict[str, np.ndarray]:
+    """The variables of a checkpoint, in the dtypes of those in ``like``."""
+    saved = dict(like)
+    for variable, value, dtype in _variables(plan, step, params, state):
+        saved[variable] = value.astype(like[variable].dtype if variable in like else dtype)
+    return saved
+
+
+def _variables(
+    plan: Plan, step: int, params: Mapping[str, Any], state: Mapping[str, Any]
+) -> Iterator[tuple[str, np.ndarray, Any]]:
+    for arrays, sources in ((params, plan.parameters), (state, plan.arrays)):
+        for source in sources:
+            yield source.variable, np.asarray(arrays[source.path]), source.saved_dtype
+    for vector in plan.vectors:
+        yield vector.variable, _concatenate(vector, state), vector.dtype
+    if plan.counts:
+        yield GLOBAL_STEP, np.asarray(step), np.int64
+
+
+def _fill(tree: Any, values: Mapping[str, Any]) -> Any:
+    """The tree with some arrays replaced, by the names of their paths."""
+    put = lambda path, old: _like(values.get(path_name(path), old), old)
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def _like(new: Any, old: Any) -> Any:
+    """An array where and in the dtype in which the old one is."""
+    if new is old:
+        return old
+    new = jnp.asarray(new, jnp.result_type(old))
+    return jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else new
+
+
+def _with_computed(state: LeafwiseState) -> LeafwiseState:
+    """With the optimizer-wide arrays that TensorFlow does not have and that follow from slots."""
+    shared = dict(state.shared)
+    for name, compute in tf1_names(state.slots).not_in_tf1.items():
+        if compute is not None and jax.tree.leaves(state.slots):
+            shared[name] = _like(compute(state.slots), shared[name])
+    return state._replace(shared=shared)
+
+
+def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of the parameters by path."""
+    rows = math.prod(vector.shape[:-1])
+    size = lambda part: math.prod(part.shape) // rows
+    ends = list(itertools.accumulate(map(size, vector.parts)))
+    cuts = np.split(value, ends, axis=-1)[:-1]
+    pairs = zip(vector.parts, cuts, strict=True)
+    return {part.path: cut.reshape(part.shape) for part, cut in pairs}
+
+
+def _concatenate(vector: Vector, state: Mapping[str, Any]) -> np.ndarray:
+    rows = [np.asarray(state[p.path]).reshape(*vector.shape[:-1], -1) for p in vector.parts]
+    return np.concatenate(rows, axis=-1) if rows else np.zeros(vector.shape)

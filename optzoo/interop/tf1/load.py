@@ -1,0 +1,82 @@
+"""Loads a checkpoint of TensorFlow 1 into parameters and the state of their optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from . import files
+from .build import build_state
+from .check import check_load
+from .files import Checkpoint
+from .names import Choices, Names, OptimizerName
+from .plan import make_plan
+from .steps import plan_steps
+from .storage import arrays_by_path, unpack_state
+
+
+def load_tf1_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    checkpoint: Checkpoint,
+    names: Names = None,
+    *,
+    optimizer_name: OptimizerName = None,
+    scope: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    global_step: int | str | None = None,
+    swapped: bool = False,
+    partial: bool = False,
+) -> tuple[Any, Any]:
+    """Reads parameters, slots, beta powers and the step from a checkpoint of TensorFlow 1.
+
+    Args:
+        tx: the optimizer, alone or in optax's chains, masks, partitions and this library's
+            wrappers.
+        params: parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
+        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000`` (TensorFlow reads it:
+            ``pip install 'optzoo[tf1]'``), the path of an ``.npz`` file, or a mapping from names
+            to arrays.
+        names: what TensorFlow calls a parameter: None for its path here, joined by ``/``; a
+            function of that; a dict from ours to TensorFlow's, for those that differ; or a list of
+            pairs ``(pattern, replacement)``, which ``re.sub`` applies one after the other.
+        optimizer_name: the ``name`` of the optimizer in TensorFlow (``Adam`` for ``w/Adam`` and
+            ``w/Adam_1``), or a dict of them by patterns that match TensorFlow's whole names of
+            parameters; None to find it in the checkpoint.
+        scope: the variable scope in which the optimizer was made (``optimize`` in RETURNN), ``""``
+            for none; None to find it in the checkpoint.
+        variables: TensorFlow's names of single arrays of the state, by their paths in it:
+            ``{"0/slots/m/w": "Variable_1", "0/shared/beta1_power": "beta1_power_2"}``.
+        global_step: the number of updates made so far, or the name of the variable that has it;
+            None for ``global_step``, and where there is none, for what the beta powers tell. A
+            wrapper such as ``accumulate`` counts these steps; the optimizer in it counts its own
+            updates, which the beta powers tell.
+        swapped: whether a ``swapping_saver`` wrote the checkpoint: averages, or the center, in the
+            place of the parameters.
+        partial: whether to keep what the checkpoint lacks as ``params`` and ``tx.init`` have it,
+            and to ignore what else is in the checkpoint.
+
+    Returns:
+        The parameters and the state of ``tx``, from which training resumes.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint.
+        ImportError: if it takes TensorFlow to read it, and that is not installed.
+        TypeError: if ``names`` is none of its forms.
+        ValueError: if a file is damaged, if names are ambiguous, or if anything is missing, left
+            over, or of another shape or dtype: the message lists all of it, nothing is loaded.
+            Slots are converted to the dtype that the state keeps them in; parameters are not.
+    """
+    # Read.
+    given = files.read(checkpoint)
+    # Plan. Averages and centers start as copies of the parameters, so the state is made again from
+    # the loaded ones. Its structure, its shapes and its betas are the same before.
+    choices = Choices(optimizer_name, scope, variables or {}, swapped, is_initial=True)
+    start = unpack_state(tx.init(params))
+    plan = make_plan(params, start, given, names, choices)
+    steps = plan_steps(plan, arrays_by_path(start), given, global_step)
+    del start  # before it is made again
+    # Check.
+    check_load(plan, steps, given, partial=partial)
+    # Build.
+    return build_state(plan, steps, given, params, tx.init)

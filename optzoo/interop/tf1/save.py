@@ -1,0 +1,95 @@
+"""Saves parameters and the state of their optimizer as a checkpoint of TensorFlow 1."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import files
+from .build import build_variables
+from .check import check_save
+from .files import Checkpoint
+from .names import Choices, Names, OptimizerName
+from .plan import make_plan
+from .steps import check_step, step_of_state
+from .storage import arrays_by_path, unpack_state
+
+
+def save_tf1_state(
+    path: str | os.PathLike[str],
+    params: Any,
+    state: Any,
+    names: Names = None,
+    *,
+    optimizer_name: OptimizerName = None,
+    scope: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    global_step: int | None = None,
+    swapped: bool = False,
+    like: Checkpoint | None = None,
+) -> None:
+    """Writes a checkpoint that ``tf.train.Saver`` of TensorFlow 1 restores.
+
+    Args:
+        path: the prefix of the checkpoint (TensorFlow writes it), or a path that ends in
+            ``.npz``.
+        params: the parameters.
+        state: the state of their optimizer.
+        names: as for :func:`load_tf1_state`.
+        optimizer_name: the ``name`` of the optimizer in TensorFlow, as for
+            :func:`load_tf1_state`; needed unless ``like`` tells.
+        scope: as for :func:`load_tf1_state`.
+        variables: as for :func:`load_tf1_state`.
+        global_step: the number of updates made so far; None for the state's count: of replicas
+            their global step, otherwise the outermost count.
+        swapped: whether to put averages, or the center, in the place of the parameters, as a
+            ``swapping_saver``.
+        like: a checkpoint of the graph that is to continue. Names and dtypes are taken from it,
+            and what only it has is copied.
+
+    Raises:
+        ImportError: if it takes TensorFlow to write it, and that is not installed.
+        TypeError: if ``names`` is none of its forms, or ``.npz`` cannot hold a dtype.
+        ValueError: if a name is unknown or ambiguous, if the state has arrays that TensorFlow has
+            not, if its outermost counts differ, or if a shape is not that in ``like``.
+    """
+    saved = tf1_variables(
+        params,
+        state,
+        names,
+        optimizer_name=optimizer_name,
+        scope=scope,
+        variables=variables,
+        global_step=global_step,
+        swapped=swapped,
+        like=like,
+    )
+    files.write(path, saved)
+
+
+def tf1_variables(
+    params: Any,
+    state: Any,
+    names: Names = None,
+    *,
+    optimizer_name: OptimizerName = None,
+    scope: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    global_step: int | None = None,
+    swapped: bool = False,
+    like: Checkpoint | None = None,
+) -> dict[str, np.ndarray]:
+    """What :func:`save_tf1_state` writes, by TensorFlow's names; it describes the arguments."""
+    # Read.
+    given = None if like is None else files.read(like)
+    # Plan.
+    choices = Choices(optimizer_name, scope, variables or {}, swapped)
+    unpacked = unpack_state(state)
+    plan = make_plan(params, unpacked, given, names, choices)
+    # Check.
+    arrays = arrays_by_path(unpacked)
+    check_save(plan, arrays, given or {})
+    step = step_of_state(plan.counts, arrays) if global_step is None else check_step(global_step)
+    # Build.
+    return build_variables(plan, step, given or {}, arrays_by_path(params), arrays)

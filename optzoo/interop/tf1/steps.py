@@ -1,0 +1,161 @@
+"""The number of updates: the counts of a state, and the global step of TensorFlow 1."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .entries import Count, Source
+from .names import GLOBAL_STEP
+from .plan import Plan
+from .powers import estimate_exponent, is_integer_exponent
+
+
+class Steps(NamedTuple):
+    """The counts of a state that is loaded, from a checkpoint or from the caller."""
+
+    values: Mapping[str, int] = MappingProxyType({})  # by path
+    used: tuple[str, ...] = ()  # variables
+    missing: tuple[str, ...] = ()  # messages
+    wrong: tuple[str, ...] = ()
+
+
+class _Power(NamedTuple):
+    """A variable such as ``beta1_power`` that belongs to an optimizer of the state."""
+
+    path: str
+    variable: str
+    value: Any
+    base: Any
+    exponent: float | None
+
+
+def plan_steps(
+    plan: Plan,
+    state: Mapping[str, Any],
+    given: Mapping[str, np.ndarray],
+    global_step: int | str | None,
+) -> Steps:
+    """Finds the counts of a state.
+
+    They are the global step. But the counts inside a wrapper that makes updates on some steps
+    only, such as ``accumulate``, are what the beta powers there tell.
+
+    Args:
+        plan: of the other arrays.
+        state: the arrays of the initial state by path; there the powers are the betas themselves.
+        given: the variables of the checkpoint.
+        global_step: what the caller says about it.
+
+    Raises:
+        ValueError: if the global step is out of range, ambiguous, or not there by its name.
+    """
+    if not plan.counts:
+        return Steps()
+    powers = list(_powers(plan.arrays, state, given))
+    wrong = tuple(
+        f"betas: {power.variable} is {power.value}, no power of {power.base}, which tx has; load "
+        "with the checkpoint's betas, and continue with others if you like: the state is the same"
+        for power in powers
+        if power.exponent is not None and not is_integer_exponent(power.exponent)
+    )
+    step, used = _find_global_step(global_step, given)
+    values, missing = dict[str, int](), []
+    wrappers = dict.fromkeys(count.wrapper for count in plan.counts)
+    for wrapper in wrappers:
+        counts = [count.path for count in plan.counts if count.wrapper == wrapper]
+        number = step if wrapper is None else None
+        if number is None:
+            number = _of_powers([p for p in powers if _wrapper_of(p, wrappers) == wrapper])
+        if number is None and wrapper is None:
+            number = _own_count(plan.arrays, given)
+        if number is not None:
+            values |= dict.fromkeys(counts, number)
+        elif wrapper is None:
+            missing.append("the number of updates: say global_step=")
+        else:
+            missing.append(
+                f"the number of updates at {counts}, which may be fewer than the steps: name their "
+                "variable by variables="
+            )
+    return Steps(values, used, tuple(missing), wrong)
+
+
+def _powers(
+    arrays: Iterable[Source], state: Mapping[str, Any], given: Mapping[str, np.ndarray]
+) -> Iterable[_Power]:
+    for source in arrays:
+        value = given.get(source.variable)
+        if source.path.endswith("_power") and value is not None and value.ndim == 0:
+            base = state[source.path]
+            exponent = estimate_exponent(value, base)
+            yield _Power(source.path, source.variable, value, base, exponent)
+
+
+def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
+    """The innermost wrapper around a power."""
+    around = [w for w in wrappers if w is not None and power.path.startswith(f"{w}/" if w else "")]
+    return max(around, key=len, default=None)
+
+
+def _of_powers(powers: Iterable[_Power]) -> int | None:
+    """The number of updates from ``beta1_power = beta1 ** (n + 1)``, if all tell the same."""
+    exponents = [power.exponent for power in powers if power.exponent is not None]
+    steps = {round(exponent) - 1 for exponent in exponents if is_integer_exponent(exponent)}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def _own_count(arrays: Iterable[Source], given: Mapping[str, np.ndarray]) -> int | None:
+    """The number of updates that an optimizer has for itself, as GGT."""
+    is_count = lambda path: path.split("/")[-1] == "count"
+    own = (s.variable for s in arrays if is_count(s.path) and s.variable in given)
+    return next((int(given[variable]) for variable in own if given[variable].ndim == 0), None)
+
+
+def _find_global_step(
+    wanted: int | str | None, given: Mapping[str, np.ndarray]
+) -> tuple[int | None, tuple[str, ...]]:
+    """The global step and its variables, if the caller or the checkpoint tells."""
+    if wanted is not None and not isinstance(wanted, str):
+        return check_step(int(wanted)), tuple(name for name in given if name == GLOBAL_STEP)
+    is_step = lambda n: given[n].shape == () and jnp.issubdtype(given[n].dtype, jnp.integer)
+    name = GLOBAL_STEP if wanted is None else wanted
+    found = [n for n in given if (n == name or n.endswith(f"/{name}")) and is_step(n)]
+    found = [name] if name in found else found
+    if wanted is not None and not found:
+        raise ValueError(f"global_step: the checkpoint has no whole number called {wanted!r}")
+    if len(found) > 1:
+        raise ValueError(f"global_step may be any of {found}: say which")
+    return (check_step(int(given[found[0]])) if found else None), tuple(found)
+
+
+def check_step(step: int) -> int:
+    """The global step, if TensorFlow and the state can hold it.
+
+    Raises:
+        ValueError: if it is out of range.
+    """
+    if not 0 <= step < 2**31:
+        raise ValueError(f"global_step must be in [0, 2**31), got {step}")
+    return step
+
+
+def step_of_state(counts: Iterable[Count], state: Mapping[str, Any]) -> int:
+    """The global step of a state that is saved; 0 if it counts nothing.
+
+    It is that of replicas, where there are some, since they also count their own steps; otherwise
+    the count. A wrapper such as ``accumulate`` counts the steps, and the optimizer in it its
+    updates: these may be fewer, and are not compared.
+
+    Raises:
+        ValueError: if there are several counts, such as of optimizers side by side, and they
+            differ.
+    """
+    outermost = [count for count in counts if count.wrapper is None]
+    of_replicas = [count for count in outermost if count.is_global_step]
+    steps = {count.path: int(state[count.path]) for count in of_replicas[:1] or outermost}
+    if len(set(steps.values())) > 1:
+        raise ValueError(f"the counts of the state differ: {steps}; say global_step=")
+    return next(iter(steps.values()), 0)
