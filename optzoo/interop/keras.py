@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +22,12 @@ from ..core.rows import SparseRows, is_sparse_or_none, map_rows
 from ..first_order.momentum import scale_by_momentum
 from ..registry import add_name
 from ..rules.learning_rate import scale_by_learning_rate
+from ..state.types import SlotsByName
 
 _HINT = (
     "install optzoo[keras] and set the environment variable KERAS_BACKEND=jax before the first "
     "import of keras"
 )
-
-
-class KerasState(NamedTuple):
-    """The variables of a Keras optimizer, by the names of its attributes without a leading ``_``.
-
-    Names of the inner optimizer of a wrapper begin with ``inner_optimizer/``, those of the inner
-    optimizers of ``MultiOptimizer`` with ``inner_optimizers/0/`` and so on.
-    """
-
-    variables: dict[str, Array]  # of the optimizer as a whole: iterations, dynamic_scale, ...
-    slots: dict[str, Any]  # momentums, velocities, ...: trees like the parameters
 
 
 def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -57,6 +47,10 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     ``state.slots["model_variables_moving_average"]``; Keras replaces the parameters by them
     at the end of ``fit``. With ``LossScaleOptimizer`` the gradients must be those of the
     loss times ``state.variables["dynamic_scale"]``; with ``loss_scale_factor``, times that.
+
+    Slots and variables have the names of the optimizer's attributes without a leading ``_``. Names
+    of a wrapper's inner optimizer begin with ``inner_optimizer/``, those of ``MultiOptimizer`` with
+    ``inner_optimizers/0/`` and so on.
 
     A row-sparse gradient becomes dense, as in Keras on JAX. A missing gradient leaves its parameter
     and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
@@ -91,7 +85,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             ]
             for name, vs in built.slots.items()
         }
-        return KerasState(variables, {name: treedef.unflatten(s) for name, s in slots.items()})
+        return SlotsByName(variables, {name: treedef.unflatten(s) for name, s in slots.items()})
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
         del extra_args
@@ -111,7 +105,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         new_xs, variables, slots = built.apply(gs, state.variables, slots, xs, rate)
         move = lambda g, new, x: None if g is None else (upcast(new) - upcast(x)).astype(g.dtype)
         slots = {name: treedef.unflatten(s) for name, s in slots.items()}
-        return treedef.unflatten(map(move, gs, new_xs, xs)), KerasState(variables, slots)
+        return treedef.unflatten(map(move, gs, new_xs, xs)), SlotsByName(variables, slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

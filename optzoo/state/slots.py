@@ -9,16 +9,13 @@ import optax
 
 from ..core.paths import is_masked, path_name
 from .packing import pack_like, unpack
-from .stacks import layout_of, stack, unstack
-from .types import LeafwiseState, ReplicaState
+from .stacks import is_stack, layout_of, stack, unstack
+from .types import LeafwiseState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
 SlotPath = tuple[Any, ...]
 
-# Fields of states that hold other trees than slots.
-_NO_SLOTS = {"hyperparams", "hyperparams_states", "rng_key", "variables"}
-# Fields of a ReplicaState that are named tuples of more fields.
-_REPLICA_PARTS = {"replicated", "per_replica", "method"}
+_INJECTED = optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState
 
 
 def slot_names(state: Any) -> tuple[str, ...]:
@@ -124,50 +121,50 @@ def map_slot_trees(
 
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:
+    """A state, or a container of states, with ``f`` of its slots."""
     if isinstance(node, LeafwiseState):
         names, given = getattr(node.slots, "_fields", ()), unpack(node.slots)
         slots = [f((*path, k), tree) for k, tree in zip(names, given, strict=True)]
         return node._replace(slots=pack_like(node.slots, slots))
-    if isinstance(node, ReplicaState):
-        return _mapped_parts(node, path, f)
-    if _is_state(node):
-        return type(node)(**_mapped_fields(node._asdict(), path, f))
+    if hasattr(node, "_fields"):
+        fields = zip(node._fields, node, strict=True)
+        return type(node)(*(_mapped_field(node, name, value, path, f) for name, value in fields))
     if isinstance(node, dict):
         return {k: _mapped(part, (*path, k), f) for k, part in node.items()}
-    if isinstance(node, tuple | list) and not hasattr(node, "_fields"):
+    if isinstance(node, tuple | list):
         return type(node)(_mapped(part, (*path, i), f) for i, part in enumerate(node))
     return node
 
 
-def _mapped_fields(fields: dict[str, Any], path: SlotPath, f: Any) -> dict[str, Any]:
-    def of_one(name, value):
-        if name in _NO_SLOTS or not jax.tree.leaves(value):
+def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> Any:
+    if isinstance(state, _INJECTED) and name != "inner_state":  # hyper-parameters
+        return value
+    if isinstance(state, SlotsByName):
+        if name != "slots":
             return value
-        if name == "slots":
-            return {k: f((*path, k), tree) for k, tree in value.items()}
-        if any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state))):
-            return _mapped(value, (*path, name), f)
-        # A single scalar is optimizer-wide: a count or a rate.
-        is_number = jax.tree.structure(value).num_nodes == 1 and jnp.ndim(value) == 0
-        return value if is_number else f((*path, name), value)
-
-    return {name: of_one(name, value) for name, value in fields.items()}
+        return {k: f((*path, k), tree) for k, tree in value.items()}
+    if name.startswith("inner") or any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state))):
+        return _mapped(value, (*path, name), f)
+    return f((*path, name), value) if _is_slot(value) else value
 
 
-def _mapped_parts(part: Any, path: SlotPath, f: Any) -> Any:
-    """A ReplicaState, or one of the named tuples that it is made of."""
-
-    def of_one(name, value):
-        if name not in _REPLICA_PARTS:
-            return _mapped_fields({name: value}, path, f)[name]
-        return _mapped_parts(value, (*path, name), f) if value else value
-
-    return type(part)(*map(of_one, part._fields, part))
+def _is_slot(value: Any) -> bool:
+    """Whether a field has an array for each parameter: not a count, a rate or a random key."""
+    leaves = jax.tree.leaves(value)
+    is_scalar = jax.tree_util.all_leaves([value]) and jnp.ndim(value) == 0
+    return not is_scalar and any(jnp.issubdtype(a.dtype, jnp.inexact) for a in leaves)
 
 
 def _is_state(node: Any) -> bool:
-    """By the convention of optax: a named tuple whose type is called ``...State``."""
-    return hasattr(node, "_fields") and type(node).__name__.endswith("State")
+    """Whether ``node`` in the field of a state is a state, and not a tree of parameters.
+
+    Parameters may be named tuples, too. States are those of optax and of this library; the state of
+    any other transformation is found at the top, in a chain, or in a field ``inner...`` of a
+    wrapper, by the convention of optax.
+    """
+    if not getattr(node, "_fields", ()) or is_stack(node):
+        return False
+    return type(node).__module__.partition(".")[0] in ("optax", "optzoo")
 
 
 def _slots_by_path(state: Any) -> dict[SlotPath, Any]:

@@ -23,6 +23,13 @@ class LeafwiseState(NamedTuple):
     shared: dict[str, Array]
 
 
+class SlotsByName(NamedTuple):
+    """A state with slots by the names of another library, such as Keras."""
+
+    variables: dict[str, Array]  # the optimizer-wide arrays
+    slots: dict[str, Any]  # trees like the parameters
+
+
 class LocalSGDReplicated(NamedTuple):
     """What is the same on all replicas: it is computed from sums over them."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optzoo import LeafwiseState, SparseRows
+from optzoo.state.types import nodes_of
 
 
 def params():
@@ -80,8 +81,7 @@ def trajectory(tx, x, grads, xs):
 
 def slots(state):
     """The slot trees of all transformations of a chain."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState))
-    return [tree for node in nodes if isinstance(node, LeafwiseState) for tree in node.slots]
+    return [tree for node in nodes_of(LeafwiseState, state) for tree in node.slots]
 
 
 def avals(tree):

@@ -1,5 +1,7 @@
 """Slots by name, in wrapped and chained optimizers."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,7 @@ def test_slots_through_everything(name):
     assert {"m", "v"} <= set(slot_names(state))
     for slot in slot_names(state):
         tree = get_slot(state, slot)
-        if slot != "accumulator":
-            assert jax.tree.map(jnp.shape, tree) == SHAPES
+        assert jax.tree.map(jnp.shape, tree) == SHAPES
         new = set_slot(state, slot, jax.tree.map(lambda x: x + 2, tree))
         assert jax.tree.structure(new) == jax.tree.structure(state)
         jax.tree.map(
@@ -143,3 +144,45 @@ def test_under_jit():
     state = adam.init(PARAMS)
     new = jax.jit(lambda state: set_slot(state, "v", get_slot(state, "m")))(state)
     assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+class Named(NamedTuple):
+    """Parameters may be named tuples, too."""
+
+    w: jax.Array
+    b: jax.Array
+
+
+class Running(NamedTuple):
+    """The state of a transformation of a user, whose name says nothing."""
+
+    mean: Any
+    inner: Any
+
+
+def running(inner):
+    init = lambda params: Running(jax.tree.map(jnp.zeros_like, params), inner.init(params))
+    return optax.GradientTransformation(init, lambda g, state, params=None: (g, state))
+
+
+@pytest.mark.parametrize(
+    ("tx", "names"),
+    [
+        (optax.adam(0.1), ("mu", "nu")),
+        (adam, ("m", "v")),
+        (optax.apply_every(2), ("grad_acc",)),
+        (optax.MultiSteps(optax.trace(0.9), 2), ("trace", "acc_grads")),
+        (optax.inject_hyperparams(optax.adam)(0.1), ("mu", "nu")),
+        (optax.add_noise(0.1, 0.5, 0), ()),
+        (optax.MultiSteps(running(optax.trace(0.9)), 2), ("mean", "trace", "acc_grads")),
+        (optzoo.sync_replicas(adam, 1, axis_name=None), ("sum", "m", "v")),
+        (optzoo.gradient_summaries(), ("norm", "largest")),
+    ],
+    ids=str,
+)
+def test_slots_by_type(tx, names):
+    params = Named(jnp.ones((2, 3)), jnp.ones(3))
+    state = tx.init(params)
+    found = slot_names(state)
+    assert set(found) == set(names)
+    assert all(isinstance(get_slot(state, name), Named) for name in found)
