@@ -2,128 +2,212 @@
 
 __version__ = "0.1.0"
 
-from .catalog import CATALOG as CATALOG
-from .catalog import DISTRIBUTED as DISTRIBUTED
-from .catalog import WRAPPERS as WRAPPERS
+from .catalog import CATALOG, DISTRIBUTED, WRAPPERS
 from .catalog import Entry as Entry
 from .catalog import Method as Method
 from .catalog import Wrapper as Wrapper
-from .core.rows import SparseRows as SparseRows
-from .core.rows import coalesce as coalesce
-from .core.rows import densify as densify
-from .core.rows import on_values as on_values
+from .core.rows import SparseRows, coalesce, densify, on_values
 from .describe import Description as Description
-from .describe import describe as describe
-from .distributed.agn import agn as agn
-from .distributed.diloco import diloco as diloco
-from .distributed.drop_stale import drop_stale_gradient as drop_stale_gradient
-from .distributed.elastic_average import elastic_average as elastic_average
-from .distributed.engine.collectives import broadcast as broadcast
-from .distributed.engine.collectives import per_replica as per_replica
-from .distributed.engine.launch import map_over_replicas as map_over_replicas
-from .distributed.engine.launch import replica_specs as replica_specs
-from .distributed.engine.launch import replicate as replicate
-from .distributed.engine.launch import resize_replicas as resize_replicas
-from .distributed.engine.launch import scan_local_steps as scan_local_steps
-from .distributed.model_average import model_average as model_average
-from .distributed.sync_replicas import sync_replicas as sync_replicas
-from .first_order.adadelta import adadelta as adadelta
-from .first_order.adadelta import scale_by_adadelta as scale_by_adadelta
-from .first_order.adagrad import adagrad as adagrad
-from .first_order.adagrad import scale_by_adagrad as scale_by_adagrad
-from .first_order.adam import adam as adam
-from .first_order.adam import lazy_adam as lazy_adam
-from .first_order.adam import scale_by_adam as scale_by_adam
-from .first_order.adam import scale_by_lazy_adam as scale_by_lazy_adam
-from .first_order.adam_gs import adam_gs as adam_gs
-from .first_order.adam_gs import lazy_adam_gs as lazy_adam_gs
-from .first_order.adam_gs import scale_by_adam_gs as scale_by_adam_gs
-from .first_order.adam_gs import scale_by_lazy_adam_gs as scale_by_lazy_adam_gs
-from .first_order.adamax import adamax as adamax
-from .first_order.adamax import scale_by_adamax as scale_by_adamax
-from .first_order.adamw import adamw as adamw
-from .first_order.add_sign import add_sign as add_sign
-from .first_order.add_sign import scale_by_add_sign as scale_by_add_sign
-from .first_order.amsgrad import amsgrad as amsgrad
-from .first_order.amsgrad import scale_by_amsgrad as scale_by_amsgrad
-from .first_order.custom_adam import custom_adam as custom_adam
-from .first_order.grad_variance_scaled import grad_variance_scaled as grad_variance_scaled
-from .first_order.grad_variance_scaled import scale_by_grad_variance as scale_by_grad_variance
-from .first_order.gradient_descent import gradient_descent as gradient_descent
-from .first_order.lars import lars as lars
-from .first_order.lars import scale_by_lars_trust_ratio as scale_by_lars_trust_ratio
-from .first_order.momentum import momentum as momentum
-from .first_order.momentum import scale_by_momentum as scale_by_momentum
-from .first_order.momentumw import momentumw as momentumw
-from .first_order.nadam import nadam as nadam
-from .first_order.nadam import scale_by_nadam as scale_by_nadam
-from .first_order.neural_optimizer1 import neural_optimizer1 as neural_optimizer1
-from .first_order.neural_optimizer1 import scale_by_neural_optimizer1 as scale_by_neural_optimizer1
-from .first_order.normalized_sgd import normalized_sgd as normalized_sgd
-from .first_order.normalized_sgd import scale_by_own_norm as scale_by_own_norm
-from .first_order.power_sign import power_sign as power_sign
-from .first_order.power_sign import scale_by_power_sign as scale_by_power_sign
-from .first_order.reg_adagrad import reg_adagrad as reg_adagrad
-from .first_order.reg_adagrad import scale_by_reg_adagrad as scale_by_reg_adagrad
-from .first_order.rmsprop import rmsprop as rmsprop
-from .first_order.row_wise_adagrad import row_wise_adagrad as row_wise_adagrad
-from .first_order.row_wise_adagrad import scale_by_row_wise_adagrad as scale_by_row_wise_adagrad
-from .first_order.sign_decay import cosine_sign_decay as cosine_sign_decay
-from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
-from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
-from .interop.keras import keras_optimizer as keras_optimizer
-from .interop.returnn.learning_rate import LearningRateControl as LearningRateControl
-from .interop.returnn.updater import returnn_updater as returnn_updater
-from .interop.tf1.load import load_tf1_state as load_tf1_state
-from .interop.tf1.save import save_tf1_state as save_tf1_state
-from .interop.tf1.save import tf1_variables as tf1_variables
-from .proximal.adagrad_da import adagrad_da as adagrad_da
-from .proximal.ftrl import ftrl as ftrl
-from .proximal.proximal_adagrad import proximal_adagrad as proximal_adagrad
-from .proximal.proximal_gradient_descent import (
-    proximal_gradient_descent as proximal_gradient_descent,
+from .describe import describe
+from .distributed.agn import agn
+from .distributed.diloco import diloco
+from .distributed.drop_stale import drop_stale_gradient
+from .distributed.elastic_average import elastic_average
+from .distributed.engine.collectives import broadcast, per_replica
+from .distributed.engine.launch import (
+    map_over_replicas,
+    replica_specs,
+    replicate,
+    resize_replicas,
+    scan_local_steps,
 )
-from .registry import create as create
-from .registry import register as register
+from .distributed.model_average import model_average
+from .distributed.sync_replicas import sync_replicas
+from .first_order.adadelta import adadelta, scale_by_adadelta
+from .first_order.adagrad import adagrad, scale_by_adagrad
+from .first_order.adam import adam, lazy_adam, scale_by_adam, scale_by_lazy_adam
+from .first_order.adam_gs import adam_gs, lazy_adam_gs, scale_by_adam_gs, scale_by_lazy_adam_gs
+from .first_order.adamax import adamax, scale_by_adamax
+from .first_order.adamw import adamw
+from .first_order.add_sign import add_sign, scale_by_add_sign
+from .first_order.amsgrad import amsgrad, scale_by_amsgrad
+from .first_order.custom_adam import custom_adam
+from .first_order.grad_variance_scaled import grad_variance_scaled, scale_by_grad_variance
+from .first_order.gradient_descent import gradient_descent
+from .first_order.lars import lars, scale_by_lars_trust_ratio
+from .first_order.momentum import momentum, scale_by_momentum
+from .first_order.momentumw import momentumw
+from .first_order.nadam import nadam, scale_by_nadam
+from .first_order.neural_optimizer1 import neural_optimizer1, scale_by_neural_optimizer1
+from .first_order.normalized_sgd import normalized_sgd, scale_by_own_norm
+from .first_order.power_sign import power_sign, scale_by_power_sign
+from .first_order.reg_adagrad import reg_adagrad, scale_by_reg_adagrad
+from .first_order.rmsprop import rmsprop
+from .first_order.row_wise_adagrad import row_wise_adagrad, scale_by_row_wise_adagrad
+from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
+from .interop.keras import keras_optimizer
+from .interop.returnn.learning_rate import LearningRateControl as LearningRateControl
+from .interop.returnn.updater import returnn_updater
+from .interop.tf1.load import load_tf1_state
+from .interop.tf1.save import save_tf1_state
+from .interop.tf1.save import tf1_variables as tf1_variables
+from .proximal.adagrad_da import adagrad_da
+from .proximal.ftrl import ftrl
+from .proximal.proximal_adagrad import proximal_adagrad
+from .proximal.proximal_gradient_descent import proximal_gradient_descent
+from .registry import create, register
 from .rules.leafwise import full as full
-from .rules.leafwise import leafwise as leafwise
+from .rules.leafwise import leafwise
 from .rules.leafwise import zeros as zeros
-from .rules.learning_rate import scale_by_learning_rate as scale_by_learning_rate
+from .rules.learning_rate import scale_by_learning_rate
+from .rules.policies import RowsPolicy, Rule
 from .rules.policies import dense as dense
 from .rules.policies import lazy as lazy
 from .rules.policies import linear as linear
 from .rules.policies import touched as touched
-from .second_order.ggt import ggt as ggt
-from .second_order.ggt import scale_by_ggt as scale_by_ggt
-from .second_order.shampoo.api import blocked_shampoo as blocked_shampoo
-from .second_order.shampoo.api import scale_by_shampoo as scale_by_shampoo
-from .second_order.shampoo.api import shampoo as shampoo
-from .second_order.shampoo.grafting import graft as graft
-from .sparse.lookup import lookup as lookup
-from .sparse.lookup import value_and_grad as value_and_grad
-from .sparse.minimize import minimize as minimize
-from .sparse.on_rows import on_rows as on_rows
-from .state.averages import eval_params as eval_params
-from .state.averages import swap as swap
-from .state.sharding import state_sharding as state_sharding
-from .state.slots import get_slot as get_slot
-from .state.slots import set_slot as set_slot
-from .state.slots import slot_names as slot_names
-from .state.types import LeafwiseState as LeafwiseState
-from .state.types import ReplicaState as ReplicaState
-from .transforms.check_numerics import check_numerics as check_numerics
-from .transforms.clip_by_average_norm import clip_by_average_norm as clip_by_average_norm
-from .transforms.clip_by_global_norm import clip_by_global_norm as clip_by_global_norm
-from .transforms.clip_by_norm import clip_by_norm as clip_by_norm
-from .transforms.nan_inf_filter import gradient_nan_inf_filter as gradient_nan_inf_filter
-from .transforms.summaries import gradient_summaries as gradient_summaries
-from .transforms.summaries import read_summaries as read_summaries
-from .transforms.zero_if_norm_exceeds import zero_if_norm_exceeds as zero_if_norm_exceeds
-from .wrappers.accumulate import accumulate as accumulate
-from .wrappers.groups import groups as groups
-from .wrappers.moving_average import moving_average as moving_average
-from .wrappers.multitask import multitask as multitask
-from .wrappers.slots_dtype import slots_dtype as slots_dtype
-from .wrappers.stacked import stacked as stacked
-from .wrappers.variable_clipping import variable_clipping as variable_clipping
-from .wrappers.weight_decay import decoupled_weight_decay as decoupled_weight_decay
+from .rules.treewise import treewise
+from .second_order.ggt import ggt, scale_by_ggt
+from .second_order.shampoo.api import blocked_shampoo, scale_by_shampoo, shampoo
+from .second_order.shampoo.grafting import graft
+from .sparse.lookup import lookup, value_and_grad
+from .sparse.minimize import minimize
+from .sparse.on_rows import on_rows
+from .state.averages import eval_params, swap
+from .state.sharding import state_sharding
+from .state.slots import get_slot, set_slot, slot_names
+from .state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState, Slot
+from .transforms.check_numerics import check_numerics
+from .transforms.clip_by_average_norm import clip_by_average_norm
+from .transforms.clip_by_global_norm import clip_by_global_norm
+from .transforms.clip_by_norm import clip_by_norm
+from .transforms.nan_inf_filter import gradient_nan_inf_filter
+from .transforms.summaries import gradient_summaries, read_summaries
+from .transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
+from .wrappers.accumulate import accumulate
+from .wrappers.groups import groups
+from .wrappers.moving_average import moving_average
+from .wrappers.multitask import multitask
+from .wrappers.slots_dtype import slots_dtype
+from .wrappers.stacked import stacked
+from .wrappers.variable_clipping import variable_clipping
+from .wrappers.weight_decay import decoupled_weight_decay
+
+__all__ = [
+    "CATALOG",
+    "DISTRIBUTED",
+    "WRAPPERS",
+    "LeafwiseState",
+    "LocalSGDState",
+    "ReplicaState",
+    "RowsPolicy",
+    "Rule",
+    "SharedParamsState",
+    "Slot",
+    "SparseRows",
+    "accumulate",
+    "adadelta",
+    "adagrad",
+    "adagrad_da",
+    "adam",
+    "adam_gs",
+    "adamax",
+    "adamw",
+    "add_sign",
+    "agn",
+    "amsgrad",
+    "blocked_shampoo",
+    "broadcast",
+    "check_numerics",
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "coalesce",
+    "cosine_sign_decay",
+    "create",
+    "custom_adam",
+    "decoupled_weight_decay",
+    "densify",
+    "describe",
+    "diloco",
+    "drop_stale_gradient",
+    "elastic_average",
+    "eval_params",
+    "ftrl",
+    "get_slot",
+    "ggt",
+    "grad_variance_scaled",
+    "gradient_descent",
+    "gradient_nan_inf_filter",
+    "gradient_summaries",
+    "graft",
+    "groups",
+    "keras_optimizer",
+    "lars",
+    "lazy_adam",
+    "lazy_adam_gs",
+    "leafwise",
+    "linear_sign_decay",
+    "load_tf1_state",
+    "lookup",
+    "map_over_replicas",
+    "minimize",
+    "model_average",
+    "momentum",
+    "momentumw",
+    "moving_average",
+    "multitask",
+    "nadam",
+    "neural_optimizer1",
+    "normalized_sgd",
+    "on_rows",
+    "on_values",
+    "per_replica",
+    "power_sign",
+    "proximal_adagrad",
+    "proximal_gradient_descent",
+    "read_summaries",
+    "reg_adagrad",
+    "register",
+    "replica_specs",
+    "replicate",
+    "resize_replicas",
+    "restart_sign_decay",
+    "returnn_updater",
+    "rmsprop",
+    "row_wise_adagrad",
+    "save_tf1_state",
+    "scale_by_adadelta",
+    "scale_by_adagrad",
+    "scale_by_adam",
+    "scale_by_adam_gs",
+    "scale_by_adamax",
+    "scale_by_add_sign",
+    "scale_by_amsgrad",
+    "scale_by_ggt",
+    "scale_by_grad_variance",
+    "scale_by_lars_trust_ratio",
+    "scale_by_lazy_adam",
+    "scale_by_lazy_adam_gs",
+    "scale_by_learning_rate",
+    "scale_by_momentum",
+    "scale_by_nadam",
+    "scale_by_neural_optimizer1",
+    "scale_by_own_norm",
+    "scale_by_power_sign",
+    "scale_by_reg_adagrad",
+    "scale_by_row_wise_adagrad",
+    "scale_by_shampoo",
+    "scan_local_steps",
+    "set_slot",
+    "shampoo",
+    "slot_names",
+    "slots_dtype",
+    "stacked",
+    "state_sharding",
+    "swap",
+    "sync_replicas",
+    "treewise",
+    "value_and_grad",
+    "variable_clipping",
+    "zero_if_norm_exceeds",
+]

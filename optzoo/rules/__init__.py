@@ -1,1 +1,21 @@
 """From a rule for one array to a transformation of a whole tree."""
+
+from .leafwise import full, leafwise, zeros
+from .learning_rate import scale_by_learning_rate
+from .policies import RowsPolicy, RowsRule, Rule, dense, lazy, linear, touched
+from .treewise import treewise
+
+__all__ = [
+    "RowsPolicy",
+    "RowsRule",
+    "Rule",
+    "dense",
+    "full",
+    "lazy",
+    "leafwise",
+    "linear",
+    "scale_by_learning_rate",
+    "touched",
+    "treewise",
+    "zeros",
+]
