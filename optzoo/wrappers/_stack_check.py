@@ -61,7 +61,8 @@ def check_same_operations(
 
     try:
         of_stacks = operations(layout)
-        for singles in {tuple((members[k],) for members in layout) for k in (1, -1)}:
+        second, last = (tuple((members[k],) for members in layout) for k in (1, -1))
+        for singles in dict.fromkeys([second, last]):
             of_singles = operations(singles)
             if of_singles == of_stacks:
                 continue

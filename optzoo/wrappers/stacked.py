@@ -104,7 +104,7 @@ def stacked(
     def update(updates, state, params=None, **extra_args):
         own = layout_of(state)
         kinds = _kinds(updates, params)
-        # Without slots every layout is as good, for it leaves no trace.
+        # Without slots any layout is right, for the state has none.
         layout = own or layout_by_shape(updates if params is None else params)
         layout = tuple(m for members in layout for m in _grouped(members, kinds, max_members))
         flags = {k: v if isinstance(v, bool | str) else None for k, v in extra_args.items()}
@@ -125,7 +125,7 @@ def _kind(a: Any) -> Any:
     if a is None or is_rows(a) or isinstance(a, optax.MaskedNode):
         return None
     a = jax.typeof(a) if not isinstance(a, jax.ShapeDtypeStruct) else a
-    # Of weakly typed arrays a stack would be another type.
+    # A stack of weakly typed arrays would have another type.
     stackable = jnp.issubdtype(a.dtype, jnp.inexact) and not a.weak_type
     return (a.size, a.shape, a.dtype) if stackable else None
 
@@ -157,6 +157,7 @@ def _restacked(inner: optax.GradientTransformation, state: Any, layout: Layout) 
 
 
 def _check_slot_shapes(state: Any, params: Any) -> None:
+    """Raises ``ValueError`` unless each stack in the state has the shape of its parameters."""
     nodes, _ = flatten_with_stacks(params)
     shapes = {
         (*node.members,): (i, _shapes(node)) for i, node in enumerate(nodes) if is_stack(node)
