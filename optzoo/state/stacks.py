@@ -8,21 +8,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked
+from ..core.paths import is_masked, path_name
 from ..core.rows import is_sparse_or_none
 
-# Which leaves are stacked: for each stack the places of its members in the flattened tree.
+# Which leaves are stacked: for each stack the positions of its members in the flattened tree.
 Layout = tuple[tuple[int, ...], ...]
 
 
 class Stack(NamedTuple):
-    """Stands in the place of its first member; in those of the others is ``optax.MaskedNode()``.
+    """Replaces its first member in the tree; ``optax.MaskedNode()`` replaces the others.
 
-    So a tree with stacks has the paths of the tree without, and says by itself, in plain
-    dictionaries and arrays, what belongs where.
+    So a tree with stacks has the paths of the tree without, and contains, in plain dictionaries
+    and arrays, which parameter is where.
     """
 
-    members: dict[str, Any]  # one array; its key is the places of the members, such as "0-3,7"
+    members: dict[str, Any]  # one array; its key is the positions of the members, such as "0-3,7"
 
 
 def is_stack(x: Any) -> bool:
@@ -30,11 +30,18 @@ def is_stack(x: Any) -> bool:
     return isinstance(x, Stack)
 
 
-def places(tree: Any) -> tuple[list[Any], Any]:
-    """What stands in each place of a tree, stacked or not, and the structure of the tree."""
+def flatten_with_stacks(tree: Any) -> tuple[list[Any], Any]:
+    """The nodes and the structure of a tree; stacks, masked and missing leaves are nodes, too."""
     return jax.tree.flatten(
         tree, is_leaf=lambda x: is_stack(x) or is_masked(x) or is_sparse_or_none(x)
     )
+
+
+def name_at(tree: Any, position: int) -> str:
+    """The path of a node of :func:`flatten_with_stacks`, such as ``layers/0/bias``."""
+    nodes, treedef = flatten_with_stacks(tree)
+    path, _ = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(len(nodes))))[position]
+    return path_name(path)
 
 
 def layout_of(tree: Any) -> Layout:
@@ -50,11 +57,11 @@ def stack(tree: Any, layout: Layout) -> Any:
         tree: without stacks.
         layout: the leaves of each stack have the same shape and dtype.
     """
-    nodes, treedef = places(tree)
+    nodes, treedef = flatten_with_stacks(tree)
     for members in layout:
         first, *others = members
-        array = _stacked([nodes[i] for i in members])
-        nodes[first] = Stack({_written(members): array})
+        array = _join([nodes[i] for i in members])
+        nodes[first] = Stack({_key(members): array})
         for i in others:
             nodes[i] = optax.MaskedNode()
     return treedef.unflatten(nodes)
@@ -62,10 +69,10 @@ def stack(tree: Any, layout: Layout) -> Any:
 
 def unstack(tree: Any) -> Any:
     """The tree without stacks: what :func:`stack` was given."""
-    nodes, treedef = places(tree)
+    nodes, treedef = flatten_with_stacks(tree)
     for node in filter(is_stack, list(nodes)):
         members = _members(node)
-        for i, leaf in zip(members, _unstacked(_array(node), len(members)), strict=True):
+        for i, leaf in zip(members, _split(_array(node), len(members)), strict=True):
             nodes[i] = leaf
     return treedef.unflatten(nodes)
 
@@ -81,7 +88,7 @@ def _members(node: Stack) -> tuple[int, ...]:
     return tuple(i for run in runs for i in range(int(run[0]), int(run[-1]) + 1))
 
 
-def _written(members: Sequence[int]) -> str:
+def _key(members: Sequence[int]) -> str:
     runs = list[list[int]]()
     for i in members:
         if runs and runs[-1][-1] == i - 1:
@@ -91,13 +98,13 @@ def _written(members: Sequence[int]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def _stacked(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Any]) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
     return jnp.stack(leaves)
 
 
-def _unstacked(array: Any, number: int) -> Iterable[Any]:
+def _split(array: Any, number: int) -> Iterable[Any]:
     if isinstance(array, jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * number
     return jnp.unstack(array)

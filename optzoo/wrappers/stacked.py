@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_size
-from ..core.paths import check_mask, path_name, resolve_mask
+from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.slots import map_slot_trees
-from ..state.stacks import Layout, layout_of, places, stack, unstack
-from ._elementwise import check_elementwise
+from ..state.stacks import Layout, flatten_with_stacks, is_stack, layout_of, name_at, stack, unstack
+from ._stack_check import check_same_operations
 
 
 def stacked(
@@ -22,26 +22,35 @@ def stacked(
     *,
     max_size: int = 256,
     max_members: int = 16,
+    check: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps and updates small parameters of equal shape and dtype as one array.
 
-    With a thousand small parameters an optimizer spends its time on calling kernels, and XLA its
-    own on compiling them. Here up to ``max_members`` parameters of equal shape and dtype share one
-    array in each slot and one kernel in each operation. The numbers are those of ``inner``, to the
-    rounding of the compiler. It pays for hundreds of parameters: the stacks of gradients are
-    copies, and compiling one takes longer than compiling the update of a few parameters.
+    With a thousand small parameters most of the time is spent on calling kernels, and before that
+    on compiling them. Here up to ``max_members`` parameters of equal shape and dtype share one
+    array in each slot and one kernel in each operation. The values are those of ``inner``, to the
+    rounding of the compiler. This is useful for hundreds of parameters: gradients are copied into
+    the stacks, and compiling a stack takes longer than compiling the update of a few parameters.
 
     The state is that of ``inner`` with stacks in its trees, so :func:`optzoo.get_slot` and
     ``optax.tree.map_params`` work on it. Which parameters are stacked follows from shapes and from
     the arguments here, which are a part of the format of checkpoints.
 
-    ``inner`` must be element-wise, and may not tell parameters from each other by name or shape.
-    This is read off the operations of the update when it is traced, with no cost at run time;
-    without ``jit``, once for each set of shapes. Norms, clipping and masks go around it or in
-    front of it, and so does :func:`optzoo.slots_dtype` with its options.
+    ``inner`` must be element-wise and must treat all parameters of a shape alike: a new element
+    depends on the same element of the gradient, the parameter and the slots, and on scalars of the
+    optimizer, by a rule that does not depend on the name, the shape or the rank of the parameter.
+    Norms, clipping, noise and masks go around ``stacked`` or in front of it, and so does
+    :func:`optzoo.slots_dtype` with its options.
+
+    When the update is traced, common violations are found and refused (``check``): norms, sums
+    over axes, random numbers, and what depends on shapes, ranks or the names of members that are
+    compared, at no cost at run time. Not found are operations along the first axis alone, such as
+    a cumulative sum; sums of different parameters, element by element; and names that concern
+    neither of the members compared, the first two and the last of each stack.
+    ``optzoo.testing.check_stacked`` compares the values on parameters like yours, and finds these.
 
     A parameter whose gradient is missing, row-sparse or of another dtype than those of its stack
-    leaves the stack for this update: right, but slow.
+    leaves the stack for this update: the result is the same, but it is slow.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -53,29 +62,33 @@ def stacked(
         (3,)
 
     Args:
-        inner: an element-wise optimizer, ours or another.
+        inner: an element-wise optimizer, of this library or another.
         which: which parameters may be stacked: a tree of bools, or a tuple of fragments of their
             paths; None for all. Those that are sharded over devices must not be.
         max_size: how many elements a stacked parameter has at most, at least 0. Copying large ones
             costs more than is gained.
         max_members: how many parameters a stack has at most, at least 1. The time of compilation
             grows with it.
+        check: whether ``update``, when it is traced, compares the operations on stacks with those
+            on single parameters. False if it refuses an ``inner`` that is right with stacks, such
+            as one with a norm of all parameters together.
 
     Raises:
         TypeError: if ``which`` is something else, or a size is no int.
         ValueError: if a size is out of its range; by ``init``, if a parameter to be stacked is
-            sharded; by ``update`` when it is traced, if ``inner`` is not element-wise.
+            sharded or has a slot of another shape; by ``update`` when it is traced, if ``check``
+            finds other operations.
     """
     check_mask(which=which)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
     inner = optax.with_extra_args_support(inner)
-    proved = set[Any]()  # a memory, not a state: the same shapes would prove the same again
+    checked = set[Any]()  # so that without jit each set of shapes is traced once
 
     def layout_by_shape(tree):
         if not jax.tree.leaves(tree):
             return ()
-        nodes, _ = places(tree)
-        marks, _ = places(resolve_mask(True if which is None else which, tree))
+        nodes, _ = flatten_with_stacks(tree)
+        marks, _ = flatten_with_stacks(resolve_mask(True if which is None else which, tree))
         kinds = [_kind(a) if mark is True else None for mark, a in zip(marks, nodes, strict=True)]
         small = lambda kind: kind is not None and kind[0] <= max_size
         return _grouped(range(len(nodes)), [k if small(k) else None for k in kinds], max_members)
@@ -83,19 +96,22 @@ def stacked(
     def init(params):
         layout = layout_by_shape(params)
         _check_not_sharded(params, layout)
-        return inner.init(stack(params, layout))
+        in_stacks = stack(params, layout)
+        state = inner.init(in_stacks)
+        _check_slot_shapes(state, in_stacks)
+        return state
 
     def update(updates, state, params=None, **extra_args):
         own = layout_of(state)
         kinds = _kinds(updates, params)
-        # Without slots every layout is as good, for it leaves no trace.
+        # Without slots any layout is right, for the state has none.
         layout = own or layout_by_shape(updates if params is None else params)
         layout = tuple(m for members in layout for m in _grouped(members, kinds, max_members))
         flags = {k: v if isinstance(v, bool | str) else None for k, v in extra_args.items()}
         case = layout, jax.tree.structure(updates), tuple(kinds), *sorted(flags.items())
-        if layout and case not in proved:
-            check_elementwise(inner, updates, params, extra_args, layout)
-            proved.add(case)
+        if check and layout and case not in checked:
+            check_same_operations(inner, updates, params, extra_args, layout)
+            checked.add(case)
         params = None if params is None else stack(params, layout)
         state = _restacked(inner, state, layout)
         updates, state = inner.update(stack(updates, layout), state, params, **extra_args)
@@ -109,15 +125,15 @@ def _kind(a: Any) -> Any:
     if a is None or is_rows(a) or isinstance(a, optax.MaskedNode):
         return None
     a = jax.typeof(a) if not isinstance(a, jax.ShapeDtypeStruct) else a
-    # Of weakly typed arrays a stack would be another type.
+    # A stack of weakly typed arrays would have another type.
     stackable = jnp.issubdtype(a.dtype, jnp.inexact) and not a.weak_type
     return (a.size, a.shape, a.dtype) if stackable else None
 
 
 def _kinds(updates: Any, params: Any) -> list[Any]:
     """Of each gradient and its parameter."""
-    gs, _ = places(updates)
-    xs = gs if params is None else places(params)[0]
+    gs, _ = flatten_with_stacks(updates)
+    xs = gs if params is None else flatten_with_stacks(params)[0]
     about = lambda x: (jnp.shape(x), jnp.result_type(x))
     kinds = zip(map(_kind, gs), xs, strict=True)
     return [kind and (kind, about(x)) for kind, x in kinds]
@@ -140,14 +156,32 @@ def _restacked(inner: optax.GradientTransformation, state: Any, layout: Layout) 
     return map_slot_trees(inner, restack, state)
 
 
+def _check_slot_shapes(state: Any, params: Any) -> None:
+    """Raises ``ValueError`` unless each stack in the state has the shape of its parameters."""
+    nodes, _ = flatten_with_stacks(params)
+    shapes = {
+        (*node.members,): (i, _shapes(node)) for i, node in enumerate(nodes) if is_stack(node)
+    }
+    for slot in filter(is_stack, jax.tree.leaves(state, is_leaf=is_stack)):
+        i, shape = shapes[(*slot.members,)]
+        if _shapes(slot) != shape:
+            raise ValueError(
+                "optzoo.stacked cannot stack parameters here: inner has a slot whose shape is not "
+                f"that of parameter '{name_at(params, i)}': keep it out of the stacks with `which`"
+            )
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return list(map(jnp.shape, jax.tree.leaves(tree)))
+
+
 def _check_not_sharded(params: Any, layout: Layout) -> None:
-    nodes, treedef = places(params)
-    paths = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(len(nodes))))
+    nodes, _ = flatten_with_stacks(params)
     for i in itertools.chain(*layout):
         x = nodes[i]
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if sharding is not None and not sharding.is_fully_replicated:
             raise ValueError(
-                f"parameter '{path_name(paths[i][0])}' is sharded over devices, {sharding}: keep "
+                f"parameter '{name_at(params, i)}' is sharded over devices, {sharding}: keep "
                 "it out of the stacks of optzoo.stacked with `which` or a smaller max_size"
             )

@@ -1,6 +1,7 @@
-"""Stacks give the numbers of the optimizer they are around, with fewer arrays."""
+"""Stacks give the values of the optimizer inside, with fewer arrays."""
 
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -13,11 +14,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import CATALOG, SparseRows
+from optzoo.core.paths import path_name
 from optzoo.state.sharding import state_sharding
 from optzoo.state.stacks import Stack, layout_of, stack, unstack
-from optzoo.testing import samples
+from optzoo.testing import check_stacked, samples
 from optzoo.testing.samples import avals, dense_grads, step
 from optzoo.wrappers.stacked import stacked
+
+
+class LateState(NamedTuple):
+    """A count and a slot."""
+
+    count: jax.Array
+    total: Any
+
 
 # What looks at more than an element.
 WHOLE = {"blocked_shampoo", "ggt", "lars", "normalized_sgd", "row_wise_adagrad", "shampoo"}
@@ -61,7 +71,7 @@ def arrays(tree):
     return len(jax.tree.leaves(tree))
 
 
-# Numbers
+# Values
 
 
 def test_equals_every_optimizer_of_the_catalogue_or_refuses(entry, request):
@@ -85,44 +95,131 @@ def _plus_the_first(grads, _):
 
 
 REFUSED = {
-    "norm": (optax.lamb(0.1), "`reduce_sum` of parameter 'layers/0/bias' is not element-wise"),
-    "global norm": (optax.clip_by_global_norm(1.0), "not element-wise"),
-    "factored": (
-        optax.scale_by_factored_rms(),
-        "not keep an array of the same shape for parameter",
+    "norm": (
+        optax.lamb(0.1),
+        r"parameter 'layers/1/bias' are not .* \(they differ in .*reduce_sum",
     ),
-    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "not element-wise"),
-    "all finite": (optax.apply_if_finite(optax.sgd(0.1), 2), "not element-wise"),
+    "global norm": (optax.clip_by_global_norm(1.0), r"they differ in reduce_sum\)"),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "they differ in random_bits"),
+    "all finite": (optax.apply_if_finite(optax.sgd(0.1), 2), r"they differ in reduce_and\)"),
     "names": (
         optax.masked(
             optax.scale(2.0),
             lambda tree: jax.tree_util.tree_map_with_path(lambda k, _: "1" in str(k), tree),
         ),
-        "it treats parameter 'layers/[0-3]/(bias|kernel)' otherwise",
+        r"parameter 'layers/1/(bias|kernel)' are not .* \(they differ in mul\)",
     ),
     "ranks": (
         optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
-        "it treats parameter 'layers/0/bias' otherwise",
+        "parameter 'layers/1/bias' are not",
     ),
     "sizes": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: x / x.size, g)),
-        "it treats parameter 'layers/0/bias' otherwise",
+        r"parameter 'layers/1/bias' are not .* \(they differ in div\)",
     ),
     "neighbours": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), g)),
-        "not element-wise",
+        "parameter 'layers/1/bias' are not .*they differ in .*slice",
     ),
-    "others": (optax.stateless(_plus_the_first), "`add` of parameter '.*/bias' and parameter '.*"),
 }
+# Not found by the operations of the update.
+DIFFERENT = {
+    "factored": optax.scale_by_factored_rms(),
+    "others": optax.stateless(_plus_the_first),
+    "cumulative": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.cumsum(x, 0), g)),
+    "slots of others": optax.chain(optax.stateless(_plus_the_first), optax.scale_by_adam()),
+    "one name of many": optax.adamw(
+        1e-3,
+        mask=lambda tree: jax.tree_util.tree_map_with_path(
+            lambda path, _: "2/bias" not in path_name(path), tree
+        ),
+    ),
+}
+# A sum over all parameters is the same with stacks, but its operations are not.
+SAME = {"global norm", "all finite"}
 
 
 @pytest.mark.parametrize(("inner", "reason"), REFUSED.values(), ids=list(REFUSED))
-def test_refuses_what_is_not_element_wise_and_says_why(inner, reason):
+def test_refuses_other_operations_and_names_them(inner, reason):
     tx, x = stacked(inner), params()
-    with pytest.raises((ValueError, TypeError), match=reason) as caught:
+    with pytest.raises(ValueError, match=reason) as caught:
         jax.eval_shape(lambda: step(tx, dense_grads(x), x))
     text = str(caught.value) + " ".join(getattr(caught.value, "__notes__", []))
     assert "optzoo.stacked" in text and "optax.chain(optax.clip_by_global_norm" in text
+
+
+@pytest.mark.parametrize("x", [params(), jax.eval_shape(params)], ids=["arrays", "abstract"])
+def test_slots_of_other_shapes_are_refused(x):
+    refused = (
+        "optzoo.stacked cannot stack .* shape is not that of parameter 'layers/0/bias'.*`which`"
+    )
+    with pytest.raises(ValueError, match=refused):
+        stacked(optax.scale_by_factored_rms(), check=False).init(x)
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_sums_over_all_parameters_are_right_without_the_check(name):
+    inner, _ = REFUSED[name]
+    assert_same(three_steps(stacked(inner, check=False)), three_steps(inner))
+    check_stacked(inner, params())
+
+
+# The check of the values
+
+
+@pytest.mark.parametrize("make", OPTAX.values(), ids=list(OPTAX))
+def test_check_passes_element_wise_optimizers_of_optax(make):
+    check_stacked(make(), params(4), max_members=3)
+
+
+def test_check_passes_the_catalogue_or_names_the_difference(entry, request):
+    check = lambda: check_stacked(samples.make(entry), params(4), missing=True)
+    if request.node.callspec.params["entry"] not in WHOLE:
+        check()
+        return
+    with pytest.raises(AssertionError, match="with stacks"):
+        check()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [*(inner for name, (inner, _) in REFUSED.items() if name not in SAME), *DIFFERENT.values()],
+    ids=[*(name for name in REFUSED if name not in SAME), *DIFFERENT],
+)
+def test_check_finds_every_difference(inner):
+    x = params(5)
+    x["layers"] = (*x["layers"][:-1], jnp.ones(1))  # of a scalar there are no neighbours
+    with pytest.raises(
+        AssertionError, match=r"update of 'layers/\d/(bias|kernel)'|fails with stacks"
+    ):
+        check_stacked(inner, x)
+
+
+def test_check_names_the_slot_and_the_step():
+    def late(updates, state, params=None):
+        del params
+        total = jax.tree.map(lambda s, g: s + g, state.total, updates)
+        rolled = jax.tree.map(lambda s: jnp.where(state.count > 0, jnp.flip(s, 0), s), total)
+        return updates, LateState(state.count + 1, rolled)
+
+    init = lambda params: LateState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+    x = [jnp.ones(3), jnp.ones(3), jnp.ones(2)]
+    with pytest.raises(AssertionError, match=r"with stacks .* 'total/0' is .* in step 1, without"):
+        check_stacked(optax.GradientTransformation(init, late), x)
+
+
+def test_check_needs_stacks():
+    with pytest.raises(ValueError, match="share a stack"):
+        check_stacked(optax.adam(0.1), [jnp.ones(2), jnp.ones(3)])
+    with pytest.raises(ValueError, match="share a stack"):
+        check_stacked(optax.adam(0.1), params(), max_members=1)
+
+
+def test_check_takes_abstract_parameters_and_extra_arguments():
+    x = jax.eval_shape(params)
+    check_stacked(CATALOG["adam_gs"].make(), x, extra_args={"global_step": jnp.int32(3)})
+    with pytest.raises(ValueError, match="global step"):
+        check_stacked(CATALOG["adam_gs"].make(), x)
 
 
 def test_names_may_tell_whole_stacks_from_each_other():
@@ -347,7 +444,7 @@ def test_schedules_rates_and_global_steps():
         stacked(gs).update(params(), stacked(gs).init(params()), params())
 
 
-def test_flags_are_proved_one_by_one():
+def test_flags_are_checked_one_by_one():
     tx, x = optzoo.reg_adagrad(0.1), params()
     both, state = stacked(tx), stacked(tx).init(x)
     for flag in (True, False):

@@ -1,0 +1,102 @@
+"""Compares what an optimizer does to a stack with what it does to a single parameter.
+
+The programs of an element-wise update differ in nothing but shapes. So the update is traced,
+abstractly, on the stacks and on one parameter of each, and the operations are counted without
+their shapes. A norm reduces other axes of a stack, and a rule that looks at ranks, sizes or names
+chooses other operations.
+
+This finds common mistakes and proves nothing: of each stack only the second and the last parameter
+are compared with the stack, which has the name of the first. The values are compared by
+``optzoo.testing.check_stacked``.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.compat import inner_jaxprs
+from ..state.stacks import Layout, flatten_with_stacks, name_at, stack
+
+
+def check_same_operations(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+    layout: Layout,
+) -> None:
+    """Raises if the update of stacks has other operations than that of their members.
+
+    Args:
+        inner: the optimizer.
+        updates: its gradients, without stacks.
+        params: its parameters or None.
+        extra_args: of its update.
+        layout: which leaves are stacked.
+
+    Raises:
+        ValueError: if the operations differ.
+    """
+    gs, treedef = flatten_with_stacks(updates)
+    # Something must take the place of the parameters in the state.
+    xs = gs if params is None else flatten_with_stacks(params)[0]
+
+    def run(gs, xs):
+        return inner.update(gs, inner.init(xs), None if params is None else xs, **extra_args)
+
+    def operations(groups):
+        """Of the update of some stacks alone; a group of one is a parameter without a stack."""
+        chosen = set(itertools.chain(*groups))
+        struct = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
+        tree = lambda nodes: treedef.unflatten(
+            [struct(a) if i in chosen else optax.MaskedNode() for i, a in enumerate(nodes)]
+        )
+        stacks = tuple(group for group in groups if len(group) > 1)
+        jaxpr = jax.make_jaxpr(run)(stack(tree(gs), stacks), stack(tree(xs), stacks))
+        return collections.Counter(_operations(jaxpr))
+
+    try:
+        of_stacks = operations(layout)
+        second, last = (tuple((members[k],) for members in layout) for k in (1, -1))
+        for singles in dict.fromkeys([second, last]):
+            of_singles = operations(singles)
+            if of_singles == of_stacks:
+                continue
+            pairs = zip(layout, singles, strict=True)
+            differing = (one for many, one in pairs if operations([many]) != operations([one]))
+            [position] = next(differing, singles[0])
+            names = {name for name, *_ in (of_singles - of_stacks) | (of_stacks - of_singles)}
+            raise ValueError(
+                "optzoo.stacked cannot stack parameters here: the operations on parameter "
+                f"'{name_at(updates, position)}' are not those on its stack (they differ in "
+                f"{', '.join(sorted(names))}). inner must be element-wise and treat all parameters "
+                "of a shape alike"
+            )
+    except Exception as error:
+        error.add_note(_HINT)
+        raise
+
+
+def _operations(jaxpr: Any) -> Iterator[tuple[str, ...]]:
+    """The operations of a program, each with its options and constants."""
+    for eqn in jaxpr.eqns:
+        bodies = list(inner_jaxprs(eqn))
+        for body in bodies:
+            yield from _operations(body)
+        # A scalar is broadcast to the shape of a stack, but not to that of another scalar.
+        if not bodies and eqn.primitive.name != "broadcast_in_dim":
+            constants = (str(v.val) for v in eqn.invars if hasattr(v, "val"))
+            yield eqn.primitive.name, str(eqn.params), *constants
+
+
+_HINT = (
+    "(optzoo.stacked tried inner on stacks of parameters. What looks at a parameter as a whole or "
+    "at its name belongs around it or in front of it, as in "
+    "optax.chain(optax.clip_by_global_norm(1.0), optzoo.stacked(optimizer)), or the parameter is "
+    "kept out of the stacks with `which`)"
+)
