@@ -8,7 +8,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import descend
+from ..rules.learning_rate import scale_by_learning_rate
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
@@ -82,4 +82,5 @@ def amsgrad(
         original divides zero by zero and its parameter stays NaN. Row-sparse gradients and float64
         are accepted; the original raises a TypeError for them.
     """
-    return descend(learning_rate, scale_by_amsgrad(b1, b2, eps, decay))
+    # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
+    return optax.chain(scale_by_amsgrad(b1, b2, eps, decay), scale_by_learning_rate(learning_rate))

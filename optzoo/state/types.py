@@ -67,7 +67,7 @@ ReplicaState = LocalSGDState | SharedParamsState
 
 
 def map_nodes(kind: Any, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``f`` of every node of a type in a tree; everything else stays as it is."""
+    """The first tree with ``f`` of every node of a type, and of the nodes there in the others."""
     is_node = lambda node: isinstance(node, kind)
     change = lambda node, *others: f(node, *others) if is_node(node) else node
     return jax.tree.map(change, tree, *rest, is_leaf=is_node)

@@ -19,12 +19,12 @@ def unpack_state(state: Any) -> Any:
 def pack_state_like(packed: Any, state: Any) -> Any:
     """An unpacked state in the form of another one."""
 
-    def packed_like(old, x):
+    def packed_like(x, old):
         pairs = zip(unpack(old.slots), x.slots, strict=True)
         stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
         return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
 
-    return map_nodes(LeafwiseState, packed_like, packed, state)
+    return map_nodes(LeafwiseState, packed_like, state, packed)
 
 
 def arrays_by_path(tree: Any) -> dict[str, Any]:
