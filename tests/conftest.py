@@ -14,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# What of the battery does not apply.
+# The conformance tests that do not apply.
 EXCEPT = {
     # A norm of all parameters flattened into one is another norm.
     "tests/test_contract.py::test_flatten[lars]",

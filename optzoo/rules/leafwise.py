@@ -1,9 +1,9 @@
 """Lifts a rule for one array to an optax transformation over a whole tree.
 
-Almost every optimizer treats each parameter on its own. Such an optimizer says two things only:
-the *slots* it keeps beside a parameter, and the *rule* that turns a gradient and the slots into
-an update and new slots. :func:`leafwise` supplies all the rest: missing gradients, sparse rows,
-dtypes, and with :func:`treewise` the step count, schedules and the walk over the tree.
+Almost every optimizer treats each parameter independently. Such an optimizer defines two things:
+the *slots* that it keeps for a parameter, and the *rule* that turns a gradient and the slots into
+an update and new slots. :func:`leafwise` adds the rest: missing gradients, sparse rows, dtypes,
+storage of slots, step count, schedules and the walk over the tree.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from .policies import RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
-    """A slot of zeros beside the parameter ``x``."""
+    """A slot of zeros for the parameter ``x``."""
     return full(0)(x)
 
 
@@ -41,21 +41,24 @@ def leafwise(
     needs_params: bool = False,
     needs_global_step: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies ``rule`` to each leaf of a tree: the way to write an optimizer of your own.
+    """Applies ``rule`` to each leaf of a tree: the way to write your own optimizer.
 
-    The rule computes in at least float32 whatever the dtypes of gradients, slots and parameters;
-    its update then takes the gradient's dtype, and each slot keeps its own.
+    The rule computes in at least float32, whatever the dtypes of gradients, slots and parameters;
+    its update then takes the gradient's dtype, and each slot keeps its dtype and its storage.
 
-    A gradient of ``None`` leaves its parameter and slots alone.
+    If a gradient is ``None``, its parameter and slots are unchanged.
 
     Args:
         rule: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)`` for one array, where
-            ``t`` counts the updates from 1. The update is added to the parameter.
+            ``t`` counts the updates from 1. The update is added to the parameter. It may be a
+            function of the new slots: ``lambda slots: ...``. Then it is computed from them as they
+            are stored, which avoids copies where :func:`optzoo.slots_dtype` packs them or rounds
+            them at random.
         slots: a named tuple of initializers, each a function of the parameter: :func:`zeros`,
             ``full(0.1)``. Its field names are the names of the slots.
         rows: what the rule becomes for a :class:`SparseRows` gradient: :func:`lazy`,
-            :func:`dense`, :func:`touched`, :func:`linear` or a function of your own, which gets the
-            rule with its casts around it.
+            :func:`dense`, :func:`touched`, :func:`linear` or your own :class:`RowsPolicy`, which
+            gets the rule with its casts.
         scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule. A
             schedule is called with the number of updates before this one, or with
             ``update(..., global_step=)``. ``update(..., name=value)`` overrides one of them for
@@ -63,7 +66,7 @@ def leafwise(
         powers: bases whose ``t``-th powers the rule gets by keyword. They are running products
             in float32 kept in the state, as TensorFlow keeps ``beta1_power``: bias corrections
             such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
-            numbers need equal products.
+            results need equal products.
         needs_params: whether the rule reads the parameter.
         needs_global_step: whether ``update`` must be given ``global_step=``.
 

@@ -22,33 +22,37 @@ def slots_dtype(
     packed: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the slots of any optimizer of this library in ``dtype``.
+    """Stores the slots of any optimizer of this library in ``dtype``.
 
-    Half the memory with ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)``; exact sums for
-    parameters in 16 bits with ``slots_dtype(adagrad(0.1), "float32")``. The arithmetic is in
-    float32 at least either way, and updates keep the gradient's dtype.
+    ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory;
+    ``slots_dtype(adagrad(0.1), "float32")`` gives exact sums for parameters in 16 bits. In both
+    cases the arithmetic is in float32 at least, and updates keep the dtype of the gradient.
 
-    A slot that changes slowly cannot live in 16 bits if it is rounded to the nearest: with
-    ``b2=0.999`` a step changes a mean by a thousandth, less than the 1/256 that bfloat16
-    resolves. ``stochastic`` rounds up or down at random, so that it moves on average. It is off
-    by default because it makes a run depend on a seed. The average of
-    :func:`optzoo.moving_average` stays in float32 at least.
+    ``stochastic`` rounds 16-bit slots up or down at random, so that they are right on average.
+    Rounding to the nearest stops slots that change slowly: with ``b2=0.999`` a step changes a mean
+    by a thousandth, less than the 1/256 that bfloat16 resolves. It is off by default because the
+    result then depends on a seed. The average of :func:`optzoo.moving_average` stays in float32 at
+    least.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
-    and the place of the element, so a run repeats, whatever it runs under: ``jit``, ``scan``,
-    ``vmap``, sharded or not, rows or dense. Within ``shard_map`` places count from the start of
-    each part. The state holds no key; with or without, it is the same.
+    and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
+    not, with rows or dense gradients. Within ``shard_map`` indices count from the start of each
+    part. The state holds no random key: it has the same structure with and without ``stochastic``.
 
-    ``packed`` keeps two slots of a parameter, ``m`` and ``v`` of Adam, in one array: of 32-bit
-    words if they have 16 bits, else of complex numbers. On the CPU words are much the faster way.
-    There, XLA scatters rows of 16 bits by way of a float32 copy of the whole array, but words in
-    place. Complex numbers halve the rows that a sparse update looks up, which is most of its time
+    ``packed`` stores two slots of a parameter, ``m`` and ``v`` of Adam, in one array: 16-bit slots
+    in words of 32 bits, others in complex numbers. On the CPU words are much faster: XLA scatters
+    rows of 16 bits through a float32 copy of the whole array, but words in place. Complex numbers
+    halve the number of rows that a sparse update looks up, which takes most of its time
     (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``); with dense gradients XLA copies
-    them at every step. A slot without a partner of its shape stays as it is.
-    :func:`optzoo.get_slot` and :func:`optzoo.set_slot` see each slot by itself.
+    them at every step. A slot without a partner of its shape is stored as it is.
+    :func:`optzoo.get_slot` and :func:`optzoo.set_slot` give each slot separately.
 
-    With either option and 16 bits, updates are computed from the slots as they are kept if these
-    are in bfloat16, and before they are rounded if in float16.
+    With either option and 16 bits, an update is computed from the slots as they are stored if these
+    are in bfloat16, and from the slots before they are rounded if in float16.
+
+    Derivatives pass straight through random rounding, and through slots packed in float32 or
+    float64. Words have none: to differentiate through an update with slots packed in 16 bits is an
+    error.
 
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
@@ -56,12 +60,13 @@ def slots_dtype(
         dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with ``stochastic``, these,
             ``"float32"`` or ``"float64"`` with ``packed``.
         stochastic: round at random.
-        packed: two slots in one array. It decides about the structure of the state.
+        packed: two slots in one array. It changes the structure of the state.
         seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
-            for one step.
+            for one step. If ``slots_dtype`` is nested, the outermost seed counts.
 
     Raises:
-        TypeError: if ``dtype`` is not a floating-point dtype, or the seed no int.
+        TypeError: if ``dtype`` is not a floating-point dtype, or the seed is not an int; when an
+            update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
             has no slots of this library.
 

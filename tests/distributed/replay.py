@@ -270,7 +270,7 @@ def _watch(meta, params, state, own_params):
 
 def _slots(state):
     """The slots and powers of the inner optimizers."""
-    is_link = lambda node: isinstance(node, LeafwiseState)
+    is_leafwise = lambda node: isinstance(node, LeafwiseState)
     replicated, per_replica = state
     if isinstance(state, SharedParamsState):
         center, local = replicated.inner, ()
@@ -279,8 +279,8 @@ def _slots(state):
     kept = {}
     # Powers belong to the workers, if these have some.
     for side, batch, tree in (("center", 0, center), ("local", 1, local)):
-        for link in filter(is_link, jax.tree.leaves(tree, is_leaf=is_link)):
-            slots = link.slots._asdict()
+        for node in filter(is_leafwise, jax.tree.leaves(tree, is_leaf=is_leafwise)):
+            slots = node.slots._asdict()
             kept |= {f"slot.{side}.{k}": _flat(v, batch) for k, v in slots.items()}
-            kept |= {f"power.{k.removesuffix('_power')}": v for k, v in link.shared.items()}
+            kept |= {f"power.{k.removesuffix('_power')}": v for k, v in node.shared.items()}
     return kept

@@ -216,7 +216,7 @@ def test_kill_one_of_four_and_restart(victim, when, whole_of_four, tmp_path):
 
 @pytest.mark.full
 def test_term_saves_and_stops(whole_of_four, tmp_path):
-    """SIGTERM to one process: all save at the same step, end, and a restart goes on from it."""
+    """SIGTERM to one process: all save at the same step, end, and a restart resumes from it."""
     with start(4, tmp_path / "run", steps=100_000, save_every=STEPS, method=METHOD) as processes:
         processes.until(lambda: has_begun(processes))
         processes.all[2].send_signal(signal.SIGTERM)

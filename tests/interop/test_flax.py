@@ -135,7 +135,7 @@ def test_linen_train_state():
 
 
 def test_linen_rows_are_sparse():
-    """The gradient is rows, and what no batch touched stands still, slots too."""
+    """The gradient is rows; rows that no batch touched are unchanged, their slots too."""
     train = linen_state()
     of = optzoo.value_and_grad(functools.partial(loss, train.apply_fn))
     _, grads = jax.jit(of)(train.params, IDS[0], Y[0])

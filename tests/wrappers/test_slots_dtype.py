@@ -12,6 +12,7 @@ import pytest
 import optzoo
 from optzoo import LeafwiseState, SparseRows, slots_dtype
 from optzoo.first_order.adam import AdamSlots, adam_rule
+from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
@@ -42,7 +43,7 @@ def test_slots_keep_their_dtype(entry, of_params, of_slots):
     assert dtypes(samples.slots(state)) <= {jnp.dtype(of_slots)}
     # All but the slots is as it was.
     assert jax.tree.structure(state) == jax.tree.structure(usual)
-    for ours, theirs in zip(links(state), links(usual), strict=True):
+    for ours, theirs in zip(leafwise_states(state), leafwise_states(usual), strict=True):
         chex.assert_trees_all_equal(avals((ours.count, ours.shared)), avals(theirs[::2]))
     for grads in (dense_grads(x), cast(row_grads(x), of_params)):
         updates, after = jax.eval_shape(tx.update, grads, state, x)
@@ -50,9 +51,8 @@ def test_slots_keep_their_dtype(entry, of_params, of_slots):
         assert dtypes(updates) - {jnp.dtype("int32")} == {jnp.dtype(of_params)}
 
 
-def links(state):
-    is_link = lambda s: isinstance(s, LeafwiseState)
-    return [s for s in jax.tree.leaves(state, is_leaf=is_link) if is_link(s)]
+def leafwise_states(state):
+    return nodes_of(LeafwiseState, state)
 
 
 def test_half_precision_parameters_train_with_the_slots_of_single_precision(entry):
@@ -60,7 +60,7 @@ def test_half_precision_parameters_train_with_the_slots_of_single_precision(entr
     tx, wide = slots_dtype(entry.make(), "float32"), entry.make()
     x = cast(params(), "bfloat16")
     state, wide_state = tx.init(x), wide.init(cast(x, "float32"))
-    # LARS has a link, and so a rounding, in front of its slots.
+    # LARS has a transformation, and so a rounding, before its slots.
     rtol = 1e-2 if entry.factory is optzoo.lars else 1e-6
     for grads in (dense_grads(x), cast(ROWS, "bfloat16"), dense_grads(x)):
         if isinstance(grads["table"], SparseRows):
@@ -134,9 +134,9 @@ NESTED = {
 def test_slots_are_found_anywhere(nested):
     tx, x = slots_dtype(nested(), "bfloat16"), params()
     state = tx.init(x)
-    for link in links(state):
-        if hasattr(link.slots, "v"):
-            assert dtypes(link.slots) == {jnp.dtype("bfloat16")}
+    for node in leafwise_states(state):
+        if hasattr(node.slots, "v"):
+            assert dtypes(node.slots) == {jnp.dtype("bfloat16")}
     assert avals(tx.update(dense_grads(x), state, x)[1]) == avals(state)
     assert avals(jax.eval_shape(tx.init, x)) == avals(state)
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
@@ -287,7 +287,7 @@ def test_updates_are_of_the_slots_as_kept(options):
     np.testing.assert_allclose(updates, want, rtol=1e-6)
 
 
-def test_rows_are_rounded_as_in_the_dense_gradient_and_others_stand_still():
+def test_rows_are_rounded_as_in_the_dense_gradient_and_others_are_unchanged():
     tx = slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", **BOTH)
     x, warm = step(tx, dense_grads(params()), params())
     rows = ROWS["table"]
@@ -409,7 +409,7 @@ def test_seed_must_be_an_int():
         slots_dtype(optzoo.adam(), "bfloat16", stochastic=True, seed=0.5)
 
 
-# Storage is no business of rules, policies and transformations in between.
+# Rules, policies and transformations in between do not know the storage.
 
 
 def touched_sums(rule):
