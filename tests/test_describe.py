@@ -22,7 +22,7 @@ def test_adam():
         ("v", "b/c", (4,), "float32", 16),
     )
     assert found.elements == N and found.parameters == 4 * N
-    scalars = 2 + 2  # a count and a power each, of two transformations: the rate counts, too
+    scalars = 1 + 2  # the count and two powers
     assert found.state == 2 * 4 * N + 4 * scalars
     assert found.moved == 3 * 4 * N + 2 * found.state
     assert found.state_per_parameter == found.state / N
@@ -54,7 +54,7 @@ def test_what_is_sent(tx, sent, at_times):
 
 def test_two_slots_of_one_name_have_their_paths():
     found = describe(optzoo.agn(optzoo.adam()), PARAMS)
-    assert {"own/inner/0/m", "shared/center_inner/0/m"} <= {s.slot for s in found.slots}
+    assert {"per_replica/inner/0/m", "replicated/method/center_inner/0/m"} <= {s.slot for s in found.slots}
 
 
 def test_foreign_optimizers_and_groups():
