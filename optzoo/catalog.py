@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -46,12 +46,14 @@ from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
 
+Rows = Literal["lazy", "dense", "touched", "linear"]
+
 
 class Entry(NamedTuple):
     """The properties of an optimizer that the rest of the library needs."""
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
-    rows: str  # policy for row-sparse gradients: "lazy", "dense", "touched" or "linear"
+    rows: Rows  # the policy for row-sparse gradients
     rate: float  # a learning rate for small problems; the middle of the race's grid
     original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none
     l1_of_the_sum: bool = False  # its L1 strength is relative to the sum of all gradients

@@ -54,7 +54,9 @@ def test_what_is_sent(tx, sent, at_times):
 
 def test_two_slots_of_one_name_have_their_paths():
     found = describe(optzoo.agn(optzoo.adam()), PARAMS)
-    assert {"per_replica/inner/0/m", "replicated/method/center_inner/0/m"} <= {s.slot for s in found.slots}
+    assert {"per_replica/inner/0/m", "replicated/method/center_inner/0/m"} <= {
+        s.slot for s in found.slots
+    }
 
 
 def test_foreign_optimizers_and_groups():

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_sparse_or_none
-from ..core.rows import is_rows
+from ..core.rows import is_rows, is_sparse_or_none
 from .rowwise_check import RowsOfState, rows_of_state
 
 

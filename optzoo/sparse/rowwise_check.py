@@ -19,8 +19,8 @@ import optax
 from jax.extend.source_info_util import summarize
 
 from ..core.compat import inner_jaxprs
-from ..core.paths import is_sparse_or_none, path_name
-from ..core.rows import SparseRows, is_rows
+from ..core.paths import path_name
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none
 
 
 def _names(text: str) -> frozenset[str]:

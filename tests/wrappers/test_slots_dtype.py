@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import LeafwiseState, SparseRows, slots_dtype
+from optzoo import CATALOG, LeafwiseState, SparseRows, slots_dtype
+from optzoo.core.compat import inner_jaxprs
 from optzoo.first_order.adam import AdamSlots, adam_rule
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
@@ -436,6 +437,26 @@ def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
 
 POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
 plain_slots = lambda: AdamSlots(optzoo.zeros, optzoo.zeros)
+
+
+@pytest.mark.parametrize("name", ["lars", "lazy_adam", "momentum", "row_wise_adagrad"])
+def test_only_the_touched_rows_are_loaded(name):
+    """No operation makes a table in float32, though all slots are in bfloat16."""
+    x = jnp.ones((100, 3), jnp.bfloat16)
+    tx = slots_dtype(CATALOG[name].make(), "bfloat16", stochastic=True)
+    rows = SparseRows(jnp.array([3, 7, 3]), jnp.ones((3, 3), jnp.bfloat16), len(x))
+    jaxpr = jax.make_jaxpr(tx.update)(rows, tx.init(x), x)
+    outputs = [v for eqn in operations(jaxpr) for v in eqn.outvars]
+    made = [v.aval for v in outputs if str(v) != "_"]  # which is never read
+    assert any(a.shape == x.shape for a in made)  # the slots that the rows are scattered into
+    assert not any(a.shape == x.shape and a.dtype == jnp.float32 for a in made)
+
+
+def operations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in inner_jaxprs(eqn):
+            yield from operations(body)
 
 
 def test_a_policy_that_looks_into_packed_slots_is_told():

@@ -8,7 +8,7 @@ from ...core.checks import check_decays, check_not_negative
 from ...core.paths import check_mask, resolve_mask
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
-from .options import ShampooOptions, make_options
+from .options import Grafting, Root, ShampooOptions, make_options
 from .transform import shampoo_transformation
 
 # How blocked_shampoo names options.
@@ -31,13 +31,13 @@ def scale_by_shampoo(
     alpha: optax.ScalarOrSchedule = 0.5,
     use_iterative_root: bool = False,
     *,
-    root: str | None = None,
+    root: Root | None = None,
     relative_epsilon: bool = False,
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
     stagger: bool = False,
-    grafting: str | None = None,
+    grafting: Grafting | None = None,
     grafting_decay: float = 0.999,
     grafting_eps: float = 1e-8,
     momentum: float | None = None,
@@ -62,13 +62,13 @@ def shampoo(
     alpha: optax.ScalarOrSchedule = 0.5,
     use_iterative_root: bool = False,
     *,
-    root: str | None = None,
+    root: Root | None = None,
     relative_epsilon: bool = False,
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
     stagger: bool = False,
-    grafting: str | None = None,
+    grafting: Grafting | None = None,
     grafting_decay: float = 0.999,
     grafting_eps: float = 1e-8,
     momentum: float | None = None,
@@ -187,12 +187,12 @@ def blocked_shampoo(
     max_matrix_size: int = 8192,
     root_interval: optax.ScalarOrSchedule = 20,
     statistics_interval: optax.ScalarOrSchedule = 1,
-    grafting: str | None = "adam",
+    grafting: Grafting | None = "adam",
     grafting_decay: float = 0.999,
     grafting_eps: float = 1e-8,
     start_step: int = 20,
     alpha: float = 0.5,
-    root: str = "auto",
+    root: Root = "auto",
     stagger: bool = False,
     momentum: float | None = None,
     nesterov: bool = False,

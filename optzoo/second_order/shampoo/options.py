@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import optax
 from jax import Array
@@ -13,7 +13,9 @@ from ...core.checks import check, check_decays, check_not_negative, check_positi
 from .blocks import Blocks, cut
 from .roots import METHODS
 
-GRAFTINGS = (None, "sgd", "adagrad", "rmsprop", "adam")
+Root = Literal["auto", "eigh", "newton", "two_iterations"]
+Grafting = Literal["sgd", "adagrad", "rmsprop", "adam"]
+GRAFTINGS = (None, *get_args(Grafting))
 
 # The options that may be schedules.
 SCHEDULED = (
@@ -55,13 +57,13 @@ class ShampooOptions:
     epsilon: float
     alpha: Any  # a plain number unless the method is "eigh", then also an array or a schedule
     use_iterative_root: bool
-    root: str | None
+    root: Root | None
     relative_epsilon: bool
     block_size: int | None
     merge_dims: bool
     skip_vectors: bool
     stagger: bool
-    grafting: str | None
+    grafting: Grafting | None
     grafting_decay: Any
     grafting_eps: float
     momentum: float | None
@@ -70,7 +72,7 @@ class ShampooOptions:
     axis_name: str | None
 
     @property
-    def method(self) -> str:
+    def method(self) -> Root:
         """How roots are computed: a key of ``METHODS``."""
         return self.root or ("two_iterations" if self.use_iterative_root else "eigh")
 
