@@ -445,9 +445,8 @@ def test_only_the_touched_rows_are_loaded(name):
     x = jnp.ones((100, 3), jnp.bfloat16)
     tx = slots_dtype(CATALOG[name].make(), "bfloat16", stochastic=True)
     rows = SparseRows(jnp.array([3, 7, 3]), jnp.ones((3, 3), jnp.bfloat16), len(x))
-    jaxpr = jax.make_jaxpr(tx.update)(rows, tx.init(x), x)
-    outputs = [v for eqn in operations(jaxpr) for v in eqn.outvars]
-    made = [v.aval for v in outputs if str(v) != "_"]  # which is never read
+    jaxpr = jax.make_jaxpr(tx.update)(rows, tx.init(x), x if name == "lars" else None)
+    made = [v.aval for eqn in operations(jaxpr) for v in eqn.outvars]
     assert any(a.shape == x.shape for a in made)  # the slots that the rows are scattered into
     assert not any(a.shape == x.shape and a.dtype == jnp.float32 for a in made)
 
