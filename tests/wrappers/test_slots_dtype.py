@@ -439,7 +439,7 @@ POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
 plain_slots = lambda: AdamSlots(optzoo.zeros, optzoo.zeros)
 
 
-@pytest.mark.parametrize("name", ["lars", "lazy_adam", "momentum", "row_wise_adagrad"])
+@pytest.mark.parametrize("name", ["lars", "lazy_adam", "momentum"])
 def test_only_the_touched_rows_are_loaded(name):
     """No operation makes a table in float32, though all slots are in bfloat16."""
     x = jnp.ones((100, 3), jnp.bfloat16)
