@@ -27,16 +27,22 @@ def scale_by_adadelta(
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t):
+        # Never a quotient of squares: it would underflow for a large gradient.
         accum = rho * s.accum + (1 - rho) * g**2
-        ratio = safe_divide(s.accum_update + eps, accum + eps, eps)
-        step2 = ratio * g * g  # 0 if g**2 overflows
+        direction = safe_divide(g, jnp.sqrt(accum + eps), eps)  # 0 if g**2 overflows
+        step2 = (s.accum_update + eps) * direction**2
 
         def update(s):
             # From the new accum_update: XLA would copy the slot if the old one were read, too.
             divisor = rho * (s.accum + eps) + (1 - rho) * g**2
-            return jnp.sqrt(safe_divide(s.accum_update + rho * eps, divisor, eps)) * g
+            direction = safe_divide(g, jnp.sqrt(divisor), rho * eps)
+            return jnp.sqrt(s.accum_update + rho * eps) * direction
 
-        return update, AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step2)
+        new = AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step2)
+        if isinstance(rho, float | int) and rho == 0:
+            # The new slots keep nothing of the old ones, which the update needs.
+            return jnp.sqrt(s.accum_update + eps) * direction, new
+        return update, new
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 

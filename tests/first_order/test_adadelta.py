@@ -1,8 +1,10 @@
 """Adadelta against optax's, and its first steps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optzoo
 from optzoo.testing.samples import trajectory
@@ -45,3 +47,41 @@ def test_a_square_that_overflows_stops_the_element():
         updates, state = tx.update(g, state, g)
     assert updates[0] == 0 and updates[1] < 0
     assert optzoo.get_slot(state, "accum_update")[0] == 0
+
+
+def by_formula(gs, rho, eps):
+    """The directions in float64, and the slots after the last."""
+    a, u, ds = np.zeros(gs.shape[1]), np.zeros(gs.shape[1]), []
+    for g in gs:
+        a = rho * a + (1 - rho) * g**2
+        ds.append(np.sqrt(u + eps) / np.sqrt(a + eps) * g)
+        u = rho * u + (1 - rho) * ds[-1] ** 2
+    return np.stack(ds), a, u
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-4])
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("scales", ["one for each element", "changing from step to step"])
+def test_is_exact_at_all_magnitudes(rho, eps, scales):
+    powers = 10.0 ** np.arange(-20, 19)
+    if scales == "changing from step to step":
+        powers = np.stack([np.roll(powers, 11 * k) for k in range(6)])
+    signs = np.cos(np.arange(6 * 39)).reshape(6, 39)
+    gs = (powers * signs).astype(np.float32)
+    gs[2:4, ::7] = 0
+    tx = optzoo.adadelta(1.0, rho=rho, eps=eps)
+    state = tx.init(jnp.zeros(39))
+    ds, accum, accum_update = by_formula(gs.astype(np.float64), rho, eps)
+    for g, d in zip(gs, ds, strict=True):
+        update, state = jax.jit(tx.update)(jnp.asarray(g), state)
+        np.testing.assert_allclose(update, -d, rtol=2e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-37)
+    close(optzoo.get_slot(state, "accum"), accum)
+    close(optzoo.get_slot(state, "accum_update"), accum_update)
+
+
+def test_an_injected_rho_may_be_zero():
+    tx = optax.inject_hyperparams(optzoo.adadelta)(learning_rate=1.0, rho=0.0)
+    g = jnp.array([0.0, 1e-6, 1.0, 1e16])
+    updates, _ = tx.update(g, tx.init(g), g)
+    np.testing.assert_allclose(updates, -1e-4 / np.sqrt(np.square(g) + 1e-8) * g, rtol=1e-5)
