@@ -108,7 +108,7 @@ def agn(
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
         mean = map_not_none(mean, params, accumulated)
         pushed, counters, pushers = replicas.sum((mean, counters, here.astype(jnp.int32)))
-        number, first = jnp.sum(pushers), jnp.argmax(pushers)
+        number, first = jnp.sum(pushers, dtype=pushers.dtype), jnp.argmax(pushers)
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
         center, center_inner = replicated.center, replicated.method.center_inner

@@ -102,7 +102,7 @@ def elastic_average(
 
     def exchange(participates, params, replicated, per_replica, **_):
         center, last_seen = replicated.center, per_replica.method.local_center
-        difference = lambda x, c: jnp.where(participates, rate * (x - c), 0)
+        difference = lambda x, c: jnp.where(participates, (rate * (x - c)).astype(x.dtype), 0)
         d = map_not_none(difference, params, center)
         total, number = replicas.sum((d, participates.astype(jnp.int32)))
         see = lambda d, c, old: jnp.where(participates, c, old)

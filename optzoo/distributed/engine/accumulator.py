@@ -104,7 +104,8 @@ def accumulate_sums(
             is_kept = target == update
             total += jnp.where(_per_row(is_kept, total), before, 0)
             counts = jnp.where(is_kept, counts, 0) + accepted
-            done.append((total, total, jnp.where(accepted > 0, update, target), counts))
+            target = jnp.where(accepted > 0, update, target)
+            done.append((total, total.astype(before.dtype), target, counts))
     trees = [treedef.unflatten([leaf[i] for leaf in done]) for i in range(4)]
     return trees[0], GradientAccumulator(*trees[1:])
 

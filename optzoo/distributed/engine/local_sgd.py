@@ -179,7 +179,9 @@ class _Driver:
         updates, replicated, per_replica = carry
         # A parameter without a gradient takes no part, and is None.
         start = map_not_none(lambda u, x: upcast(x), updates, params)
-        moved = map_not_none(jnp.add, start, updates), replicated, per_replica
+        # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
+        add = lambda x, u: x + u.astype(x.dtype)
+        moved = map_not_none(add, start, updates), replicated, per_replica
         for exchange in exchanges:
             moved = self._in_order(exchange, extra_args, participates, moved)
         after, replicated, per_replica = moved
