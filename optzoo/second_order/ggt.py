@@ -1,5 +1,6 @@
 """GGT: full-matrix adaptive regularization with a window of past moments."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -71,18 +72,6 @@ def scale_by_ggt(
         g = leaf.g.to_dense() if is_rows(leaf.g) else leaf.g
         return None if g is None else mean(g, None, leaf.slots.moment1, t)[1]
 
-    def coefficients(gram, p):
-        # The moment is row p of the window, so its coefficients are column p of a function of the
-        # Gram matrix. In the last term of the formula 1 - values / sigma is svd_eps / sigma.
-        values, u = jnp.linalg.eigh(gram, symmetrize_input=False)
-        values = jnp.maximum(values, 0)
-        sigma = values + svd_eps
-        root = jnp.sqrt(sigma) + sigma_eps
-        first = (jnp.sqrt(values) / root) ** 2 / root  # a third power would overflow
-        last = svd_eps / sigma * lax.rsqrt(sigma[0])
-        f = first + jnp.where(jnp.sqrt(sigma[0]) > eps, last, 0)
-        return jnp.matmul(u, f * u[p], precision=lax.Precision.HIGHEST)
-
     def finish(leaf, m, w, y):
         if m is None:
             return None, leaf.slots
@@ -99,7 +88,7 @@ def scale_by_ggt(
         gram = jnp.where(is_p[:, None], row[None], gram)
         # Computed from the window alone, even where its dtype rounds the moment: the last term
         # would magnify a difference of the two by up to 1 / sqrt(svd_eps).
-        y = coefficients(gram / jnp.minimum(t, window), p)
+        y = _coefficients(gram / jnp.minimum(t, window), p, (eps, svd_eps, sigma_eps))
         parts = zip(leaves, moments, windows, strict=True)
         return [finish(*part, y) for part in parts], {"gram": gram}
 
@@ -160,6 +149,8 @@ def ggt(
         TypeError: if the rate is neither a number nor a schedule, the window not an int or its
             dtype not floating-point.
         ValueError: if an argument is out of its range.
+        NotImplementedError: if an update is differentiated twice. First derivatives, by gradients
+            and by arguments, are those of the formula.
 
     References:
         Agarwal et al., `Efficient Full-Matrix Adaptive Regularization
@@ -176,6 +167,77 @@ def ggt(
     )
     # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
     return optax.chain(direction, scale_by_learning_rate(learning_rate))
+
+
+@jax.custom_jvp
+def _coefficients(gram: Array, p: Array, epsilons: tuple[Any, Any, Any]) -> Array:
+    """The coefficients of the rows of the window in the update.
+
+    The moment is row ``p`` of the window, so they are column ``p`` of a function of the Gram
+    matrix.
+    """
+    values, u = _eigh(gram)
+    f = _of_eigenvalues(values, values[0], epsilons)
+    return jnp.matmul(u, f * u[p], precision=lax.Precision.HIGHEST)
+
+
+@_coefficients.defjvp
+def _jvp_of_coefficients(primals, tangents):
+    # JAX differentiates the eigenvectors, which do not exist where eigenvalues are equal, as they
+    # are until the window is full. A function of the matrix has a derivative there: in the basis
+    # of the eigenvectors that of the matrix, times the divided differences of the function.
+    gram, p, epsilons = primals
+    d_gram, _, d_epsilons = tangents
+    dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    values, u = _eigh(gram)
+    turned = dot(dot(u.T, d_gram), u)
+    of_least = functools.partial(_of_eigenvalues, values)
+    f, d_f = jax.jvp(of_least, (values[0], epsilons), (turned[0, 0], d_epsilons))
+    d_f = dot(_divided_differences(values, epsilons) * turned, u[p]) + d_f * u[p]
+    return dot(u, f * u[p]), dot(u, d_f)
+
+
+@jax.custom_jvp
+def _eigh(gram: Array) -> tuple[Array, Array]:
+    """Eigenvalues, the least first, and eigenvectors."""
+    values, u = jnp.linalg.eigh(gram, symmetrize_input=False)
+    return jnp.maximum(values, 0), u
+
+
+@_eigh.defjvp
+def _no_jvp_of_eigh(primals, tangents):
+    raise NotImplementedError(
+        "ggt has first derivatives only: differentiate its update once, or put "
+        "jax.lax.stop_gradient around it"
+    )
+
+
+def _of_eigenvalues(values: Array, least: Array, epsilons: tuple[Any, Any, Any]) -> Array:
+    """The function of the Gram matrix, on its eigenvalues; the last term has the least of them."""
+    eps, svd_eps, sigma_eps = epsilons
+    # In the last term of the formula 1 - values / sigma is svd_eps / sigma.
+    sigma, least = values + svd_eps, least + svd_eps
+    root = jnp.sqrt(sigma) + sigma_eps
+    first = (jnp.sqrt(values) / root) ** 2 / root  # a third power would overflow
+    last = svd_eps / sigma * lax.rsqrt(least)
+    return first + jnp.where(jnp.sqrt(least) > eps, last, 0)
+
+
+def _divided_differences(values: Array, epsilons: tuple[Any, Any, Any]) -> Array:
+    """``(f(v) - f(w)) / (v - w)`` for all pairs of eigenvalues, and ``f'(v)`` where they are equal.
+
+    With ``q = sqrt(sigma)`` and ``b = 1 / (q + sigma_eps)`` the first term of ``f(v)`` is
+    ``v b_v^3``. Its difference is ``b_v^3 - w b_v b_w (b_v^2 + b_v b_w + b_w^2) / (q_v + q_w)``,
+    written so that nothing is divided by ``v - w``.
+    """
+    eps, svd_eps, sigma_eps = epsilons
+    sigma, w = values + svd_eps, values[None]
+    q = jnp.sqrt(sigma)
+    b = 1 / (q + sigma_eps)
+    q_v, q_w, b_v, b_w = q[:, None], q[None], b[:, None], b[None]
+    first = b_v**3 - w * b_v * b_w * (b_v**2 + b_v * b_w + b_w**2) / (q_v + q_w)
+    last = -svd_eps / sigma[:, None] / sigma[None] * lax.rsqrt(sigma[0])
+    return first + jnp.where(q[0] > eps, last, 0)
 
 
 @jax.jit  # outside of jit a conditional alone is compiled at each call

@@ -1,5 +1,6 @@
 """GGT against its formula in NumPy, and what it costs."""
 
+import functools
 import re
 
 import chex
@@ -293,3 +294,42 @@ def test_numbers_can_be_injected_but_the_window():
     g = gradients(0, params())
     got, want = (step(t, g, params())[0] for t in (tx, ggt(0.1, **MILD)))
     chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+# Derivatives
+
+
+def after(steps, size, scale, rate, epsilons):
+    """A smooth function of the parameters after some steps, by gradients that depend on them."""
+    svd_eps, sigma_eps = epsilons
+    tx = ggt(rate, window=5, svd_eps=svd_eps, sigma_eps=sigma_eps)
+    x, i = jnp.ones(size), jnp.arange(size)
+    state = tx.init(x)
+    for k in range(steps):
+        g = (1 + scale * jnp.cos(i + k)) * jnp.sin(3.0 * i * (k + 1)) + x / 10
+        u, state = tx.update(g, state, x)
+        x += u
+    return jnp.sum(jnp.sin(x * (1 + i)))
+
+
+@pytest.mark.parametrize(("steps", "size"), [(1, 8), (2, 3), (5, 3), (8, 8)])
+def test_derivatives_are_difference_quotients(x64, steps, size):
+    """With an empty window, a full one, and one of moments that depend on one another."""
+    f = jax.jit(functools.partial(after, steps, size))
+    at = np.array([0.3, 0.1, 1e-4, 1e-2])
+    call = lambda v: f(v[0], v[1], (v[2], v[3]))
+    with x64(True):
+        got = jax.jit(jax.grad(call))(jnp.asarray(at))
+        forward = jax.jit(jax.jacfwd(call))(jnp.asarray(at))
+        want = [(call(at + h) - call(at - h)) / (2 * h.sum()) for h in np.diag(1e-5 * at)]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(forward, got, rtol=1e-9)
+    with x64(False):
+        single = jax.jit(jax.grad(call))(jnp.asarray(at, jnp.float32))
+    np.testing.assert_allclose(single, got, rtol=0.05, atol=1e-3)
+
+
+def test_a_second_derivative_is_refused():
+    f = lambda scale: after(2, 3, scale, 0.1, (1e-4, 1e-2))
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.hessian(f)(0.3)
