@@ -77,6 +77,7 @@ def adadelta(
 
     Differences from the original:
         With ``eps=0``, an element whose gradients were all zero is unchanged; the original gives
-        NaN.
+        NaN. With ``rho=0`` given as an array (``optax.inject_hyperparams``), an element whose
+        squared gradient underflows is unchanged, too.
     """
     return descend(learning_rate, scale_by_adadelta(rho, eps))

@@ -92,8 +92,10 @@ def adam(
         <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
 
     Differences from the original:
-        With ``eps=0``, an element whose gradients were all zero is unchanged; the original divides
-        zero by zero and gives NaN.
+        With ``eps=0``, an element is unchanged while :math:`v_t` is zero (all gradients were zero,
+        or their squares underflow); the original divides by zero. If a square overflows (in
+        float32 that of 2e19), :math:`v_t` stays infinite, and the element is unchanged from then
+        on; in the original both become NaN one step later.
     """
     return descend(learning_rate, scale_by_adam(b1, b2, eps))
 

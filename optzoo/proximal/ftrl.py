@@ -61,9 +61,9 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
-        If numerator and denominator are both zero (a zero gradient with
-        ``initial_accumulator_value=0``), the parameter becomes zero also for row-sparse gradients;
-        the original gives NaN for these.
+        Where the denominator is zero (a zero gradient with ``initial_accumulator_value=0``), the
+        parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
+        shrinkage makes the numerator nonzero.
     """
     check_rate(learning_rate)
     check_positive(learning_rate=learning_rate)

@@ -10,13 +10,13 @@ from ._per_leaf import global_norm
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    r"""Clips the global norm of all gradients, row-sparse ones included.
+    r"""Clips the global norm of all gradients, as in ``tf.clip_by_global_norm``.
 
     .. math::
         g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
 
-    where :math:`g` are all gradients together. Rows that share an index are summed first, so that
-    the result is that of the dense gradient.
+    where :math:`g` are all gradients together, row-sparse ones included. Rows that share an index
+    are summed first, so that the result is that of the dense gradient.
 
     Args:
         max_norm: :math:`c`, positive.
@@ -26,7 +26,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 
     References:
         Pascanu et al., `On the difficulty of training Recurrent Neural Networks
-        <https://arxiv.org/abs/1211.5063>`_, 2013; ``tf.clip_by_global_norm``.
+        <https://arxiv.org/abs/1211.5063>`_, 2013.
+
+    Differences from the original:
+        If the norm is infinite (a square overflows), finite gradients become zero; the original
+        gives NaN for all. Elements that are infinite become NaN in both.
     """
     check_positive(max_norm=max_norm)
 
