@@ -42,6 +42,7 @@ def agn(
     communication_period: int = 10,
     order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization, as in ``tf.contrib.opt.AGNOptimizer``.
 
@@ -73,6 +74,10 @@ def agn(
             ranks, and each replica reads the center after its own step, as the original's
             workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
+            neither parameters nor slots. If it is that of an exchange, the replica does not take
+            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
+            all of them. It costs a copy of the slots at each step.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, or
@@ -134,5 +139,6 @@ def agn(
         per_replica = AGNPerReplica(wide_zeros_like(center), jnp.zeros([], jnp.int32))
         return AGNReplicated(inner.init(center)), per_replica
 
-    method = Method([push], every(period), init=init, before_step=accumulate, order=order)
+    options = {"order": order, "skip_nonfinite": skip_nonfinite}
+    method = Method([push], every(period), init=init, before_step=accumulate, **options)
     return local_sgd(inner, replicas, method)

@@ -14,6 +14,7 @@ from .engine.collectives import (
     BUCKET_BYTES,
     AxisName,
     Replicas,
+    all_finite,
     map_not_none,
     replace_not_none,
     zero_unless,
@@ -36,6 +37,7 @@ def diloco(
     warmup_steps: int = 0,
     fragments: int = 1,
     bucket_bytes: int | None = BUCKET_BYTES,
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Low-communication training: local steps, and an outer optimizer for their mean change.
 
@@ -71,6 +73,10 @@ def diloco(
             cut, in their order, into fragments of about the same size. Each is exchanged once in
             a period, one after the other, so that less is sent at a time ("streaming"); static.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
+            neither parameters nor slots. If it is that of an exchange, the replica does not take
+            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
+            all of them. It costs a copy of the slots at each step.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, if
@@ -100,6 +106,8 @@ def diloco(
     def synchronous(updates, params, per_replica, *, count, exchange, arrived):
         if warmup_steps == 0 or exchange is False:
             return updates, per_replica
+        if skip_nonfinite:
+            arrived = arrived & all_finite(updates)
         branches = replicas.mean_gradients, replicas.spread_gradients
         means = lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived))
         return means, per_replica
@@ -135,7 +143,8 @@ def diloco(
         return DiLoCoReplicated(tuple(outer.init(center) for outer in outers)), ()
 
     exchanges = [functools.partial(exchange, i) for i in range(fragments)]
-    method = Method(exchanges, due, init=init, before_step=synchronous, lockstep=True)
+    options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
+    method = Method(exchanges, due, init=init, before_step=synchronous, **options)
     return local_sgd(inner, replicas, method)
 
 

@@ -30,6 +30,7 @@ def elastic_average(
     rho: float = 0.0,
     order: Order = "simultaneous",
     bucket_bytes: int | None = BUCKET_BYTES,
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, as in ``tf.contrib.opt.ElasticAverageOptimizer``.
 
@@ -62,6 +63,10 @@ def elastic_average(
         order: ``"simultaneous"``: all replicas read the same center, with one sum over the
             replicas; ``"round_robin"``: one after the other by rank, as the original's workers.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
+            neither parameters nor slots. If it is that of an exchange, the replica does not take
+            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
+            all of them. It costs a copy of the slots at each step.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, if
@@ -117,5 +122,6 @@ def elastic_average(
     def init(center):
         return (), ElasticAveragePerReplica(jax.tree.map(start_of_average, center))
 
-    method = Method([exchange], every(period), init=init, before_step=pull, order=order)
+    options = {"order": order, "skip_nonfinite": skip_nonfinite}
+    method = Method([exchange], every(period), init=init, before_step=pull, **options)
     return local_sgd(inner, replicas, method)

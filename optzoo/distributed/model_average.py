@@ -29,6 +29,7 @@ def model_average(
     interval_steps: int = 100,
     slots: Slots = "keep",
     bucket_bytes: int | None = BUCKET_BYTES,
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages the parameters of all replicas, as in ``tf.contrib.opt.ModelAverageOptimizer``.
 
@@ -56,6 +57,10 @@ def model_average(
             in the original, ``"average"`` averages them, too, and ``"reset"`` sets them to their
             initial values. Counts and powers are always kept.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
+            neither parameters nor slots. If it is that of an exchange, the replica does not take
+            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
+            all of them. It costs a copy of the slots at each step.
 
     Raises:
         ValueError: if an argument is out of its range, if no params are given to ``update``, or
@@ -97,4 +102,5 @@ def model_average(
         )
         return optax.tree.where(some, average, params), replicated, per_replica
 
-    return local_sgd(inner, replicas, Method([exchange], every(period), lockstep=True))
+    options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
+    return local_sgd(inner, replicas, Method([exchange], every(period), **options))

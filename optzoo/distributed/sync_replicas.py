@@ -20,7 +20,7 @@ from .engine.accumulator import (
     divide_counted,
     init_accumulator,
 )
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, divide_gradients
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, all_finite, divide_gradients
 
 RowsDivisor = Literal["count", "touches"]
 
@@ -51,6 +51,7 @@ def sync_replicas(
     hold: bool = True,
     rows_divisor: RowsDivisor = "count",
     bucket_bytes: int | None = BUCKET_BYTES,
+    skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over replicas, as in ``tf.train.SyncReplicasOptimizer``.
 
@@ -89,6 +90,8 @@ def sync_replicas(
         rows_divisor: ``"count"``: rows are divided by :math:`n`, as dense gradients;
             ``"touches"``: each row by the number of gradients that have it, as in the original.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        skip_nonfinite: whether a gradient with NaN or infinity is dropped. Without it, NaN on one
+            replica reaches all of them.
 
     Raises:
         ValueError: if an argument is out of its range, if the axis has another size than
@@ -118,7 +121,9 @@ def sync_replicas(
             "needs hold=True"
         )
     inner, replicas = optax.with_extra_args_support(inner), Replicas(axis_name, bucket_bytes)
-    driver = _SyncReplicas(inner, replicas, aggregate, total, hold, rows_divisor == "touches")
+    driver = _SyncReplicas(
+        inner, replicas, aggregate, total, hold, rows_divisor == "touches", skip_nonfinite
+    )
     return optax.GradientTransformationExtraArgs(driver.init, driver.update)
 
 
@@ -132,6 +137,7 @@ class _SyncReplicas:
     total: int
     hold: bool
     by_row_counts: bool
+    skip_nonfinite: bool
 
     def init(self, params: Any) -> SharedParamsState:
         zero = lambda: jnp.zeros([], jnp.int32)
@@ -159,11 +165,14 @@ class _SyncReplicas:
         old, (last_read, waiting) = state
         # Known when traced: this tick makes an update by itself.
         complete = arrived is None and local_step is None and self.total >= self.aggregate
+        complete = complete and not self.skip_nonfinite
         arrived = jnp.asarray(True if arrived is None else arrived)
         accumulates = self.hold and not complete
 
         read_at = last_read if local_step is None else local_step
         accepted = arrived if complete else arrived & (read_at >= old.global_step)
+        if self.skip_nonfinite:
+            accepted &= all_finite(updates)
         if not (complete and self.total == self.aggregate):
             ahead = _number_ahead(self.replicas, accepted, priority)
             accepted &= ahead < self.aggregate - (old.count if accumulates else 0)

@@ -1,6 +1,7 @@
 """Collectives across replicas."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -231,6 +232,12 @@ def zero_unless(condition: Any, tree: Any) -> Any:
     """The tree where ``condition`` is true, else zeros, whatever the tree holds (NaN, too)."""
     zero = lambda a: jnp.zeros([], jnp.result_type(a))
     return jax.tree.map(lambda a: jnp.where(condition, a, zero(a)), tree)
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether no element of any array is NaN or infinite."""
+    each = [jnp.all(jnp.isfinite(a)) for a in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, each, jnp.asarray(True))
 
 
 def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:

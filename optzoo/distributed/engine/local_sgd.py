@@ -13,10 +13,11 @@ from jax import Array, lax
 from ...core.checks import check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import upcast
-from ...core.rows import SparseRows, map_rows
+from ...core.rows import SparseRows, is_rows, map_rows
 from ...state.averages import start_of_average
+from ...state.slots import are_slots
 from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
-from .collectives import Replicas, map_not_none, zero_unless
+from .collectives import Replicas, all_finite, map_not_none, zero_unless
 
 Order = Literal["simultaneous", "round_robin"]
 
@@ -38,6 +39,8 @@ class Method(NamedTuple):
             inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
             the steps of each replica, and a replica that is not active takes no part.
         order: whether all replicas exchange at once, or one after the other by rank.
+        skip_nonfinite: whether a local step that gives NaN or infinity is left out. If it is that
+            of an exchange, the replica does not take part, and starts again from the center.
     """
 
     exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
@@ -46,6 +49,7 @@ class Method(NamedTuple):
     before_step: Callable[..., tuple[Any, LocalSGDPerReplica]] | None = None
     lockstep: bool = False
     order: Order = "simultaneous"
+    skip_nonfinite: bool = False
 
 
 def every(period: int) -> Callable[[Array], Sequence[Array]]:
@@ -122,6 +126,12 @@ class _Driver:
             updates, before = self.method.before_step(updates, params, per_replica, **now)
         updates, inner = self.inner.update(updates, before.inner, params, **extra_args)
         after = before._replace(local_step=before.local_step + 1, inner=inner)
+        is_sound = None
+        if self.method.skip_nonfinite:
+            is_sound = _is_sound(params, updates, after.method)
+            updates = zero_unless(is_sound, updates)
+            unchanged = per_replica._replace(local_step=after.local_step)
+            after = optax.tree.where(is_sound, after, unchanged)
         if active is not None:
             updates = zero_unless(active, updates)
             after = optax.tree.where(active, after, per_replica)
@@ -134,7 +144,9 @@ class _Driver:
         # An exchange moves all rows.
         carry = map_rows(SparseRows.to_dense, updates), replicated, after
         mask = arrived if self.method.lockstep else True if active is None else active
-        exchanged = functools.partial(self._exchanged, params, extra_args)
+        if is_sound is not None and active is not None:
+            is_sound |= jnp.logical_not(active)
+        exchanged = functools.partial(self._exchanged, params, extra_args, is_sound)
         if exchange:
             carry = exchanged(jnp.asarray(mask), self._chosen(fragment), carry)
         else:
@@ -171,6 +183,7 @@ class _Driver:
         self,
         params: Any,
         extra_args: dict[str, Any],
+        is_sound: Array | None,
         participates: Array,
         exchanges: Sequence[Callable[..., Any]],
         carry: _Carry,
@@ -181,12 +194,33 @@ class _Driver:
         start = map_not_none(lambda u, x: upcast(x), updates, params)
         # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
         add = lambda x, u: x + u.astype(x.dtype)
+        is_broken = None
+        if is_sound is not None:
+            is_broken, participates = participates & ~is_sound, participates & is_sound
+            per_replica = self._fresh(is_broken, params, replicated.center, per_replica)
         moved = map_not_none(add, start, updates), replicated, per_replica
         for exchange in exchanges:
             moved = self._in_order(exchange, extra_args, participates, moved)
         after, replicated, per_replica = moved
+        if is_broken is not None:
+            take_center = lambda x, c: jnp.where(is_broken, c, x)
+            after = map_not_none(take_center, after, replicated.center)
         change = lambda y, x, u: (y - x).astype(u.dtype)
         return jax.tree.map(change, after, start, updates), replicated, per_replica
+
+    def _fresh(
+        self, is_broken: Array, params: Any, center: Any, per_replica: LocalSGDPerReplica
+    ) -> LocalSGDPerReplica:
+        """The state of this replica; if it is broken, with new slots for the center."""
+        choose = lambda old, new: jnp.where(is_broken, new.astype(old.dtype), old)
+        of_slots = lambda old, new, is_slot: choose(old, new) if is_slot else old
+        start = jax.tree.map(lambda x, c: c.astype(x.dtype), params, center)
+        state, new = per_replica.inner, self.inner.init(start)
+        is_slot = are_slots(self.inner, state)
+        return per_replica._replace(
+            inner=jax.tree.map(of_slots, state, new, is_slot),
+            method=jax.tree.map(choose, per_replica.method, self.method.init(center)[1]),
+        )
 
     def _in_order(
         self,
@@ -200,6 +234,15 @@ class _Driver:
         is_next = lambda rank: participates & (self.replicas.index == rank)
         turn = lambda moved, rank: (exchange(is_next(rank), *moved, **extra_args), None)
         return lax.scan(turn, moved, jnp.arange(self.replicas.size))[0]
+
+
+def _is_sound(params: Any, updates: Any, method: Any) -> Array:
+    """Whether the parameters after a local step, and what the method keeps, are finite."""
+
+    def after(x, u):
+        return None if u is None else u.values if is_rows(u) else (x + u).astype(x.dtype)
+
+    return all_finite((jax.tree.map(after, params, updates), method))
 
 
 def _change_if(due: Array, change: Callable[[Any], Any], carry: Any) -> Any:

@@ -1,0 +1,143 @@
+"""One replica of eight with NaN or infinity, left out."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+
+from . import cases
+
+N, TICKS, PERIOD, BROKEN = 8, 6, 3, 3
+PERIODIC = {"communication_period": PERIOD}
+METHODS = {
+    "elastic_average": functools.partial(
+        optzoo.elastic_average, num_workers=N, rho=0.1, **PERIODIC
+    ),
+    "elastic_average, round robin": functools.partial(
+        optzoo.elastic_average, num_workers=N, order="round_robin", **PERIODIC
+    ),
+    "agn": functools.partial(optzoo.agn, **PERIODIC),
+    "agn, round robin": functools.partial(optzoo.agn, order="round_robin", **PERIODIC),
+    "model_average": functools.partial(optzoo.model_average, interval_steps=PERIOD),
+    "model_average, of slots": functools.partial(
+        optzoo.model_average, interval_steps=PERIOD, slots="average"
+    ),
+    "diloco": functools.partial(optzoo.diloco, **PERIODIC),
+    "diloco, streaming": functools.partial(optzoo.diloco, warmup_steps=2, fragments=2, **PERIODIC),
+    "sync_replicas": functools.partial(optzoo.sync_replicas, replicas_to_aggregate=N),
+    "sync_replicas, backup": functools.partial(
+        optzoo.sync_replicas, replicas_to_aggregate=N - 1, total_num_replicas=N
+    ),
+}
+
+
+def run(method, factors=None, way="vmap", skip_nonfinite=True, arrived=None):
+    """Parameters of all replicas and those to evaluate, after each tick; and the last state.
+
+    Args:
+        method: one of ``METHODS``.
+        factors: of the loss, for each tick and replica.
+        way: how to have replicas: ``"vmap"`` or ``"shard_map"``.
+        skip_nonfinite: the option.
+        arrived: for each tick and replica; None to give none.
+    """
+    inner = optzoo.momentum(0.1, 0.9)
+    tx = METHODS[method](inner, skip_nonfinite=skip_nonfinite)
+    factors = jnp.ones((TICKS, N)) if factors is None else jnp.asarray(factors, jnp.float32)
+    masks = {} if arrived is None else {"arrived": jnp.asarray(arrived)}
+
+    def step(params, state, ids, target, factor, masks):
+        loss = lambda x: factor * cases.loss_fn(x, ids, target)
+        _, grads = optzoo.value_and_grad(loss)(optzoo.per_replica(params))
+        updates, state = tx.update(grads, state, params, **masks)
+        return optax.apply_updates(params, updates), state
+
+    mesh = None if way == "vmap" else cases.mesh(N)
+    train = jax.jit(optzoo.map_over_replicas(step, mesh=mesh))
+    x, state = optzoo.replicate(cases.params(), tx.init(cases.params()), N, mesh=mesh)
+    visited, (ids, target, _) = [], cases.batches(TICKS, N)
+    for tick in range(TICKS):
+        batch = jax.tree.map(lambda a, tick=tick: a[tick], (ids, target, factors, masks))
+        x, state = train(x, state, *batch)
+        visited.append(jax.device_get((x, optzoo.eval_params(x, state))))
+    return visited, state
+
+
+def spoilt(value, ticks=slice(1, None)):
+    factors = np.ones((TICKS, N))
+    factors[ticks, BROKEN] = value
+    return factors
+
+
+WAYS = [("vmap", method) for method in METHODS] + [
+    ("shard_map", method) for method in ("elastic_average, round robin", "agn", "diloco, streaming")
+]
+
+
+@pytest.mark.parametrize(("way", "method"), WAYS)
+def test_a_replica_that_breaks_for_good_breaks_no_other(way, method):
+    visited, state = run(method, spoilt(np.nan), way)
+    chex.assert_tree_all_finite((visited, jax.device_get(state)))
+    _, first = visited[0]
+    _, last = visited[-1]
+    assert all(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
+    if method.startswith("sync"):
+        return
+    x, center = visited[-1]  # of the second exchange
+    of_broken = jax.tree.map(lambda a: a[BROKEN], x)
+    whole = [k for k in center if method != "diloco, streaming" or k == "table"]
+    for name in whole:
+        np.testing.assert_allclose(of_broken[name], center[name], rtol=1e-6, atol=1e-6)
+    for slot in jax.tree.leaves(optzoo.get_slot(state.per_replica.inner, "momentum")):
+        slot = np.asarray(slot)
+        want = slot[0] if method == "model_average, of slots" else 0
+        np.testing.assert_array_equal(slot[BROKEN], want)
+        assert np.any(slot[0] != 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_all_is_finite_nothing_changes(method):
+    got, want = (run(method, skip_nonfinite=skip)[0] for skip in (True, False))
+    chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("method", ["model_average", "diloco"])
+def test_it_counts_as_not_arrived(method, value):
+    arrived = np.ones((TICKS, N), bool)
+    arrived[PERIOD - 1, BROKEN] = False
+    want = run(method, arrived=arrived)[0][PERIOD - 1]
+    got = run(method, spoilt(value, PERIOD - 1))[0][PERIOD - 1]
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped():
+    _, state = run("sync_replicas, backup", spoilt(np.inf))
+    assert (state.replicated.global_step, state.replicated.dropped) == (TICKS, TICKS)
+
+
+def alone(method):
+    """The arguments for a single replica."""
+    return {"num_workers": 1} if method.startswith("elastic") else {}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith("sync")])
+@pytest.mark.parametrize("value", [np.nan, 1.0])
+def test_parameters_without_a_gradient_and_in_16_bits(method, value):
+    tx = METHODS[method](optzoo.adam(0.1), axis_name=None, skip_nonfinite=True, **alone(method))
+    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"a": jnp.full(3, value, jnp.bfloat16), "b": None}
+    updates, new = jax.jit(tx.update, static_argnames="exchange")(
+        grads, state, params, exchange=True
+    )
+    assert updates["b"] is None and updates["a"].dtype == jnp.bfloat16
+    assert np.all((updates["a"] == 0) == np.isnan(value))
+    chex.assert_tree_all_finite(new)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
