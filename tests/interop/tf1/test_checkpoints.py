@@ -1,7 +1,9 @@
 """Training resumes from TensorFlow's checkpoints as it does there, and from ours in TensorFlow."""
 
+import json
 import os
 import pathlib
+import subprocess
 import sys
 from typing import Any, NamedTuple
 
@@ -132,6 +134,73 @@ def test_what_is_written_is_read_again(ending, theirs, tmp_path):
         assert got[name].dtype == value.dtype
         np.testing.assert_array_equal(got[name], value)
     assert_same(load_tf1_state(tx, params, file), (params, state))
+
+
+# ------------------------------------------------------------------------ killed processes
+def kills(folder, *arguments):
+    """What ``kills.py`` counts."""
+    command = [sys.executable, "-m", "tests.interop.tf1.kills", folder, *arguments]
+    root = pathlib.Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("file", "least"), [("m", 12), ("m.npz", 4)])
+def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(file, least, tmp_path):
+    counts = kills(tmp_path, file, "steps")
+    assert counts["killed"] >= least and counts["old"] and counts["new"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", ["m", "m.npz"])
+def test_kills_at_random_moments(file, tmp_path):
+    counts = kills(tmp_path, file, "times", "100")
+    assert counts["killed"] == 100 and counts["old"] and counts["new"]
+
+
+def test_a_checkpoint_is_read_while_another_process_saves(tmp_path):
+    assert kills(tmp_path, "m", "reads", "50")["different"] > 1
+
+
+def test_a_checkpoint_in_several_files_is_replaced(tmp_path):
+    prefix = str(tmp_path / "m")
+    tf1_files._save_v2(prefix, {"v": np.ones(3)})
+    merged = tf1_files._with_data_files(prefix, str(tmp_path), 3)
+    assert len(tf1_files._data_files(merged)) == 3
+    assert tf1_files.read(merged).keys() == {"v"}
+    tf1_files.write(merged, {"w": np.ones(2)})
+    assert tf1_files.read(merged).keys() == {"w"}
+    names = {"merged.index", "merged.data-00000-of-00001"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("ending", ["", ".npz"])
+def test_paths_that_cannot_be_written(ending, tmp_path):
+    write = lambda path: tf1_files.write(path, {"w": np.zeros(1)})
+    (tmp_path / f"folder{ending}").mkdir()
+    for path in ("", f"{tmp_path}/", tmp_path / f"folder{ending}"):
+        with pytest.raises(ValueError, match=r"path is '.*', which is (empty|a folder): give the"):
+            write(path)
+    with pytest.raises(TypeError, match=r"path must be a str or a path, got b'm'"):
+        write(b"m")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / f"file/m{ending}", f"/dev/null/m{ending}"):
+        with pytest.raises(OSError, match=r"path: cannot write the checkpoint '/.*/m"):
+            write(path)
+    write(tmp_path / f"new/folder/m{ending}")
+    assert tf1_files.read(tmp_path / f"new/folder/m{ending}").keys() == {"w"}
+
+
+def test_errors_of_tensorflow_name_the_path(tmp_path):
+    (tmp_path / "m.index").mkdir()
+    with pytest.raises(OSError, match=r"path: cannot write the checkpoint '.*/m'"):
+        tf1_files.write(tmp_path / "m", {"w": np.zeros(1)})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        tf1_files._save_v2(str(tmp_path / "file" / "m"), {"w": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"names: .* a name for the array whose path is ''"):
+        tf1_files.write(tmp_path / "n", {"": np.zeros(1)})
 
 
 # ------------------------------------------------------------------------- damaged files
