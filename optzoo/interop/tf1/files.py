@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import zipfile
 import zlib
@@ -18,6 +19,7 @@ from ...core.locks import locked
 
 _DATA = ".data-00000-of-00001"
 _UNREAD = "optzoo_unfinished_save"  # in an index while it is replaced, and after a kill then
+_PART = re.compile(r"(.+)\.(?:index|meta|data-\d{5}-of-\d{5})", re.DOTALL)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -28,7 +30,7 @@ def read(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ImportError: if it takes TensorFlow to read it, and that is not installed.
-        ValueError: if a file is incomplete or damaged.
+        ValueError: if a file is incomplete or damaged, or only a part of a checkpoint.
     """
     if isinstance(checkpoint, Mapping):
         return {str(name): np.asarray(value) for name, value in checkpoint.items()}
@@ -224,6 +226,8 @@ def _read_prefix(path: str) -> dict[str, np.ndarray]:
             f"no checkpoint {path!r}: give its prefix, such as 'model.ckpt-1000' for "
             "model.ckpt-1000.index and model.ckpt-1000.data-00000-of-00001"
         )
+    if not index.exists() and (part := _PART.fullmatch(path)):
+        raise ValueError(f"{path!r} is one file of a checkpoint: give its prefix, {part[1]!r}")
     tf = import_tensorflow()
     # The reader turns some of TensorFlow's errors into Python's.
     errors = tf.errors.OpError, IndexError, OSError, RuntimeError, TypeError, ValueError

@@ -55,7 +55,8 @@ def save_tf1_state(
     Raises:
         ImportError: if it takes TensorFlow to write it, and that is not installed.
         OSError: if the files cannot be written.
-        TypeError: if ``names`` is none of its forms, or ``.npz`` cannot hold a dtype.
+        TypeError: if ``names`` is none of its forms, ``global_step`` no int, or ``.npz`` cannot
+            hold a dtype.
         ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
             state has arrays that TensorFlow has not, if its outermost counts differ, or if a shape
             is not that in ``like``.
