@@ -9,7 +9,7 @@ import numpy as np
 from .entries import Source, Vector
 from .names import GLOBAL_STEP
 from .plan import Plan
-from .steps import Steps
+from .steps import Steps, are_whole
 
 
 def check_load(plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, partial: bool) -> None:
@@ -29,6 +29,11 @@ def check_load(plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, par
         lines = [f"missing: {name}" for name in missing] + lines
         left_over = sorted(given.keys() - _used(plan, steps))
         lines += [f"left over: {name}" for name in left_over]
+    elif not lines and not _finds_something(plan, given):
+        raise ValueError(
+            "partial=True: the checkpoint has none of the variables, nothing is loaded; it has "
+            f"{sorted(given)}, wanted are {sorted(_used(plan, Steps()))}: see names="
+        )
     if lines:
         raise ValueError(
             f"the checkpoint does not fit, nothing is loaded{hint}:\n  " + "\n  ".join(lines)
@@ -80,6 +85,8 @@ def _misfit(
         yield f"shape: {entry.variable} is {new.shape} in the checkpoint, {entry.shape} here"
     elif not _fits(new.dtype, entry.dtype, converts):
         yield f"dtype: {entry.variable} is {new.dtype} in the checkpoint, {entry.dtype} here"
+    elif jnp.issubdtype(entry.dtype, jnp.integer) and not are_whole(new, entry.dtype):
+        yield f"value: {entry.variable} is {new} in the checkpoint, {entry.dtype} here"
 
 
 def _fits(given: Any, wanted: Any, converts: bool) -> bool:
@@ -94,6 +101,12 @@ def _missing(plan: Plan, given: Mapping[str, np.ndarray]) -> Iterator[str]:
     for entry in (*plan.arrays, *_read(plan)):
         if lacks(entry):
             yield f"{entry.variable}, for {entry.path}"
+
+
+def _finds_something(plan: Plan, given: Mapping[str, np.ndarray]) -> bool:
+    """Whether the checkpoint has any variable of the plan, unless that needs none."""
+    wanted = _used(plan, Steps())
+    return not wanted or not wanted.isdisjoint(given)
 
 
 def _used(plan: Plan, steps: Steps) -> set[str]:

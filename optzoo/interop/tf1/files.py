@@ -1,16 +1,25 @@
 """Checkpoints of TensorFlow 1 as mappings from names to arrays."""
 
 import contextlib
+import glob
 import importlib
+import itertools
 import os
 import pathlib
-import tempfile
+import re
+import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from ...core.locks import locked
+
+_DATA = ".data-00000-of-00001"
+_UNREAD = "optzoo_unfinished_save"  # in an index while it is replaced, and after a kill then
+_PART = re.compile(r"(.+)\.(?:index|meta|data-\d{5}-of-\d{5})", re.DOTALL)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -21,7 +30,7 @@ def read(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ImportError: if it takes TensorFlow to read it, and that is not installed.
-        ValueError: if a file is incomplete or damaged.
+        ValueError: if a file is incomplete or damaged, or only a part of a checkpoint.
     """
     if isinstance(checkpoint, Mapping):
         return {str(name): np.asarray(value) for name, value in checkpoint.items()}
@@ -32,28 +41,25 @@ def read(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 def write(path: str | os.PathLike[str], variables: Mapping[str, np.ndarray]) -> None:
     """Writes an ``.npz`` file if ``path`` ends so, otherwise TensorFlow's files of that prefix.
 
+    A process may be killed at any moment: the old checkpoint or the new one is readable, here and
+    in TensorFlow. The next save to the same path removes what a killed one left beside it.
+
     Raises:
         ImportError: if it takes TensorFlow to write it, and that is not installed.
-        TypeError: if ``.npz`` cannot hold a dtype.
+        OSError: if the files cannot be written.
+        TypeError: if ``.npz`` cannot hold a dtype, or ``path`` is no path.
+        ValueError: if ``path`` is empty or a folder, or TensorFlow's files cannot hold a name.
     """
-    path = os.fspath(path)
-    if not path.endswith(".npz"):
-        _write_prefix(os.path.abspath(path), variables)
-        return
-    for name, value in variables.items():
-        if value.dtype.kind == "V":
-            raise TypeError(
-                f"an .npz file cannot hold {name} of dtype {value.dtype}: "
-                "let path be the prefix of a checkpoint of TensorFlow's, without .npz"
-            )
-    folder, file = os.path.split(os.path.abspath(path))
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        # np.savez cannot have an array called "file".
-        with zipfile.ZipFile(whole := os.path.join(beside, file), "w") as archive:
-            for name, value in variables.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, value, allow_pickle=False)
-        os.replace(whole, path)
+    target = _target(path)
+    write_files = _write_npz if target.endswith(".npz") else _write_prefix
+    folder, file = os.path.split(target)
+    hidden = os.path.join(folder, f".{file}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with locked(f"{hidden}.lock"), _scratch(f"{hidden}.saving") as beside:
+            write_files(target, beside, variables)
+    except OSError as error:
+        raise type(error)(f"path: cannot write the checkpoint {target!r}: {error}") from error
 
 
 def import_tensorflow() -> Any:
@@ -71,19 +77,127 @@ def import_tensorflow() -> Any:
         ) from error
 
 
-def _write_prefix(prefix: str, variables: Mapping[str, np.ndarray]) -> None:
+def _target(path: Any) -> str:
+    """The absolute path to write to."""
+    given = os.fspath(path)
+    if not isinstance(given, str):
+        raise TypeError(f"path must be a str or a path, got {path!r}")
+    if not os.path.basename(given) or os.path.isdir(given):
+        raise ValueError(
+            f"path is {given!r}, which is {'a folder' if given else 'empty'}: give the prefix of a "
+            "checkpoint, such as 'folder/model.ckpt-1000', or a file that ends in .npz"
+        )
+    return os.path.abspath(given)
+
+
+@contextlib.contextmanager
+def _scratch(folder: str) -> Iterator[str]:
+    """An empty folder for a while; what a killed process left there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.mkdir(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_npz(target: str, beside: str, variables: Mapping[str, np.ndarray]) -> None:
+    for name, value in variables.items():
+        if value.dtype.kind == "V":
+            raise TypeError(
+                f"an .npz file cannot hold {name} of dtype {value.dtype}: "
+                "let path be the prefix of a checkpoint of TensorFlow's, without .npz"
+            )
+    # np.savez cannot have an array called "file".
+    with zipfile.ZipFile(whole := os.path.join(beside, "npz"), "w") as archive:
+        for name, value in variables.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, value, allow_pickle=False)
+    os.replace(whole, target)
+
+
+def _write_prefix(target: str, beside: str, variables: Mapping[str, np.ndarray]) -> None:
+    """Replaces an index and its data so that at every moment the index has the right data.
+
+    Two files cannot be renamed at once. But the names of the data files contain how many there
+    are, and the index knows this number. So the new data go beside the old under another number,
+    the renaming of an index for them is the moment of the change, and then the same is done once
+    more to return to the usual name.
+    """
+    if "" in variables:  # at which TensorFlow would end the process
+        raise ValueError("names: TensorFlow needs a name for the array whose path is ''")
+    new, index = os.path.join(beside, "new"), f"{target}.index"
+    _save_v2(new, variables)
+    if not os.path.exists(index):
+        os.replace(f"{new}{_DATA}", target + _DATA)
+        os.replace(f"{new}.index", index)
+        return
+    shutil.copyfile(f"{new}.index", final := os.path.join(beside, "final"))
+    number = next(n for n in itertools.count(2) if not _data_files(target, n))
+    merged = _with_data_files(new, beside, number)
+    for file in _data_files(merged):
+        os.replace(file, target + file.removeprefix(merged))
+    os.replace(f"{merged}.index", index)
+    data, again = f"{target}.data-00000-of-{number:05}", os.path.join(beside, "data")
+    try:
+        os.link(data, again)
+    except OSError:  # not every file system has hard links
+        shutil.copyfile(data, again)
+    os.replace(again, target + _DATA)
+    os.replace(final, index)
+    for file in _data_files(target):
+        if file != target + _DATA:
+            os.remove(file)
+
+
+def _data_files(prefix: str, number: int | None = None) -> list[str]:
+    """The data files of a prefix, or those of its checkpoint in this number of files."""
+    total = "[0-9]" * 5 if number is None else f"{number:05}"
+    return glob.glob(f"{glob.escape(prefix)}.data-{'[0-9]' * 5}-of-{total}")
+
+
+def _with_data_files(prefix: str, beside: str, number: int) -> str:
+    """The prefix of the same checkpoint, but in this number of data files.
+
+    The data stay in the first; each of the others has a variable that is not read.
+    """
+    others = [os.path.join(beside, f"other{i}") for i in range(1, number)]
+    for i, other in enumerate(others):
+        _save_v2(other, {f"{_UNREAD}_{i}": np.zeros((), np.float32)})
+    merged = os.path.join(beside, "merged")
+    _run_op(
+        "MergeV2Checkpoints",
+        {},
+        checkpoint_prefixes=[prefix, *others],
+        destination_prefix=merged,
+        delete_old_dirs=False,
+    )
+    return merged
+
+
+def _save_v2(prefix: str, variables: Mapping[str, np.ndarray]) -> None:
+    _run_op(
+        "SaveV2",
+        variables,
+        prefix=prefix,
+        tensor_names=list(variables),
+        shape_and_slices=[""] * len(variables),
+    )
+
+
+def _run_op(name: str, tensors: Mapping[str, np.ndarray], **arguments: Any) -> None:
+    """Runs an operation of TensorFlow that writes files; ``tensors`` are its input, if any."""
     tf = import_tensorflow()
     v1 = tf.compat.v1
     # In a graph, since eager execution may be off where this runs beside code of TensorFlow 1.
     with tf.Graph().as_default(), tf.device("/cpu:0"), v1.Session() as session:
-        inputs = {v1.placeholder(value.dtype, value.shape): value for value in variables.values()}
-        save = tf.raw_ops.SaveV2(
-            prefix=prefix,
-            tensor_names=list(variables),
-            shape_and_slices=[""] * len(variables),
-            tensors=list(inputs),
-        )
-        session.run(save, inputs)
+        inputs = {v1.placeholder(value.dtype, value.shape): value for value in tensors.values()}
+        if inputs:
+            arguments["tensors"] = list(inputs)
+        try:
+            session.run(getattr(tf.raw_ops, name)(**arguments), inputs)
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from error
 
 
 def _read_npz(path: str) -> dict[str, np.ndarray]:
@@ -106,17 +220,36 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
 
 def _read_prefix(path: str) -> dict[str, np.ndarray]:
     file = pathlib.Path(path)
-    if not file.exists() and not file.with_name(f"{file.name}.index").exists():
+    index = file.with_name(f"{file.name}.index") if file.name else file
+    if not file.exists() and not index.exists():
         raise FileNotFoundError(
             f"no checkpoint {path!r}: give its prefix, such as 'model.ckpt-1000' for "
             "model.ckpt-1000.index and model.ckpt-1000.data-00000-of-00001"
         )
+    if not index.exists() and (part := _PART.fullmatch(path)):
+        raise ValueError(f"{path!r} is one file of a checkpoint: give its prefix, {part[1]!r}")
     tf = import_tensorflow()
     # The reader turns some of TensorFlow's errors into Python's.
     errors = tf.errors.OpError, IndexError, OSError, RuntimeError, TypeError, ValueError
-    with _naming(path, *errors):
-        reader = tf.train.load_checkpoint(path)
-        return {name: reader.get_tensor(name) for name in reader.get_variable_to_dtype_map()}
+    while True:
+        before = _identity(index)
+        try:
+            with _naming(path, *errors):
+                reader = tf.train.load_checkpoint(path)
+                names = reader.get_variable_to_dtype_map()
+                return {n: reader.get_tensor(n) for n in names if not n.startswith(_UNREAD)}
+        except ValueError:
+            if _identity(index) == before:
+                raise  # otherwise another process has just replaced the files
+
+
+def _identity(file: pathlib.Path) -> tuple[int, int] | None:
+    """What differs after the file is replaced."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -50,7 +50,8 @@ def load_tf1_state(
         global_step: the number of updates made so far, or the name of the variable that has it;
             None for ``global_step``, and where there is none, for what the beta powers tell. A
             wrapper such as ``accumulate`` counts these steps; the optimizer in it counts its own
-            updates, which the beta powers tell.
+            updates, which the beta powers tell. Where the checkpoint's step and its powers differ,
+            as after a restart of the optimizer, the number must be given.
         swapped: whether a ``swapping_saver`` wrote the checkpoint: averages, or the center, in the
             place of the parameters.
         partial: whether to keep what the checkpoint lacks as ``params`` and ``tx.init`` have it,
@@ -62,8 +63,9 @@ def load_tf1_state(
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ImportError: if it takes TensorFlow to read it, and that is not installed.
-        TypeError: if ``names`` is none of its forms.
-        ValueError: if a file is damaged, if names are ambiguous, or if anything is missing, left
+        TypeError: if ``names`` is none of its forms, or ``global_step`` no int.
+        ValueError: if a file is damaged, if the beta powers are none or contradict the step, if
+            ``partial`` finds nothing, if names are ambiguous, or if anything is missing, left
             over, or of another shape or dtype: the message lists all of it, nothing is loaded.
             Slots are converted to the dtype that the state keeps them in; parameters are not.
     """

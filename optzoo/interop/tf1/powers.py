@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+_TINY = float(np.finfo(np.float32).tiny)
+
 
 def estimate_exponent(power: Any, base: Any) -> float | None:
     """The ``n`` of ``power = base ** n``, both in float32; None if it cannot be known.
@@ -12,7 +14,7 @@ def estimate_exponent(power: Any, base: Any) -> float | None:
     So it is where the power is 0 or not normal, or the base not between 0 and 1.
     """
     power, base = float(power), float(base)
-    if not (0 < base < 1 and np.finfo(np.float32).tiny < power <= 1):
+    if not (0 < base < 1 and _TINY < power <= 1):
         return None
     exponent = math.log(power) / math.log(base)
     return exponent if exponent < 1e5 else None
@@ -22,3 +24,26 @@ def is_integer_exponent(exponent: float) -> bool:
     """Whether it is a positive integer, up to the rounding of the power."""
     # Of 0.9999 it is off by 0.13 after 200,000 steps; of 0.999 by 0.01 before the power is zero.
     return exponent > 0.5 and abs(exponent - round(exponent)) < 1e-3 + 1e-6 * exponent
+
+
+def can_be_power(power: Any, base: Any) -> bool:
+    """Whether ``base ** n`` may be this value in float32, for any positive integer ``n``.
+
+    It is 0 or not normal after many steps.
+    """
+    power, base = float(power), float(base)
+    if not 0 < base < 1:
+        return power == base
+    exponent = estimate_exponent(power, base)
+    return 0 <= power <= 1 if exponent is None else is_integer_exponent(exponent)
+
+
+def is_lost(power: Any, base: Any) -> bool:
+    """Whether it is 0 or not normal, as after many steps."""
+    return 0 < float(base) < 1 and 0 <= float(power) <= _TINY
+
+
+def may_be_lost(base: Any, exponent: float) -> bool:
+    """Whether ``base ** exponent`` may be 0 or not normal."""
+    rounding = 0.1 + 1e-7 * exponent  # which may add up over the steps
+    return exponent * math.log(float(base)) < math.log(_TINY) + rounding

@@ -31,9 +31,13 @@ def save_tf1_state(
 ) -> None:
     """Writes a checkpoint that ``tf.train.Saver`` of TensorFlow 1 restores.
 
+    If the process is killed, the old checkpoint or the new one is there, also where TensorFlow
+    writes it. The next save to the same path removes what else a killed one left. This does not
+    hold for a computer that loses its power.
+
     Args:
         path: the prefix of the checkpoint (TensorFlow writes it), or a path that ends in
-            ``.npz``.
+            ``.npz``. Its folder is made if there is none.
         params: the parameters.
         state: the state of their optimizer.
         names: as for :func:`load_tf1_state`.
@@ -50,9 +54,12 @@ def save_tf1_state(
 
     Raises:
         ImportError: if it takes TensorFlow to write it, and that is not installed.
-        TypeError: if ``names`` is none of its forms, or ``.npz`` cannot hold a dtype.
-        ValueError: if a name is unknown or ambiguous, if the state has arrays that TensorFlow has
-            not, if its outermost counts differ, or if a shape is not that in ``like``.
+        OSError: if the files cannot be written.
+        TypeError: if ``names`` is none of its forms, ``global_step`` no int, or ``.npz`` cannot
+            hold a dtype.
+        ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
+            state has arrays that TensorFlow has not, if its outermost counts differ, or if a shape
+            is not that in ``like``.
     """
     saved = tf1_variables(
         params,

@@ -1,6 +1,7 @@
 """The number of updates: the counts of a state, and the global step of TensorFlow 1."""
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from .entries import Count, Source
 from .names import GLOBAL_STEP
 from .plan import Plan
-from .powers import estimate_exponent, is_integer_exponent
+from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost, may_be_lost
 
 
 class Steps(NamedTuple):
@@ -30,6 +31,14 @@ class _Power(NamedTuple):
     value: Any
     base: Any
     exponent: float | None
+    optional: bool  # a worker's, which counts its own steps
+
+    @property
+    def updates(self) -> int | None:
+        """The ``n`` of ``beta1 ** (n + 1)``."""
+        if self.exponent is None or not is_integer_exponent(self.exponent):
+            return None
+        return round(self.exponent) - 1
 
 
 def plan_steps(
@@ -50,25 +59,24 @@ def plan_steps(
         global_step: what the caller says about it.
 
     Raises:
+        TypeError: if the global step is no int.
         ValueError: if the global step is out of range, ambiguous, or not there by its name.
     """
-    if not plan.counts:
-        return Steps()
     powers = list(_powers(plan.arrays, state, given))
-    wrong = tuple(
-        f"betas: {power.variable} is {power.value}, no power of {power.base}, which tx has; load "
-        "with the checkpoint's betas, and continue with others if you like: the state is the same"
-        for power in powers
-        if power.exponent is not None and not is_integer_exponent(power.exponent)
-    )
+    wrong = list(_spoilt(powers))
+    if not plan.counts:
+        return Steps(wrong=tuple(wrong))
     step, used = _find_global_step(global_step, given)
+    is_saved = global_step is None or isinstance(global_step, str)
     values, missing = dict[str, int](), []
     wrappers = dict.fromkeys(count.wrapper for count in plan.counts)
     for wrapper in wrappers:
         counts = [count.path for count in plan.counts if count.wrapper == wrapper]
         number = step if wrapper is None else None
+        inside = [p for p in powers if _wrapper_of(p, wrappers) == wrapper]
+        wrong += _contradictions(inside, number if is_saved else None)
         if number is None:
-            number = _of_powers([p for p in powers if _wrapper_of(p, wrappers) == wrapper])
+            number = _of_powers(inside)
         if number is None and wrapper is None:
             number = _own_count(plan.arrays, given)
         if number is not None:
@@ -80,7 +88,7 @@ def plan_steps(
                 f"the number of updates at {counts}, which may be fewer than the steps: name their "
                 "variable by variables="
             )
-    return Steps(values, used, tuple(missing), wrong)
+    return Steps(values, used, tuple(missing), tuple(wrong))
 
 
 def _powers(
@@ -91,7 +99,41 @@ def _powers(
         if source.path.endswith("_power") and value is not None and value.ndim == 0:
             base = state[source.path]
             exponent = estimate_exponent(value, base)
-            yield _Power(source.path, source.variable, value, base, exponent)
+            optional = source.optional
+            yield _Power(source.path, source.variable, value, base, exponent, optional)
+
+
+def _spoilt(powers: Iterable[_Power]) -> Iterator[str]:
+    """Messages about what no number of updates gives."""
+    for variable, value, base in (power[1:4] for power in powers):
+        if can_be_power(value, base):
+            continue
+        if 0 < value <= 1 and 0 < base < 1:
+            yield (
+                f"betas: {variable} is {value}, no power of {base}, which tx has; load with the "
+                "checkpoint's betas, and continue with others if you like: the state is the same"
+            )
+        else:
+            yield f"betas: {variable} is {value}, which no power of {base}, the beta of tx, can be"
+
+
+def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]:
+    """Messages about what these powers, of one wrapper, and the checkpoint's step cannot be.
+
+    A step that the caller gives is not among them: the powers may have another.
+    """
+    powers = [power for power in powers if not power.optional]
+    told = _of_powers(powers)
+    updates = step if told is None else told
+    for power in powers:
+        is_, lost = f"{power.variable} is {power.value}", is_lost(power.value, power.base)
+        if power.updates is not None and step is not None and power.updates != step:
+            yield (
+                f"global_step: it is {step}, and {is_}, as after {power.updates} updates; "
+                "say global_step=, the number of updates"
+            )
+        elif lost and updates is not None and not may_be_lost(power.base, updates + 1):
+            yield f"betas: {is_}, which it cannot be after {updates} updates"
 
 
 def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
@@ -102,16 +144,21 @@ def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
 
 def _of_powers(powers: Iterable[_Power]) -> int | None:
     """The number of updates from ``beta1_power = beta1 ** (n + 1)``, if all tell the same."""
-    exponents = [power.exponent for power in powers if power.exponent is not None]
-    steps = {round(exponent) - 1 for exponent in exponents if is_integer_exponent(exponent)}
+    steps = {power.updates for power in powers} - {None}
     return steps.pop() if len(steps) == 1 else None
 
 
 def _own_count(arrays: Iterable[Source], given: Mapping[str, np.ndarray]) -> int | None:
     """The number of updates that an optimizer has for itself, as GGT."""
     is_count = lambda path: path.split("/")[-1] == "count"
-    own = (s.variable for s in arrays if is_count(s.path) and s.variable in given)
-    return next((int(given[variable]) for variable in own if given[variable].ndim == 0), None)
+    own = [given[s.variable] for s in arrays if is_count(s.path) and s.variable in given]
+    return next((int(value) for value in own if value.ndim == 0 and are_whole(value)), None)
+
+
+def are_whole(values: np.ndarray, dtype: Any = np.int32) -> bool:
+    """Whether an integer dtype holds these values."""
+    limits, wide = np.iinfo(dtype), np.asarray(values, np.float64)
+    return bool(np.all((wide == np.round(wide)) & (limits.min <= wide) & (wide <= limits.max)))
 
 
 def _find_global_step(
@@ -119,7 +166,7 @@ def _find_global_step(
 ) -> tuple[int | None, tuple[str, ...]]:
     """The global step and its variables, if the caller or the checkpoint tells."""
     if wanted is not None and not isinstance(wanted, str):
-        return check_step(int(wanted)), tuple(name for name in given if name == GLOBAL_STEP)
+        return check_step(wanted), tuple(name for name in given if name == GLOBAL_STEP)
     is_step = lambda n: given[n].shape == () and jnp.issubdtype(given[n].dtype, jnp.integer)
     name = GLOBAL_STEP if wanted is None else wanted
     found = [n for n in given if (n == name or n.endswith(f"/{name}")) and is_step(n)]
@@ -131,15 +178,20 @@ def _find_global_step(
     return (check_step(int(given[found[0]])) if found else None), tuple(found)
 
 
-def check_step(step: int) -> int:
+def check_step(step: Any) -> int:
     """The global step, if TensorFlow and the state can hold it.
 
     Raises:
+        TypeError: if it is no int.
         ValueError: if it is out of range.
     """
-    if not 0 <= step < 2**31:
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise TypeError(f"global_step must be an int, got {step!r}") from error
+    if isinstance(step, bool | np.bool_) or not 0 <= number < 2**31:
         raise ValueError(f"global_step must be in [0, 2**31), got {step}")
-    return step
+    return number
 
 
 def step_of_state(counts: Iterable[Count], state: Mapping[str, Any]) -> int:

@@ -1,7 +1,9 @@
 """Training resumes from TensorFlow's checkpoints as it does there, and from ours in TensorFlow."""
 
+import json
 import os
 import pathlib
+import subprocess
 import sys
 from typing import Any, NamedTuple
 
@@ -132,6 +134,73 @@ def test_what_is_written_is_read_again(ending, theirs, tmp_path):
         assert got[name].dtype == value.dtype
         np.testing.assert_array_equal(got[name], value)
     assert_same(load_tf1_state(tx, params, file), (params, state))
+
+
+# ------------------------------------------------------------------------ killed processes
+def kills(folder, *arguments):
+    """What ``kills.py`` counts."""
+    command = [sys.executable, "-m", "tests.interop.tf1.kills", folder, *arguments]
+    root = pathlib.Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("file", "least"), [("m", 12), ("m.npz", 4)])
+def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(file, least, tmp_path):
+    counts = kills(tmp_path, file, "steps")
+    assert counts["killed"] >= least and counts["old"] and counts["new"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", ["m", "m.npz"])
+def test_kills_at_random_moments(file, tmp_path):
+    counts = kills(tmp_path, file, "times", "100")
+    assert counts["killed"] == 100 and counts["old"] and counts["new"]
+
+
+def test_a_checkpoint_is_read_while_another_process_saves(tmp_path):
+    assert kills(tmp_path, "m", "reads", "50")["different"] > 1
+
+
+def test_a_checkpoint_in_several_files_is_replaced(tmp_path):
+    prefix = str(tmp_path / "m")
+    tf1_files._save_v2(prefix, {"v": np.ones(3)})
+    merged = tf1_files._with_data_files(prefix, str(tmp_path), 3)
+    assert len(tf1_files._data_files(merged)) == 3
+    assert tf1_files.read(merged).keys() == {"v"}
+    tf1_files.write(merged, {"w": np.ones(2)})
+    assert tf1_files.read(merged).keys() == {"w"}
+    names = {"merged.index", "merged.data-00000-of-00001"}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("ending", ["", ".npz"])
+def test_paths_that_cannot_be_written(ending, tmp_path):
+    write = lambda path: tf1_files.write(path, {"w": np.zeros(1)})
+    (tmp_path / f"folder{ending}").mkdir()
+    for path in ("", f"{tmp_path}/", tmp_path / f"folder{ending}"):
+        with pytest.raises(ValueError, match=r"path is '.*', which is (empty|a folder): give the"):
+            write(path)
+    with pytest.raises(TypeError, match=r"path must be a str or a path, got b'm'"):
+        write(b"m")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / f"file/m{ending}", f"/dev/null/m{ending}"):
+        with pytest.raises(OSError, match=r"path: cannot write the checkpoint '/.*/m"):
+            write(path)
+    write(tmp_path / f"new/folder/m{ending}")
+    assert tf1_files.read(tmp_path / f"new/folder/m{ending}").keys() == {"w"}
+
+
+def test_errors_of_tensorflow_name_the_path(tmp_path):
+    (tmp_path / "m.index").mkdir()
+    with pytest.raises(OSError, match=r"path: cannot write the checkpoint '.*/m'"):
+        tf1_files.write(tmp_path / "m", {"w": np.zeros(1)})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        tf1_files._save_v2(str(tmp_path / "file" / "m"), {"w": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"names: .* a name for the array whose path is ''"):
+        tf1_files.write(tmp_path / "n", {"": np.zeros(1)})
 
 
 # ------------------------------------------------------------------------- damaged files
@@ -421,6 +490,88 @@ def test_an_unknown_step_is_an_error():
 def test_other_betas_are_refused(partial):
     with pytest.raises(ValueError, match=r"betas: beta1_power is 0\.6\d*, no power of 0\.3"):
         load_tf1_state(optzoo.adam(0.1, b1=0.3), PARAMS, saved_adam()[2], partial=partial)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("value", [2.0, np.nan, np.inf, -0.5, 0.0, 1e-39])
+def test_spoilt_powers_are_refused(value, partial):
+    *_, saved = saved_adam()
+    saved["beta1_power"] = np.asarray(value, np.float32)
+    with pytest.raises(ValueError, match=r"nothing is loaded:\n  betas: beta1_power is "):
+        load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=partial)
+
+
+@pytest.mark.parametrize(("base", "value"), [(0.0, 0.0), (0.9, 0.0)])
+def test_powers_of_zero(base, value):
+    """The one of a beta of 0, and of 0.9 after 2000 steps."""
+    *_, saved = saved_adam()
+    saved |= {"beta1_power": np.float32(value), "beta2_power": np.float32(0.999) ** 2001}
+    saved |= {"global_step": np.int64(2000)}
+    saved = {name: np.asarray(x) for name, x in saved.items()}
+    assert counts(load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)[1]) == {2000}
+    saved["beta1_power"] = np.asarray(0.25, np.float32)
+    with pytest.raises(
+        ValueError, match=r"beta1_power is 0\.25, (no power of|which no power of) 0"
+    ):
+        load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)
+
+
+@pytest.mark.parametrize("global_step", [None, "global_step"])
+def test_a_step_that_contradicts_the_powers_is_refused(global_step):
+    tx, (*_, saved) = optzoo.adam(0.1), saved_adam()
+    saved["global_step"] = np.asarray(7)
+    match = (
+        r"global_step: it is 7, and beta1_power is 0\.65\d*, as after 3 updates; say global_step="
+    )
+    with pytest.raises(ValueError, match=match):
+        load_tf1_state(tx, PARAMS, saved, global_step=global_step, partial=True)
+    for step in (3, 7):
+        assert counts(load_tf1_state(tx, PARAMS, saved, global_step=step)[1]) == {step}
+
+
+def test_fractional_steps_are_refused():
+    tx, (params, state, saved) = optzoo.adam(0.1), saved_adam()
+    for step in (1.7, 3.0, np.float32(3), "3", None):
+        save = lambda step=step: tf1_variables(
+            params, state, optimizer_name="Adam", global_step=step
+        )
+        if step is None:
+            assert save()["global_step"] == 3
+        else:
+            with pytest.raises(TypeError, match=r"global_step must be an int, got "):
+                save()
+        if isinstance(step, float | np.floating):
+            with pytest.raises(TypeError, match=r"global_step must be an int, got "):
+                load_tf1_state(tx, PARAMS, saved, global_step=step)
+    for step in (np.int64(3), jnp.int32(3), np.asarray(3)):
+        assert counts(load_tf1_state(tx, PARAMS, saved, global_step=step)[1]) == {3}
+    with pytest.raises(ValueError, match=r"global_step must be in .*, got True"):
+        load_tf1_state(tx, PARAMS, saved, global_step=True)
+
+
+@pytest.mark.parametrize("value", [3.5, np.nan, np.inf, 1e10])
+def test_counts_that_are_no_whole_numbers_are_refused(value):
+    tx = optzoo.ggt(0.1, window=2)
+    params, state = trained(tx)
+    saved = tf1_variables(params, state)
+    saved["global_step_1"] = np.asarray(value, np.float32)
+    for found in (saved, {n: v for n, v in saved.items() if n != "global_step"}):
+        with pytest.raises(ValueError, match=r"value: global_step_1 is .*, int32 here"):
+            load_tf1_state(tx, PARAMS, found, partial=True)
+
+
+def test_a_part_of_nothing_is_refused(theirs):
+    tx, saved = optzoo.adam(0.1), saved_adam()[2]
+    other = {f"other/{n}": value for n, value in saved.items() if n != "global_step"}
+    for found in ({}, other, {"global_step": saved["global_step"]}):
+        with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+            load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, found, partial=True, global_step=3)
+    for ending in (".index", ".data-00000-of-00001"):
+        with pytest.raises(
+            ValueError, match=r"one file of a checkpoint: give its prefix, '.*Adam'"
+        ):
+            load_tf1_state(tx, PARAMS, theirs / f"Adam{ending}", partial=True)
+    assert load_tf1_state(optax.identity(), {}, {}, partial=True) == ({}, optax.EmptyState())
 
 
 def test_exponents():
