@@ -1,6 +1,6 @@
-"""Checks of arguments at construction: of plain numbers, since traced ones have no value."""
+"""Checks of arguments, at construction and in updates; a traced value has only a type to check."""
 
-import numbers
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,67 @@ import numpy as np
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 
-def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
-    """Raises ``ValueError`` naming the argument if a plain number among them is not ``ok``.
+def check(
+    must: str,
+    ok: Callable[[float], bool],
+    *,
+    schedule: bool = False,
+    none: bool = False,
+    infinite: bool = False,
+    **arguments: Any,
+) -> None:
+    """Checks real numbers by name: Python numbers, NumPy scalars and arrays without axes.
 
-    Schedules and arrays (from ``optax.inject_hyperparams``) pass: their values come later.
+    A traced array (inside of ``optax.inject_hyperparams``) passes: its value comes later.
+
+    Args:
+        must: what the values must be, for the error.
+        ok: whether a value is that.
+        schedule: whether a schedule (a callable) passes.
+        none: whether None passes.
+        infinite: whether infinity may pass.
+        **arguments: the values by name.
+
+    Raises:
+        TypeError: naming an argument that is not a number.
+        ValueError: naming an argument that has axes, is not finite or is not ``ok``.
     """
+    kinds = " or None" * none
+    if schedule:
+        kinds = " or a schedule (a function of the step)" + kinds
     for name, value in arguments.items():
-        if isinstance(value, numbers.Real) and not ok(value):
+        if (schedule and callable(value)) or (none and value is None):
+            continue
+        if not _is_real(value):
+            fix = ": optax.inject_hyperparams takes a schedule for it" if callable(value) else ""
+            raise TypeError(f"{name} must be a number{kinds}, got {value!r}{fix}")
+        if np.shape(value):
+            raise ValueError(f"{name} must be a scalar, got an array of shape {np.shape(value)}")
+        number = _known(value)
+        if number is None:
+            continue
+        if not ok(number):
             raise ValueError(f"{name} must be {must}, got {value!r}")
+        if not infinite and not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _known(value: Any) -> float | None:
+    """The value of a real scalar, None if it is traced or on the devices of other processes."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_replicated:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a large Python int
+        return math.inf if value > 0 else -math.inf
 
 
 def check_decays(**arguments: Any) -> list[Any]:
@@ -28,24 +81,36 @@ def check_decays(**arguments: Any) -> list[Any]:
     rounded to one, and a mean would never change: it is replaced by the largest value below one.
     With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
-    check("in [0, 1)", lambda v: 0 <= v < 1, **arguments)
-    return [_below_one(value) for value in arguments.values()]
+    for name, value in arguments.items():
+        if _has_16_bits(value):
+            check("in [0, 1]", lambda v: 0 <= v <= 1, **{name: value})
+        else:
+            check("in [0, 1)", lambda v: 0 <= v < 1, **{name: value})
+    return [_below_one(v) if _has_16_bits(v) else v for v in arguments.values()]
+
+
+def _has_16_bits(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
 
 
 def _below_one(decay: Any) -> Any:
-    dtype = getattr(decay, "dtype", None)
-    if dtype is None or jnp.finfo(dtype).bits != 16:
-        return decay
-    return jnp.minimum(jnp.asarray(decay, jnp.float32), 1 - float(jnp.finfo(dtype).epsneg))
+    largest = 1 - float(jnp.finfo(decay.dtype).epsneg)
+    return jnp.minimum(jnp.asarray(decay, jnp.float32), largest)
+
+
+def check_finite(**arguments: Any) -> None:
+    """:func:`check` that values are finite, with its options."""
+    check("a finite number", math.isfinite, **arguments)
 
 
 def check_positive(**arguments: Any) -> None:
-    """Raises ``ValueError`` for a plain number that is not above zero."""
+    """:func:`check` that values are above zero and finite, with its options."""
     check("positive", lambda v: v > 0, **arguments)
 
 
 def check_not_negative(**arguments: Any) -> None:
-    """Raises ``ValueError`` for a plain number below zero."""
+    """:func:`check` that values are at least zero and finite, with its options."""
     check("zero or positive", lambda v: v >= 0, **arguments)
 
 
@@ -53,14 +118,35 @@ def check_size(least: int = 0, **arguments: Any) -> int:
     """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
     [(name, value)] = arguments.items()
     try:
+        if isinstance(value, bool):
+            raise TypeError("a bool is no size")
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
             f"{name} must be an int, got {value!r}; shapes depend on it, so "
             f"list it in the static_args of optax.inject_hyperparams"
         ) from error
-    check(f"at least {least}", lambda v: v >= least, **{name: size})
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
     return size
+
+
+def check_flags(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument is True or False."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_transformation(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument has the ``init`` and ``update`` of optax."""
+    for name, value in arguments.items():
+        if isinstance(value, type) or not (
+            callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+        ):
+            raise TypeError(
+                f"{name} must be an optax transformation such as optax.adam(1e-3), got {value!r}"
+            )
 
 
 def check_params(params: Any) -> None:
@@ -69,13 +155,7 @@ def check_params(params: Any) -> None:
         raise ValueError(NO_PARAMS_MSG)
 
 
-def check_rate(learning_rate: Any) -> None:
-    """Raises unless a learning rate is a finite real number, a scalar array or a schedule."""
-    if callable(learning_rate):
-        return
-    if not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
-        raise TypeError(
-            "learning_rate must be a number or a schedule (a function of the step), "
-            f"got {learning_rate!r}"
-        )
-    check("a finite number", lambda v: bool(np.isfinite(v)), learning_rate=learning_rate)
+def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
+    """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
+    check_value = check_positive if positive else check_finite
+    check_value(schedule=True, learning_rate=learning_rate)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_not_negative, check_rate
+from ..core.checks import check_flags, check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
 from ..core.paths import check_mask, resolve_unmasked
 from ..rules.leafwise import leafwise, without_state, zeros
@@ -88,6 +88,7 @@ def lars(
     """
     check_rate(learning_rate)
     check_not_negative(momentum=momentum)
+    check_flags(nesterov=nesterov)
     check_mask(skip=skip)
 
     def rule(g, x, s, t, learning_rate):

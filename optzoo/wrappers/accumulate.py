@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size, check_transformation
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_update
@@ -57,7 +57,9 @@ def accumulate(
     References:
         ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
     """
+    check_transformation(inner=inner)
     every = check_size(1, every=every)
+    check_flags(use_mean=use_mean)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):

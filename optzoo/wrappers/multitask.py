@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.checks import check_transformation
 from ..core.paths import owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.slots import map_slot_trees
@@ -33,6 +34,7 @@ def multitask(
     Differences from the original:
         The original modifies the inner optimizer in place.
     """
+    check_transformation(inner=inner)
     inner = optax.with_extra_args_support(inner)
 
     def is_live(g):

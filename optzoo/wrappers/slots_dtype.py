@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size, check_transformation
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import RandomRounding
@@ -74,6 +74,8 @@ def slots_dtype(
         Gupta et al., `Deep Learning with Limited Numerical Precision
         <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
     """
+    check_transformation(inner=inner)
+    check_flags(stochastic=stochastic, packed=packed)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
     if stochastic and jnp.dtype(dtype) not in DTYPES:

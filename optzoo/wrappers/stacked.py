@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size, check_transformation
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.slots import map_slot_trees
@@ -79,7 +79,9 @@ def stacked(
             sharded or has a slot of another shape; by ``update`` when it is traced, if ``check``
             finds other operations.
     """
+    check_transformation(inner=inner)
     check_mask(which=which)
+    check_flags(check=check)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
     inner = optax.with_extra_args_support(inner)
     checked = set[Any]()  # so that without jit each set of shapes is traced once

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_params, check_positive
+from ..core.checks import check_params, check_positive, check_transformation
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import is_masked, path_name
@@ -54,6 +54,7 @@ def variable_clipping(
         of them, which makes the row too short or reverses its sign. A bound of zero or less is an
         error.
     """
+    check_transformation(inner=inner)
     check_positive(max_norm=max_norm)
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
         raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")

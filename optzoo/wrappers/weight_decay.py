@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import check_not_negative, check_params
+from ..core.checks import check_not_negative, check_params, check_transformation
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
@@ -48,6 +48,7 @@ def decoupled_weight_decay(
         attribute. The decay always comes before the update of an optimizer that reads the
         parameters; in the original the order is undefined.
     """
+    check_transformation(inner=inner)
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)
     inner = optax.with_extra_args_support(inner)
