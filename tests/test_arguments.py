@@ -192,3 +192,74 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
 )
 def test_deliberately_accepted(build, value):
     build(value)
+
+
+X = {"w": jnp.ones((2, 3))}
+ADAM = optzoo.adam(0.1)
+# Everything of this library that has an update with extra arguments, around or beside optax's.
+UPDATES = {
+    "adam": ADAM,
+    "ggt": optzoo.ggt(),
+    "lars": optzoo.lars(0.1),
+    "ftrl": optzoo.ftrl(0.1),
+    "shampoo": optzoo.shampoo(),
+    "numerics": optzoo.check_numerics(),
+    "groups": optzoo.groups({".*": optax.adam(0.1)}),
+    "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
+    "accumulate": optzoo.accumulate(optax.adam(0.1), 2),
+    "decay": optzoo.decoupled_weight_decay(optax.adam(0.1), 0.1),
+    "average": optzoo.moving_average(optax.adam(0.1)),
+    "multitask": optzoo.multitask(optax.adam(0.1)),
+    "stacked": optzoo.stacked(optax.adam(0.1)),
+    "clipping": optzoo.variable_clipping(optax.adam(0.1), {}, 1.0),
+    "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),
+}
+BAD_ARGUMENTS = [
+    ({"lr": 0.1}, r"no argument 'lr': it must be 'learning_rate'"),
+    ({"learing_rate": 0.1}, r"no argument 'learing_rate': it must be 'learning_rate'"),
+    ({"learningRate": 0.1}, "it must be 'learning_rate'"),
+    ({"globalstep": 1}, "it must be 'global_step'"),
+    ({"global_steps": 1}, "it must be 'global_step'"),
+    ({"learning_rate": jnp.ones(3)}, r"learning_rate must be a scalar, got .* \(3,\): .*groups"),
+    ({"learning_rate": {"w": 0.1}}, r"learning_rate must be a number, got .*groups"),
+    ({"learning_rate": "0.1"}, "learning_rate must be a number"),
+    ({"learning_rate": NAN}, "learning_rate must be a finite number, got nan"),
+    ({"learning_rate": jnp.float32(INF)}, "learning_rate must be a finite number"),
+    ({"global_step": -5}, "global_step must be zero or positive, got -5"),
+    ({"global_step": jnp.int32(-1)}, "global_step must be zero or positive"),
+    ({"global_step": 1.5}, "global_step must be an integer, got 1.5"),
+    ({"global_step": jnp.float32(2)}, "global_step must be an integer"),
+    ({"global_step": "x"}, "global_step must be a number, got 'x'"),
+    ({"global_step": np.arange(2)}, "global_step must be a scalar"),
+]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_arguments_of_updates_are_checked(name):
+    tx = UPDATES[name]
+    state = tx.init(X)
+    for given, message in BAD_ARGUMENTS:
+        with pytest.raises((TypeError, ValueError), match=message):
+            tx.update(X, state, X, **given)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_other_arguments_of_updates_pass(name):
+    tx = UPDATES[name]
+    others = {"value": 1.0, "loss_fn": None, "step": 3, "rate": "x", "learning_rate_fn": None}
+
+    def update(rate, step):
+        given = {"learning_rate": rate, "global_step": step, **others}
+        return tx.update(X, tx.init(X), X, **given)
+
+    wanted = jax.eval_shape(lambda: tx.update(X, tx.init(X), X))
+    rates = None, 0.1, 1, np.float64(0.1), jnp.bfloat16(0.1), jax.ShapeDtypeStruct((), jnp.float32)
+    steps = None, 0, 2, np.int64(2), jnp.uint8(2), jax.ShapeDtypeStruct((), jnp.int32)
+    for rate, step in zip(rates, steps, strict=True):
+        traced = isinstance(rate, jax.ShapeDtypeStruct)
+        got = (
+            jax.eval_shape(update, rate, step)
+            if traced
+            else jax.eval_shape(lambda rate=rate, step=step: update(rate, step))
+        )
+        assert jax.tree.structure(got) == jax.tree.structure(wanted)

@@ -1,8 +1,10 @@
 """Checks of arguments, at construction and in updates; a traced value has only a type to check."""
 
+import difflib
+import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ def check(
     schedule: bool = False,
     none: bool = False,
     infinite: bool = False,
+    fix: str = "",
     **arguments: Any,
 ) -> None:
     """Checks real numbers by name: Python numbers, NumPy scalars and arrays without axes.
@@ -30,30 +33,32 @@ def check(
         schedule: whether a schedule (a callable) passes.
         none: whether None passes.
         infinite: whether infinity may pass.
+        fix: the end of the errors, after a colon.
         **arguments: the values by name.
 
     Raises:
         TypeError: naming an argument that is not a number.
         ValueError: naming an argument that has axes, is not finite or is not ``ok``.
     """
-    kinds = " or None" * none
-    if schedule:
-        kinds = " or a schedule (a function of the step)" + kinds
+    kinds = " or a schedule (a function of the step)" * schedule + " or None" * none
+    end = f": {fix}" if fix else ""
     for name, value in arguments.items():
         if (schedule and callable(value)) or (none and value is None):
             continue
         if not _is_real(value):
-            fix = ": optax.inject_hyperparams takes a schedule for it" if callable(value) else ""
-            raise TypeError(f"{name} must be a number{kinds}, got {value!r}{fix}")
+            if callable(value) and not fix:
+                end = ": optax.inject_hyperparams takes a schedule for it"
+            raise TypeError(f"{name} must be a number{kinds}, got {value!r}{end}")
         if np.shape(value):
-            raise ValueError(f"{name} must be a scalar, got an array of shape {np.shape(value)}")
+            shape = np.shape(value)
+            raise ValueError(f"{name} must be a scalar, got an array of shape {shape}{end}")
         number = _known(value)
         if number is None:
             continue
         if not ok(number):
-            raise ValueError(f"{name} must be {must}, got {value!r}")
+            raise ValueError(f"{name} must be {must}, got {value!r}{end}")
         if not infinite and not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
+            raise ValueError(f"{name} must be a finite number, got {value!r}{end}")
 
 
 def _is_real(value: Any) -> bool:
@@ -159,3 +164,47 @@ def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
     """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
     check_value = check_positive if positive else check_finite
     check_value(schedule=True, learning_rate=learning_rate)
+
+
+# The keywords of an update that several transformations of this library read.
+_OF_UPDATE = {
+    name.replace("_", ""): name for name in ("learning_rate", "global_step", "rounding_seed")
+}
+
+
+def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
+    """Checks the keyword arguments of ``update``, by type and shape, and by value where known.
+
+    A transformation must ignore arguments that it does not know, which another one may read. But
+    a name that is nearly one of ours is a typing error.
+
+    Raises:
+        TypeError: if ``learning_rate`` is not a number, ``global_step`` not an integer, or a name
+            is nearly one of those.
+        ValueError: if one of them has axes, ``learning_rate`` is not finite or ``global_step`` is
+            negative.
+    """
+    for name in extra_args:
+        right = _right_name(name)
+        if right != name:
+            raise TypeError(f"update has no argument {name!r}: it must be {right!r}")
+    rate, step = extra_args.get("learning_rate"), extra_args.get("global_step")
+    if rate is not None:
+        fix = "it is the rate of this update for all parameters; optzoo.groups has several rates"
+        check_finite(fix=fix, learning_rate=rate)
+    if step is not None:
+        fix = "it is the number of updates before this one"
+        check_not_negative(fix=fix, global_step=step)
+        if not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+            raise TypeError(f"global_step must be an integer, got {step!r}: {fix}")
+
+
+@functools.cache
+def _right_name(name: str) -> str:
+    """The keyword of ours that a name is, or nearly is; the name itself if there is none."""
+    plain = name.lower().replace("_", "")
+    if plain == "lr":
+        return "learning_rate"
+    near = [_OF_UPDATE[n] for n in difflib.get_close_matches(plain, _OF_UPDATE, n=1, cutoff=0.9)]
+    # learning_rate_fn is another argument.
+    return near[0] if near and not name.startswith(f"{near[0]}_") else name

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_params
+from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..state.storage import count_of, stored_arrays, stored_slots, with_count
 from ..state.types import LeafwiseState
@@ -54,6 +54,7 @@ def frame(
     def update(updates, state, params=None, **extra_args):
         if needs_params:
             check_params(params)
+        check_update_arguments(extra_args)
         step = extra_args.get("global_step")
         if needs_global_step and step is None:
             raise ValueError(NO_GLOBAL_STEP_MSG)

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey
 
+from ..core.checks import check_update_arguments
 from ..core.paths import is_masked, path_name
 from ..core.rows import is_sparse_or_none
 
@@ -51,7 +52,13 @@ def groups(
             than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
-    return optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
+    partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
+
+    def update(updates, state, params=None, **extra_args):
+        check_update_arguments(extra_args)
+        return partition.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(partition.init, update)
 
 
 def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:

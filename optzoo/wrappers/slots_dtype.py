@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ..core.checks import check_flags, check_size, check_transformation
+from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import RandomRounding
@@ -101,6 +101,7 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, *, rounding_seed=None, **extra_args):
+        check_update_arguments(extra_args)
         given = seed if rounding_seed is None else rounding_seed
         if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_flags, check_size, check_transformation
+from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.slots import map_slot_trees
@@ -104,6 +104,7 @@ def stacked(
         return state
 
     def update(updates, state, params=None, **extra_args):
+        check_update_arguments(extra_args)
         own = layout_of(state)
         kinds = _kinds(updates, params)
         # Without slots any layout is right, for the state has none.

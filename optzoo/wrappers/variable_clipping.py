@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_params, check_positive, check_transformation
+from ..core.checks import check_params, check_positive, check_transformation, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import is_masked, path_name
@@ -79,6 +79,7 @@ def variable_clipping(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
+        check_update_arguments(extra_args)
         check_gradients(updates, params)
         axes = _axes(dims, params)
         given = map_rows(SparseRows.coalesce, updates)

@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import check_not_negative, check_params, check_transformation
+from ..core.checks import (
+    check_not_negative,
+    check_params,
+    check_transformation,
+    check_update_arguments,
+)
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
@@ -65,6 +70,7 @@ def decoupled_weight_decay(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
+        check_update_arguments(extra_args)
         check_gradients(updates, params)
         updates = map_rows(SparseRows.coalesce, updates)
         everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
