@@ -71,8 +71,9 @@ def lars(
         eeta: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.
-        skip: the parameters without trust ratio and decay: a tree of bools, or a tuple of parts of
-            their paths, such as ``("bias", "norm")``; None for none.
+        skip: the parameters without trust ratio and decay: a tree of bools, a tuple of fragments
+            of their paths, such as ``("bias", "norm")``, or a function of the parameters that
+            returns one of these; None for none.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule, or if ``skip`` is of another

@@ -63,8 +63,9 @@ def stacked(
 
     Args:
         inner: an element-wise optimizer, of this library or another.
-        which: which parameters may be stacked: a tree of bools, or a tuple of fragments of their
-            paths; None for all. Those that are sharded over devices must not be.
+        which: which parameters may be stacked: a tree of bools, a tuple of fragments of their
+            paths, or a function of the parameters that returns one of these; None for all. Those
+            that are sharded over devices must not be.
         max_size: how many elements a stacked parameter has at most, at least 0. Copying large ones
             costs more than is gained.
         max_members: how many parameters a stack has at most, at least 1. The time of compilation

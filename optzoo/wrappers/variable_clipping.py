@@ -12,7 +12,7 @@ import optax
 from ..core.checks import check_params, check_positive, check_transformation, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
-from ..core.paths import is_masked, path_name
+from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 
@@ -114,7 +114,7 @@ def _axes(dims: Any, params: Any) -> Any:
     walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
     axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
     # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+    if unused and not hides_leaves(params):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         raise ValueError(f"dims: no parameter matches {sorted(unused)}; the parameters are {names}")
     return axes

@@ -35,12 +35,14 @@ def decoupled_weight_decay(
         inner: a complete optimizer, including its learning rate.
         weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
             at least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
-            ``("kernel", "embedding")``; None for all.
+        mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
+            ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
+            None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type.
-        ValueError: if ``weight_decay`` is negative, or if no params are given to ``update``.
+        TypeError: if ``mask`` is of another type, or ``inner`` no transformation.
+        ValueError: if ``weight_decay`` is negative or not finite; in ``update`` if no params are
+            given, or if no path contains a fragment of ``mask``.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization
