@@ -82,6 +82,8 @@ def slots_dtype(
         raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
     if packed and jnp.dtype(dtype) not in PACKABLE:
         raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"dtype must have at least 16 bits, got {dtype!r}")
     seed = check_size(seed=seed)
     inner = optax.with_extra_args_support(inner)
 
