@@ -44,6 +44,7 @@ def frame(
 
     :func:`optzoo.treewise` describes the arguments.
     """
+    _check_slots(slots)
     scheduled = dict(scheduled or {})
     Slots = type(slots)
 
@@ -73,6 +74,18 @@ def frame(
         return updates, LeafwiseState(with_count(state, t), Slots._make(trees), new_shared)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_slots(slots: Any) -> None:
+    """Raises ``TypeError`` unless slots are a named tuple of functions."""
+    fix = "Slots(m=optzoo.zeros) with class Slots(typing.NamedTuple)"
+    if not isinstance(slots, tuple) or not hasattr(slots, "_fields"):
+        raise TypeError(f"slots must be a named tuple of initializers, got {slots!r}: {fix}")
+    for name, initializer in zip(slots._fields, slots, strict=True):
+        if not callable(initializer):
+            raise TypeError(
+                f"slots.{name} must be a function of the parameter, got {initializer!r}: {fix}"
+            )
 
 
 def _at(step: Any, value: Any, override: Any) -> Any:
