@@ -20,6 +20,7 @@ def check(
     schedule: bool = False,
     none: bool = False,
     infinite: bool = False,
+    on_device: bool = True,
     fix: str = "",
     **arguments: Any,
 ) -> None:
@@ -33,6 +34,7 @@ def check(
         schedule: whether a schedule (a callable) passes.
         none: whether None passes.
         infinite: whether infinity may pass.
+        on_device: whether the values of JAX's arrays are read, which waits for the device.
         fix: the end of the errors, after a colon.
         **arguments: the values by name.
 
@@ -52,7 +54,7 @@ def check(
         if np.shape(value):
             shape = np.shape(value)
             raise ValueError(f"{name} must be a scalar, got an array of shape {shape}{end}")
-        number = _known(value)
+        number = _known(value) if on_device or not isinstance(value, jax.Array) else None
         if number is None:
             continue
         if not ok(number):
@@ -173,7 +175,7 @@ _OF_UPDATE = {
 
 
 def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of ``update``, by type and shape, and by value where known.
+    """Checks the keyword arguments of ``update``: type and shape, and the value off the device.
 
     A transformation must ignore arguments that it does not know, which another one may read. But
     a name that is nearly one of ours is a typing error.
@@ -181,8 +183,8 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
     Raises:
         TypeError: if ``learning_rate`` is not a number, ``global_step`` not an integer, or a name
             is nearly one of those.
-        ValueError: if one of them has axes, ``learning_rate`` is not finite or ``global_step`` is
-            negative.
+        ValueError: if one of them has axes, or if a number of Python or NumPy is not finite
+            (``learning_rate``) or negative (``global_step``). JAX's arrays are not read.
     """
     for name in extra_args:
         right = _right_name(name)
@@ -191,10 +193,10 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
     rate, step = extra_args.get("learning_rate"), extra_args.get("global_step")
     if rate is not None:
         fix = "it is the rate of this update for all parameters; optzoo.groups has several rates"
-        check_finite(fix=fix, learning_rate=rate)
+        check_finite(on_device=False, fix=fix, learning_rate=rate)
     if step is not None:
         fix = "it is the number of updates before this one"
-        check_not_negative(fix=fix, global_step=step)
+        check_not_negative(on_device=False, fix=fix, global_step=step)
         if not jnp.issubdtype(jnp.result_type(step), jnp.integer):
             raise TypeError(f"global_step must be an integer, got {step!r}: {fix}")
 
