@@ -1,8 +1,10 @@
-"""Checks of arguments at construction: of plain numbers, since traced ones have no value."""
+"""Checks of arguments, at construction and in updates; a traced value has only a type to check."""
 
-import numbers
+import difflib
+import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,14 +13,72 @@ import numpy as np
 from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
 
 
-def check(must: str, ok: Callable[[Any], bool], **arguments: Any) -> None:
-    """Raises ``ValueError`` naming the argument if a plain number among them is not ``ok``.
+def check(
+    must: str,
+    ok: Callable[[float], bool],
+    *,
+    schedule: bool = False,
+    none: bool = False,
+    infinite: bool = False,
+    on_device: bool = True,
+    fix: str = "",
+    **arguments: Any,
+) -> None:
+    """Checks real numbers by name: Python numbers, NumPy scalars and arrays without axes.
 
-    Schedules and arrays (from ``optax.inject_hyperparams``) pass: their values come later.
+    A traced array (inside of ``optax.inject_hyperparams``) passes: its value comes later.
+
+    Args:
+        must: what the values must be, for the error.
+        ok: whether a value is that.
+        schedule: whether a schedule (a callable) passes.
+        none: whether None passes.
+        infinite: whether infinity may pass.
+        on_device: whether the values of JAX's arrays are read, which waits for the device.
+        fix: the end of the errors, after a colon.
+        **arguments: the values by name.
+
+    Raises:
+        TypeError: naming an argument that is not a number.
+        ValueError: naming an argument that has axes, is not finite or is not ``ok``.
     """
+    kinds = " or a schedule (a function of the step)" * schedule + " or None" * none
+    end = f": {fix}" if fix else ""
     for name, value in arguments.items():
-        if isinstance(value, numbers.Real) and not ok(value):
-            raise ValueError(f"{name} must be {must}, got {value!r}")
+        if (schedule and callable(value)) or (none and value is None):
+            continue
+        if not _is_real(value):
+            if callable(value) and not fix:
+                end = ": optax.inject_hyperparams takes a schedule for it"
+            raise TypeError(f"{name} must be a number{kinds}, got {value!r}{end}")
+        if np.shape(value):
+            shape = np.shape(value)
+            raise ValueError(f"{name} must be a scalar, got an array of shape {shape}{end}")
+        number = _known(value) if on_device or not isinstance(value, jax.Array) else None
+        if number is None:
+            continue
+        if not ok(number):
+            raise ValueError(f"{name} must be {must}, got {value!r}{end}")
+        if not infinite and not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number, got {value!r}{end}")
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _known(value: Any) -> float | None:
+    """The value of a real scalar, None if it is traced or on the devices of other processes."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_replicated:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a large Python int
+        return math.inf if value > 0 else -math.inf
 
 
 def check_decays(**arguments: Any) -> list[Any]:
@@ -28,24 +88,36 @@ def check_decays(**arguments: Any) -> list[Any]:
     rounded to one, and a mean would never change: it is replaced by the largest value below one.
     With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
-    check("in [0, 1)", lambda v: 0 <= v < 1, **arguments)
-    return [_below_one(value) for value in arguments.values()]
+    for name, value in arguments.items():
+        if _has_16_bits(value):
+            check("in [0, 1]", lambda v: 0 <= v <= 1, **{name: value})
+        else:
+            check("in [0, 1)", lambda v: 0 <= v < 1, **{name: value})
+    return [_below_one(v) if _has_16_bits(v) else v for v in arguments.values()]
+
+
+def _has_16_bits(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
 
 
 def _below_one(decay: Any) -> Any:
-    dtype = getattr(decay, "dtype", None)
-    if dtype is None or jnp.finfo(dtype).bits != 16:
-        return decay
-    return jnp.minimum(jnp.asarray(decay, jnp.float32), 1 - float(jnp.finfo(dtype).epsneg))
+    largest = 1 - float(jnp.finfo(decay.dtype).epsneg)
+    return jnp.minimum(jnp.asarray(decay, jnp.float32), largest)
+
+
+def check_finite(**arguments: Any) -> None:
+    """:func:`check` that values are finite, with its options."""
+    check("a finite number", math.isfinite, **arguments)
 
 
 def check_positive(**arguments: Any) -> None:
-    """Raises ``ValueError`` for a plain number that is not above zero."""
+    """:func:`check` that values are above zero and finite, with its options."""
     check("positive", lambda v: v > 0, **arguments)
 
 
 def check_not_negative(**arguments: Any) -> None:
-    """Raises ``ValueError`` for a plain number below zero."""
+    """:func:`check` that values are at least zero and finite, with its options."""
     check("zero or positive", lambda v: v >= 0, **arguments)
 
 
@@ -53,14 +125,35 @@ def check_size(least: int = 0, **arguments: Any) -> int:
     """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
     [(name, value)] = arguments.items()
     try:
+        if isinstance(value, bool):
+            raise TypeError("a bool is no size")
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         raise TypeError(
             f"{name} must be an int, got {value!r}; shapes depend on it, so "
             f"list it in the static_args of optax.inject_hyperparams"
         ) from error
-    check(f"at least {least}", lambda v: v >= least, **{name: size})
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
     return size
+
+
+def check_flags(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument is True or False."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_transformation(**arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument has the ``init`` and ``update`` of optax."""
+    for name, value in arguments.items():
+        if isinstance(value, type) or not (
+            callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+        ):
+            raise TypeError(
+                f"{name} must be an optax transformation such as optax.adam(1e-3), got {value!r}"
+            )
 
 
 def check_params(params: Any) -> None:
@@ -69,13 +162,51 @@ def check_params(params: Any) -> None:
         raise ValueError(NO_PARAMS_MSG)
 
 
-def check_rate(learning_rate: Any) -> None:
-    """Raises unless a learning rate is a finite real number, a scalar array or a schedule."""
-    if callable(learning_rate):
-        return
-    if not isinstance(learning_rate, numbers.Real | np.ndarray | jax.Array):
-        raise TypeError(
-            "learning_rate must be a number or a schedule (a function of the step), "
-            f"got {learning_rate!r}"
-        )
-    check("a finite number", lambda v: bool(np.isfinite(v)), learning_rate=learning_rate)
+def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
+    """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
+    check_value = check_positive if positive else check_finite
+    check_value(schedule=True, learning_rate=learning_rate)
+
+
+# The keywords of an update that several transformations of this library read.
+_OF_UPDATE = {
+    name.replace("_", ""): name for name in ("learning_rate", "global_step", "rounding_seed")
+}
+
+
+def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
+    """Checks the keyword arguments of ``update``: type and shape, and the value off the device.
+
+    A transformation must ignore arguments that it does not know, which another one may read. But
+    a name that is nearly one of ours is a typing error.
+
+    Raises:
+        TypeError: if ``learning_rate`` is not a number, ``global_step`` not an integer, or a name
+            is nearly one of those.
+        ValueError: if one of them has axes, or if a number of Python or NumPy is not finite
+            (``learning_rate``) or negative (``global_step``). JAX's arrays are not read.
+    """
+    for name in extra_args:
+        right = _right_name(name)
+        if right != name:
+            raise TypeError(f"update has no argument {name!r}: it must be {right!r}")
+    rate, step = extra_args.get("learning_rate"), extra_args.get("global_step")
+    if rate is not None:
+        fix = "it is the rate of this update for all parameters; optzoo.groups has several rates"
+        check_finite(on_device=False, fix=fix, learning_rate=rate)
+    if step is not None:
+        fix = "it is the number of updates before this one"
+        check_not_negative(on_device=False, fix=fix, global_step=step)
+        if not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+            raise TypeError(f"global_step must be an integer, got {step!r}: {fix}")
+
+
+@functools.cache
+def _right_name(name: str) -> str:
+    """The keyword of ours that a name is, or nearly is; the name itself if there is none."""
+    plain = name.lower().replace("_", "")
+    if plain == "lr":
+        return "learning_rate"
+    near = [_OF_UPDATE[n] for n in difflib.get_close_matches(plain, _OF_UPDATE, n=1, cutoff=0.9)]
+    # learning_rate_fn is another argument.
+    return near[0] if near and not name.startswith(f"{near[0]}_") else name

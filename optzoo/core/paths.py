@@ -1,13 +1,13 @@
 """Names of parameters, and masks by their paths."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from .rows import is_sparse_or_none
+from .rows import is_sparse_or_none, map_rows
 
 
 def path_name(path: Any) -> str:
@@ -29,18 +29,23 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
+def hides_leaves(tree: Any) -> bool:
+    """Whether ``optax.masked`` or ``optax.partition`` shows only a part of the parameters here."""
+    return any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
+
+
 def check_mask(**arguments: Any) -> None:
     """Raises ``TypeError`` unless each argument is a mask as :func:`resolve_mask` takes it."""
     for name, which in arguments.items():
-        if which is None or _are_fragments(which):
+        if which is None or callable(which) or _are_fragments(which):
             continue
         if isinstance(which, str):
             raise TypeError(f"{name} must be a tuple of fragments of paths: ({which!r},)")
         for mark in jax.tree.leaves(which):
             if not isinstance(mark, bool | np.bool_):
                 raise TypeError(
-                    f"{name} must be a tree of bools or a tuple of fragments of paths, "
-                    f"got {mark!r} in it"
+                    f"{name} must be a tree of bools, a tuple of fragments of paths or a function "
+                    f"of the parameters, got {mark!r} in it"
                 )
 
 
@@ -49,15 +54,56 @@ def resolve_mask(which: Any, tree: Any) -> Any:
 
     Args:
         which: a tuple or list of fragments of paths, which marks every parameter whose path
-            contains one of them; or a tree of bools, or a prefix of such a tree; or None, which
-            marks no parameter.
+            contains one of them; or a tree of bools, or a prefix of such a tree; or a function
+            that returns one, of the tree with a ``ShapeDtypeStruct`` in the place of rows; or
+            None, which marks no parameter.
         tree: parameters or gradients.
+
+    Raises:
+        TypeError: if the function returns no mask, or a mask holds None.
+        ValueError: if no path contains a fragment, unless ``optax.masked`` or ``optax.partition``
+            hides parameters here.
     """
+    if callable(which):
+        which = _called(which, tree)
     if which is None or _are_fragments(which):
-        contains = lambda path, _: any(f in path_name(path) for f in which or ())
-        return jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_sparse_or_none)
-    fill = lambda mark, part: jax.tree.map(lambda _: mark, part, is_leaf=is_sparse_or_none)
-    return jax.tree.map(fill, which, tree)
+        return _containing(which or (), tree)
+    return jax.tree.map(_fill, which, tree, is_leaf=lambda mark: mark is None)
+
+
+def _fill(mark: Any, part: Any) -> Any:
+    if mark is None and part is not None:  # a function maps a missing gradient to None
+        raise TypeError("a mask must hold True or False for each parameter, got None in it")
+    return jax.tree.map(lambda _: bool(mark), part, is_leaf=is_sparse_or_none)
+
+
+def _called(mask: Callable[[Any], Any], tree: Any) -> Any:
+    marks = mask(map_rows(lambda g: jax.ShapeDtypeStruct(g.shape, g.dtype), tree))
+    if marks is None and tree is not None:
+        raise TypeError("a mask that is a function must return a tree of bools, got None")
+    check_mask(mask=marks)
+    return marks
+
+
+def _containing(fragments: Sequence[str], tree: Any) -> Any:
+    """Marks the leaves whose paths contain a fragment, each of which must be in one of them."""
+    unused = dict.fromkeys(fragments)
+    names = []
+
+    def contains(path, _):
+        names.append(path_name(path))
+        found = [f for f in fragments if f in names[-1]]
+        for fragment in found:
+            unused.pop(fragment, None)
+        return bool(found)
+
+    marks = jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_sparse_or_none)
+    if unused and names and not hides_leaves(tree):
+        raise ValueError(
+            f"a mask must hold fragments of the parameters' paths, but none contains "
+            f"{' or '.join(map(repr, unused))}; the parameters are {names}"
+        )
+    return marks
 
 
 def resolve_unmasked(which: Any, tree: Any) -> Any:

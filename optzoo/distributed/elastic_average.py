@@ -85,7 +85,7 @@ def elastic_average(
     """
     num_workers = check_size(1, num_workers=num_workers)
     period = check_size(1, communication_period=communication_period)
-    check("in (0, 1]", lambda v: 0 < v <= 1, moving_rate=moving_rate)
+    check("in (0, 1]", lambda v: 0 < v <= 1, none=True, moving_rate=moving_rate)
     check_not_negative(rho=rho)
     replicas = Replicas(axis_name, bucket_bytes)
     rate = 0.9 / period / num_workers if moving_rate is None else moving_rate

@@ -33,8 +33,9 @@ def adamw(
         eps: :math:`\hat\epsilon`, at least 0.
         weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
             at least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
-            ``("kernel", "embedding")``; None for all.
+        mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
+            ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
+            None for all.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.

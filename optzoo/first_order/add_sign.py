@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays
+from ..core.checks import check_decays, check_finite
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -22,6 +22,8 @@ def scale_by_add_sign(
     alpha: float = 1.0, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.add_sign`."""
+    check_finite(alpha=alpha)
+    check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):

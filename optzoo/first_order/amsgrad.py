@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_not_negative
+from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import scale_by_learning_rate
@@ -32,6 +32,7 @@ def scale_by_amsgrad(
     """The direction of :func:`optzoo.amsgrad`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
+    check_flags(decay=decay)
 
     def rule(g, x, s, t):
         m = b1 * s.m + (1 - b1) * g

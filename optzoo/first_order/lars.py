@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_not_negative, check_rate
+from ..core.checks import check_flags, check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
 from ..core.paths import check_mask, resolve_unmasked
 from ..rules.leafwise import leafwise, without_state, zeros
@@ -71,8 +71,9 @@ def lars(
         eeta: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.
-        skip: the parameters without trust ratio and decay: a tree of bools, or a tuple of parts of
-            their paths, such as ``("bias", "norm")``; None for none.
+        skip: the parameters without trust ratio and decay: a tree of bools, a tuple of fragments
+            of their paths, such as ``("bias", "norm")``, or a function of the parameters that
+            returns one of these; None for none.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule, or if ``skip`` is of another
@@ -88,6 +89,7 @@ def lars(
     """
     check_rate(learning_rate)
     check_not_negative(momentum=momentum)
+    check_flags(nesterov=nesterov)
     check_mask(skip=skip)
 
     def rule(g, x, s, t, learning_rate):

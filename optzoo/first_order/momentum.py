@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import optax
 
-from ..core.checks import check_not_negative
+from ..core.checks import check_flags, check_not_negative
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import Slot
@@ -21,6 +21,7 @@ def scale_by_momentum(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows."""
     check_not_negative(momentum=momentum)
+    check_flags(nesterov=nesterov)
 
     def rule(g, x, s, t):
         update = lambda s: g + momentum * s.momentum if nesterov else s.momentum

@@ -30,8 +30,9 @@ def momentumw(
         weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
             at least 0.
         nesterov: use Nesterov momentum.
-        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
-            ``("kernel", "embedding")``; None for all.
+        mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
+            ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
+            None for all.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_positive
+from ..core.checks import check_decays, check_finite, check_positive
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -24,6 +24,7 @@ def scale_by_power_sign(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.power_sign`."""
     check_positive(base=base)
+    check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [beta] = check_decays(beta=beta)
 
     def rule(g, x, s, t, sign_decay):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_not_negative, check_rate
+from ..core.checks import check_decays, check_flags, check_not_negative, check_rate
 from ..core.numerics import safe_divide
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
@@ -92,7 +92,9 @@ def rmsprop(
     """
     check_rate(learning_rate)
     [decay] = check_decays(decay=decay)
-    check_not_negative(momentum=0 if momentum is None else momentum, eps=eps)
+    check_not_negative(none=True, momentum=momentum)
+    check_not_negative(eps=eps)
+    check_flags(centered=centered)
     slots = {"rms": full(1)}
     slots |= {"mg": zeros} if centered else {}
     slots |= {} if momentum is None else {"momentum": zeros}

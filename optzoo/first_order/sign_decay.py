@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_positive
+from ..core.checks import check_finite, check_positive
 
 
 def linear_sign_decay(decay_steps: int) -> optax.Schedule:
@@ -41,6 +41,8 @@ def cosine_sign_decay(
         ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
+    check_finite(num_periods=num_periods)
+    check_finite(none=True, zero_after=zero_after)
 
     def decay(k):
         f = 2 * num_periods * (_until(decay_steps, k) / decay_steps)
@@ -70,6 +72,8 @@ def restart_sign_decay(
         ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
+    check_finite(num_periods=num_periods)
+    check_finite(none=True, zero_after=zero_after)
 
     def decay(k):
         periods = num_periods * _until(decay_steps, k)

@@ -61,9 +61,8 @@ def adagrad_da(
         stays 1 if that is not passed to ``apply_gradients`` as well. A negative :math:`\lambda_1`
         is an error; the original treats it as zero.
     """
-    check_rate(learning_rate)
+    check_rate(learning_rate, positive=True)
     check_positive(
-        learning_rate=learning_rate,
         initial_gradient_squared_accumulator_value=initial_gradient_squared_accumulator_value,
     )
     check_not_negative(

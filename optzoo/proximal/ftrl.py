@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check, check_not_negative, check_positive, check_rate
+from ..core.checks import check, check_not_negative, check_rate
 from ..core.numerics import safe_divide
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
@@ -65,8 +65,7 @@ def ftrl(
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
         shrinkage makes the numerator nonzero.
     """
-    check_rate(learning_rate)
-    check_positive(learning_rate=learning_rate)
+    check_rate(learning_rate, positive=True)
     check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
     check_not_negative(
         initial_accumulator_value=initial_accumulator_value,

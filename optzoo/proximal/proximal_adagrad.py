@@ -53,8 +53,8 @@ def proximal_adagrad(
         `Efficient Online and Batch Learning using Forward Backward Splitting
         <https://jmlr.org/papers/v10/duchi09a.html>`_, 2009.
     """
-    check_rate(learning_rate)
-    check_positive(learning_rate=learning_rate, initial_accumulator_value=initial_accumulator_value)
+    check_rate(learning_rate, positive=True)
+    check_positive(initial_accumulator_value=initial_accumulator_value)
     check_not_negative(
         l1_regularization_strength=l1_regularization_strength,
         l2_regularization_strength=l2_regularization_strength,

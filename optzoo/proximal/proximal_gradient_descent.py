@@ -2,7 +2,7 @@
 
 import optax
 
-from ..core.checks import check_not_negative, check_positive, check_rate
+from ..core.checks import check_not_negative, check_rate
 from ..rules.leafwise import leafwise
 from .shrink import shrink
 
@@ -41,8 +41,7 @@ def proximal_gradient_descent(
         A negative strength is an error; the original treats a negative :math:`\lambda_1` as zero
         and uses a negative :math:`\lambda_2` unchanged.
     """
-    check_rate(learning_rate)
-    check_positive(learning_rate=learning_rate)
+    check_rate(learning_rate, positive=True)
     check_not_negative(
         l1_regularization_strength=l1_regularization_strength,
         l2_regularization_strength=l2_regularization_strength,

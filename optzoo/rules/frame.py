@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_params
+from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..state.storage import count_of, stored_arrays, stored_slots, with_count
 from ..state.types import LeafwiseState
@@ -44,6 +44,7 @@ def frame(
 
     :func:`optzoo.treewise` describes the arguments.
     """
+    _check_slots(slots)
     scheduled = dict(scheduled or {})
     Slots = type(slots)
 
@@ -54,6 +55,7 @@ def frame(
     def update(updates, state, params=None, **extra_args):
         if needs_params:
             check_params(params)
+        check_update_arguments(extra_args)
         step = extra_args.get("global_step")
         if needs_global_step and step is None:
             raise ValueError(NO_GLOBAL_STEP_MSG)
@@ -72,6 +74,18 @@ def frame(
         return updates, LeafwiseState(with_count(state, t), Slots._make(trees), new_shared)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_slots(slots: Any) -> None:
+    """Raises ``TypeError`` unless slots are a named tuple of functions."""
+    fix = "Slots(m=optzoo.zeros) with class Slots(typing.NamedTuple)"
+    if not isinstance(slots, tuple) or not hasattr(slots, "_fields"):
+        raise TypeError(f"slots must be a named tuple of initializers, got {slots!r}: {fix}")
+    for name, initializer in zip(slots._fields, slots, strict=True):
+        if not callable(initializer):
+            raise TypeError(
+                f"slots.{name} must be a function of the parameter, got {initializer!r}: {fix}"
+            )
 
 
 def _at(step: Any, value: Any, override: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
+from ..core.checks import check_update_arguments
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 
@@ -45,7 +46,8 @@ def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraA
         return CheckNumericsState(jnp.zeros([], jnp.int32))
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
-        del params, extra_args
+        check_update_arguments({"global_step": global_step, **extra_args})
+        del params
         raise_if_bad(updates, what, state.count if global_step is None else global_step)
         return updates, CheckNumericsState(jnp.asarray(optax.safe_increment(state.count)))
 

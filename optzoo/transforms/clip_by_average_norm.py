@@ -36,5 +36,5 @@ def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
     References:
         ``tf.clip_by_average_norm``; ``returnn.tf.updater``, option ``gradient_clip_avg_norm``.
     """
-    check_positive(max_norm=max_norm)
+    check_positive(infinite=True, max_norm=max_norm)
     return on_each(lambda values, size: clipped_by_average_norm(values, size, max_norm))

@@ -34,5 +34,5 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     References:
         ``tf.clip_by_norm``; ``returnn.tf.updater``, option ``gradient_clip_norm``.
     """
-    check_positive(max_norm=max_norm)
+    check_positive(infinite=True, max_norm=max_norm)
     return on_each(lambda values, size: clipped_by_norm(values, max_norm))

@@ -43,7 +43,7 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
     References:
         ``returnn.tf.updater``, option ``grad_norm_to_clip_to_zero``.
     """
-    check_positive(max_norm=max_norm)
+    check_positive(infinite=True, max_norm=max_norm)
 
     def update(updates, _):
         updates = map_rows(SparseRows.coalesce, updates)

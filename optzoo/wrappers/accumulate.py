@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_size
+from ..core.checks import (
+    check_flags,
+    check_size,
+    check_transformation,
+    check_update_arguments,
+)
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_update
@@ -57,7 +62,9 @@ def accumulate(
     References:
         ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
     """
+    check_transformation(inner=inner)
     every = check_size(1, every=every)
+    check_flags(use_mean=use_mean)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -67,6 +74,7 @@ def accumulate(
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_gradients(updates, params)
         updates = map_rows(SparseRows.to_dense, updates)
+        check_update_arguments({"global_step": global_step, **extra_args})
         if global_step is not None:
             extra_args["global_step"] = global_step // every
         count = jnp.asarray(optax.safe_increment(state.count))

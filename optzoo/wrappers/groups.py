@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey
 
-from ..core.paths import is_masked, path_name
+from ..core.checks import check_update_arguments
+from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
 
 _REST = ".*"
@@ -51,7 +52,13 @@ def groups(
             than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
-    return optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
+    partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
+
+    def update(updates, state, params=None, **extra_args):
+        check_update_arguments(extra_args)
+        return partition.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(partition.init, update)
 
 
 def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
@@ -101,8 +108,7 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
         )
     unused = set(patterns) - {_REST}.union(*found.values())
     # Under optax.masked the pattern may match a parameter that is hidden here.
-    hidden = any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
-    if unused and found and not hidden:
+    if unused and found and not hides_leaves(tree):
         raise ValueError(
             f"no parameter matches the patterns {sorted(unused)}; the parameters are {list(found)}"
         )

@@ -5,7 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_not_negative
+from ..core.checks import check_decays, check_not_negative, check_transformation
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 
@@ -47,11 +47,12 @@ def moving_average(
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
         because in 16 bits its changes would be rounded to zero.
     """
+    check_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":
         raise ValueError(f"num_updates must be a number, 'count' or None, got {num_updates!r}")
     if not isinstance(num_updates, str):
-        check_not_negative(num_updates=num_updates)
+        check_not_negative(none=True, num_updates=num_updates)
 
     def decay_at(step):
         n = jnp.float32(step + 1 if num_updates == "count" else num_updates)

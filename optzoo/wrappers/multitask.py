@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.checks import check_transformation, check_update_arguments
 from ..core.paths import owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.slots import map_slot_trees
@@ -33,6 +34,7 @@ def multitask(
     Differences from the original:
         The original modifies the inner optimizer in place.
     """
+    check_transformation(inner=inner)
     inner = optax.with_extra_args_support(inner)
 
     def is_live(g):
@@ -44,6 +46,7 @@ def multitask(
         return u if live is True else jnp.where(live, u, 0)
 
     def update(updates, state, params=None, **extra_args):
+        check_update_arguments(extra_args)
         updates = map_rows(SparseRows.coalesce, updates)
         live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
         updates, new_state = inner.update(updates, state, params, **extra_args)

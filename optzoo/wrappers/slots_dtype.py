@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import RandomRounding
@@ -74,12 +74,16 @@ def slots_dtype(
         Gupta et al., `Deep Learning with Limited Numerical Precision
         <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
     """
+    check_transformation(inner=inner)
+    check_flags(stochastic=stochastic, packed=packed)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
     if stochastic and jnp.dtype(dtype) not in DTYPES:
         raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
     if packed and jnp.dtype(dtype) not in PACKABLE:
         raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"dtype must have at least 16 bits, got {dtype!r}")
     seed = check_size(seed=seed)
     inner = optax.with_extra_args_support(inner)
 
@@ -99,6 +103,7 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, *, rounding_seed=None, **extra_args):
+        check_update_arguments(extra_args)
         given = seed if rounding_seed is None else rounding_seed
         if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.slots import map_slot_trees
@@ -63,8 +63,9 @@ def stacked(
 
     Args:
         inner: an element-wise optimizer, of this library or another.
-        which: which parameters may be stacked: a tree of bools, or a tuple of fragments of their
-            paths; None for all. Those that are sharded over devices must not be.
+        which: which parameters may be stacked: a tree of bools, a tuple of fragments of their
+            paths, or a function of the parameters that returns one of these; None for all. Those
+            that are sharded over devices must not be.
         max_size: how many elements a stacked parameter has at most, at least 0. Copying large ones
             costs more than is gained.
         max_members: how many parameters a stack has at most, at least 1. The time of compilation
@@ -79,7 +80,9 @@ def stacked(
             sharded or has a slot of another shape; by ``update`` when it is traced, if ``check``
             finds other operations.
     """
+    check_transformation(inner=inner)
     check_mask(which=which)
+    check_flags(check=check)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
     inner = optax.with_extra_args_support(inner)
     checked = set[Any]()  # so that without jit each set of shapes is traced once
@@ -102,6 +105,7 @@ def stacked(
         return state
 
     def update(updates, state, params=None, **extra_args):
+        check_update_arguments(extra_args)
         own = layout_of(state)
         kinds = _kinds(updates, params)
         # Without slots any layout is right, for the state has none.

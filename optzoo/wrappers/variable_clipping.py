@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_params, check_positive
+from ..core.checks import check_params, check_positive, check_transformation, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
-from ..core.paths import is_masked, path_name
+from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 
@@ -54,6 +54,7 @@ def variable_clipping(
         of them, which makes the row too short or reverses its sign. A bound of zero or less is an
         error.
     """
+    check_transformation(inner=inner)
     check_positive(max_norm=max_norm)
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
         raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
@@ -78,6 +79,7 @@ def variable_clipping(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
+        check_update_arguments(extra_args)
         check_gradients(updates, params)
         axes = _axes(dims, params)
         given = map_rows(SparseRows.coalesce, updates)
@@ -112,7 +114,7 @@ def _axes(dims: Any, params: Any) -> Any:
     walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
     axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
     # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+    if unused and not hides_leaves(params):
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         raise ValueError(f"dims: no parameter matches {sorted(unused)}; the parameters are {names}")
     return axes

@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import check_not_negative, check_params
+from ..core.checks import (
+    check_not_negative,
+    check_params,
+    check_transformation,
+    check_update_arguments,
+)
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
@@ -30,12 +35,14 @@ def decoupled_weight_decay(
         inner: a complete optimizer, including its learning rate.
         weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
             at least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of parts of their paths, such as
-            ``("kernel", "embedding")``; None for all.
+        mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
+            ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
+            None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type.
-        ValueError: if ``weight_decay`` is negative, or if no params are given to ``update``.
+        TypeError: if ``mask`` is of another type, or ``inner`` no transformation.
+        ValueError: if ``weight_decay`` is negative or not finite; in ``update`` if no params are
+            given, or if no path contains a fragment of ``mask``.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization
@@ -48,6 +55,7 @@ def decoupled_weight_decay(
         attribute. The decay always comes before the update of an optimizer that reads the
         parameters; in the original the order is undefined.
     """
+    check_transformation(inner=inner)
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)
     inner = optax.with_extra_args_support(inner)
@@ -64,6 +72,7 @@ def decoupled_weight_decay(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
+        check_update_arguments(extra_args)
         check_gradients(updates, params)
         updates = map_rows(SparseRows.coalesce, updates)
         everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)

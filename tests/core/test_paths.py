@@ -38,7 +38,6 @@ def test_names():
         (("bias",), ["encoder/0/bias", "encoder/1/bias", "head/bias"]),
         (["1/", "tab"], ["encoder/1/kernel", "encoder/1/bias", "table"]),
         (("",), names(X)),
-        (("Bias", "/table"), []),
         ((), []),
         ([], []),
         (None, []),
@@ -48,6 +47,8 @@ def test_names():
             {"encoder": [True, Layer(False, True)], "head": False, "table": True},
             ["encoder/0/kernel", "encoder/0/bias", "encoder/1/bias", "table"],
         ),
+        (lambda x: {**jax.tree.map(lambda leaf: leaf > 4, x), "table": False}, ["head/bias"]),
+        (lambda x: {"encoder": False, "head": np.True_, "table": False}, ["head/bias"]),
     ],
     ids=str,
 )
@@ -74,9 +75,35 @@ def test_other_marks_are_refused():
     check_mask(none=None, fragments=("bias",), tree={"head": True}, nothing=())
     with pytest.raises(TypeError, match=r"^skip must be .* paths: \('bias',\)"):
         check_mask(skip="bias")
-    for wrong in (len, {"head": 1}, ("bias", True, None, 0)):
+    for wrong in ({"head": 1}, ("bias", True, None, 0)):
         with pytest.raises(TypeError, match="mask must be a tree of bools"):
             check_mask(mask=wrong)
+        with pytest.raises(TypeError, match="mask must be a tree of bools"):
+            resolve_mask(lambda x, wrong=wrong: wrong, X)
+    with pytest.raises(TypeError, match="must return a tree of bools, got None"):
+        resolve_mask(lambda x: None, X)
+
+
+def test_fragments_that_mark_nothing_are_refused():
+    """But what optax.masked hides may be what they mark; an empty tree has nothing to mark."""
+    message = r"none contains 'Bias' or '/table'; the parameters are \['encoder/0/kernel', "
+    with pytest.raises(ValueError, match=message):
+        resolve_mask(("bias", "Bias", "/table"), X)
+    hidden = {**X, "head": {"bias": optax.MaskedNode()}}
+    assert not any(jax.tree.leaves(resolve_mask(("head/",), hidden)))
+    assert resolve_mask(("bias",), {}) == {}
+
+
+def test_a_function_sees_rows_as_their_array():
+    """What is hidden stays so, and a missing gradient is not marked."""
+    grads = {
+        "table": SparseRows(jnp.array([0]), jnp.ones((1, 2)), 3),
+        "rest": (np.ones(2), None, optax.MaskedNode()),
+    }
+    got = resolve_mask(lambda tree: jax.tree.map(lambda x: x.shape == (3, 2), tree), grads)
+    assert got == {"table": True, "rest": (False, False, optax.MaskedNode())}
+    with pytest.raises(TypeError, match="True or False for each parameter, got None in it"):
+        resolve_mask({**dict.fromkeys(X, True), "table": None}, X)
 
 
 def test_a_tree_that_does_not_fit_is_refused():

@@ -182,3 +182,11 @@ def test_a_gradient_that_does_not_fit_its_slots():
     state = tx.init(jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\).*does not fit"):
         tx.update(jnp.ones((1, 3)), state)
+
+
+def test_slots_are_a_named_tuple_of_functions():
+    for wrong in ({"m": optzoo.zeros}, (optzoo.zeros,), Slots):
+        with pytest.raises(TypeError, match=r"slots must be a named tuple of initializers, got"):
+            leafwise(lambda g, x, s, t: (g, s), slots=wrong)
+    with pytest.raises(TypeError, match=r"slots.calls must be a function of the parameter, got 0"):
+        leafwise(lambda g, x, s, t: (g, s), slots=Slots(optzoo.zeros, 0))

@@ -403,6 +403,8 @@ def test_options_need_their_dtypes():
             slots_dtype(optzoo.adam(), "float32", **options)
     with pytest.raises(ValueError, match=r"dtype must have 16, 32 or 64 bits .* got 'float8_e5m2'"):
         slots_dtype(optzoo.adam(), "float8_e5m2", packed=True)
+    with pytest.raises(ValueError, match=r"dtype must have at least 16 bits, got 'float8_e5m2'"):
+        slots_dtype(optzoo.adam(), "float8_e5m2")
 
 
 def test_seed_must_be_an_int():

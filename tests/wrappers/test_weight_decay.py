@@ -92,6 +92,36 @@ def test_no_gradient_no_decay():
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"weight_decay must be zero or positive, got -0.1"):
         optzoo.decoupled_weight_decay(optzoo.adam(), -0.1)
-    for mask in ("kernel", lambda params: params, {"table": 1.0}):
+    for mask in ("kernel", {"table": 1.0}):
         with pytest.raises(TypeError, match="mask must be a t"):
             optzoo.decoupled_weight_decay(optzoo.adam(), 0.1, mask)
+
+
+MASKED = {
+    "decoupled_weight_decay": lambda mask: optzoo.decoupled_weight_decay(
+        optzoo.gradient_descent(0.1), 0.1, mask
+    ),
+    "adamw": lambda mask: optzoo.adamw(weight_decay=0.1, mask=mask),
+    "lars": lambda mask: optzoo.lars(0.1, skip=mask),
+    "shampoo": lambda mask: optzoo.shampoo(weight_decay=0.1, mask=mask),
+    "stacked": lambda mask: optzoo.stacked(optzoo.momentum(0.1, 0.9), mask),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_fragments_and_functions(name):
+    """They mark the same, with rows and a missing gradient; a typing error is refused."""
+    x = {"kernel": X, "bias": X, "kernel2": X}
+    for g in (0.1 * X, None):
+        grads = {"kernel": 0.1 * X, "bias": 0.1 * X, "kernel2": g}
+        if name != "shampoo":
+            grads["bias"] = optzoo.SparseRows(jnp.array([0]), X[:1], len(X))
+        by_name = lambda tree: {k: None if v is None else "kernel" in k for k, v in tree.items()}
+        done = []
+        for mask in (("kernel",), by_name):
+            tx = MASKED[name](mask)
+            done.append(tx.update(grads, tx.init(x), x)[0])
+        chex.assert_trees_all_equal(*done)
+    tx = MASKED[name](("kernal",))
+    with pytest.raises(ValueError, match="none contains 'kernal'"):
+        tx.update(grads, tx.init(x), x)

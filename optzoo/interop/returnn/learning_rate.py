@@ -77,6 +77,7 @@ class LearningRateControl:
         check(
             f"at most newbob_relative_error_threshold ({self._threshold})",
             lambda v: v <= self._threshold,
+            infinite=True,
             newbob_relative_error_grow_threshold=self._grow_threshold,
         )
         self._abs_threshold = real("newbob_error_threshold", -0.01)

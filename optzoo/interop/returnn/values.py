@@ -21,7 +21,7 @@ def number(name: str, value: Any) -> float:
 def not_negative(name: str, value: Any) -> float:
     """A number of at least zero, which means off."""
     parsed = number(name, value)
-    check_not_negative(**{name: parsed})
+    check_not_negative(infinite=True, **{name: parsed})
     return parsed
 
 

@@ -9,7 +9,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import optax
 from jax import Array
 
-from ...core.checks import check, check_decays, check_not_negative, check_positive, check_size
+from ...core.checks import (
+    check,
+    check_decays,
+    check_flags,
+    check_not_negative,
+    check_positive,
+    check_size,
+)
 from .blocks import Blocks, cut
 from .roots import METHODS
 
@@ -26,6 +33,16 @@ SCHEDULED = (
     "svd_interval",
     "precond_update_interval",
     "alpha",
+)
+
+
+_FLAGS = (
+    "use_iterative_root",
+    "relative_epsilon",
+    "merge_dims",
+    "skip_vectors",
+    "stagger",
+    "nesterov",
 )
 
 
@@ -130,11 +147,16 @@ def _checked(options: ShampooOptions, names: Mapping[str, str]) -> ShampooOption
     block_size = options.block_size
     if block_size is not None:
         block_size = check_size(1, **some("block_size"))
-    check("in [0, 1]", lambda v: 0 <= v <= 1, **some("gbar_decay", "mat_gbar_decay"))
-    check_positive(**some("gbar_weight", "mat_gbar_weight", "epsilon", "alpha"))
-    check("at least 1", lambda v: v >= 1, **some("svd_interval", "precond_update_interval"))
+    decays, weights = ("gbar_decay", "mat_gbar_decay"), ("gbar_weight", "mat_gbar_weight")
+    intervals = ("svd_interval", "precond_update_interval")
+    check("in [0, 1]", lambda v: 0 <= v <= 1, schedule=True, **some(*decays))
+    check_positive(schedule=True, **some(*weights, "alpha"))
+    check("at least 1", lambda v: v >= 1, schedule=True, **some(*intervals))
+    check_positive(**some("epsilon"))
     [grafting_decay] = check_decays(**some("grafting_decay"))
-    check_not_negative(**some("grafting_eps", "momentum", "start_step"))
+    check_not_negative(none=True, **some("momentum"))
+    check_not_negative(**some("grafting_eps", "start_step"))
+    check_flags(**some(*_FLAGS))
     if options.grafting not in GRAFTINGS:
         raise ValueError(f"grafting must be one of {GRAFTINGS}, got {options.grafting!r}")
     if options.root not in (None, *METHODS):

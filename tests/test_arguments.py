@@ -1,0 +1,265 @@
+"""Every numeric argument of every public factory refuses what is no value for it, by its name."""
+
+import inspect
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+
+NAN, INF = float("nan"), float("inf")
+TRANSFORMS = (
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "zero_if_norm_exceeds",
+    "cosine_sign_decay",
+    "linear_sign_decay",
+    "restart_sign_decay",
+    "slots_dtype",
+)
+# Valid values of the arguments without default.
+VALID = {
+    "decay_steps": 10,
+    "dims": {},
+    "dtype": "bfloat16",
+    "every": 2,
+    "inner": optzoo.adam(),
+    "learning_rate": 0.1,
+    "max_norm": 1.0,
+    "momentum": 0.9,
+    "weight_decay": 0.1,
+}
+# Where infinity means that nothing is clipped.
+INFINITE = {("clip_by_norm", "max_norm"), ("clip_by_average_norm", "max_norm"),
+            ("zero_if_norm_exceeds", "max_norm")}  # fmt: skip
+# None means that no dimension is cut, as in shampoo.
+NONE = {("blocked_shampoo", "block_size")}
+# The number of iterations depends on it.
+PLAIN = {("blocked_shampoo", "alpha")}
+NO_NUMBERS = {
+    "string": "0.9",
+    "list": [0.9],
+    "complex": 0.9j,
+    "bool": True,
+    "array of bool": np.True_,
+    "array of complex": jnp.complex64(0.5),
+    "array of strings": np.array("0.9"),
+    "axes": jnp.full(3, 0.5),
+    "an axis": np.full(1, 0.5),
+    "NaN": NAN,
+    "array of NaN": jnp.float32(NAN),
+    "NumPy's NaN": np.float32(NAN),
+    "16-bit NaN": jnp.bfloat16(NAN),
+    "-inf": -INF,
+    "array of -inf": np.float64(-INF),
+    "huge": -(10**400),
+}
+
+
+def factories() -> dict[str, Callable]:
+    scalings = [name for name in optzoo.__all__ if name.startswith("scale_by_")]
+    names = [*optzoo.CATALOG, *optzoo.WRAPPERS, *scalings, *TRANSFORMS]
+    return {name: getattr(optzoo, name) for name in names}
+
+
+def kinds(parameter):
+    annotation = parameter.annotation
+    return set(typing.get_args(annotation) or [annotation])
+
+
+def arguments(wanted) -> list[tuple[str, str]]:
+    """The factory and the name of each argument whose annotation holds one of ``wanted``."""
+    return [
+        (factory, name)
+        for factory, f in factories().items()
+        for name, parameter in inspect.signature(f).parameters.items()
+        if kinds(parameter) & wanted
+    ]
+
+
+NUMBERS = arguments({float, int})
+FLAGS = arguments({bool})
+
+
+def annotated(factory, name):
+    return inspect.signature(factories()[factory]).parameters[name]
+
+
+def admits_schedule(factory, name):
+    return any(typing.get_origin(k) is Callable for k in kinds(annotated(factory, name)))
+
+
+def admits_none(factory, name):
+    return (factory, name) in NONE or type(None) in kinds(annotated(factory, name))
+
+
+def make(factory, **given):
+    f = factories()[factory]
+    required = {k: v for k, v in VALID.items() if k in inspect.signature(f).parameters}
+    return f(**{**required, **given})
+
+
+def test_the_arguments_are_found():
+    assert len(NUMBERS) > 200 and len(FLAGS) > 20
+    for factory in factories():
+        make(factory)
+
+
+@pytest.mark.parametrize(("factory", "name"), NUMBERS)
+def test_what_is_no_number_is_refused(factory, name):
+    bad = dict(NO_NUMBERS)
+    if (factory, name) not in INFINITE:
+        bad |= {"inf": INF, "array of inf": jnp.float32(INF)}
+    if not admits_none(factory, name):
+        bad["None"] = None
+    if not admits_schedule(factory, name):
+        bad["schedule"] = lambda k: 0.5
+    for value in bad.values():
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be "):
+            make(factory, **{name: value})
+
+
+@pytest.mark.parametrize(("factory", "name"), NUMBERS)
+def test_what_is_a_number_is_accepted(factory, name):
+    default = annotated(factory, name).default
+    value = VALID.get(name, 1) if default is inspect.Parameter.empty else default
+    if int in kinds(annotated(factory, name)):
+        value = 1 if value is None else value
+        good = [np.int32(value), np.asarray(value), jnp.int32(value)]
+    else:
+        value = 0.5 if value is None else value
+        kinds_of_float = (float, np.float32, np.float64, np.asarray, jnp.asarray, jnp.bfloat16)
+        if (factory, name) in PLAIN:
+            kinds_of_float = (float, np.float32, np.float64)
+        good = [kind(value) for kind in kinds_of_float]
+        if value == int(value):
+            good.append(int(value))
+    good += [lambda k: 0.5] * admits_schedule(factory, name) + [None] * admits_none(factory, name)
+    good += [INF] * ((factory, name) in INFINITE)
+    for one in good:
+        make(factory, **{name: one})
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [case for case in NUMBERS if int not in kinds(annotated(*case)) and case not in PLAIN],
+)
+def test_a_traced_value_is_a_scalar(factory, name):
+    """As optax.inject_hyperparams gives it."""
+
+    def build(value):
+        make(factory, **{name: value})
+        return value
+
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32):
+        jax.eval_shape(build, jax.ShapeDtypeStruct((), dtype))
+    for shape, dtype in (((3,), jnp.float32), ((), jnp.complex64), ((), jnp.bool)):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be "):
+            jax.eval_shape(build, jax.ShapeDtypeStruct(shape, dtype))
+
+
+@pytest.mark.parametrize(("factory", "name"), FLAGS)
+def test_a_flag_is_true_or_false(factory, name):
+    for value in ("False", 1, 0.0, None, [True], jnp.bool(True)):
+        with pytest.raises(TypeError, match=rf"^{name} must be True or False"):
+            make(factory, **{name: value})
+    make(factory, **{name: np.False_})
+
+
+@pytest.mark.parametrize("wrapper", [*optzoo.WRAPPERS, "slots_dtype"])
+@pytest.mark.parametrize(
+    "inner", [None, optzoo.adam, 0.1, {}, "adam", optax.GradientTransformation]
+)
+def test_a_wrapper_takes_a_transformation(wrapper, inner):
+    with pytest.raises(TypeError, match=r"^inner must be an optax transformation"):
+        make(wrapper, inner=inner)
+
+
+@pytest.mark.parametrize(
+    ("build", "value"),
+    [
+        (lambda v: optzoo.momentum(0.1, v), 1.5),  # as in TensorFlow
+        (optzoo.gradient_descent, -0.1),  # ascent
+        (lambda v: optzoo.adam(b1=v), jnp.bfloat16(0.999)),  # one in 16 bits: see check_decays
+        (lambda v: optzoo.add_sign(alpha=v), -1.0),
+    ],
+)
+def test_deliberately_accepted(build, value):
+    build(value)
+
+
+X = {"w": jnp.ones((2, 3))}
+ADAM = optzoo.adam(0.1)
+# Everything of this library that has an update with extra arguments, around or beside optax's.
+UPDATES = {
+    "adam": ADAM,
+    "ggt": optzoo.ggt(),
+    "lars": optzoo.lars(0.1),
+    "ftrl": optzoo.ftrl(0.1),
+    "shampoo": optzoo.shampoo(),
+    "numerics": optzoo.check_numerics(),
+    "groups": optzoo.groups({".*": optax.adam(0.1)}),
+    "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
+    "accumulate": optzoo.accumulate(optax.adam(0.1), 2),
+    "decay": optzoo.decoupled_weight_decay(optax.adam(0.1), 0.1),
+    "average": optzoo.moving_average(optax.adam(0.1)),
+    "multitask": optzoo.multitask(optax.adam(0.1)),
+    "stacked": optzoo.stacked(optax.adam(0.1)),
+    "clipping": optzoo.variable_clipping(optax.adam(0.1), {}, 1.0),
+    "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),
+}
+BAD_ARGUMENTS = [
+    ({"lr": 0.1}, r"no argument 'lr': it must be 'learning_rate'"),
+    ({"learing_rate": 0.1}, r"no argument 'learing_rate': it must be 'learning_rate'"),
+    ({"learningRate": 0.1}, "it must be 'learning_rate'"),
+    ({"globalstep": 1}, "it must be 'global_step'"),
+    ({"global_steps": 1}, "it must be 'global_step'"),
+    ({"learning_rate": jnp.ones(3)}, r"learning_rate must be a scalar, got .* \(3,\): .*groups"),
+    ({"learning_rate": {"w": 0.1}}, r"learning_rate must be a number, got .*groups"),
+    ({"learning_rate": "0.1"}, "learning_rate must be a number"),
+    ({"learning_rate": NAN}, "learning_rate must be a finite number, got nan"),
+    ({"learning_rate": np.float32(INF)}, "learning_rate must be a finite number"),
+    ({"global_step": -5}, "global_step must be zero or positive, got -5"),
+    ({"global_step": np.int32(-1)}, "global_step must be zero or positive"),
+    ({"global_step": 1.5}, "global_step must be an integer, got 1.5"),
+    ({"global_step": jnp.float32(2)}, "global_step must be an integer"),
+    ({"global_step": "x"}, "global_step must be a number, got 'x'"),
+    ({"global_step": np.arange(2)}, "global_step must be a scalar"),
+]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_arguments_of_updates_are_checked(name):
+    tx = UPDATES[name]
+    state = tx.init(X)
+    for given, message in BAD_ARGUMENTS:
+        with pytest.raises((TypeError, ValueError), match=message):
+            tx.update(X, state, X, **given)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_other_arguments_of_updates_pass(name):
+    tx = UPDATES[name]
+    others = {"value": 1.0, "loss_fn": None, "step": 3, "rate": "x", "learning_rate_fn": None}
+
+    def update(rate, step):
+        given = {"learning_rate": rate, "global_step": step, **others}
+        return tx.update(X, tx.init(X), X, **given)
+
+    wanted = jax.eval_shape(lambda: tx.update(X, tx.init(X), X))
+    rates = None, 0.1, 1, np.float64(0.1), jnp.bfloat16(0.1), jax.ShapeDtypeStruct((), jnp.float32)
+    steps = None, 0, 2, np.int64(2), jnp.uint8(2), jax.ShapeDtypeStruct((), jnp.int32)
+    for rate, step in zip(rates, steps, strict=True):
+        traced = isinstance(rate, jax.ShapeDtypeStruct)
+        got = (
+            jax.eval_shape(update, rate, step)
+            if traced
+            else jax.eval_shape(lambda rate=rate, step=step: update(rate, step))
+        )
+        assert jax.tree.structure(got) == jax.tree.structure(wanted)
