@@ -8,8 +8,9 @@ of the tables are used in any other way too.
 """
 
 import contextvars
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,15 @@ from jax.custom_batching import custom_vmap
 from jax.dtypes import canonicalize_dtype
 
 from ..core.compat import is_batched, trace_state, used_inputs, varying
+from ..core.paths import path_name
 from ..core.rows import SparseRows
+from .dense_uses import SCOPE, why_dense, without_stop_gradient
+
+Sparse = Literal["warn", "require", "allow"]
+
+
+class DenseGradientWarning(UserWarning):
+    """The gradient of a looked-up table is dense, for the reason given."""
 
 
 def lookup(table: Array, ids: Array) -> Array:
@@ -62,20 +71,26 @@ def lookup(table: Array, ids: Array) -> Array:
     if not is_input:
         ids = jnp.asarray(ids)
     if tape is None or id(table) not in tape.leaves:
-        return _read(table, ids)
+        return _read_densely(table, ids)
     # Whether the ids are concrete must not matter: the abstract trace and the run have to find
     # the same lookups.
     if is_input or trace_state() == tape.trace_state:
         return tape.read(table, ids)
     if is_batched(ids):
         return _lookup_under_vmap(table)(ids)
-    return _read(table, ids)  # in the body of a loop or the like the ids cannot be recorded
+    # In the body of a loop or the like the ids cannot be recorded.
+    return _read_densely(table, ids)
 
 
 class _Lookup(NamedTuple):
     leaf: int  # the position of the table among the leaves
     ids: Array
     shape: tuple[int, ...]  # of the rows
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """What must be the same in every trace of a loss."""
+        return self.leaf, self.shape
 
 
 class _Tape:
@@ -85,6 +100,7 @@ class _Tape:
         leaves: by the identity of each differentiated leaf its position among the leaves and its
             undifferentiated copy.
         taps: what to add to the rows of each lookup in turn; None to find their shapes.
+        expected: with taps, the lookups that the abstract trace found.
         inputs: the identities of all arrays among the arguments: as ids they can be recorded from
             any body in which the loss uses them.
     """
@@ -93,9 +109,11 @@ class _Tape:
         self,
         leaves: dict[int, tuple[int, Array]],
         taps: Sequence[Array] | None,
+        expected: Sequence[_Lookup],
         inputs: set[int],
     ):
         self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
+        self.expected = [entry.place for entry in expected]
         self.trace_state = trace_state()
 
     def read(self, table: Array, ids: Array) -> Array:
@@ -109,14 +127,32 @@ class _Tape:
                 "or use shard_map(..., check_vma=False)"
             )
         self.log.append(_Lookup(leaf, ids, rows.shape))
-        return rows if self.taps is None else rows + self.taps[len(self.log) - 1]
+        if self.taps is None:
+            return rows
+        self.check(len(self.log))
+        return rows + self.taps[len(self.log) - 1]
+
+    def check(self, number: int) -> None:
+        """Raises unless the first lookups are those of the abstract trace."""
+        if [entry.place for entry in self.log] != self.expected[:number]:
+            raise ValueError(
+                "loss_fn must do the same lookups whenever it is called: value_and_grad traces "
+                f"it twice. The first trace looked up rows of shapes "
+                f"{[shape for _, shape in self.expected]}, the second of shapes "
+                f"{[entry.shape for entry in self.log]}, perhaps of other tables. Make it "
+                "independent of what changes between calls, such as a counter or a cache"
+            )
 
 
 _TAPE = contextvars.ContextVar[_Tape | None]("tape", default=None)
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = "warn",
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
 
@@ -125,10 +161,18 @@ def value_and_grad(
     gets what ``jax.value_and_grad`` would give. The loss is traced twice. Use it under ``jit``:
     otherwise JAX allocates a dense gradient of zeros and discards it.
 
+    A table that is looked up and used in any other way too (tied weights), or looked up where
+    :func:`optzoo.lookup` cannot record it, gets its correct dense gradient, which costs time and
+    memory in proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
+    of ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
+
     Args:
         loss_fn: returns a scalar, or ``(scalar, aux)``.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
+        sparse: where the gradient of a looked-up table is dense, ``"warn"`` gives a
+            :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
+            does neither.
 
     Returns:
         A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
@@ -136,50 +180,118 @@ def value_and_grad(
 
     Raises:
         TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
+        ValueError: if ``sparse`` is none of the three; at trace time if the two traces of the loss
+            do different lookups, or if ``sparse="require"`` and a gradient is dense.
     """
+    if sparse not in get_args(Sparse):
+        raise ValueError(f"sparse must be one of {list(get_args(Sparse))}, got {sparse!r}")
     which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args, **kwargs):
         chosen = tuple(args[i] for i in which)
         flat, treedef = jax.tree.flatten(chosen)
-        log: list[_Lookup] = []
-        inputs = {id(x) for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "dtype")}
 
-        def run(leaves, taps):
-            tape = _Tape({id(x): (i, flat[i]) for i, x in enumerate(leaves)}, taps, inputs)
+        def call(leaves):
             full_args = list(args)
             for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
                 full_args[i] = arg
-            token = _TAPE.set(tape)
-            try:
-                out = loss_fn(*full_args, **kwargs)
-            finally:
-                _TAPE.reset(token)
-            log[:] = tape.log
-            value, aux = out if has_aux else (out, None)
-            return value, (aux, [entry.ids for entry in tape.log])
+            out = loss_fn(*full_args, **kwargs)
+            return out if has_aux else (out, None)
 
-        # A lookup reads the copy, so the value depends on what is used in any other way.
-        jaxpr = jax.make_jaxpr(lambda leaves: run(leaves, None)[0])(flat).jaxpr
+        inputs = {id(x) for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "dtype")}
+        loss = _Loss(call, flat, inputs)
+        found, jaxpr = loss.find()
         is_tied = used_inputs(jaxpr)
-        # zeros_like keeps the type inside shard_map: along which axes the table varies.
-        taps = [jnp.zeros_like(flat[entry.leaf], shape=entry.shape) for entry in log]
-        differentiate = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-        (value, (aux, ids)), (of_leaves, of_taps) = differentiate(flat, taps)
-        for i, x in enumerate(flat):
-            found = [k for k, entry in enumerate(log) if entry.leaf == i]
-            if found:
-                rows = SparseRows(
-                    jnp.concatenate([ids[k].reshape(-1) for k in found]),
-                    jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in found]),
-                    x.shape[0],
-                )
-                # Rows added to the gradient of the other uses: the correct dense gradient.
-                of_leaves[i] = of_leaves[i] + rows if is_tied[i] else rows
+        if sparse != "allow":
+            for i in np.flatnonzero(is_tied):
+                is_recorded = any(entry.leaf == i for entry in found)
+                if reason := why_dense(jaxpr, jaxpr.invars[i], is_recorded):
+                    _report(_name(chosen, which, i), reason, sparse)
+        value, aux, of_leaves, of_tables = loss.differentiate(found)
+        for i, rows in of_tables.items():
+            # Rows added to the gradient of the other uses: the correct dense gradient.
+            of_leaves[i] = of_leaves[i] + rows if is_tied[i] else rows
         grads = treedef.unflatten(of_leaves)
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
+
+
+class _Loss(NamedTuple):
+    """A loss as a function of the leaves of its differentiated arguments."""
+
+    call: Callable[[Sequence[Array]], tuple[Any, Any]]  # returns the value and auxiliary data
+    flat: Sequence[Array]  # the leaves
+    inputs: set[int]  # as in _Tape
+
+    def run(self, leaves, taps=None, expected=()) -> tuple[Any, Any, list[_Lookup]]:
+        """The value, the auxiliary data and the lookups; the rest as in :class:`_Tape`."""
+        by_id = {id(x): (i, self.flat[i]) for i, x in enumerate(leaves)}
+        tape = _Tape(by_id, taps, expected, self.inputs)
+        token = _TAPE.set(tape)
+        try:
+            value, aux = self.call(leaves)
+        finally:
+            _TAPE.reset(token)
+        if taps is not None:
+            tape.check(len(expected))
+        return value, aux, tape.log
+
+    def find(self) -> tuple[list[_Lookup], Any]:
+        """The lookups of the loss, and its jaxpr, in which a lookup does not read the table."""
+        found: list[_Lookup] = []
+
+        def value_of(leaves):
+            value, _, found[:] = self.run(leaves)
+            return value
+
+        # A lookup reads the copy, so the value depends on what is used in any other way.
+        return found, without_stop_gradient(jax.make_jaxpr(value_of)(self.flat).jaxpr)
+
+    def differentiate(
+        self, found: list[_Lookup]
+    ) -> tuple[Any, Any, list[Any], dict[int, SparseRows]]:
+        """The value, the auxiliary data, the gradients but for lookups, and those of lookups."""
+
+        def tapped(leaves, taps):
+            value, aux, log = self.run(leaves, taps, found)
+            return value, (aux, [entry.ids for entry in log])
+
+        # zeros_like keeps the type inside shard_map: along which axes the table varies.
+        taps = [jnp.zeros_like(self.flat[entry.leaf], shape=entry.shape) for entry in found]
+        gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
+        (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(self.flat, taps)
+        of_tables = {}
+        for i in dict.fromkeys(entry.leaf for entry in found):
+            x, mine = self.flat[i], [k for k, entry in enumerate(found) if entry.leaf == i]
+            of_tables[i] = SparseRows(
+                jnp.concatenate([ids[k].reshape(-1) for k in mine]),
+                jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),
+                x.shape[0],
+            )
+        return value, aux, of_leaves, of_tables
+
+
+def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:
+    """The path of a leaf in its argument; of several arguments, or of a bare one, which it is."""
+    path, _ = jax.tree_util.tree_leaves_with_path(chosen)[leaf]
+    inner, argument = path_name(path[1:]), f"argument {which[path[0].idx]}"
+    if not inner:
+        return argument
+    return f"'{inner}'" if len(which) == 1 else f"'{inner}' of {argument}"
+
+
+def _report(name: str, reason: str, sparse: Sparse) -> None:
+    text = f"the gradient of {name} is dense, although this table is looked up: {reason}"
+    if sparse == "require":
+        raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
+    text = f"{text}. sparse='allow' silences this warning, sparse='require' makes it an error"
+    warnings.warn(text, DenseGradientWarning, stacklevel=3)
+
+
+def _read_densely(table: Array, ids: Array) -> Array:
+    with jax.named_scope(SCOPE):
+        return _read(table, ids)
 
 
 def _read(table: Array, ids: Array) -> Array:
@@ -201,7 +313,7 @@ def _check_range(ids: Any, num_rows: int) -> None:
 
 def _lookup_under_vmap(table: Array) -> Callable[[Array], Array]:
     """Looks up the ids of all members of a vmap at once, outside of it."""
-    read = custom_vmap(lambda ids: _read(table, ids))
+    read = custom_vmap(lambda ids: _read_densely(table, ids))
 
     @read.def_vmap
     def _(axis_size, in_batched, ids):

@@ -1,5 +1,8 @@
 """Row-sparse gradients of lookups against ``jax.value_and_grad`` of the same loss."""
 
+import re
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows, lookup
+from optzoo.sparse.lookup import DenseGradientWarning
 
 TABLE = jnp.sin(jnp.arange(12.0)).reshape(6, 2)
 OTHER = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
@@ -22,7 +26,9 @@ def to_dense(tree):
 
 def check(loss, *args, sparse=True, jitted=(True,), argnums=0, has_aux=False, **kwargs):
     """Compares ours with JAX's; ``sparse`` says which leaves get rows, None that any may."""
-    functions = [f(loss, argnums, has_aux) for f in (optzoo.value_and_grad, jax.value_and_grad)]
+    dense = "allow" if sparse in (False, None) else "require"
+    ours = optzoo.value_and_grad(loss, argnums, has_aux, sparse=dense)
+    functions = [ours, jax.value_and_grad(loss, argnums, has_aux)]
     both = lambda *args, **kwargs: [f(*args, **kwargs) for f in functions]
     for compiled in jitted:
         got, want = (jax.jit(both) if compiled else both)(*args, **kwargs)
@@ -281,6 +287,120 @@ def test_meta_gradient_through_a_train_step():
     want = jax.grad(lambda s: after_a_step(s, jax.value_and_grad))(1.5)
     assert abs(want) > 0.1
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+# Why a gradient is dense
+
+
+REASONS = {
+    **{body: f"a lookup is inside of jax.{name}: do the lookup outside" for body, name in {
+        "scan": "lax.scan", "checkpoint": "checkpoint", "checkpoint of both": "checkpoint",
+        "jit": "jit", "jit of both": "jit", "vmap in jit": "jit", "jit in vmap": "jit"}.items()},
+    "table batched": "a lookup reads what stack made of it: look up first",
+    "scaled": "a lookup reads what mul made of it: look up first",
+    "tied": "it is also used by transpose",
+    "tied twice": "it is also used by transpose, norm",
+    "tied, in a body": "jax.lax.scan: do the lookup outside and pass the rows in; it is also used",
+    "vmap": "a lookup is inside of another transformation, such as jax.vmap",
+}  # fmt: skip
+DENSE = {
+    **BODIES,
+    "scaled": lambda table, ids: weigh(lookup(2 * table, ids)),
+    "tied": lambda table, ids: weigh(lookup(table, ids) @ table.T),
+    "tied twice": lambda table, ids: weigh(lookup(table, ids) @ table.T) + jnp.linalg.norm(table),
+    "tied, in a body": lambda table, ids: BODIES["scan"](table, ids) * jnp.sum(table),
+    "vmap": lambda table, ids: jnp.sum(
+        jax.vmap(lambda x: weigh(lookup(table, ids + 1 - 1) * x))(jnp.arange(3.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_the_reason_for_a_dense_gradient(case):
+    """By the path of the table, once in each trace; an error if asked for."""
+    loss, reason = lambda p, ids: DENSE[case](p["embed"]["table"], ids), re.escape(REASONS[case])
+    params = {"embed": {"table": TABLE}, "other": jnp.ones(3)}
+    step = jax.jit(optzoo.value_and_grad(loss))
+    with pytest.warns(DenseGradientWarning, match=f"of 'embed/table' is dense.*{reason}") as seen:
+        step(params, IDS)
+    assert len(seen) == 1
+    step(params, IDS)  # which traces nothing
+    with pytest.raises(ValueError, match=f"of 'embed/table' is dense.*{reason}"):
+        optzoo.value_and_grad(loss, sparse="require")(params, IDS)
+    _, grads = optzoo.value_and_grad(loss, sparse="allow")(params, IDS)
+    want = jax.grad(loss)(params, IDS)
+    chex.assert_trees_all_close(grads, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_reason_names_the_argument():
+    tied = lambda table, other, ids: (
+        weigh(lookup(table, ids) @ table.T) + weigh(lookup(other["t"], ids) * jnp.sum(other["t"]))
+    )
+    of_both = optzoo.value_and_grad(tied, argnums=(0, 1))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        of_both(TABLE, {"t": TABLE}, IDS)
+    assert [str(w.message).split(" is dense")[0] for w in seen] == [
+        "the gradient of argument 0",
+        "the gradient of 't' of argument 1",
+    ]
+
+
+def test_no_warning_for_what_is_not_looked_up():
+    loss = lambda p: jnp.sum(p["dense"] ** 2) + weigh(lookup(p["a"], IDS))
+    check(loss, {"a": TABLE, "dense": TABLE}, sparse=[True, False])
+    dense = lambda p: jnp.sum(p @ p.T) + weigh(lookup(OTHER, IDS % 4))
+    optzoo.value_and_grad(dense, sparse="require")(TABLE)
+
+
+def test_stop_gradient_is_not_another_use():
+    def loss(table, ids):
+        still = jax.lax.stop_gradient
+        return weigh(lookup(table, ids)) * jnp.sum(still(table)) * still(jnp.linalg.norm(table))
+
+    check(loss, TABLE, IDS, jitted=[False, True])
+
+
+def test_a_penalty_on_the_rows_looked_up_is_sparse():
+    def loss(table, ids):
+        rows = lookup(table, ids)
+        return weigh(rows) + 0.1 * jnp.sum(rows**2)
+
+    _, grads = check(loss, TABLE, IDS)
+    assert grads.values.shape == (4, 2)
+
+
+def test_bad_sparse():
+    with pytest.raises(ValueError, match=r"sparse must be one of \['warn', .*, got 'never'"):
+        optzoo.value_and_grad(lambda x: x, sparse="never")
+
+
+@pytest.mark.parametrize("lookups", [[1, 0], [0, 1], [2, 1], [1, 2]], ids=str)
+def test_lookups_that_differ_between_the_traces(lookups):
+    """The loss has a counter of its calls."""
+    numbers = iter(lookups)
+
+    def loss(table):
+        return sum((weigh(lookup(table, IDS)) for _ in range(next(numbers))), jnp.sum(table[0]))
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss, sparse="allow")(TABLE)
+
+
+@pytest.mark.parametrize("change", ["shape", "table"])
+def test_lookups_of_other_places_in_the_second_trace(change):
+    calls = []
+
+    def loss(p):
+        calls.append(1)
+        first = len(calls) == 1
+        if change == "shape":
+            return weigh(lookup(p["a"], IDS if first else IDS[:2]))
+        rows = [lookup(p[name], IDS) for name in (("a", "b") if first else ("b", "a"))]
+        return weigh(rows[0] + 2 * rows[1])
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss)({"a": TABLE, "b": TABLE})
 
 
 # Alone
