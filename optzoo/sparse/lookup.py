@@ -9,7 +9,7 @@ of the tables are used in any other way too.
 
 import contextvars
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -31,7 +31,7 @@ class DenseGradientWarning(UserWarning):
     """The gradient of a looked-up table is dense, for the reason given."""
 
 
-def lookup(table: Array, ids: Array) -> Array:
+def lookup(table: Any, ids: Any) -> Array:
     """``table[ids]`` for integer ids of any shape, with a row-sparse gradient.
 
     Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
@@ -46,18 +46,24 @@ def lookup(table: Array, ids: Array) -> Array:
     ``shard_map`` *inside* the loss, the gradient is dense: do the lookup before the loop.
 
     Args:
-        table: shape ``(num_rows, *row_shape)``.
-        ids: integers of any shape.
+        table: an array of shape ``(num_rows, *row_shape)``; or a variable that holds one, such as
+            an ``nnx.Param`` or a linen variable: of an object that is not an array, ``table[...]``
+            is read, or ``table.value`` if it has no ``[...]``.
+        ids: integers of any shape: an array, a number or a (nested) list.
 
     Returns:
         The rows, of shape ``ids.shape + row_shape``.
 
     Raises:
-        TypeError: if the ids are not integers.
+        TypeError: if the ids are not integers, or the table neither is nor holds an array.
         ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
             if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a concrete id is out of range.
     """
+    table = _array_of(table)
+    if isinstance(ids, list | tuple):
+        known = not any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids))
+        ids = np.asarray(ids) if known else jnp.asarray(ids)
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
@@ -300,6 +306,17 @@ def _read(table: Array, ids: Array) -> Array:
     rows = jnp.take(table, jnp.where(ids < 0, num_rows + 1, ids), axis=0, mode="fill")
     is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
     return jnp.where(is_padding, 0, rows)
+
+
+def _array_of(table: Any) -> Any:
+    """The array itself, or the one that a variable of Flax or of another library holds."""
+    if isinstance(table, jax.Array | np.ndarray):
+        return table
+    if not isinstance(table, list | tuple | str | Mapping):
+        held = table[...] if hasattr(table, "__getitem__") else getattr(table, "value", None)
+        if isinstance(held, jax.Array | np.ndarray):
+            return held
+    raise TypeError(f"table must be an array or a variable that holds one, got {type(table)}")
 
 
 def _check_range(ids: Any, num_rows: int) -> None:

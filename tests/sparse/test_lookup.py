@@ -58,6 +58,41 @@ def test_ids_of_any_kind(ids):
     check(lambda table: weigh(lookup(table, ids)), TABLE)
 
 
+@pytest.mark.parametrize("ids", [[0, 3, 3], [[1, 6], [2, 2]], (5,)], ids=str)
+def test_lists_of_ids(ids):
+    check(lambda table: weigh(lookup(table, ids)), TABLE, jitted=[False, True])
+    np.testing.assert_array_equal(lookup(TABLE, ids), lookup(TABLE, jnp.array(ids)))
+    with pytest.raises(IndexError, match="got 7"):
+        jax.jit(lambda table: lookup(table, [1, 7]))(TABLE)
+
+
+def test_lists_with_traced_ids():
+    check(lambda table, ids: weigh(lookup(table, [ids[0], 2, ids[1]])), TABLE, IDS)
+
+
+class Indexed:
+    """A variable as those of nnx: the array inside is at ``[...]``."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, key):
+        return self.array if key is ... else self.array[key]
+
+
+class Boxed:
+    """A variable as those of linen."""
+
+    def __init__(self, array):
+        self.value = array
+
+
+@pytest.mark.parametrize("variable", [Indexed, Boxed])
+def test_variables(variable):
+    check(lambda table, ids: weigh(lookup(variable(table), ids)), TABLE, IDS)
+    np.testing.assert_array_equal(lookup(variable(np.asarray(TABLE)), IDS), TABLE[IDS])
+
+
 def test_several_tables_and_dense_parameters():
     params = {"a": TABLE, "b": OTHER, "dense": jnp.ones(2)}
 
@@ -445,6 +480,11 @@ def test_bad_arguments():
         lookup(jnp.ones(()), IDS)
     with pytest.raises(TypeError):
         optzoo.value_and_grad(lambda table: lookup(table, IDS))(TABLE)
+    for bad in ([[1.0, 2.0]], {"table": TABLE}, None, Boxed(None), "table"):
+        with pytest.raises(TypeError, match="table must be an array or a variable that holds one"):
+            lookup(bad, IDS)
+    with pytest.raises(TypeError, match="ids must be integers, got dtype float"):
+        lookup(TABLE, [])
 
 
 def test_a_failed_loss_leaves_no_trace():
