@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ..core.compat import inner_jaxprs
 
 SCOPE = "optzoo.lookup"  # the name scope of lookups that `value_and_grad` cannot record
@@ -34,6 +36,21 @@ def without_stop_gradient(jaxpr: Any) -> Any:
     constants = [out for eqn in jaxpr.eqns if is_stop(eqn) for out in eqn.outvars]
     eqns = [eqn for eqn in jaxpr.eqns if not is_stop(eqn)]
     return jaxpr.replace(eqns=eqns, constvars=[*jaxpr.constvars, *constants])
+
+
+def find_casts(jaxpr: Any, tables: list[Any]) -> dict[int, int]:
+    """By position those of some variables that are a cast of an input, and which input it is."""
+    inputs = {id(v): i for i, v in enumerate(jaxpr.invars)}
+    sources = {
+        id(eqn.outvars[0]): inputs[id(eqn.invars[0])]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type" and id(eqn.invars[0]) in inputs
+    }
+    return {
+        k: sources[id(v)]
+        for k, v in enumerate(tables)
+        if id(v) in sources and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    }
 
 
 def why_dense(jaxpr: Any, table: Any, is_recorded: bool) -> str | None:

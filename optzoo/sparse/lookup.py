@@ -4,7 +4,8 @@ Inside :func:`value_and_grad` every leaf of the differentiated arguments is a tr
 :func:`lookup` recognizes such a leaf by its identity, reads the rows from an undifferentiated
 copy, and adds a *tap*, an array of zeros. The gradient of the tap is the gradient of the rows, so
 no dense gradient is ever made. A first, abstract trace finds the lookups; its jaxpr tells which
-of the tables are used in any other way too.
+of the tables are used in any other way too, and which looked-up arrays are casts of a leaf. These
+are recognized in later traces by their order.
 """
 
 import contextvars
@@ -22,7 +23,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.compat import is_batched, trace_state, used_inputs, varying
 from ..core.paths import path_name
 from ..core.rows import SparseRows
-from .dense_uses import SCOPE, why_dense, without_stop_gradient
+from .dense_uses import SCOPE, find_casts, why_dense, without_stop_gradient
 
 Sparse = Literal["warn", "require", "allow"]
 
@@ -36,7 +37,8 @@ def lookup(table: Any, ids: Any) -> Array:
 
     Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
     only read by lookups becomes :class:`optzoo.SparseRows`. Everywhere else, and for tables that
-    are also used in another way (tied weights), it is the usual dense gradient.
+    are also used in another way (tied weights), it is the usual dense gradient. ``table`` may be a
+    cast of such a table, ``params["table"].astype(...)``: then the rows are cast instead.
 
     The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
     ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
@@ -44,6 +46,7 @@ def lookup(table: Any, ids: Any) -> Array:
 
     Works under ``jax.vmap``. In the body of a loop, a ``jit``, a ``checkpoint`` or a
     ``shard_map`` *inside* the loss, the gradient is dense: do the lookup before the loop.
+    :func:`optzoo.value_and_grad` warns of it.
 
     Args:
         table: an array of shape ``(num_rows, *row_shape)``; or a variable that holds one, such as
@@ -76,12 +79,13 @@ def lookup(table: Any, ids: Any) -> Array:
     is_input = tape is not None and id(ids) in tape.inputs
     if not is_input:
         ids = jnp.asarray(ids)
-    if tape is None or id(table) not in tape.leaves:
+    leaf = None if tape is None else tape.leaf_of(table)
+    if tape is None or leaf is None:
         return _read_densely(table, ids)
     # Whether the ids are concrete must not matter: the abstract trace and the run have to find
     # the same lookups.
     if is_input or trace_state() == tape.trace_state:
-        return tape.read(table, ids)
+        return tape.read(leaf, ids).astype(table.dtype)
     if is_batched(ids):
         return _lookup_under_vmap(table)(ids)
     # In the body of a loop or the like the ids cannot be recorded.
@@ -93,37 +97,56 @@ class _Lookup(NamedTuple):
     ids: Array
     shape: tuple[int, ...]  # of the rows
 
-    @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """What must be the same in every trace of a loss."""
-        return self.leaf, self.shape
+
+class _Found(NamedTuple):
+    """What a trace of a loss finds."""
+
+    log: list[_Lookup]
+    others: list[Array]  # the tables of lookups outside of bodies that are not leaves
+    casts: dict[int, int]  # by the position of a table among `others` the leaf that it is a cast of
+
+    def places(self) -> tuple[Any, ...]:
+        """What must be the same in every trace."""
+        others = [(jnp.shape(table), jnp.result_type(table)) for table in self.others]
+        return [(entry.leaf, entry.shape) for entry in self.log], others, self.casts
 
 
 class _Tape:
     """Records the lookups of one run of a loss.
 
     Args:
-        leaves: by the identity of each differentiated leaf its position among the leaves and its
-            undifferentiated copy.
-        taps: what to add to the rows of each lookup in turn; None to find their shapes.
-        expected: with taps, the lookups that the abstract trace found.
+        leaves: by the identity of each differentiated leaf its position.
+        copies: the undifferentiated leaves.
         inputs: the identities of all arrays among the arguments: as ids they can be recorded from
             any body in which the loss uses them.
+        casts: as in :class:`_Found`.
+        taps: what to add to the rows of each lookup in turn; None to find their shapes.
     """
 
     def __init__(
         self,
-        leaves: dict[int, tuple[int, Array]],
-        taps: Sequence[Array] | None,
-        expected: Sequence[_Lookup],
+        leaves: dict[int, int],
+        copies: Sequence[Array],
         inputs: set[int],
+        casts: dict[int, int],
+        taps: Sequence[Array] | None,
     ):
-        self.leaves, self.taps, self.inputs, self.log = leaves, taps, inputs, list[_Lookup]()
-        self.expected = [entry.place for entry in expected]
+        self.leaves, self.copies, self.inputs, self.taps = leaves, copies, inputs, taps
+        self.found = _Found([], [], casts)
         self.trace_state = trace_state()
 
-    def read(self, table: Array, ids: Array) -> Array:
-        leaf, copy = self.leaves[id(table)]
+    def leaf_of(self, table: Array) -> int | None:
+        """The leaf that a table is, or is a cast of."""
+        if id(table) in self.leaves or trace_state() != self.trace_state:
+            return self.leaves.get(id(table))
+        others = self.found.others
+        if not any(other is table for other in others):
+            others.append(table)
+        number = next(k for k, other in enumerate(others) if other is table)
+        return self.found.casts.get(number)
+
+    def read(self, leaf: int, ids: Array) -> Array:
+        copy, log = self.copies[leaf], self.found.log
         rows = _read(copy, ids)
         if axes := varying(rows) - varying(copy):
             raise ValueError(
@@ -132,24 +155,20 @@ class _Tape:
                 "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, "
                 "or use shard_map(..., check_vma=False)"
             )
-        self.log.append(_Lookup(leaf, ids, rows.shape))
+        log.append(_Lookup(leaf, ids, rows.shape))
         if self.taps is None:
             return rows
-        self.check(len(self.log))
-        return rows + self.taps[len(self.log) - 1]
-
-    def check(self, number: int) -> None:
-        """Raises unless the first lookups are those of the abstract trace."""
-        if [entry.place for entry in self.log] != self.expected[:number]:
-            raise ValueError(
-                "loss_fn must do the same lookups whenever it is called: value_and_grad traces "
-                f"it twice. The first trace looked up rows of shapes "
-                f"{[shape for _, shape in self.expected]}, the second of shapes "
-                f"{[entry.shape for entry in self.log]}, perhaps of other tables. Make it "
-                "independent of what changes between calls, such as a counter or a cache"
-            )
+        if len(log) > len(self.taps) or self.taps[len(log) - 1].shape != rows.shape:
+            raise ValueError(_DIFFERENT)
+        return rows + self.taps[len(log) - 1]
 
 
+_DIFFERENT = (
+    "loss_fn must do the same lookups whenever it is called, since value_and_grad traces it more "
+    "than once. In a second trace it looked up other tables or other numbers of rows: make it "
+    "independent of what changes between calls, such as a counter, a cache or random numbers of "
+    "Python"
+)
 _TAPE = contextvars.ContextVar[_Tape | None]("tape", default=None)
 
 
@@ -164,8 +183,9 @@ def value_and_grad(
 
     A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
     :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
-    gets what ``jax.value_and_grad`` would give. The loss is traced twice. Use it under ``jit``:
-    otherwise JAX allocates a dense gradient of zeros and discards it.
+    gets what ``jax.value_and_grad`` would give. The loss is traced twice, or three times if it looks
+    up a cast of a table. Use it under ``jit``: otherwise JAX allocates a dense gradient of zeros and
+    discards it.
 
     A table that is looked up and used in any other way too (tied weights), or looked up where
     :func:`optzoo.lookup` cannot record it, gets its correct dense gradient, which costs time and
@@ -186,8 +206,8 @@ def value_and_grad(
 
     Raises:
         TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
-        ValueError: if ``sparse`` is none of the three; at trace time if the two traces of the loss
-            do different lookups, or if ``sparse="require"`` and a gradient is dense.
+        ValueError: if ``sparse`` is none of the three; at trace time if two traces of the loss do
+            different lookups, or if ``sparse="require"`` and a gradient is dense.
     """
     if sparse not in get_args(Sparse):
         raise ValueError(f"sparse must be one of {list(get_args(Sparse))}, got {sparse!r}")
@@ -210,7 +230,7 @@ def value_and_grad(
         is_tied = used_inputs(jaxpr)
         if sparse != "allow":
             for i in np.flatnonzero(is_tied):
-                is_recorded = any(entry.leaf == i for entry in found)
+                is_recorded = any(entry.leaf == i for entry in found.log)
                 if reason := why_dense(jaxpr, jaxpr.invars[i], is_recorded):
                     _report(_name(chosen, which, i), reason, sparse)
         value, aux, of_leaves, of_tables = loss.differentiate(found)
@@ -230,46 +250,59 @@ class _Loss(NamedTuple):
     flat: Sequence[Array]  # the leaves
     inputs: set[int]  # as in _Tape
 
-    def run(self, leaves, taps=None, expected=()) -> tuple[Any, Any, list[_Lookup]]:
-        """The value, the auxiliary data and the lookups; the rest as in :class:`_Tape`."""
-        by_id = {id(x): (i, self.flat[i]) for i, x in enumerate(leaves)}
-        tape = _Tape(by_id, taps, expected, self.inputs)
+    def run(self, leaves, casts, taps=None) -> tuple[Any, Any, _Found]:
+        """The value, the auxiliary data and what was found; the arguments are as in `_Tape`."""
+        by_id = {id(x): i for i, x in enumerate(leaves)}
+        tape = _Tape(by_id, self.flat, self.inputs, casts, taps)
         token = _TAPE.set(tape)
         try:
             value, aux = self.call(leaves)
         finally:
             _TAPE.reset(token)
-        if taps is not None:
-            tape.check(len(expected))
-        return value, aux, tape.log
+        return value, aux, tape.found
 
-    def find(self) -> tuple[list[_Lookup], Any]:
+    def find(self) -> tuple[_Found, Any]:
         """The lookups of the loss, and its jaxpr, in which a lookup does not read the table."""
-        found: list[_Lookup] = []
+        found, jaxpr, casts = self._find({})
+        if casts:
+            found, jaxpr, again = self._find(casts)
+            if again != casts:
+                raise ValueError(_DIFFERENT)
+        return found, jaxpr
+
+    def _find(self, casts: dict[int, int]) -> tuple[_Found, Any, dict[int, int]]:
+        """As :meth:`find` with the casts that are known, and the casts that are found."""
+        found = _Found([], [], {})
 
         def value_of(leaves):
-            value, _, found[:] = self.run(leaves)
-            return value
+            nonlocal found
+            value, _, found = self.run(leaves, casts)
+            return found.others, value
 
         # A lookup reads the copy, so the value depends on what is used in any other way.
-        return found, without_stop_gradient(jax.make_jaxpr(value_of)(self.flat).jaxpr)
+        jaxpr = jax.make_jaxpr(value_of)(self.flat).jaxpr
+        number = len(found.others)
+        casts = find_casts(jaxpr, jaxpr.outvars[:number])
+        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[number:])
+        return found, without_stop_gradient(jaxpr), casts
 
-    def differentiate(
-        self, found: list[_Lookup]
-    ) -> tuple[Any, Any, list[Any], dict[int, SparseRows]]:
+    def differentiate(self, found: _Found) -> tuple[Any, Any, list[Any], dict[int, SparseRows]]:
         """The value, the auxiliary data, the gradients but for lookups, and those of lookups."""
 
         def tapped(leaves, taps):
-            value, aux, log = self.run(leaves, taps, found)
-            return value, (aux, [entry.ids for entry in log])
+            value, aux, again = self.run(leaves, found.casts, taps)
+            if again.places() != found.places():
+                raise ValueError(_DIFFERENT)
+            return value, (aux, [entry.ids for entry in again.log])
 
+        log = found.log
         # zeros_like keeps the type inside shard_map: along which axes the table varies.
-        taps = [jnp.zeros_like(self.flat[entry.leaf], shape=entry.shape) for entry in found]
+        taps = [jnp.zeros_like(self.flat[entry.leaf], shape=entry.shape) for entry in log]
         gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(self.flat, taps)
         of_tables = {}
-        for i in dict.fromkeys(entry.leaf for entry in found):
-            x, mine = self.flat[i], [k for k, entry in enumerate(found) if entry.leaf == i]
+        for i in dict.fromkeys(entry.leaf for entry in log):
+            x, mine = self.flat[i], [k for k, entry in enumerate(log) if entry.leaf == i]
             of_tables[i] = SparseRows(
                 jnp.concatenate([ids[k].reshape(-1) for k in mine]),
                 jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),

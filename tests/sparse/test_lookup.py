@@ -93,6 +93,51 @@ def test_variables(variable):
     np.testing.assert_array_equal(lookup(variable(np.asarray(TABLE)), IDS), TABLE[IDS])
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_cast_of_the_table_is_one_of_the_rows(jitted):
+    """Mixed precision: the gradient is that of the float32 table, in float32."""
+
+    def loss(p, ids):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)
+        rows = [lookup(half["a"], ids), lookup(half["b"], ids % 4), lookup(half["a"], ids[:2])]
+        assert all(r.dtype == jnp.bfloat16 for r in rows)
+        return sum(jnp.sum(r.astype(jnp.float32) ** 2) for r in rows) + jnp.sum(half["w"])
+
+    params = {"a": TABLE, "b": OTHER, "w": jnp.ones(2)}
+    _, grads = check(
+        loss, params, jnp.array([0, 3, 5]), sparse=[True, True, False], jitted=[jitted]
+    )
+    assert grads["a"].dtype == jnp.float32 and grads["a"].values.shape == (5, 2)
+
+
+def test_a_cast_table_that_is_tied():
+    def loss(table, ids):
+        rows = lookup(table.astype("float16"), ids).astype("float32")
+        return weigh(rows @ table.T)
+
+    check(loss, TABLE, jnp.array([0, 3, 5]), sparse=False)  # JAX would sum repeats in float16
+    with pytest.warns(DenseGradientWarning, match=r": it is also used by transpose\. sparse="):
+        optzoo.value_and_grad(loss)(TABLE, IDS)
+
+
+def test_casts_of_equal_tables_in_another_order():
+    order = iter(["ab", "ba", "ab"])
+
+    def loss(p):
+        rows = [lookup(p[name].astype("float16"), IDS).astype("float32") for name in next(order)]
+        return weigh(rows[0] + 2 * rows[1])
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss)({"a": TABLE, "b": TABLE})
+
+
+def test_no_dense_array_of_a_cast_table():
+    loss = lambda table, ids: weigh(lookup(table.astype("bfloat16"), ids).astype("float32"))
+    table, ids = jnp.zeros((100_000, 16)), jnp.zeros((8, 8), int)
+    compiled = jax.jit(optzoo.value_and_grad(loss)).lower(table, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * table.nbytes
+
+
 def test_several_tables_and_dense_parameters():
     params = {"a": TABLE, "b": OTHER, "dense": jnp.ones(2)}
 
