@@ -183,9 +183,9 @@ def value_and_grad(
 
     A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
     :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
-    gets what ``jax.value_and_grad`` would give. The loss is traced twice, or three times if it looks
-    up a cast of a table. Use it under ``jit``: otherwise JAX allocates a dense gradient of zeros and
-    discards it.
+    gets what ``jax.value_and_grad`` would give. The loss is traced twice, or three times if it
+    looks up a cast of a table. Use it under ``jit``: otherwise JAX allocates a dense gradient of
+    zeros and discards it.
 
     A table that is looked up and used in any other way too (tied weights), or looked up where
     :func:`optzoo.lookup` cannot record it, gets its correct dense gradient, which costs time and
@@ -229,9 +229,9 @@ def value_and_grad(
         found, jaxpr = loss.find()
         is_tied = used_inputs(jaxpr)
         if sparse != "allow":
-            for i in np.flatnonzero(is_tied):
-                is_recorded = any(entry.leaf == i for entry in found.log)
-                if reason := why_dense(jaxpr, jaxpr.invars[i], is_recorded):
+            recorded = {entry.leaf for entry in found.log}
+            for i in (i for i, tied in enumerate(is_tied) if tied):
+                if reason := why_dense(jaxpr, jaxpr.invars[i], i in recorded):
                     _report(_name(chosen, which, i), reason, sparse)
         value, aux, of_leaves, of_tables = loss.differentiate(found)
         for i, rows in of_tables.items():
