@@ -19,9 +19,9 @@ from ..state.averages import wide_zeros_like
 
 
 class RowsOfCycle(NamedTuple):
-    """The rows of the steps of a cycle, one after another; what a step leaves free is padding."""
+    """The rows of the steps of a cycle, one after another."""
 
-    indices: Array  # of shape (every * k,)
+    indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
     values: Array  # of shape (every * k, *row_shape), in float32 at least
 
 
@@ -122,18 +122,17 @@ def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
     if not isinstance(a, RowsOfCycle):
         a = jnp.where(position == 0, 0, a)
         return a if g is None else a + jnp.asarray(g).astype(a.dtype)
-    size = len(a.indices) // every
-    if g is None:  # the gradient of the same parameter is missing in every step
-        return a
-    free = size - len(g.indices)
-    ids = jnp.asarray(g.indices).astype(a.indices.dtype)
-    ids = jnp.pad(ids, (0, free), constant_values=g.num_rows)
-    values = jnp.pad(g.values.astype(a.values.dtype), [(0, free), *[(0, 0)] * (g.values.ndim - 1)])
-    before = jnp.where(position == 0, g.num_rows, a.indices)
-    at = position * size
+    size, outside = len(a.indices) // every, jnp.iinfo(a.indices.dtype).max  # never a row
+    ids, values = a.indices[:0], a.values[:0]
+    if g is not None:
+        ids, values = jnp.asarray(g.indices), g.values
+    free = size - len(ids)
+    ids = jnp.pad(ids.astype(a.indices.dtype), (0, free), constant_values=outside)
+    values = jnp.pad(values.astype(a.values.dtype), [(0, free), *[(0, 0)] * (values.ndim - 1)])
+    before = jnp.where(position == 0, outside, a.indices)
     return RowsOfCycle(
-        lax.dynamic_update_slice_in_dim(before, ids, at, 0),
-        lax.dynamic_update_slice_in_dim(a.values, values, at, 0),
+        lax.dynamic_update_slice_in_dim(before, ids, position * size, 0),
+        lax.dynamic_update_slice_in_dim(a.values, values, position * size, 0),
     )
 
 
@@ -162,9 +161,9 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
         size = _size(sizes, path)
         if size is None:
             return wide_zeros_like(x)
-        num_rows, *row = jnp.shape(x)
-        ids = jnp.full(every * size, num_rows, canonicalize_dtype(jnp.int64))
-        return RowsOfCycle(ids, jnp.zeros((every * size, *row), wide_dtype(x)))
+        dtype = canonicalize_dtype(jnp.int64)
+        ids = jnp.full(every * size, jnp.iinfo(dtype).max, dtype)
+        return RowsOfCycle(ids, jnp.zeros((every * size, *jnp.shape(x)[1:]), wide_dtype(x)))
 
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unused = [p for p in sizes if not any(re.fullmatch(p, name) for name in names)]

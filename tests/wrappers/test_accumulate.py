@@ -216,6 +216,16 @@ def test_rows_and_dense_parameters_together():
     assert set(jax.tree.leaves(marked.sums)) == {"slot"}
 
 
+def test_a_step_without_a_gradient_adds_no_rows():
+    """Nor does it keep the rows of the cycle before."""
+    x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, rows={"table": 1})
+    state, rows = tx.init(x), lambda i: SparseRows(jnp.array([i]), jnp.ones((1, 2)), 5)
+    updates = None
+    for g in (rows(0), rows(1), None, rows(2)):
+        updates, state = tx.update({"table": g, "layer": (None, None)}, state, x)
+    np.testing.assert_array_equal(updates["table"].to_dense()[:, 0], [0, 0, -1, 0, 0])
+
+
 def test_a_cycle_of_one_keeps_rows():
     tx, x = accumulate(optzoo.lazy_adam(0.1), 1, rows={"table": 8}), params()
     updates, state = tx.update(row_grads(x), tx.init(x), x)
