@@ -6,11 +6,15 @@ from typing import Any
 import jax
 import optax
 
-from .lookup import value_and_grad
+from .lookup import Sparse, value_and_grad
 
 
 def minimize(
-    loss_fn: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = "warn",
 ) -> Callable[..., Any]:
     """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
 
@@ -32,13 +36,18 @@ def minimize(
         tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
             SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
+        sparse: what to do where the gradient of a looked-up table is dense: ``"warn"``,
+            ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
+
+    Raises:
+        ValueError: as :func:`optzoo.value_and_grad`.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
         fourth if ``has_aux``. The extra args go to ``tx.update``.
     """
     tx = optax.with_extra_args_support(tx)
-    differentiate = value_and_grad(loss_fn, has_aux=has_aux)
+    differentiate = value_and_grad(loss_fn, has_aux=has_aux, sparse=sparse)
 
     def step(params, state, *batch, **extra_args):
         out, grads = differentiate(params, *batch)

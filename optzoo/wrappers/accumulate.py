@@ -1,11 +1,14 @@
 """Gradient accumulation around any optimizer."""
 
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.dtypes import canonicalize_dtype
 
 from ..core.checks import (
     check_flags,
@@ -14,21 +17,34 @@ from ..core.checks import (
     check_update_arguments,
 )
 from ..core.gradients import check_gradients
-from ..core.numerics import saturating_cast
-from ..core.rows import SparseRows, is_sparse_or_none, map_rows, zeros_like_update
+from ..core.numerics import saturating_cast, wide_dtype
+from ..core.paths import is_masked, path_name
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
+
+
+class RowsOfCycle(NamedTuple):
+    """The rows of the steps of a cycle, one after another."""
+
+    indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
+    values: Array  # of shape (every * k, *row_shape), in float32 at least
 
 
 class AccumulateState(NamedTuple):
     """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
 
     count: Array
-    sums: Any  # params-shaped, in float32 at least; empty if every step is applied
+    # Params-shaped, in float32 at least, or RowsOfCycle; empty if every step is applied.
+    sums: Any
     inner: Any
 
 
 def accumulate(
-    inner: optax.GradientTransformation, every: int, *, use_mean: bool = False
+    inner: optax.GradientTransformation,
+    every: int,
+    *,
+    use_mean: bool = False,
+    rows: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sums the gradients of several steps, as in RETURNN's ``accum_grad_multiple_step``.
 
@@ -41,7 +57,10 @@ def accumulate(
     where :math:`u` is the update of ``inner``, which is run in the last step of a cycle only: in
     other steps its slots and its step count are unchanged. The updates of other steps are exactly
     zero, even if a gradient is NaN (``optax.MultiSteps`` multiplies by zero, which keeps a NaN).
-    Row-sparse gradients become dense.
+
+    Row-sparse gradients become dense, unless ``rows`` tells how many rows a step can have: then the
+    state keeps the rows of a cycle instead of a sum of the size of the table, their ids are merged
+    at its end, and ``inner`` gets rows.
 
     A cycle begins when the number :math:`t` of steps before this one is a multiple of :math:`n`.
     ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
@@ -54,10 +73,15 @@ def accumulate(
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
         use_mean: divide the sum by ``every``, as ``optax.MultiSteps`` does.
+        rows: for tables with row-sparse gradients: by a regular expression that matches the whole
+            path of a parameter the greatest number :math:`k` of rows in the gradient of one step
+            (the number of ids looked up, repeats included). The state keeps :math:`n k` rows.
 
     Raises:
-        TypeError: if ``every`` is not an int.
-        ValueError: if it is below 1.
+        TypeError: if ``every`` or a number of rows is not an int; in ``update``, if the gradient of
+            a table in ``rows`` is dense.
+        ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
+            two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
 
     References:
         ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
@@ -65,16 +89,17 @@ def accumulate(
     check_transformation(inner=inner)
     every = check_size(1, every=every)
     check_flags(use_mean=use_mean)
+    sizes = {pattern: check_size(1, rows=k) for pattern, k in (rows or {}).items()}
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        sums = () if every == 1 else wide_zeros_like(params)
+        sums = () if every == 1 else _zeros(sizes, every, params)
         return AccumulateState(jnp.zeros([], jnp.int32), sums, inner.init(params))
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_gradients(updates, params)
-        updates = map_rows(SparseRows.to_dense, updates)
         check_update_arguments({"global_step": global_step, **extra_args})
+        updates = _densify_others(sizes, updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -83,13 +108,12 @@ def accumulate(
             return updates, AccumulateState(count, (), new)
 
         position = (state.count if global_step is None else global_step) % every
-        before = jax.tree.map(lambda a: jnp.where(position == 0, 0, a), state.sums)
-        plus = lambda g, a: a if g is None else a + jnp.asarray(g).astype(a.dtype)
-        sums = jax.tree.map(plus, updates, before, is_leaf=is_sparse_or_none)
+        plus = lambda g, a: _plus(g, a, position, every)
+        sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
         scale = 1 / every if use_mean else 1
-        total = lambda g, a: None if g is None else saturating_cast(a * scale, jnp.result_type(g))
 
         def apply():
+            total = lambda g, a: _total(g, a, scale)
             totals = jax.tree.map(total, updates, sums, is_leaf=is_sparse_or_none)
             return inner.update(totals, state.inner, params, **extra_args)
 
@@ -99,3 +123,81 @@ def accumulate(
         return updates, AccumulateState(count, sums, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
+    """The sum, or the rows, of the cycle with the gradient of the step at this position."""
+    if not isinstance(a, RowsOfCycle):
+        a = jnp.where(position == 0, 0, a)
+        return a if g is None else a + jnp.asarray(g).astype(a.dtype)
+    size, outside = len(a.indices) // every, jnp.iinfo(a.indices.dtype).max  # never a row
+    ids, values = a.indices[:0], a.values[:0]
+    if g is not None:
+        ids, values = jnp.asarray(g.indices), g.values
+    free = size - len(ids)
+    ids = jnp.pad(ids.astype(a.indices.dtype), (0, free), constant_values=outside)
+    values = jnp.pad(values.astype(a.values.dtype), [(0, free), *[(0, 0)] * (values.ndim - 1)])
+    before = jnp.where(position == 0, outside, a.indices)
+    return RowsOfCycle(
+        lax.dynamic_update_slice_in_dim(before, ids, position * size, 0),
+        lax.dynamic_update_slice_in_dim(a.values, values, position * size, 0),
+    )
+
+
+def _total(g: Any, a: Any, scale: float) -> Any:
+    """What the inner optimizer gets for a gradient like ``g``."""
+    if g is None:
+        return None
+    if not isinstance(a, RowsOfCycle):
+        return saturating_cast(a * scale, jnp.result_type(g))
+    rows = SparseRows(a.indices, a.values, g.num_rows).coalesce()
+    return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
+
+
+def _size(sizes: Mapping[str, int], path: Any) -> int | None:
+    """How many rows a step can have; None for a parameter whose gradients become dense."""
+    matching = [pattern for pattern in sizes if re.fullmatch(pattern, path_name(path))]
+    if len(matching) > 1:
+        raise ValueError(f"rows: {matching} all match parameter '{path_name(path)}'")
+    return sizes[matching[0]] if matching else None
+
+
+def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
+    """The sums, or the rows, before the first step."""
+
+    def zeros(path, x):
+        size = _size(sizes, path)
+        if size is None:
+            return wide_zeros_like(x)
+        dtype = canonicalize_dtype(jnp.int64)
+        ids = jnp.full(every * size, jnp.iinfo(dtype).max, dtype)
+        return RowsOfCycle(ids, jnp.zeros((every * size, *jnp.shape(x)[1:]), wide_dtype(x)))
+
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    unused = [p for p in sizes if not any(re.fullmatch(p, name) for name in names)]
+    # Under optax.masked the pattern may match a parameter that is hidden here.
+    if unused and names and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+        raise ValueError(f"rows: no parameter matches {unused}; the parameters are {names}")
+    return jax.tree_util.tree_map_with_path(zeros, params)
+
+
+def _densify_others(sizes: Mapping[str, int], updates: Any) -> Any:
+    """The gradients, dense but for those of the tables in ``rows``, which are checked."""
+
+    def convert(path, g):
+        size = _size(sizes, path)
+        if size is None:
+            return g.to_dense() if is_rows(g) else g
+        name = f"parameter '{path_name(path)}'"
+        if g is not None and not is_rows(g):
+            raise TypeError(
+                f"{name} is in rows but has a dense gradient: compute it by "
+                "optzoo.value_and_grad and optzoo.lookup, or leave the parameter out of rows"
+            )
+        if g is not None and len(g.indices) > size:
+            raise ValueError(
+                f"{name} has a gradient of {len(g.indices)} rows, but rows allows {size} in a step"
+            )
+        return g
+
+    return jax.tree_util.tree_map_with_path(convert, updates, is_leaf=is_sparse_or_none)

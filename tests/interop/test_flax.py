@@ -45,7 +45,7 @@ class NnxRows(nnx.Embed):
     """An embedding whose gradient is row-sparse."""
 
     def __call__(self, inputs):
-        return optzoo.lookup(self.embedding[...], inputs)
+        return optzoo.lookup(self.embedding, inputs)
 
 
 class NnxModel(nnx.Module):
@@ -191,6 +191,27 @@ def test_nnx_optimizer_with_rows():
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), after(3)[0])
     m = optimizer.opt_state.inner_states["(.*/)?embed/.*"].inner_state[0].slots.m
     np.testing.assert_array_equal(m["embed"]["embedding"][...].any(axis=1), SEEN)
+
+
+@pytest.mark.parametrize("array_of", [lambda v: v, lambda v: v[...]], ids=["variable", "array"])
+def test_the_variable_or_its_array(array_of):
+    graphdef, params = nnx.split(nnx_model().embed, nnx.Param)
+
+    def loss(params):
+        return jnp.sum(optzoo.lookup(array_of(nnx.merge(graphdef, params).embedding), IDS) ** 2)
+
+    _, grads = optzoo.value_and_grad(loss, sparse="require")(params)
+    [table] = jax.tree.leaves(grads, is_leaf=lambda g: isinstance(g, optzoo.SparseRows))
+    np.testing.assert_allclose(table.to_dense()[1], 4 * start()["embed"]["embedding"][1])
+
+
+def test_linen_boxes():
+    """Such as those of ``nn.with_partitioning``."""
+    box = nn.Partitioned(start()["embed"]["embedding"], names=("rows", None))
+    loss = lambda box: jnp.sum(optzoo.lookup(box, IDS) ** 2)
+    _, grads = optzoo.value_and_grad(loss, sparse="require")(box)
+    assert isinstance(grads.value, optzoo.SparseRows)
+    np.testing.assert_allclose(grads.value.to_dense(), jax.grad(loss)(box).value, rtol=1e-6)
 
 
 def test_nnx_optimizer_with_the_usual_gradients():

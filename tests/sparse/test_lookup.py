@@ -1,5 +1,8 @@
 """Row-sparse gradients of lookups against ``jax.value_and_grad`` of the same loss."""
 
+import re
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows, lookup
+from optzoo.sparse.lookup import DenseGradientWarning
 
 TABLE = jnp.sin(jnp.arange(12.0)).reshape(6, 2)
 OTHER = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
@@ -22,7 +26,9 @@ def to_dense(tree):
 
 def check(loss, *args, sparse=True, jitted=(True,), argnums=0, has_aux=False, **kwargs):
     """Compares ours with JAX's; ``sparse`` says which leaves get rows, None that any may."""
-    functions = [f(loss, argnums, has_aux) for f in (optzoo.value_and_grad, jax.value_and_grad)]
+    dense = "allow" if sparse in (False, None) else "require"
+    ours = optzoo.value_and_grad(loss, argnums, has_aux, sparse=dense)
+    functions = [ours, jax.value_and_grad(loss, argnums, has_aux)]
     both = lambda *args, **kwargs: [f(*args, **kwargs) for f in functions]
     for compiled in jitted:
         got, want = (jax.jit(both) if compiled else both)(*args, **kwargs)
@@ -50,6 +56,86 @@ def test_ids_of_any_shape(ids):
 @pytest.mark.parametrize("ids", [np.array([0, 3]), 3, jnp.array([1, 2], "int8")])
 def test_ids_of_any_kind(ids):
     check(lambda table: weigh(lookup(table, ids)), TABLE)
+
+
+@pytest.mark.parametrize("ids", [[0, 3, 3], [[1, 6], [2, 2]], (5,)], ids=str)
+def test_lists_of_ids(ids):
+    check(lambda table: weigh(lookup(table, ids)), TABLE, jitted=[False, True])
+    np.testing.assert_array_equal(lookup(TABLE, ids), lookup(TABLE, jnp.array(ids)))
+    with pytest.raises(IndexError, match="got 7"):
+        jax.jit(lambda table: lookup(table, [1, 7]))(TABLE)
+
+
+def test_lists_with_traced_ids():
+    check(lambda table, ids: weigh(lookup(table, [ids[0], 2, ids[1]])), TABLE, IDS)
+
+
+class Indexed:
+    """A variable as those of nnx: the array inside is at ``[...]``."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, key):
+        return self.array if key is ... else self.array[key]
+
+
+class Boxed:
+    """A variable as those of linen."""
+
+    def __init__(self, array):
+        self.value = array
+
+
+@pytest.mark.parametrize("variable", [Indexed, Boxed])
+def test_variables(variable):
+    check(lambda table, ids: weigh(lookup(variable(table), ids)), TABLE, IDS)
+    np.testing.assert_array_equal(lookup(variable(np.asarray(TABLE)), IDS), TABLE[IDS])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_cast_of_the_table_is_one_of_the_rows(jitted):
+    """Mixed precision: the gradient is that of the float32 table, in float32."""
+
+    def loss(p, ids):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)
+        rows = [lookup(half["a"], ids), lookup(half["b"], ids % 4), lookup(half["a"], ids[:2])]
+        assert all(r.dtype == jnp.bfloat16 for r in rows)
+        return sum(jnp.sum(r.astype(jnp.float32) ** 2) for r in rows) + jnp.sum(half["w"])
+
+    params = {"a": TABLE, "b": OTHER, "w": jnp.ones(2)}
+    _, grads = check(
+        loss, params, jnp.array([0, 3, 5]), sparse=[True, True, False], jitted=[jitted]
+    )
+    assert grads["a"].dtype == jnp.float32 and grads["a"].values.shape == (5, 2)
+
+
+def test_a_cast_table_that_is_tied():
+    def loss(table, ids):
+        rows = lookup(table.astype("float16"), ids).astype("float32")
+        return weigh(rows @ table.T)
+
+    check(loss, TABLE, jnp.array([0, 3, 5]), sparse=False)  # JAX would sum repeats in float16
+    with pytest.warns(DenseGradientWarning, match=r": it is also used by transpose\. sparse="):
+        optzoo.value_and_grad(loss)(TABLE, IDS)
+
+
+def test_casts_of_equal_tables_in_another_order():
+    order = iter(["ab", "ba", "ab"])
+
+    def loss(p):
+        rows = [lookup(p[name].astype("float16"), IDS).astype("float32") for name in next(order)]
+        return weigh(rows[0] + 2 * rows[1])
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss)({"a": TABLE, "b": TABLE})
+
+
+def test_no_dense_array_of_a_cast_table():
+    loss = lambda table, ids: weigh(lookup(table.astype("bfloat16"), ids).astype("float32"))
+    table, ids = jnp.zeros((100_000, 16)), jnp.zeros((8, 8), int)
+    compiled = jax.jit(optzoo.value_and_grad(loss)).lower(table, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * table.nbytes
 
 
 def test_several_tables_and_dense_parameters():
@@ -283,6 +369,120 @@ def test_meta_gradient_through_a_train_step():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+# Why a gradient is dense
+
+
+REASONS = {
+    **{body: f"a lookup is inside of jax.{name}: do the lookup outside" for body, name in {
+        "scan": "lax.scan", "checkpoint": "checkpoint", "checkpoint of both": "checkpoint",
+        "jit": "jit", "jit of both": "jit", "vmap in jit": "jit", "jit in vmap": "jit"}.items()},
+    "table batched": "a lookup reads what stack made of it: look up first",
+    "scaled": "a lookup reads what mul made of it: look up first",
+    "tied": "it is also used by transpose",
+    "tied twice": "it is also used by transpose, norm",
+    "tied, in a body": "jax.lax.scan: do the lookup outside and pass the rows in; it is also used",
+    "vmap": "a lookup is inside of another transformation, such as jax.vmap",
+}  # fmt: skip
+DENSE = {
+    **BODIES,
+    "scaled": lambda table, ids: weigh(lookup(2 * table, ids)),
+    "tied": lambda table, ids: weigh(lookup(table, ids) @ table.T),
+    "tied twice": lambda table, ids: weigh(lookup(table, ids) @ table.T) + jnp.linalg.norm(table),
+    "tied, in a body": lambda table, ids: BODIES["scan"](table, ids) * jnp.sum(table),
+    "vmap": lambda table, ids: jnp.sum(
+        jax.vmap(lambda x: weigh(lookup(table, ids + 1 - 1) * x))(jnp.arange(3.0))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_the_reason_for_a_dense_gradient(case):
+    """By the path of the table, once in each trace; an error if asked for."""
+    loss, reason = lambda p, ids: DENSE[case](p["embed"]["table"], ids), re.escape(REASONS[case])
+    params = {"embed": {"table": TABLE}, "other": jnp.ones(3)}
+    step = jax.jit(optzoo.value_and_grad(loss))
+    with pytest.warns(DenseGradientWarning, match=f"of 'embed/table' is dense.*{reason}") as seen:
+        step(params, IDS)
+    assert len(seen) == 1
+    step(params, IDS)  # which traces nothing
+    with pytest.raises(ValueError, match=f"of 'embed/table' is dense.*{reason}"):
+        optzoo.value_and_grad(loss, sparse="require")(params, IDS)
+    _, grads = optzoo.value_and_grad(loss, sparse="allow")(params, IDS)
+    want = jax.grad(loss)(params, IDS)
+    chex.assert_trees_all_close(grads, want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_reason_names_the_argument():
+    tied = lambda table, other, ids: (
+        weigh(lookup(table, ids) @ table.T) + weigh(lookup(other["t"], ids) * jnp.sum(other["t"]))
+    )
+    of_both = optzoo.value_and_grad(tied, argnums=(0, 1))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        of_both(TABLE, {"t": TABLE}, IDS)
+    assert [str(w.message).split(" is dense")[0] for w in seen] == [
+        "the gradient of argument 0",
+        "the gradient of 't' of argument 1",
+    ]
+
+
+def test_no_warning_for_what_is_not_looked_up():
+    loss = lambda p: jnp.sum(p["dense"] ** 2) + weigh(lookup(p["a"], IDS))
+    check(loss, {"a": TABLE, "dense": TABLE}, sparse=[True, False])
+    dense = lambda p: jnp.sum(p @ p.T) + weigh(lookup(OTHER, IDS % 4))
+    optzoo.value_and_grad(dense, sparse="require")(TABLE)
+
+
+def test_stop_gradient_is_not_another_use():
+    def loss(table, ids):
+        still = jax.lax.stop_gradient
+        return weigh(lookup(table, ids)) * jnp.sum(still(table)) * still(jnp.linalg.norm(table))
+
+    check(loss, TABLE, IDS, jitted=[False, True])
+
+
+def test_a_penalty_on_the_rows_looked_up_is_sparse():
+    def loss(table, ids):
+        rows = lookup(table, ids)
+        return weigh(rows) + 0.1 * jnp.sum(rows**2)
+
+    _, grads = check(loss, TABLE, IDS)
+    assert grads.values.shape == (4, 2)
+
+
+def test_bad_sparse():
+    with pytest.raises(ValueError, match=r"sparse must be one of \['warn', .*, got 'never'"):
+        optzoo.value_and_grad(lambda x: x, sparse="never")
+
+
+@pytest.mark.parametrize("lookups", [[1, 0], [0, 1], [2, 1], [1, 2]], ids=str)
+def test_lookups_that_differ_between_the_traces(lookups):
+    """The loss has a counter of its calls."""
+    numbers = iter(lookups)
+
+    def loss(table):
+        return sum((weigh(lookup(table, IDS)) for _ in range(next(numbers))), jnp.sum(table[0]))
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss, sparse="allow")(TABLE)
+
+
+@pytest.mark.parametrize("change", ["shape", "table"])
+def test_lookups_of_other_places_in_the_second_trace(change):
+    calls = []
+
+    def loss(p):
+        calls.append(1)
+        first = len(calls) == 1
+        if change == "shape":
+            return weigh(lookup(p["a"], IDS if first else IDS[:2]))
+        rows = [lookup(p[name], IDS) for name in (("a", "b") if first else ("b", "a"))]
+        return weigh(rows[0] + 2 * rows[1])
+
+    with pytest.raises(ValueError, match="loss_fn must do the same lookups whenever it is called"):
+        optzoo.value_and_grad(loss)({"a": TABLE, "b": TABLE})
+
+
 # Alone
 
 
@@ -325,6 +525,11 @@ def test_bad_arguments():
         lookup(jnp.ones(()), IDS)
     with pytest.raises(TypeError):
         optzoo.value_and_grad(lambda table: lookup(table, IDS))(TABLE)
+    for bad in ([[1.0, 2.0]], {"table": TABLE}, None, Boxed(None), "table"):
+        with pytest.raises(TypeError, match="table must be an array or a variable that holds one"):
+            lookup(bad, IDS)
+    with pytest.raises(TypeError, match="ids must be integers, got dtype float"):
+        lookup(TABLE, [])
 
 
 def test_a_failed_loss_leaves_no_trace():

@@ -74,3 +74,16 @@ def test_optimizer_that_takes_no_extra_args():
     want = jax.tree.map(lambda x, g: x - g, x, jax.grad(lambda p: loss(p, IDS))(x))
     x, *_ = optzoo.minimize(loss, tx)(x, tx.init(x), IDS, learning_rate=0.0)
     chex.assert_trees_all_close(x, want, rtol=1e-6)
+
+
+def test_a_dense_gradient_of_a_table():
+    tied = lambda p, ids: loss(p, ids) + jnp.sum(p["table"])
+    tx = optzoo.gradient_descent(0.1)
+    start = lambda: (params(), tx.init(params()))
+    with pytest.warns(optzoo.sparse.lookup.DenseGradientWarning, match="'table' is dense"):
+        optzoo.minimize(tied, tx)(*start(), IDS)
+    with pytest.raises(ValueError, match=r"'table' is dense, although .* also used by reduce_sum"):
+        optzoo.minimize(tied, tx, sparse="require")(*start(), IDS)
+    x, *_ = optzoo.minimize(tied, tx, sparse="allow")(*start(), IDS)
+    want = jax.tree.map(lambda x, g: x - 0.1 * g, params(), jax.grad(tied)(params(), IDS))
+    chex.assert_trees_all_close(x, want, rtol=1e-6)

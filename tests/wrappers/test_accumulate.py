@@ -173,3 +173,98 @@ def test_bad_arguments():
     tx = accumulate(optzoo.adam(0.1), 2)
     with pytest.raises(ValueError, match="has shape"):
         tx.update(jnp.ones(4), tx.init(X), X)
+
+
+# Rows that stay rows
+
+
+@pytest.mark.parametrize("use_mean", [False, True])
+@pytest.mark.parametrize("inner", ["lazy_adam", "adam", "adagrad"])
+def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
+    """Steps with fewer rows than there is room for, repeated ids, padding; two cycles."""
+    inner = optzoo.CATALOG[inner].make()
+    tx = accumulate(inner, 3, use_mean=use_mean, rows={"table": 4})
+    x = {"table": params()["table"]}
+    moved, state = x, tx.init(x)
+    want, wanted = x, inner.init(x)
+    for cycle in ([[1, 3, 1, 5], [3], []], [[0], [2, 2, 2, 2], [0, 5]]):
+        rows = []
+        for i, ids in enumerate(cycle):
+            before = moved
+            values = jnp.cos(i + jnp.arange(2.0 * len(ids))).reshape(-1, 2)
+            rows.append(SparseRows(jnp.array(ids, int), values, 5))
+            moved, state = step(tx, {"table": rows[-1]}, moved, state)
+            assert avals(state) == avals(tx.init(x))
+            if i < 2:
+                chex.assert_trees_all_equal(moved, before)
+        total = sum(rows[1:], rows[0])
+        total = total.with_values(total.values / (3 if use_mean else 1))
+        want, wanted = step(inner, {"table": total}, want, wanted)
+        chex.assert_trees_all_close((moved, state.inner), (want, wanted), rtol=1e-5, atol=1e-7)
+
+
+def test_rows_and_dense_parameters_together():
+    x = params()
+    tx = accumulate(optzoo.lazy_adam(0.1), 2, rows={"table": 8})
+    state = tx.init(x)
+    moved, state = step(tx, row_grads(x), *step(tx, row_grads(x), x, state))
+    twice = jax.tree.map(lambda a: 2 * a, row_grads(x)["layer"])
+    table = row_grads(x)["table"]
+    want, _ = step(optzoo.lazy_adam(0.1), {"table": table + table, "layer": twice}, x)
+    chex.assert_trees_all_close(moved, want, rtol=1e-5)
+    marked = optax.tree.map_params(tx, lambda _: "slot", state)
+    assert set(jax.tree.leaves(marked.sums)) == {"slot"}
+
+
+def test_a_step_without_a_gradient_adds_no_rows():
+    """Nor does it keep the rows of the cycle before."""
+    x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, rows={"table": 1})
+    state, rows = tx.init(x), lambda i: SparseRows(jnp.array([i]), jnp.ones((1, 2)), 5)
+    updates = None
+    for g in (rows(0), rows(1), None, rows(2)):
+        updates, state = tx.update({"table": g, "layer": (None, None)}, state, x)
+    np.testing.assert_array_equal(updates["table"].to_dense()[:, 0], [0, 0, -1, 0, 0])
+
+
+def test_a_cycle_of_one_keeps_rows():
+    tx, x = accumulate(optzoo.lazy_adam(0.1), 1, rows={"table": 8}), params()
+    updates, state = tx.update(row_grads(x), tx.init(x), x)
+    assert isinstance(updates["table"], SparseRows) and state.sums == ()
+
+
+def test_rows_cost_no_array_as_large_as_the_table():
+    x = {"table": jnp.zeros((100_000, 16))}
+    tx = accumulate(optzoo.gradient_descent(0.1), 4, rows={".*": 8})
+    loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
+    train = optzoo.minimize(loss, tx)
+    compiled = train.lower(x, jax.eval_shape(tx.init, x), jnp.zeros(8, int)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * x["table"].nbytes
+    assert sum(a.nbytes for a in jax.tree.leaves(tx.init(x))) < 0.01 * x["table"].nbytes
+
+
+def test_half_precision_rows_sum_in_float32():
+    x = {"t": jnp.zeros((4, 1), jnp.float16)}
+    tx = accumulate(optzoo.gradient_descent(1.0), 3, rows={"t": 1})
+    state = tx.init(x)
+    for value in (2048.0, 1.0, 1.0):
+        g = {"t": SparseRows(jnp.array([2]), jnp.full((1, 1), value, jnp.float16), 4)}
+        updates, state = tx.update(g, state, x)
+    np.testing.assert_array_equal(updates["t"].to_dense()[:, 0], [0, 0, -2050, 0])
+
+
+def test_bad_rows():
+    x, sgd = params(), optzoo.gradient_descent(0.1)
+    with pytest.raises(TypeError, match="rows must be an int"):
+        accumulate(sgd, 2, rows={"table": 2.5})
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        accumulate(sgd, 2, rows={"table": 0})
+    with pytest.raises(ValueError, match=r"no parameter matches \['tabel'\]; the parameters are"):
+        accumulate(sgd, 2, rows={"tabel": 8}).init(x)
+    with pytest.raises(ValueError, match="all match parameter 'table'"):
+        accumulate(sgd, 2, rows={"table": 8, "t.*": 8}).init(x)
+    tx = accumulate(sgd, 2, rows={"table": 2})
+    with pytest.raises(TypeError, match="'table' is in rows but has a dense gradient"):
+        tx.update(dense_grads(x), tx.init(x), x)
+    many = {**row_grads(x), "table": SparseRows(jnp.zeros(3, int), jnp.ones((3, 2)), 5)}
+    with pytest.raises(ValueError, match="'table' has a gradient of 3 rows, but rows allows 2"):
+        tx.update(many, tx.init(x), x)
