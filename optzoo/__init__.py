@@ -76,11 +76,13 @@ from .state.averages import eval_params, swap
 from .state.sharding import state_sharding
 from .state.slots import get_slot, set_slot, slot_names
 from .state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState, Slot
+from .transforms.arithmetic import add, global_norm, psum
 from .transforms.check_numerics import check_numerics
 from .transforms.clip_by_average_norm import clip_by_average_norm
 from .transforms.clip_by_global_norm import clip_by_global_norm
 from .transforms.clip_by_norm import clip_by_norm
 from .transforms.nan_inf_filter import gradient_nan_inf_filter
+from .transforms.scale import scale, scale_by_schedule
 from .transforms.summaries import gradient_summaries, read_summaries
 from .transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
 from .wrappers.accumulate import accumulate
@@ -112,6 +114,7 @@ __all__ = [
     "adam_gs",
     "adamax",
     "adamw",
+    "add",
     "add_sign",
     "agn",
     "amsgrad",
@@ -135,6 +138,7 @@ __all__ = [
     "ftrl",
     "get_slot",
     "ggt",
+    "global_norm",
     "grad_variance_scaled",
     "gradient_descent",
     "gradient_nan_inf_filter",
@@ -165,6 +169,7 @@ __all__ = [
     "power_sign",
     "proximal_adagrad",
     "proximal_gradient_descent",
+    "psum",
     "read_summaries",
     "reg_adagrad",
     "register",
@@ -176,6 +181,7 @@ __all__ = [
     "rmsprop",
     "row_wise_adagrad",
     "save_tf1_state",
+    "scale",
     "scale_by_adadelta",
     "scale_by_adagrad",
     "scale_by_adam",
@@ -196,6 +202,7 @@ __all__ = [
     "scale_by_power_sign",
     "scale_by_reg_adagrad",
     "scale_by_row_wise_adagrad",
+    "scale_by_schedule",
     "scale_by_shampoo",
     "scan_local_steps",
     "set_slot",

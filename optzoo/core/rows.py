@@ -13,11 +13,8 @@ from jax.typing import DTypeLike
 
 from .merge import merge
 from .numerics import upcast
+from .row_ids import HINT, is_protected, plain, protect
 
-_HINT = (
-    "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
-    "it in `optzoo.on_values`."
-)
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
@@ -25,10 +22,10 @@ class _HintInErrors(type):
     # JAX prints the class when a foreign transformation maps over rows and arrays together, so this
     # puts the hint into the error.
     def __repr__(cls) -> str:
-        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {_HINT})"
+        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {HINT})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SparseRows(metaclass=_HintInErrors):
     """Rows ``values[i]`` with the ids ``indices[i]``, of an array of ``num_rows`` rows.
 
@@ -37,13 +34,16 @@ class SparseRows(metaclass=_HintInErrors):
 
     ``params + rows`` scatters the rows, so ``optax.apply_updates`` works unchanged.
 
-    A transformation that maps over all leaves gets ``indices`` as a leaf. Floating-point
-    arithmetic on it raises an error; integer arithmetic cannot be distinguished from a legitimate
-    copy (``optax.sign``, ``optax.clip(1)``): use :func:`optzoo.on_values` there, and
-    :func:`optzoo.clip_by_global_norm` instead of optax's.
+    A transformation that maps over all leaves gets ``ids`` and ``values``. The ids have a dtype
+    that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
+    Use :func:`optzoo.densify` or :func:`optzoo.on_values` there, and
+    :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
+    padding. What writes arrays to files or turns them into NumPy arrays takes no ids: give it
+    ``indices`` and ``values``.
 
     Attributes:
-        indices: integers of shape ``(n,)``.
+        indices: integers of shape ``(n,)``. They are kept, and read, as int32; under x64 those of
+            more than 32 bits as int64.
         values: shape ``(n, *row_shape)``.
         num_rows: a Python int, static under ``jit``.
         coalesced: whether every index but padding is known to occur once, and padding to have
@@ -55,7 +55,7 @@ class SparseRows(metaclass=_HintInErrors):
         ValueError: if ``indices`` and ``values`` differ in length.
     """
 
-    indices: Array
+    indices: Array  # a property: see below
     values: Array
     num_rows: int
     coalesced: bool = False
@@ -68,20 +68,20 @@ class SparseRows(metaclass=_HintInErrors):
                 "SparseRows.num_rows must be a Python int (it is part of the type under jit), "
                 f"got {self.num_rows!r}"
             )
-        dtype = getattr(self.indices, "dtype", None)  # a pytree may hold any object here
-        if dtype is None:
-            return
-        if jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"SparseRows.indices must be integers, got {dtype}: perhaps a transformation "
-                f"treated them as part of the gradient. {_HINT}"
-            )
-        shape, values_shape = jnp.shape(self.indices), getattr(self.values, "shape", None)
-        if values_shape is not None and values_shape[: len(shape)] != shape:
-            raise ValueError(
-                "SparseRows needs one row of values for each index, got indices of shape "
-                f"{shape} and values of shape {values_shape}"
-            )
+        _check_lengths(self.ids, self.values)
+
+    def __repr__(self) -> str:
+        ids = self.indices if is_protected(self.ids) else self.ids
+        return f"SparseRows(indices={ids!r}, values={self.values!r}, num_rows={self.num_rows})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Files of pickle hold plain integers, which every version of JAX can read.
+        return SparseRows, (self.indices, self.values, self.num_rows, self.coalesced)
+
+    @property
+    def ids(self) -> Any:
+        """The indices as they are in the tree, in a dtype that allows no arithmetic."""
+        return self.__dict__["_ids"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,14 +99,16 @@ class SparseRows(metaclass=_HintInErrors):
 
     def with_values(self, values: Array) -> "SparseRows":
         """Other values with the same indices."""
-        return dataclasses.replace(self, values=values)
+        return _make(self.ids, values, self.num_rows, self.coalesced)
 
     def __add__(self, other: Any) -> Any:
         """``other`` with the rows added to it; the sum of rows and rows is rows."""
         if jnp.shape(other) != self.shape:
-            raise ValueError(f"rows of an array of shape {self.shape} do not fit {other.shape}")
+            raise ValueError(
+                f"rows of an array of shape {self.shape} do not fit {jnp.shape(other)}"
+            )
         if is_rows(other):
-            if other.indices is self.indices:
+            if other.ids is self.ids:
                 return self.with_values(self.values + other.values)
             indices, values = (
                 jnp.concatenate(pair)
@@ -114,10 +116,39 @@ class SparseRows(metaclass=_HintInErrors):
             )
             return SparseRows(indices, values, self.num_rows)
         dense = jnp.asarray(other)
-        target = dense.at[self._wide_indices()]
+        target = dense.at[self.indices]
         return target.add(self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced)
 
     __radd__ = __add__
+
+    def __neg__(self) -> "SparseRows":
+        return self.with_values(-self.values)
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other + -self
+
+    def __mul__(self, number: Any) -> "SparseRows":
+        """The rows times a number, in their dtype."""
+        if is_rows(number) or jnp.ndim(number) != 0:
+            self._refuse()
+        return self.with_values((self.values * number).astype(self.dtype))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, number: Any) -> "SparseRows":
+        """The rows divided by a number, in their dtype."""
+        if is_rows(number) or jnp.ndim(number) != 0:
+            self._refuse()
+        return self.with_values((self.values / number).astype(self.dtype))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(f"rows can be added, and multiplied or divided by a number, only. {HINT}")
+
+    __abs__ = __pow__ = __rpow__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def to_dense(self) -> Array:
         """The whole array, zero where no row is listed."""
@@ -127,13 +158,13 @@ class SparseRows(metaclass=_HintInErrors):
     def gather(self, dense: Array) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if self.num_rows == 0:
-            return jnp.zeros((*self.indices.shape, *dense.shape[1:]), dense.dtype)
-        return jnp.take(dense, self._wide_indices(), axis=0, mode="clip")
+            return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
+        return jnp.take(dense, self.indices, axis=0, mode="clip")
 
     def scatter(self, dense: Array, rows: Array) -> Array:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
         rows = rows.astype(dense.dtype)
-        return dense.at[self._wide_indices()].set(rows, **_DROP, unique_indices=True)
+        return dense.at[self.indices].set(rows, **_DROP, unique_indices=True)
 
     def drop_padding(self) -> "SparseRows":
         """The same rows with zero values at padding."""
@@ -153,28 +184,50 @@ class SparseRows(metaclass=_HintInErrors):
         ids, values = merge(self._row_ids(), values, self.num_rows, deterministic)
         return SparseRows(ids, values.astype(self.dtype), self.num_rows, coalesced=True)
 
-    def _wide_indices(self) -> Array:
-        """The indices in a dtype wide enough for ``num_rows``."""
-        i = jnp.asarray(self.indices)
-        return i.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(i.dtype, jnp.int32)))
-
     def _row_ids(self) -> Array:
         """The indices; those out of range are replaced by that of padding."""
-        i = self._wide_indices()
+        i = self.indices
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
 
 
+def _set_indices(rows: Any, indices: Any) -> None:
+    rows.__dict__["_ids"] = protect(indices)
+
+
+# The constructor of the dataclass protects the indices, and who reads them gets integers.
+_INDICES = property(lambda rows: plain(rows.ids), _set_indices, doc="The ids of the rows.")
+setattr(SparseRows, "indices", _INDICES)  # noqa: B010 (unknown to the type checker)
+
+
+def _check_lengths(ids: Any, values: Any) -> None:
+    # A pytree may hold objects that have no shape.
+    shape, values_shape = getattr(ids, "shape", ()), getattr(values, "shape", None)
+    if values_shape is not None and values_shape[: len(shape)] != shape:
+        raise ValueError(
+            "SparseRows needs one row of values for each index, got indices of shape "
+            f"{shape} and values of shape {values_shape}"
+        )
+
+
+def _make(ids: Any, values: Any, num_rows: int, coalesced: bool = False) -> SparseRows:
+    """Rows of ids that are protected; or of any objects, as in a tree of shapes."""
+    _check_lengths(ids, values)
+    rows = object.__new__(SparseRows)
+    rows.__dict__.update(_ids=ids, values=values, num_rows=num_rows, coalesced=coalesced)
+    return rows
+
+
 def _unflatten(num_rows: int, data: Iterable[Any]) -> SparseRows:
-    indices, values = data
-    return SparseRows(indices, values, num_rows)
+    ids, values = data
+    return _make(ids, values, num_rows)
 
 
 # Not by register_dataclass, whose drop_fields do not work in JAX 0.7.
 jax.tree_util.register_pytree_with_keys(
     SparseRows,
-    lambda g: (((GetAttrKey("indices"), g.indices), (GetAttrKey("values"), g.values)), g.num_rows),
+    lambda g: (((GetAttrKey("ids"), g.ids), (GetAttrKey("values"), g.values)), g.num_rows),
     _unflatten,
-    lambda g: ((g.indices, g.values), g.num_rows),
+    lambda g: ((g.ids, g.values), g.num_rows),
 )
 
 
@@ -195,15 +248,8 @@ def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
 
 def zeros_like_update(shapes: Any) -> Any:
     """An update of zeros, with rows that are all padding, of the given shapes."""
-    array = lambda a: jnp.zeros(a.shape, a.dtype)
-
-    def zeros(a):
-        if not is_rows(a):
-            return array(a)
-        padding = jnp.full(a.indices.shape, a.num_rows, a.indices.dtype)
-        return SparseRows(padding, array(a.values), a.num_rows)
-
-    return jax.tree.map(zeros, shapes, is_leaf=is_rows)
+    # Zeros of the dtype of protected ids are padding.
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from ..core.checks import check_params
 from ..core.gradients import check_gradients
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
 
@@ -88,12 +88,17 @@ def drop_stale_gradient(
         active = jnp.asarray(True if active is None else active)
         read_at = jnp.asarray(last_read if local_step is None else local_step)
 
+        # Row ids are added as integers: all replicas but one add zeros.
+        plain = map_rows(lambda g: (g.indices, g.values), updates)
+        rows_like = lambda like, g: SparseRows(g[0], g[1], like.num_rows) if is_rows(like) else g
+
         def turn(carry, of_rank):
             x, of_inner, step, dropped = carry
             rank, active, read_at = of_rank
 
             def apply():
-                g = replicas.sum_where(replicas.index == rank, updates)
+                g = replicas.sum_where(replicas.index == rank, plain)
+                g = jax.tree.map(rows_like, updates, g, is_leaf=is_rows)
                 us, new = inner.update(g, of_inner, x, **extra_args)
                 rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
                 return apply_not_none(x, us), new, rows

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optzoo import LeafwiseState, SparseRows
+from optzoo.core.rows import map_rows
 from optzoo.state.types import nodes_of
 
 
@@ -23,6 +24,11 @@ def row_grads(like):
     """Dense gradients, but rows 1 and 3 for the table; row 1 is listed twice, and 5 is padding."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
+
+
+def plain(tree):
+    """A tree with rows as arrays alone, which can be compared."""
+    return map_rows(lambda g: (g.indices, g.values), tree)
 
 
 class CountedState(NamedTuple):

@@ -1,0 +1,127 @@
+"""Row ids that arithmetic refuses: integers in an array of an extended dtype of JAX.
+
+The ids of rows are a leaf of a pytree, and code that maps over all leaves would compute with them:
+``-g``, ``optax.scale``, ``optax.tree.add``, ``psum``. An array of an extended dtype, such as that
+of JAX's random keys, passes through all transformations of JAX and refuses arithmetic when it is
+traced. JAX writes the dtype into the error, and its name is the hint. To protect ids is to
+reinterpret their bits, so compiled programs do not pay for it.
+
+What is stored is the complement of each id: ``zeros_like`` and ``ones_like`` of protected ids are
+ids below zero, which are outside of every table and therefore ignored.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import random as extend_random
+
+HINT = (
+    "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
+    "it in `optzoo.on_values`."
+)
+
+
+def _refuse(*_: Any) -> Any:
+    raise TypeError(f"row ids of optzoo.SparseRows are not a random key. {HINT}")
+
+
+def _define(name: str, words: int) -> Any:
+    """A dtype for ids of a number of words of 32 bits."""
+    return extend_random.define_prng_impl(
+        key_shape=(words,),
+        seed=_refuse,
+        split=_refuse,
+        random_bits=_refuse,
+        fold_in=_refuse,
+        name=name,
+        tag=f"row ids of optzoo.SparseRows, which allow no arithmetic. {HINT}",
+    )
+
+
+_IMPLS = {"int32": _define("optzoo_row_ids_32", 1), "int64": _define("optzoo_row_ids_64", 2)}
+
+
+@functools.partial(jax.jit, inline=True)
+def _wrap(ids: Array) -> Array:
+    words = lax.bitcast_convert_type(~ids, jnp.uint32)
+    words = words[..., None] if ids.dtype == jnp.int32 else words
+    return jax.random.wrap_key_data(words, impl=_IMPLS[ids.dtype.name])
+
+
+@functools.partial(jax.jit, inline=True)
+def _unwrap(protected: Array) -> Array:
+    words = jax.random.key_data(protected)
+    is_narrow = words.shape[-1] == 1
+    words = words[..., 0] if is_narrow else words
+    return ~lax.bitcast_convert_type(words, jnp.int32 if is_narrow else jnp.int64)
+
+
+@functools.cache
+def _dtypes() -> dict[Any, Any]:
+    """The dtype of plain ids by that of protected ids."""
+    wrap = lambda impl: functools.partial(jax.random.wrap_key_data, impl=impl)
+    words = lambda n: jax.ShapeDtypeStruct((n,), jnp.uint32)
+    impls = enumerate(_IMPLS.items(), 1)
+    return {
+        jax.eval_shape(wrap(impl), words(n)).dtype: jnp.dtype(name) for n, (name, impl) in impls
+    }
+
+
+def is_protected(ids: Any) -> bool:
+    """Whether ``ids``, or the array that an abstract value stands for, are protected."""
+    return getattr(ids, "dtype", None) in _dtypes()
+
+
+def protect(ids: Any) -> Any:
+    """Integers as ids of rows; protected ids, and objects that are no arrays, as they are.
+
+    Ids beyond 32 bits are kept under x64. Without it they become negative, and so are ignored.
+
+    Args:
+        ids: integers: an array, a list, a tuple, or an abstract value.
+
+    Raises:
+        TypeError: if they are not integers.
+    """
+    if type(ids) in (list, tuple):
+        ids = jnp.asarray(ids)
+    dtype = getattr(ids, "dtype", None)
+    if dtype is None or is_protected(ids):
+        return ids
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"SparseRows.indices must be integers, got {dtype}: perhaps a transformation "
+            f"treated them as part of the gradient. {HINT}"
+        )
+    # There is no integer type for both uint64 and int32.
+    wide = jnp.int64 if dtype == jnp.uint64 else jnp.promote_types(dtype, jnp.int32)
+    wide = jax.dtypes.canonicalize_dtype(wide)
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        [protected] = [key for key, dtype in _dtypes().items() if dtype == wide]
+        return jax.ShapeDtypeStruct(ids.shape, protected, sharding=ids.sharding)
+    if isinstance(ids, np.ndarray | np.generic):
+        bounds, ids = np.iinfo(wide), ids.astype(np.int64)
+        ids = np.where((ids >= bounds.min) & (ids <= bounds.max), ids, -1)
+    return _wrap(jnp.asarray(ids, wide))
+
+
+def plain(ids: Any) -> Any:
+    """The integers of protected ids, int32 or int64; objects that are no arrays as they are.
+
+    Raises:
+        TypeError: if they are an array that is not protected.
+    """
+    if isinstance(ids, jax.ShapeDtypeStruct) and is_protected(ids):
+        return jax.ShapeDtypeStruct(ids.shape, _dtypes()[ids.dtype], sharding=ids.sharding)
+    if is_protected(ids):
+        return _unwrap(ids)
+    if hasattr(ids, "dtype"):
+        raise TypeError(
+            f"an operation on a tree replaced the row ids of SparseRows by {ids.dtype}. Make rows "
+            f"with SparseRows(indices, values, num_rows). {HINT}"
+        )
+    return ids

@@ -1,0 +1,69 @@
+"""Sums and norms of trees of gradients, row-sparse ones included."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.numerics import upcast
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..distributed.engine.collectives import AxisName, Replicas
+from ._per_leaf import global_norm as norm_of_merged
+
+
+def add(tree: Any, other: Any) -> Any:
+    """The sum of two trees of gradients: rows and rows give rows, an array and rows an array.
+
+    The counterpart of ``optax.tree.add``, which refuses SparseRows.
+
+    Args:
+        tree: gradients.
+        other: gradients of the same structure, but that each leaf may be rows or an array.
+
+    Raises:
+        ValueError: if rows are added to what has another shape.
+    """
+    return jax.tree.map(operator.add, tree, other, is_leaf=is_rows)
+
+
+def global_norm(updates: Any) -> Array:
+    r"""The Euclidean norm of all gradients: :math:`\sqrt{\sum g^2}`, in float32 at least.
+
+    The counterpart of ``optax.tree.norm``, which refuses SparseRows. Rows that share an index
+    are summed first, so that the norm is that of the dense gradient.
+
+    Args:
+        updates: a tree of gradients.
+    """
+    merged = map_rows(SparseRows.coalesce, updates)
+    return norm_of_merged(jax.tree.leaves(merged, is_leaf=is_rows))
+
+
+def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
+    """The sum of a tree of gradients over the replicas.
+
+    The counterpart of ``jax.lax.psum``, which refuses SparseRows. Rows are gathered: the result
+    lists those of all replicas, in their order. Sums are computed in float32 at least, and
+    returned in the dtype of each gradient.
+
+    Args:
+        tree: the gradients of this replica.
+        axis_name: the axis, or axes, of the replicas; None for a single one.
+
+    Raises:
+        NameError: if there is no such axis.
+    """
+    replicas = Replicas(axis_name)
+    _ = replicas.size  # raises a clearer error
+    is_inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    wide = lambda a: upcast(jnp.asarray(a)) if is_inexact(a) else jnp.asarray(a)
+    sums = replicas.sum(jax.tree.map(wide, map_rows(lambda _: None, tree)))
+
+    def total(g, of_arrays):
+        if is_rows(g):
+            return replicas.gather_rows(g, True).astype(g.dtype)
+        return g if g is None else of_arrays.astype(jnp.result_type(g))
+
+    return jax.tree.map(total, tree, sums, is_leaf=is_sparse_or_none)

@@ -1,0 +1,63 @@
+"""Scales gradients, row-sparse ones included, by a number or by a schedule."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..core.checks import check
+from ..core.rows import is_rows
+from ._per_leaf import on_listed
+
+
+def scale(step_size: float) -> optax.GradientTransformation:
+    r"""Multiplies all gradients by a number: :math:`g \leftarrow c\, g`.
+
+    Differs from ``optax.scale`` in that it takes SparseRows, of which it scales the values, and
+    that gradients keep their dtype.
+
+    Args:
+        step_size: :math:`c`, finite.
+
+    Raises:
+        ValueError: if ``step_size`` is not finite.
+    """
+    check("finite", lambda c: bool(np.isfinite(c)), step_size=step_size)
+    return optax.stateless(lambda updates, _: _scaled(step_size, updates))
+
+
+def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformation:
+    r"""Multiplies all gradients by a schedule: :math:`g \leftarrow c_t\, g`.
+
+    Differs from ``optax.scale_by_schedule``, whose state it has, as :func:`optzoo.scale` differs
+    from ``optax.scale``.
+
+    Args:
+        step_size_fn: :math:`c_t`, a function of the number of updates before this one.
+
+    Raises:
+        TypeError: if ``step_size_fn`` is not a function.
+    """
+    if not callable(step_size_fn):
+        raise TypeError(
+            f"step_size_fn must be a function of the step, got {step_size_fn!r}: "
+            "use optzoo.scale for a number"
+        )
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    def update(updates, state, params=None):
+        del params
+        scaled = _scaled(step_size_fn(state.count), updates)
+        return scaled, optax.ScaleByScheduleState(jnp.asarray(optax.safe_increment(state.count)))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scaled(factor: Any, updates: Any) -> Any:
+    times = lambda g: on_listed(lambda values: factor * values, g)
+    return jax.tree.map(times, updates, is_leaf=is_rows)
