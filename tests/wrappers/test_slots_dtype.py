@@ -24,7 +24,7 @@ def cast(tree, dtype):
 
 
 def dtypes(tree):
-    return {a.dtype for a in jax.tree.leaves(tree)}
+    return {a.dtype for a in jax.tree.leaves(tree, is_leaf=lambda a: isinstance(a, SparseRows))}
 
 
 def merged(grads):
@@ -49,7 +49,7 @@ def test_slots_keep_their_dtype(entry, of_params, of_slots):
     for grads in (dense_grads(x), cast(row_grads(x), of_params)):
         updates, after = jax.eval_shape(tx.update, grads, state, x)
         assert avals(after) == avals(state)
-        assert dtypes(updates) - {jnp.dtype("int32")} == {jnp.dtype(of_params)}
+        assert dtypes(updates) == {jnp.dtype(of_params)}
 
 
 def leafwise_states(state):
@@ -209,7 +209,7 @@ def test_state_keeps_its_type_with_options(entry, options):
     for grads in (dense_grads(x), row_grads(x)):
         updates, after = jax.eval_shape(tx.update, grads, state, x)
         assert avals(after) == avals(state)
-        assert dtypes(updates) - {jnp.dtype("int32")} == {jnp.dtype("float32")}
+        assert dtypes(updates) == {jnp.dtype("float32")}
     # Each slot by itself, in the dtype and the shape that it has when it is not packed.
     plain = jax.eval_shape(slots_dtype(entry.make(), "bfloat16").init, x)
     assert optzoo.slot_names(state) == optzoo.slot_names(plain)
