@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -160,12 +161,12 @@ class _Screen:
             rows = report.table(document, problem)
             if not rows:
                 continue
-            caption = report.headline(document, problem)
-            table = Table(title=problem, caption=caption, title_justify="left")
+            caption = escape(report.headline(document, problem))
+            table = Table(title=escape(problem), caption=caption, title_justify="left")
             for name in rows[0]:
-                table.add_column(name, justify="left" if name == "optimizer" else "right")
+                table.add_column(escape(name), justify="left" if name == "optimizer" else "right")
             for row in rows:
-                table.add_row(*row.values())
+                table.add_row(*map(escape, row.values()))
             self.console.print(table)
         for line in report.skipped(document):
             self.console.print(f"skipped: {line}", markup=False)

@@ -2,6 +2,7 @@
 
 import base64
 import html as escape
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,15 +69,18 @@ def explanation(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """The whole leaderboard in Markdown."""
-    parts = ["# Leaderboard", explanation(document)]
+    parts = ["# Leaderboard", _markdown_text(explanation(document))]
     for problem in document["problems"]:
         rows = table(document, problem)
-        parts += [f"## {problem}", headline(document, problem)]
+        title = f"## {_markdown_text(problem)}"
+        parts += [title, _markdown_text(headline(document, problem))]
         if rows:
-            lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(r.values()) for r in rows)]
+            texts = [[*map(_markdown_text, cells)] for cells in (rows[0], *map(dict.values, rows))]
+            lines = [texts[0], ["---"] * len(rows[0]), *texts[1:]]
             parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
     if document["skipped"]:
-        parts += ["## Skipped", "\n".join(f"- {line}" for line in skipped(document))]
+        lines = [f"- {_markdown_text(line)}" for line in skipped(document)]
+        parts += ["## Skipped", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -102,6 +106,14 @@ def html(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 def _picture(name: str, png: bytes) -> str:
     data = base64.b64encode(png).decode()
     return f'<img alt="{_text(name)}" src="data:image/png;base64,{data}">'
+
+
+def _markdown_text(value: str) -> str:
+    """One line of Markdown that shows this text."""
+    line = " ".join(value.split())
+    line = re.sub(r"([\\`*_\[\]{}<>|~#&$!])", r"\\\1", line)
+    line = re.sub(r"^([-+](?=[-+ ]))", r"\\\1", line)  # no list, no rule
+    return re.sub(r"^(\d+)(?=[.)] )", r"\1\\", line)
 
 
 def _text(value: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..catalog import CATALOG
 from ..race import plots, report
+from . import storage
 from .problem import Problem
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
 from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
@@ -54,8 +55,10 @@ def run(
             ``adam``, each on its part of the batch.
         settings: rates, seeds and steps; None for the defaults.
         out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
-            to write nothing. Runs found there with the same settings are not repeated.
-        fresh: repeat the runs found in ``out``.
+            to write nothing. Runs found there with the same settings are not repeated. Several
+            races may use one folder at the same time: ``results.json`` has the runs of all, the
+            other files show the race that ended last.
+        fresh: repeat the runs found in ``out``; each is replaced when its repetition is finished.
         watch: called before each run and once at the end.
 
     Returns:
@@ -65,6 +68,9 @@ def run(
     Raises:
         OSError: before the first run, if ``out`` cannot be written.
         KeyError: if a problem or an optimizer is unknown.
+
+    Warns:
+        UserWarning: if ``results.json`` is damaged. It gets another name, its good runs are kept.
     """
     settings = settings or Settings()
     # Check all arguments before the first run.
@@ -74,7 +80,7 @@ def run(
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
     todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}
-    known = _saved_runs(folder) if folder else {}
+    known = _found_in(folder) if folder else {}
     if fresh:
         known = {key: r for key, r in known.items() if key not in todo}
     found = len(known.keys() & todo.keys())
@@ -86,9 +92,9 @@ def run(
             done = len(todo) - len(left)
             watch(Progress(done, found, len(todo), problem, optimizer, clock.left(left)))
 
-    def document():
+    def document(stored):
         mine = [known[key] for key in todo if key in known]
-        others = [r for key, r in known.items() if key not in todo]
+        others = [r for key, r in (stored | known).items() if key not in todo.keys() & known.keys()]
         return _document(chosen, settings, mine, others)
 
     for key, p in todo.items():
@@ -106,14 +112,26 @@ def run(
         clock.took(p.name, time.perf_counter() - begin)
         known[key] = result | {"fingerprint": fingerprint}
         if folder:
-            _write(folder / "results.json", json.dumps(document(), indent=1))
+            _save(folder, document)
     notify()
-    complete = document()
-    if folder:
-        _write(folder / "results.json", json.dumps(complete, indent=1))
-        _write(folder / "leaderboard.md", report.markdown(complete))
+    if folder is None:
+        return document({})
+    return _publish(folder, _save(folder, document))
+
+
+def _save(folder: pathlib.Path, document: Callable[[storage.Runs], dict[str, Any]]) -> Any:
+    """Merges a race with what others have written to the folder in the meantime."""
+    with storage.alone_in(folder):
+        complete = document(storage.read_runs(folder))
+        storage.write_text(folder / storage.RESULTS, json.dumps(complete, indent=1))
+    return complete
+
+
+def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> dict[str, Any]:
+    with storage.alone_in(folder):
+        storage.write_text(folder / "leaderboard.md", report.markdown(complete))
         pictures = plots.draw(complete, folder)
-        _write(folder / "index.html", report.html(complete, pictures))
+        storage.write_text(folder / "index.html", report.html(complete, pictures))
     return complete
 
 
@@ -134,15 +152,6 @@ def _document(
         "skipped": [r for r in mine if "skipped" in r],
         "others": others,
     }
-
-
-def _saved_runs(folder: pathlib.Path) -> dict[tuple[str, str, str], Any]:
-    try:
-        document = json.loads((folder / "results.json").read_text())
-        runs = document["results"] + document["skipped"] + document["others"]
-        return {(r["problem"], r["optimizer"], r["fingerprint"]): r for r in runs}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {}  # no results, or in another format: start from the beginning
 
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:
@@ -173,18 +182,16 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     return digest.hexdigest()[:16]
 
 
+def _found_in(folder: pathlib.Path) -> storage.Runs:
+    with storage.alone_in(folder):
+        return storage.read_runs(folder)
+
+
 def _writable(out: str | os.PathLike[str]) -> pathlib.Path:
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return folder
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically, so that an interruption leaves the old one."""
-    fresh = path.with_suffix(path.suffix + ".part")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
 
 
 class _Clock:
