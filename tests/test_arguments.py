@@ -166,10 +166,11 @@ def test_a_traced_value_is_a_scalar(factory, name):
 
 @pytest.mark.parametrize(("factory", "name"), FLAGS)
 def test_a_flag_is_true_or_false(factory, name):
-    for value in ("False", 1, 0.0, None, [True], jnp.bool(True)):
+    for value in ("False", 2, 0.5, NAN, None, [True], jnp.bool(True)):
         with pytest.raises(TypeError, match=rf"^{name} must be True or False"):
             make(factory, **{name: value})
-    make(factory, **{name: np.False_})
+    for value in (np.False_, 0, 0.0):
+        make(factory, **{name: value})
 
 
 @pytest.mark.parametrize("wrapper", [*optzoo.WRAPPERS, "slots_dtype"])
