@@ -189,6 +189,7 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
         (optzoo.gradient_descent, -0.1),  # ascent
         (lambda v: optzoo.adam(b1=v), jnp.bfloat16(0.999)),  # one in 16 bits: see check_decays
         (lambda v: optzoo.add_sign(alpha=v), -1.0),
+        (lambda v: optzoo.neural_optimizer1(0.1, decrease_factor=v), -0.3),  # as in RETURNN
     ],
 )
 def test_deliberately_accepted(build, value):
