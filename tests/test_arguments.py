@@ -166,10 +166,11 @@ def test_a_traced_value_is_a_scalar(factory, name):
 
 @pytest.mark.parametrize(("factory", "name"), FLAGS)
 def test_a_flag_is_true_or_false(factory, name):
-    for value in ("False", 1, 0.0, None, [True], jnp.bool(True)):
+    for value in ("False", 2, 0.5, NAN, None, [True], jnp.bool(True)):
         with pytest.raises(TypeError, match=rf"^{name} must be True or False"):
             make(factory, **{name: value})
-    make(factory, **{name: np.False_})
+    for value in (np.False_, 0, 0.0):
+        make(factory, **{name: value})
 
 
 @pytest.mark.parametrize("wrapper", [*optzoo.WRAPPERS, "slots_dtype"])
@@ -188,6 +189,7 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
         (optzoo.gradient_descent, -0.1),  # ascent
         (lambda v: optzoo.adam(b1=v), jnp.bfloat16(0.999)),  # one in 16 bits: see check_decays
         (lambda v: optzoo.add_sign(alpha=v), -1.0),
+        (lambda v: optzoo.neural_optimizer1(0.1, decrease_factor=v), -0.3),  # as in RETURNN
     ],
 )
 def test_deliberately_accepted(build, value):

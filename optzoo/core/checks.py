@@ -139,9 +139,9 @@ def check_size(least: int = 0, **arguments: Any) -> int:
 
 
 def check_flags(**arguments: Any) -> None:
-    """Raises ``TypeError`` unless each argument is True or False."""
+    """Raises ``TypeError`` unless each argument is True or False, or 1 or 0."""
     for name, value in arguments.items():
-        if not isinstance(value, bool | np.bool_):
+        if not isinstance(value, int | float | np.bool_) or value not in (True, False):
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_not_negative
+from ..core.checks import check_decays, check_finite
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -23,7 +23,7 @@ def scale_by_neural_optimizer1(
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.neural_optimizer1`."""
     [b1] = check_decays(b1=b1)
-    check_not_negative(decrease_factor=decrease_factor)
+    check_finite(decrease_factor=decrease_factor)
 
     def rule(g, x, s, t):
         agree = lambda m: jnp.sign(m) == jnp.sign(g)
