@@ -78,7 +78,10 @@ def _of_lookup(found: _Lookup) -> str:
         return f"a lookup is inside of {name}: do the lookup outside and pass the rows in"
     if found.after:
         return f"a lookup reads what {found.after} made of it: look up first, then compute"
-    return "a lookup is inside of another transformation, such as jax.vmap: do the lookup outside"
+    return (
+        "a lookup is inside of another transformation, such as jax.vmap or an inner "
+        "value_and_grad: do the lookup outside"
+    )
 
 
 def _follow(

@@ -345,7 +345,8 @@ def test_value_and_grad_within_value_and_grad():
         return value + jnp.sum(to_dense(grads) ** 2)
 
     want = jax.value_and_grad(outer)({"a": TABLE}, IDS)
-    got = optzoo.value_and_grad(outer)({"a": TABLE}, IDS)
+    with pytest.warns(DenseGradientWarning, match="'a' is dense.* or an inner value_and_grad"):
+        got = optzoo.value_and_grad(outer)({"a": TABLE}, IDS)
     chex.assert_trees_all_close(to_dense(got), want, rtol=1e-5)
 
 
