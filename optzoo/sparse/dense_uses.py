@@ -61,7 +61,7 @@ def why_dense(jaxpr: Any, table: Any, is_recorded: bool) -> str | None:
         table: its input variable, which the loss depends on.
         is_recorded: whether some lookup of the table is recorded.
     """
-    lookups, uses = _follow(_needed(jaxpr), {id(table): ""}, "")
+    lookups, uses = _follow(_needed(jaxpr), {id(table): ""}, table.aval.shape, "")
     if not lookups and not is_recorded:
         return None
     reasons = [_of_lookup(found) for found in lookups]
@@ -85,7 +85,7 @@ def _of_lookup(found: _Lookup) -> str:
 
 
 def _follow(
-    eqns: list[Any], copies: dict[int, str], body: str
+    eqns: list[Any], copies: dict[int, str], shape: tuple[int, ...], body: str
 ) -> tuple[list[_Lookup], dict[str, None]]:
     """The lookups of a table or of arrays computed from it, and what else uses the table itself.
 
@@ -93,6 +93,7 @@ def _follow(
         eqns: of the jaxpr.
         copies: by the identity of the variable of the table, and of each array computed from it
             that may stand for it, the primitive that computed it; extended in place.
+        shape: of the table. An array of this shape, or a batch of such, may stand for it.
         body: the primitive in whose body the equations are.
     """
     lookups, uses = list[_Lookup](), dict[str, None]()
@@ -109,20 +110,14 @@ def _follow(
             # The operands of a body are the last ones: those of a `cond` follow its predicate.
             pairs = zip(reversed(eqn.invars), reversed(inner.invars), strict=False)
             known = {id(v): copies[id(x)] for x, v in pairs if id(x) in copies}
-            within += _follow(inner.eqns, known, name)[0]
+            within += _follow(inner.eqns, known, shape, name)[0]
         lookups += within
         if not after and not within:
             uses[str(eqn.params.get("name", name))] = None
         for out in eqn.outvars:
-            if _ends_with(out, found[0]):
+            if shape and getattr(out.aval, "shape", ())[-len(shape) :] == shape:
                 copies[id(out)] = after or name
     return lookups, uses
-
-
-def _ends_with(out: Any, table: Any) -> bool:
-    """Whether an array has the shape of the table, or is a batch of such."""
-    shape = getattr(table.aval, "shape", ())
-    return len(shape) > 0 and getattr(out.aval, "shape", ())[-len(shape) :] == shape
 
 
 def _needed(jaxpr: Any) -> list[Any]:

@@ -377,7 +377,7 @@ REASONS = {
     **{body: f"a lookup is inside of jax.{name}: do the lookup outside" for body, name in {
         "scan": "lax.scan", "checkpoint": "checkpoint", "checkpoint of both": "checkpoint",
         "jit": "jit", "jit of both": "jit", "vmap in jit": "jit", "jit in vmap": "jit"}.items()},
-    "table batched": "a lookup reads what stack made of it: look up first",
+    "table batched": " made of it: look up first, then compute",
     "scaled": "a lookup reads what mul made of it: look up first",
     "tied": "it is also used by transpose",
     "tied twice": "it is also used by transpose, norm",
