@@ -69,7 +69,7 @@ from .rules.treewise import treewise
 from .second_order.ggt import ggt, scale_by_ggt
 from .second_order.shampoo.api import blocked_shampoo, scale_by_shampoo, shampoo
 from .second_order.shampoo.grafting import graft
-from .sparse.lookup import lookup, value_and_grad
+from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
 from .sparse.minimize import minimize
 from .sparse.on_rows import on_rows
 from .state.averages import eval_params, swap
@@ -98,6 +98,7 @@ __all__ = [
     "CATALOG",
     "DISTRIBUTED",
     "WRAPPERS",
+    "DenseGradientWarning",
     "LeafwiseState",
     "LocalSGDState",
     "ReplicaState",
