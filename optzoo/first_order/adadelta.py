@@ -26,23 +26,24 @@ def scale_by_adadelta(
     [rho] = check_decays(rho=rho)
     check_not_negative(eps=eps)
 
+    def factor(mean, divisor, eps):
+        # The root of the quotient, which would underflow for a large gradient: then scaled.
+        is_large = divisor > 1e10
+        scaled = divisor * jnp.where(is_large, 2.0**-64, 1)
+        return jnp.sqrt(safe_divide(mean, scaled, eps)) * jnp.where(is_large, 2.0**-32, 1)
+
     def rule(g, x, s, t):
-        # Never a quotient of squares: it would underflow for a large gradient.
         accum = rho * s.accum + (1 - rho) * g**2
-        direction = safe_divide(g, jnp.sqrt(accum + eps), eps)  # 0 if g**2 overflows
-        step2 = (s.accum_update + eps) * direction**2
+        d = factor(s.accum_update + eps, accum + eps, eps) * g  # 0 if g**2 overflows
 
         def update(s):
             # From the new accum_update: XLA would copy the slot if the old one were read, too.
             divisor = rho * (s.accum + eps) + (1 - rho) * g**2
-            direction = safe_divide(g, jnp.sqrt(divisor), rho * eps)
-            return jnp.sqrt(s.accum_update + rho * eps) * direction
+            return factor(s.accum_update + rho * eps, divisor, rho * eps) * g
 
-        new = AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * step2)
-        if isinstance(rho, float | int) and rho == 0:
-            # The new slots keep nothing of the old ones, which the update needs.
-            return jnp.sqrt(s.accum_update + eps) * direction, new
-        return update, new
+        new = AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * d**2)
+        # With 0 the new slots keep nothing of the old ones, which the update needs.
+        return (d if isinstance(rho, float | int) and rho == 0 else update), new
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 
