@@ -1,6 +1,7 @@
 """Every numeric argument of every public factory refuses what is no value for it, by its name."""
 
 import inspect
+import types
 import typing
 from collections.abc import Callable
 
@@ -33,6 +34,7 @@ VALID = {
     "learning_rate": 0.1,
     "max_norm": 1.0,
     "momentum": 0.9,
+    "step_size": 0.5,
     "weight_decay": 0.1,
 }
 # Where infinity means that nothing is clipped.
@@ -63,14 +65,16 @@ NO_NUMBERS = {
 
 
 def factories() -> dict[str, Callable]:
-    scalings = [name for name in optzoo.__all__ if name.startswith("scale_by_")]
+    scalings = [name for name in optzoo.__all__ if name.startswith("scale")]
+    scalings.remove("scale_by_schedule")  # of a function alone
     names = [*optzoo.CATALOG, *optzoo.WRAPPERS, *scalings, *TRANSFORMS]
     return {name: getattr(optzoo, name) for name in names}
 
 
 def kinds(parameter):
     annotation = parameter.annotation
-    return set(typing.get_args(annotation) or [annotation])
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return set(typing.get_args(annotation)) if is_union else {annotation}
 
 
 def arguments(wanted) -> list[tuple[str, str]]:
