@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from ..core.compat import inner_jaxprs
 
@@ -30,12 +31,15 @@ class _Lookup(NamedTuple):
 
 
 def without_stop_gradient(jaxpr: Any) -> Any:
-    """The jaxpr with the outputs of every ``stop_gradient`` as constants."""
+    """The jaxpr in which no ``stop_gradient`` depends on anything; not for evaluation."""
+
     # In the bodies of loops and the like they stay: a dense gradient, which is correct.
-    is_stop = lambda eqn: eqn.primitive.name == "stop_gradient"
-    constants = [out for eqn in jaxpr.eqns if is_stop(eqn) for out in eqn.outvars]
-    eqns = [eqn for eqn in jaxpr.eqns if not is_stop(eqn)]
-    return jaxpr.replace(eqns=eqns, constvars=[*jaxpr.constvars, *constants])
+    def cut(eqn):
+        if eqn.primitive.name != "stop_gradient":
+            return eqn
+        return eqn.replace(invars=[Literal(0, v.aval) for v in eqn.invars])
+
+    return jaxpr.replace(eqns=list(map(cut, jaxpr.eqns)))
 
 
 def find_casts(jaxpr: Any, tables: list[Any]) -> dict[int, int]:
