@@ -125,7 +125,7 @@ def check_size(least: int = 0, **arguments: Any) -> int:
     """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
     [(name, value)] = arguments.items()
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool | np.bool_):
             raise TypeError("a bool is no size")
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
