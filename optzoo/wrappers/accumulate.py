@@ -18,7 +18,7 @@ from ..core.checks import (
 )
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
-from ..core.paths import is_masked, path_name
+from ..core.paths import hides_leaves, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 
@@ -176,7 +176,7 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unused = [p for p in sizes if not any(re.fullmatch(p, name) for name in names)]
     # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and names and not any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+    if unused and names and not hides_leaves(params):
         raise ValueError(f"rows: no parameter matches {unused}; the parameters are {names}")
     return jax.tree_util.tree_map_with_path(zeros, params)
 

@@ -27,7 +27,7 @@ import optax
 
 import optzoo
 from optzoo import LeafwiseState
-from optzoo.state.types import SharedParamsState
+from optzoo.state.types import SharedParamsState, nodes_of
 from tests import golden
 
 FILE = golden.FOLDER.with_name("distributed.npz")
@@ -270,7 +270,6 @@ def _watch(meta, params, state, own_params):
 
 def _slots(state):
     """The slots and powers of the inner optimizers."""
-    is_leafwise = lambda node: isinstance(node, LeafwiseState)
     replicated, per_replica = state
     if isinstance(state, SharedParamsState):
         center, local = replicated.inner, ()
@@ -279,7 +278,7 @@ def _slots(state):
     kept = {}
     # Powers belong to the workers, if these have some.
     for side, batch, tree in (("center", 0, center), ("local", 1, local)):
-        for node in filter(is_leafwise, jax.tree.leaves(tree, is_leaf=is_leafwise)):
+        for node in nodes_of(LeafwiseState, tree):
             slots = node.slots._asdict()
             kept |= {f"slot.{side}.{k}": _flat(v, batch) for k, v in slots.items()}
             kept |= {f"power.{k.removesuffix('_power')}": v for k, v in node.shared.items()}

@@ -10,6 +10,7 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, get_slot, set_slot, slot_names
+from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 
 PARAMS = {"a": jnp.ones((2, 3)), "b": {"c": jnp.ones(4)}}
@@ -60,8 +61,7 @@ def test_slots_through_everything(name):
 def test_slots_are_those_of_the_optimizer(name):
     tx = samples.make(CATALOG[name])
     state = tx.init(samples.params())
-    is_ours = lambda node: isinstance(node, optzoo.LeafwiseState)
-    nodes = filter(is_ours, jax.tree.leaves(state, is_leaf=is_ours))
+    nodes = nodes_of(optzoo.LeafwiseState, state)
     fields = [field for node in nodes for field in node.slots._fields]
     assert list(slot_names(state)) == fields
 

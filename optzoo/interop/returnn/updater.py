@@ -12,7 +12,7 @@ from jax import Array
 from ...core.checks import check_params, check_positive
 from ...core.gradients import check_gradients
 from ...core.numerics import safe_divide, upcast
-from ...core.paths import is_masked, path_name
+from ...core.paths import hides_leaves, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
 from ...registry import create
@@ -154,10 +154,10 @@ class _Updater:
     optimizers: "_Optimizers"
 
     def init(self, params: Any) -> UpdaterState:
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         # optax.masked shows a part of the parameters, which may lack those of a layer.
-        if leaves and not any(is_masked(x) for _, x in leaves):
-            self.options.check_names([path_name(path) for path, _ in leaves])
+        if names and not hides_leaves(params):
+            self.options.check_names(names)
         shared = {}
         if any(o.gradient_noise for o in self.options.distinct):
             shared["noise_key"] = jax.random.PRNGKey(self.options.step.random_seed)
