@@ -102,9 +102,10 @@ def slots_dtype(
         by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
         return map_nodes(LeafwiseState, by_two, state)
 
-    def update(updates, state, params=None, *, rounding_seed=None, **extra_args):
+    def update(updates, state, params=None, **extra_args):
         check_update_arguments(extra_args)
-        given = seed if rounding_seed is None else rounding_seed
+        given = extra_args.get("rounding_seed")
+        given = seed if given is None else given
         if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)
         updates, state = inner.update(updates, _with_seed(state, given), params, **extra_args)

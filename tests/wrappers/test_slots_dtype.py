@@ -489,6 +489,15 @@ def test_of_nested_wrappers_the_outermost_seed_counts():
     chex.assert_trees_all_equal(step(got, g, x), step(want, g, x))
 
 
+def test_a_seed_for_a_step_passes_a_wrapper_that_rounds_to_the_nearest():
+    x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
+    make = lambda seed: slots_dtype(optzoo.adam(0.1), "bfloat16", stochastic=True, seed=seed)
+    around = slots_dtype(make(0), "bfloat16")
+    got, want = step(around, g, x, rounding_seed=1), step(make(1), g, x)
+    assert (got[1][0].slots.v != step(around, g, x)[1][0].slots.v).any()
+    chex.assert_trees_all_equal(got, want)
+
+
 # Derivatives through an update.
 
 
