@@ -72,6 +72,7 @@ from .second_order.shampoo.grafting import graft
 from .sharded.bags import lookup_sparse
 from .sharded.create_table import create_table, uniform_rows
 from .sharded.lookup import sharded_lookup
+from .sharded.minimize import sharded_minimize
 from .sharded.row_sharding import RowSharding, from_order_of_ids, in_order_of_ids
 from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
 from .sparse.minimize import minimize
@@ -218,6 +219,7 @@ __all__ = [
     "set_slot",
     "shampoo",
     "sharded_lookup",
+    "sharded_minimize",
     "slot_names",
     "slots_dtype",
     "stacked",

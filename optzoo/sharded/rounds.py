@@ -25,6 +25,7 @@ class Part(NamedTuple):
 
     sharding: RowSharding
     capacity: int
+    places: Array  # of each id
     route: Route
     replicas: tuple[str, ...]  # mesh axes along which there are copies of the table
 

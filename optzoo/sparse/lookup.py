@@ -63,6 +63,8 @@ def lookup(table: Any, ids: Any) -> Array:
             if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a concrete id is out of range.
     """
+    if hasattr(table, "look_up"):  # a sharded table in the loss of sharded_minimize
+        return table.look_up(ids)
     table = _array_of(table)
     if isinstance(ids, list | tuple):
         known = not any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids))
