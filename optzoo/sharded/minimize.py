@@ -24,6 +24,7 @@ from .create_table import check_mesh
 from .exchange import make_route
 from .lookup import clean
 from .rounds import Part, read_rows, update_in_rounds
+from .rounds_check import check_rounds
 from .row_sharding import RowSharding
 from .stand_in import Call, find_lookups
 
@@ -209,6 +210,9 @@ class _Step(NamedTuple):
         treedef = jax.tree.structure(params)
         tables = [i for i, s in enumerate(self.shardings) if s is not None]
         one_round = all(p.always_fits for p in parts)
+        if not one_round:
+            names = dict(zip(tables, _names(params, tables), strict=True))
+            check_rounds(self.tx, params, names, extra_args)
         squares = lambda arrived: sum(
             lax.psum(jnp.sum(upcast(g.values) ** 2), p.sharding.axes)
             for g, p in zip(arrived, parts, strict=True)
@@ -244,6 +248,11 @@ class _Step(NamedTuple):
             return optax.apply_updates(params_in, updates), state_out
 
         return update_in_rounds(parts, of_rows, update, (params, state), axes, transport)[0]
+
+
+def _names(params: Any, leaves: list[int]) -> list[str]:
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    return [path_name(paths[i][0]) for i in leaves]
 
 
 def _rows_of_calls(calls, tables, parts, rows):
