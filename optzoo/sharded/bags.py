@@ -273,7 +273,7 @@ def _ask(bags: _Bags, s: RowSharding, capacity: int) -> _Asked:
     bounds = jnp.arange(s.num_shards + 1, dtype=places.dtype) * s.rows_per_shard
     starts = jnp.searchsorted(in_order, bounds).astype(jnp.int32)
     size = places.shape[0]
-    at = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+    at = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
     is_real = at < starts[1:, None]
     of = order[jnp.minimum(at, size - 1)]
     owner = jnp.arange(s.num_shards, dtype=places.dtype)[:, None]

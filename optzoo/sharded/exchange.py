@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSharding) -> Bucket:
     """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
     size = route.places.shape[0]
-    positions = first[:, None] + jnp.arange(capacity, dtype=first.dtype)
+    positions = first[:, None] + jnp.arange(capacity, dtype=first.dtype)[None]
     owner = jnp.arange(s.num_shards, dtype=route.places.dtype)[:, None]
     local = route.places[jnp.minimum(positions, size - 1)] - owner * s.rows_per_shard
     is_real = positions < end[:, None]
