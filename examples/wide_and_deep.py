@@ -17,6 +17,7 @@ Start again, with any number of processes: the run resumes from its newest check
 
 import argparse
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -83,7 +84,9 @@ def features(hashes, at):
             mixed ^= mixed >> np.uint64(29)
         rows.append(mixed % np.uint64(ROWS))
     bags = [
-        np.stack([(back(i) * np.uint64(0x9E3779B1) + np.uint64(k)) % np.uint64(ROWS) for i in bag], 1)
+        np.stack(
+            [(back(i) * np.uint64(0x9E3779B1) + np.uint64(k)) % np.uint64(ROWS) for i in bag], 1
+        )
         for k, bag in enumerate(BAGS)
     ]
     return [x.astype(np.int32) for x in (np.stack(rows, 1), *bags)]
@@ -143,7 +146,7 @@ class Model:
         rng = np.random.default_rng(0)
         layers = [
             {"kernel": rng.normal(0, (2 / n) ** 0.5, (n, m)), "bias": np.zeros(m)}
-            for n, m in zip(sizes, sizes[1:], strict=False)
+            for n, m in itertools.pairwise(sizes)
         ]
         place = lambda x: jax.make_array_from_callback(
             x.shape, whole, lambda index: x[index].astype(np.float32)
@@ -152,9 +155,7 @@ class Model:
             "wide": optzoo.create_table(
                 self.sharding, self.mesh, lambda ids: jnp.zeros((len(ids), 1))
             ),
-            "deep": optzoo.create_table(
-                self.sharding, self.mesh, optzoo.uniform_rows(key, WIDTH)
-            ),
+            "deep": optzoo.create_table(self.sharding, self.mesh, optzoo.uniform_rows(key, WIDTH)),
             "layers": jax.tree.map(place, layers),
         }
         placed = optzoo.state_sharding(TX, params)
@@ -196,7 +197,9 @@ def evaluate(model, params, hashes, is_name, test):
     for i in range(0, len(test), BATCH):
         part = np.resize(test[i : i + BATCH], BATCH)
         out = model.predict(params, *model.place(*features(hashes, part)))
-        logits.append(np.asarray(jax.experimental.multihost_utils.process_allgather(out, tiled=True)))
+        logits.append(
+            np.asarray(jax.experimental.multihost_utils.process_allgather(out, tiled=True))
+        )
     logits = np.concatenate(logits)[: len(test)]
     y = is_name[test]
     return np.mean(np.logaddexp(0, np.where(y, -logits, logits))), area_under_curve(logits, y)
@@ -253,7 +256,9 @@ def main():
     model, directory = Model(mesh), epath.Path(args.checkpoints).absolute()
     trained, step, losses = model.start(), 0, []
     in_order = lambda tree: optzoo.in_order_of_ids(tree, model.sharding)
-    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as saved:
+    with ocp.CheckpointManager(
+        directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    ) as saved:
         if saved.latest_step() is not None:
             step = saved.latest_step()
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)

@@ -87,8 +87,8 @@ def lookup_sparse(
     columns = lambda tree: [tree] * len(tables) if tree is None else treedef.flatten_up_to(tree)
     shardings = [sharding] * len(tables) if isinstance(sharding, RowSharding) else columns(sharding)
     bags = [
-        _make_bags(name, len(x) if s is None else s.num_rows, *parts, num_segments)
-        for name, x, s, *parts in zip(
+        _make_bags(name, len(x) if s is None else s.num_rows, i, segments, w, num_segments)
+        for name, x, s, i, segments, w in zip(
             names,
             tables,
             shardings,
@@ -147,7 +147,7 @@ def _make_bags(
     ids, of = jnp.asarray(ids), f" of table '{name}'" if name else ""
     if (segments is None) != (number is None):
         raise ValueError(f"segment_ids and num_segments{of} must be given together, or neither")
-    if segments is None:
+    if segments is None or number is None:
         if ids.ndim != 2:
             raise ValueError(
                 f"ids{of} must have the shape (num_bags, length), got {ids.shape}: reshape them, "

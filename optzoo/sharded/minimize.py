@@ -1,32 +1,23 @@
 """The train step of a model with tables sharded by rows."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_positive, check_transformation
-from ..core.numerics import upcast
 from ..core.paths import path_name
-from ..core.rows import is_rows
-from ..distributed.engine.collectives import Replicas, divide_gradients
-from ..sparse.lookup import Sparse, value_and_grad
+from ..sparse.lookup import Sparse
 from ..state.sharding import state_sharding
 from .create_table import check_mesh
-from .exchange import make_route
-from .lookup import clean
-from .rounds import Part, read_rows, update_in_rounds
-from .rounds_check import check_rounds
 from .row_sharding import RowSharding
-from .stand_in import Call, find_lookups
+from .step import Options, Step
 
 
 def sharded_minimize(
@@ -108,7 +99,7 @@ def sharded_minimize(
     check_positive(max_norm=1 if max_norm is None else max_norm)
     for sharding in tables.values():
         check_mesh(mesh, sharding)
-    options = _Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
+    options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, *batch, **extra_args):
@@ -121,7 +112,7 @@ def sharded_minimize(
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        run = _Step(loss_fn, tx, shardings, state_specs, options)
+        run = Step(loss_fn, tx, shardings, state_specs, options)
         return jax.shard_map(
             run.on_device,
             mesh=mesh,
@@ -130,15 +121,6 @@ def sharded_minimize(
         )(params, state, batch, extra_args)
 
     return jax.jit(step, donate_argnums=(0, 1))
-
-
-class _Options(NamedTuple):
-    mesh: Mesh
-    capacity_factor: float | None
-    max_norm: float | None
-    transport: Any
-    has_aux: bool
-    sparse: Sparse
 
 
 def _shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
@@ -150,120 +132,14 @@ def _shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[R
         patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
         if len(patterns) > 1:
             raise ValueError(f"tables: {patterns} all match parameter '{name}'")
-        found.append(tables[patterns[0]] if patterns else None)
+        s = tables[patterns[0]] if patterns else None
+        found.append(s)
         unused -= set(patterns)
-        if patterns and jnp.shape(x)[:1] != (found[-1].stored_rows,):
+        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
             raise ValueError(
-                f"parameter '{name}' must have the {found[-1].stored_rows} stored rows of its "
+                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
                 f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
             )
     if unused:
         raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
     return found
-
-
-class _Step(NamedTuple):
-    """One step, as a device sees it."""
-
-    loss_fn: Callable[..., Any]
-    tx: optax.GradientTransformationExtraArgs
-    shardings: list[RowSharding | None]  # of the parameters
-    state_specs: Any
-    options: _Options
-
-    def on_device(self, params, state, batch, extra_args):
-        """The parameters, the state, the loss and the auxiliary data after the step."""
-        options = self.options
-        axes, number = options.mesh.axis_names, options.mesh.size
-        leaves = jax.tree.leaves(params)
-        tables = {i: s for i, s in enumerate(self.shardings) if s is not None}
-        rest = {i: x for i, x in enumerate(leaves) if i not in tables}
-        lookups = find_lookups(self.loss_fn, params, self.shardings, batch)
-        parts = [self._part(lookups.calls, i, s) for i, s in tables.items()]
-        rows = read_rows(parts, [leaves[i] for i in tables], axes, options.transport)
-
-        def loss(rest, rows):
-            out, _ = lookups.run(rest, _rows_of_calls(lookups.calls, tables, parts, rows))
-            return out
-
-        differentiate = value_and_grad(loss, (0, 1), options.has_aux, sparse=options.sparse)
-        out, (of_rest, of_rows) = differentiate(Replicas(axes).vary(rest), rows)
-        value, aux = out if options.has_aux else (out, None)
-        of_rest, value = Replicas(axes).sum_gradients(of_rest, True, value)
-        of_rest = divide_gradients(of_rest, jnp.asarray(number), rest)
-        params, state = self._update(
-            params, state, extra_args, parts, of_rest, [g / number for g in of_rows]
-        )
-        aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * options.has_aux
-        return params, state, value / number, *aux
-
-    def _part(self, calls: list[Call], leaf: int, s: RowSharding) -> Part:
-        ids = [s.places_of(jnp.asarray(c.ids)).reshape(-1) for c in calls if c.leaf == leaf]
-        places = jnp.concatenate(ids) if ids else jnp.full(1, s.stored_rows, jnp.int32)
-        replicas = tuple(a for a in self.options.mesh.axis_names if a not in s.axes)
-        capacity = s.capacity(places.shape[0], self.options.capacity_factor)
-        return Part(s, capacity, places, make_route(places, s), replicas)
-
-    def _update(self, params, state, extra_args, parts, of_rest, of_rows):
-        options = self.options
-        axes, transport = options.mesh.axis_names, options.transport
-        treedef = jax.tree.structure(params)
-        tables = [i for i, s in enumerate(self.shardings) if s is not None]
-        one_round = all(p.always_fits for p in parts)
-        if not one_round:
-            names = dict(zip(tables, _names(params, tables), strict=True))
-            check_rounds(self.tx, params, names, extra_args)
-        squares = lambda arrived: sum(
-            lax.psum(jnp.sum(upcast(g.values) ** 2), p.sharding.axes)
-            for g, p in zip(arrived, parts, strict=True)
-        )
-        factor_of = lambda total: (
-            options.max_norm
-            / jnp.maximum(
-                jnp.sqrt(total + sum(jnp.sum(upcast(g) ** 2) for g in jax.tree.leaves(of_rest))),
-                options.max_norm,
-            )
-        )
-        factor = None
-        if options.max_norm is not None and not one_round:
-            total, _ = update_in_rounds(
-                parts, of_rows, lambda rows, c: c + squares(rows), jnp.zeros([]), axes, transport
-            )
-            factor = factor_of(total)
-
-        def update(arrived, carry):
-            clip = factor
-            if options.max_norm is not None and one_round:
-                clip = factor_of(squares(arrived))
-            gs = {**of_rest, **dict(zip(tables, arrived, strict=True))}
-            if clip is not None:
-                gs = jax.tree.map(lambda g: (g * clip).astype(g.dtype), gs, is_leaf=is_rows)
-            # Everything but rows starts each round from the same values.
-            before = lambda now, old, spec: now if any(spec) else old
-            specs = [P() if s is None else s.spec for s in self.shardings]
-            params_in = jax.tree.map(before, carry[0], params, treedef.unflatten(specs))
-            state_in = jax.tree.map(before, carry[1], state, self.state_specs)
-            gs = treedef.unflatten([gs[i] for i in range(len(gs))])
-            updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
-            return optax.apply_updates(params_in, updates), state_out
-
-        return update_in_rounds(parts, of_rows, update, (params, state), axes, transport)[0]
-
-
-def _names(params: Any, leaves: list[int]) -> list[str]:
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    return [path_name(paths[i][0]) for i in leaves]
-
-
-def _rows_of_calls(calls, tables, parts, rows):
-    """For each call its rows, from the rows of the distinct places of each table."""
-    at, out = dict.fromkeys(tables, 0), []
-    of = dict(zip(tables, zip(parts, rows, strict=True), strict=True))
-    for call in calls:
-        part, found = of[call.leaf]
-        start, shape = at[call.leaf], jnp.shape(call.ids)
-        at[call.leaf] = end = start + math.prod(shape)
-        some = jnp.take(found, part.route.inverse[start:end], axis=0)
-        some = clean(some, part.places[start:end], part.sharding)
-        out.append(some.reshape(*shape, *found.shape[1:]))
-    return out

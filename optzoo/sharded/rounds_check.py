@@ -85,7 +85,7 @@ def _equations(jaxpr: Any, outermost: Any = None) -> Iterator[tuple[Any, Any]]:
             yield eqn, outermost or eqn
 
 
-def _check(eqn: Any, line: str, whole: Mapping[int, str], touched: Mapping[int, str]) -> None:
+def _check(eqn: Any, line: str, whole: dict[int, str], touched: dict[int, str]) -> None:
     name = eqn.primitive.name
     sizes = [row_axes(v.aval, whole) for v in [*eqn.invars, *eqn.outvars]]
     if any(sizes):
@@ -94,7 +94,7 @@ def _check(eqn: Any, line: str, whole: Mapping[int, str], touched: Mapping[int, 
             raise _NotAlone(f"`{name}` may use all rows of table '{table}' ({line})")
     elif name not in ("random_wrap", "random_unwrap"):  # ids of another dtype
         try:
-            check_operation(eqn, dict(touched), line)
+            check_operation(eqn, touched, line)
         except NotRowWise as error:
             raise _NotAlone(error.reason) from None
 

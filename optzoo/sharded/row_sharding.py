@@ -66,7 +66,7 @@ class RowSharding:
             raise ValueError(
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}"
             )
-        if self.stored_rows >= 2**31 - 1 and not jax.config.jax_enable_x64:
+        if self.stored_rows >= 2**31 - 1 and _dtype_of_ids(jnp.int64) != jnp.int64:
             raise ValueError(
                 f"num_rows={self.num_rows} needs ids of 64 bits: call "
                 "jax.config.update('jax_enable_x64', True) first"

@@ -42,8 +42,8 @@ def test_equal_to_one_table(n, partition):
     kinds = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
     ids = [ids_of(kind, (4 * n, 2), n) for kind in kinds]  # of all kinds in one program
     y = jnp.asarray(np.random.default_rng(1).normal(size=(4 * n, 2, 3)), jnp.float32)
-    read = lambda look: lambda t, y, *ids: sum(
-        (k + 1) * jnp.mean((look(t, i) - y) ** 2) for k, i in enumerate(ids)
+    read = lambda look: (
+        lambda t, y, *ids: sum((k + 1) * jnp.mean((look(t, i) - y) ** 2) for k, i in enumerate(ids))
     )
     look = lambda t, i: optzoo.sharded_lookup(t, i, s)
     value, grad = sharded_gradients(read(look), mesh, shards(s, mesh), y, *ids)
@@ -88,8 +88,11 @@ def test_bags_equal_those_of_one_table(combiner, pool):
     weights = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.5, (8, 5)), jnp.float32)
     y = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3)), jnp.float32)
     bags = functools.partial(optzoo.lookup_sparse, combiner=combiner)
-    loss = lambda look: lambda t, ids, w, y: jnp.mean((look(t["t"], ids, weights=w) - y) ** 2) + (
-        jnp.mean((look(t["t"], ids) - y) ** 2)
+    loss = lambda look: (
+        lambda t, ids, w, y: (
+            jnp.mean((look(t["t"], ids, weights=w) - y) ** 2)
+            + (jnp.mean((look(t["t"], ids) - y) ** 2))
+        )
     )
     here = functools.partial(bags, sharding=s, pool=pool)
     value, grad = sharded_gradients(loss(here), mesh, {"t": shards(s, mesh)}, ids, weights, y)

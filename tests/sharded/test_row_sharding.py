@@ -23,7 +23,9 @@ def test_places_and_ids(partition, num_rows, n, multiple):
     assert places.max() < s.stored_rows
     np.testing.assert_array_equal(s.ids_of(places), ids)
     owners = places // s.rows_per_shard
-    np.testing.assert_array_equal(owners, ids % n if partition == "mod" else ids // s.rows_per_shard)
+    np.testing.assert_array_equal(
+        owners, ids % n if partition == "mod" else ids // s.rows_per_shard
+    )
     others = s.places_of(np.array([num_rows, num_rows + 1, -1]))
     assert others.tolist() == [s.stored_rows, s.stored_rows + 1, s.stored_rows + 1]
 
@@ -62,7 +64,11 @@ def test_a_table_does_not_depend_on_the_number_of_shards(partition):
 def test_only_arrays_with_the_rows_change_their_order():
     s = optzoo.RowSharding(8, 2, multiple=1)
     place = lambda x: jax.device_put(x, NamedSharding(mesh_of(2), PartitionSpec()))
-    tree = {"table": place(jnp.arange(8)), "count": place(jnp.array(3)), "other": place(jnp.ones(4))}
+    tree = {
+        "table": place(jnp.arange(8)),
+        "count": place(jnp.array(3)),
+        "other": place(jnp.ones(4)),
+    }
     ordered = optzoo.in_order_of_ids(tree, s)
     assert ordered["table"].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert ordered["count"] is tree["count"]
