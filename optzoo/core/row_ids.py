@@ -22,7 +22,7 @@ from jax.extend import random as extend_random
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
-    "it in `optzoo.on_values`."
+    "it in `optzoo.on_values`; `optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`."
 )
 
 

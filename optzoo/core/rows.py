@@ -22,10 +22,7 @@ class _HintInErrors(type):
     # JAX prints the class when a foreign transformation maps over rows and arrays together, so this
     # puts the hint into the error.
     def __repr__(cls) -> str:
-        return (
-            f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {HINT} "
-            "`optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`.)"
-        )
+        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {HINT})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
