@@ -56,7 +56,7 @@ def _name_the_remedy() -> None:
     """
     keys = next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
     for name in () if keys is None else dir(keys):
-        method = getattr(keys, name)
+        method: Any = getattr(keys, name)
         if name == "__array__" or getattr(method, "__isabstractmethod__", False):
             is_property = isinstance(method, property)
             new = _with_hint(name, method.fget if is_property else method)
