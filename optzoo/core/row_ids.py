@@ -56,10 +56,11 @@ def _name_the_remedy() -> None:
     """
     keys = next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
     for name in () if keys is None else dir(keys):
-        method: Any = getattr(keys, name)
+        method = getattr(keys, name)
         if name == "__array__" or getattr(method, "__isabstractmethod__", False):
             is_property = isinstance(method, property)
-            new = _with_hint(name, method.fget if is_property else method)
+            function: Any = method.fget if is_property else method
+            new = _with_hint(name, function)
             setattr(keys, name, property(new) if is_property else new)
 
 
