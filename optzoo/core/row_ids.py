@@ -67,7 +67,7 @@ def _name_the_remedy() -> None:
 def _with_hint(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     text = f"row ids of optzoo.SparseRows allow no arithmetic, and have no {name}. {HINT}"
     if name == "__array__":
-        text = f"row ids become integers by SparseRows.indices, not by themselves. {HINT}"
+        text = f"NumPy cannot read row ids of optzoo.SparseRows; its `indices` are integers. {HINT}"
 
     @functools.wraps(method)
     def checked(array, *args, **kwargs):
