@@ -38,8 +38,8 @@ class SparseRows(metaclass=_HintInErrors):
     that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
     Use :func:`optzoo.densify` or :func:`optzoo.on_values` there, and
     :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
-    padding. What writes arrays to files or turns them into NumPy arrays takes no ids: give it
-    ``indices`` and ``values``.
+    padding. What writes arrays to files or turns them into NumPy arrays takes no ids, and raises an
+    error: give it ``indices`` and ``values``.
 
     Attributes:
         indices: integers of shape ``(n,)``. They are kept, and read, as int32; under x64 those of

@@ -158,7 +158,12 @@ class _SyncReplicas:
         local_step=None,
         **extra_args,
     ):
-        self.replicas.check_size(total_num_replicas=self.total)
+        if (size := self.replicas.size) != self.total:
+            raise ValueError(
+                f"total_num_replicas must be the size of the axis {self.replicas.axis_name!r}, "
+                f"{size}, got {self.total} (its default is replicas_to_aggregate="
+                f"{self.aggregate}): pass total_num_replicas={size}"
+            )
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         self.replicas.check_replicated(params)

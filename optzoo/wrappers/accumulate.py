@@ -78,8 +78,8 @@ def accumulate(
             (the number of ids looked up, repeats included). The state keeps :math:`n k` rows.
 
     Raises:
-        TypeError: if ``every`` or a number of rows is not an int; in ``update``, if the gradient of
-            a table in ``rows`` is dense.
+        TypeError: if ``every`` or a number of rows is not an int, or ``rows`` no dict; in
+            ``update``, if the gradient of a table in ``rows`` is dense.
         ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
             two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
 
@@ -89,6 +89,11 @@ def accumulate(
     check_transformation(inner=inner)
     every = check_size(1, every=every)
     check_flags(use_mean=use_mean)
+    if rows is not None and not isinstance(rows, Mapping):
+        raise TypeError(
+            f"rows must be a dict of the greatest number of rows by pattern, such as "
+            f"{{'.*table': 64}}, got {rows!r}"
+        )
     sizes = {pattern: check_size(1, rows=k) for pattern, k in (rows or {}).items()}
     inner = optax.with_extra_args_support(inner)
 

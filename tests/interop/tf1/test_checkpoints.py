@@ -566,6 +566,9 @@ def test_a_part_of_nothing_is_refused(theirs):
     for found in ({}, other, {"global_step": saved["global_step"]}):
         with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
             load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, found, partial=True, global_step=3)
+    powers = {n: value for n, value in saved.items() if n.endswith("_power")}
+    with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+        load_tf1_state(tx, PARAMS, {**other, **powers}, partial=True)
     for ending in (".index", ".data-00000-of-00001"):
         with pytest.raises(
             ValueError, match=r"one file of a checkpoint: give its prefix, '.*Adam'"
