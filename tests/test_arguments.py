@@ -13,6 +13,8 @@ import pytest
 
 import optzoo
 
+from .mismatches import METHODS, WRAPPERS, update
+
 NAN, INF = float("nan"), float("inf")
 TRANSFORMS = (
     "clip_by_average_norm",
@@ -210,14 +212,14 @@ UPDATES = {
     "ftrl": optzoo.ftrl(0.1),
     "shampoo": optzoo.shampoo(),
     "numerics": optzoo.check_numerics(),
-    "groups": optzoo.groups({".*": optax.adam(0.1)}),
+    "groups": optzoo.groups({".*": ADAM}),
     "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
-    "accumulate": optzoo.accumulate(optax.adam(0.1), 2),
-    "decay": optzoo.decoupled_weight_decay(optax.adam(0.1), 0.1),
-    "average": optzoo.moving_average(optax.adam(0.1)),
-    "multitask": optzoo.multitask(optax.adam(0.1)),
-    "stacked": optzoo.stacked(optax.adam(0.1)),
-    "clipping": optzoo.variable_clipping(optax.adam(0.1), {}, 1.0),
+    "accumulate": optzoo.accumulate(ADAM, 2),
+    "decay": optzoo.decoupled_weight_decay(ADAM, 0.1),
+    "average": optzoo.moving_average(ADAM),
+    "multitask": optzoo.multitask(ADAM),
+    "stacked": optzoo.stacked(ADAM),
+    "clipping": optzoo.variable_clipping(ADAM, {}, 1.0),
     "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),
 }
 BAD_ARGUMENTS = [
@@ -269,3 +271,21 @@ def test_other_arguments_of_updates_pass(name):
             else jax.eval_shape(lambda rate=rate, step=step: update(rate, step))
         )
         assert jax.tree.structure(got) == jax.tree.structure(wanted)
+
+
+@pytest.mark.parametrize("inner", ["optax.adam", "frozen"])
+@pytest.mark.parametrize("name", [*WRAPPERS, *METHODS])
+def test_a_learning_rate_that_nothing_reads(name, inner):
+    wrap = {**WRAPPERS, **METHODS}[name]
+    tx = wrap({"optax.adam": optax.adam(0.1), "frozen": optax.set_to_zero()}[inner])
+    call = lambda: update(tx, learning_rate=0.5)
+    if inner == "frozen":
+        call()
+        return
+    update(tx, learning_rate=None)
+    argument = {"groups": "the group 'table'", "graft": "length"}.get(name, "inner")
+    with pytest.raises(TypeError, match=f"learning_rate, but nothing in {argument} reads it"):
+        call()
+    # The fix that the error names.
+    rate = optzoo.scale_by_learning_rate(0.1)
+    update(wrap(optax.chain(optax.scale_by_adam(), rate)), learning_rate=0.5)

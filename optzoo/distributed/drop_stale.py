@@ -1,5 +1,6 @@
 """Drops stale gradients: those that were computed from old parameters."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_params
+from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
+from ..state.fit import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
 
@@ -72,7 +74,8 @@ def drop_stale_gradient(
         ``state.replicated.stale_counter``.
     """
     replicas = Replicas(axis_name, bucket_bytes)
-    inner = optax.with_extra_args_support(inner)
+    inner = inner_transformation(inner=inner)
+    check("a number", lambda v: not math.isnan(v), infinite=True, staleness=staleness)
 
     def init(params):
         zero = lambda: jnp.zeros([], jnp.int32)
@@ -125,4 +128,4 @@ def drop_stale_gradient(
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
         return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.gradients import flatten_gradients
+from ..core.rows import is_rows
+from ..state.fit import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
 
 
@@ -48,15 +50,18 @@ def on_rows(
             primitives that the proof does not know; the error then names ``check=False``.
 
     Raises:
+        TypeError: if ``inner`` is no transformation; at trace time, if a gradient or its parameter
+            is not of a real floating-point dtype.
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
-            or if the gradient has another number of rows than its parameter or state. An error
+            if a gradient has another shape than its parameter, or if rows are those of another
+            table than the state. An error
             of ``inner`` itself is raised with a note.
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = inner_transformation(inner=inner)
     known = dict[Any, RowsOfState]()  # a cache: it depends on the shapes alone
 
     def update(updates, state, params=None, **extra_args):
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, _, treedef = flatten_gradients(updates, params)
         # A table without rows has none to gather, not even for padding.
         gs = [g.to_dense() if is_rows(g) and g.num_rows == 0 else g for g in gs]
         updates = treedef.unflatten(gs)
@@ -67,7 +72,7 @@ def on_rows(
             known[key] = rows_of_state(inner, updates, state, params, extra_args, check=check)
         return _update_rows(inner, known[key], (gs, treedef), state, params, extra_args)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
 
 
 def _update_rows(
