@@ -13,7 +13,7 @@ import pytest
 
 import optzoo
 
-from .mismatches import METHODS, WRAPPERS, update
+from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
 
 NAN, INF = float("nan"), float("inf")
 TRANSFORMS = (
@@ -289,3 +289,19 @@ def test_a_learning_rate_that_nothing_reads(name, inner):
     # The fix that the error names.
     rate = optzoo.scale_by_learning_rate(0.1)
     update(wrap(optax.chain(optax.scale_by_adam(), rate)), learning_rate=0.5)
+
+
+TRANSFORMATIONS = transformations()
+
+
+@pytest.mark.filterwarnings("ignore:Casting")  # of complex numbers, in init
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_what_does_not_belong_together(name):
+    """Other arguments, gradients, parameters or states are refused by an error of this library."""
+    wrong = []
+    for cases in KINDS.values():
+        for case, call in cases(TRANSFORMATIONS[name]):
+            got, error = outcome(call)
+            if got != "ours" and not (got == "accepted" and is_accepted(name, case)):
+                wrong.append((case, got, error))
+    assert wrong == []

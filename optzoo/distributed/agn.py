@@ -10,7 +10,7 @@ from jax import Array
 from ..core.checks import check_size
 from ..core.rows import is_sparse_or_none
 from ..state.averages import wide_zeros_like
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
     BUCKET_BYTES,

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from ..core.checks import check_size
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from .engine.collectives import (
     BUCKET_BYTES,
     AxisName,

@@ -11,7 +11,7 @@ from jax import Array, lax
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
 

@@ -8,7 +8,7 @@ import optax
 
 from ..core.checks import check_size
 from ..core.numerics import upcast
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
     BUCKET_BYTES,

@@ -13,7 +13,7 @@ from ..core.checks import check_size
 from ..core.gradients import check_gradients
 from ..core.reads import note_reads
 from ..core.rows import zeros_like_update
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.accumulator import (
     GradientAccumulator,

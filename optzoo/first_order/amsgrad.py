@@ -9,7 +9,7 @@ from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import scale_by_learning_rate
-from ..state.fit import fitting
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 

@@ -11,7 +11,7 @@ from ..core.paths import check_mask, resolve_unmasked
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
-from ..state.fit import fitting
+from ..state.inner import fitting
 from ..state.types import Slot
 
 

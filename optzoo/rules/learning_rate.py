@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from ..core.checks import check_rate
-from ..state.fit import fitting
+from ..state.inner import fitting
 from ..state.storage import count_of
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise

@@ -18,7 +18,7 @@ from ..rules.leafwise import zeros
 from ..rules.learning_rate import scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
-from ..state.fit import fitting
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 

@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_transformation
 from ..core.reads import check_all_read
-from ..state.fit import explained, fitting
+from ..state.inner import explained, fitting
 from .lookup import Sparse, value_and_grad
 
 

@@ -8,7 +8,7 @@ import optax
 
 from ..core.gradients import flatten_gradients
 from ..core.rows import is_rows
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
 
 
@@ -51,7 +51,7 @@ def on_rows(
 
     Raises:
         TypeError: if ``inner`` is no transformation; at trace time, if a gradient or its parameter
-            is not of a real floating-point dtype.
+            is of an integer dtype, or of one of 8 bits.
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
             if a gradient has another shape than its parameter, or if rows are those of another
             table than the state. An error
@@ -61,7 +61,7 @@ def on_rows(
     known = dict[Any, RowsOfState]()  # a cache: it depends on the shapes alone
 
     def update(updates, state, params=None, **extra_args):
-        gs, _, treedef = flatten_gradients(updates, params)
+        gs, _, treedef = flatten_gradients(updates, params, allow_complex=True)
         # A table without rows has none to gather, not even for padding.
         gs = [g.to_dense() if is_rows(g) and g.num_rows == 0 else g for g in gs]
         updates = treedef.unflatten(gs)

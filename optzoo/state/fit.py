@@ -1,22 +1,18 @@
-"""Whether a state, the parameters and a transformation belong together.
+"""Whether a state is that of a transformation and of these parameters.
 
-All of it is checked when an update is traced. Types and shapes are enough, so that a state may be
+It is checked when an update is traced. Types and shapes are enough, so that a state may be
 restored in any dtype.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
-from ..core.checks import check_transformation, check_update_arguments
-from ..core.compat import used_inputs
 from ..core.paths import path_name
-from ..core.reads import unread
 from ..core.rows import is_rows, is_sparse_or_none
 from .packing import is_packed
 from .types import LeafwiseState
@@ -25,9 +21,7 @@ _FIX = (
     "Pass the state of this transformation: state = tx.init(params), or a checkpoint of one that "
     "was made by the same transformation for the same parameters"
 )
-
-
-_SWAPPED = (
+SWAPPED = (
     "the state and the parameters are swapped: it is update(updates, state, params), and "
     "step(params, state, ...) for the step of optzoo.minimize"
 )
@@ -44,98 +38,6 @@ def misfit(expected: Any, got: Any) -> StateError:
     )
 
 
-def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, whose update raises a clear error if the state does not fit.
-
-    If the update fails, or returns a state of another structure or of other shapes, the state is
-    compared with that of ``init``; so nothing is traced where all is right.
-
-    Raises:
-        StateError: in ``update``, if the state does not fit the transformation and the parameters.
-    """
-    tx = optax.with_extra_args_support(tx)
-
-    def update(updates, state, params=None, **extra_args):
-        with explained(tx, updates, state, params):
-            new_updates, new = tx.update(updates, state, params, **extra_args)
-        changed = _kinds(new) != _kinds(state)
-        if changed and (found := find_misfit(tx, updates, state, params)) is not None:
-            raise found
-        _check_shapes(updates, new_updates)
-        return new_updates, new
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _check_shapes(updates: Any, new: Any) -> None:
-    """Raises ``ValueError`` if an update has another shape than its gradient: it was broadcast."""
-    gs, us = (jax.tree.leaves(tree, is_leaf=is_sparse_or_none) for tree in (updates, new))
-    if len(gs) != len(us):
-        return
-    for i, (g, u) in enumerate(zip(gs, us, strict=True)):
-        if g is not None and u is not None and jnp.shape(g) != jnp.shape(u):
-            path, _ = _paths(updates)[i]
-            raise ValueError(
-                f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, which its "
-                f"update, of shape {jnp.shape(u)}, does not have: it must be the parameter's"
-            )
-
-
-@contextlib.contextmanager
-def explained(tx: Any, updates: Any, state: Any, params: Any) -> Iterator[None]:
-    """If what is done here fails and the state does not fit, that is the error."""
-    try:
-        yield
-    except Exception as error:
-        found = find_misfit(tx, updates, state, params)
-        # The error of a transformation inside says more, but not that of arguments in wrong order.
-        if found is None or (isinstance(error, StateError) and str(found) != _SWAPPED):
-            raise
-        raise found from error
-
-
-def inner_transformation(**arguments: Any) -> optax.GradientTransformationExtraArgs:
-    """The transformation that a wrapper was given as an argument, with its mistakes as errors.
-
-    Raises:
-        TypeError: if it is no transformation; in ``update``, as
-            :func:`optzoo.core.checks.check_update_arguments`, or if nothing in it reads the
-            ``learning_rate`` that is given, and it changes parameters.
-        StateError: in ``update``, as :func:`fitting`.
-    """
-    check_transformation(**arguments)
-    [(name, tx)] = arguments.items()
-    tx = fitting(tx)
-    proved = set[Any]()  # so that each structure is traced once
-
-    def update(updates, state, params=None, **extra_args):
-        check_update_arguments(extra_args)
-        rate = extra_args.get("learning_rate")
-        if rate is not None and (key := jax.tree.structure((updates, params))) not in proved:
-            call = lambda gs, rate: tx.update(
-                gs, state, params, **{**extra_args, "learning_rate": rate}
-            )
-            _check_rate_is_read(name, call, updates, rate)
-            proved.add(key)
-        return tx.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None:
-    """Raises ``TypeError`` if the updates of the parameters do not depend on the rate."""
-    names, _ = unread(lambda learning_rate: update(updates, learning_rate), {"learning_rate": rate})
-    if not names:
-        return
-    jaxpr = jax.make_jaxpr(lambda gs: update(gs, rate)[0])(updates)
-    if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
-        raise TypeError(
-            f"update got a learning_rate, but nothing in {name} reads it: take an optimizer of "
-            f"optzoo, or make {name} optax.chain(direction, optzoo.scale_by_learning_rate(rate)), "
-            "such as with optax.scale_by_adam() as the direction"
-        )
-
-
 # Slots
 
 
@@ -150,14 +52,14 @@ class SlotShapes:
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
         self.slots, self.shared = slots, shared
         self.of_shared: dict[str, Any] | None = None
-        self.known = dict[Any, list[Any]]()  # what each slot is, by shape and dtype of a parameter
+        self.known = dict[Any, list[Any]]()  # of each slot, by the shape and dtype of a parameter
 
     def check_types(self, state: Any, params: Any) -> None:
         """Raises ``StateError`` unless a state has slots of this type, and these shared arrays."""
         wanted = slots_words(self.slots)
         if not isinstance(state, LeafwiseState):
             if isinstance(params, LeafwiseState):
-                raise StateError(_SWAPPED)
+                raise StateError(SWAPPED)
             raise misfit(f"LeafwiseState with {wanted}", _words(state))
         if slots_words(state.slots) != wanted:
             raise misfit(f"LeafwiseState with {wanted}", _words(state))
@@ -202,26 +104,30 @@ class SlotShapes:
         shape, dtype = jnp.shape(like), like.dtype if is_rows(like) else jnp.result_type(like)
         if (shape, dtype) not in self.known:
             x = jax.ShapeDtypeStruct(shape, dtype)
-            self.known[shape, dtype] = [_abstract(initializer, x) for initializer in self.slots]
+            self.known[shape, dtype] = [_arrays(_abstract(init, x)) for init in self.slots]
         packed = is_packed(row)
-        for name, wanted, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
-            expected, got = (_arrays(tree, packed) for tree in (wanted, slot))
-            if wanted is None or expected == got or (packed and got == _NO_ARRAY):
+        for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
+            got = _arrays(slot)
+            if expected is None or expected == got or (packed and _is_half(expected, got)):
                 continue
             path, _ = _paths(updates)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
-            raise misfit(f"{expected} as {of}", got)
+            raise misfit(f"{_written(expected)} as {of}", _written(got))
 
 
-_NO_ARRAY = "no array"
+def _arrays(slot: Any) -> list[Any] | None:
+    """The kinds of the arrays of a slot; None if it is unknown."""
+    return None if slot is None else list(map(_kind, jax.tree.leaves(slot)))
 
 
-def _arrays(slot: Any, packed: bool) -> str:
-    """The arrays of a slot of one parameter in words, which are equal if they fit."""
-    # Packed slots have other dtypes, and there is one array for two of them.
-    of = lambda a: "" if packed or jnp.issubdtype(a.dtype, jnp.floating) else f" of {a.dtype}"
-    arrays = (f"shape {jnp.shape(a)}{of(a)}" for a in jax.tree.leaves(slot))
-    return " and ".join(arrays) or _NO_ARRAY
+def _is_half(expected: list[Any], got: list[Any] | None) -> bool:
+    """Whether packed slots fit: words of another dtype hold two, and the second is empty."""
+    shapes = lambda kinds: [shape for shape, _ in kinds]
+    return not got or shapes(got) == shapes(expected)
+
+
+def _written(kinds: list[Any] | None) -> str:
+    return " and ".join(f"{numbers} of shape {shape}" for shape, numbers in kinds or []) or "none"
 
 
 def _paths(tree: Any) -> list[Any]:
@@ -246,7 +152,7 @@ def find_misfit(tx: Any, updates: Any, state: Any, params: Any) -> StateError | 
     if (found or expected is None) and params is not None:
         of_state = _abstract(tx.init, state)
         if of_state is not None and compare(of_state, params) is None:
-            return StateError(_SWAPPED)
+            return StateError(SWAPPED)
     return found
 
 
@@ -298,10 +204,20 @@ def _kind(a: Any) -> Any:
     if _is_leafwise(a):
         return slots_words(a.slots)
     dtype = getattr(a, "dtype", None) or jnp.result_type(a)
-    return jnp.shape(a), jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.shape(a), _kind_of_dtype(dtype)
 
 
-def _kinds(state: Any) -> Any:
+@functools.cache
+def _kind_of_dtype(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return "real numbers" if jnp.finfo(dtype).bits >= 16 else str(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return "integers"
+    return "complex numbers" if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
+
+
+def kinds_of(state: Any) -> Any:
+    """What must not change from one state to the next: structure, shapes and kinds of dtypes."""
     leaves, structure = jax.tree.flatten(state)
     return structure, [_kind(a) if hasattr(a, "dtype") else None for a in leaves]
 
@@ -320,8 +236,7 @@ def _words(state: Any) -> str:
             return "{" + ", ".join(f"{k!r}: {_words(v)}" for k, v in state.items()) + "}"
         return f"a dict with the keys {_few(list(state))}"
     if hasattr(state, "dtype"):
-        kind = "numbers" if jnp.issubdtype(state.dtype, jnp.inexact) else str(state.dtype)
-        return f"an array of {kind} of shape {jnp.shape(state)}"
+        return f"an array of {_kind_of_dtype(state.dtype)} of shape {jnp.shape(state)}"
     return f"{type(state).__name__}" if jax.tree.leaves(state) else repr(state)
 
 

@@ -17,7 +17,7 @@ from ..core.paths import hides_leaves, path_name
 from ..core.reads import note_reads
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 
 
 class RowsOfCycle(NamedTuple):

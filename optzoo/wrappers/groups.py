@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey
 
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 
 _REST = ".*"
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
+from ..core.gradients import check_gradients
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 
 
 def moving_average(
@@ -72,4 +73,10 @@ def moving_average(
         scheduled={"average_decay": average_decay if num_updates is None else decay_at},
         needs_params=True,
     )
-    return fitting(optax.chain(inner, average))
+    both = optax.chain(inner, average)
+
+    def update(updates, state, params=None, **extra_args):
+        check_gradients(updates, params)
+        return both.update(updates, state, params, **extra_args)
+
+    return fitting(optax.GradientTransformationExtraArgs(both.init, update))

@@ -7,7 +7,7 @@ import optax
 from ..core.gradients import check_gradients
 from ..core.paths import owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
 
 
@@ -46,7 +46,7 @@ def multitask(
         return u if live is True else jnp.where(live, u, 0)
 
     def update(updates, state, params=None, **extra_args):
-        check_gradients(updates, params)
+        check_gradients(updates, params, allow_complex=True)
         updates = map_rows(SparseRows.coalesce, updates)
         live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
         updates, new_state = inner.update(updates, state, params, **extra_args)

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
 from ..core.reads import note_reads
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import RandomRounding

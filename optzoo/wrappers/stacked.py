@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_flags, check_size, check_update_arguments
+from ..core.gradients import check_gradients
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
 from ..state.stacks import Layout, flatten_with_stacks, is_stack, layout_of, name_at, stack, unstack
 from ._stack_check import check_same_operations
@@ -106,6 +107,7 @@ def stacked(
 
     def update(updates, state, params=None, **extra_args):
         check_update_arguments(extra_args)
+        check_gradients(updates, params, allow_complex=True)
         own = layout_of(state)
         kinds = _kinds(updates, params)
         # Without slots any layout is right, for the state has none.

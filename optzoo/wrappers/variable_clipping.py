@@ -14,7 +14,7 @@ from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 
 
 def variable_clipping(

@@ -11,7 +11,7 @@ from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
-from ..state.fit import fitting, inner_transformation
+from ..state.inner import fitting, inner_transformation
 
 
 def decoupled_weight_decay(

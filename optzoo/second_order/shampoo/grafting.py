@@ -11,7 +11,7 @@ from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
 from ...core.numerics import norm, safe_divide, saturating_cast, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
-from ...state.fit import fitting, inner_transformation
+from ...state.inner import fitting, inner_transformation
 from .options import ShampooOptions, StepValues
 
 
