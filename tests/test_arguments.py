@@ -16,6 +16,7 @@ import optzoo
 from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
 
 NAN, INF = float("nan"), float("inf")
+ADAM = optzoo.adam(0.1)
 TRANSFORMS = (
     "clip_by_average_norm",
     "clip_by_global_norm",
@@ -188,6 +189,27 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
         make(wrapper, inner=inner)
 
 
+@pytest.mark.parametrize("inner", [None, optzoo.adam, "adam"])
+@pytest.mark.parametrize("name", [*METHODS, "on_rows", "on_values"])
+def test_others_that_take_a_transformation(name, inner):
+    build = {"on_rows": optzoo.on_rows, "on_values": optzoo.on_values, **METHODS}[name]
+    with pytest.raises(TypeError, match=r"^inner must be an optax transformation"):
+        build(inner)
+
+
+def test_arguments_of_methods():
+    with pytest.raises(TypeError, match=r"^outer must be an optax transformation"):
+        optzoo.diloco(ADAM, outer="adam")
+    for arguments, name in (((None, ADAM), "direction"), ((ADAM, None), "length")):
+        with pytest.raises(TypeError, match=f"^{name} must be an optax transformation"):
+            optzoo.graft(*arguments)
+    for staleness, message in ((NAN, "must be a number, got nan"), ("1", "must be a number")):
+        with pytest.raises((TypeError, ValueError), match=f"^staleness {message}"):
+            optzoo.drop_stale_gradient(ADAM, staleness)
+    for staleness in (INF, -1, 2):
+        optzoo.drop_stale_gradient(ADAM, staleness)
+
+
 @pytest.mark.parametrize(
     ("build", "value"),
     [
@@ -203,7 +225,6 @@ def test_deliberately_accepted(build, value):
 
 
 X = {"w": jnp.ones((2, 3))}
-ADAM = optzoo.adam(0.1)
 # Everything of this library that has an update with extra arguments, around or beside optax's.
 UPDATES = {
     "adam": ADAM,
