@@ -4,13 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .paths import path_name
 from .rows import is_rows, is_sparse_or_none
 
 
 def check_gradients(updates: Any, params: Any = None, *, allow_complex: bool = False) -> None:
-    """Raises as :func:`flatten_gradients`."""
+    """Raises as :func:`flatten_gradients`; of optax's ``LookaheadParams`` the fast ones count."""
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
     flatten_gradients(updates, params, allow_complex=allow_complex)
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.gradients import flatten_gradients
-from ..core.rows import is_rows
+from ..core.gradients import check_gradients
+from ..core.rows import is_rows, is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
 
@@ -57,11 +57,13 @@ def on_rows(
             table than the state. An error
             of ``inner`` itself is raised with a note.
     """
-    inner = inner_transformation(inner=inner)
+    traced, inner = inner, inner_transformation(inner=inner)
+    traced = optax.with_extra_args_support(traced)
     known = dict[Any, RowsOfState]()  # a cache: it depends on the shapes alone
 
     def update(updates, state, params=None, **extra_args):
-        gs, _, treedef = flatten_gradients(updates, params, allow_complex=True)
+        check_gradients(updates, params, allow_complex=True)
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         # A table without rows has none to gather, not even for padding.
         gs = [g.to_dense() if is_rows(g) and g.num_rows == 0 else g for g in gs]
         updates = treedef.unflatten(gs)
@@ -69,7 +71,7 @@ def on_rows(
             return inner.update(updates, state, params, **extra_args)
         key = _shapes((updates, params)), *sorted(extra_args)
         if key not in known:
-            known[key] = rows_of_state(inner, updates, state, params, extra_args, check=check)
+            known[key] = rows_of_state(traced, updates, state, params, extra_args, check=check)
         return _update_rows(inner, known[key], (gs, treedef), state, params, extra_args)
 
     return fitting(optax.GradientTransformationExtraArgs(inner.init, update))

@@ -53,11 +53,13 @@ def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _gradient_error(updates: Any, params: Any) -> Exception | None:
+def _gradient_error(
+    updates: Any, params: Any, *, allow_complex: bool = True
+) -> TypeError | ValueError | None:
     if not all(hasattr(a, "dtype") for a in jax.tree.leaves((updates, params))):
         return None  # nothing is known
     try:
-        check_gradients(updates, params, allow_complex=True)
+        check_gradients(updates, params, allow_complex=allow_complex)
     except (TypeError, ValueError) as error:
         return error
     return None
@@ -84,9 +86,12 @@ def explained(tx: Any, updates: Any, state: Any, params: Any) -> Iterator[None]:
         yield
     except Exception as error:
         found = find_misfit(tx, updates, state, params) or _gradient_error(updates, params)
-        # The error of a transformation inside says more, but not that of arguments in wrong order.
-        is_worse = isinstance(error, StateError) and str(found) != SWAPPED
-        if found is None or is_worse or str(found) == str(error):
+        of_dtype = _gradient_error(updates, params, allow_complex=False)
+        # What a transformation inside found says more, but not where arguments are swapped.
+        is_clear = isinstance(error, StateError) or (
+            isinstance(error, TypeError) and str(error) == str(of_dtype)
+        )
+        if found is None or str(found) == str(error) or (is_clear and str(found) != SWAPPED):
             raise
         raise found from error
 
