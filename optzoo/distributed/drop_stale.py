@@ -62,7 +62,9 @@ def drop_stale_gradient(
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
-        ValueError: at trace time, if gradients are already summed over the replicas.
+        TypeError: if ``inner`` is no transformation or ``staleness`` no number.
+        ValueError: if ``staleness`` is NaN; at trace time, if gradients are already summed over the
+            replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

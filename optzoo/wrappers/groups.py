@@ -46,7 +46,9 @@ def groups(
             parameters.
 
     Raises:
-        TypeError: if ``transforms`` is not a mapping from strings to transformations.
+        TypeError: if ``transforms`` is not a mapping from strings to transformations; from
+            ``update``, if a group that moves its parameters does not read the ``learning_rate``
+            that is given.
         ValueError: if it is empty or a pattern is not a regular expression; from ``init`` and
             ``update``, if a parameter is matched by no pattern or by several, or if a pattern other
             than ``".*"`` matches no parameter.
