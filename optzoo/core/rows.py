@@ -11,6 +11,7 @@ from jax import Array
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
+from .checks import check_transformation
 from .merge import merge
 from .numerics import upcast
 from .row_ids import HINT, is_protected, plain, protect
@@ -281,6 +282,7 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
     Args:
         inner: a transformation without params-shaped state that reads no parameters.
     """
+    check_transformation(inner=inner)
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):

@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_size
 from ..core.numerics import upcast
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
     BUCKET_BYTES,
@@ -80,6 +81,7 @@ def model_average(
     period = check_size(1, interval_steps=interval_steps)
     if slots not in get_args(Slots):
         raise ValueError(f"slots must be one of {get_args(Slots)}, got {slots!r}")
+    inner = inner_transformation(inner=inner)
     replicas = Replicas(axis_name, bucket_bytes)
 
     def exchange(arrived, params, replicated, per_replica, **_):
@@ -109,4 +111,5 @@ def model_average(
         return optax.tree.where(some, average, params), replicated, per_replica
 
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
-    return local_sgd(inner, replicas, Method([exchange], every(period), **options))
+    method = Method([exchange], every(period), **options)
+    return fitting(local_sgd(inner, replicas, method))

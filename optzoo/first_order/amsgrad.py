@@ -9,6 +9,7 @@ from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import scale_by_learning_rate
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
@@ -84,4 +85,5 @@ def amsgrad(
         are accepted; the original raises a TypeError for them.
     """
     # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
-    return optax.chain(scale_by_amsgrad(b1, b2, eps, decay), scale_by_learning_rate(learning_rate))
+    direction = scale_by_amsgrad(b1, b2, eps, decay)
+    return fitting(optax.chain(direction, scale_by_learning_rate(learning_rate)))

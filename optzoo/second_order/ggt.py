@@ -18,6 +18,7 @@ from ..rules.leafwise import zeros
 from ..rules.learning_rate import scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
@@ -166,7 +167,7 @@ def ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
     # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
-    return optax.chain(direction, scale_by_learning_rate(learning_rate))
+    return fitting(optax.chain(direction, scale_by_learning_rate(learning_rate)))
 
 
 @jax.custom_jvp

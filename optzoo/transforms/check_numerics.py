@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from ..core.checks import check_update_arguments
 from ..core.paths import path_name
+from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none
 from ..distributed.engine.collectives import AxisName
 
@@ -53,6 +54,7 @@ def check_numerics(
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_update_arguments({"global_step": global_step, **extra_args})
+        note_reads(["global_step"])
         del params
         step = state.count if global_step is None else global_step
         raise_if_bad(updates, what, step, axis_name)
