@@ -3,37 +3,92 @@
 ``tests/core/test_compat.py`` checks every one of them against the installed version of JAX.
 """
 
-from collections.abc import Hashable, Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from jax import Array, lax
-from jax.interpreters import partial_eval
+from jax.extend.core import Literal, Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval
 
-try:
-    from jax.extend.core import get_opaque_trace_state  # pyrefly: ignore
-except ImportError:  # an older JAX
-    from jax.core import get_opaque_trace_state  # pyrefly: ignore
+# Primitives
 
 
-# Traces and tracers
+def make_primitive(
+    name: str, f: Callable[..., Array], tangent: Callable[..., Array], batch: Callable[..., Any]
+) -> Any:
+    """A primitive that computes ``f(*args, **params)``, so that jaxprs show where it is used.
 
-
-def trace_state() -> Hashable:
-    """Equal to another trace state if, and only if, both were taken in the same trace.
-
-    The body of a loop, a ``jit`` or a ``vmap`` is a trace of its own: arrays that are made in it
-    cannot be used outside.
+    Args:
+        name: of the primitive, in jaxprs.
+        f: of two arrays, and of keywords that are static.
+        tangent: ``tangent(t, *args, **params)`` is the derivative along ``t``, a tangent of the
+            first array. The second one has none.
+        batch: ``batch(args, axes, **params)`` gives the result and its batch axis; the axis of an
+            array without one is None.
     """
-    return get_opaque_trace_state()
-
-
-def is_batched(x: Any) -> bool:
-    """Whether ``x`` is a tracer of the innermost ``vmap``."""
-    return type(x).__name__ == "BatchTracer"  # JAX does not export the class
+    primitive = Primitive(name)
+    primitive.def_impl(f)
+    # What f gives, with all that JAX keeps in a type: sharding, mesh axes, weak types.
+    primitive.def_abstract_eval(
+        lambda *avals, **params: (
+            jax.make_jaxpr(functools.partial(f, **params))(*avals).jaxpr.outvars[0].aval
+        )
+    )
+    ad.defjvp(primitive, tangent, None)
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=False))
+    return primitive
 
 
 # Jaxprs
+
+
+def is_literal(v: Any) -> bool:
+    """Whether an input of an equation is a literal, with its value in ``v.val``."""
+    return isinstance(v, Literal)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The outputs of a jaxpr, with the name scopes and other settings of its equations."""
+    # `jax.extend.core.jaxpr_as_fun` is the public way, but switches `jax_debug_nans` off.
+    return jax.core.eval_jaxpr(jaxpr, consts, *values)
+
+
+def evaluate_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The outputs of one equation of a jaxpr for the values of its inputs."""
+    inputs = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
+    alone = jaxpr.replace(constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
+    return evaluate(alone, [], list(inputs.values()))
+
+
+def scope_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """The name scopes in which the equation was made; for what replaces it."""
+    scopes = str(eqn.source_info.name_stack)
+    return jax.named_scope(scopes) if scopes else contextlib.nullcontext()
+
+
+def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
+    """The jaxpr with ``f(eqn)`` for every equation, in the jaxprs inside of equations too."""
+
+    def in_param(value):
+        if isinstance(value, tuple | list):
+            return type(value)(map(in_param, value)) if any(map(_jaxpr_in, value)) else value
+        inner = _jaxpr_in(value)
+        if inner is None:
+            return value
+        new = map_equations(inner, f)
+        return value.replace(jaxpr=new) if hasattr(value, "jaxpr") else new
+
+    def in_equation(eqn):
+        if not any(inner_jaxprs(eqn)):
+            return f(eqn)
+        return f(eqn.replace(params={k: in_param(value) for k, value in eqn.params.items()}))
+
+    return jaxpr.replace(eqns=list(map(in_equation, jaxpr.eqns)))
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
@@ -45,21 +100,88 @@ def used_inputs(jaxpr: Any) -> list[bool]:
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """The jaxprs inside an equation, such as the branches of a ``cond`` or the body of a loop."""
+    return (jaxpr for jaxpr, _ in closed_jaxprs(eqn))
+
+
+def closed_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """As :func:`inner_jaxprs`, each with the values of its constants."""
     # By what they look like: the names of the parameters differ among primitives and versions.
     for param in eqn.params.values():
         for value in param if isinstance(param, tuple | list) else [param]:
-            jaxpr = getattr(value, "jaxpr", value)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+            jaxpr = _jaxpr_in(value)
+            if jaxpr is not None:
+                yield jaxpr, getattr(value, "consts", ())
+
+
+def _jaxpr_in(value: Any) -> Any:
+    """A jaxpr that a parameter is, or that it holds together with constants; or None."""
+    jaxpr = getattr(value, "jaxpr", value)
+    return jaxpr if hasattr(jaxpr, "eqns") else None
+
+
+def function_of(eqn: Any) -> str:
+    """The public function of JAX that makes such an equation, or the name of the primitive."""
+    return _FUNCTIONS.get(eqn.primitive.name, eqn.primitive.name)
+
+
+_FUNCTIONS = {
+    "jit": "jax.jit",
+    "pjit": "jax.jit",
+    "checkpoint": "jax.checkpoint",
+    "remat": "jax.checkpoint",
+    "remat2": "jax.checkpoint",
+    "scan": "jax.lax.scan",
+    "while": "jax.lax.while_loop",
+    "cond": "jax.lax.cond",
+    "convert_element_type": "jax.lax.convert_element_type",
+    "custom_jvp_call": "jax.custom_jvp",
+    "custom_vjp_call": "jax.custom_vjp",
+    "custom_vjp_call_jaxpr": "jax.custom_vjp",
+    "shard_map": "jax.shard_map",
+    "stop_gradient": "jax.lax.stop_gradient",
+}
+
+
+def has_shardings(eqn: Any) -> bool:
+    """Whether a ``jit`` was given shardings of its inputs or outputs."""
+    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return any(type(s).__name__ != "UnspecifiedValue" for s in given)  # JAX does not export it
+
+
+def checkpoint_like(eqn: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.checkpoint`` of another function, with the settings of the one of an equation."""
+    params = eqn.params
+    return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])
+
+
+def scan_like(eqn: Any, f: Callable[..., Any], init: Any, xs: Any) -> Any:
+    """``jax.lax.scan`` of another function, with the settings of the one of an equation."""
+    settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return lax.scan(f, init, xs, **settings)
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many of the inputs of a ``scan`` are constants, and how many are its first carry."""
+    # By the shapes, since the names of the parameters differ among versions: those of the xs and
+    # the ys, which come last, have an axis less in the body.
+    (body,) = inner_jaxprs(eqn)
+    same = lambda outer, inner: sum(
+        x.aval.shape == v.aval.shape for x, v in zip(outer, inner, strict=True)
+    )
+    num_carry = same(eqn.outvars, body.outvars)
+    return same(eqn.invars, body.invars) - num_carry, num_carry
 
 
 # Types of arrays inside shard_map
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which ``x`` may differ inside a checked ``shard_map``."""
+    """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
+
+    ``x`` is an array or a variable of a jaxpr.
+    """
     # An attribute of the type: `manual_axis_type` in new versions of JAX, `vma` in older ones.
-    aval = jax.typeof(x)
+    aval = x.aval if isinstance(x, Var) else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
 
 from optzoo.core import compat
@@ -19,38 +20,98 @@ def fix(name, must, needed_by):
     return f"JAX {jax.__version__}: make optzoo.core.compat.{name} {must}; {needed_by} needs it"
 
 
-def test_trace_state():
-    must = fix("trace_state", "equal within one trace and different in another", "lookup")
-    outside, inside = compat.trace_state(), []
-    assert outside == compat.trace_state(), must
+def test_make_primitive():
+    must = fix("make_primitive", "behave as its function and stay in jaxprs", "lookup")
+    primitive = compat.make_primitive(
+        "scaled",
+        lambda x, n, *, by: x * n * by,
+        lambda t, x, n, *, by: t * n * by,
+        lambda args, axes, *, by: (jnp.moveaxis(args[0], axes[0], 0) * args[1] * by, 0),
+    )
+    f = lambda x: primitive.bind(x, 3, by=2.0)
+    assert [e.primitive for e in jax.make_jaxpr(f)(X).jaxpr.eqns] == [primitive], must
+    np.testing.assert_array_equal(f(X), 6 * X, err_msg=must)
+    np.testing.assert_array_equal(jax.jit(f)(X), 6 * X, err_msg=must)
+    np.testing.assert_array_equal(jax.vmap(f, 1, 1)(X[None]), 6 * X[None], err_msg=must)
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(X), 6 * jnp.ones(4), err_msg=must)
+    weak = jax.make_jaxpr(f)(1.5)
+    assert weak.out_avals[0].weak_type, must
 
-    def record(x):
-        inside.append((compat.trace_state(), compat.trace_state()))
-        return x
 
-    jax.jit(record)(X)
-    jax.vmap(record)(X)
-    jax.lax.scan(lambda c, x: (c, record(x)), 0, X)
-    assert len(inside) >= 3
-    for first, second in inside:
-        assert first == second != outside, must
-    states = [first for first, _ in inside]
-    assert all(a != b for i, a in enumerate(states) for b in states[:i]), must
+CONSTANT = jnp.array([1.0, 2.0, 3.0, 4.0])
 
 
-def test_is_batched():
-    must = fix("is_batched", "true of what a vmap gives to its function", "lookup")
-    found = []
+def scoped(x):
+    with jax.named_scope("outer"), jax.named_scope("inner"):
+        return jnp.sin(x) + CONSTANT, 3.0
 
-    def record(x):
-        found.append(compat.is_batched(x))
-        return x
 
-    jax.vmap(record)(X)
-    jax.jit(record)(X)
-    jax.vmap(jax.jit(record))(X)
-    jax.grad(lambda x: record(x).sum())(X)
-    assert [*found, compat.is_batched(X), compat.is_batched(3)] == [True] + 5 * [False], must
+def test_evaluate():
+    must = fix("evaluate", "give the outputs of a jaxpr, in its name scopes", "value_and_grad")
+    closed = jax.make_jaxpr(scoped)(X)
+    of_closed = lambda x: compat.evaluate(closed.jaxpr, closed.consts, [x])
+    np.testing.assert_allclose(of_closed(X)[0], jnp.sin(X) + CONSTANT, err_msg=must)
+    assert "outer/inner" in jax.jit(of_closed).lower(X).compile().as_text(), must
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        of_closed(X * jnp.inf)
+
+
+def test_evaluate_equation():
+    must = fix("evaluate_equation", "give the outputs of one equation", "value_and_grad")
+    looped = lambda x: jax.lax.scan(lambda c, x: (c + x * x, (c, 2.0)), 0.5, x)
+    f = lambda x: (looped(x), jax.nn.relu(x - 2.0), x * x)
+    jaxpr = jax.make_jaxpr(f)(X).jaxpr
+    known = dict(zip(jaxpr.invars, [X], strict=True))
+    read = lambda v: v.val if compat.is_literal(v) else known[v]
+    for eqn in jaxpr.eqns:
+        outputs = compat.evaluate_equation(jaxpr, eqn, list(map(read, eqn.invars)))
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    got = [read(v) for v in jaxpr.outvars]
+    for x, want in zip(got, jax.tree.leaves(f(X)), strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-6, err_msg=must)
+
+
+def test_scope_of():
+    must = fix("scope_of", "give the name scopes of an equation", "value_and_grad")
+    eqn = jax.make_jaxpr(scoped)(X).jaxpr.eqns[0]
+
+    def in_scope(x):
+        with compat.scope_of(eqn):
+            return jnp.cos(x)
+
+    again = jax.make_jaxpr(in_scope)(X).jaxpr.eqns[0]
+    assert str(again.source_info.name_stack) == "outer/inner", must
+    with compat.scope_of(jax.make_jaxpr(jnp.cos)(X).jaxpr.eqns[0]):
+        pass
+
+
+def names(jaxpr):
+    """The primitives in a jaxpr, and in those inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in compat.inner_jaxprs(eqn):
+            yield from names(inner)
+
+
+def test_map_equations():
+    must = fix("map_equations", "change equations, in bodies too", "value_and_grad")
+
+    def f(x, y):
+        y = jax.jit(jax.checkpoint(lambda y: jax.lax.stop_gradient(y) + CONSTANT))(y)
+        return jax.lax.cond(
+            x[0] > 0, lambda x, y: x + jax.lax.stop_gradient(y), lambda x, y: x, x, y
+        )
+
+    def cut(eqn):
+        if eqn.primitive.name != "stop_gradient":
+            return eqn
+        return eqn.replace(invars=[Literal(0, v.aval) for v in eqn.invars])
+
+    jaxpr = jax.make_jaxpr(f)(X, X).jaxpr
+    assert list(compat.used_inputs(jaxpr)) == [True, True], must
+    changed = compat.map_equations(jaxpr, cut)
+    assert sorted(names(changed)) == sorted(names(jaxpr)), must
+    assert list(compat.used_inputs(changed)) == [True, False], must
 
 
 def test_used_inputs():
@@ -80,13 +141,84 @@ def test_used_inputs():
 def test_inner_jaxprs(f):
     must = fix("inner_jaxprs", "find the jaxprs in every equation", "on_rows and describe")
 
-    def names(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for inner in compat.inner_jaxprs(eqn):
-                yield from names(inner)
-
     assert {"sin", "max"} & set(names(jax.make_jaxpr(f)(X).jaxpr)), must
+
+
+def test_closed_jaxprs():
+    must = fix("closed_jaxprs", "give the jaxprs in an equation and their constants", "lookup")
+    for transform in (jax.jit, jax.checkpoint):
+        (eqn,) = jax.make_jaxpr(transform(lambda x: x * CONSTANT))(X).jaxpr.eqns
+        ((jaxpr, consts),) = compat.closed_jaxprs(eqn)
+        assert len(jaxpr.constvars) == len(consts), must
+        assert len(jaxpr.invars) == len(eqn.invars), must
+
+
+with_jvp, with_vjp = jax.custom_jvp(jnp.sin), jax.custom_vjp(jnp.sin)
+with_jvp.defjvp(lambda x, t: (jnp.sin(*x), *t))
+with_vjp.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (g,))
+FUNCTIONS = {
+    "jax.jit": jax.jit(jnp.sin),
+    "jax.checkpoint": jax.checkpoint(jnp.sin),
+    "jax.lax.scan": lambda x: jax.lax.scan(lambda c, _: (c, None), x, length=3),
+    "jax.lax.while_loop": lambda x: jax.lax.while_loop(jnp.any, jnp.sin, x),
+    "jax.lax.cond": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "jax.lax.convert_element_type": lambda x: x.astype("float16"),
+    "jax.lax.stop_gradient": jax.lax.stop_gradient,
+    "jax.custom_jvp": with_jvp,
+    "jax.custom_vjp": with_vjp,
+    "jax.shard_map": lambda x: mapped(lambda a, b: a, PartitionSpec("r")).__wrapped__(x, x),
+    "sin": jnp.sin,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_of(name):
+    must = fix("function_of", "name the function that makes an equation", "lookup")
+    eqn = jax.make_jaxpr(FUNCTIONS[name])(X).jaxpr.eqns[-1]
+    assert compat.function_of(eqn) == name, must
+
+
+def test_has_shardings():
+    must = fix("has_shardings", "tell whether a jit has shardings", "lookup")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for settings in ({}, {"in_shardings": device}, {"out_shardings": device}):
+        (eqn,) = jax.make_jaxpr(jax.jit(jnp.sin, **settings))(X).jaxpr.eqns
+        assert compat.has_shardings(eqn) == bool(settings), must
+
+
+def test_checkpoint_like():
+    must = fix("checkpoint_like", "keep the settings of a checkpoint", "lookup")
+    policy = jax.checkpoint_policies.dots_saveable
+    f = jax.checkpoint(jnp.sin, prevent_cse=False, policy=policy)
+    (eqn,) = jax.make_jaxpr(f)(X).jaxpr.eqns
+    (again,) = jax.make_jaxpr(compat.checkpoint_like(eqn, jnp.cos))(X).jaxpr.eqns
+    for name in eqn.params.keys() - {"jaxpr"}:
+        assert again.params[name] == eqn.params[name], must
+    assert list(names(next(compat.inner_jaxprs(again)))) == ["cos"], must
+
+
+def test_scan_like():
+    must = fix("scan_like", "keep the settings of a scan", "lookup")
+    scan = lambda x: jax.lax.scan(lambda c, x: (c, x), 0.0, x, reverse=True, unroll=2)
+    (eqn,) = jax.make_jaxpr(scan)(X).jaxpr.eqns
+    body = lambda c, x: (c * 0.5 + x[0], c)
+    again = lambda x: compat.scan_like(eqn, body, 1.0, (x, 2 * x))
+    for name in ("reverse", "unroll", "length"):
+        assert jax.make_jaxpr(again)(X).jaxpr.eqns[-1].params[name] == eqn.params[name], must
+    want = jax.lax.scan(body, 1.0, (X, 2 * X), reverse=True)
+    for got, expected in zip(jax.tree.leaves(again(X)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, err_msg=must)
+
+
+def test_scan_sizes():
+    must = fix("scan_sizes", "count constants and carry", "lookup")
+
+    def f(x, y, z):
+        body = lambda c, x: ((c[0] * jnp.sum(y), c[1] + z), (x[0] * c[0], x[1]))
+        return jax.lax.scan(body, (x[0], z), (x, jnp.ones((4, 2))))
+
+    (eqn,) = [e for e in jax.make_jaxpr(f)(X, X, X).jaxpr.eqns if e.primitive.name == "scan"]
+    assert compat.scan_sizes(eqn) == (2, 2), must
 
 
 # Types of arrays inside shard_map
@@ -109,6 +241,11 @@ def test_varying():
     mapped(f, PartitionSpec("r"))(X, X)
     assert found[-1] == ({"r"}, set(), {"r"}), must
     assert compat.varying(X) == frozenset(), must
+    jaxpr = jax.make_jaxpr(mapped(lambda a, b: a + b[0], PartitionSpec("r")))(X, X).jaxpr
+    while compat.function_of(jaxpr.eqns[0]) != "jax.shard_map":
+        jaxpr = next(compat.inner_jaxprs(jaxpr.eqns[0]))
+    body = next(compat.inner_jaxprs(jaxpr.eqns[0]))
+    assert sorted(map(len, map(compat.varying, body.invars))) == [0, 1], must
 
 
 def test_cast_varying():
