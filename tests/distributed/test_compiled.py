@@ -57,7 +57,7 @@ def computations(hlo, conditional):
 
 def collectives(hlo, conditional):
     """The collectives that run always, or only in a branch or in a loop."""
-    return [kind for text in computations(hlo, conditional) for kind in re.findall(COLLECTIVE, text)]
+    return re.findall(COLLECTIVE, "\n".join(computations(hlo, conditional)))
 
 
 @pytest.mark.parametrize("method", PERIODIC)
