@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.inner import fitting
@@ -39,7 +39,7 @@ def scale_by_amsgrad(
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
         divisor = jnp.sqrt(t.astype(g.dtype)) if decay else 1
-        update = lambda s: safe_divide(s.m, jnp.sqrt(s.v_hat) + eps, eps) / divisor
+        update = lambda s: safe_divide(s.m, sqrt(s.v_hat) + eps, eps) / divisor
         return update, AMSGradSlots(m, v, jnp.maximum(s.v_hat, v))
 
     return leafwise(rule, slots=AMSGradSlots(zeros, zeros, zeros))

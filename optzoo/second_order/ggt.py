@@ -21,6 +21,7 @@ from ..rules.treewise import treewise
 from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
+from .eigh import eigh
 
 
 def _gram_matrix(slots: Any) -> np.ndarray:
@@ -198,19 +199,10 @@ def _jvp_of_coefficients(primals, tangents):
     return dot(u, f * u[p]), dot(u, d_f)
 
 
-@jax.custom_jvp
 def _eigh(gram: Array) -> tuple[Array, Array]:
     """Eigenvalues, the least first, and eigenvectors."""
-    values, u = jnp.linalg.eigh(gram, symmetrize_input=False)
+    values, u = eigh(gram, "ggt")
     return jnp.maximum(values, 0), u
-
-
-@_eigh.defjvp
-def _no_jvp_of_eigh(primals, tangents):
-    raise NotImplementedError(
-        "ggt has first derivatives only: differentiate its update once, or put "
-        "jax.lax.stop_gradient around it"
-    )
 
 
 def _of_eigenvalues(values: Array, least: Array, epsilons: tuple[Any, Any, Any]) -> Array:

@@ -9,7 +9,7 @@ from jax import Array
 
 from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
-from ...core.numerics import norm, safe_divide, saturating_cast, upcast
+from ...core.numerics import norm, safe_divide, saturating_cast, sqrt, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.inner import fitting, inner_transformation
 from .options import ShampooOptions, StepValues
@@ -98,7 +98,7 @@ def simple_step(
     if options.grafting == "adam":  # without the bias of both means
         b = b / (now.gbar_weight * _sum_of_weights(now.gbar_decay, now.t))
         second = v / ((1 - decay) * _sum_of_weights(decay, now.t))
-    return safe_divide(b, jnp.sqrt(second) + options.grafting_eps, options.grafting_eps), v
+    return safe_divide(b, sqrt(second) + options.grafting_eps, options.grafting_eps), v
 
 
 def _grafted(direction: Any, length: Any) -> Any:
