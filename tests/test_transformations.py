@@ -242,7 +242,7 @@ def test_derivatives_are_difference_quotients(name, x64):
         value = lambda at: float(derivatives(name)(at, AT)[0])
         want = np.array([(value(AT + d) - value(AT - d)) / (2 * d.sum()) for d in h])
         if name in FORWARD:
-            with pytest.raises((TypeError, ValueError), match=r"[Rr]everse.mode"):
+            with pytest.raises(TypeError, match="Pass exchange="):
                 jax.grad(functools.partial(after, name, "float64"))(AT)
     if name in AT_CORNERS:
         want[2] *= AT_CORNERS[name]

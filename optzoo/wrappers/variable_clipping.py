@@ -11,7 +11,7 @@ import optax
 
 from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
-from ..core.numerics import upcast
+from ..core.numerics import sqrt, upcast
 from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
@@ -61,7 +61,7 @@ def variable_clipping(
         raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
 
     def clipped(x, axes):
-        norm = jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
+        norm = sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
         return x * (max_norm / jnp.maximum(norm, max_norm))
 
     def clip(g, u, x, axes):
