@@ -51,9 +51,8 @@ def variable_clipping(
 
     Differences from the original:
         Rows that share an index are clipped once; the original subtracts the excess once for each
-        of them, which makes the row too short or reverses its sign. The original also subtracts the
-        excess from dense parameters: if the bound is below the rounding error of the norm before,
-        zeros remain. A bound of zero or less is an error.
+        of them, which makes the row too short or reverses its sign. A bound of zero or less is an
+        error.
     """
     check_transformation(inner=inner)
     check_positive(max_norm=max_norm)
