@@ -253,10 +253,18 @@ def in_16_bits(d: Difference) -> bool:
     return saturates or not np.isfinite(d.theirs)
 
 
+def has_no_decay(d: Difference) -> bool:
+    """Their decay is 1 in 16 bits, and no epsilon hides that their mean remains zero."""
+    settings = dict(flat(d.meta["kwargs"]))
+    decays = [v for k, v in settings.items() if k in ("beta1", "beta2", "rho", "decay")]
+    lost = "16" in d.meta["dtype"] and max(decays, default=0) >= 1 - EPS[d.meta["dtype"]] / 2
+    return lost and settings.get("epsilon", 1.0) <= 1e-19
+
+
 def nan_stays(d: Difference) -> bool:
     """Their comparison with NaN is false: of |z| > l1 in Ftrl, of a maximum in AdaMax."""
     compares = d.optimizer == "Ftrl" or any("AdaMax" in str(v) for v in d.meta["kwargs"].values())
-    return (compares or d.optimizer == "AdaMax") and np.isnan(d.ours) and np.isfinite(d.theirs)
+    return (compares or d.optimizer == "AdaMax") and np.isnan(d.ours) and not np.isnan(d.theirs)
 
 
 def rounds_a_mean(d: Difference) -> bool:
@@ -334,6 +342,7 @@ DOCUMENTED = [
     Documented("updates are added: the excess is not subtracted", cancels_in_clipping),
     Documented("variable_clipping: repeated rows are clipped once", clips_once),
     Documented("16 bits: computed in float32", in_16_bits),
+    Documented("16 bits: a decay is not rounded to 1", has_no_decay),
     Documented("NaN stays NaN", nan_stays),
     Documented("rounding of means of much larger gradients", rounds_a_mean),
     Documented("decoupled_weight_decay: rows of gradient descent decay", decays_rows),
