@@ -295,7 +295,8 @@ def rounds_to_the_old(d: Difference) -> bool:
     path = [d.record.arrays[f"init/{d.leaf}"], *d.record.arrays[f"param/{d.leaf}"]]
     sizes = np.abs([float(x[d.place]) for x in path])
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
-    return bool(EPS[d.meta["dtype"]] * np.max(sizes) > 1e-5 * np.min(sizes))
+    error = 8 * EPS[d.meta["dtype"]] * np.max(sizes) / np.min(sizes)
+    return bool(abs(d.ours - d.theirs) <= error * abs(d.theirs))
 
 
 def cancels_in_clipping(d: Difference) -> bool:
