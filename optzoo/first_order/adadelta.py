@@ -27,6 +27,8 @@ def scale_by_adadelta(
     check_not_negative(eps=eps)
 
     def factor(mean, divisor, eps):
+        if isinstance(eps, float | int) and eps < 1e-18:  # even the scaled quotient underflows
+            return safe_divide(jnp.sqrt(mean), jnp.sqrt(divisor), eps)
         # The root of the quotient, which would underflow for a large gradient: then scaled.
         is_large = divisor > 1e10
         scaled = divisor * jnp.where(is_large, 2.0**-64, 1)
