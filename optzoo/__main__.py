@@ -17,7 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["list"] and len(argv) <= 2:
         from .registry import listing
 
-        print(listing(*argv[1:]))
+        try:
+            print(listing(*argv[1:]))
+        except ValueError as error:
+            print(f"optzoo list: error: {error}", file=sys.stderr)
+            return 2
         return 0
     asked = argv[:1] in (["-h"], ["--help"])
     usage = "usage: optzoo race ...   (optzoo race --help)\n       optzoo list [part of a name]"

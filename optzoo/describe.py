@@ -94,6 +94,11 @@ def describe(
         axis_name: the axis of the replicas, if ``tx`` communicates along one.
         num_replicas: the number of replicas along that axis.
         **extra_args: further arguments that ``update`` needs.
+
+    Raises:
+        ValueError: as ``update``, with a note, such as for another number of replicas than that of
+            ``tx``.
+        NameError: if ``tx`` communicates along another axis, with a note.
     """
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -102,7 +107,12 @@ def describe(
 
     extra_args = {"global_step": 0, **extra_args}
     update = lambda gs, state, xs: tx.update(gs, state, xs, **extra_args)
-    traced = jax.make_jaxpr(update, axis_env=[(axis_name, num_replicas)])(params, state, params)
+    try:
+        traced = jax.make_jaxpr(update, axis_env=[(axis_name, num_replicas)])(params, state, params)
+    except Exception as error:
+        at = f"{num_replicas=} and {axis_name=}"
+        error.add_note(f"describe traced an update with {at}: give it those of the optimizer")
+        raise
     sent = list(_sent(traced.jaxpr))
     always = sum(nbytes for nbytes, at_times in sent if not at_times)
     sizes = [_nbytes(x) for x in jax.tree.leaves(params)]

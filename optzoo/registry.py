@@ -136,6 +136,9 @@ def listing(pattern: str = "") -> str:
 
     Args:
         pattern: list only those with this string in one of their names, in any case.
+
+    Raises:
+        ValueError: if there is none.
     """
     lines = []
     for name, others in names().items():
@@ -144,6 +147,9 @@ def listing(pattern: str = "") -> str:
             call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
             lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
             lines.append("    " + ", ".join([found.original or "optzoo", *others]))
+    if not lines:
+        near = _nearest(_key(pattern), _table()) or "; without a part of a name all are listed"
+        raise ValueError(f"no name contains {pattern!r}{near}")
     return "\n".join(lines)
 
 

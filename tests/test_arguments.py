@@ -13,7 +13,10 @@ import pytest
 
 import optzoo
 
+from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
+
 NAN, INF = float("nan"), float("inf")
+ADAM = optzoo.adam(0.1)
 TRANSFORMS = (
     "clip_by_average_norm",
     "clip_by_global_norm",
@@ -186,6 +189,27 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
         make(wrapper, inner=inner)
 
 
+@pytest.mark.parametrize("inner", [None, optzoo.adam, "adam"])
+@pytest.mark.parametrize("name", [*METHODS, "on_rows", "on_values"])
+def test_others_that_take_a_transformation(name, inner):
+    build = {"on_rows": optzoo.on_rows, "on_values": optzoo.on_values, **METHODS}[name]
+    with pytest.raises(TypeError, match=r"^inner must be an optax transformation"):
+        build(inner)
+
+
+def test_arguments_of_methods():
+    with pytest.raises(TypeError, match=r"^outer must be an optax transformation"):
+        optzoo.diloco(ADAM, outer="adam")
+    for arguments, name in (((None, ADAM), "direction"), ((ADAM, None), "length")):
+        with pytest.raises(TypeError, match=f"^{name} must be an optax transformation"):
+            optzoo.graft(*arguments)
+    for staleness, message in ((NAN, "must be a number, got nan"), ("1", "must be a number")):
+        with pytest.raises((TypeError, ValueError), match=f"^staleness {message}"):
+            optzoo.drop_stale_gradient(ADAM, staleness)
+    for staleness in (INF, -1, 2):
+        optzoo.drop_stale_gradient(ADAM, staleness)
+
+
 @pytest.mark.parametrize(
     ("build", "value"),
     [
@@ -201,7 +225,6 @@ def test_deliberately_accepted(build, value):
 
 
 X = {"w": jnp.ones((2, 3))}
-ADAM = optzoo.adam(0.1)
 # Everything of this library that has an update with extra arguments, around or beside optax's.
 UPDATES = {
     "adam": ADAM,
@@ -210,14 +233,14 @@ UPDATES = {
     "ftrl": optzoo.ftrl(0.1),
     "shampoo": optzoo.shampoo(),
     "numerics": optzoo.check_numerics(),
-    "groups": optzoo.groups({".*": optax.adam(0.1)}),
+    "groups": optzoo.groups({".*": ADAM}),
     "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
-    "accumulate": optzoo.accumulate(optax.adam(0.1), 2),
-    "decay": optzoo.decoupled_weight_decay(optax.adam(0.1), 0.1),
-    "average": optzoo.moving_average(optax.adam(0.1)),
-    "multitask": optzoo.multitask(optax.adam(0.1)),
-    "stacked": optzoo.stacked(optax.adam(0.1)),
-    "clipping": optzoo.variable_clipping(optax.adam(0.1), {}, 1.0),
+    "accumulate": optzoo.accumulate(ADAM, 2),
+    "decay": optzoo.decoupled_weight_decay(ADAM, 0.1),
+    "average": optzoo.moving_average(ADAM),
+    "multitask": optzoo.multitask(ADAM),
+    "stacked": optzoo.stacked(ADAM),
+    "clipping": optzoo.variable_clipping(ADAM, {}, 1.0),
     "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),
 }
 BAD_ARGUMENTS = [
@@ -269,3 +292,37 @@ def test_other_arguments_of_updates_pass(name):
             else jax.eval_shape(lambda rate=rate, step=step: update(rate, step))
         )
         assert jax.tree.structure(got) == jax.tree.structure(wanted)
+
+
+@pytest.mark.parametrize("inner", ["optax.adam", "frozen"])
+@pytest.mark.parametrize("name", [*WRAPPERS, *METHODS])
+def test_a_learning_rate_that_nothing_reads(name, inner):
+    wrap = {**WRAPPERS, **METHODS}[name]
+    tx = wrap({"optax.adam": optax.adam(0.1), "frozen": optax.set_to_zero()}[inner])
+    call = lambda: update(tx, learning_rate=0.5)
+    if inner == "frozen":
+        call()
+        return
+    update(tx, learning_rate=None)
+    argument = {"groups": "the group 'table'", "graft": "length"}.get(name, "inner")
+    with pytest.raises(TypeError, match=f"learning_rate, but nothing in {argument} reads it"):
+        call()
+    # The fix that the error names.
+    rate = optzoo.scale_by_learning_rate(0.1)
+    update(wrap(optax.chain(optax.scale_by_adam(), rate)), learning_rate=0.5)
+
+
+TRANSFORMATIONS = transformations()
+
+
+@pytest.mark.filterwarnings("ignore:Casting")  # of complex numbers, in init
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_what_does_not_belong_together(name):
+    """Other arguments, gradients, parameters or states are refused by an error of this library."""
+    wrong = []
+    for cases in KINDS.values():
+        for case, call in cases(TRANSFORMATIONS[name]):
+            got, error = outcome(call)
+            if got != "ours" and not (got == "accepted" and is_accepted(name, case)):
+                wrong.append((case, got, error))
+    assert wrong == []

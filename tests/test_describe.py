@@ -86,3 +86,11 @@ def test_an_argument_of_update_that_is_missing():
     with pytest.raises(TypeError, match="value"):
         describe(needs, PARAMS)
     assert describe(needs, PARAMS, value=1.0).state == 0
+
+
+def test_another_number_of_replicas():
+    tx = optzoo.elastic_average(optzoo.adam(), 4)
+    with pytest.raises(ValueError, match="num_workers must be the size of the axis") as caught:
+        describe(tx, PARAMS)
+    assert "num_replicas=8 and axis_name='replica'" in "".join(caught.value.__notes__)
+    assert describe(tx, PARAMS, num_replicas=4).sent_at_times > 0

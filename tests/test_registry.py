@@ -227,3 +227,13 @@ def test_list_shows_arguments_and_defaults(capsys):
     assert main(["list", "Prox"]) == 0
     only = capsys.readouterr().out
     assert "proximal_adagrad(" in only and "adam(" not in only
+
+
+def test_list_of_an_unknown_name(capsys):
+    assert main(["list", "ftlr"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "no name contains 'ftlr'; the nearest are ftrl" in err
+    assert main(["list", "zzz"]) == 2
+    assert "no name contains 'zzz'; without a part of a name all are listed" in (
+        capsys.readouterr().err
+    )

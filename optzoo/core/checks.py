@@ -187,7 +187,7 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
             (``learning_rate``) or negative (``global_step``). JAX's arrays are not read.
     """
     for name in extra_args:
-        right = _right_name(name)
+        right = right_name(name)
         if right != name:
             raise TypeError(f"update has no argument {name!r}: it must be {right!r}")
     rate, step = extra_args.get("learning_rate"), extra_args.get("global_step")
@@ -202,7 +202,7 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _right_name(name: str) -> str:
+def right_name(name: str) -> str:
     """The keyword of ours that a name is, or nearly is; the name itself if there is none."""
     plain = name.lower().replace("_", "")
     if plain == "lr":

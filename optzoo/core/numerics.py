@@ -1,7 +1,8 @@
-"""Arithmetic in at least float32, and without 0 / 0."""
+"""Arithmetic in at least float32, and without 0 / 0, in values and in derivatives."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -49,6 +50,41 @@ def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
+@jax.custom_jvp
+def sqrt(a: Array) -> Array:
+    """The square root, with the derivative 0 at 0.
+
+    For the derivatives through an update: the root of a squared gradient is multiplied by a
+    derivative that is 0 where the gradient is 0, and infinity times 0 would be NaN.
+    """
+    return jnp.sqrt(a)
+
+
+@sqrt.defjvp
+def _(primals, tangents):
+    root = sqrt(*primals)
+    return root, tangents[0] * jnp.where(root == 0, 0, 0.5 / jnp.where(root == 0, 1, root))
+
+
+def power(a: Array, exponent: Any) -> Array:
+    """``a ** exponent`` for ``a`` at least 0, with the derivative 0 where it would be infinite."""
+    return a**exponent if isinstance(exponent, int) else _power(a, exponent)
+
+
+@jax.custom_jvp
+def _power(a: Array, exponent: Any) -> Array:
+    return a**exponent
+
+
+@_power.defjvp
+def _(primals, tangents):
+    a, exponent = primals
+    is_infinite = (a == 0) & (exponent < 1)
+    nearby = jnp.where(is_infinite, 1, a), exponent
+    _, slope = jax.jvp(jnp.power, nearby, tangents)
+    return _power(a, exponent), jnp.where(is_infinite, 0, slope)
+
+
 def norm(a: Array) -> Array:
-    """The Euclidean norm of all elements."""
-    return jnp.sqrt(jnp.sum(a**2))
+    """The Euclidean norm of all elements; its derivative at 0 is 0."""
+    return sqrt(jnp.sum(a**2))

@@ -62,7 +62,7 @@ def resolve_mask(which: Any, tree: Any) -> Any:
     Raises:
         TypeError: if the function returns no mask, or a mask holds None.
         ValueError: if no path contains a fragment, unless ``optax.masked`` or ``optax.partition``
-            hides parameters here.
+            hides parameters here. What a model may lack is for a function to mark.
     """
     if callable(which):
         which = _called(which, tree)
@@ -101,7 +101,8 @@ def _containing(fragments: Sequence[str], tree: Any) -> Any:
     if unused and names and not hides_leaves(tree):
         raise ValueError(
             f"a mask must hold fragments of the parameters' paths, but none contains "
-            f"{' or '.join(map(repr, unused))}; the parameters are {names}"
+            f"{' or '.join(map(repr, unused))}; the parameters are {names}. Leave that out, or "
+            "give a function of the parameters, which may mark none"
         )
     return marks
 

@@ -11,6 +11,7 @@ ids below zero, which are outside of every table and therefore ignored.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.extend import random as extend_random
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
-    "it in `optzoo.on_values`."
+    "it in `optzoo.on_values`; `optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`."
 )
 
 
@@ -43,6 +44,41 @@ def _define(name: str, words: int) -> Any:
 
 
 _IMPLS = {"int32": _define("optzoo_row_ids_32", 1), "int64": _define("optzoo_row_ids_64", 2)}
+
+
+def _name_the_remedy() -> None:
+    """Gives row ids methods whose errors have the hint, where those of JAX do not name the dtype.
+
+    Operators, functions of ``jax.numpy`` and everything that is traced do name it. But outside of
+    jit, methods such as ``ids.real`` are abstract in JAX's class for random keys, and their error
+    is "Cannot call abstract method real". JAX has no hook for that, so they are replaced in its
+    class. For every other array of that class they are what they were.
+    """
+    keys = next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
+    for name in () if keys is None else dir(keys):
+        method = getattr(keys, name)
+        if name == "__array__" or getattr(method, "__isabstractmethod__", False):
+            is_property = isinstance(method, property)
+            function: Any = method.fget if is_property else method
+            new = _with_hint(name, function)
+            setattr(keys, name, property(new) if is_property else new)
+
+
+def _with_hint(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    text = f"row ids of optzoo.SparseRows allow no arithmetic, and have no {name}. {HINT}"
+    if name == "__array__":
+        text = f"NumPy cannot read row ids of optzoo.SparseRows; its `indices` are integers. {HINT}"
+
+    @functools.wraps(method)
+    def checked(array, *args, **kwargs):
+        if is_protected(array):
+            raise TypeError(text)
+        return method(array, *args, **kwargs)
+
+    return checked
+
+
+_name_the_remedy()
 
 
 @functools.partial(jax.jit, inline=True)

@@ -11,6 +11,7 @@ from jax import Array
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
+from .checks import check_transformation
 from .merge import merge
 from .numerics import upcast
 from .row_ids import HINT, is_protected, plain, protect
@@ -38,8 +39,8 @@ class SparseRows(metaclass=_HintInErrors):
     that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
     Use :func:`optzoo.densify` or :func:`optzoo.on_values` there, and
     :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
-    padding. What writes arrays to files or turns them into NumPy arrays takes no ids: give it
-    ``indices`` and ``values``.
+    padding. What writes arrays to files or turns them into NumPy arrays takes no ids, and raises an
+    error: give it ``indices`` and ``values``.
 
     Attributes:
         indices: integers of shape ``(n,)``. They are kept, and read, as int32; under x64 those of
@@ -281,6 +282,7 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
     Args:
         inner: a transformation without params-shaped state that reads no parameters.
     """
+    check_transformation(inner=inner)
     inner = optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):

@@ -10,6 +10,7 @@ from jax import Array
 from ..core.checks import check_size
 from ..core.rows import is_sparse_or_none
 from ..state.averages import wide_zeros_like
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
     BUCKET_BYTES,
@@ -95,7 +96,7 @@ def agn(
     """
     period = check_size(1, communication_period=communication_period)
     replicas = Replicas(axis_name, bucket_bytes)
-    inner = optax.with_extra_args_support(inner)
+    inner = inner_transformation(inner=inner)
 
     def accumulate(updates, params, per_replica, **_):
         accumulated, since = per_replica.method
@@ -141,4 +142,4 @@ def agn(
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
     method = Method([push], every(period), init=init, before_step=accumulate, **options)
-    return local_sgd(inner, replicas, method)
+    return fitting(local_sgd(inner, replicas, method))

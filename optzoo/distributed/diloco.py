@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from ..core.checks import check_size
+from ..state.inner import fitting, inner_transformation
 from .engine.collectives import (
     BUCKET_BYTES,
     AxisName,
@@ -97,7 +98,9 @@ def diloco(
             f"own step, got {fragments}"
         )
     replicas = Replicas(axis_name, bucket_bytes)
+    inner = inner_transformation(inner=inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    outer = inner_transformation(outer=outer)
     outers = [
         optax.masked(outer, lambda tree, i=i: _members(tree, fragments, i))
         for i in range(fragments)
@@ -145,7 +148,7 @@ def diloco(
     exchanges = [functools.partial(exchange, i) for i in range(fragments)]
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
     method = Method(exchanges, due, init=init, before_step=synchronous, **options)
-    return local_sgd(inner, replicas, method)
+    return fitting(local_sgd(inner, replicas, method))
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:

@@ -1,5 +1,6 @@
 """Drops stale gradients: those that were computed from old parameters."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_params
+from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
+from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
 
@@ -60,7 +62,9 @@ def drop_stale_gradient(
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
-        ValueError: at trace time, if gradients are already summed over the replicas.
+        TypeError: if ``inner`` is no transformation or ``staleness`` no number.
+        ValueError: if ``staleness`` is NaN; at trace time, if gradients are already summed over the
+            replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -72,7 +76,8 @@ def drop_stale_gradient(
         ``state.replicated.stale_counter``.
     """
     replicas = Replicas(axis_name, bucket_bytes)
-    inner = optax.with_extra_args_support(inner)
+    inner = inner_transformation(inner=inner)
+    check("a number", lambda v: not math.isnan(v), infinite=True, staleness=staleness)
 
     def init(params):
         zero = lambda: jnp.zeros([], jnp.int32)
@@ -125,4 +130,4 @@ def drop_stale_gradient(
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
         return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))

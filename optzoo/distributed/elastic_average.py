@@ -10,6 +10,7 @@ from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
 from ..core.rows import is_sparse_or_none
 from ..state.averages import start_of_average
+from ..state.inner import fitting, inner_transformation
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_not_none, replace_not_none
 from .engine.local_sgd import Method, Order, every, local_sgd
 
@@ -87,6 +88,7 @@ def elastic_average(
     period = check_size(1, communication_period=communication_period)
     check("in (0, 1]", lambda v: 0 < v <= 1, none=True, moving_rate=moving_rate)
     check_not_negative(rho=rho)
+    inner = inner_transformation(inner=inner)
     replicas = Replicas(axis_name, bucket_bytes)
     rate = 0.9 / period / num_workers if moving_rate is None else moving_rate
 
@@ -124,4 +126,4 @@ def elastic_average(
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
     method = Method([exchange], every(period), init=init, before_step=pull, **options)
-    return local_sgd(inner, replicas, method)
+    return fitting(local_sgd(inner, replicas, method))

@@ -1,5 +1,6 @@
 """Periodic averaging of the parameters of all replicas."""
 
+import functools
 from typing import Literal, get_args
 
 import jax
@@ -8,6 +9,7 @@ import optax
 
 from ..core.checks import check_size
 from ..core.numerics import upcast
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
     BUCKET_BYTES,
@@ -55,7 +57,8 @@ def model_average(
         interval_steps: :math:`\tau`, local steps from one average to the next; static.
         slots: what an average does to each replica's slots: ``"keep"`` leaves them unchanged, as
             in the original, ``"average"`` averages them, too, and ``"reset"`` sets them to their
-            initial values. Counts and powers are always kept.
+            initial values, those of parameters without a gradient as well. Counts and powers are
+            always kept.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
             neither parameters nor slots. If it is that of an exchange, the replica does not take
@@ -78,6 +81,7 @@ def model_average(
     period = check_size(1, interval_steps=interval_steps)
     if slots not in get_args(Slots):
         raise ValueError(f"slots must be one of {get_args(Slots)}, got {slots!r}")
+    inner = inner_transformation(inner=inner)
     replicas = Replicas(axis_name, bucket_bytes)
 
     def exchange(arrived, params, replicated, per_replica, **_):
@@ -91,16 +95,21 @@ def model_average(
         center = replicated.center
         average = map_not_none(lambda s, c: jnp.where(some, mean(s), c), sums, center)
         if slots != "keep":
-            new = slot_sums if slots == "average" else inner.init(params)
+            # A parameter without a gradient is None here, but has slots.
+            start = replace_not_none(center, params)
+            new = slot_sums if slots == "average" else inner.init(start)
             take = mean if slots == "average" else lambda a: a
             replace = lambda a, b, is_slot: (
                 jnp.where(some, take(b).astype(a.dtype), a) if is_slot else a
             )
-            per_replica = per_replica._replace(inner=jax.tree.map(replace, state, new, is_slot))
+            # An optimizer of optax may have None for the slot of such a parameter.
+            with_none = functools.partial(jax.tree.map, is_leaf=lambda a: a is None)
+            per_replica = per_replica._replace(inner=with_none(replace, state, new, is_slot))
         replicated = replicated._replace(
             center=replace_not_none(center, average), global_step=replicated.global_step + some
         )
         return optax.tree.where(some, average, params), replicated, per_replica
 
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
-    return local_sgd(inner, replicas, Method([exchange], every(period), **options))
+    method = Method([exchange], every(period), **options)
+    return fitting(local_sgd(inner, replicas, method))

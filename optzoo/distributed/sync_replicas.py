@@ -11,7 +11,9 @@ from jax import Array, lax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
+from ..core.reads import note_reads
 from ..core.rows import zeros_like_update
+from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.accumulator import (
     GradientAccumulator,
@@ -120,11 +122,11 @@ def sync_replicas(
             f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "
             "needs hold=True"
         )
-    inner, replicas = optax.with_extra_args_support(inner), Replicas(axis_name, bucket_bytes)
+    inner, replicas = inner_transformation(inner=inner), Replicas(axis_name, bucket_bytes)
     driver = _SyncReplicas(
         inner, replicas, aggregate, total, hold, rows_divisor == "touches", skip_nonfinite
     )
-    return optax.GradientTransformationExtraArgs(driver.init, driver.update)
+    return fitting(optax.GradientTransformationExtraArgs(driver.init, driver.update))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,13 @@ class _SyncReplicas:
         local_step=None,
         **extra_args,
     ):
-        self.replicas.check_size(total_num_replicas=self.total)
+        note_reads(["arrived", "priority", "local_step"])
+        if (size := self.replicas.size) != self.total:
+            raise ValueError(
+                f"total_num_replicas must be the size of the axis {self.replicas.axis_name!r}, "
+                f"{size}, got {self.total} (its default is replicas_to_aggregate="
+                f"{self.aggregate}): pass total_num_replicas={size}"
+            )
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         self.replicas.check_replicated(params)

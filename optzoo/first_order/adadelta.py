@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import Slot
@@ -27,10 +27,12 @@ def scale_by_adadelta(
     check_not_negative(eps=eps)
 
     def factor(mean, divisor, eps):
+        if isinstance(eps, float | int) and eps < 1e-18:  # even the scaled quotient underflows
+            return safe_divide(jnp.sqrt(mean), jnp.sqrt(divisor), eps)
         # The root of the quotient, which would underflow for a large gradient: then scaled.
         is_large = divisor > 1e10
         scaled = divisor * jnp.where(is_large, 2.0**-64, 1)
-        return jnp.sqrt(safe_divide(mean, scaled, eps)) * jnp.where(is_large, 2.0**-32, 1)
+        return sqrt(safe_divide(mean, scaled, eps)) * jnp.where(is_large, 2.0**-32, 1)
 
     def rule(g, x, s, t):
         accum = rho * s.accum + (1 - rho) * g**2

@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Slot
@@ -25,7 +24,7 @@ def scale_by_adagrad(
     check_positive(initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):
-        update = lambda s: safe_divide(g, jnp.sqrt(s.accumulator))
+        update = lambda s: safe_divide(g, sqrt(s.accumulator))
         return update, AdagradSlots(s.accumulator + g**2)
 
     return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))

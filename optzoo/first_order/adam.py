@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
@@ -38,7 +38,7 @@ def adam_rule(b1: float, b2: float, eps: float) -> Rule:
 
     def rule(g, x, s, t, beta1_power, beta2_power):
         correction = bias_correction(beta1_power, beta2_power)
-        update = lambda s: correction * safe_divide(s.m, jnp.sqrt(s.v) + eps, eps)
+        update = lambda s: correction * safe_divide(s.m, sqrt(s.v) + eps, eps)
         return update, next_slots(g, s, b1, b2)
 
     return rule

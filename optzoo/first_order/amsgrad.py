@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import scale_by_learning_rate
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
@@ -38,7 +39,7 @@ def scale_by_amsgrad(
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
         divisor = jnp.sqrt(t.astype(g.dtype)) if decay else 1
-        update = lambda s: safe_divide(s.m, jnp.sqrt(s.v_hat) + eps, eps) / divisor
+        update = lambda s: safe_divide(s.m, sqrt(s.v_hat) + eps, eps) / divisor
         return update, AMSGradSlots(m, v, jnp.maximum(s.v_hat, v))
 
     return leafwise(rule, slots=AMSGradSlots(zeros, zeros, zeros))
@@ -84,4 +85,5 @@ def amsgrad(
         are accepted; the original raises a TypeError for them.
     """
     # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
-    return optax.chain(scale_by_amsgrad(b1, b2, eps, decay), scale_by_learning_rate(learning_rate))
+    direction = scale_by_amsgrad(b1, b2, eps, decay)
+    return fitting(optax.chain(direction, scale_by_learning_rate(learning_rate)))

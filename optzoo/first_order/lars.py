@@ -11,6 +11,7 @@ from ..core.paths import check_mask, resolve_unmasked
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
+from ..state.inner import fitting
 from ..state.types import Slot
 
 
@@ -102,15 +103,12 @@ def lars(
         update = lambda s: -learning_rate * ahead(s.momentum)
         return update, LARSSlots(momentum * s.momentum + g)
 
-    return optax.chain(
-        optax.masked(
-            scale_by_lars_trust_ratio(weight_decay, eeta, eps),
-            lambda tree: resolve_unmasked(skip, tree),
-        ),
-        leafwise(
-            rule,
-            slots=LARSSlots(zeros),
-            rows=lambda _: lazy(in_float32(rows_rule)),
-            scheduled={"learning_rate": learning_rate},
-        ),
+    trust = scale_by_lars_trust_ratio(weight_decay, eeta, eps)
+    steps = leafwise(
+        rule,
+        slots=LARSSlots(zeros),
+        rows=lambda _: lazy(in_float32(rows_rule)),
+        scheduled={"learning_rate": learning_rate},
     )
+    masked = optax.masked(trust, lambda tree: resolve_unmasked(skip, tree))
+    return fitting(optax.chain(masked, steps))

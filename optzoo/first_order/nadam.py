@@ -1,10 +1,9 @@
 """Nadam: Adam with Nesterov momentum."""
 
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -21,7 +20,7 @@ def scale_by_nadam(
     def rule(g, x, s, t, beta1_power, beta2_power):
         correction = bias_correction(beta1_power, beta2_power)
         ahead = lambda m: b1 * m + (1 - b1) * g
-        update = lambda s: correction * safe_divide(ahead(s.m), jnp.sqrt(s.v) + eps, eps)
+        update = lambda s: correction * safe_divide(ahead(s.m), sqrt(s.v) + eps, eps)
         return update, next_slots(g, s, b1, b2)
 
     powers = {"beta1_power": b1, "beta2_power": b2}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Slot
@@ -26,7 +26,7 @@ def scale_by_reg_adagrad(
 
     def rule(g, x, s, t, update_slots):
         accumulator = jnp.where(update_slots == 0, s.accumulator, s.accumulator + g**2)
-        update = lambda s: safe_divide(g, jnp.sqrt(s.accumulator))
+        update = lambda s: safe_divide(g, sqrt(s.accumulator))
         return update, RegAdagradSlots(accumulator)
 
     slots = RegAdagradSlots(full(initial_accumulator_value))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative, check_rate
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
 
@@ -102,7 +102,7 @@ def rmsprop(
 
     def step(g, s, learning_rate):
         mean_square = jnp.maximum(s["rms"] - s["mg"] ** 2, 0) if centered else s["rms"]
-        return learning_rate * safe_divide(g, jnp.sqrt(mean_square + eps), eps)
+        return learning_rate * safe_divide(g, sqrt(mean_square + eps), eps)
 
     def rule(g, x, s, t, learning_rate):
         new = {"rms": decay * s.rms + (1 - decay) * g**2}

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_not_negative
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import Slot
@@ -26,7 +26,7 @@ def scale_by_row_wise_adagrad(eps: float = 1e-8) -> optax.GradientTransformation
     check_not_negative(eps=eps)
 
     def rule(g, x, s, t):
-        root = lambda a: jnp.expand_dims(jnp.sqrt(a) + eps, _inner_axes(g))
+        root = lambda a: jnp.expand_dims(sqrt(a) + eps, _inner_axes(g))
         update = lambda s: safe_divide(g, root(s.accumulator), eps)
         return update, RowWiseAdagradSlots(s.accumulator + _row_means(g**2))
 

@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
 from .shrink import soft_threshold
@@ -77,7 +76,7 @@ def adagrad_da(
 
         def update(s):
             total, squares = s
-            scale = learning_rate * l2 * steps + jnp.sqrt(squares)
+            scale = learning_rate * l2 * steps + sqrt(squares)
             return -learning_rate * safe_divide(soft_threshold(total, l1 * steps), scale) - x
 
         return update, AdagradDASlots(total, squares)

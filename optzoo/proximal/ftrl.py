@@ -7,7 +7,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check, check_not_negative, check_rate
-from ..core.numerics import safe_divide
+from ..core.numerics import power, safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
 from .shrink import soft_threshold
@@ -80,7 +80,7 @@ def ftrl(
     is_square_root = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
 
     def to_rate(n):
-        return jnp.sqrt(n) if is_square_root else n**-learning_rate_power
+        return sqrt(n) if is_square_root else power(n, -learning_rate_power)
 
     def rule(g, x, s, t, learning_rate):
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate

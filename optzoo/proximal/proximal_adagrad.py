@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
-from ..core.numerics import safe_divide
+from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..state.types import Slot
 from .shrink import shrink
@@ -63,7 +62,7 @@ def proximal_adagrad(
 
     def rule(g, x, s, t, learning_rate):
         def update(s):
-            rate = safe_divide(learning_rate, jnp.sqrt(s.accumulator))
+            rate = safe_divide(learning_rate, sqrt(s.accumulator))
             return shrink(x - rate * g, rate, l1, l2) - x
 
         return update, ProximalAdagradSlots(s.accumulator + g**2)

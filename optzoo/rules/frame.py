@@ -10,6 +10,8 @@ from jax import Array
 
 from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
+from ..core.reads import note_reads
+from ..state.fit import SlotShapes
 from ..state.storage import count_of, stored_arrays, stored_slots, with_count
 from ..state.types import LeafwiseState
 
@@ -47,6 +49,7 @@ def frame(
     _check_slots(slots)
     scheduled = dict(scheduled or {})
     Slots = type(slots)
+    shapes = SlotShapes(slots, shared)
 
     def init(params):
         trees = [jax.tree.map(initializer, params) for initializer in slots]
@@ -56,6 +59,8 @@ def frame(
         if needs_params:
             check_params(params)
         check_update_arguments(extra_args)
+        note_reads(["global_step", *scheduled])
+        shapes.check_types(state, params)
         step = extra_args.get("global_step")
         if needs_global_step and step is None:
             raise ValueError(NO_GLOBAL_STEP_MSG)
@@ -64,8 +69,7 @@ def frame(
         hyper = {k: _at(step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = jnp.asarray(optax.safe_increment(count))
         gs, xs, treedef = flatten_gradients(updates, params)
-        columns = zip(*map(treedef.flatten_up_to, state.slots), strict=True)
-        rows = [Slots._make(row) for row in columns] if len(slots) else [slots] * len(gs)
+        rows = shapes.of_each(state, updates, gs, xs, treedef)
         stored = stored_slots(state, rows, updates, gs, t)
         done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
         news = [stored_arrays(new) for _, new in done]

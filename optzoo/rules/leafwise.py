@@ -71,10 +71,16 @@ def leafwise(
         needs_global_step: whether ``update`` must be given ``global_step=``.
 
     Raises:
-        ValueError: at trace time, if params or the global step are needed and missing, or if a
-            gradient does not have the shape of its parameter and slots.
-        TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
+        ValueError: at trace time, if params or the global step are needed and missing, if a
+            gradient does not have the shape of its parameter and slots, or if the state is that of
+            another optimizer or of other parameters.
+        TypeError: if ``rule``, ``rows`` or ``slots`` are not functions; at trace time, if a
+            gradient is neither real floating-point nor SparseRows.
     """
+    if not callable(rule):
+        raise TypeError(f"rule must be a function, got {rule!r}")
+    if not callable(rows):
+        raise TypeError(f"rows must be a policy such as optzoo.lazy, got {rows!r}")
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
     bases = dict(powers or {})

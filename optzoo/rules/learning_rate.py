@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from ..core.checks import check_rate
+from ..state.inner import fitting
 from ..state.storage import count_of
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
@@ -19,6 +20,10 @@ def scale_by_learning_rate(
     Differs from ``optax.scale_by_learning_rate`` in three ways: it takes SparseRows, its state
     is the same for a number and a schedule (a checkpoint survives the change), and
     ``update(..., learning_rate=x)`` overrides the rate for one step.
+
+    A wrapper of this library refuses a ``learning_rate=`` that nothing inside it reads, and so does
+    the step of :func:`optzoo.minimize`. ``optax.chain`` cannot know what its parts read: a chain
+    that ends in ``optax.adam`` ignores it.
 
     Args:
         learning_rate: :math:`\eta`, a number, or a schedule called with the number of updates
@@ -63,4 +68,4 @@ def descend(
         states: Any = new
         return updates, (*states, optax.EmptyState())
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))

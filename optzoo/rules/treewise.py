@@ -33,8 +33,9 @@ def treewise(
         needs_global_step: whether ``update`` must be given ``global_step=``.
 
     Raises:
-        ValueError: at trace time, if params or the global step are needed and missing, or if a
-            gradient does not have the shape of its parameter and slots.
+        ValueError: at trace time, if params or the global step are needed and missing, if a
+            gradient does not have the shape of its parameter and slots, or if the state is that of
+            another optimizer or of other parameters.
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
     """
     return frame(

@@ -18,8 +18,10 @@ from ..rules.leafwise import zeros
 from ..rules.learning_rate import scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
+from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
+from .eigh import eigh
 
 
 def _gram_matrix(slots: Any) -> np.ndarray:
@@ -166,7 +168,7 @@ def ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
     # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
-    return optax.chain(direction, scale_by_learning_rate(learning_rate))
+    return fitting(optax.chain(direction, scale_by_learning_rate(learning_rate)))
 
 
 @jax.custom_jvp
@@ -197,19 +199,10 @@ def _jvp_of_coefficients(primals, tangents):
     return dot(u, f * u[p]), dot(u, d_f)
 
 
-@jax.custom_jvp
 def _eigh(gram: Array) -> tuple[Array, Array]:
     """Eigenvalues, the least first, and eigenvectors."""
-    values, u = jnp.linalg.eigh(gram, symmetrize_input=False)
+    values, u = eigh(gram, "ggt")
     return jnp.maximum(values, 0), u
-
-
-@_eigh.defjvp
-def _no_jvp_of_eigh(primals, tangents):
-    raise NotImplementedError(
-        "ggt has first derivatives only: differentiate its update once, or put "
-        "jax.lax.stop_gradient around it"
-    )
 
 
 def _of_eigenvalues(values: Array, least: Array, epsilons: tuple[Any, Any, Any]) -> Array:

@@ -1,11 +1,15 @@
 """The whole train step of a plain loop."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
+from ..core.checks import check_transformation
+from ..core.reads import check_all_read
+from ..state.inner import explained, fitting
 from .lookup import Sparse, value_and_grad
 
 
@@ -40,17 +44,24 @@ def minimize(
             ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
 
     Raises:
-        ValueError: as :func:`optzoo.value_and_grad`.
+        TypeError: if ``tx`` is no transformation; at trace time, if nothing in ``tx`` reads one
+            of the extra args.
+        ValueError: as :func:`optzoo.value_and_grad`; at trace time, if ``state`` is not one of
+            ``tx`` for these parameters.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
-        fourth if ``has_aux``. The extra args go to ``tx.update``.
+        fourth if ``has_aux``. The extra args, trees of arrays, go to ``tx.update``,
+        which must read them.
     """
-    tx = optax.with_extra_args_support(tx)
+    check_transformation(tx=tx)
+    tx = fitting(tx)
     differentiate = value_and_grad(loss_fn, has_aux=has_aux, sparse=sparse)
 
     def step(params, state, *batch, **extra_args):
-        out, grads = differentiate(params, *batch)
+        with explained(tx, None, state, params):
+            out, grads = differentiate(params, *batch)
+        check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
         updates, state = tx.update(grads, state, params, **extra_args)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.

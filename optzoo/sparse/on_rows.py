@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.gradients import check_gradients
 from ..core.rows import is_rows, is_sparse_or_none
+from ..state.inner import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
 
 
@@ -48,14 +50,19 @@ def on_rows(
             primitives that the proof does not know; the error then names ``check=False``.
 
     Raises:
+        TypeError: if ``inner`` is no transformation; at trace time, if a gradient or its parameter
+            is of an integer dtype, or of one of 8 bits.
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
-            or if the gradient has another number of rows than its parameter or state. An error
+            if a gradient has another shape than its parameter, or if rows are those of another
+            table than the state. An error
             of ``inner`` itself is raised with a note.
     """
-    inner = optax.with_extra_args_support(inner)
+    traced, inner = inner, inner_transformation(inner=inner)
+    traced = optax.with_extra_args_support(traced)
     known = dict[Any, RowsOfState]()  # a cache: it depends on the shapes alone
 
     def update(updates, state, params=None, **extra_args):
+        check_gradients(updates, params, allow_complex=True)
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         # A table without rows has none to gather, not even for padding.
         gs = [g.to_dense() if is_rows(g) and g.num_rows == 0 else g for g in gs]
@@ -64,10 +71,10 @@ def on_rows(
             return inner.update(updates, state, params, **extra_args)
         key = _shapes((updates, params)), *sorted(extra_args)
         if key not in known:
-            known[key] = rows_of_state(inner, updates, state, params, extra_args, check=check)
+            known[key] = rows_of_state(traced, updates, state, params, extra_args, check=check)
         return _update_rows(inner, known[key], (gs, treedef), state, params, extra_args)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
 
 
 def _update_rows(

@@ -1,5 +1,6 @@
 """Averages and centers: parameters to evaluate that differ from those that are trained."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.numerics import wide_dtype
-from ..core.paths import is_masked
+from ..core.paths import is_masked, path_name
 from .stacks import layout_of, stack, unstack
 from .tf1_names import AVERAGE, TF1Names
-from .types import LocalSGDState, Slot
+from .types import LocalSGDState, ReplicaState, Slot
 
 
 class MovingAverageSlots(NamedTuple):
@@ -34,6 +35,9 @@ def eval_params(params: Any, state: Any) -> Any:
     Returns:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,
         the parameter itself otherwise. A center is replicated: it has no axis of replicas.
+
+    Raises:
+        ValueError: as :func:`optzoo.swap`.
     """
     averages, _ = swap(params, state)
     return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
@@ -52,10 +56,20 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
 
     Returns:
         The averages in the place of the parameters, and the state with the parameters in the
-        place of the averages. Each array keeps its dtype and shape, so nothing is lost.
+        place of the averages. Each array keeps its dtype and shape, so nothing is lost. Replicas
+        that share their parameters may have no averages: then nothing is exchanged.
+
+    Raises:
+        ValueError: if no part of the state has averages or a center, or is that of a method for
+            replicas; or if the averages have an axis of replicas and the parameters do not.
     """
     has_averages = lambda node: _averages(node) is not None
     nodes, treedef = jax.tree.flatten(state, is_leaf=has_averages)
+    if not any(map(has_averages, nodes)) and not _is_of_replicas(state):
+        raise ValueError(
+            "state has neither averages nor a center: put optzoo.moving_average around the "
+            "optimizer, or evaluate params themselves"
+        )
     exchanged = set()
     for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
         if not has_averages(node):
@@ -63,6 +77,8 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
         with_paths = jax.tree_util.tree_flatten_with_path
         layout = layout_of(_averages(node))
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
+        if isinstance(node, MovingAverageSlots):
+            _check_axes(averages, shape.flatten_up_to(params))
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
             for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
@@ -90,6 +106,22 @@ def wide_zeros_like(params: Any) -> Any:
     ``optax.tree.zeros_like`` knows only one dtype for all leaves.
     """
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
+
+
+def _is_of_replicas(state: Any) -> bool:
+    is_replicas = lambda node: isinstance(node, ReplicaState)
+    return any(map(is_replicas, jax.tree.leaves(state, is_leaf=is_replicas)))
+
+
+def _check_axes(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> None:
+    """Raises ``ValueError`` if averages have one axis more than their parameters."""
+    for (path, a), x in zip(averages, params, strict=True):
+        if not is_masked(a) and jnp.shape(a)[1:] == jnp.shape(x) != jnp.shape(a):
+            raise ValueError(
+                f"the average of parameter '{path_name(path)}' has shape {jnp.shape(a)}, an axis "
+                f"of replicas more than the parameter, {jnp.shape(x)}: put moving_average inside "
+                "of the method, as in sync_replicas(moving_average(optimizer), ...)"
+            )
 
 
 def _averages(node: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.numerics import upcast
+from ..core.numerics import sqrt, upcast
 from ..core.rows import SparseRows, is_rows, map_rows
 
 
@@ -41,4 +41,4 @@ def global_norm(gradients: Iterable[Any]) -> Array:
     """The Euclidean norm of all gradients, without merging rows; in float32 at least."""
     listed = [g.values if is_rows(g) else jnp.asarray(g) for g in gradients if g is not None]
     squares = [jnp.sum(upcast(v) ** 2) for v in listed]
-    return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))
+    return sqrt(sum(squares, jnp.zeros([], jnp.float32)))

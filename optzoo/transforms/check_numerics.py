@@ -10,7 +10,9 @@ from jax import Array, lax
 
 from ..core.checks import check_update_arguments
 from ..core.paths import path_name
+from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none
+from ..distributed.engine.collectives import AxisName
 
 _KINDS = ("finite", "infinite", "NaN")
 
@@ -21,14 +23,16 @@ class CheckNumericsState(NamedTuple):
     count: Array
 
 
-def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraArgs:
+def check_numerics(
+    what: str = "gradient", *, axis_name: AxisName = "replica"
+) -> optax.GradientTransformationExtraArgs:
     """Raises an error at NaN or infinity, like ``tf.check_numerics`` and RETURNN's option for it.
 
     The error is a ``FloatingPointError`` with the path of the first leaf that is not finite, the
-    kind of its value and the step. In compiled code its text is part of a
-    ``jax.errors.JaxRuntimeError``, raised when the step is run or, at the latest, when the program
-    waits for one of its results. It works under ``jit``, ``scan`` and ``vmap``. Gradients pass
-    unchanged.
+    kind of its value, the step and, among replicas, the number of one that has it. In compiled code
+    its text is part of a ``jax.errors.JaxRuntimeError``, raised when the step is run or, at the
+    latest, when the program waits for one of its results. It works under ``jit``, ``scan`` and
+    ``vmap``. Gradients pass unchanged.
 
     It reads all leaves once more. The host is called only if a value is not finite, but under
     ``vmap`` in every step. JAX does not keep a program with it in its compilation cache.
@@ -36,6 +40,9 @@ def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraA
     Args:
         what: the word for the leaves in the error, such as ``"update"`` for a check after the
             optimizer.
+        axis_name: the axis, or axes, of the replicas. Where there is no such axis, no replica is
+            named. Inside of :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`
+            the gradients of all replicas are equal: put this before them.
 
     References:
         ``tf.check_numerics``; ``returnn.tf.updater``, option ``debug_add_check_numerics_ops``.
@@ -47,14 +54,16 @@ def check_numerics(what: str = "gradient") -> optax.GradientTransformationExtraA
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_update_arguments({"global_step": global_step, **extra_args})
+        note_reads(["global_step"])
         del params
-        raise_if_bad(updates, what, state.count if global_step is None else global_step)
+        step = state.count if global_step is None else global_step
+        raise_if_bad(updates, what, step, axis_name)
         return updates, CheckNumericsState(jnp.asarray(optax.safe_increment(state.count)))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def raise_if_bad(updates: Any, what: str, step: Any) -> None:
+def raise_if_bad(updates: Any, what: str, step: Any, axis_name: AxisName = None) -> None:
     """Raises the error of :func:`check_numerics`, in eager or compiled code."""
     leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
     named = {path_name(path): g for path, g in leaves if g is not None}
@@ -62,19 +71,29 @@ def raise_if_bad(updates: Any, what: str, step: Any) -> None:
         return
     kinds = jnp.stack([_kind(g) for g in named.values()])
 
-    def report(kinds, step):
+    def report(kinds, step, *replica):
         if np.any(kinds):  # under vmap every step calls this
             i = int(np.argmax(kinds > 0))
+            where = "".join(f" on replica {index}" for index in replica)
             raise FloatingPointError(
-                f"the {what} of parameter '{list(named)[i]}' is {_KINDS[kinds[i]]} at step {step}; "
-                f"{np.count_nonzero(kinds)} of {len(kinds)} leaves are not finite"
+                f"the {what} of parameter '{list(named)[i]}' is {_KINDS[kinds[i]]} at step {step}"
+                f"{where}; {np.count_nonzero(kinds)} of {len(kinds)} leaves are not finite"
             )
 
     if not isinstance(kinds, jax.core.Tracer) and not isinstance(step, jax.core.Tracer):
         return report(np.asarray(kinds), step)
     # The only callback of JAX that raises under a conditional in a vmap, too.
-    call_report = lambda: jax.debug.callback(report, kinds, jnp.asarray(step))
+    replica = _replica(axis_name)
+    call_report = lambda: jax.debug.callback(report, kinds, jnp.asarray(step), *replica)
     lax.cond(jnp.any(kinds > 0), call_report, lambda: None)
+
+
+def _replica(axis_name: AxisName) -> list[Array]:
+    """The number of this replica, if there are any."""
+    try:
+        return [] if axis_name is None else [lax.axis_index(axis_name)]
+    except NameError:
+        return []
 
 
 def _kind(g: Any) -> Array:

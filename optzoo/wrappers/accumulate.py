@@ -10,17 +10,14 @@ import optax
 from jax import Array, lax
 from jax.dtypes import canonicalize_dtype
 
-from ..core.checks import (
-    check_flags,
-    check_size,
-    check_transformation,
-    check_update_arguments,
-)
+from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
 from ..core.paths import hides_leaves, path_name
+from ..core.reads import note_reads
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
+from ..state.inner import fitting, inner_transformation
 
 
 class RowsOfCycle(NamedTuple):
@@ -78,19 +75,23 @@ def accumulate(
             (the number of ids looked up, repeats included). The state keeps :math:`n k` rows.
 
     Raises:
-        TypeError: if ``every`` or a number of rows is not an int; in ``update``, if the gradient of
-            a table in ``rows`` is dense.
+        TypeError: if ``every`` or a number of rows is not an int, or ``rows`` no dict; in
+            ``update``, if the gradient of a table in ``rows`` is dense.
         ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
             two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
 
     References:
         ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     every = check_size(1, every=every)
     check_flags(use_mean=use_mean)
+    if rows is not None and not isinstance(rows, Mapping):
+        raise TypeError(
+            f"rows must be a dict of the greatest number of rows by pattern, such as "
+            f"{{'.*table': 64}}, got {rows!r}"
+        )
     sizes = {pattern: check_size(1, rows=k) for pattern, k in (rows or {}).items()}
-    inner = optax.with_extra_args_support(inner)
 
     def init(params):
         sums = () if every == 1 else _zeros(sizes, every, params)
@@ -99,6 +100,7 @@ def accumulate(
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
+        note_reads(["global_step"])
         updates = _densify_others(sizes, updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
@@ -122,7 +124,7 @@ def accumulate(
         updates, new = lax.cond(position == every - 1, apply, wait)
         return updates, AccumulateState(count, sums, new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _plus(g: Any, a: Any, position: Array, every: int) -> Any:

@@ -8,9 +8,9 @@ import jax
 import optax
 from jax.tree_util import GetAttrKey
 
-from ..core.checks import check_update_arguments
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
+from ..state.inner import fitting, inner_transformation
 
 _REST = ".*"
 
@@ -46,23 +46,20 @@ def groups(
             parameters.
 
     Raises:
-        TypeError: if ``transforms`` is not a mapping from strings to transformations.
+        TypeError: if ``transforms`` is not a mapping from strings to transformations; from
+            ``update``, if a group that moves its parameters does not read the ``learning_rate``
+            that is given.
         ValueError: if it is empty or a pattern is not a regular expression; from ``init`` and
             ``update``, if a parameter is matched by no pattern or by several, or if a pattern other
             than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
     partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
-
-    def update(updates, state, params=None, **extra_args):
-        check_update_arguments(extra_args)
-        return partition.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(partition.init, update)
+    return fitting(partition)
 
 
 def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
-    """A copy of the transformations by patterns, after checking them."""
+    """The transformations by patterns, checked."""
     if not isinstance(transforms, Mapping):
         raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")
     if not transforms:
@@ -80,7 +77,10 @@ def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
             raise ValueError(
                 f"transforms: {pattern!r} is not a regular expression: {error}"
             ) from error
-    return dict(transforms)
+    return {
+        pattern: inner_transformation(**{f"the group {pattern!r}": tx})
+        for pattern, tx in transforms.items()
+    }
 
 
 def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:

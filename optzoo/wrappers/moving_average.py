@@ -5,9 +5,11 @@ from typing import Literal
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_decays, check_not_negative, check_transformation
+from ..core.checks import check_decays, check_not_negative
+from ..core.gradients import check_gradients
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
+from ..state.inner import fitting, inner_transformation
 
 
 def moving_average(
@@ -47,7 +49,7 @@ def moving_average(
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
         because in 16 bits its changes would be rounded to zero.
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":
         raise ValueError(f"num_updates must be a number, 'count' or None, got {num_updates!r}")
@@ -71,4 +73,10 @@ def moving_average(
         scheduled={"average_decay": average_decay if num_updates is None else decay_at},
         needs_params=True,
     )
-    return optax.chain(inner, average)
+    both = optax.chain(inner, average)
+
+    def update(updates, state, params=None, **extra_args):
+        check_gradients(updates, params)
+        return both.update(updates, state, params, **extra_args)
+
+    return fitting(optax.GradientTransformationExtraArgs(both.init, update))

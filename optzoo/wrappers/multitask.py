@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_transformation, check_update_arguments
+from ..core.gradients import check_gradients
 from ..core.paths import owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
 
 
@@ -34,8 +35,7 @@ def multitask(
     Differences from the original:
         The original modifies the inner optimizer in place.
     """
-    check_transformation(inner=inner)
-    inner = optax.with_extra_args_support(inner)
+    inner = inner_transformation(inner=inner)
 
     def is_live(g):
         return g is None or jnp.any((g.values if is_rows(g) else g) != 0)
@@ -46,7 +46,7 @@ def multitask(
         return u if live is True else jnp.where(live, u, 0)
 
     def update(updates, state, params=None, **extra_args):
-        check_update_arguments(extra_args)
+        check_gradients(updates, params, allow_complex=True)
         updates = map_rows(SparseRows.coalesce, updates)
         live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
         updates, new_state = inner.update(updates, state, params, **extra_args)
@@ -60,4 +60,4 @@ def multitask(
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
+from ..core.checks import check_flags, check_size
+from ..core.reads import note_reads
+from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import RandomRounding
@@ -74,7 +76,7 @@ def slots_dtype(
         Gupta et al., `Deep Learning with Limited Numerical Precision
         <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
@@ -85,7 +87,6 @@ def slots_dtype(
     if jnp.finfo(dtype).bits < 16:
         raise ValueError(f"dtype must have at least 16 bits, got {dtype!r}")
     seed = check_size(seed=seed)
-    inner = optax.with_extra_args_support(inner)
 
     def init(params):
         state = inner.init(params)
@@ -103,7 +104,7 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, **extra_args):
-        check_update_arguments(extra_args)
+        note_reads(["rounding_seed"])
         given = extra_args.get("rounding_seed")
         given = seed if given is None else given
         if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
@@ -111,7 +112,7 @@ def slots_dtype(
         updates, state = inner.update(updates, _with_seed(state, given), params, **extra_args)
         return updates, _without_seed(state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_flags, check_size, check_transformation, check_update_arguments
+from ..core.checks import check_flags, check_size, check_update_arguments
+from ..core.gradients import check_gradients
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
+from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
 from ..state.stacks import Layout, flatten_with_stacks, is_stack, layout_of, name_at, stack, unstack
 from ._stack_check import check_same_operations
@@ -80,11 +82,10 @@ def stacked(
             sharded or has a slot of another shape; by ``update`` when it is traced, if ``check``
             finds other operations.
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     check_mask(which=which)
     check_flags(check=check)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
-    inner = optax.with_extra_args_support(inner)
     checked = set[Any]()  # so that without jit each set of shapes is traced once
 
     def layout_by_shape(tree):
@@ -106,6 +107,7 @@ def stacked(
 
     def update(updates, state, params=None, **extra_args):
         check_update_arguments(extra_args)
+        check_gradients(updates, params, allow_complex=True)
         own = layout_of(state)
         kinds = _kinds(updates, params)
         # Without slots any layout is right, for the state has none.
@@ -121,7 +123,7 @@ def stacked(
         updates, state = inner.update(stack(updates, layout), state, params, **extra_args)
         return unstack(updates), _restacked(inner, state, own)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _kind(a: Any) -> Any:

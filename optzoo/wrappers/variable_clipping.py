@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_params, check_positive, check_transformation, check_update_arguments
+from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
-from ..core.numerics import upcast
+from ..core.numerics import sqrt, upcast
 from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..state.inner import fitting, inner_transformation
 
 
 def variable_clipping(
@@ -54,14 +55,13 @@ def variable_clipping(
         of them, which makes the row too short or reverses its sign. A bound of zero or less is an
         error.
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     check_positive(max_norm=max_norm)
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
         raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
-    inner = optax.with_extra_args_support(inner)
 
     def clipped(x, axes):
-        norm = jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
+        norm = sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
         return x * (max_norm / jnp.maximum(norm, max_norm))
 
     def clip(g, u, x, axes):
@@ -79,7 +79,6 @@ def variable_clipping(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
-        check_update_arguments(extra_args)
         check_gradients(updates, params)
         axes = _axes(dims, params)
         given = map_rows(SparseRows.coalesce, updates)
@@ -89,7 +88,7 @@ def variable_clipping(
         done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
         return treedef.unflatten(done), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
 
 
 def _axes(dims: Any, params: Any) -> Any:

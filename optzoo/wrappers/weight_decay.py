@@ -6,16 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import (
-    check_not_negative,
-    check_params,
-    check_transformation,
-    check_update_arguments,
-)
+from ..core.checks import check_not_negative, check_params
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..state.inner import fitting, inner_transformation
 
 
 def decoupled_weight_decay(
@@ -55,10 +51,9 @@ def decoupled_weight_decay(
         attribute. The decay always comes before the update of an optimizer that reads the
         parameters; in the original the order is undefined.
     """
-    check_transformation(inner=inner)
+    inner = inner_transformation(inner=inner)
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)
-    inner = optax.with_extra_args_support(inner)
 
     def decay(g, x, is_marked):
         if g is None or not is_marked:
@@ -72,7 +67,6 @@ def decoupled_weight_decay(
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
-        check_update_arguments(extra_args)
         check_gradients(updates, params)
         updates = map_rows(SparseRows.coalesce, updates)
         everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
@@ -83,4 +77,4 @@ def decoupled_weight_decay(
         updates, state = inner.update(updates, state, decayed, **extra_args)
         return everywhere(plus, decays, updates), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))

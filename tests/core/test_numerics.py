@@ -1,12 +1,14 @@
 """Arithmetic at its edges."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from optzoo import SparseRows
-from optzoo.core.numerics import norm, safe_divide, saturating_cast, upcast
+from optzoo.core.numerics import norm, power, safe_divide, saturating_cast, sqrt, upcast
 
 INF, NAN = np.inf, np.nan
 
@@ -66,3 +68,35 @@ def test_safe_divide_has_a_gradient_at_zero():
 )
 def test_norm(a, want):
     np.testing.assert_array_equal(norm(jnp.array(a)), want)
+
+
+def test_derivatives_at_zero():
+    """Of roots they are 0, not infinite; elsewhere they are what they are, the second ones too."""
+    a = jnp.array([0.0, 4.0])
+    slopes = lambda f: jax.vmap(jax.grad(f))(a)
+    np.testing.assert_allclose(slopes(sqrt), [0, 1 / 4])
+    np.testing.assert_allclose(slopes(jax.grad(sqrt)), [0, -1 / 32])
+    np.testing.assert_allclose(slopes(lambda a: sqrt(a**2)), [0, 1])
+    np.testing.assert_allclose(jax.jvp(sqrt, (a,), (a,))[1], [0, 1])
+    np.testing.assert_allclose(jax.grad(norm)(jnp.zeros((2, 3))), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("exponent", "at_zero"), [(0.3, 0), (0.0, 0), (0, 0), (1, 1), (1.0, 1), (1.5, 0), (2, 0)]
+)
+def test_derivatives_of_a_power(exponent, at_zero):
+    a = jnp.array([0.0, 4.0])
+    f = lambda a: power(a, exponent)
+    np.testing.assert_array_equal(jax.jit(f)(a), jax.jit(lambda a: a**exponent)(a))
+    got = jax.vmap(jax.grad(f))(a)
+    np.testing.assert_allclose(got, [at_zero, exponent * 4.0 ** (exponent - 1)], rtol=1e-6)
+    by_exponent = jax.jvp(lambda e: power(a, e), (float(exponent),), (1.0,))[1]
+    np.testing.assert_allclose(by_exponent, [0, 4.0**exponent * np.log(4)], rtol=1e-6)
+
+
+def test_roots_change_no_program():
+    """Their derivatives cost the update itself nothing."""
+    programs = [jax.jit(f).lower(jnp.ones(3)).compile() for f in (sqrt, jnp.sqrt)]
+    with_name = [p.as_text().replace("jit__sqrt", "jit_sqrt") for p in programs]
+    without_source = [re.sub(r", metadata=.*", "", text).split("ENTRY")[1] for text in with_name]
+    assert without_source[0] == without_source[1]

@@ -80,15 +80,6 @@ WORKS = {
     "with_extra_args_support",
     "zero_nans",
 }
-# JAX's arrays of an extended dtype lack some methods. Outside of jit it names the method alone.
-NAMES_A_METHOD = {
-    "adaptive_grad_clip",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "normalize",
-    "normalize_by_update_norm",
-    "scale_by_polyak",
-}
 
 
 def factories():
@@ -131,7 +122,7 @@ def update(name, grads):
 
 def test_the_table_has_no_more_names():
     newer = {"freeze", "snapshot"}  # than the oldest version of optax that is supported
-    assert set(FACTORIES) | newer >= WORKS | NAMES_A_METHOD | set(SPECIAL)
+    assert set(FACTORIES) | newer >= WORKS | set(SPECIAL)
 
 
 @pytest.mark.filterwarnings("ignore")  # some are deprecated
@@ -150,9 +141,19 @@ def test_rows(name):
     errors = (TypeError, ValueError, AssertionError)
     with pytest.raises(errors, match=hint):
         jax.eval_shape(lambda g: update(name, g), grads)
-    if name in NAMES_A_METHOD:
-        with pytest.raises(NotImplementedError, match="Cannot call abstract method"):
-            update(name, grads)
-    else:
-        with pytest.raises(errors, match=hint):
-            update(name, grads)
+    with pytest.raises(errors, match=hint):
+        update(name, grads)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_multi_steps_names_accumulate(run):
+    tx, x = optax.MultiSteps(optax.sgd(0.1), 2), params()
+    with pytest.raises((TypeError, ValueError), match=r"optzoo\.accumulate\(\.\.\., rows=\.\.\.\)"):
+        run(lambda g: tx.update(g, tx.init(x), x))(row_grads(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_norm_of_a_tree_names_the_remedy(run):
+    with pytest.raises(TypeError, match=r"optzoo\.densify\(\)"):
+        run(optax.global_norm)(row_grads(params()))

@@ -1,5 +1,6 @@
 """Names of parameters, and parameters by name."""
 
+import inspect
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import optzoo
 from optzoo import SparseRows
 from optzoo.core.paths import check_mask, path_name, resolve_mask, resolve_unmasked
 
@@ -89,6 +91,10 @@ def test_fragments_that_mark_nothing_are_refused():
     message = r"none contains 'Bias' or '/table'; the parameters are \['encoder/0/kernel', "
     with pytest.raises(ValueError, match=message):
         resolve_mask(("bias", "Bias", "/table"), X)
+    remedy = r"Leave that out, or give a function of the parameters"
+    with pytest.raises(ValueError, match=remedy):
+        resolve_mask(("bias", "norm"), X)
+    assert not any(jax.tree.leaves(resolve_mask(lambda x: jax.tree.map(lambda _: False, x), X)))
     hidden = {**X, "head": {"bias": optax.MaskedNode()}}
     assert not any(jax.tree.leaves(resolve_mask(("head/",), hidden)))
     assert resolve_mask(("bias",), {}) == {}
@@ -109,3 +115,16 @@ def test_a_function_sees_rows_as_their_array():
 def test_a_tree_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="encoder"):
         resolve_mask({"encoder": True}, X)
+
+
+def test_no_default_marks_anything():
+    """A default of fragments would refuse models that have no such parameter."""
+    named = [
+        (name, argument)
+        for name in optzoo.__all__
+        if inspect.isfunction(factory := getattr(optzoo, name))
+        for argument in inspect.signature(factory).parameters.values()
+        if argument.name in ("mask", "skip", "which")
+    ]
+    assert len(named) > 4
+    assert all(a.default in (None, inspect.Parameter.empty) for _, a in named), named

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +60,32 @@ ARITHMETIC = {
 def test_arithmetic_is_refused_with_the_hint(f, jit):
     with pytest.raises((TypeError, ValueError), match=HINT):
         jit(lambda g: jax.tree.map(f, g))(ROWS)
+
+
+METHODS = {
+    "real": lambda a: a.real,
+    "imag": lambda a: a.imag,
+    "conj": lambda a: a.conj(),
+    "sum": lambda a: a.sum(),
+    "mean": lambda a: a.mean(),
+    "max": lambda a: a.max(),
+    "astype": lambda a: a.astype(jnp.float32),
+    "clip": lambda a: a.clip(0),
+    "item": lambda a: a[0].item(),
+    "asarray": np.asarray,
+    "NumPy": lambda a: np.ones(6) + np.add(a, 1),
+    "msgpack": lambda a: flax.serialization.msgpack_serialize({"a": a}),
+    "int": lambda a: [int(i) for i in np.array(a)],
+}
+
+
+@pytest.mark.parametrize("f", METHODS.values(), ids=list(METHODS))
+def test_methods_outside_of_jit_are_refused_with_the_hint(f):
+    with pytest.raises(TypeError, match=HINT):
+        f(ROWS.ids)
+    key = jax.random.split(jax.random.key(0), 6)  # keeps the errors of JAX
+    with pytest.raises((TypeError, NotImplementedError), match=r"Cannot call|key_data"):
+        f(key)
 
 
 @pytest.mark.parametrize("sum_", [jax.lax.psum, jax.lax.pmean, jax.lax.pmax])

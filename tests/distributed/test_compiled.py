@@ -32,8 +32,8 @@ def program(method, **static):
     return lowered.as_text(), lowered.compile().as_text()
 
 
-def collectives(hlo, conditional):
-    """The collectives of a program that run always, or only in a branch or in a loop."""
+def computations(hlo, conditional):
+    """The computations of a program that run always, or only in a branch or in a loop."""
     texts, entry = {}, None
     for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
         if head := re.match(r"(ENTRY )?%?([\w.-]+) \(", block):
@@ -52,8 +52,12 @@ def collectives(hlo, conditional):
         return seen
 
     always = reached(entry, set())
-    chosen = [t for name, t in texts.items() if (name not in always) == conditional]
-    return [kind for text in chosen for kind in re.findall(COLLECTIVE, text)]
+    return [text for name, text in texts.items() if (name not in always) == conditional]
+
+
+def collectives(hlo, conditional):
+    """The collectives that run always, or only in a branch or in a loop."""
+    return re.findall(COLLECTIVE, "\n".join(computations(hlo, conditional)))
 
 
 @pytest.mark.parametrize("method", PERIODIC)
@@ -83,8 +87,9 @@ def test_a_quiet_step_copies_no_parameters(method):
         return optax.apply_updates(x, updates), state
 
     hlo = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile().as_text()
-    entry = hlo[hlo.index("ENTRY") :]
-    assert " while(" in entry and not re.search(r"f32\[64,128\]\S* copy\(", entry)
+    # Newer XLA calls the loop of a CPU as a function, which it compiles into one kernel.
+    always = "\n".join(computations(hlo, conditional=False))
+    assert TURN_OR_NONE.search(always) and not re.search(r"f32\[64,128\]\S* copy\(", always)
 
 
 @pytest.mark.parametrize("method", PERIODIC)

@@ -278,6 +278,18 @@ def test_a_moving_average_belongs_inside():
     for tick in range(3):
         want = jax.tree.map(lambda a, x, tick=tick: 0.5 * a + 0.5 * x[tick], want, x)
     close(averages, want)
+    outside = optzoo.moving_average(optzoo.sync_replicas(momentum(), N, N), 0.5)
+    x, state = trajectory(outside, 3)
+    for read in (optzoo.eval_params, optzoo.swap):
+        with pytest.raises(ValueError, match=r"'b' has shape .*sync_replicas\(moving_average"):
+            read(jax.tree.map(lambda a: a[-1], x), state)
+
+
+def test_sync_replicas_on_another_number_of_replicas():
+    with pytest.raises(
+        ValueError, match=rf"replicas_to_aggregate=2\): pass total_num_replicas={N}"
+    ):
+        trajectory(optzoo.sync_replicas(momentum(), 2), 1)
 
 
 # States
@@ -310,6 +322,19 @@ def test_a_parameter_without_a_gradient_takes_no_part(method):
     center = getattr(state.replicated, "center", START)
     chex.assert_trees_all_equal(center["b"], START["b"])
     assert not np.allclose(x["w"], START["w"])
+
+
+@pytest.mark.parametrize("inner", [momentum(), optax.sgd(0.1, 0.9)], ids=["ours", "optax"])
+def test_a_reset_without_a_gradient(inner):
+    """Our optimizers keep the slot of such a parameter, those of optax have None then."""
+    tx = optzoo.model_average(inner, axis_name=None, interval_steps=2, slots="reset")
+    x, state = START, tx.init(START)
+    for grads in (START, {**START, "b": None}):
+        _, state = tx.update(grads, state, x)
+    slots = [a for a in jax.tree.leaves(state.per_replica.inner) if a.ndim]
+    assert slots and not any(np.any(a) for a in slots)
+    _, after = tx.update({**START, "b": None}, state, x)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
 def test_a_center_of_parameters_in_16_bits_moves():

@@ -80,6 +80,15 @@ def test_is_exact_at_all_magnitudes(rho, eps, scales):
     close(optzoo.get_slot(state, "accum_update"), accum_update)
 
 
+def test_a_tiny_epsilon_moves_large_gradients():
+    """The quotient of the means is 1e-66 here, which float32 does not have."""
+    g, tx = jnp.array([1e18, 1.0]), optzoo.adadelta(1.0, rho=0.5, eps=1e-30)
+    state, update = tx.init(g), jax.jit(tx.update)
+    for squared_step in (1e-30 / 0.5, 2e-30 / 0.75):
+        step, state = update(g, state)
+        np.testing.assert_allclose(step, np.full(2, -(squared_step**0.5)), rtol=1e-5)
+
+
 def test_an_injected_rho_may_be_zero():
     tx = optax.inject_hyperparams(optzoo.adadelta)(learning_rate=1.0, rho=0.0)
     g = jnp.array([0.0, 1e-6, 1.0, 1e16])

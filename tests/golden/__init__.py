@@ -4,6 +4,7 @@ import json
 import lzma
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,8 @@ def build(meta: dict[str, Any]) -> optax.GradientTransformation:
     name, kwargs = meta["optimizer"], meta["kwargs"]
     if meta["kind"] != "dense" and name == "LARS":
         # For rows it is momentum, which rounds its arguments to float32; create does not for LARS.
-        kwargs = {k: float(np.float32(v)) for k, v in {"momentum": 0.9, **kwargs}.items()}
+        kwargs = {"momentum": 0.9, **kwargs}
+        kwargs = {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in kwargs.items()}
     if meta["kind"] != "dense" and name == "PowerSign":
         return _power_sign_of_rows(**kwargs)
     config = _config(name, kwargs)
@@ -73,14 +75,15 @@ def _config(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _power_sign_of_rows(
-    learning_rate: float = 0.1, base: float = math.e, beta: float = 0.9, **kwargs
+    learning_rate: Any = 0.1, base: float = math.e, beta: float = 0.9, sign_decay_fn: Any = None
 ):
     """PowerSign for rows, where the original rounds e and the logarithm of its base."""
     base = float(np.float32(math.e)) ** float(np.float32(math.log(base)))
-    sign_decay = _resolve(kwargs.pop("sign_decay_fn", None))
-    assert not kwargs
-    rate, beta = float(np.float32(learning_rate)), float(np.float32(beta))
-    return optzoo.power_sign(rate, base, beta, sign_decay)
+    rate, decay = _resolve(learning_rate), _resolve(sign_decay_fn)
+    rate = float(np.float32(rate)) if isinstance(rate, float) else rate
+    if decay is not None:
+        decay = getattr(optzoo, f"{decay.pop('class')}_sign_decay")(**decay)
+    return optzoo.power_sign(rate, base, float(np.float32(beta)), decay)
 
 
 def _resolve(value: Any) -> Any:
@@ -108,6 +111,23 @@ def _resolve(value: Any) -> Any:
 
 def follow(record: Record) -> dict[str, np.ndarray]:
     """Our parameters after every step and our final slots, named as in the record."""
+    [values] = follow_all([record])
+    return values
+
+
+def follow_all(records: list[Record]) -> list[dict[str, np.ndarray]]:
+    """:func:`follow` for each record; all in one program, which is compiled faster than many."""
+    programs, inputs = zip(*map(_program, records), strict=True)
+
+    @jax.jit
+    def run(inputs):
+        return [program(x) for program, x in zip(programs, inputs, strict=True)]
+
+    return jax.device_get(run(inputs))
+
+
+def _program(record: Record) -> tuple[Callable[[Any], dict[str, jax.Array]], Any]:
+    """What :func:`follow` computes, as a function, and the argument for it."""
     tx, start = build(record.meta), record.meta.get("global_step_start", 0)
     params = {k: jnp.asarray(v) for k, v in record.group("init").items()}
     gradients = [record.group(group) for group in ("grad", "grad_idx", "grad_val")]
@@ -121,24 +141,28 @@ def follow(record: Record) -> dict[str, np.ndarray]:
         (dense, ids, values), extra = inputs
         rows = {k: SparseRows(ids[k], values[k], len(params[k])) for k in ids}
         extra["global_step"] = global_step
-        updates, state = tx.update(dense | rows, state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        missing = dict.fromkeys(params)
+        updates, state = tx.update(missing | dense | rows, state, params, **extra)
+        moved = {k: u for k, u in updates.items() if u is not None}
+        params = params | optax.apply_updates({k: params[k] for k in moved}, moved)
         return (params, state, global_step + 1), params
 
-    @jax.jit
-    def run(params, inputs):
-        return jax.lax.scan(step, (params, tx.init(params), jnp.int32(start)), inputs)
+    def run(arguments):
+        params, inputs = arguments
+        (_, state, _), path = jax.lax.scan(
+            step, (params, tx.init(params), jnp.int32(start)), inputs
+        )
+        trees: dict[str, Any] = {}
+        for node in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState)):
+            if isinstance(node, LeafwiseState):
+                trees |= node.slots._asdict()
+        slots = {
+            f"slot/{slot['checkpoint_name']}": _slot(trees, slot["slot"], slot["var"])
+            for slot in record.meta["slots"]
+        }
+        return {f"param/{k}": v for k, v in path.items()} | slots
 
-    (_, state, _), path = run(params, (gradients, extra))
-    trees: dict[str, Any] = {}
-    for node in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, LeafwiseState)):
-        if isinstance(node, LeafwiseState):
-            trees |= node.slots._asdict()
-    slots = {
-        f"slot/{slot['checkpoint_name']}": _slot(trees, slot["slot"], slot["var"])
-        for slot in record.meta["slots"]
-    }
-    return jax.device_get({f"param/{k}": v for k, v in path.items()} | slots)
+    return run, (params, (gradients, extra))
 
 
 def _slot(trees: dict[str, Any], name: str, var: str) -> jax.Array:
@@ -147,6 +171,18 @@ def _slot(trees: dict[str, Any], name: str, var: str) -> jax.Array:
         return trees[name][var]
     name, _, dimension = name.rpartition("_")
     return trees[name][var][int(dimension)]
+
+
+def float32_inside(meta):
+    """Whether the original computes in float32 even for float64 variables."""
+    kwargs = meta["kwargs"]
+    of_step = {"$of_step", "$fn_of_T"}
+    return (
+        any(isinstance(v, dict) and not of_step.isdisjoint(v) for v in kwargs.values())
+        or "sign_decay_fn" in kwargs
+        or meta["optimizer"] in ("AdamGS", "LazyAdamGS")  # powers of the betas
+        or kwargs.get("num_updates") is not None  # the decay of a moving average
+    )
 
 
 class Miss(NamedTuple):

@@ -485,6 +485,7 @@ def find_slots(optimizer, variables):
         return [(s, n, tree[v]) for s, tree in trees.items() for n, v in variables.items()]
     if type(optimizer).__name__ == "MovingAverageOptimizer":
         averages = [("average", n, optimizer._ema.average(v)) for n, v in variables.items()]
+        averages = [(s, n, kept) for s, n, kept in averages if kept is not None]
         return find_slots(optimizer._optimizer, variables) + averages
     if type(optimizer).__name__ == "GGTOptimizer":
         wholes = {"moment1": optimizer._get_moment1(), "grad_buffer": optimizer._get_grad_buffer()}
@@ -523,7 +524,8 @@ def shampoo_in_float64():
 
 def run(case, data, dtype):
     """Trains with the original; gives the parameters of every step, and the slots' description."""
-    arrays = {}
+    arrays, steps = {}, case.get("steps", STEPS)
+    numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype  # NumPy itself has no bfloat16
     patch = contextlib.ExitStack()
     if dtype == "float64" and case["optimizer"] in PATCHED:
         patch.enter_context(shampoo_in_float64())
@@ -541,21 +543,23 @@ def run(case, data, dtype):
                 continue
             name = key.split("/")[1]
             variables[name] = tf.get_variable(
-                name, initializer=value.astype(dtype), use_resource=resource
+                name, initializer=value.astype(numpy_dtype), use_resource=resource
             )
-            if case["kind"] == "dense":
+            gradient = None
+            if "grad/" + name in data:
                 gradient = tf.placeholder(dtype, value.shape)
-                feeds[gradient] = data["grad/" + name].astype(dtype)
-            else:
+                feeds[gradient] = data["grad/" + name].astype(numpy_dtype)
+            elif "grad_idx/" + name in data:
                 ids = tf.placeholder(tf.int64, [None])
                 rows = tf.placeholder(dtype, (None,) + value.shape[1:])
                 gradient = tf.IndexedSlices(rows, ids, tf.constant(value.shape, tf.int64))
                 feeds[ids] = data["grad_idx/" + name]
-                feeds[rows] = data["grad_val/" + name].astype(dtype)
+                feeds[rows] = data["grad_val/" + name].astype(numpy_dtype)
             pairs.append((gradient, variables[name]))
 
         # The float64 twin of a float32 record has the same constants, too.
-        constant = lambda x: tf.constant(np.dtype(case["dtype"]).type(x), dtype)
+        of_case = tf.as_dtype(case["dtype"]).as_numpy_dtype
+        constant = lambda x: tf.constant(of_case(x), dtype)
         scope = Scope(global_step, variables, constant)
         optimizer = make_optimizer(case["optimizer"], case["kwargs"], scope)
         options = {"global_step": global_step}
@@ -563,7 +567,7 @@ def run(case, data, dtype):
             options = {}
         if "decay_var_list" in case:
             options["decay_var_list"] = [variables[name] for name in case["decay_var_list"]]
-        train = [optimizer.apply_gradients(pairs, **options)] * STEPS
+        train = [optimizer.apply_gradients(pairs, **options)] * steps
         if "avoid_updating_slots_steps" in case:
             with optimizer.avoid_updating_slots():
                 avoiding = optimizer.apply_gradients(pairs, **options)
@@ -577,7 +581,7 @@ def run(case, data, dtype):
         with tf.Session(config=config) as session:
             session.run(tf.global_variables_initializer())
             path = []
-            for k in range(STEPS):
+            for k in range(steps):
                 session.run(train[k], {p: values[k] for p, values in feeds.items()})
                 path.append(session.run(variables))
             for name in variables:

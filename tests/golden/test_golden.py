@@ -4,20 +4,7 @@ import pytest
 
 from optzoo import CATALOG
 
-from . import RECORDS, follow, load, short_name, worst
-
-
-def float32_inside(meta):
-    """Whether the original computes in float32 even for float64 variables."""
-    kwargs = meta["kwargs"]
-    of_step = {"$of_step", "$fn_of_T"}
-    return (
-        any(isinstance(v, dict) and not of_step.isdisjoint(v) for v in kwargs.values())
-        or "sign_decay_fn" in kwargs
-        or meta["optimizer"] in ("AdamGS", "LazyAdamGS")  # powers of the betas
-        or kwargs.get("num_updates") is not None  # the decay of a moving average
-    )
-
+from . import RECORDS, float32_inside, follow, load, short_name, worst
 
 # The first step of this case replaces a start of 2.6 by about 1e-4. The update is added, and x +
 # (new - x) has the rounding error of x: 1.7e-4 of the new value.

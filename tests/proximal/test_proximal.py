@@ -1,11 +1,13 @@
 """Both proximal optimizers against NumPy, and without penalties against their plain forms."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.proximal.shrink import soft_threshold
 from optzoo.testing.samples import step, trajectory
 
 X, G = jnp.array([0.5, -1.0, 0.01, 0.0]), jnp.array([3.0, -0.1, 0.5, -0.2])
@@ -51,3 +53,13 @@ def test_rows_without_a_gradient_are_not_shrunk(make):
     tx = make(0.1, l1_regularization_strength=100.0)
     moved, _ = step(tx, SparseRows(jnp.array([1]), jnp.array([0.0]), 4), X)
     np.testing.assert_array_equal(moved, X.at[1].set(0))
+
+
+@pytest.mark.parametrize("l1", [0.0, 0.4])
+def test_derivatives_of_the_threshold(l1):
+    """Without one it is the identity, at zero as well."""
+    z = jnp.array([-1.0, -0.3, 0.0, 0.3, 1.0])
+    by_z, by_l1 = jax.vmap(jax.grad(soft_threshold, argnums=(0, 1)), (0, None))(z, l1)
+    outside = np.abs(z) >= l1
+    np.testing.assert_array_equal(by_z, outside)
+    np.testing.assert_array_equal(by_l1, -np.sign(z) * outside)

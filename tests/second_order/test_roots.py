@@ -170,6 +170,59 @@ def test_float64(method, tolerance, x64):
             assert roots.dtype == jnp.float64 and jnp.all(ok)
 
 
+# Derivatives
+
+
+def of_rank_two():
+    """Symmetric, with equal eigenvalues; and the zero matrix, a multiple of the identity."""
+    x = np.random.default_rng(0).normal(size=(2, 4, 2))
+    return np.concatenate([x @ x.mT, np.zeros((1, 4, 4)), 2 * np.eye(4)[None]])
+
+
+# The square root of "two_iterations" is not as exact as the quotient would need.
+@pytest.mark.parametrize(("method", "p"), [("eigh", 3.5), ("newton", 4), ("auto", 2)])
+@pytest.mark.parametrize("relative", [False, True])
+def test_derivatives_are_difference_quotients(method, p, relative, x64):
+    """By the matrix, the order where it is no plain number, and epsilon; also in reverse."""
+    with x64(True):
+        a, rng = of_rank_two(), np.random.default_rng(1)
+        a = np.delete(a, 2, axis=0) if relative else a  # at zero a relative ridge jumps
+        towards, weights = rng.normal(size=a.shape) / 10, rng.normal(size=a.shape)
+        towards = towards @ towards.mT  # of rank four: the matrices stay semidefinite
+        epsilon = 0.01 if relative else 0.1
+
+        def f(at):
+            order = p + at[1] if method == "eigh" else p
+            moved = a + at[0] * towards
+            return jnp.sum(weights * METHODS[method](moved, order, epsilon + at[2], relative)[0])
+
+        f, at = jax.jit(f), np.array([0.1, 0, 0])
+        got = jax.jit(jax.grad(f))(at)
+        want = [(f(at + h) - f(at - h)) / 2e-5 for h in 1e-5 * np.eye(3)]
+        forward = [jax.jvp(f, (at,), (h,))[1] for h in np.eye(3)]
+        assert jnp.all(jnp.isfinite(jax.grad(f)(0 * at)))
+    # By the power iteration the largest eigenvalue is not exact.
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(forward, got, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_derivatives_where_all_directions_are_one(method):
+    """Of a multiple of the identity, and of a matrix that has no root."""
+    f = lambda s: METHODS[method](s * jnp.eye(3)[None], 4, 1e-6, True)[0][0]
+    np.testing.assert_allclose(jax.jacrev(f)(16.0), -0.25 / 32 * np.eye(3), rtol=1e-4, atol=1e-9)
+    bad = jnp.full((1, 3, 3), jnp.nan)
+    kept = lambda a: sum(jnp.where(ok, r, 0) for r, ok in [METHODS[method](a, 4, 1e-6, True)])
+    np.testing.assert_array_equal(jax.grad(lambda a: jnp.sum(kept(a)))(bad), np.zeros(bad.shape))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_second_derivative_is_refused(method):
+    f = lambda s: jnp.sum(METHODS[method](s * jnp.eye(3)[None], 4, 1e-6, True)[0])
+    with pytest.raises(NotImplementedError, match="shampoo has first derivatives only"):
+        jax.hessian(f)(16.0)
+
+
 def text(method):
     return compiled(method, 4, 1e-6, True).lower(jnp.zeros((2, 3, 3))).compile().as_text()
 

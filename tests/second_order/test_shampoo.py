@@ -408,9 +408,7 @@ def test_rows_do_not_cost_what_the_table_costs(block_size):
     x = jnp.ones((50_000, 8))
     state, rows = tx.init(x), (jnp.arange(16) % 11, jnp.ones((16, 8)))
     train = jax.jit(update, donate_argnums=(0, 1)).lower(x, state, *rows).compile()
-    # Of several blocks the diagonals, a number for each row and block, are copied.
-    copied = state[0].slots.Gbar[0].nbytes if block_size else 0
-    assert train.memory_analysis().temp_size_in_bytes < 0.05 * x.nbytes + copied
+    assert train.memory_analysis().temp_size_in_bytes < 0.05 * x.nbytes
     where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
     before = where(x, state)
     x, state = train(x, state, *rows)

@@ -72,8 +72,59 @@ def test_optimizer_that_takes_no_extra_args():
     tx = optax.chain(optzoo.densify(), optax.sgd(1.0))
     x = params()
     want = jax.tree.map(lambda x, g: x - g, x, jax.grad(lambda p: loss(p, IDS))(x))
-    x, *_ = optzoo.minimize(loss, tx)(x, tx.init(x), IDS, learning_rate=0.0)
+    x, *_ = optzoo.minimize(loss, tx)(x, tx.init(x), IDS)
     chex.assert_trees_all_close(x, want, rtol=1e-6)
+
+
+def test_arguments_that_nothing_reads():
+    by_value = optax.chain(optzoo.lazy_adam(), optzoo.on_values(by_argument("value")))
+    of_optzoo = optzoo.slots_dtype(optzoo.lazy_adam(), "bfloat16")
+    of_optax = optax.chain(optzoo.densify(), optax.adam(1.0))
+    cases = [
+        (of_optzoo, {"foo": 1.0}, "reads 'foo'. .*: global_step, learning_rate, rounding_seed"),
+        (of_optzoo, {"value": 1.0}, "reads 'value'"),
+        (of_optzoo, {"learning_rates": 1.0}, "must be 'learning_rate'"),
+        (of_optzoo, {"rounding_sed": 1}, "must be 'rounding_seed'"),
+        (of_optax, {"learning_rate": 1.0}, "reads 'learning_rate'"),
+        (of_optax, {"global_step": 1}, "reads 'global_step'"),
+        (of_optax, {"lr": 1.0}, "reads 'lr'; did you mean 'learning_rate'"),
+        (by_value, {"value": 1.0, "rate": {"a": 1.0}}, "reads 'rate'"),
+        (optzoo.on_rows(optax.adam(1.0)), {"learning_rate": 1.0}, "nothing in inner reads it"),
+    ]
+    for tx, given, message in cases:
+        with pytest.raises(TypeError, match=message):
+            trace(tx, params(), **given)
+    # They are read, although no result may depend on them.
+    trace(of_optzoo, params(), global_step=1, learning_rate=0.1, rounding_seed=3)
+    trace(by_value, params(), global_step=1, learning_rate=0.1, value=2.0, foo=None)
+
+
+def test_states_that_do_not_fit():
+    tx, x = optzoo.lazy_adam(), params()
+    step = jax.eval_shape
+    run = lambda x, state: step(optzoo.minimize(loss, tx), x, state, IDS)
+    run(x, tx.init(x))
+    with pytest.raises(ValueError, match=r"are swapped: .*step\(params, state, \.\.\.\)"):
+        run(tx.init(x), x)
+    with pytest.raises(ValueError, match=r"expected .*AdamSlots\(m, v\), got .*ScaleByAdamState"):
+        run(x, optax.adam(1.0).init(x))
+    with pytest.raises(ValueError, match=r"'m' of parameter 'table'.* \(5, 2\), got .*\(6, 2\)"):
+        run(x, tx.init({**x, "table": jnp.ones((6, 2))}))
+    with pytest.raises(TypeError, match="tx must be an optax transformation"):
+        optzoo.minimize(loss, optzoo.adam)
+
+
+def by_argument(name):
+    """Scales by an argument of the update."""
+
+    def update(updates, state, params=None, **extra_args):
+        return jax.tree.map(lambda g: g * extra_args[name], updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda x: optax.EmptyState(), update)
+
+
+def trace(tx, x, **extra_args):
+    jax.eval_shape(optzoo.minimize(loss, tx), x, tx.init(x), IDS, **extra_args)
 
 
 def test_a_dense_gradient_of_a_table():

@@ -244,13 +244,13 @@ def test_nothing_is_compiled_again():
     """Outside of jit, the compiled body of a loss is used again."""
     f, seen = jax.jit(look), []
     value_and_grad = optzoo.value_and_grad(lambda table, ids: f(table, ids))
-    value_and_grad(TABLE, IDS)
+    other, three = TABLE + 1, jnp.ones(3)
     value_and_grad(TABLE, IDS)
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: seen.append(event) if "backend_compile" in event else None
     )
-    value_and_grad(TABLE + 1, IDS)
-    jax.jit(lambda x: x + 17.5)(jnp.ones(3))  # the listener works
+    value_and_grad(other, IDS)
+    jax.jit(lambda x: x + 17.5)(three)  # the listener works
     assert len(seen) == 1
 
 

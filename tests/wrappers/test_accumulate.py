@@ -254,6 +254,8 @@ def test_half_precision_rows_sum_in_float32():
 
 def test_bad_rows():
     x, sgd = params(), optzoo.gradient_descent(0.1)
+    with pytest.raises(TypeError, match=r"rows must be a dict .* by pattern, .*, got 64"):
+        accumulate(sgd, 2, rows=64)
     with pytest.raises(TypeError, match="rows must be an int"):
         accumulate(sgd, 2, rows={"table": 2.5})
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):

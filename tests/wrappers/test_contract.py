@@ -298,7 +298,10 @@ def test_wrappers_wrap_each_other(outer, wrap):
     moved, state = step(tx, rows(), *step(tx, dense_grads(x), x))
     assert avals(state) == avals(tx.init(x))
     assert not np.array_equal(moved["table"], x["table"])
-    if "elastic_average" not in (outer, wrap):  # the center lags behind the parameters
+    if not {outer, wrap} & {"moving_average", *REPLICAS}:
+        with pytest.raises(ValueError, match="neither averages nor a center"):
+            optzoo.eval_params(moved, state)
+    elif "elastic_average" not in (outer, wrap):  # the center lags behind the parameters
         averages = optzoo.eval_params(moved, state)
         has_average = outer == "moving_average" or (
             wrap == "moving_average" and outer not in CENTERED

@@ -18,6 +18,7 @@ from ...state.averages import start_of_average
 from ...state.slots import are_slots
 from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
 from .collectives import Replicas, all_finite, map_not_none, zero_unless
+from .forward_only import forward_only
 
 Order = Literal["simultaneous", "round_robin"]
 
@@ -249,7 +250,8 @@ def _change_if(due: Array, change: Callable[[Any], Any], carry: Any) -> Any:
     """``change(carry)`` if it is due, else ``carry``, in place.
 
     A loop of one turn or none. XLA updates what a loop carries in place, while ``lax.cond``
-    copies all that it returns, changed or not; but a loop has no derivative in reverse mode.
+    copies all that it returns, changed or not. A loop has no derivative in reverse mode.
     """
     turn = lambda state: (jnp.zeros_like(state[0]), change(state[1]))
-    return lax.while_loop(lambda state: state[0], turn, (jnp.asarray(due), carry))[1]
+    after = lax.while_loop(lambda state: state[0], turn, (jnp.asarray(due), carry))[1]
+    return forward_only(after)

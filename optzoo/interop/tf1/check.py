@@ -31,7 +31,7 @@ def check_load(plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, par
         lines += [f"left over: {name}" for name in left_over]
     elif not lines and not _finds_something(plan, given):
         raise ValueError(
-            "partial=True: the checkpoint has none of the variables, nothing is loaded; it has "
+            "partial=True: the checkpoint has none of the parameters and slots; it has "
             f"{sorted(given)}, wanted are {sorted(_used(plan, Steps()))}: see names="
         )
     if lines:
@@ -104,8 +104,12 @@ def _missing(plan: Plan, given: Mapping[str, np.ndarray]) -> Iterator[str]:
 
 
 def _finds_something(plan: Plan, given: Mapping[str, np.ndarray]) -> bool:
-    """Whether the checkpoint has any variable of the plan, unless that needs none."""
-    wanted = _used(plan, Steps())
+    """Whether the checkpoint has a parameter or a slot of the plan, unless that needs none.
+
+    Scalars of the state do not count: every Adam has the same beta powers.
+    """
+    arrays = (array for array in plan.arrays if array.shape)
+    wanted = {entry.variable for entry in (*plan.parameters, *arrays, *plan.vectors)}
     return not wanted or not wanted.isdisjoint(given)
 
 

@@ -159,6 +159,8 @@ def shampoo(
         TypeError: if an argument is of the wrong kind.
         ValueError: if an argument is out of its range; if params are needed and missing; when
             traced, if the order of a root must be an integer and is not.
+        NotImplementedError: if an update is differentiated twice. First derivatives are those of
+            the formula, however roots are computed.
 
     References:
         Gupta et al., `Shampoo: Preconditioned Stochastic Tensor Optimization
@@ -255,6 +257,8 @@ def blocked_shampoo(
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if an argument is out of its range, or if params are needed and missing.
+        NotImplementedError: if an update is differentiated twice. First derivatives are those of
+            the formula, however roots are computed.
 
     References:
         Anil et al., `Scalable Second Order Optimization for Deep Learning

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
-from ...core.numerics import norm, safe_divide, saturating_cast, upcast
+from ...core.numerics import norm, safe_divide, saturating_cast, sqrt, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...state.inner import fitting, inner_transformation
 from .options import ShampooOptions, StepValues
 
 
@@ -54,7 +56,8 @@ def graft(
         Agarwal et al., `Disentangling Adaptive Gradient Methods from Learning Rates
         <https://arxiv.org/abs/2002.11803>`_, 2020.
     """
-    direction, length = map(optax.with_extra_args_support, (direction, length))
+    check_transformation(direction=direction)
+    direction, length = fitting(direction), inner_transformation(length=length)
 
     def init(params):
         return GraftState(direction.init(params), length.init(params))
@@ -67,7 +70,7 @@ def graft(
         grafted = jax.tree.map(_grafted, d, step, is_leaf=is_sparse_or_none)
         return grafted, GraftState(of_direction, of_length)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return fitting(optax.GradientTransformationExtraArgs(init, update))
 
 
 def match_norm(direction: Array, length: Array) -> Array:
@@ -95,7 +98,7 @@ def simple_step(
     if options.grafting == "adam":  # without the bias of both means
         b = b / (now.gbar_weight * _sum_of_weights(now.gbar_decay, now.t))
         second = v / ((1 - decay) * _sum_of_weights(decay, now.t))
-    return safe_divide(b, jnp.sqrt(second) + options.grafting_eps, options.grafting_eps), v
+    return safe_divide(b, sqrt(second) + options.grafting_eps, options.grafting_eps), v
 
 
 def _grafted(direction: Any, length: Any) -> Any:

@@ -4,15 +4,23 @@ Every method takes a stack ``a`` of shape ``(n, d, d)``, the order ``p``, and a 
 diagonal: ``epsilon``, or if ``relative`` then ``epsilon`` times the largest eigenvalue. It returns
 the stack of ``(a + ridge I) ** (-1 / p)``, and for each matrix whether its root can be used. If a
 matrix is zero, its relative ridge is 1, and its root the identity.
+
+Whatever the method, its derivatives are those of the exact roots, by eigenvalues.
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from ..eigh import eigh
+
+Method = Callable[[Array, Any, Any, bool], tuple[Array, Array]]
 
 MAX_ITERATIONS = 100
 TOLERANCE = 1e-6  # a Newton iteration with a smaller error has converged
@@ -62,11 +70,67 @@ def by_backend(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array,
     return jax.lax.platform_dependent(a, cpu=eigh, default=newton)
 
 
-METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "auto": by_backend,
-    "eigh": by_eigh,
-    "newton": by_newton,
-    "two_iterations": by_two_iterations,
+def _with_derivative(method: Method) -> Method:
+    """The method with the derivatives of exact roots by matrix, order and epsilon.
+
+    JAX would differentiate the eigenvectors, which do not exist where eigenvalues are equal, or
+    the iterations, which it does not in reverse.
+    """
+
+    @functools.wraps(method)
+    def of_arguments(a, p, epsilon, relative):
+        is_plain = isinstance(p, numbers.Real)  # and stays so: Newton needs an int
+
+        @jax.custom_jvp
+        def roots(a, order, epsilon):
+            return method(a, p if is_plain else order, epsilon, relative)
+
+        @roots.defjvp
+        def _(primals, tangents):
+            new, ok = roots(*primals)
+            change = _change(ok, relative, *primals, *(t.astype(a.dtype) for t in tangents))
+            of_bools: Any = np.zeros(ok.shape, jax.dtypes.float0)
+            return (new, ok), (change, of_bools)
+
+        return roots(a, float(p) if is_plain else p, epsilon)
+
+    return of_arguments
+
+
+def _change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
+    """The derivative of ``(a + ridge I) ** (-1 / order)``; any where the root is not used."""
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)[None]
+    values, v = eigh(jnp.where(ok[:, None, None], a, identity), "shampoo")
+    turned = matmul(matmul(v.mT, d_a), v)
+    order, epsilon = (jnp.asarray(x, a.dtype) for x in (order, epsilon))
+    ridge, d_ridge = jax.jvp(
+        lambda largest, epsilon: _ridge(largest, epsilon, relative),
+        (values[:, -1:], epsilon),
+        (turned[:, -1:, -1], d_epsilon),
+    )
+    values, power = jnp.maximum(values + ridge, ridge), -1 / order
+    by_power = values**power * jnp.log(values) * d_order / order**2
+    turned = _divided_differences(values, power) * _add(turned, d_ridge)
+    return matmul(matmul(v, _add(turned, by_power)), v.mT)
+
+
+def _divided_differences(x: Array, power: Array) -> Array:
+    """``(x**power - y**power) / (x - y)`` for all pairs, and the derivative where they are equal.
+
+    In logarithms, so that nothing is divided by a small ``x - y``.
+    """
+    log = jnp.log(x)
+    mean, half = (log[:, :, None] + log[:, None]) / 2, (log[:, :, None] - log[:, None]) / 2
+    other = jnp.where(half == 0, 1, half)
+    ratio = jnp.where(half == 0, power, jnp.sinh(power * other) / jnp.sinh(other))
+    return jnp.exp((power - 1) * mean) * ratio
+
+
+METHODS: dict[str, Method] = {
+    "auto": _with_derivative(by_backend),
+    "eigh": _with_derivative(by_eigh),
+    "newton": _with_derivative(by_newton),
+    "two_iterations": _with_derivative(by_two_iterations),
 }
 
 

@@ -1,7 +1,8 @@
 """Shampoo as a transformation: what it keeps, and the parts of a step in their order."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,7 +130,7 @@ def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
     blocks, rows = options.blocks(g.shape), None
     if is_rows(g) and options.allows_rows and _has_diagonal_rows(blocks):
         rows = g.coalesce()
-        g, s = rows.values, _map_rows(rows.gather, s)
+        g, s = rows.values, _map_rows(SparseRows.gather, rows, s)
         blocks = blocks.of_rows(len(g))
     elif is_rows(g):
         g = g.to_dense()
@@ -296,7 +297,7 @@ def _end(work: Work, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
     u, new = saturating_cast(p, g.dtype), _map_matrices(work.blocks.restack, new)
     if work.rows is not None:
         u = work.rows.with_values(u).drop_padding()
-        new = _map_rows(work.rows.scatter, s, new)
+        new = _map_rows(SparseRows.scatter, work.rows, s, new)
     return u, jax.tree.map(lambda a, b: saturating_cast(b, a.dtype), s, new)
 
 
@@ -342,15 +343,23 @@ def _map_matrices(f: Any, slots: ShampooSlots) -> ShampooSlots:
     return slots._replace(Gbar=jax.tree.map(f, slots.Gbar), H=jax.tree.map(f, slots.H))
 
 
-def _map_rows(f: Any, *slots: ShampooSlots) -> ShampooSlots:
-    """``f`` of the slots that have rows as the parameter has; the others are the last one's."""
-    transposed = lambda *xs: f(*(x.T for x in xs)).T  # there the axis of the blocks is the first
-    new = slots[-1]
-    first = transposed(*(s.Gbar[0] for s in slots))
+def _map_rows(f: Callable[..., Array], rows: SparseRows, *slots: ShampooSlots) -> ShampooSlots:
+    """``f(rows, *)`` of the slots that have rows; the others are those of the last slots."""
+    new, of_rows = slots[-1], functools.partial(f, rows)
     return ShampooSlots(
         gbar=slots[0].gbar,
-        Gbar=(first, *new.Gbar[1:]),
+        Gbar=(_map_diagonal(f, rows, *(s.Gbar[0] for s in slots)), *new.Gbar[1:]),
         H=new.H,
-        graft=jax.tree.map(f, *(s.graft for s in slots)),
-        momentum=jax.tree.map(f, *(s.momentum for s in slots)),
+        graft=jax.tree.map(of_rows, *(s.graft for s in slots)),
+        momentum=jax.tree.map(of_rows, *(s.momentum for s in slots)),
     )
+
+
+def _map_diagonal(f: Callable[..., Array], rows: SparseRows, *diagonals: Array) -> Array:
+    """``f(rows, *)`` of vectors over all rows, or of stacks of them with one for each block."""
+    if diagonals[0].ndim == 1:
+        return f(rows, *diagonals)
+    # With the same ids for all blocks XLA would transpose, and so copy, the stack.
+    of_block = lambda ids, *xs: f(dataclasses.replace(rows, indices=ids), *xs)
+    ids = jnp.broadcast_to(rows.indices, (len(diagonals[0]), *rows.indices.shape))
+    return jax.vmap(of_block)(ids, *diagonals)

@@ -1,0 +1,36 @@
+"""The identity, with a derivative in forward mode only."""
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+# A primitive, because the rules of a jax.custom_jvp find no named axis under vmap.
+_identity = Primitive("forward_only")
+
+
+def forward_only(tree: Any) -> Any:
+    """The same arrays: ``jax.jvp`` goes through them, and ``jax.grad`` raises ``TypeError``.
+
+    It leaves no trace in compiled programs.
+    """
+    has_derivative = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    return jax.tree.map(lambda a: _identity.bind(a) if has_derivative(a) else a, tree)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise TypeError(
+        "an exchange that the step count decides is a loop, through which there is no derivative "
+        "in reverse mode (jax.grad, jax.vjp, jax.linearize with a transpose). Pass exchange=True "
+        "or exchange=False to update, as optzoo.scan_local_steps does, or use forward mode "
+        "(jax.jvp, jax.jacfwd)"
+    )
+
+
+_identity.def_impl(lambda a: a)
+_identity.def_abstract_eval(lambda a: a)
+batching.defvectorized(_identity)
+mlir.register_lowering(_identity, lambda ctx, a: [a])
+ad.deflinear2(_identity, _refuse)
