@@ -99,8 +99,8 @@ class Step(NamedTuple):
             )
         number = options.mesh.size
         rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        rest, value = replicas.sum_gradients(rest, True, value)
-        rest = divide_gradients(rest, jnp.asarray(number), {i: leaves[i] for i in rest})
+        sums, value = replicas.sum_gradients(rest, True, value)
+        rest = divide_gradients(sums, jnp.asarray(number), rest)
         of_rows = [
             _of_distinct(
                 part, [g for g, f in zip(of_lookups, lookups, strict=True) if f.leaf == i], x

@@ -82,7 +82,9 @@ LAZY = {
 KINDS = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(LAZY, [*KINDS, "zipf", "uniform"], strict=True))
+@pytest.mark.parametrize(
+    ("name", "kind"), list(zip(LAZY, [*KINDS, "zipf", "uniform"], strict=True))
+)
 def test_equal_to_one_device_in_rounds(name, kind):
     partition = "mod" if len(name) % 2 else "div"
     s, mesh = optzoo.RowSharding(ROWS, 4, partition, multiple=16), mesh_of(4)
