@@ -104,6 +104,14 @@ def entry(request):
 
 
 @pytest.fixture
+def quick_to_compile():
+    """Programs are less optimized, which takes half of the time: for tests of values alone."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def x64():
     """A context in which float64 is, or is not, available."""
 

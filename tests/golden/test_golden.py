@@ -6,6 +6,8 @@ from optzoo import CATALOG
 
 from . import RECORDS, follow, load, short_name, worst
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 
 def float32_inside(meta):
     """Whether the original computes in float32 even for float64 variables."""
