@@ -105,7 +105,7 @@ def entry(request):
 
 @pytest.fixture
 def quick_to_compile():
-    """Programs are less optimized, which takes half of the time: for tests of values alone."""
+    """Programs are less optimized and compile faster: for tests of values alone."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
