@@ -17,6 +17,7 @@ WORKERS ?= 2
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
 
+# The tests keep compiled programs in $(VENV)/jax_programs (tests/README.md). ARGS="-k adam" selects.
 test: TESTS ?= not full
 test test-full: $(VENV)/dev.installed
 	$(BIN)/ruff check .
