@@ -104,7 +104,7 @@ def test(name, pytest_args):
     """The numbers of tests that passed and that failed."""
     print(f"\n{name}", flush=True)
     command = [python_of(name), "-m", "pytest", "-q", "-m", "not full", *pytest_args]
-    done = run(command, **cache(name))
+    done = run(command)
     (FOLDER / f"{name}.log").write_text(done.stdout + done.stderr)
     lines = done.stdout.strip().split("\n")
     print(*[line for line in lines if line.startswith(("FAILED", "ERROR"))], lines[-1], sep="\n")
@@ -127,18 +127,9 @@ def exchange_states(names):
 def states(verb, name, folders):
     """Whether states were saved to a folder, or restored from all."""
     print(f"{name}: {verb} states", flush=True)
-    done = run([python_of(name), HERE / "states.py", verb, *folders], **cache(name))
+    done = run([python_of(name), HERE / "states.py", verb, *folders])
     print(done.stdout, done.stderr if done.returncode else "", end="", flush=True)
     return done.returncode == 0
-
-
-def cache(name):
-    """Keeps what JAX compiled in the environment's folder."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(FOLDER.absolute() / name / "jax-cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
 
 def run(command, **environment):

@@ -5,6 +5,7 @@ restores what others saved and compares each array bit for bit. The exit status 
 """
 
 import argparse
+import functools
 import json
 import platform
 import shutil
@@ -57,30 +58,24 @@ CASES = {
 }
 
 
+@functools.cache
 def start(name):
-    """An optimizer, its parameters and its state before the first step."""
-    factory, _ = CASES[name]
+    """A compiled training step, and parameters and state before the first one."""
+    factory, grads = CASES[name]
     tx, x = factory(), params()
     state = tx.init(x)
+    train = lambda x, state: step(tx, grads(x), x, state)
     if name == "elastic_average":
         x, state = optzoo.replicate(x, state, REPLICAS)
-    return tx, x, state
-
-
-def advance(name, tx, x, state):
-    """Parameters and state after a step."""
-    _, grads = CASES[name]
-    one = lambda x, state: step(tx, grads(x), x, state)
-    if name == "elastic_average":
-        one = optzoo.map_over_replicas(one)
-    return jax.jit(one)(x, state)
+        train = optzoo.map_over_replicas(train)
+    return jax.jit(train), x, state
 
 
 def save(name, folder):
     """Saves a state after two steps, with Orbax, with Flax, and as plain bytes."""
-    tx, x, state = start(name)
+    train, x, state = start(name)
     for _ in range(2):
-        x, state = advance(name, tx, x, state)
+        x, state = train(x, state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "orbax", state)
         checkpointer.wait_until_finished()
@@ -90,7 +85,7 @@ def save(name, folder):
 
 def restore(name, folder):
     """What differs between what is restored and what was saved, in words."""
-    tx, x, empty = start(name)
+    train, x, empty = start(name)
     wanted = json.loads((folder / "plain").read_text())
     with ocp.StandardCheckpointer() as checkpointer:
         from_orbax = checkpointer.restore(folder / "orbax", jax.eval_shape(lambda: empty))
@@ -102,7 +97,7 @@ def restore(name, folder):
         for i, (before, after) in enumerate(zip(wanted, got, strict=False)):
             if before != after:
                 yield f"{reader}: array {i} of {before[:2]} is {after[:2]} or differs in its bits"
-        advanced, _ = advance(name, tx, x, state)  # and training resumes
+        advanced, _ = train(x, state)  # training resumes
         if not all(np.isfinite(a).all() for a in jax.tree.leaves(advanced)):
             yield f"{reader}: the next step is not finite"
 
