@@ -3,6 +3,7 @@
 ``tests/core/test_compat.py`` checks every one of them against the installed versions.
 """
 
+import re
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -65,6 +66,12 @@ def literals(eqn: Any) -> list[str]:
 def line_of(eqn: Any) -> str:
     """The line of the user's program that an equation comes from: ``model.py:12:4 (loss)``."""
     return summarize(eqn.source_info)
+
+
+def text_of(program: Any) -> str:
+    """The text of what ``jax.make_jaxpr`` returned, equal in every process."""
+    # Without terminal colours and addresses of functions.
+    return re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False, width=100))
 
 
 def turns(eqn: Any) -> int | None:

@@ -121,6 +121,18 @@ def test_line_of():
     assert re.search(r"test_compat\.py:\d+.*test_line_of", compat.line_of(eqn)), must
 
 
+def test_text_of():
+    must = fix("text_of", "give the same text in every process", "what the race stores")
+
+    def text():
+        f = jax.custom_jvp(lambda x: x * 2.0)  # its address is in the text
+        f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+        return compat.text_of(jax.make_jaxpr(f)(X))
+
+    found = text()
+    assert "mul" in found and "\x1b" not in found and found == text(), must
+
+
 def test_turns():
     must = fix("turns", "give the number of turns of a scan and None else", "describe, on_rows")
     found = {name: compat.turns(equations_of(f, X)[0]) for name, f in WITH_BODIES.items()}
