@@ -30,7 +30,10 @@ def main():
     parser.add_argument("--states", action="store_true")
     arguments, pytest_args = parser.parse_known_args()
     FOLDER.mkdir(exist_ok=True)
-    names = set_up_all(arguments.only and arguments.only.split(","))
+    only = arguments.only.split(",") if arguments.only else []
+    names = set_up_all(only)
+    if unknown := set(only) - names.keys():
+        parser.error(f"no environments of these names: {sorted(unknown)}")
     ready = [name for name, is_ready in names.items() if is_ready]
     counts = {name: (0, 0) if arguments.states else test(name, pytest_args) for name in ready}
     states = exchange_states(ready)
