@@ -1,7 +1,10 @@
 # make race   sets up a private environment and runs the race
 # make test   sets up and runs lint, types and all tests
+# make lint   checks style and types alone
 # make test-full also runs the long tests
 # make test-oldest runs the tests on the oldest versions admitted
+# make test-matrix runs the tests on every Python found and on every line of JAX; make test-states only
+#             checks that a state saved on one of them is restored on each
 # make colabs executes the notebooks
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
 #             (make docs then puts them into docs/performance.md)
@@ -11,23 +14,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 # On the two cores of CI, more workers are not faster.
 WORKERS ?= 2
+# The Python to set up environments with; by default the newest one on the PATH that has all packages.
+PYTHON ?=
 
-.PHONY: race test test-full test-oldest colabs bench bench-full docs clean
+.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
 
+# The tests keep compiled programs in $(VENV)/jax_programs (tests/README.md). ARGS="-k adam" selects.
 test: TESTS ?= not full
-test test-full: $(VENV)/dev.installed
+test test-full: lint
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(if $(TESTS),-m "$(TESTS)") $(ARGS)
+
+lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(if $(TESTS),-m "$(TESTS)") $(ARGS)
 
-# The same tests on the oldest versions that pyproject.toml admits.
+# The same tests on the oldest versions that pyproject.toml admits, for which a new Python has no wheels.
 test-oldest:
-	$(MAKE) .venv-oldest/test.installed VENV=.venv-oldest PIP_ARGS="-c tests/oldest.txt"
+	$(MAKE) .venv-oldest/test.installed VENV=.venv-oldest PIP_ARGS="-c tests/oldest.txt" \
+	  PYTHON="$(or $(PYTHON),$(shell sh tests/versions/pythons.sh | tail -n 1))"
 	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not full" $(ARGS)
+
+# Environments, logs and saved states are in .venv-matrix. ARGS="--only python3.13,jax0.8 -k adam".
+test-matrix test-states:
+	$(or $(PYTHON),python3) tests/versions/matrix.py $(if $(filter test-states,$@),--states,-n $(WORKERS)) $(ARGS)
 
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb
@@ -42,19 +55,9 @@ docs: $(VENV)/dev.installed
 	$(BIN)/python -m tests.test_docs
 
 # One environment; each stamp means that the extra of its name is installed in it.
-$(VENV)/%.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable ".[$*]"
-	touch $@
-
-# The first Python that is new enough and can create an environment with pip.
-$(BIN)/python:
-	@for python in python3 python3.14 python3.13 python3.12 python3.11; do \
-	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-	  echo "setting up $(VENV) with $$($$python --version)"; \
-	  $$python -m venv $(VENV) && exit 0; \
-	  rm -rf $(VENV); \
-	done; \
-	echo "no Python >= 3.11 with the venv module on the PATH" >&2; exit 1
+$(VENV)/%.installed: pyproject.toml
+	@PYTHON="$(PYTHON)" sh tests/versions/environment.sh $(VENV) $* $(PIP_ARGS)
+	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest race
+	rm -rf .venv .venv-oldest .venv-matrix race

@@ -8,13 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .core.compat import inner_jaxprs
+from .core.compat import COLLECTIVES, inner_jaxprs, turns
 from .core.paths import path_name
 from .state.slots import get_slot, slot_names
-
-# Primitives whose operands are sent over the network.
-_COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_to_all"}
-_COLLECTIVES |= {"all_gather_invariant", "reduce_scatter", "psum2", "psum_scatter"}
 
 
 class SlotOf(NamedTuple):
@@ -137,10 +133,10 @@ def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
     """For every collective its bytes, and whether it is done in some updates only."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _COLLECTIVES:
+        if name in COLLECTIVES:
             arrays = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
             yield sum(map(_nbytes, arrays)), at_times
-        times = eqn.params["length"] if name == "scan" else 1
+        times = 1 if (number := turns(eqn)) is None else number
         for inner in inner_jaxprs(eqn):
             for nbytes, sometimes in _sent(inner, at_times or name in ("cond", "while")):
                 yield times * nbytes, sometimes

@@ -1,7 +1,10 @@
 """Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
 
 import contextlib
+import gc
 import os
+import pathlib
+import sys
 
 import jax
 import pytest
@@ -13,6 +16,17 @@ os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Compiled programs are kept in the environment, for all workers and runs. The variables of JAX
+# take precedence; processes that tests start inherit them.
+PROGRAMS = pathlib.Path(sys.prefix, "jax_programs")
+LIMIT = 2**29  # bytes; a run of all tests leaves about a fifth
+for name, value in {
+    "jax_compilation_cache_dir": str(PROGRAMS),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}.items():
+    chosen = os.environ.setdefault(name.upper(), str(value))
+    jax.config.update(name, type(value)(chosen))
 
 # The conformance tests that do not apply.
 EXCEPT = {
@@ -52,6 +66,29 @@ EXCEPT = {
 }
 
 
+def pytest_configure(config):
+    """A program that cannot be read, or written, is compiled: no error, but no gain either."""
+    message = "Error (reading|writing) persistent compilation cache"
+    config.addinivalue_line("filterwarnings", f"default:{message}")
+
+
+def pytest_sessionstart(session):
+    """Removes the programs that were read longest ago, down to the limit."""
+    if hasattr(session.config, "workerinput"):
+        return  # a worker of pytest-xdist
+    files = [(path, path.stat()) for path in PROGRAMS.glob("*-cache")]
+    left = LIMIT
+    for path, stat in sorted(files, key=lambda file: file[1].st_atime, reverse=True):
+        left -= stat.st_size
+        if left < 0:
+            path.unlink(missing_ok=True)
+
+
+def pytest_collection_finish():
+    """What exists now stays to the end: the garbage collector need not look at it each time."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
     """Takes out what does not apply, rather than to skip it at run time."""
     out = [item for item in items if item.nodeid in EXCEPT]
@@ -64,6 +101,14 @@ def entry(request):
     """Each optimizer of the catalogue in turn, with a step count where it needs one."""
     entry = CATALOG[request.param]
     return entry._replace(factory=samples.factory(entry))
+
+
+@pytest.fixture
+def quick_to_compile():
+    """Programs are less optimized and compile faster: for tests of values alone."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax._src.base import NO_PARAMS_MSG  # no public name, and the message users know
+
+from .compat import NO_PARAMS_MSG
 
 
 def check(

@@ -1,18 +1,22 @@
-"""What the library needs of JAX beyond its stable public API, one small function for each.
+"""What the library needs of JAX and optax beyond their stable public API, by one name for each.
 
-``tests/core/test_compat.py`` checks every one of them against the installed version of JAX.
+``tests/core/test_compat.py`` checks every one of them against the installed versions.
 """
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
 from jax import Array, lax
+from jax.extend import random as extend_random
 from jax.extend.core import Literal, Primitive, Var
+from jax.extend.source_info_util import summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
+from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
 
 # Primitives
 
@@ -172,6 +176,61 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return same(eqn.invars, body.invars) - num_carry, num_carry
 
 
+def literals(eqn: Any) -> list[str]:
+    """The constants among the operands of an equation, as text."""
+    return [str(v.val) for v in eqn.invars if isinstance(v, Literal)]
+
+
+def line_of(eqn: Any) -> str:
+    """The line of the user's program that an equation comes from: ``model.py:12:4 (loss)``."""
+    return summarize(eqn.source_info)
+
+
+def text_of(program: Any) -> str:
+    """The text of what ``jax.make_jaxpr`` returned, equal in every process."""
+    # Without terminal colours and addresses of functions.
+    return re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False, width=100))
+
+
+def turns(eqn: Any) -> int | None:
+    """How often a ``scan`` runs its body; None for any other equation."""
+    return eqn.params["length"] if eqn.primitive.name == "scan" else None
+
+
+# Names of primitives, in all versions of JAX
+
+
+CALLS = {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"}
+CALLS |= {"custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"}
+COLLECTIVES = {"all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"}
+COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"}
+
+
+# Types of arrays that refuse arithmetic
+
+
+def opaque_dtype(name: str, words: int, tag: str) -> Any:
+    """A dtype of elements of some words of 32 bits; all transformations of JAX let it pass.
+
+    ``jax.random.wrap_key_data(words, impl=...)`` and ``jax.random.key_data`` reinterpret the bits.
+    Arithmetic raises a TypeError or ValueError with the ``tag``.
+    """
+
+    # JAX lets libraries define dtypes of random keys, and no others.
+    def refuse(*_: Any) -> Any:
+        raise TypeError(f"{name} is not a random key: {tag}")
+
+    return extend_random.define_prng_impl(
+        key_shape=(words,),
+        seed=refuse,
+        split=refuse,
+        random_bits=refuse,
+        fold_in=refuse,
+        name=name,
+        tag=tag,
+    )
+
+
 # Types of arrays inside shard_map
 
 
@@ -196,8 +255,8 @@ def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
 
 def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:
     """The arrays of all devices along mesh axes joined, typed as the same on all of them."""
-    # JAX 0.7 has it only as a function without a public name.
-    if hasattr(lax, "pcast"):
+    # Before JAX 0.10 it is only a function without a public name.
+    if jax.__version_info__ >= (0, 10):
         return lax.all_gather(tree, axes, tiled=True, to="invarying")
     from jax._src.lax.parallel import all_gather_invariant
 

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import random as extend_random
+
+from .compat import opaque_dtype
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
@@ -26,24 +27,11 @@ HINT = (
 )
 
 
-def _refuse(*_: Any) -> Any:
-    raise TypeError(f"row ids of optzoo.SparseRows are not a random key. {HINT}")
-
-
-def _define(name: str, words: int) -> Any:
-    """A dtype for ids of a number of words of 32 bits."""
-    return extend_random.define_prng_impl(
-        key_shape=(words,),
-        seed=_refuse,
-        split=_refuse,
-        random_bits=_refuse,
-        fold_in=_refuse,
-        name=name,
-        tag=f"row ids of optzoo.SparseRows, which allow no arithmetic. {HINT}",
-    )
-
-
-_IMPLS = {"int32": _define("optzoo_row_ids_32", 1), "int64": _define("optzoo_row_ids_64", 2)}
+_TAG = f"row ids of optzoo.SparseRows, which allow no arithmetic. {HINT}"
+_IMPLS = {
+    "int32": opaque_dtype("optzoo_row_ids_32", 1, _TAG),
+    "int64": opaque_dtype("optzoo_row_ids_64", 2, _TAG),
+}
 
 
 def _name_the_remedy() -> None:

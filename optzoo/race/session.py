@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from ..catalog import CATALOG
+from ..core.compat import text_of
 from ..race import plots, report
 from . import storage
 from .problem import Problem
@@ -173,9 +173,7 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     names = list(problem.metrics)
     digest.update(repr((VERSION, dataclasses.asdict(settings), plain, names)).encode())
     for jaxpr in traced:
-        # Equal in every process: no terminal colours, no addresses of functions.
-        text = jaxpr.pretty_print(use_color=False, width=100)
-        digest.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
+        digest.update(text_of(jaxpr).encode())
     constants = [jaxpr.consts for jaxpr in traced]
     for array in jax.tree.leaves((problem.train, problem.valid, constants)):
         digest.update(np.ascontiguousarray(array).tobytes())

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.source_info_util import summarize
 
-from ..core.compat import inner_jaxprs
+from ..core.compat import CALLS, inner_jaxprs, line_of
 from ..core.rows import SparseRows, is_rows
-from ..sparse.rowwise_check import CALLS, NotRowWise, check_operation, primes, row_axes
+from ..sparse.rowwise_check import NotRowWise, check_operation, primes, row_axes
 
 _FIX = (
     "Give sharded_minimize capacity_factor=None, for one round with room for any ids, or take an "
@@ -64,7 +63,7 @@ def check_rounds(
     touched = {n: tables[i] for i, n in of_gradient.items()}
     try:
         for eqn, top in _equations(jaxpr.jaxpr):
-            _check(eqn, summarize(top.source_info), whole, touched)
+            _check(eqn, line_of(top), whole, touched)
     except _NotAlone as error:
         raise ValueError(
             f"the optimizer cannot update rows in several rounds: {error}. {_FIX}"

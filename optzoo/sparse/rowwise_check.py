@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.source_info_util import summarize
 
-from ..core.compat import inner_jaxprs
+from ..core.compat import CALLS, inner_jaxprs, line_of, literals, turns
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none
 
@@ -28,7 +27,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Primitives of JAX by their names, for not every version has all of them. Those in no list are
-# unknown to the check: tests/sparse/test_on_rows.py finds the ones that optax uses.
+# unknown to the check: tests/sparse/test_on_rows.py finds the ones that optax uses. CALLS are
+# row-wise if the jaxprs inside are.
 _ELEMENTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -47,13 +47,6 @@ _KEEPS_AXES = _names(
     argmax argmin bitcast_convert_type broadcast_in_dim concatenate dot_general dynamic_slice
     expand_dims iota reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     reshape slice split squeeze stack tile transpose unstack
-    """
-)
-# Row-wise if the jaxprs inside are.
-CALLS = _names(
-    """
-    checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit
-    pjit remat remat2 scan while
     """
 )
 # They can mix rows, and the check does not look for the cases in which they do not.
@@ -236,8 +229,8 @@ def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Ite
         if eqn.primitive.name in CALLS:
             for inner in inner_jaxprs(eqn):
                 yield from _operations(inner, names, top)
-        check_operation(eqn, names, summarize(top.source_info))
-        yield eqn.primitive.name, [str(v.val) for v in eqn.invars if hasattr(v, "val")]
+        check_operation(eqn, names, line_of(top))
+        yield eqn.primitive.name, literals(eqn)
 
 
 def check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
@@ -265,7 +258,7 @@ def _is_row_wise(
     """Whether a known operation is row-wise, given the numbers of rows of its arrays."""
     name = eqn.primitive.name
     if name in CALLS:
-        return eqn.params.get("length") not in names  # otherwise a scan over rows
+        return turns(eqn) not in names  # otherwise a scan over rows
     if name in _MIXES or any(len(axes) != 1 for axes in results):
         return False
     if not operands:  # rows that are made of none

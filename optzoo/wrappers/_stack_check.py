@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.compat import inner_jaxprs
+from ..core.compat import inner_jaxprs, literals
 from ..state.stacks import Layout, flatten_with_stacks, name_at, stack
 
 
@@ -90,8 +90,7 @@ def _operations(jaxpr: Any) -> Iterator[tuple[str, ...]]:
             yield from _operations(body)
         # A scalar is broadcast to the shape of a stack, but not to that of another scalar.
         if not bodies and eqn.primitive.name != "broadcast_in_dim":
-            constants = (str(v.val) for v in eqn.invars if hasattr(v, "val"))
-            yield eqn.primitive.name, str(eqn.params), *constants
+            yield eqn.primitive.name, str(eqn.params), *literals(eqn)
 
 
 _HINT = (

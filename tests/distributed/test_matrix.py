@@ -10,6 +10,8 @@ from optzoo.state.types import SharedParamsState
 
 from . import cases
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 # With masks in one way always, in the others in the long run.
 FULL = {"sharded jit", "pmap", "shard_map unchecked"}
 WAYS = [pytest.param(way, False, id=way) for way in cases.WAYS[1:]] + [

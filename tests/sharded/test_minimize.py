@@ -12,6 +12,8 @@ import optzoo
 
 from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 W = np.random.default_rng(1).normal(size=(WIDTH, WIDTH)).astype(np.float32)
 
 
