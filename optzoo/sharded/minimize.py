@@ -103,7 +103,7 @@ def sharded_minimize(
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, *batch, **extra_args):
-        shardings = _shardings_by_leaf(tables, params)
+        shardings = shardings_by_leaf(tables, params)
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)
         put = lambda x, spec: jax.ShapeDtypeStruct(
@@ -123,7 +123,7 @@ def sharded_minimize(
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def _shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
+def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
     """For each parameter its sharding, None for those that are replicated."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = [path_name(path) for path, _ in leaves]
