@@ -1,7 +1,6 @@
 """Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
 
 import contextlib
-import gc
 import os
 import pathlib
 import sys
@@ -82,11 +81,6 @@ def pytest_sessionstart(session):
         left -= stat.st_size
         if left < 0:
             path.unlink(missing_ok=True)
-
-
-def pytest_collection_finish():
-    """What exists now stays to the end: the garbage collector need not look at it each time."""
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):
