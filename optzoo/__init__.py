@@ -69,6 +69,11 @@ from .rules.treewise import treewise
 from .second_order.ggt import ggt, scale_by_ggt
 from .second_order.shampoo.api import blocked_shampoo, scale_by_shampoo, shampoo
 from .second_order.shampoo.grafting import graft
+from .sharded.bags import lookup_sparse
+from .sharded.create_table import create_table, uniform_rows
+from .sharded.lookup import sharded_lookup
+from .sharded.minimize import sharded_minimize
+from .sharded.row_sharding import RowSharding, from_order_of_ids, in_order_of_ids
 from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
 from .sparse.minimize import minimize
 from .sparse.on_rows import on_rows
@@ -102,6 +107,7 @@ __all__ = [
     "LeafwiseState",
     "LocalSGDState",
     "ReplicaState",
+    "RowSharding",
     "RowsPolicy",
     "Rule",
     "SharedParamsState",
@@ -128,6 +134,7 @@ __all__ = [
     "coalesce",
     "cosine_sign_decay",
     "create",
+    "create_table",
     "custom_adam",
     "decoupled_weight_decay",
     "densify",
@@ -136,6 +143,7 @@ __all__ = [
     "drop_stale_gradient",
     "elastic_average",
     "eval_params",
+    "from_order_of_ids",
     "ftrl",
     "get_slot",
     "ggt",
@@ -146,6 +154,7 @@ __all__ = [
     "gradient_summaries",
     "graft",
     "groups",
+    "in_order_of_ids",
     "keras_optimizer",
     "lars",
     "lazy_adam",
@@ -154,6 +163,7 @@ __all__ = [
     "linear_sign_decay",
     "load_tf1_state",
     "lookup",
+    "lookup_sparse",
     "map_over_replicas",
     "minimize",
     "model_average",
@@ -208,6 +218,8 @@ __all__ = [
     "scan_local_steps",
     "set_slot",
     "shampoo",
+    "sharded_lookup",
+    "sharded_minimize",
     "slot_names",
     "slots_dtype",
     "stacked",
@@ -215,6 +227,7 @@ __all__ = [
     "swap",
     "sync_replicas",
     "treewise",
+    "uniform_rows",
     "value_and_grad",
     "variable_clipping",
     "zero_if_norm_exceeds",

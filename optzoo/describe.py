@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import optax
 
 from .core.compat import COLLECTIVES, inner_jaxprs, turns
 from .core.paths import path_name
+from .sharded.minimize import shardings_by_leaf
+from .sharded.row_sharding import RowSharding
 from .state.slots import get_slot, slot_names
 
 
@@ -21,6 +24,27 @@ class SlotOf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+
+
+class TableOf(NamedTuple):
+    """A table sharded by rows, as one device sees it. All sizes are in bytes.
+
+    Attributes:
+        parameter: its name.
+        sharding: of its rows.
+        kept: the shard and its slots.
+        capacity: the rows that the device asks of each owner in a round.
+        sent: in a round: ids, rows, the ids of gradients, and gradients.
+        moved: the least that an owner reads and writes if it gets as many rows as a device has ids:
+            gradients once, rows and slots twice.
+    """
+
+    parameter: str
+    sharding: RowSharding
+    kept: int
+    capacity: int
+    sent: int
+    moved: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +61,7 @@ class Description:
             touched rows.
         sent: what each replica passes to collectives in every update.
         sent_at_times: what it passes to them in addition in those updates that exchange.
+        tables: the tables that are sharded by rows. The sizes above are of all rows.
     """
 
     slots: tuple[SlotOf, ...]
@@ -46,6 +71,7 @@ class Description:
     moved: int
     sent: int
     sent_at_times: int
+    tables: tuple[TableOf, ...] = ()
 
     @property
     def state_per_parameter(self) -> float:
@@ -62,9 +88,16 @@ class Description:
             f"a dense step reads and writes at least {self.moved:,} bytes",
             f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
         ]
-        return "\n".join(
-            [*_columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
-        )
+        lines = [*_columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
+        if self.tables:
+            head = ("table", "owners", "kept", "capacity", "sent in a round", "moved")
+            sizes = lambda t: [f"{n:,}" for n in (t.kept, t.capacity, t.sent, t.moved)]
+            tables = [
+                (t.parameter, f"{t.sharding.num_shards} ({t.sharding.partition})", *sizes(t))
+                for t in self.tables
+            ]
+            lines += ["sharded by rows, bytes of one device:", *_columns([head, *tables])]
+        return "\n".join(lines)
 
 
 def describe(
@@ -73,6 +106,9 @@ def describe(
     *,
     axis_name: str = "replica",
     num_replicas: int = 8,
+    tables: Mapping[str, RowSharding] | None = None,
+    ids: Mapping[str, int] | None = None,
+    capacity_factor: float | None = 1.0,
     **extra_args: Any,
 ) -> Description:
     """The slots of an optimizer for these parameters, and what a step reads, writes and sends.
@@ -89,11 +125,14 @@ def describe(
         params: the parameters, or a ``jax.ShapeDtypeStruct`` for each.
         axis_name: the axis of the replicas, if ``tx`` communicates along one.
         num_replicas: the number of replicas along that axis.
+        tables: the tables that are sharded by rows, as in :func:`optzoo.sharded_minimize`.
+        ids: for each pattern of ``tables`` how many ids of a table a device looks up in a step.
+        capacity_factor: as in :func:`optzoo.sharded_minimize`.
         **extra_args: further arguments that ``update`` needs.
 
     Raises:
         ValueError: as ``update``, with a note, such as for another number of replicas than that of
-            ``tx``.
+            ``tx``; or if ``ids`` does not have the patterns of ``tables``.
         NameError: if ``tx`` communicates along another axis, with a note.
     """
     tx = optax.with_extra_args_support(tx)
@@ -121,7 +160,41 @@ def describe(
         moved=3 * sum(sizes) + 2 * state_bytes,
         sent=always,
         sent_at_times=sum(nbytes for nbytes, _ in sent) - always,
+        tables=tuple(_tables(params, slots, tables or {}, ids or {}, capacity_factor)),
     )
+
+
+def _tables(
+    params: Any,
+    slots: Mapping[str, Any],
+    tables: Mapping[str, RowSharding],
+    ids: Mapping[str, int],
+    capacity_factor: float | None,
+) -> Iterator[TableOf]:
+    if tables.keys() != ids.keys():
+        raise ValueError(
+            f"ids must have the patterns of tables, {sorted(tables)}, got {sorted(ids)}: they say "
+            "how many ids a device looks up in a step"
+        )
+    shardings = shardings_by_leaf(tables, params)
+    of_slots = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in slots.values()]
+    for (path, x), s in zip(jax.tree_util.tree_leaves_with_path(params), shardings, strict=True):
+        if s is None:
+            continue
+        [number] = [ids[pattern] for pattern in tables if re.fullmatch(pattern, path_name(path))]
+        row, capacity = _nbytes(x) // s.stored_rows, s.capacity(number, capacity_factor)
+        mine = [slot[path] for slot in of_slots if path in slot]
+        of_slots_of_row = sum(
+            _nbytes(a) // s.stored_rows for a in mine if a.shape[:1] == (s.stored_rows,)
+        )
+        yield TableOf(
+            path_name(path),
+            s,
+            kept=s.rows_per_shard * (row + of_slots_of_row),
+            capacity=capacity,
+            sent=(s.num_shards - 1) * capacity * 2 * (row + 4),
+            moved=number * (3 * row + 2 * of_slots_of_row),
+        )
 
 
 def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:

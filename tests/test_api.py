@@ -92,6 +92,7 @@ ROOMS = [
     ["state"],
     ["rules", "distributed"],
     ["sparse"],
+    ["sharded"],
     ["wrappers"],
     ["transforms", *FAMILIES],
     ["catalog"],

@@ -94,3 +94,20 @@ def test_another_number_of_replicas():
         describe(tx, PARAMS)
     assert "num_replicas=8 and axis_name='replica'" in "".join(caught.value.__notes__)
     assert describe(tx, PARAMS, num_replicas=4).sent_at_times > 0
+
+
+def test_tables_sharded_by_rows():
+    s = optzoo.RowSharding(1000, 4, multiple=16)
+    params = {"table": jnp.zeros((s.stored_rows, 8)), "w": jnp.zeros(3)}
+    about = describe(
+        optzoo.adagrad(0.1), params, tables={"table": s}, ids={"table": 100}, capacity_factor=None
+    )
+    [table] = about.tables
+    rows = s.rows_per_shard
+    assert table == ("table", s, rows * 8 * 4 * 2, 100, 3 * 100 * 2 * (8 * 4 + 4), 100 * 5 * 32)
+    assert "table  4 (mod)" in str(about)
+    half = describe(optzoo.row_wise_adagrad(0.1), params, tables={"table": s}, ids={"table": 100})
+    assert half.tables[0].kept == rows * (8 * 4 + 4)
+    assert half.tables[0].capacity == s.capacity(100, 1.0) < 100
+    with pytest.raises(ValueError, match="ids must have the patterns of tables"):
+        describe(optzoo.adagrad(0.1), params, tables={"table": s})

@@ -8,7 +8,7 @@ other way too (``dense_uses.py``).
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -135,18 +135,18 @@ def value_and_grad(
             out = loss_fn(*full_args, **kwargs)
             return out if has_aux else (out, None)
 
-        loss = _trace(call, flat)
+        loss = trace_loss(call, flat)
         if sparse != "allow":
             for i, reason in loss.dense_tables():
-                _report(_name(chosen, which, i), reason, sparse)
-        value, aux, grads = loss.differentiate(flat)
+                report_dense(_name(chosen, which, i), reason, sparse)
+        value, aux, grads, _ = loss.differentiate(flat)
         grads = treedef.unflatten(grads)
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
 
 
-class _Loss(NamedTuple):
+class Loss(NamedTuple):
     """A loss as a jaxpr, whose inputs are the leaves, their copies and the taps."""
 
     jaxpr: Any  # its outputs are the value, the arrays of the auxiliary data, and the ids
@@ -154,6 +154,7 @@ class _Loss(NamedTuple):
     of_value: Any  # the jaxpr that gives the value alone, without what a stop_gradient hides
     uses: list[bool]  # for each leaf whether the value depends on it in another way than by taps
     lookups: list[taps_of.Lookup]
+    elsewhere: frozenset[int]  # the leaves whose rows are the taps
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
     def dense_tables(self) -> list[tuple[int, str]]:
@@ -164,8 +165,33 @@ class _Loss(NamedTuple):
         reasons = [(i, why_dense(self.of_value, v, i in has_taps)) for i, v in used]
         return [(i, reason) for i, reason in reasons if reason]
 
-    def differentiate(self, flat: Sequence[Array]) -> tuple[Any, Any, list[Any]]:
-        """The value, the auxiliary data and the gradients."""
+    def ids(self, flat: Sequence[Array]) -> list[Array]:
+        """The ids of each lookup of a leaf whose rows are elsewhere."""
+        return self._ids(flat, _zeros(flat, self.lookups))
+
+    def ids_depend_on_rows(self, flat: Sequence[Array]) -> bool:
+        """Whether the ids of a lookup of a leaf whose rows are elsewhere depend on any rows."""
+        jaxpr = jax.make_jaxpr(lambda taps: self._ids(flat, taps))(_zeros(flat, self.lookups))
+        return any(used_inputs(jaxpr.jaxpr))
+
+    def _ids(self, flat: Sequence[Array], taps: Sequence[Array]) -> list[Array]:
+        outputs = self._outputs(flat, flat, taps)
+        ids = outputs[len(outputs) - len(taps) :]
+        return [
+            x for x, found in zip(ids, self.lookups, strict=True) if found.leaf in self.elsewhere
+        ]
+
+    def differentiate(
+        self, flat: Sequence[Array], rows: Sequence[Array] = ()
+    ) -> tuple[Any, Any, list[Any], list[Array]]:
+        """The value, the auxiliary data, the gradients, and those of rows that are elsewhere.
+
+        Args:
+            flat: the leaves.
+            rows: of each lookup of a leaf whose rows are elsewhere.
+        """
+        mine = [k for k, found in enumerate(self.lookups) if found.leaf in self.elsewhere]
+        given = dict(zip(mine, rows, strict=True))
 
         def tapped(leaves, taps):
             # What the value does not depend on is not differentiated, nor are the copies.
@@ -173,29 +199,45 @@ class _Loss(NamedTuple):
                 x if is_used else copy
                 for x, copy, is_used in zip(leaves, flat, self.uses, strict=True)
             ]
-            copies = _copies(flat, self.lookups).values()
-            outputs = evaluate(self.jaxpr, self.consts, [*leaves, *copies, *taps])
+            outputs = self._outputs(leaves, flat, taps)
             first = len(outputs) - len(taps)
             value, aux = self.rebuild(outputs[:first])
             return value, (aux, outputs[first:])
 
         gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        taps = _zeros(flat, self.lookups)
+        taps = [given.get(k, zeros) for k, zeros in enumerate(_zeros(flat, self.lookups))]
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
-        for i in _copies(flat, self.lookups):
-            x, mine = flat[i], [k for k, found in enumerate(self.lookups) if found.leaf == i]
-            rows = SparseRows(
-                jnp.concatenate([ids[k].reshape(-1) for k in mine]),
-                jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in mine]),
+        for i in self._copies(flat):
+            x, looked_up = flat[i], [k for k, f in enumerate(self.lookups) if f.leaf == i]
+            rows_of_leaf = SparseRows(
+                jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
+                jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in looked_up]),
                 x.shape[0],
             )
             # Rows added to the gradient of the other uses: the correct dense gradient.
-            of_leaves[i] = of_leaves[i] + rows if self.uses[i] else rows
-        return value, aux, of_leaves
+            of_leaves[i] = of_leaves[i] + rows_of_leaf if self.uses[i] else rows_of_leaf
+        return value, aux, of_leaves, [of_taps[k] for k in mine]
+
+    def _copies(self, flat: Sequence[Array]) -> dict[int, Array]:
+        return _copies(flat, self.lookups, self.elsewhere)
+
+    def _outputs(self, leaves: Sequence[Array], flat: Sequence[Array], taps: Sequence[Array]):
+        copies = self._copies(flat).values()
+        return evaluate(self.jaxpr, self.consts, [*leaves, *copies, *taps])
 
 
-def _trace(call: Callable[[Sequence[Array]], tuple[Any, Any]], flat: Sequence[Array]) -> _Loss:
-    """Traces a loss; ``call`` gives its value and auxiliary data for the leaves."""
+def trace_loss(
+    call: Callable[[Sequence[Array]], tuple[Any, Any]],
+    flat: Sequence[Array],
+    elsewhere: Iterable[int] = (),
+) -> Loss:
+    """Traces a loss.
+
+    Args:
+        call: gives the value and the auxiliary data for the leaves.
+        flat: the leaves.
+        elsewhere: the positions of leaves that are not read: their rows are given later.
+    """
     structure: list[Any] = []
 
     def arrays_of(leaves):
@@ -217,19 +259,22 @@ def _trace(call: Callable[[Sequence[Array]], tuple[Any, Any]], flat: Sequence[Ar
     closed = jax.make_jaxpr(arrays_of)(flat)
     num_values, rebuild = structure
     plan = taps_of.make_plan(closed.jaxpr, [taps_of.Table(i) for i in range(len(flat))])
-    lookups = plan.lookups
+    lookups, elsewhere = plan.lookups, frozenset(elsewhere)
     if lookups:
         tapped = lambda *args: taps_of.evaluate(plan, closed.consts, *args)
-        closed = jax.make_jaxpr(tapped)(flat, _copies(flat, lookups), _zeros(flat, lookups))
+        copies = _copies(flat, lookups, elsewhere)
+        closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
     of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[:num_values])
     of_value = without_stop_gradient(of_value)
     uses = used_inputs(of_value)[: len(flat)]
-    return _Loss(closed.jaxpr, closed.consts, of_value, uses, lookups, rebuild)
+    return Loss(closed.jaxpr, closed.consts, of_value, uses, lookups, elsewhere, rebuild)
 
 
-def _copies(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> dict[int, Array]:
-    """By their positions the leaves that are looked up."""
-    return {i: flat[i] for i in sorted({found.leaf for found in lookups})}
+def _copies(
+    flat: Sequence[Array], lookups: Sequence[taps_of.Lookup], elsewhere: frozenset[int]
+) -> dict[int, Array]:
+    """By their positions the leaves that are looked up, and read."""
+    return {i: flat[i] for i in sorted({found.leaf for found in lookups} - elsewhere)}
 
 
 def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:
@@ -248,7 +293,8 @@ def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:
     return f"'{inner}'" if len(which) == 1 else f"'{inner}' of {argument}"
 
 
-def _report(name: str, reason: str, sparse: Sparse) -> None:
+def report_dense(name: str, reason: str, sparse: Sparse) -> None:
+    """Warns of the dense gradient of a looked-up table, or raises ``ValueError``."""
     text = f"the gradient of {name} is dense, although this table is looked up: {reason}"
     if sparse == "require":
         raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")

@@ -109,16 +109,16 @@ def rows_of_state(
         if check:
             operations.append(_operations_of_update(inner, tables, abstract_state, extra_args))
     if found[0] != found[1]:
-        raise _refusal("its state depends on the number of rows")
+        raise NotRowWise("its state depends on the number of rows")
     if check and operations[0] != operations[1]:
-        raise _refusal("its update depends on the number of rows")
+        raise NotRowWise("its update depends on the number of rows")
     return found[0]
 
 
 def _refuse_deferring(state: Any) -> None:
     defers = lambda s: isinstance(s, _DEFERRING)
     for part in filter(defers, jax.tree.leaves(state, is_leaf=defers)):
-        raise _refusal(f"{type(part).__name__} lets a gradient act on its row in a later step")
+        raise NotRowWise(f"{type(part).__name__} lets a gradient act on its row in a later step")
 
 
 # Abstract tables
@@ -144,7 +144,7 @@ def _resized(
     for i, g in enumerate(gs):
         if is_rows(g):
             # Not the small numbers that an optimizer makes up, such as the two of a pair.
-            num_rows[i] = next(p for p in _primes(max(size(g), 10)) if p not in taken)
+            num_rows[i] = next(p for p in primes(max(size(g), 10)) if p not in taken)
             taken.add(num_rows[i])
 
     def abstract(i, a):
@@ -166,7 +166,7 @@ def _resized(
     )
 
 
-def _primes(start: int) -> Iterator[int]:
+def primes(start: int) -> Iterator[int]:
     """The primes from ``start`` on."""
     return (p for p in itertools.count(start) if all(p % d for d in range(2, math.isqrt(p) + 1)))
 
@@ -188,7 +188,7 @@ def _owner(path: Any, shape: tuple[int, ...], tables: _Tables) -> int | None:
     axes = [axis for axis, size in enumerate(shape) if size in tables.positions]
     if axes not in ([], [0]):
         name = path_name(path)
-        raise _refusal(f"its state '{name}' of shape {shape} has rows elsewhere than in axis 0")
+        raise NotRowWise(f"its state '{name}' of shape {shape} has rows elsewhere than in axis 0")
     return tables.positions[shape[0]] if axes else None
 
 
@@ -213,15 +213,15 @@ def _operations_of_update(
     before, treedef = jax.tree.flatten((tables.updates, state), is_leaf=is_none)
     after = treedef.flatten_up_to((us, new_state))
     for old, new in zip(before, after, strict=True):
-        if old is not None and _row_axes(old, tables.names) and old.shape != new.shape:
-            raise _refusal(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
+        if old is not None and row_axes(old, tables.names) and old.shape != new.shape:
+            raise NotRowWise(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
     return operations
 
 
 def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Iterator[Any]:
     """The names and the constants of all operations in turn; raises at one that may mix rows."""
-    if constants := [size for v in jaxpr.constvars for size in _row_axes(v.aval, names)]:
-        raise _refusal(f"it holds a constant with the rows of parameter '{names[constants[0]]}'")
+    if constants := [size for v in jaxpr.constvars for size in row_axes(v.aval, names)]:
+        raise NotRowWise(f"it holds a constant with the rows of parameter '{names[constants[0]]}'")
     for eqn in jaxpr.eqns:
         # The line of the outermost call: JAX reuses jaxprs, and with them the lines of their
         # first call.
@@ -229,27 +229,27 @@ def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Ite
         if eqn.primitive.name in CALLS:
             for inner in inner_jaxprs(eqn):
                 yield from _operations(inner, names, top)
-        _check_operation(eqn, names, line_of(top))
+        check_operation(eqn, names, line_of(top))
         yield eqn.primitive.name, literals(eqn)
 
 
-def _check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
+def check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
     """Raises unless each row of the results comes from the same rows of the operands."""
-    operands = [size for v in eqn.invars for size in _row_axes(v.aval, names)]
-    results = [_row_axes(v.aval, names) for v in eqn.outvars]
+    operands = [size for v in eqn.invars for size in row_axes(v.aval, names)]
+    results = [row_axes(v.aval, names) for v in eqn.outvars]
     sizes = [*operands, *itertools.chain(*results)]
     name = eqn.primitive.name
     if not sizes:
         return
     rows = f"the rows of parameter '{names[sizes[0]]}'"
     if name not in _ELEMENTWISE | _KEEPS_AXES | CALLS | _MIXES:
-        raise _refusal(
+        raise NotRowWise(
             f"`{name}` ({line}) is unknown to its check, which cannot tell whether it mixes {rows}",
             _CHECK_HINT,
         )
     if not _is_row_wise(eqn, operands, results, names):
         hint = _CHECK_HINT if name in _MIXES else _HINT
-        raise _refusal(f"`{name}` may mix {rows} ({line})", hint)
+        raise NotRowWise(f"`{name}` may mix {rows} ({line})", hint)
 
 
 def _is_row_wise(
@@ -272,7 +272,7 @@ def _is_row_wise(
     return True
 
 
-def _row_axes(a: Any, names: dict[int, str]) -> list[int]:
+def row_axes(a: Any, names: dict[int, str]) -> list[int]:
     """The sizes of those axes of an abstract array that are numbers of rows."""
     return [size for size in getattr(a, "shape", ()) if size in names]
 
@@ -297,5 +297,9 @@ def _annotate_errors(tables: _Tables) -> Iterator[None]:
         raise
 
 
-def _refusal(reason: str, hint: str = _HINT) -> ValueError:
-    return ValueError(f"optzoo.on_rows cannot run this optimizer row by row: {reason}. {hint}")
+class NotRowWise(ValueError):
+    """An optimizer cannot run row by row, for a reason."""
+
+    def __init__(self, reason: str, hint: str = _HINT):
+        super().__init__(f"optzoo.on_rows cannot run this optimizer row by row: {reason}. {hint}")
+        self.reason = reason

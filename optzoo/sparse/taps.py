@@ -31,6 +31,7 @@ class Lookup(NamedTuple):
     leaf: int
     shape: tuple[int, ...]  # of its ids, after the axes of the loops around it
     dtype: Any  # of its ids
+    num_rows: int  # of the table
 
     def rows_of(self, table: Array) -> tuple[int, ...]:
         """The shape of the rows."""
@@ -90,8 +91,8 @@ def evaluate(
         consts: the values of its constants.
         values: its inputs.
         copies: by their positions the leaves that are looked up: a lookup with a tap reads these,
-            so that it does not depend on the inputs.
-        taps: for each lookup what to add to its rows.
+            so that it does not depend on the inputs. If a leaf is not there, nothing is read.
+        taps: for each lookup what to add to its rows; or the rows themselves if nothing is read.
     """
     if not plan.steps:
         return compat.evaluate(plan.jaxpr, consts, values), []
@@ -125,15 +126,17 @@ def _of_lookup(eqn: Any, table: Table | None) -> _Step | None:
     aval = eqn.invars[1].aval
 
     def run(values, copies, taps):
-        copy, ids = copies[table.leaf], jnp.asarray(values[1], aval.dtype)
-        rows = bind_lookup(copy, ids)
-        _check_varying(rows, copy)
-        rows = rows + taps[0]
+        copy, ids, rows = copies.get(table.leaf), jnp.asarray(values[1], aval.dtype), taps[0]
+        if copy is not None:
+            rows = bind_lookup(copy, ids)
+            _check_varying(rows, copy)
+            rows = rows + taps[0]
         for dtype in table.casts:
             rows = rows.astype(dtype)
         return [rows], [ids]
 
-    return _Step([Lookup(table.leaf, aval.shape, aval.dtype)], [None], run)
+    num_rows = eqn.invars[0].aval.shape[0]
+    return _Step([Lookup(table.leaf, aval.shape, aval.dtype, num_rows)], [None], run)
 
 
 def _check_varying(rows: Array, table: Array) -> None:
@@ -229,7 +232,7 @@ def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
 
         def run(values, copies, taps):
             # The lookups of the other branches read padding.
-            ids = [jnp.full(x.shape, len(copies[x.leaf]), x.dtype) for x in lookups]
+            ids = [jnp.full(x.shape, x.num_rows, x.dtype) for x in lookups]
             outputs, ids[mine] = evaluate(plans[k], bodies[k][1], values, copies, taps[mine])
             return outputs, ids
 
@@ -246,7 +249,8 @@ def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
 
 def _of_plans(copies: Mapping[int, Array], *plans: Plan) -> dict[int, Array]:
     """The tables that the lookups of some plans read."""
-    return {found.leaf: copies[found.leaf] for plan in plans for found in plan.lookups}
+    leaves = {found.leaf for plan in plans for found in plan.lookups}
+    return {leaf: copies[leaf] for leaf in sorted(leaves & copies.keys())}
 
 
 _STEPS = {

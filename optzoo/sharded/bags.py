@@ -1,0 +1,291 @@
+"""Bags of ids: their rows summed or averaged, in whole and in sharded tables."""
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..core.checks import check_size
+from ..core.paths import path_name
+from ..sparse.lookup import lookup
+from .exchange import exchange
+from .lookup import check_shard, sharded_lookup
+from .row_sharding import RowSharding
+
+Combiner = Literal["mean", "sum", "sqrtn"]
+Pool = Literal["auto", "here", "owner"]
+
+
+def lookup_sparse(
+    table: Any,
+    ids: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    weights: Any = None,
+    combiner: Combiner = "mean",
+    sharding: Any = None,
+    capacity_factor: float | None = None,
+    transport: DTypeLike | None = None,
+    pool: Pool = "auto",
+) -> Any:
+    r"""The pooled rows of bags of ids, as in ``tf.nn.embedding_lookup_sparse``.
+
+    .. math::
+        \text{sum: } \sum_i w_i e_i \qquad
+        \text{mean: } \frac{\sum_i w_i e_i}{\sum_i w_i} \qquad
+        \text{sqrtn: } \frac{\sum_i w_i e_i}{\sqrt{\sum_i w_i^2}}
+
+    Bags are either the rows of ``ids``, of shape ``(num_bags, length)``, filled up with the padding
+    id ``num_rows``; or ragged: ``ids`` of shape ``(n,)`` with the bag of each in ``segment_ids``.
+    Padding counts for nothing. A bag without ids, or without weight, gives zeros.
+
+    As with :func:`optzoo.lookup` the gradient of the table is row-sparse. With ``sharding`` the
+    table is sharded by rows, as in :func:`optzoo.sharded_lookup`, and several tables share the
+    messages: give trees of tables, of ids, of segment ids and of weights.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> table = jnp.array([[1.0], [2.0], [4.0]])
+        >>> optzoo.lookup_sparse(table, jnp.array([[0, 2], [1, 3]]), combiner="sum").tolist()
+        [[5.0], [2.0]]
+
+    Args:
+        table: of shape ``(num_rows, *row_shape)``, or the shard of this device; or a tree.
+        ids: integers of shape ``(num_bags, length)`` or ``(n,)``.
+        segment_ids: the bag of each of ``n`` ids, in ``[0, num_segments)``; others are ignored.
+        num_segments: the number of ragged bags.
+        weights: like ``ids``; None for ones.
+        combiner: ``"mean"``, ``"sum"`` or ``"sqrtn"``.
+        sharding: a :class:`optzoo.RowSharding`, a tree of them, or None for whole tables.
+        capacity_factor: as in :func:`optzoo.sharded_lookup`.
+        transport: as in :func:`optzoo.sharded_lookup`.
+        pool: where rows of sharded tables are summed: ``"here"``, once each distinct row has
+            arrived; at its ``"owner"``, which sends a sum for each bag and each device; or where
+            less is sent (``"auto"``).
+
+    Returns:
+        Arrays of shape ``(num_bags, *row_shape)``; or a tree of them.
+
+    Raises:
+        TypeError: as :func:`optzoo.lookup`.
+        ValueError: if an argument is none of the above, or if only one of ``segment_ids`` and
+            ``num_segments`` is given.
+
+    References:
+        ``tf.nn.embedding_lookup_sparse`` of TensorFlow 1, without ``max_norm``.
+
+    Differences from the original:
+        Where the weights of a bag sum to zero the original divides by zero.
+    """
+    _check_options(combiner, pool)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(table)
+    names, tables = [path_name(path) for path, _ in paths], [x for _, x in paths]
+    columns = lambda tree: [tree] * len(tables) if tree is None else treedef.flatten_up_to(tree)
+    shardings = [sharding] * len(tables) if isinstance(sharding, RowSharding) else columns(sharding)
+    bags = [
+        _make_bags(name, len(x) if s is None else s.num_rows, i, segments, w, num_segments)
+        for name, x, s, i, segments, w in zip(
+            names,
+            tables,
+            shardings,
+            columns(ids),
+            columns(segment_ids),
+            columns(weights),
+            strict=True,
+        )
+    ]
+    at_owner = [
+        s is not None and _pools_at_owner(pool, x, s, b, capacity_factor)
+        for x, s, b in zip(tables, shardings, bags, strict=True)
+    ]
+    pick = lambda items, where: [x for x, w in zip(items, where, strict=True) if w]
+    here = [s is not None and not w for s, w in zip(shardings, at_owner, strict=True)]
+    options = {"capacity_factor": capacity_factor, "transport": transport}
+    found = iter(
+        sharded_lookup(
+            pick(tables, here), [b.ids for b in pick(bags, here)], pick(shardings, here), **options
+        )
+    )
+    sums = iter(
+        _sums_of_owners(
+            pick(tables, at_owner), pick(bags, at_owner), pick(shardings, at_owner), **options
+        )
+    )
+    out = []
+    for x, s, b, owner in zip(tables, shardings, bags, at_owner, strict=True):
+        if owner:
+            total = next(sums)
+        else:
+            total = _total(_times(lookup(x, b.ids) if s is None else next(found), b.weights), b)
+        out.append(_divide(total, b, combiner))
+    return treedef.unflatten(out)
+
+
+def _check_options(combiner: Any, pool: Any) -> None:
+    for name, value, kinds in (("combiner", combiner, Combiner), ("pool", pool, Pool)):
+        if value not in get_args(kinds):
+            raise ValueError(f"{name} must be one of {list(get_args(kinds))}, got {value!r}")
+
+
+class _Bags(NamedTuple):
+    """Ragged bags."""
+
+    ids: Array  # (n,)
+    segments: Array  # (n,)
+    weights: Array | None  # (n,)
+    is_real: Array  # (n,), False for padding
+    number: int
+
+
+def _make_bags(
+    name: str, num_rows: int, ids: Any, segments: Any, weights: Any, number: int | None
+) -> _Bags:
+    ids, of = jnp.asarray(ids), f" of table '{name}'" if name else ""
+    if (segments is None) != (number is None):
+        raise ValueError(f"segment_ids and num_segments{of} must be given together, or neither")
+    if segments is None or number is None:
+        if ids.ndim != 2:
+            raise ValueError(
+                f"ids{of} must have the shape (num_bags, length), got {ids.shape}: reshape them, "
+                "or give segment_ids and num_segments"
+            )
+        number = ids.shape[0]
+        segments = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[1])
+    else:
+        check_size(1, num_segments=number)
+        segments = jnp.asarray(segments)
+        if ids.ndim != 1 or segments.shape != ids.shape:
+            raise ValueError(
+                f"ids and segment_ids{of} must be vectors of one length, got shapes {ids.shape} "
+                f"and {segments.shape}"
+            )
+        if not jnp.issubdtype(segments.dtype, jnp.integer):
+            raise TypeError(f"segment_ids{of} must be integers, got dtype {segments.dtype}")
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        if weights.shape != ids.shape:
+            raise ValueError(
+                f"weights{of} must have the shape of the ids, {ids.shape}, got {weights.shape}"
+            )
+        weights = weights.reshape(-1)
+    flat = ids.reshape(-1)
+    return _Bags(flat, segments, weights, flat != num_rows, number)
+
+
+def _pools_at_owner(
+    pool: Pool, table: Any, s: RowSharding, bags: _Bags, capacity_factor: float | None
+) -> bool:
+    if pool != "auto":
+        return pool == "owner"
+    # Numbers that are sent to and from each owner: rows and their gradients; ids, bags, weights.
+    width, capacity = math.prod(table.shape[1:]), s.capacity(bags.ids.size, capacity_factor)
+    with_owner = 2 * bags.number * width + (2 if bags.weights is None else 4) * capacity
+    return s.num_shards > 1 and with_owner < (2 * width + 1) * capacity
+
+
+def _times(rows: Array, weights: Array | None) -> Array:
+    """Each row times its weight, in the dtype of the rows."""
+    if weights is None:
+        return rows
+    return rows * weights.astype(rows.dtype).reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def _total(x: Array, bags: _Bags) -> Array:
+    """The sum of each bag."""
+    return jax.ops.segment_sum(x, bags.segments, num_segments=bags.number)
+
+
+def _divide(total: Array, bags: _Bags, combiner: Combiner) -> Array:
+    if combiner == "sum":
+        return total
+    ones = jnp.ones(bags.ids.shape, total.dtype)
+    w = jnp.where(bags.is_real, ones if bags.weights is None else bags.weights, 0)
+    size = _total(w if combiner == "mean" else w * w, bags)
+    is_empty = size == 0
+    size = jnp.where(is_empty, 1, size)
+    size = size if combiner == "mean" else jnp.sqrt(size)
+    wide = (-1, *(1,) * (total.ndim - 1))
+    return jnp.where(is_empty.reshape(wide), 0, total / size.astype(total.dtype).reshape(wide))
+
+
+def _sums_of_owners(
+    tables: list[Array],
+    bags: list[_Bags],
+    shardings: list[RowSharding],
+    *,
+    capacity_factor: float | None,
+    transport: DTypeLike | None,
+) -> list[Array]:
+    """The sums of the bags, of which each owner sends its part.
+
+    Bags with an id out of range, or without room in a message, are NaN.
+    """
+    for table, s in zip(tables, shardings, strict=True):
+        check_shard("", table, s)
+    asked = [
+        _ask(b, s, s.capacity(b.ids.size, capacity_factor))
+        for b, s in zip(bags, shardings, strict=True)
+    ]
+    local = exchange([a.local for a in asked], shardings)
+    segments = exchange([a.segments for a in asked], shardings)
+    weighted = [
+        (a.weights, s) for a, s in zip(asked, shardings, strict=True) if a.weights is not None
+    ]
+    weights = iter(exchange(*map(list, zip(*weighted, strict=True))) if weighted else [])
+    parts = []
+    for table, b, s, i, segment in zip(tables, bags, shardings, local, segments, strict=True):
+        w = None if b.weights is None else next(weights).reshape(-1)
+        rows = _times(lookup(table, i.reshape(-1)), w)
+        to = (jnp.arange(s.num_shards, dtype=segment.dtype)[:, None] * b.number + segment).reshape(
+            -1
+        )
+        sums = jax.ops.segment_sum(rows, to, num_segments=s.num_shards * b.number)
+        sums = sums.reshape(s.num_shards, b.number, *rows.shape[1:])
+        parts.append(sums if transport is None else sums.astype(transport))
+    arrived = exchange(parts, shardings)
+    out = []
+    for table, b, a, sums in zip(tables, bags, asked, arrived, strict=True):
+        total = jnp.sum(sums.astype(table.dtype), 0)
+        is_bad = jax.ops.segment_max(a.is_lost.astype(jnp.int32), b.segments, b.number) > 0
+        out.append(jnp.where(is_bad.reshape(-1, *(1,) * (total.ndim - 1)), jnp.nan, total))
+    return out
+
+
+class _Asked(NamedTuple):
+    """What is sent to each owner, of shapes ``(num_shards, capacity)``."""
+
+    local: Array
+    segments: Array
+    weights: Array | None
+    is_lost: Array  # for each id: out of range, or without room
+
+
+def _ask(bags: _Bags, s: RowSharding, capacity: int) -> _Asked:
+    places = s.places_of(bags.ids)
+    is_inside = (bags.segments >= 0) & (bags.segments < bags.number)
+    places = jnp.where(is_inside, places, s.stored_rows)
+    order = jnp.argsort(places)
+    in_order = places[order]
+    bounds = jnp.arange(s.num_shards + 1, dtype=places.dtype) * s.rows_per_shard
+    starts = jnp.searchsorted(in_order, bounds).astype(jnp.int32)
+    size = places.shape[0]
+    at = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+    is_real = at < starts[1:, None]
+    of = order[jnp.minimum(at, size - 1)]
+    owner = jnp.arange(s.num_shards, dtype=places.dtype)[:, None]
+    local = jnp.where(is_real, places[of] - owner * s.rows_per_shard, s.rows_per_shard)
+    nth = jnp.arange(size, dtype=jnp.int32)
+    nth = (
+        nth - starts[jnp.minimum(in_order // s.rows_per_shard, s.num_shards - 1).astype(jnp.int32)]
+    )
+    has_room = jnp.zeros(size, bool).at[order].set(nth < capacity)
+    return _Asked(
+        local.astype(jnp.int32),
+        bags.segments[of].astype(jnp.int32),
+        None if bags.weights is None else bags.weights[of],
+        (places > s.stored_rows) | ((places < s.stored_rows) & ~has_room),
+    )

@@ -1,0 +1,72 @@
+"""Which rows a device asks of which owner, and the all-to-all between them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .row_sharding import RowSharding
+
+
+class Route(NamedTuple):
+    """The distinct places of the ids of this device, in ascending order: owner after owner."""
+
+    places: Array  # (num_ids,), ``stored_rows`` in the positions that are left
+    inverse: Array  # for each id the position of its place; of ids out of range, that of padding
+    starts: Array  # (num_shards + 1,), the first position of each owner
+
+
+def make_route(places: Array, s: RowSharding) -> Route:
+    """The route of places of any shape."""
+    flat = jnp.minimum(places.reshape(-1), s.stored_rows)
+    distinct, inverse = jnp.unique(
+        flat, size=flat.shape[0], fill_value=s.stored_rows, return_inverse=True
+    )
+    bounds = jnp.arange(s.num_shards + 1, dtype=distinct.dtype) * s.rows_per_shard
+    starts = jnp.searchsorted(distinct, bounds).astype(jnp.int32)
+    return Route(distinct, inverse.reshape(-1), starts)
+
+
+class Bucket(NamedTuple):
+    """The rows that this device asks of each owner in one exchange."""
+
+    positions: Array  # (num_shards, capacity), in ``route.places``; its length for padding
+    local: Array  # the same shape: rows of the owner's shard, ``rows_per_shard`` for padding
+
+
+def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSharding) -> Bucket:
+    """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
+    size = route.places.shape[0]
+    positions = first[:, None] + jnp.arange(capacity, dtype=first.dtype)[None]
+    owner = jnp.arange(s.num_shards, dtype=route.places.dtype)[:, None]
+    local = route.places[jnp.minimum(positions, size - 1)] - owner * s.rows_per_shard
+    is_real = positions < end[:, None]
+    local = jnp.where(is_real, local, s.rows_per_shard).astype(jnp.int32)
+    return Bucket(jnp.where(is_real, positions, size), local)
+
+
+def exchange(parts: Sequence[Array], shardings: Sequence[RowSharding]) -> list[Array]:
+    """The ``i``-th block of each part to the ``i``-th device: one all-to-all for each dtype.
+
+    Args:
+        parts: of shapes ``(num_shards, ...)``.
+        shardings: for each of them.
+    """
+    groups = dict[Any, list[int]]()
+    for i, (part, s) in enumerate(zip(parts, shardings, strict=True)):
+        groups.setdefault((part.dtype, s.axes), []).append(i)
+    done = list(parts)
+    for (_, axes), group in groups.items():
+        n = parts[group[0]].shape[0]
+        if n == 1:
+            continue
+        flat = [parts[i].reshape(n, -1) for i in group]
+        joined = jnp.concatenate(flat, 1) if len(flat) > 1 else flat[0]
+        arrived = lax.all_to_all(joined, axes if len(axes) > 1 else axes[0], 0, 0, tiled=True)
+        at = 0
+        for i, block in zip(group, flat, strict=True):
+            width = block.shape[1]
+            done[i] = arrived[:, at : at + width].reshape(parts[i].shape)
+            at += width
+    return done

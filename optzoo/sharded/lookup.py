@@ -1,0 +1,136 @@
+"""Lookups in tables that are sharded by rows, in one round of messages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..core.checks import check_positive
+from ..core.compat import varying
+from ..core.paths import path_name
+from ..sparse.lookup import lookup
+from .exchange import Bucket, Route, exchange, make_bucket, make_route
+from .row_sharding import RowSharding
+
+
+def sharded_lookup(
+    table: Any,
+    ids: Any,
+    sharding: Any,
+    *,
+    capacity_factor: float | None = None,
+    transport: DTypeLike | None = None,
+) -> Any:
+    """``table[ids]`` of a table sharded by rows, inside ``jax.shard_map``.
+
+    Each device asks the owner of each of its distinct ids (all-to-all) and gets the row (all-to-all
+    back). Under :func:`optzoo.value_and_grad` the gradients go the same way, and the gradient of
+    the shard is :class:`optzoo.SparseRows` of its own rows, from all devices, for any optimizer.
+
+    Several tables, of any widths, share these messages: give trees of tables, ids and shardings.
+
+    The gradient is that of the **sum** of the losses of all devices. For their mean, end the loss
+    with ``jax.lax.pmean(loss, axis_name)``.
+
+    The id ``num_rows`` is padding: it reads zeros and has no gradient. Ids out of range read NaN.
+
+    Args:
+        table: the rows of this device, of shape ``(rows_per_shard, *row_shape)``; or a tree.
+        ids: of this device, integers of any shape; or a tree like ``table``.
+        sharding: the :class:`optzoo.RowSharding` of the table; or a tree like ``table``.
+        capacity_factor: the messages have room for this multiple of the average number of ids for
+            an owner, and some more (:meth:`optzoo.RowSharding.capacity`). Ids without room read
+            NaN. None: room for any ids, ``num_shards`` times as much.
+        transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
+            for that of the table.
+
+    Returns:
+        Rows of shape ``ids.shape + row_shape``; or a tree of them.
+
+    Raises:
+        TypeError: if the ids are not integers, or ``sharding`` holds something else.
+        ValueError: if a shard has another number of rows than its sharding, if
+            ``capacity_factor`` is not positive, or outside of a ``shard_map`` over the axis that
+            checks replication (without the check, gradients would be wrong by a factor).
+    """
+    check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(table)
+    names, shards = [path_name(path) for path, _ in paths], [x for _, x in paths]
+    all_ids = [jnp.asarray(i) for i in treedef.flatten_up_to(ids)]
+    shardings = (
+        [sharding] * len(shards)
+        if isinstance(sharding, RowSharding)
+        else treedef.flatten_up_to(sharding)
+    )
+    for name, shard, s in zip(names, shards, shardings, strict=True):
+        check_shard(name, shard, s)
+    places = [s.places_of(i) for s, i in zip(shardings, all_ids, strict=True)]
+    routes = [make_route(p, s) for p, s in zip(places, shardings, strict=True)]
+    capacities = [
+        s.capacity(p.size, capacity_factor) for s, p in zip(shardings, places, strict=True)
+    ]
+    buckets = [
+        make_bucket(r, r.starts[:-1], r.starts[1:], c, s)
+        for r, c, s in zip(routes, capacities, shardings, strict=True)
+    ]
+    replies = ask_owners(shards, buckets, shardings, lookup, transport)
+    out = [
+        _rows_of_ids(reply, route, p, s).reshape(*p.shape, *shard.shape[1:])
+        for reply, route, p, s, shard in zip(
+            replies, routes, places, shardings, shards, strict=True
+        )
+    ]
+    return treedef.unflatten(out)
+
+
+def ask_owners(
+    shards: Any, buckets: list[Bucket], shardings: Any, read: Any, transport: Any
+) -> Any:
+    """The rows of each bucket, of shape ``(num_shards, capacity, *row_shape)``."""
+    asked = exchange([b.local for b in buckets], shardings)
+    rows = [
+        read(shard, a.reshape(-1)).reshape(*a.shape, *shard.shape[1:])
+        for shard, a in zip(shards, asked, strict=True)
+    ]
+    sent = [r if transport is None else r.astype(transport) for r in rows]
+    arrived = exchange(sent, shardings)
+    return [a.astype(r.dtype) for a, r in zip(arrived, rows, strict=True)]
+
+
+def _rows_of_ids(replies: Array, route: Route, places: Array, s: RowSharding) -> Array:
+    """The row of each id in the replies of all owners."""
+    n, capacity = replies.shape[:2]
+    size = route.places.shape[0]
+    owner = jnp.minimum(route.places // s.rows_per_shard, n - 1).astype(jnp.int32)
+    nth = jnp.arange(size, dtype=jnp.int32) - route.starts[owner]
+    at = jnp.where(nth < capacity, owner * capacity + nth, n * capacity)[route.inverse]
+    flat = replies.reshape(n * capacity, *replies.shape[2:])
+    return clean(jnp.take(flat, at, axis=0, mode="fill"), places.reshape(-1), s)
+
+
+def clean(rows: Array, places: Array, s: RowSharding) -> Array:
+    """Zeros for padding, NaN for ids out of range."""
+    wide = places.reshape(places.shape + (1,) * (rows.ndim - 1))
+    return jnp.where(wide < s.stored_rows, rows, jnp.where(wide > s.stored_rows, jnp.nan, 0))
+
+
+def check_shard(name: str, shard: Any, s: Any) -> None:
+    """Raises an error unless ``shard`` is one of ``s`` where replication is checked."""
+    where = f"of table '{name}'" if name else "of the table"
+    if not isinstance(s, RowSharding):
+        raise TypeError(f"sharding {where} must be an optzoo.RowSharding, got {s!r}")
+    if jnp.shape(shard)[:1] != (s.rows_per_shard,):
+        raise ValueError(
+            f"the shard {where} must have {s.rows_per_shard} rows, got shape {jnp.shape(shard)}: "
+            f"shard_map with in_specs={s.spec} gives it, of an array of {s.stored_rows} rows "
+            "(optzoo.create_table)"
+        )
+    if missing := set(s.axes) - varying(shard):
+        raise ValueError(
+            f"the shard {where} does not differ along the mesh axes {sorted(missing)}: call "
+            f"sharded_lookup inside jax.shard_map(..., check_vma=True) with in_specs={s.spec} for "
+            "the table. Without check_vma the gradients of dense parameters would be wrong by a "
+            "factor, without an error"
+        )

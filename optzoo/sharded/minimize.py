@@ -1,0 +1,145 @@
+"""The train step of a model with tables sharded by rows."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from ..core.checks import check_flags, check_positive, check_transformation
+from ..core.paths import path_name
+from ..sparse.lookup import Sparse
+from ..state.sharding import state_sharding
+from .create_table import check_mesh
+from .row_sharding import RowSharding
+from .step import Options, Step
+
+
+def sharded_minimize(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    tables: Mapping[str, RowSharding],
+    *,
+    capacity_factor: float | None = 1.0,
+    max_norm: float | None = None,
+    transport: DTypeLike | None = None,
+    has_aux: bool = False,
+    sparse: Sparse = "warn",
+) -> Callable[..., Any]:
+    r"""A compiled train step for tables sharded by rows; everything else is data-parallel.
+
+    It is :func:`optzoo.minimize` for many devices: the loss is the same function, which reads the
+    tables by :func:`optzoo.lookup` or :func:`optzoo.lookup_sparse`. It is called with the part of
+    the batch of one device, and its mean over all devices is minimized.
+
+    Each device asks the owners for the distinct rows that its part of the batch needs, computes
+    their gradients, and sends them to the owners, which alone update rows and slots. All tables
+    share these messages. They have room for ``capacity_factor`` times the average number of ids;
+    what finds no room is sent in another round, so the result is exact for any ids, in bounded
+    memory. In several rounds each row must be updated by itself, and untouched rows must not
+    change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
+    is traced. All others (:func:`optzoo.adam`, norms over all gradients) need
+    ``capacity_factor=None``.
+
+    Parameters and state are donated, as in :func:`optzoo.minimize`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optzoo
+        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
+        >>> sharding = optzoo.RowSharding(6, 1, multiple=1)
+        >>> rows = lambda ids: jnp.ones((len(ids), 2))
+        >>> params = {"table": optzoo.create_table(sharding, mesh, rows)}
+        >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+        >>> step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
+        >>> params, state, value = step(params, state, jnp.array([0, 3]))
+        >>> float(value)
+        4.0
+
+    Args:
+        loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``. A table has the
+            shape ``(num_rows, *row_shape)`` there, so its padding id is ``num_rows``. It can be
+            looked up, at ids that depend on no looked-up row, and used in no other way.
+        tx: any optax transformation.
+        mesh: its axes that a table is not sharded over are data-parallel.
+        tables: by a regular expression that matches the whole path of a parameter its sharding.
+            All other parameters are replicated, small tables by choice.
+        capacity_factor: as in :func:`optzoo.sharded_lookup`; None for one round for any ids, with
+            messages and memory ``num_shards`` times as large.
+        max_norm: clips the global norm of all gradients, as
+            :func:`optzoo.clip_by_global_norm` does. In several rounds gradients are sent twice.
+        transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
+            for that of the table.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+        sparse: for the small tables, as in :func:`optzoo.minimize`.
+
+    Raises:
+        TypeError: if an argument is of another kind than described.
+        ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
+            parameter or two match one; at trace time if a table has another number of rows than its
+            sharding, if it is used in another way than described, or if the optimizer needs
+            ``capacity_factor=None``.
+
+    Returns:
+        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
+        fourth if ``has_aux``, each array of it with one more leading axis over the devices.
+        The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
+        extra args go to ``tx.update``.
+    """
+    check_transformation(tx=tx)
+    check_flags(has_aux=has_aux)
+    check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
+    check_positive(max_norm=1 if max_norm is None else max_norm)
+    for sharding in tables.values():
+        check_mesh(mesh, sharding)
+    options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
+    tx = optax.with_extra_args_support(tx)
+
+    def step(params, state, *batch, **extra_args):
+        shardings = shardings_by_leaf(tables, params)
+        specs = [P() if s is None else s.spec for s in shardings]
+        specs = jax.tree.structure(params).unflatten(specs)
+        put = lambda x, spec: jax.ShapeDtypeStruct(
+            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
+        )
+        placed = state_sharding(tx, jax.tree.map(put, params, specs))
+        state_specs = jax.tree.map(lambda x: x.spec, placed)
+        part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
+        run = Step(loss_fn, tx, shardings, state_specs, options)
+        return jax.shard_map(
+            run.on_device,
+            mesh=mesh,
+            in_specs=(specs, state_specs, jax.tree.map(part, batch), P()),
+            out_specs=(specs, state_specs, P(), *[P(mesh.axis_names)] * has_aux),
+        )(params, state, batch, extra_args)
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
+    """For each parameter its sharding, None for those that are replicated."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [path_name(path) for path, _ in leaves]
+    found, unused = list[RowSharding | None](), set(tables)
+    for name, (_, x) in zip(names, leaves, strict=True):
+        patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
+        if len(patterns) > 1:
+            raise ValueError(f"tables: {patterns} all match parameter '{name}'")
+        s = tables[patterns[0]] if patterns else None
+        found.append(s)
+        unused -= set(patterns)
+        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
+            raise ValueError(
+                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
+                f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
+            )
+    if unused:
+        raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
+    return found

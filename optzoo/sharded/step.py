@@ -1,0 +1,231 @@
+"""A train step of tables sharded by rows, as one device sees it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..core.compat import varying
+from ..core.numerics import upcast
+from ..core.paths import path_name
+from ..core.rows import SparseRows, is_rows
+from ..distributed.engine.collectives import Replicas, divide_gradients
+from ..sparse.lookup import Loss, Sparse, report_dense, trace_loss
+from ..sparse.taps import Lookup
+from .exchange import make_route
+from .lookup import clean
+from .rounds import Part, read_rows, update_in_rounds
+from .rounds_check import check_rounds
+from .row_sharding import RowSharding
+
+
+class Options(NamedTuple):
+    """Those of :func:`optzoo.sharded_minimize`."""
+
+    mesh: Mesh
+    capacity_factor: float | None
+    max_norm: float | None
+    transport: Any
+    has_aux: bool
+    sparse: Sparse
+
+
+class Gradients(NamedTuple):
+    """The mean over the devices; that of rows has parts on each of them."""
+
+    parts: dict[int, Part]  # by the position of each table among the parameters
+    rows: list[Array]  # of the distinct places of each part
+    rest: dict[int, Any]  # of all other parameters
+
+
+class Step(NamedTuple):
+    """One step."""
+
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
+    shardings: list[RowSharding | None]  # of the parameters
+    state_specs: Any
+    options: Options
+
+    def on_device(self, params, state, batch, extra_args):
+        """The parameters, the state, the loss and the auxiliary data after the step."""
+        value, aux, gradients = self._differentiate(params, batch)
+        params, state = self._update(params, state, extra_args, gradients)
+        aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * self.options.has_aux
+        return params, state, value, *aux
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return self.options.mesh.axis_names
+
+    @property
+    def _tables(self) -> dict[int, RowSharding]:
+        return {i: s for i, s in enumerate(self.shardings) if s is not None}
+
+    def _differentiate(self, params: Any, batch: Sequence[Any]) -> tuple[Any, Any, Gradients]:
+        """The mean loss, the auxiliary data and the gradients."""
+        options, replicas, tables = self.options, Replicas(self._axes), self._tables
+        leaves, treedef = jax.tree.flatten(params)
+        # In the loss a table has the shape of all its rows. This array is never made.
+        stand_in = lambda x, s: jnp.zeros_like(x, shape=(s.num_rows, *x.shape[1:]))
+        flat = [
+            x if s is None else stand_in(x, s)
+            for x, s in zip(replicas.vary(leaves), self.shardings, strict=True)
+        ]
+
+        def call(leaves):
+            out = self.loss_fn(treedef.unflatten(leaves), *batch)
+            return out if options.has_aux else (out, None)
+
+        loss = trace_loss(call, flat, tables)
+        _check_loss(loss, flat, _names(params), tables, options.sparse)
+        lookups = [found for found in loss.lookups if found.leaf in tables]
+        ids = loss.ids(flat)
+        parts = {i: self._part(lookups, ids, i, s) for i, s in tables.items()}
+        shards = [leaves[i] for i in parts]
+        rows = read_rows(list(parts.values()), shards, self._axes, options.transport)
+        given = _rows_of_lookups(lookups, dict(zip(parts, rows, strict=True)), parts)
+        value, aux, grads, of_lookups = loss.differentiate(flat, given)
+        if missing := set(self._axes) - varying(value):
+            raise ValueError(
+                f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
+                "one device's part of the batch. sharded_minimize takes the mean over the devices"
+            )
+        number = options.mesh.size
+        rest = {i: g for i, g in enumerate(grads) if i not in tables}
+        sums, value = replicas.sum_gradients(rest, True, value)
+        rest = divide_gradients(sums, jnp.asarray(number), rest)
+        of_rows = [
+            _of_distinct(
+                part, [g for g, f in zip(of_lookups, lookups, strict=True) if f.leaf == i], x
+            )
+            for (i, part), x in zip(parts.items(), rows, strict=True)
+        ]
+        return value / number, aux, Gradients(parts, [g / number for g in of_rows], rest)
+
+    def _part(self, lookups: list[Lookup], all_ids: list[Array], leaf: int, s: RowSharding) -> Part:
+        ids = [i for i, found in zip(all_ids, lookups, strict=True) if found.leaf == leaf]
+        places = [s.places_of(i).reshape(-1) for i in ids]
+        joined = jnp.concatenate(places) if places else jnp.full(1, s.stored_rows, jnp.int32)
+        replicas = tuple(a for a in self._axes if a not in s.axes)
+        capacity = s.capacity(joined.shape[0], self.options.capacity_factor)
+        return Part(s, capacity, joined, make_route(joined, s), replicas)
+
+    def _update(
+        self, params: Any, state: Any, extra_args: Mapping[str, Any], gradients: Gradients
+    ) -> tuple[Any, Any]:
+        """The parameters and the state after all rounds."""
+        parts, options = list(gradients.parts.values()), self.options
+        one_round = all(p.always_fits for p in parts)
+        if not one_round:
+            names = _names(params)
+            check_rounds(self.tx, params, {i: names[i] for i in self._tables}, extra_args)
+        run = lambda f, start: update_in_rounds(
+            parts, gradients.rows, f, start, self._axes, options.transport
+        )[0]
+        squares = None  # of all gradients, if they are needed before the first round
+        if options.max_norm is not None and not one_round:
+            add = lambda arrived, total: total + _squares(parts, arrived)
+            squares = run(add, _squares_of_rest(gradients))
+        treedef = jax.tree.structure(params)
+        specs = treedef.unflatten(P() if s is None else s.spec for s in self.shardings)
+        # Everything but rows starts each round from the same values.
+        before = lambda now, old, spec: now if any(spec) else old
+
+        def one(arrived, carry):
+            gs = {**gradients.rest, **dict(zip(gradients.parts, arrived, strict=True))}
+            if options.max_norm is not None:
+                total = squares
+                if total is None:
+                    total = _squares(parts, arrived) + _squares_of_rest(gradients)
+                gs = _clip(gs, total, options.max_norm)
+            params_in = jax.tree.map(before, carry[0], params, specs)
+            state_in = jax.tree.map(before, carry[1], state, self.state_specs)
+            gs = treedef.unflatten(gs[i] for i in range(len(gs)))
+            updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
+            return optax.apply_updates(params_in, updates), state_out
+
+        return run(one, (params, state))
+
+
+def _check_loss(
+    loss: Loss,
+    flat: list[Array],
+    names: list[str],
+    tables: Mapping[int, RowSharding],
+    sparse: Sparse,
+) -> None:
+    """Raises ``ValueError`` for what a loss cannot do with a table; reports dense gradients."""
+    reasons = dict(loss.dense_tables())
+    for i in tables:
+        if loss.uses[i]:
+            reason = reasons.get(i, "it is used in another way")
+            raise ValueError(
+                f"table '{names[i]}' is sharded by rows, so the loss can read it by optzoo.lookup "
+                f"and optzoo.lookup_sparse only: {reason}"
+            )
+    if loss.ids_depend_on_rows(flat):
+        raise ValueError(
+            "ids depend on looked-up rows, but sharded_minimize reads all rows before it runs the "
+            "loss: use optzoo.sharded_lookup in a step of your own"
+        )
+    for i, reason in reasons.items():
+        report_dense(f"'{names[i]}'", reason, sparse)
+
+
+def _names(params: Any) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _rows_of_lookups(
+    lookups: list[Lookup], rows: Mapping[int, Array], parts: Mapping[int, Part]
+) -> list[Array]:
+    """For each lookup its rows, from those of the distinct places of its table."""
+    at, out = dict.fromkeys(parts, 0), []
+    for found in lookups:
+        part, of_table, start = parts[found.leaf], rows[found.leaf], at[found.leaf]
+        at[found.leaf] = end = start + math.prod(found.shape)
+        some = jnp.take(of_table, part.route.inverse[start:end], axis=0)
+        some = clean(some, part.places[start:end], part.sharding)
+        out.append(some.reshape(*found.shape, *of_table.shape[1:]))
+    return out
+
+
+def _of_distinct(part: Part, of_lookups: list[Array], rows: Array) -> Array:
+    """The gradient of the rows of the distinct places, from those of the lookups of the table."""
+    if not of_lookups:
+        return jnp.zeros_like(rows)
+    each = jnp.concatenate([g.reshape(-1, *rows.shape[1:]) for g in of_lookups])
+    return jnp.zeros_like(rows).at[part.route.inverse].add(each)
+
+
+# The global norm of all gradients
+
+
+def _square(g: Any) -> Array:
+    return jnp.sum(jnp.square(upcast(g.coalesce().values if is_rows(g) else g)))
+
+
+def _squares(parts: Sequence[Part], arrived: Sequence[SparseRows]) -> Array:
+    """The sum of the squares of rows, of all owners."""
+    of_shards = zip(parts, arrived, strict=True)
+    sums = [lax.psum(_square(g), p.sharding.axes) for p, g in of_shards]
+    return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([])
+
+
+def _squares_of_rest(gradients: Gradients) -> Array:
+    grads = jax.tree.leaves(gradients.rest, is_leaf=is_rows)
+    return jnp.sum(jnp.stack([jnp.zeros([]), *map(_square, grads)]))
+
+
+def _clip(gs: Any, squares: Array, max_norm: float) -> Any:
+    """As :func:`optzoo.clip_by_global_norm`, given the sum of all squares."""
+    factor = max_norm / jnp.maximum(jnp.sqrt(squares), max_norm)
+    scale = lambda g: g * factor if is_rows(g) else (g * factor).astype(g.dtype)
+    return jax.tree.map(scale, gs, is_leaf=is_rows)

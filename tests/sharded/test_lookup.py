@@ -1,0 +1,210 @@
+"""Lookups in sharded tables equal those in one table, with their gradients."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optzoo
+
+from .cases import ROWS, ids_of, mesh_of, of_ids, shards, whole
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+
+def sharded_gradients(loss, mesh, tables, *batch):
+    """The mean loss of all devices, and the dense gradients of the tables."""
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("shard"), out_specs=(P(), P("shard")))
+    def run(tables, *batch):
+        mean = lambda tables: jax.lax.pmean(loss(tables, *batch), "shard")
+        value, grads = optzoo.value_and_grad(mean, sparse="require")(tables)
+        return value, jax.tree.map(
+            lambda g: g.to_dense(), grads, is_leaf=lambda g: isinstance(g, optzoo.SparseRows)
+        )
+
+    return run(tables, *batch)
+
+
+def gradients(loss, tables, *batch):
+    value, grads = jax.jit(jax.value_and_grad(loss))(tables, *batch)
+    return value, grads
+
+
+@pytest.mark.parametrize("partition", ["mod", "div"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_equal_to_one_table(n, partition):
+    s = optzoo.RowSharding(ROWS, n, partition, multiple=16)
+    mesh = mesh_of(n)
+    kinds = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
+    ids = [ids_of(kind, (4 * n, 2), n) for kind in kinds]  # of all kinds in one program
+    y = jnp.asarray(np.random.default_rng(1).normal(size=(4 * n, 2, 3)), jnp.float32)
+    read = lambda look: (
+        lambda t, y, *ids: sum((k + 1) * jnp.mean((look(t, i) - y) ** 2) for k, i in enumerate(ids))
+    )
+    look = lambda t, i: optzoo.sharded_lookup(t, i, s)
+    value, grad = sharded_gradients(read(look), mesh, shards(s, mesh), y, *ids)
+    expected, dense = gradients(read(optzoo.lookup), jnp.asarray(whole()), y, *ids)
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    np.testing.assert_allclose(of_ids(grad, s), dense, atol=2e-6)
+
+
+def tables_of_two_widths(mesh, s):
+    tables = {"a": shards(s, mesh), "b": shards(s, mesh, 5), "c": shards(s, mesh)}
+    return tables, {"a": whole(), "b": whole(5), "c": whole()}
+
+
+def test_several_tables_share_messages():
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    tables, wholes = tables_of_two_widths(mesh, s)
+    ids = {k: ids_of("zipf", (8,), 4, seed) for seed, k in enumerate("abc")}
+    together = lambda t, ids: sum(
+        jnp.mean(rows**2) for rows in optzoo.sharded_lookup(t, ids, s).values()
+    )
+    value, grads = sharded_gradients(together, mesh, tables, ids)
+    one_by_one = lambda t, ids: sum(jnp.mean(optzoo.lookup(t[k], ids[k]) ** 2) for k in t)
+    expected, dense = gradients(one_by_one, jax.tree.map(jnp.asarray, wholes), ids)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for k, grad in grads.items():
+        np.testing.assert_allclose(of_ids(grad, s), dense[k], atol=1e-6)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("shard"), out_specs=(P("shard")))
+    def step(tables, ids):
+        loss = lambda t: jax.lax.pmean(together(t, ids), "shard")
+        return [g.values for g in optzoo.value_and_grad(loss)(tables)[1].values()]
+
+    text = str(jax.make_jaxpr(step)(tables, ids))
+    assert len(re.findall(r"= all_to_all\[", text)) == 3  # ids, rows, gradients
+
+
+@pytest.mark.parametrize("pool", ["here", "owner", "auto"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_bags_equal_those_of_one_table(combiner, pool):
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    ids = ids_of("padding", (8, 5), 4)
+    weights = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.5, (8, 5)), jnp.float32)
+    y = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3)), jnp.float32)
+    bags = functools.partial(optzoo.lookup_sparse, combiner=combiner)
+    loss = lambda look: (
+        lambda t, ids, w, y: (
+            jnp.mean((look(t["t"], ids, weights=w) - y) ** 2)
+            + (jnp.mean((look(t["t"], ids) - y) ** 2))
+        )
+    )
+    here = functools.partial(bags, sharding=s, pool=pool)
+    value, grad = sharded_gradients(loss(here), mesh, {"t": shards(s, mesh)}, ids, weights, y)
+    expected, dense = gradients(loss(bags), {"t": jnp.asarray(whole())}, ids, weights, y)
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    np.testing.assert_allclose(of_ids(grad["t"], s), dense["t"], atol=1e-6)
+
+
+def pooled(ids, weights, combiner):
+    """By NumPy."""
+    out = []
+    for bag, w in zip(np.asarray(ids), np.asarray(weights), strict=True):
+        real = bag < ROWS
+        w = w[real].astype(np.float64)
+        size = {"sum": 1, "mean": w.sum(), "sqrtn": np.sqrt((w * w).sum())}[combiner]
+        total = (whole()[bag[real]] * w[:, None]).sum(0)
+        out.append(total / size if real.any() else 0 * total)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_bags_of_one_table(combiner):
+    ids = ids_of("padding", (6, 4), 1).at[2].set(ROWS)  # an empty bag
+    weights = np.random.default_rng(3).uniform(0.5, 1.5, (6, 4)).astype(np.float32)
+    got = optzoo.lookup_sparse(jnp.asarray(whole()), ids, weights=weights, combiner=combiner)
+    np.testing.assert_allclose(got, pooled(ids, weights, combiner), rtol=1e-5, atol=1e-6)
+    ragged = optzoo.lookup_sparse(
+        jnp.asarray(whole()),
+        ids.reshape(-1),
+        jnp.repeat(jnp.arange(6), 4),
+        6,
+        weights=weights.reshape(-1),
+        combiner=combiner,
+    )
+    np.testing.assert_array_equal(ragged, got)
+
+
+def run(f, mesh, *args, check_vma=True):
+    spec = P("shard")
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return jax.jit(mapped)(*args)
+
+
+@pytest.mark.parametrize("pool", ["here", "owner"])
+def test_what_cannot_be_read_is_nan(pool):
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    table = shards(s, mesh)
+    ids = jnp.tile(jnp.array([[4, 8], [ROWS, ROWS], [-1, 3], [ROWS + 1, 3]]), (4, 1))
+    rows = run(lambda t, i: optzoo.sharded_lookup(t, i, s), mesh, table, ids)
+    expected = np.full((4, 2, 3), np.nan)
+    expected[0], expected[1], expected[2:, 1] = whole()[[4, 8]], 0, whole()[3]
+    np.testing.assert_array_equal(rows, np.tile(expected, (4, 1, 1)))
+    bags = lambda t, i: optzoo.lookup_sparse(t, i, combiner="sum", sharding=s, pool=pool)
+    totals = np.asarray(run(bags, mesh, table, ids))
+    np.testing.assert_allclose(totals[:2], [whole()[4] + whole()[8], np.zeros(3)], rtol=1e-6)
+    assert np.isnan(totals[2:4]).all()
+    # Without room: of nine ids of one owner some find none.
+    many = jnp.tile(jnp.arange(9) * 4, 4)
+    few = lambda t, i: optzoo.sharded_lookup(t, i, s, capacity_factor=0.1)
+    found = np.asarray(run(few, mesh, table, many))
+    lost = np.isnan(found).any(-1)
+    assert 0 < lost.sum() < len(many)
+    np.testing.assert_array_equal(found[~lost], whole()[np.asarray(many)[~lost]])
+    few = lambda t, i: optzoo.lookup_sparse(
+        t, i[None], combiner="sum", sharding=s, pool=pool, capacity_factor=0.1
+    )
+    assert np.isnan(run(few, mesh, table, many)).all()
+
+
+def test_transport_in_16_bits():
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    ids = ids_of("uniform", (16,), 4)
+    read = lambda t, i: optzoo.sharded_lookup(t, i, s, transport=jnp.bfloat16)
+    rows = run(read, mesh, shards(s, mesh), ids)
+    assert rows.dtype == jnp.float32
+    expected = whole()[np.asarray(ids)]
+    np.testing.assert_array_equal(rows, expected.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_bad_input():
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    table, ids = shards(s, mesh), ids_of("uniform", (8,), 4)
+    read = lambda **options: lambda t, i: optzoo.sharded_lookup(t, i, s, **options)
+    with pytest.raises(ValueError, match="check_vma=True"):
+        run(read(), mesh, table, ids, check_vma=False)
+    with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
+        optzoo.sharded_lookup(table[: s.rows_per_shard], ids, s)
+    with pytest.raises(ValueError, match="must have 12 rows, got shape"):
+        run(lambda t, i: optzoo.sharded_lookup(t[:5], i, s), mesh, table, ids)
+    with pytest.raises(TypeError, match="ids must be integers"):
+        run(read(), mesh, table, ids * 1.0)
+    with pytest.raises(ValueError, match="capacity_factor must be"):
+        run(read(capacity_factor=0), mesh, table, ids)
+    with pytest.raises(TypeError, match=r"optzoo\.RowSharding, got 'rows'"):
+        run(lambda t, i: optzoo.sharded_lookup(t, i, "rows"), mesh, table, ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"combiner": "max"}, "combiner must be one of"),
+        ({"pool": "there"}, "pool must be one of"),
+        ({"ids": [1, 2]}, r"shape \(num_bags, length\), got \(2,\)"),
+        ({"segment_ids": [0, 1]}, "must be given together"),
+        ({"ids": [1, 2], "segment_ids": [0, 1, 1], "num_segments": 2}, "vectors of one length"),
+        ({"ids": [1, 2], "segment_ids": [0, 1], "num_segments": 0}, "num_segments must be"),
+        ({"weights": [1.0, 2.0]}, r"weights must have the shape of the ids"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_bad_bags(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        optzoo.lookup_sparse(whole(), **{"ids": [[1, 2]], **arguments})

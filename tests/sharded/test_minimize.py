@@ -1,0 +1,218 @@
+"""The train step on sharded tables equals the one on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optzoo
+
+from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+W = np.random.default_rng(1).normal(size=(WIDTH, WIDTH)).astype(np.float32)
+
+
+def loss(params, ids, bags, y):
+    """Reads a table twice, and a small one."""
+    rows = optzoo.lookup(params["table"], ids) @ params["w"]
+    pooled = optzoo.lookup_sparse(params["table"], bags) + optzoo.lookup(
+        params["small"], bags[:, 0]
+    )
+    return jnp.mean((rows - y) ** 2) + jnp.mean(pooled**2)
+
+
+def batches(kind, number, mesh):
+    for seed in range(number):
+        y = np.random.default_rng(seed).normal(size=(4 * mesh.size, WIDTH))
+        shards = mesh.shape["shard"]
+        ids = ids_of(kind, (4 * mesh.size,), shards, seed)
+        bags = ids_of(kind, (4 * mesh.size, 3), shards, seed + 100)
+        yield ids, bags, jnp.asarray(y, jnp.float32)
+
+
+def train_on_one(tx, kind, mesh, steps=3):
+    copy = lambda x: jnp.array(x)
+    params = {"table": copy(whole()), "w": copy(W), "small": copy(whole())}
+    state, step, losses = tx.init(params), optzoo.minimize(loss, tx), []
+    for batch in batches(kind, steps, mesh):
+        params, state, value = step(params, state, *batch)
+        losses.append(value)
+    return params, state, np.stack(losses)
+
+
+def start(tx, mesh, s):
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
+    params = {"table": shards(s, mesh), "w": place(W), "small": place(whole())}
+    return params, jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+
+
+def train(tx, kind, mesh, s, steps=3, **options):
+    params, state = start(tx, mesh, s)
+    step, losses = optzoo.sharded_minimize(loss, tx, mesh, {"table": s}, **options), []
+    for batch in batches(kind, steps, mesh):
+        params, state, value = step(params, state, *batch)
+        losses.append(value)
+    return params, state, np.stack(losses)
+
+
+def check(trained, expected, s):
+    (params, state, losses), (wanted, of_one, values) = trained, expected
+    np.testing.assert_allclose(losses, values, rtol=2e-6)
+    np.testing.assert_allclose(of_ids(params["table"], s), wanted["table"], atol=2e-6)
+    for name in ("w", "small"):
+        np.testing.assert_allclose(params[name], wanted[name], atol=2e-6)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(of_one), strict=True):
+        a = of_ids(a, s) if a.shape[:1] == (s.stored_rows,) else np.asarray(a)
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+LAZY = {
+    "lazy_adam": optzoo.lazy_adam(0.01),
+    "adagrad": optzoo.adagrad(0.1),
+    "ftrl": optzoo.ftrl(0.1, l1_regularization_strength=0.01),
+    "row_wise_adagrad": optzoo.row_wise_adagrad(0.1),
+    "gradient_descent": optzoo.gradient_descent(0.1),
+    "on_rows": optzoo.on_rows(optax.adamw(0.01)),
+    "groups": optzoo.groups({"table": optzoo.ftrl(0.1), ".*": optzoo.adam(0.01)}),
+    "slots_dtype": optzoo.slots_dtype(optzoo.lazy_adam(0.01), jnp.bfloat16, packed=True),
+}
+KINDS = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), list(zip(LAZY, [*KINDS, "zipf", "uniform"], strict=True))
+)
+def test_equal_to_one_device_in_rounds(name, kind):
+    partition = "mod" if len(name) % 2 else "div"
+    s, mesh = optzoo.RowSharding(ROWS, 4, partition, multiple=16), mesh_of(4)
+    options = {"capacity_factor": 0.01}  # one row of each owner in a round, or two
+    trained = train(LAZY[name], kind, mesh, s, **options)
+    check(trained, train_on_one(LAZY[name], kind, mesh), s)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "axis_name"),
+    [
+        ((1,), ("shard",), "shard"),
+        ((8,), ("shard",), "shard"),
+        ((2, 4), ("data", "shard"), "shard"),
+        ((2, 4), ("shard", "other"), ("shard", "other")),
+    ],
+    ids=["1", "8", "data-x-shard", "two-axes"],
+)
+@pytest.mark.parametrize("factor", [None, 0.1])
+def test_meshes(sizes, names, axis_name, factor):
+    mesh = mesh_of(*sizes, names=names)
+    n = int(np.prod([mesh.shape[a] for a in np.atleast_1d(axis_name)]))
+    s = optzoo.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
+    tx = optzoo.lazy_adam(0.01)
+    trained = train(tx, "zipf", mesh, s, capacity_factor=factor)
+    check(trained, train_on_one(tx, "zipf", mesh), s)
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "nadam", "moving_average"])
+def test_all_optimizers_in_one_round(name):
+    tx = {
+        "adam": optzoo.adam(0.01, eps=1e-3),
+        "momentum": optzoo.momentum(0.1, 0.9),
+        "nadam": optzoo.nadam(0.01, eps=1e-3),
+        "moving_average": optzoo.moving_average(optzoo.lazy_adam(0.01), 0.9),
+    }[name]
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    trained = train(tx, "zipf", mesh, s, capacity_factor=None)
+    check(trained, train_on_one(tx, "zipf", mesh), s)
+
+
+@pytest.mark.parametrize("factor", [None, 0.01])
+def test_clipping_by_the_global_norm(factor):
+    s, mesh, tx = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4), optzoo.adagrad(0.1)
+    trained = train(tx, "zipf", mesh, s, capacity_factor=factor, max_norm=0.1)
+    one = optax.chain(optzoo.clip_by_global_norm(0.1), tx)
+    params, state, losses = train_on_one(one, "zipf", mesh)
+    check(trained, (params, state[1], losses), s)
+
+
+def test_the_number_of_devices_may_change():
+    tx, steps = optzoo.lazy_adam(0.01), 2
+    old = optzoo.RowSharding(ROWS, 4, multiple=64)
+    params, state, _ = train(tx, "zipf", mesh_of(4), old, steps)
+    saved = jax.tree.map(np.asarray, optzoo.in_order_of_ids((params, state), old))
+    mesh, s = mesh_of(8), optzoo.RowSharding(ROWS, 8, multiple=64)
+    like = start(tx, mesh, s)
+    moved = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), saved, like)
+    params, state = optzoo.from_order_of_ids(moved, s)
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s})
+    one = jax.tree.map(jnp.asarray, train_on_one(tx, "zipf", mesh_of(4), steps)[:2])
+    step_one = optzoo.minimize(loss, tx)
+    for batch in batches("uniform", 2, mesh):
+        params, state, value = step(params, state, *batch)
+        *one, expected = step_one(*one, *batch)
+        np.testing.assert_allclose(value, expected, rtol=2e-6)
+    check((params, state, 0.0), (*one, 0.0), s)
+
+
+def test_auxiliary_data_and_extra_arguments():
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    tx = optzoo.lazy_adam(0.01)
+    params, state = start(tx, mesh, s)
+    with_aux = lambda p, ids, bags, y: (loss(p, ids, bags, y), {"ids": ids})
+    step = optzoo.sharded_minimize(with_aux, tx, mesh, {"table": s}, has_aux=True)
+    (batch,) = batches("uniform", 1, mesh)
+    before = np.asarray(params["w"])
+    params, state, _, aux = step(params, state, *batch, learning_rate=0.0)
+    np.testing.assert_array_equal(aux["ids"].reshape(-1), batch[0])
+    np.testing.assert_array_equal(params["w"], before)
+
+
+def refused(words, tx=None, fn=loss, tables=None, error=ValueError, **options):
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    tx = optzoo.lazy_adam(0.01) if tx is None else tx
+    params, state = start(tx, mesh, s)
+    (batch,) = batches("uniform", 1, mesh)
+    with pytest.raises(error, match=words):
+        step = optzoo.sharded_minimize(fn, tx, mesh, tables or {"table": s}, **options)
+        jax.eval_shape(step, params, state, *batch)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.adam(0.01),
+        optzoo.nadam(0.01),
+        optzoo.normalized_sgd(0.1),
+        optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.adagrad(0.1)),
+        optax.chain(optzoo.densify(), optzoo.adagrad(0.1)),
+        optzoo.moving_average(optzoo.lazy_adam(0.01), 0.9),
+    ],
+    ids=["adam", "nadam", "normalized_sgd", "clip", "densify", "moving_average"],
+)
+def test_optimizers_that_need_one_round_are_refused_in_several(tx):
+    refused("capacity_factor=None", tx, capacity_factor=0.01)
+
+
+def test_bad_input():
+    s, wrong = optzoo.RowSharding(ROWS, 4, multiple=16), optzoo.RowSharding(9999, 4)
+    refused("no parameter matches", tables={"tabel": s})
+    refused("all match parameter 'table'", tables={"table": s, "t.*": s})
+    refused("must have the 12288 stored rows", tables={"table": wrong})
+    refused("num_shards must be the size", tables={"table": optzoo.RowSharding(ROWS, 3)})
+    refused(
+        "mesh must have the axis 'x'", tables={"table": optzoo.RowSharding(ROWS, 4, axis_name="x")}
+    )
+    refused("capacity_factor must be", capacity_factor=0.0)
+    refused("max_norm must be", max_norm=-1.0)
+    with pytest.raises(TypeError, match="tx must be"):
+        optzoo.sharded_minimize(loss, "adam", mesh_of(4), {"table": s})
+    l2 = lambda p, *batch: loss(p, *batch) + jnp.sum(p["table"] ** 2)
+    refused("table 'table' is sharded by rows, so the loss can read it", fn=l2)
+    twice = lambda p, ids, *_: jnp.sum(
+        optzoo.lookup(p["table"], optzoo.lookup(p["table"], ids)[:, 0].astype(int))
+    )
+    refused("ids depend on looked-up rows, but", fn=twice)
+    averaged = lambda p, *batch: jax.lax.pmean(loss(p, *batch), "shard")
+    refused("the mean over the devices", fn=averaged)
