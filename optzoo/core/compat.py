@@ -231,6 +231,11 @@ def opaque_dtype(name: str, words: int, tag: str) -> Any:
     )
 
 
+def key_array_class() -> Any:
+    """The class of concrete arrays of such a dtype; None if there is none of that name."""
+    return next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
+
+
 # Types of arrays inside shard_map
 
 

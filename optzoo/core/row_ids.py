@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .compat import opaque_dtype
+from .compat import key_array_class, opaque_dtype
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
@@ -42,7 +42,7 @@ def _name_the_remedy() -> None:
     is "Cannot call abstract method real". JAX has no hook for that, so they are replaced in its
     class. For every other array of that class they are what they were.
     """
-    keys = next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
+    keys = key_array_class()
     for name in () if keys is None else dir(keys):
         method = getattr(keys, name)
         if name == "__array__" or getattr(method, "__isabstractmethod__", False):
