@@ -106,6 +106,16 @@ def quick_to_compile():
 
 
 @pytest.fixture
+def not_stored():
+    """Programs do not go into the compilation cache; JAX reads whether there is one only once."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture
 def x64():
     """A context in which float64 is, or is not, available."""
 
