@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_size
 from ..core.paths import path_name
 from ..sparse.lookup import lookup
-from .exchange import exchange
+from .exchange import exchange, first_positions
 from .lookup import check_shard, sharded_lookup
 from .row_sharding import RowSharding
 
@@ -271,7 +271,7 @@ def _ask(bags: _Bags, s: RowSharding, capacity: int) -> _Asked:
     order = jnp.argsort(places)
     in_order = places[order]
     bounds = jnp.arange(s.num_shards + 1, dtype=places.dtype) * s.rows_per_shard
-    starts = jnp.searchsorted(in_order, bounds).astype(jnp.int32)
+    starts = first_positions(in_order, bounds)
     size = places.shape[0]
     at = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
     is_real = at < starts[1:, None]

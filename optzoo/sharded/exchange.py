@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..core.compat import cast_varying, varying
 from .row_sharding import RowSharding
 
 
@@ -24,8 +25,16 @@ def make_route(places: Array, s: RowSharding) -> Route:
         flat, size=flat.shape[0], fill_value=s.stored_rows, return_inverse=True
     )
     bounds = jnp.arange(s.num_shards + 1, dtype=distinct.dtype) * s.rows_per_shard
-    starts = jnp.searchsorted(distinct, bounds).astype(jnp.int32)
+    starts = first_positions(distinct, bounds)
     return Route(distinct, inverse.reshape(-1), starts)
+
+
+def first_positions(places: Array, bounds: Array) -> Array:
+    """The first positions in sorted places of what is not below each bound."""
+    # In JAX 0.7 both must be typed as different along the same mesh axes.
+    missing = tuple(sorted(varying(places) - varying(bounds)))
+    bounds = cast_varying(bounds, missing) if missing else bounds
+    return jnp.searchsorted(places, bounds).astype(jnp.int32)
 
 
 class Bucket(NamedTuple):

@@ -15,7 +15,7 @@ from jax import Array, lax
 from ..core.compat import cast_varying, gather_invarying, varying
 from ..core.rows import SparseRows
 from ..sparse.lookup import lookup
-from .exchange import Route, exchange, make_bucket
+from .exchange import Route, exchange, first_positions, make_bucket
 from .lookup import ask_owners
 from .row_sharding import RowSharding
 
@@ -130,14 +130,14 @@ def _rows_of_round(p: Part, low: Array, axes: tuple[str, ...]) -> tuple[Any, Arr
     s, places, size = p.sharding, p.route.places, p.route.places.shape[0]
     base = jnp.arange(s.num_shards, dtype=places.dtype) * s.rows_per_shard
     end = p.route.starts[1:]
-    first = jnp.searchsorted(places, base + low.astype(places.dtype)).astype(jnp.int32)
+    first = first_positions(places, base + low.astype(places.dtype))
     if p.always_fits:
         high = jnp.full_like(low, s.rows_per_shard)
         return make_bucket(p.route, first, end, p.capacity, s), high
     beyond = first + p.capacity  # the first position without room
     local = places[jnp.minimum(beyond, size - 1)] - base
     high = lax.pmin(jnp.where(beyond < end, local, s.rows_per_shard), axes).astype(low.dtype)
-    last = jnp.searchsorted(places, base + high.astype(places.dtype)).astype(jnp.int32)
+    last = first_positions(places, base + high.astype(places.dtype))
     return make_bucket(p.route, first, jnp.minimum(last, end), p.capacity, s), high
 
 
