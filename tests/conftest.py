@@ -1,6 +1,7 @@
 """Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
 
 import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -97,22 +98,25 @@ def entry(request):
     return entry._replace(factory=samples.factory(entry))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forgets compiled programs when there are many.
+
+    Each has its own parts of memory. Linux allows a process 65,530; beyond that it crashes.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def quick_to_compile():
     """Programs are less optimized and compile faster: for tests of values alone."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def not_stored():
-    """Programs do not go into the compilation cache; JAX reads whether there is one only once."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
 
 
 @pytest.fixture

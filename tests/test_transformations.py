@@ -236,16 +236,9 @@ def forward_and_reverse(name, dtype="float64"):
     return forward, call(at, at)[2]
 
 
-# In two of three runs of all tests the process crashed where XLA serialized a program of these
-# for the compilation cache (JAX 0.10.2, in test_derivatives_are_difference_quotients).
-NOT_STORED = [*FORWARD, *EVERY_STEP]
-
-
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", [*PLAIN, *EVERY_STEP])
-def test_derivatives_are_difference_quotients(name, x64, request):
-    if name in NOT_STORED:
-        request.getfixturevalue("not_stored")
+def test_derivatives_are_difference_quotients(name, x64):
     with x64(True):
         forward, reverse = forward_and_reverse(name)
         # As a function of a gradient near zero, an update over epsilon is steep.
