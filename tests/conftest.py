@@ -12,6 +12,8 @@ import pytest
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+from .selection import mark_costly
+
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -103,8 +105,10 @@ def pytest_sessionstart(session):
             path.unlink(missing_ok=True)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Takes out what does not apply, rather than to skip it at run time."""
+    """Takes out what does not apply, rather than to skip it at run time; marks long tests."""
+    mark_costly(items)
     out = [item for item in items if item.nodeid in EXCEPT]
     items[:] = [item for item in items if item.nodeid not in EXCEPT]
     config.hook.pytest_deselected(items=out)

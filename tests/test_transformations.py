@@ -17,6 +17,8 @@ from optzoo import CATALOG, DISTRIBUTED, WRAPPERS
 from optzoo.testing import samples
 from optzoo.testing.samples import step
 
+from .selection import quick
+
 STEPS = 4
 
 # Settings with which every part of an optimizer works within four steps.
@@ -93,6 +95,14 @@ def make(name, rate=None):
 
 PLAIN = [*CATALOG, *BRANCHES, *WRAPPED, *DISTRIBUTED]
 ALL = [*PLAIN, *STORED]
+
+
+# One for each way to compute an update, roots, corners, wrappers and exchanges included.
+QUICK = (
+    "adam", "adam, eps=0", "add_sign", "adagrad", "blocked_shampoo, newton", "ftrl", "ftrl, power",
+    "ggt", "lars", "rmsprop, centered", "shampoo", "accumulate", "moving_average", "stacked",
+    "variable_clipping", "elastic_average", "sync_replicas",
+)  # fmt: skip
 
 
 def test_nothing_is_left_out():
@@ -175,7 +185,7 @@ MIXED = {"w": "float32", "b": "float64", "c": "float64", "d": "bfloat16"}
 OTHERS = {"w": "float64", "b": "float32", "c": "float32", "d": "float32"}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", quick(ALL, (*QUICK, *STORED)))
 def test_values(name, x64):
     """With float64; gradients are wider and narrower than the parameters."""
     with x64(True):
@@ -258,21 +268,9 @@ def forward_and_reverse(name, dtype="float64"):
     return forward, call(at, at)[2]
 
 
-# One for each way to compute an update, roots, corners, wrappers and exchanges included.
-QUICK = (
-    "adam", "adam, eps=0", "add_sign", "adagrad", "blocked_shampoo, newton", "ftrl", "ftrl, power",
-    "ggt", "lars", "rmsprop, centered", "shampoo", "accumulate", "moving_average", "stacked",
-    "variable_clipping", "elastic_average", "elastic_average, exchange", "sync_replicas",
-)  # fmt: skip
-
-
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.full)
-        for name in [*PLAIN, *EVERY_STEP]
-    ],
+    "name", quick([*PLAIN, *EVERY_STEP], [*QUICK, "elastic_average, exchange"])
 )
 def test_derivatives_are_difference_quotients(name, x64):
     with x64(True):

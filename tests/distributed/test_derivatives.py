@@ -10,6 +10,7 @@ import pytest
 
 import optzoo
 
+from ..selection import quick
 from . import cases
 
 METHODS = {
@@ -28,6 +29,13 @@ METHODS = {
 # JAX 0.7.1 has no derivative of sums over replicas of integers beside floats; 0.10.2 has.
 MANY = ["vmap", "shard_map"] if jax.__version_info__ >= (0, 10) else []
 WAYS = ["alone", *MANY]
+CASES = [f"{method}-{way}" for method in METHODS for way in WAYS]
+QUICK = [
+    case
+    for case in CASES
+    if case.endswith("-alone") or case.startswith(("elastic_average, round robin", "diloco"))
+]
+in_every_way = pytest.mark.parametrize("case", quick(CASES, QUICK))
 TICKS, STEP = 2, 1e-5
 
 
@@ -68,9 +76,9 @@ def quotient(f, at, along):
     return (f(*ahead) - f(*behind)) / (2 * STEP)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", METHODS)
-def test_forward_mode_goes_through_exchanges_and_reverse_mode_is_refused(method, way, x64):
+@in_every_way
+def test_forward_mode_goes_through_exchanges_and_reverse_mode_is_refused(case, x64):
+    method, way = case.rsplit("-", 1)
     with x64(True):
         f = jax.jit(functools.partial(trained, method, way, [None] * TICKS))
         at, along = point()
@@ -80,9 +88,9 @@ def test_forward_mode_goes_through_exchanges_and_reverse_mode_is_refused(method,
             jax.grad(f)(*at)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", METHODS)
-def test_both_modes_go_through_exchanges_at_known_steps(method, way, x64):
+@in_every_way
+def test_both_modes_go_through_exchanges_at_known_steps(case, x64):
+    method, way = case.rsplit("-", 1)
     with x64(True):
         f = jax.jit(functools.partial(trained, method, way, [False, True]))
         at, along = point()

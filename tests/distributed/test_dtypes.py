@@ -17,11 +17,16 @@ TICKS = 7
 # Whether there is float64; the dtypes of parameters and gradients; whether some are inactive.
 MIXES = [
     (False, "float32", "bfloat16", True),
-    (False, "bfloat16", "float32", False),
-    (True, "float32", "float32", True),
     (True, "float32", "float64", False),
-    (True, "float64", "float32", True),
-    (True, "bfloat16", "float64", True),
+    *(
+        pytest.param(mix, marks=pytest.mark.full)
+        for mix in [
+            (False, "bfloat16", "float32", False),
+            (True, "float32", "float32", True),
+            (True, "float64", "float32", True),
+            (True, "bfloat16", "float64", True),
+        ]
+    ),
 ]
 
 
@@ -53,6 +58,7 @@ def run(method, of_params, of_grads, masked):
 in_float32 = functools.cache(functools.partial(run, of_params="float32", of_grads="float32"))
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_dtypes_mix(method, mix, x64):

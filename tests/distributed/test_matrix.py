@@ -8,20 +8,34 @@ import pytest
 import optzoo
 from optzoo.state.types import SharedParamsState
 
+from ..selection import quick
 from . import cases
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-# With masks in one way always, in the others in the long run.
-FULL = {"sharded jit", "pmap", "shard_map unchecked"}
-WAYS = [pytest.param(way, False, id=way) for way in cases.WAYS[1:]] + [
-    pytest.param(way, True, id=f"{way}, masked", marks=[pytest.mark.full] * (way in FULL))
+# Every method in one way, with masks; one for each kind of exchange in every way.
+KINDS = ("elastic_average", "model_average, of slots", "sync_replicas")
+
+
+def is_quick(method, way, masked):
+    return way == "shard_map" if masked else method in KINDS
+
+
+WAYS = [
+    pytest.param(
+        method,
+        way,
+        masked,
+        id=f"{method}-{way}{', masked' * masked}",
+        marks=[pytest.mark.full] * (not is_quick(method, way, masked)),
+    )
+    for method in cases.METHODS
+    for masked in (False, True)
     for way in cases.WAYS[1:]
 ]
 
 
-@pytest.mark.parametrize(("way", "masked"), WAYS)
-@pytest.mark.parametrize("method", cases.METHODS)
+@pytest.mark.parametrize(("method", "way", "masked"), WAYS)
 def test_every_way_gives_the_same(method, way, masked):
     got, want = cases.run(method, way, masked), cases.simulated(method, "vmap", masked)
     close = lambda a, b: chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
@@ -29,7 +43,7 @@ def test_every_way_gives_the_same(method, way, masked):
     assert np.ptp(want[2]) > 0.1  # it moves
 
 
-@pytest.mark.parametrize("method", cases.METHODS)
+@pytest.mark.parametrize("method", quick(cases.METHODS, KINDS))
 def test_what_is_shared_is_bit_identical(method):
     x, state, _ = cases.run(method, "shard_map unchecked", masked=True)
     replicated = [state.replicated] + ([x] if isinstance(state, SharedParamsState) else [])
@@ -40,7 +54,7 @@ def test_what_is_shared_is_bit_identical(method):
             np.testing.assert_array_equal(copy, copies[0])
 
 
-@pytest.mark.parametrize("method", cases.METHODS)
+@pytest.mark.parametrize("method", quick(cases.METHODS, KINDS))
 def test_a_batched_counter_turns_cond_into_select_and_changes_nothing(method):
     tx = cases.METHODS[method](optzoo.lazy_adam(0.1), cases.REPLICAS)
     step = cases.train_step(tx, masked=True)

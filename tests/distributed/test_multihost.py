@@ -126,6 +126,7 @@ def kill_and_restart(number, victim, when, whole, checkpoints):
     return began
 
 
+@pytest.mark.full
 def test_kill_and_restart(tmp_path):
     whole, _ = run(2, tmp_path / "whole")
     assert len(whole) == STEPS // SAVE_EVERY

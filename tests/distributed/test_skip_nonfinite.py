@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 
+from ..selection import quick
 from . import cases
 
 N, TICKS, PERIOD, BROKEN = 8, 6, 3, 3
@@ -75,13 +76,7 @@ def spoilt(value, ticks=slice(1, None)):
     return factors
 
 
-WAYS = [("vmap", method) for method in METHODS] + [
-    ("shard_map", method) for method in ("elastic_average, round robin", "agn", "diloco, streaming")
-]
-
-
-@pytest.mark.parametrize(("way", "method"), WAYS)
-def test_a_replica_that_breaks_for_good_breaks_no_other(way, method):
+def breaks_no_other(method, way):
     visited, state = run(method, spoilt(np.nan), way)
     chex.assert_tree_all_finite((visited, jax.device_get(state)))
     _, first = visited[0]
@@ -102,6 +97,20 @@ def test_a_replica_that_breaks_for_good_breaks_no_other(way, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_replica_that_breaks_for_good_breaks_no_other(method):
+    breaks_no_other(method, "vmap")
+
+
+@pytest.mark.parametrize(
+    "method", quick(["elastic_average, round robin", "agn", "diloco, streaming"], ["agn"])
+)
+def test_on_devices_it_breaks_no_other(method):
+    breaks_no_other(method, "shard_map")
+
+
+@pytest.mark.parametrize(
+    "method", quick(METHODS, ["agn, round robin", "diloco, streaming", "sync_replicas, backup"])
+)
 def test_where_all_is_finite_nothing_changes(method):
     got, want = (run(method, skip_nonfinite=skip)[0] for skip in (True, False))
     chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-6)

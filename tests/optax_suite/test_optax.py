@@ -14,6 +14,7 @@ import optzoo
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+from ..selection import KINDS
 from .loader import load
 from .tables import AS_SGD, DESCENT, EXCLUDED, FULL, SLOW, WRAPPERS, times
 
@@ -109,7 +110,7 @@ for name in CATALOG:
                 TESTS[name].append(test)
                 if matches(test, out):
                     delattr(case, method)
-                elif matches(test, FULL):
+                elif name not in KINDS or matches(test, FULL):
                     pytest.mark.full(getattr(case, method))
             globals()[f"{case.__name__}_{name}"] = case
 del case  # otherwise pytest finds the last one twice
