@@ -13,6 +13,7 @@ import pytest
 
 import optzoo
 
+from . import selection
 from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
 
 NAN, INF = float("nan"), float("inf")
@@ -316,7 +317,13 @@ TRANSFORMATIONS = transformations()
 
 
 @pytest.mark.filterwarnings("ignore:Casting")  # of complex numbers, in init
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "name",
+    selection.quick(
+        TRANSFORMATIONS,
+        [n for n in TRANSFORMATIONS if n not in optzoo.CATALOG or n in selection.KINDS],
+    ),
+)
 def test_what_does_not_belong_together(name):
     """Other arguments, gradients, parameters or states are refused by an error of this library."""
     wrong = []
