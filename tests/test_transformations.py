@@ -185,6 +185,7 @@ MIXED = {"w": "float32", "b": "float64", "c": "float64", "d": "bfloat16"}
 OTHERS = {"w": "float64", "b": "float32", "c": "float32", "d": "float32"}
 
 
+@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", quick(ALL, (*QUICK, *STORED)))
 def test_values(name, x64):
     """With float64; gradients are wider and narrower than the parameters."""
