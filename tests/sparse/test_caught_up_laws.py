@@ -15,12 +15,14 @@ from optzoo.state.sleeping.motion import make_motion, start_clock, tick, wake
 
 from ..golden import RECORDS, build, load, worst
 from ..golden.test_golden import tolerance
+from ..selection import quick
 
 GOLDEN = [
     name
     for name in RECORDS
     if name.split("-")[0] in ("Adam", "AdamW", "Nadam") and {"sparse", "dup"} & {*name.split("-")}
 ]
+QUICK = [name for name in GOLDEN if name.endswith(("dup-f64", "sparse-f32"))]
 
 
 def replay(case):
@@ -51,7 +53,7 @@ def replay(case):
     return jax.device_get({f"param/{k}": v for k, v in path.items()} | slots)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", quick(GOLDEN, QUICK))
 def test_follows_the_original(name, x64):
     case = load(name)
     with x64(case.meta["dtype"] == "float64"):
