@@ -19,6 +19,8 @@ from optzoo.interop.keras import keras_optimizer
 from optzoo.state.sharding import state_sharding
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
+from ..selection import quick
+
 with warnings.catch_warnings():  # of what Keras imports
     warnings.simplefilter("ignore")
     import keras
@@ -157,7 +159,7 @@ def worst(got, want):
     return max(jax.tree.leaves(jax.tree.map(error, jax.device_get(got), want)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, BUILT_IN))
 def test_equals_fit(name):
     theirs, ours = CASES[name](), CASES[name]()
     want = fit(theirs)
