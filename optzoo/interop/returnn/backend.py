@@ -74,7 +74,7 @@ class OptzooUpdater:
         return float(rate)
 
     def init(self, params: Sequence[Array]) -> Any:
-        """The state (an ``UpdaterState``) for the parameters, which are in the order of their names."""
+        """The state, for parameters in the order of their names."""
         return self._optimizer.init(self._named(params))
 
     def step(
