@@ -47,6 +47,7 @@ GENERATED = {
     "distributed": catalog.distributed_table,
     "differences": differences,
     "optax and tf1": optax_and_tf1,
+    "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
 }
 
