@@ -26,11 +26,12 @@ def with_optzoo():
     equal = bool(jnp.allclose(step(theirs), step(halved)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", optzoo.InitialValueWarning)
-        kept = 1 + step(optzoo.ftrl_from("tf1", learning_rate=1e-9), jnp.full(2, 0.01))[0] / x[0]
+        tx = optzoo.ftrl_from("dynamicemb", learning_rate=1e-9, initial_accumulator_value=0.1)
+        kept = 1 + step(tx, jnp.full(2, 0.01))[0] / x[0]
     warned = any(w.category is optzoo.InitialValueWarning for w in caught)
     return (
-        f"l2 of DynamicEmb halved gives the same: {equal}; the first update by g = 0.01 keeps "
-        f"{100 * float(kept):.2f} % of an initial value, and warns: {warned}"
+        f"l2 of DynamicEmb halved gives the same: {equal}; with an accumulator of 0.1 the "
+        f"first update by 0.01 keeps {100 * float(kept):.2f} % of the value; a warning: {warned}"
     )
 
 
