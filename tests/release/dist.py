@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests" / "release"))
 import contents  # noqa: E402 (after the path)
 
 DIST = ROOT / "dist"
-RACE = "race --quick --problem digits --optimizers adam ftrl lazy_adam"
+RACE = "race --quick --steps 30 --optimizers adam ftrl lazy_adam"  # on every problem of a race
 # Where optzoo is, and what of its extras is there.
 LOOK = """
 import importlib.util, optzoo
