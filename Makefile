@@ -9,6 +9,7 @@
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
 #             (make docs then puts them into docs/performance.md)
 # make docs   regenerates the generated parts of the pages
+# make dist   builds the sdist and the wheel, and tries the wheel in an environment without extras
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs clean
+.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs dist clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
@@ -53,6 +54,10 @@ bench-full: $(VENV)/race.installed
 
 docs: $(VENV)/dev.installed
 	$(BIN)/python -m tests.test_docs
+
+# ARGS="--race 'race --quick'" runs the race on everything.
+dist: $(VENV)/dist.installed
+	$(BIN)/python tests/release/dist.py $(ARGS)
 
 # One environment; each stamp means that the extra of its name is installed in it.
 $(VENV)/%.installed: pyproject.toml

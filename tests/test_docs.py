@@ -12,9 +12,14 @@ import pytest
 
 import optzoo
 from optzoo import catalog
+from tests.blocks import run_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tasks").glob("*.md")),
+]
 DIFFERENCES = "Differences from the original:"
 
 
@@ -42,6 +47,7 @@ GENERATED = {
     "distributed": catalog.distributed_table,
     "differences": differences,
     "optax and tf1": optax_and_tf1,
+    "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
 }
 
@@ -79,12 +85,8 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     known = dict(catalog.CATALOG)
     try:
-        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            if name := re.match(r"# (\w+\.py)\n", code):
-                pathlib.Path(name[1]).write_text(code)
-            else:
-                with jax.numpy_rank_promotion("allow"):  # as everywhere but in our tests
-                    exec(compile(code, page.name, "exec"), {})
+        with jax.numpy_rank_promotion("allow"):  # as everywhere but in our tests
+            run_blocks(page)
     finally:
         catalog.CATALOG.clear()
         catalog.CATALOG.update(known)

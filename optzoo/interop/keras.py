@@ -15,6 +15,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
+from ..core.extras import how_to_install
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import path_name
@@ -25,7 +26,7 @@ from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
 
 _HINT = (
-    "install optzoo[keras] and set the environment variable KERAS_BACKEND=jax before the first "
+    f"{how_to_install('keras')}; set the environment variable KERAS_BACKEND=jax before the first "
     "import of keras"
 )
 

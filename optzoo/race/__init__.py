@@ -2,11 +2,11 @@
 
 import importlib.util
 
+from ..core.extras import how_to_install
+
 _MISSING = [m for m in ("matplotlib", "rich", "sklearn") if importlib.util.find_spec(m) is None]
 if _MISSING:
-    raise ModuleNotFoundError(
-        f"optzoo.race needs {', '.join(_MISSING)}: pip install 'optzoo[race]'"
-    )
+    raise ModuleNotFoundError(f"optzoo.race needs {', '.join(_MISSING)}: {how_to_install('race')}")
 
 from .problem import Problem as Problem  # noqa: E402 (after the check)
 from .problems import PROBLEMS as PROBLEMS  # noqa: E402

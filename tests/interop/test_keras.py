@@ -383,6 +383,6 @@ def test_without_keras(monkeypatch):
 
     module.import_keras.cache_clear()
     monkeypatch.setitem(sys.modules, "keras", None)
-    with pytest.raises(ImportError, match=r"install optzoo\[keras\]"):
+    with pytest.raises(ImportError, match=r"pip install 'optzoo\[keras\]'"):
         keras_optimizer(K.SGD(0.1))
     module.import_keras.cache_clear()

@@ -1,1 +1,3 @@
 """RETURNN's updater."""
+
+from .backend import OptzooUpdater as OptzooUpdater

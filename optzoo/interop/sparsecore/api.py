@@ -13,10 +13,11 @@ from jax import Array
 
 from ...core.checks import check_not_negative, check_size, check_transformation
 from ...core.compat import used_inputs
+from ...core.extras import how_to_install
 from .rows import RowOptimizer, Shared
 
 _MODULE = "jax_tpu_embedding.sparsecore.lib.nn.embedding_spec"
-_HINT = "install optzoo[sparsecore] (there are wheels for Linux alone)"
+_HINT = f"{how_to_install('sparsecore')} (there are wheels for Linux alone)"
 
 
 def sparsecore(

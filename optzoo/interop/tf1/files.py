@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.extras import how_to_install
 from ...core.locks import locked
 
 _DATA = ".data-00000-of-00001"
@@ -72,8 +73,8 @@ def import_tensorflow() -> Any:
         return importlib.import_module("tensorflow")
     except ImportError as error:
         raise ImportError(
-            "TensorFlow reads and writes its checkpoints: pip install 'optzoo[tf1]', "
-            "or pip install tensorflow-cpu; .npz files and mappings need none"
+            f"TensorFlow reads and writes its checkpoints: {how_to_install('tf1')}; "
+            ".npz files and mappings need none"
         ) from error
 
 

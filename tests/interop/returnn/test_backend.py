@@ -1,7 +1,6 @@
-"""The recipe of ``docs/returnn.md`` in the place of the updater of RETURNN's JAX backend."""
+"""``OptzooUpdater`` in the place of the updater of RETURNN's JAX backend."""
 
-import pathlib
-import re
+import io
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +9,13 @@ import optax
 import pytest
 from returnn.config import Config
 from returnn.jax import updater
+from returnn.log import log
 
 import optzoo
+from optzoo.interop.returnn import OptzooUpdater
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "returnn.md"
 NAMES = ["encoder.weight", "encoder.bias", "a_first.weight"]
 PARAMS = [jnp.ones((2, 3)), jnp.array([0.5, -1, 2]), jnp.array([3.0, 1])]
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    """The class as the page has it."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    [code] = [block for block in blocks if "class OptzooUpdater" in block]
-    names = {}
-    exec(compile(code, PAGE.name, "exec"), names)
-    return names["OptzooUpdater"]
 
 
 def train(made, rate, steps=4):
@@ -44,17 +34,17 @@ def train(made, rate, steps=4):
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_what_returnn_knows_stays_the_same(recipe, name):
+def test_what_returnn_knows_stays_the_same(name):
     """Adam's epsilon enters in another place, so it is small."""
     options = {"class": name} if name == "sgd" else {"class": name, "epsilon": 1e-16}
     config = Config({"optimizer": options, "gradient_clip_global_norm": 2.0})
     theirs = train(updater.Updater(config=config, param_names=NAMES), 0.1)
-    ours = train(recipe(config=config, param_names=NAMES), 0.1)
+    ours = train(OptzooUpdater(config=config, param_names=NAMES), 0.1)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_what_it_does_not_know_works(recipe):
+def test_what_it_does_not_know_works():
     """Also where the rate is no factor; and options of layers."""
     config = Config(
         {
@@ -66,7 +56,7 @@ def test_what_it_does_not_know_works(recipe):
     )
     with pytest.raises(NotImplementedError):
         updater.Updater(config=config, param_names=NAMES)
-    got = train(recipe(config=config, param_names=NAMES), 0.1)
+    got = train(OptzooUpdater(config=config, param_names=NAMES), 0.1)
     tx = optax.chain(optzoo.clip_by_norm(1.0), optzoo.ftrl(0.1, l1_regularization_strength=0.01))
     x = dict(zip(NAMES, PARAMS, strict=True))
     state = tx.init(x)
@@ -79,14 +69,62 @@ def test_what_it_does_not_know_works(recipe):
         np.testing.assert_allclose(a, x[name], rtol=1e-5)
 
 
-def test_the_schedule_stays_with_the_engine(recipe):
+def test_the_schedule_stays_with_the_engine():
     """It is applied once: by the engine, which hands on the rate."""
     halved = lambda learning_rate, epoch, **_: learning_rate / 2
     config = {"optimizer": {"class": "sgd"}, "dynamic_learning_rate": halved, "log_grad_norm": True}
-    made = recipe(config=Config(config), param_names=NAMES)
+    made = OptzooUpdater(config=Config(config), param_names=NAMES)
     rate = made.get_effective_learning_rate(learning_rate=1.0, global_train_step=3, epoch=1)
     assert rate == 0.5 and made.log_grad_norm_p == 2
     moved, _ = made.step(
         params=PARAMS, grads=PARAMS, opt_state=made.init(PARAMS), learning_rate=rate
     )
     np.testing.assert_allclose(moved[1], 0.5 * PARAMS[1], rtol=1e-6)
+
+
+def test_a_dict_as_schedule():
+    """As ``returnn_updater`` computes it, but on the host."""
+    config = {"optimizer": {"class": "sgd"}, "dynamic_learning_rate": {"interval": 3, "decay": 0.5}}
+    made = OptzooUpdater(config=Config(config), param_names=NAMES)
+    rate = lambda step: made.get_effective_learning_rate(
+        learning_rate=1.0, global_train_step=step, epoch=1, epoch_continuous=0.5
+    )
+    assert [rate(step) for step in range(5)] == [1, 0.5, 0.25, 1, 0.5]
+    plain = OptzooUpdater(config=Config({"optimizer": {"class": "sgd"}}), param_names=NAMES)
+    assert plain.get_effective_learning_rate(learning_rate=0.3, global_train_step=9, epoch=2) == 0.3
+
+
+def test_the_log_names_what_runs(monkeypatch):
+    """All optimizers, each once, with what ``optimizer_epsilon`` adds."""
+    config = {
+        "optimizer": {"class": "nadam"},
+        "optimizer_epsilon": 1e-6,
+        "updater_layers": {
+            "encoder": {"updater_opts": {"optimizer": {"class": "ftrl"}}},
+            "a_first": {"updater_opts": {"gradient_clip": 1.0}},
+        },
+    }
+    monkeypatch.setattr(log, "v3", io.StringIO())
+    OptzooUpdater(config=Config(config), param_names=NAMES)
+    assert log.v3.getvalue().splitlines() == [
+        "JAX updater: optzoo.create({'class': 'nadam', 'epsilon': 1e-06})",
+        "JAX updater: optzoo.create({'class': 'ftrl'})",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"log_grad_norm": "2"}, TypeError, "log_grad_norm must be True or the order"),
+        ({"log_grad_norm": -1}, ValueError, "log_grad_norm must be .*got -1"),
+        ({"dynamic_learning_rate": 0.5}, TypeError, "dynamic_learning_rate must be a dict or a"),
+        ({"dynamic_learning_rate": lambda epoch: epoch}, TypeError, "must take \\*\\*kwargs"),
+        ({"dynamic_learning_rate": lambda network, **_: 1}, ValueError, "which only TensorFlow"),
+        ({"dynamic_learning_rate": {"decay": 0.5}}, ValueError, "keys interval and decay"),
+        ({"grad_clip": 1.0}, ValueError, "gradient_clip"),
+    ],
+    ids=["norm-text", "norm", "rate", "kwargs", "network", "keys", "unknown"],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        OptzooUpdater(config=Config({"optimizer": {"class": "sgd"}, **options}), param_names=NAMES)

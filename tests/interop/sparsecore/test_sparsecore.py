@@ -280,6 +280,6 @@ def test_without_the_wheel(monkeypatch):
 
     api._spec_class.cache_clear()
     monkeypatch.setitem(sys.modules, api._MODULE, None)
-    with pytest.raises(ImportError, match=r"install optzoo\[sparsecore\]"):
+    with pytest.raises(ImportError, match=r"pip install 'optzoo\[sparsecore\]'"):
         optzoo.sparsecore(optzoo.adagrad(0.1))
     api._spec_class.cache_clear()

@@ -1,0 +1,61 @@
+"""Runs all asks and prints what came out; with ``--store`` writes it to output.json.
+
+``docs/asks.md`` has it as a table.
+"""
+
+import json
+import pathlib
+import runpy
+import sys
+
+FOLDER = pathlib.Path(__file__).parent
+STORED = FOLDER / "output.json"
+ASKS = ["float16", "injected_dtypes", "second_moment_dtype", "soap", "sharded_muon"]
+ASKS += ["stacked_leaves", "nnx_partition", "state_sharding", "cookbook", "accumulation", "ftrl"]
+ASKS += ["host_offload"]
+
+
+def load(name):
+    """The names of a script."""
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+def table():
+    """What came out when it was stored, as a table for ``docs/asks.md``."""
+    stored = json.loads(STORED.read_text())
+    lines = ["| asked | optax | optzoo | answered? |", "|---|---|---|---|"]
+    for name in ASKS:
+        ask = load(name)
+        title = ask["__doc__"].splitlines()[0].rstrip(".")
+        where = ", ".join(
+            f"[{url.split('/')[1]} {url.split('/')[3]}](https://github.com/{url})"
+            for url in ask["ASKED"]
+        )
+        script = f"[script](../examples/asks/{name}.py)"
+        out = stored["out"][name]
+        cells = [f"{title} ({where}; {script})", out["optax"], out["optzoo"], ask["ANSWERED"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = ", ".join(f"{package} {v}" for package, v in stored["versions"].items())
+    return "\n".join([*lines, "", f"Run with {versions}.", ""])
+
+
+def main():
+    """Runs and prints."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    import flax
+    import optax
+
+    out = {}
+    for name in ASKS:
+        ask = load(name)
+        out[name] = {"optax": ask["with_optax"](), "optzoo": ask["with_optzoo"]()}
+        print(name, *(f"  {library}: {text}" for library, text in out[name].items()), sep="\n")
+    if "--store" in sys.argv:
+        versions = {m.__name__: m.__version__ for m in (jax, optax, flax)}
+        STORED.write_text(json.dumps({"versions": versions, "out": out}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The updater of RETURNN's JAX backend, on the optimizers of optzoo."""
+
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+from jax import Array
+
+from ...core.checks import check_positive
+from .options import read_options
+from .updater import returnn_updater
+from .values import STEP_READERS
+
+
+class OptzooUpdater:
+    """The updater for RETURNN's JAX backend: all of RETURNN's options, every optimizer of optzoo.
+
+    In a config, before the training starts::
+
+        import returnn.jax.engine
+        from optzoo.interop.returnn import OptzooUpdater
+
+        returnn.jax.engine.Updater = OptzooUpdater
+
+    The engine makes it from the config and calls it; ``docs/returnn.md`` has a complete config. The
+    options are those of :func:`optzoo.returnn_updater`; ``updater_layers`` in the config is its
+    ``layers=``, by the names of parameters with ``/`` between their parts. The engine keeps the
+    learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and gives it to each step.
+    It is an argument of the optimizer and not a factor of the update, so that FTRL and the proximal
+    optimizers get the right one. The log names the optimizer that runs.
+
+    Args:
+        config: RETURNN's ``Config``.
+        model: not used; RETURNN's own updater looks for modules without weight decay in it.
+        param_names: the names of the parameters that ``init`` and ``step`` get, in their order.
+
+    Raises:
+        TypeError: if an option has a wrong type.
+        ValueError: if an option is out of its range, unknown or not supported.
+    """
+
+    def __init__(self, *, config: Any, model: Any = None, param_names: Sequence[str] = ()):
+        from returnn.log import log
+
+        options = dict(config.typed_dict)
+        schedule = options.pop("dynamic_learning_rate", None)
+        self.learning_rate_function = _schedule(schedule)
+        self.log_grad_norm_p = _norm_order(options.pop("log_grad_norm", None))
+        layers = options.pop("updater_layers", {})
+        self.names = [name.replace(".", "/") for name in param_names]
+        self._optimizer = returnn_updater(options, layers=layers)
+        for running in _optimizers(options, layers):
+            print(f"JAX updater: optzoo.create({running})", file=log.v3)
+
+    def get_effective_learning_rate(
+        self,
+        *,
+        learning_rate: float,
+        global_train_step: int,
+        epoch: int,
+        epoch_continuous: float | None = None,
+    ) -> float:
+        """The rate of a step, from that of its epoch; the engine calls it on the host."""
+        if self.learning_rate_function is None:
+            return learning_rate
+        rate = self.learning_rate_function(
+            learning_rate=learning_rate,
+            global_train_step=global_train_step,
+            epoch=epoch,
+            epoch_continuous=epoch_continuous,
+        )
+        return float(rate)
+
+    def init(self, params: Sequence[Array]) -> Any:
+        """The state, for parameters in the order of their names."""
+        return self._optimizer.init(self._named(params))
+
+    def step(
+        self,
+        *,
+        params: Sequence[Array],
+        grads: Sequence[Array],
+        opt_state: Any,
+        learning_rate: Any,
+    ) -> tuple[list[Array], Any]:
+        """The new parameters and the new state; the engine compiles it with the rest of a step."""
+        named = self._named(params)
+        updates, opt_state = self._optimizer.update(
+            self._named(grads), opt_state, named, learning_rate=learning_rate
+        )
+        new: Any = optax.apply_updates(named, updates)
+        return [new[name] for name in self.names], opt_state
+
+    def _named(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        return dict(zip(self.names, arrays, strict=True))
+
+
+def _optimizers(options: Mapping[str, Any], layers: Any) -> list[dict[str, Any]]:
+    """The optimizers that run, each once, with all that RETURNN adds to their options."""
+    found: list[dict[str, Any]] = []
+    for param in read_options(options, layers).distinct:
+        if param.optimizer not in found:
+            found.append(param.optimizer)
+    return found
+
+
+def _schedule(value: Any) -> Callable[..., Any] | None:
+    """``dynamic_learning_rate`` as a function of what the engine knows."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        spec = STEP_READERS["dynamic_learning_rate"]("dynamic_learning_rate", value)
+        power = lambda step: spec["decay"] ** (step % spec["interval"])
+        return lambda learning_rate, global_train_step, **_: (
+            learning_rate * power(global_train_step)
+        )
+    if not callable(value):
+        raise TypeError(f"dynamic_learning_rate must be a dict or a function, got {value!r}")
+    parameters = inspect.signature(value).parameters
+    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        raise TypeError("dynamic_learning_rate must take **kwargs, as RETURNN requires")
+    if "network" in parameters:
+        raise ValueError("dynamic_learning_rate needs 'network', which only TensorFlow has")
+    return value
+
+
+def _norm_order(value: Any) -> float | None:
+    """The order of the norm of all gradients that the engine logs; None for no norm."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 2.0
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"log_grad_norm must be True or the order of the norm, got {value!r}")
+    check_positive(log_grad_norm=value)
+    return float(value)
