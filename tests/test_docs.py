@@ -42,6 +42,7 @@ GENERATED = {
     "distributed": catalog.distributed_table,
     "differences": differences,
     "optax and tf1": optax_and_tf1,
+    "papers": runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["table"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
 }
 

@@ -144,6 +144,6 @@ def draw(result, figure):
         left.semilogx(result["rates"], r["text: loss by rate"], "o-", label=name)
         error = np.convolve(np.square(r["known: error by feature"]), np.ones(25) / 25, "valid")
         right.loglog(result["times"][12:-12], np.sqrt(error), label=name)
-    left.set(xlabel="rate", ylabel="text: test loss", ylim=(0.2, 0.4))
+    left.set(xlabel="rate", ylabel="text: test loss", ylim=(0.17, 0.4))
     left.legend(fontsize=8)
     right.set(xlabel="times the feature was seen", ylabel="error of its known weight (25 features)")

@@ -58,7 +58,7 @@ def path(tx, example, steps, points, seed):
     return places, total / steps
 
 
-def run(examples=EXAMPLES, steps=1_000_000, points=100, rate=1.0, seeds=4):
+def run(examples=EXAMPLES, steps=1_000_000, points=1000, rate=1.0, seeds=4):
     """Where each optimizer ends, the mean and the extremes over the seeds."""
     results = {}
     for example in examples:

@@ -131,7 +131,7 @@ def here(result):
     for name, r in others:
         fraction = synchronous["bytes of a step"] / r["bytes of a step"]
         name = name.replace("plain", "outer step without momentum")
-        cells.append(f"{name}: {r['loss']:.3f} with 1/{fraction:.1f} of the bytes")
+        cells.append(f"{name}: {r['loss']:.3f} with 1/{fraction:.0f} of the bytes")
     return f"{result['steps']} steps; " + "; ".join(cells)
 
 
