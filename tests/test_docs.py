@@ -48,6 +48,7 @@ GENERATED = {
     "differences": differences,
     "optax and tf1": optax_and_tf1,
     "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
+    "papers": runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["table"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
 }
 

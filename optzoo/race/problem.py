@@ -22,12 +22,16 @@ class Problem:
         l1: strength of an L1 penalty on all parameters. Optimizers with an
             ``l1_regularization_strength`` get it as this argument and a loss without it; for the
             others it is part of the loss. The validation loss always includes it.
-        batch_size: number of examples drawn, with replacement, for each step.
+        batch_size: number of examples for each step.
+        batches: ``batches(seed, steps) -> indices`` of the examples of each step, of shape
+            (steps, batch_size); None to draw them with replacement.
         steps: number of steps of a run.
         evaluations: how often the validation loss is computed during a run, evenly spaced; if
             ``steps`` is not a multiple of it, the remaining steps are not run.
         target: the number of steps to reach this validation loss is reported; None for no target.
         track: ``track(params) -> array``, recorded at each evaluation of the best run.
+        published: ``published(optimizer) -> facts`` about published runs, for a column of the
+            report, as :func:`optzoo.race.published.compare` returns them, or None.
         compare_dense: also time a step with dense gradients of the tables.
         about: one sentence for the report.
     """
@@ -40,10 +44,12 @@ class Problem:
     metrics: Mapping[str, Callable[[Any, Any], Array]] = dataclasses.field(default_factory=dict)
     l1: float = 0.0
     batch_size: int = 64
+    batches: Callable[[int, int], Any] | None = None
     steps: int = 300
     evaluations: int = 30
     target: float | None = None
     track: Callable[[Any], Array] | None = None
+    published: Callable[[str], Mapping[str, Any] | None] | None = None
     compare_dense: bool = False
     about: str = ""
 

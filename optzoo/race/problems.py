@@ -13,6 +13,7 @@ import numpy as np
 
 from ..sparse.lookup import lookup
 from .problem import Problem
+from .published import quadratic_deep
 
 
 def digits() -> Problem:
@@ -229,7 +230,7 @@ DEFAULT_PROBLEMS: dict[str, Callable[[], Problem]] = {
     "words": words,
     "valley": valley,
 }
-PROBLEMS = DEFAULT_PROBLEMS | {"characters": characters}
+PROBLEMS = DEFAULT_PROBLEMS | {"characters": characters, "quadratic_deep": quadratic_deep}
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ def ranking(document: Mapping[str, Any], problem: str) -> list[dict[str, Any]]:
 def table(document: Mapping[str, Any], problem: str) -> list[Row]:
     """One row of text cells for each optimizer, in the order of the ranking."""
     rows = []
+    has_published = any("published" in r for r in ranking(document, problem))
     for rank, r in enumerate(ranking(document, problem), start=1):
         row = {
             "#": "-" if r["diverged"] else str(rank),
@@ -26,6 +27,8 @@ def table(document: Mapping[str, Any], problem: str) -> list[Row]:
             "loss": "diverged" if r["diverged"] else _spread(r["loss"]),
         }
         row |= {name: _spread(value) for name, value in r["metrics"].items()}
+        if has_published:
+            row |= _published(r.get("published"))
         reached = r["steps to target"]
         if document["problems"][problem]["target"] is not None:
             row["steps to target"] = f"{reached['mean']:.0f}" if reached else "-"
@@ -124,6 +127,16 @@ def _spread(value: Mapping[str, float | None]) -> str:
     if value["mean"] is None:
         return "-"
     return f"{value['mean']:.4g} ± {value['std']:.1g}"
+
+
+def _published(facts: Mapping[str, Any] | None) -> Row:
+    """The loss of published runs, with their settings, and ours with the same settings."""
+    if facts is None:
+        return {"published": "-", "replayed": "-"}
+    return {
+        "published": f"{facts['published']:.6g} ({facts['settings']})",
+        "replayed": f"{facts['here']:.6g} (differs by {facts['difference']:.0e})",
+    }
 
 
 def _micro(seconds: float) -> str:

@@ -90,8 +90,12 @@ def prepare(problem: Problem, settings: Settings) -> Start:
     each = max(1, steps // problem.evaluations)
     train, valid = jax.tree.map(jnp.asarray, (problem.train, problem.valid))
     shape = (settings.seeds, steps // each, each, problem.batch_size)
-    # NumPy's random generator: that of JAX would double the compilation time of every program.
-    batches = np.random.default_rng(0).integers(len(jax.tree.leaves(train)[0]), size=shape)
+    if problem.batches is None:
+        # NumPy's random generator: that of JAX would double the compilation time of every program.
+        batches = np.random.default_rng(0).integers(len(jax.tree.leaves(train)[0]), size=shape)
+    else:
+        of_seed = [problem.batches(seed, shape[1] * each) for seed in range(settings.seeds)]
+        batches = np.reshape(of_seed, shape)
     keys = jax.random.split(jax.random.key(0), settings.seeds)
 
     def judge(params):
@@ -176,6 +180,8 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
         "rows": entry.rows,
         "state bytes per parameter": _bytes(state) / _count(params),
     }
+    if problem.published and (facts := problem.published(name)):
+        result["published"] = facts
     steps = {"seconds per step": minimize(loss, best)}
     if is_replicated:
         steps = {"seconds per step": _compiled(_replicated_step(loss, best))}

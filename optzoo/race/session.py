@@ -68,6 +68,7 @@ def run(
     Raises:
         OSError: before the first run, if ``out`` cannot be written.
         KeyError: if a problem or an optimizer is unknown.
+        ValueError: before the first run, if a problem has not as many seeds.
 
     Warns:
         UserWarning: if ``results.json`` is damaged. It gets another name, its good runs are kept.
@@ -166,7 +167,7 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
         jax.make_jaxpr(metrics)(params, problem.valid),
         jax.make_jaxpr(problem.track or (lambda params: ()))(params),
     ]
-    functions = {"init", "loss", "metrics", "track", "about"}
+    functions = {"init", "loss", "metrics", "track", "about", "batches", "published"}
     plain = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
     plain = {k: v for k, v in plain.items() if k not in functions | {"train", "valid"}}
     digest = hashlib.sha256()
@@ -175,7 +176,10 @@ def _fingerprint(problem: Problem, settings: Settings) -> str:
     for jaxpr in traced:
         digest.update(text_of(jaxpr).encode())
     constants = [jaxpr.consts for jaxpr in traced]
-    for array in jax.tree.leaves((problem.train, problem.valid, constants)):
+    batches = problem.batches and problem.batches(
+        settings.seeds - 1, settings.steps or problem.steps
+    )
+    for array in jax.tree.leaves((problem.train, problem.valid, constants, batches)):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()[:16]
 

@@ -176,7 +176,7 @@ def read_while_saving(path: str, times: int) -> Counter[str]:
             numbers = {float(x) for value in files.read(path).values() for x in np.unique(value)}
             assert len(numbers) == 1, numbers
             seen |= numbers
-            if count >= times and len(seen) > 1 or count == 100 * times:
+            if (count >= times and len(seen) > 1) or count == 100 * times:
                 return len(seen)
 
     try:
