@@ -1,7 +1,9 @@
 """An optimizer whose rows sleep: its state, its update, and what may sleep at all."""
 
+import contextlib
+import contextvars
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ from ..state.packing import unpack
 from ..state.sleeping.law import Sleeper, known_of, record, sleeper_of
 from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
 from ..state.sleeping.tables import (
+    NOTHING_FOLLOWS,
     slots_by_leaf,
     slots_node,
     tables_of,
@@ -147,7 +150,45 @@ class Sleepers(NamedTuple):
         inner = with_slots_by_leaf(inner, treedef, new_slots)
         [words] = state.clock
         new = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
+        if (made := _MADE.get()) is not None:
+            made += [us[i] for i in tables if is_rows(us[i])]
         return treedef.unflatten(us), new
+
+
+# The updates of tables made in `updates_that_are_final`.
+_MADE = contextvars.ContextVar[list[SparseRows] | None]("made", default=None)
+
+
+@contextlib.contextmanager
+def updates_that_are_final(params: Any) -> Iterator[list[Any]]:
+    """Raises ``ValueError`` if something changes rows that :func:`optzoo.caught_up` has made.
+
+    Their update moves rows that have slept too, to where the clock says that they are. The arrays
+    of a trace show it: what nothing has changed are the same objects.
+
+    Args:
+        params: the parameters.
+
+    Yields:
+        An empty list, to which the updates of all parameters must be added.
+    """
+    token, final = _MADE.set(made := []), []
+    try:
+        yield final
+    finally:
+        _MADE.reset(token)
+    values = [u.values for u in jax.tree.leaves(final, is_leaf=is_rows) if is_rows(u)]
+    for u in made:
+        if not any(u.values is v for v in values):
+            names = [
+                path_name(path)
+                for path, x in jax.tree_util.tree_leaves_with_path(params)
+                if jnp.shape(x) == u.shape
+            ]
+            raise ValueError(
+                f"the update of a table of optzoo.caught_up ({' or '.join(map(repr, names))}) is "
+                f"changed after it was made: {NOTHING_FOLLOWS}"
+            )
 
 
 NO_GRADIENT_MSG = (

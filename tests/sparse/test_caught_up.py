@@ -358,6 +358,44 @@ def test_inside_of_other_transformations(dense):
         chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-6)
 
 
+FOLLOWED = {
+    "chain": lambda tx: optax.chain(tx, optzoo.scale(0.5)),
+    "named_chain": lambda tx: optax.named_chain(("a", tx), ("b", optzoo.scale(0.5))),
+    "inside": lambda tx: optax.chain(optzoo.scale(1.0), optax.chain(tx, optzoo.scale(0.5))),
+    "groups": lambda tx: optzoo.groups({".*": optax.chain(tx, optzoo.scale(0.5))}),
+    "twice": lambda tx: optax.chain(tx, tx),
+    "wrapper": lambda tx: optax.GradientTransformation(
+        tx.init,
+        lambda g, s, p: optzoo.scale(0.5).update(*(done := tx.update(g, s, p)))[:1] + done[1:],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_nothing_may_change_the_update(name):
+    tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES), params(), batches(1)[0]
+    followed = FOLLOWED[name](tx)
+    with pytest.raises(ValueError, match=r"changed after it was made.* the last of its optax"):
+        optzoo.minimize(loss, followed)(p, followed.init(p), ids)
+    if name not in ("named_chain", "wrapper"):
+        with pytest.raises(ValueError, match=r"number 1 of 2 .* the last of its optax"):
+            optzoo.catch_up(p, followed.init(p), {"users": ids})
+
+
+def test_what_follows_may_be_for_other_parameters():
+    is_table = {**dict.fromkeys(TABLES, True), "layer": {"kernel": False, "scale": False}}
+    others = jax.tree.map(lambda x: not x, is_table)
+    tx = optax.chain(
+        optax.masked(optzoo.caught_up(optzoo.adam(0.1), tables=True), is_table),
+        optax.masked(optzoo.adam(0.1), others),
+    )
+    both = []
+    for each in (tx, optzoo.caught_up(optzoo.adam(0.1), tables=TABLES)):
+        p, state, _ = train(each, 5)
+        both.append(optzoo.flush(*optzoo.catch_up(p, state, {"users": jnp.arange(3)}))[0])
+    chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_step_needs():
     tx = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES)
     p, ids = params(), batches(1)[0]

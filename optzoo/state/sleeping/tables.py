@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from ...core.paths import is_masked, path_name
@@ -16,6 +17,12 @@ from .law import law_of_record
 from .motion import Motion, make_motion, wake
 
 _BLOCK = 4096  # rows caught up at once
+
+NOTHING_FOLLOWS = (
+    "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
+    "replace it. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
+    "changes updates, and transform gradients before it"
+)
 
 
 def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
@@ -34,9 +41,10 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
 
     Raises:
         TypeError: if ids are not integers.
-        ValueError: if there is no parameter of such a path, or no part of the state is of
-            :func:`optzoo.caught_up`.
+        ValueError: if there is no parameter of such a path, if no part of the state is of
+            :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
     """
+    _check_nothing_follows(state)
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [path_name(path) for path, _ in paths]
     given = ids if isinstance(ids, Mapping) else {"": ids}
@@ -48,6 +56,23 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
             raise TypeError(f"the ids of '{names[i]}' must be integers, got {of_leaf.dtype}")
     change = lambda i, table: by_ids(table, by_leaf[i].reshape(-1)) if i in by_leaf else table
     return map_tables(params, state, change)
+
+
+def _check_nothing_follows(state: Any) -> None:
+    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the sleepers'."""
+    is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
+    for node in jax.tree.leaves(state, is_leaf=is_plain):
+        if not is_plain(node):
+            continue
+        for k, part in enumerate(node):
+            # What is masked may be for other parameters.
+            follow = [p for p in node[k + 1 :] if not isinstance(p, optax.MaskedState)]
+            if has_sleepers(part) and follow:
+                raise ValueError(
+                    f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
+                    f"chain: {NOTHING_FOLLOWS}"
+                )
+            _check_nothing_follows(part)
 
 
 def flush(params: Any, state: Any) -> tuple[Any, Any]:
