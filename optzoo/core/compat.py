@@ -6,7 +6,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -256,6 +256,12 @@ def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")
     return getattr(lax, "pvary")(x, axes)  # noqa: B009 (unknown to the type checker)
+
+
+def vary(x: Array, axes: Iterable[str]) -> Array:
+    """The same values, typed as different along at least these mesh axes."""
+    missing = tuple(sorted(set(axes) - varying(x)))
+    return cast_varying(x, missing) if missing else x
 
 
 def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.paths import path_name
 from ..sparse.lookup import Sparse
+from ..sparse.sleepers import sleepers_of
 from ..state.sharding import state_sharding
-from ..state.sleeping.tables import refuse_sleepers
 from .create_table import check_mesh
 from .row_sharding import RowSharding
 from .step import Options, Step
@@ -101,10 +101,11 @@ def sharded_minimize(
     for sharding in tables.values():
         check_mesh(mesh, sharding)
     options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
-    tx = optax.with_extra_args_support(tx)
+    sleepers, tx = sleepers_of(tx), optax.with_extra_args_support(tx)
 
     def step(params, state, *batch, **extra_args):
-        refuse_sleepers(state, "sharded_minimize")
+        if sleepers is not None:
+            sleepers.check(state)
         shardings = shardings_by_leaf(tables, params)
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)
@@ -114,7 +115,7 @@ def sharded_minimize(
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        run = Step(loss_fn, tx, shardings, state_specs, options)
+        run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)
         return jax.shard_map(
             run.on_device,
             mesh=mesh,

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from ...core.compat import vary, varying
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
 from ..storage import count_of
@@ -220,8 +221,12 @@ class Table:
             return self._wake(jax.tree.map(take, self.arrays))
 
         def stopped():
-            x, slots, last = jax.tree.map(jnp.zeros_like, jax.eval_shape(awake))
-            return jnp.full_like(x, jnp.nan), slots, last
+            jaxpr, shapes = jax.make_jaxpr(awake, return_shape=True)()
+            # Inside shard_map both branches need the same type.
+            kinds = jax.tree.unflatten(jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars))
+            zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
+            x, slots, last = jax.tree.map(zeros, shapes, kinds)
+            return vary(jnp.full_like(x, jnp.nan), varying(x)), slots, last
 
         # By a conditional, so that XLA keeps what it computes. Otherwise it computes it again where
         # it is used, and gathers x alone, which takes longer than all of this; and in a loop it
