@@ -90,9 +90,7 @@ def sharded_lookup(
     return treedef.unflatten(out)
 
 
-def ask_owners(
-    reads: Sequence[Read], buckets: list[Bucket], shardings: Any, transport: Any
-) -> Any:
+def ask_owners(reads: Sequence[Read], buckets: list[Bucket], shardings: Any, transport: Any) -> Any:
     """The rows of each bucket, of shape ``(num_shards, capacity, *row_shape)``."""
     asked = exchange([b.local for b in buckets], shardings)
     flat = [read(a.reshape(-1)) for read, a in zip(reads, asked, strict=True)]

@@ -120,7 +120,7 @@ class Step(NamedTuple):
         for i in asleep - tables.keys():
             ids[i] = gather_invarying(vary(ids[i], self._axes), self._axes)
         sharded = sorted(asleep & tables.keys())
-        parts = [self._part(loss.lookups, loss.ids(flat), i, tables[i]) for i in sharded]
+        parts = [self._part([ids[i]] if ids[i].size else [], tables[i]) for i in sharded]
         ids |= zip(sharded, ids_at_owners(parts), strict=True)
         wake = lambda i, t: whole(t) if reads[i] else by_ids(t, ids[i])
         return map_tables(params, state, lambda i, t: wake(i, t) if i in asleep else t)
@@ -144,8 +144,9 @@ class Step(NamedTuple):
         loss, flat = self._trace(params, batch, tables)
         _check_loss(loss, flat, _names(params), tables, options.sparse)
         lookups = [found for found in loss.lookups if found.leaf in tables]
-        ids = loss.ids(flat)
-        parts = {i: self._part(lookups, ids, i, s) for i, s in tables.items()}
+        ids = list(zip(lookups, loss.ids(flat), strict=True))
+        of_leaf = lambda leaf: [each for found, each in ids if found.leaf == leaf]
+        parts = {i: self._part(of_leaf(i), s) for i, s in tables.items()}
         leaves = jax.tree.leaves(params)
         shards, reads = [leaves[i] for i in parts], self._reads(params, state, parts)
         rows = read_rows(list(parts.values()), shards, reads, self._axes, options.transport)
@@ -169,8 +170,7 @@ class Step(NamedTuple):
         ]
         return value / number, aux, Gradients(parts, [g / number for g in of_rows], rest)
 
-    def _part(self, lookups: list[Lookup], all_ids: list[Array], leaf: int, s: RowSharding) -> Part:
-        ids = [i for i, found in zip(all_ids, lookups, strict=True) if found.leaf == leaf]
+    def _part(self, ids: list[Array], s: RowSharding) -> Part:
         places = [s.places_of(i).reshape(-1) for i in ids]
         joined = jnp.concatenate(places) if places else jnp.full(1, s.stored_rows, jnp.int32)
         replicas = tuple(a for a in self._axes if a not in s.axes)
@@ -250,7 +250,7 @@ def _check_loss(
             "ids depend on looked-up rows, but sharded_minimize reads all rows before it runs the "
             "loss: use optzoo.sharded_lookup in a step of your own"
         )
-    for i, reason in reasons.items():
+    for i, reason in reasons.items() if sparse != "allow" else ():
         report_dense(f"'{names[i]}'", reason, sparse)
 
 

@@ -406,10 +406,6 @@ def test_what_a_step_needs():
     far = optzoo.model_average(tx)
     with pytest.raises(ValueError, match="an exchange of parameters reads rows that sleep"):
         far.update(jax.tree.map(jnp.zeros_like, p), far.init(p), p)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
-    sharded = optzoo.sharded_minimize(loss, tx, mesh, {})
-    with pytest.raises(ValueError, match="sharded_minimize reads rows that sleep"):
-        sharded(p, state, ids)
     grads = jax.tree.map(jnp.zeros_like, p)
     with pytest.raises(ValueError, match="'items' has no gradient"):
         tx.update({**grads, "items": None}, state, p)

@@ -1,5 +1,6 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.compat import vary, varying
 from ...core.paths import is_masked, path_name
@@ -84,6 +86,9 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
     Outside of ``jit`` the tables are copied. To write them in place, use
     ``jax.jit(optzoo.flush, donate_argnums=(0, 1))``.
 
+    Of arrays that are sharded by rows each device flushes its own. Inside ``jit`` the shardings are
+    not known, so there call it in a ``jax.shard_map`` (docs/caught_up.md).
+
     Args:
         params: the parameters.
         state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
@@ -94,12 +99,31 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    return _flush(params, state)
+    leaves, treedef = jax.tree.flatten((params, state))
+    meshes = {x.sharding.mesh for x in leaves if _has_shards(x)}
+    if len(meshes) != 1:
+        return _flush(params, state)
+    [mesh] = meshes
+    specs = [x.sharding.spec if _has_shards(x) else PartitionSpec() for x in leaves]
+    return _flush_of_shards(mesh, treedef, tuple(specs))(params, state)
+
+
+def _has_shards(x: Any) -> bool:
+    """Whether an array is known to have its rows on several devices."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.ndim == 0:
+        return False
+    return isinstance(x.sharding, NamedSharding) and x.sharding.shard_shape(x.shape)[0] < len(x)
 
 
 @jax.jit
 def _flush(params: Any, state: Any) -> tuple[Any, Any]:
     return map_tables(params, state, lambda i, table: whole(table))
+
+
+@functools.cache
+def _flush_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    tree = treedef.unflatten(specs)
+    return jax.jit(jax.shard_map(_flush, mesh=mesh, in_specs=tree, out_specs=tree))
 
 
 def has_sleepers(state: Any) -> bool:
@@ -223,7 +247,9 @@ class Table:
         def stopped():
             jaxpr, shapes = jax.make_jaxpr(awake, return_shape=True)()
             # Inside shard_map both branches need the same type.
-            kinds = jax.tree.unflatten(jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars))
+            kinds = jax.tree.unflatten(
+                jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars)
+            )
             zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
             x, slots, last = jax.tree.map(zeros, shapes, kinds)
             return vary(jnp.full_like(x, jnp.nan), varying(x)), slots, last
