@@ -14,6 +14,7 @@ from jax import Array
 
 from ..core.checks import check_params
 from ..core.gradients import flatten_gradients
+from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
 from ..core.rows import SparseRows, is_rows
 from ..rules.frame import at_step
@@ -29,6 +30,7 @@ from ..state.sleeping.tables import (
     turn,
     with_slots_by_leaf,
 )
+from ..state.stochastic_rounding import DTYPES
 from ..state.storage import count_of
 from ..state.types import CaughtUpState, Clock, LeafwiseState, nodes_of
 
@@ -53,7 +55,7 @@ class Sleepers(NamedTuple):
         """The state at the start."""
         state = self.inner.init(params)
         marks = _marks(self.tables, params)
-        dtype = _dtype(params, marks, state)
+        dtype = _dtype(params, marks, state, self.sleeper.at_random)
         start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = jax.tree.map(start, params, marks)
@@ -247,8 +249,8 @@ def _marks(tables: Any, params: Any) -> Any:
     return jax.tree.map(large, params)
 
 
-def _dtype(params: Any, marks: Any, state: Any) -> Any:
-    """The dtype of all tables and their slots; raises ``TypeError`` if rows cannot sleep in it."""
+def _dtype(params: Any, marks: Any, state: Any, at_random: bool) -> Any:
+    """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
     if len([node for node in nodes_of(LeafwiseState, state) if len(node.slots)]) != 1:
         raise TypeError("inner must be one optimizer of optzoo with slots")
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -260,18 +262,43 @@ def _dtype(params: Any, marks: Any, state: Any) -> Any:
         name = path_name(path)
         if not np.shape(x) or not np.shape(x)[0]:
             raise TypeError(f"tables: parameter '{name}' has no rows, its shape is {np.shape(x)}")
-        dtypes = {np.dtype(jnp.result_type(a)) for a in [x, *jax.tree.leaves(unpack(row))]}
-        if len(dtypes) > 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
+        of_slots = {np.dtype(jnp.result_type(a)) for a in jax.tree.leaves(unpack(row))}
+        wide = {np.dtype(wide_dtype(x)), *map(np.dtype, map(wide_dtype, of_slots))}
+        if len(wide) > 1 or not wide <= {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(
-                f"table '{name}' and its slots must all be in float32, or in float64, so that rows "
-                f"can sleep, got {sorted(map(str, dtypes))}. In 16 bits each of the steps that a "
-                "row sleeps through would round it: name the other tables by tables=, or keep this "
-                "one in float32"
+                f"table '{name}' and its slots must all be in float32, or all in float64, or in 16 "
+                f"bits in the place of float32, got {jnp.result_type(x)} and slots in "
+                f"{sorted(map(str, of_slots))}"
             )
-        found |= dtypes
+        if short := _SHORT & of_slots:
+            _check_short(name, short.pop(), at_random)
+        found |= wide
     if len(found) > 1:
-        raise TypeError("the tables of optzoo.caught_up must have one dtype: they share a clock")
+        raise TypeError(
+            "the tables of optzoo.caught_up must all be in float64 or none: they share a clock"
+        )
     return found.pop() if found else np.dtype(np.float32)
+
+
+_SHORT = set(map(np.dtype, DTYPES))
+
+
+def _check_short(name: str, dtype: Any, at_random: bool) -> None:
+    """Raises ``TypeError`` unless slots in 16 bits follow the law of their rows on average."""
+    if at_random and dtype == jnp.bfloat16:
+        return
+    fix = (
+        "Store them in float32 by optzoo.slots_dtype(inner, 'float32', packed=True), or round them "
+        "at random by optzoo.slots_dtype(inner, 'bfloat16', stochastic=True)"
+    )
+    reason = (
+        "float16 has too few exponents for a mean square, and a row whose mean square is rounded "
+        "to zero moves far"
+        if at_random
+        else "rounded to the nearest, a slot that decays slowly does not decay at all in the steps "
+        "of the optimizer, so its rows follow no law that they could be caught up by"
+    )
+    raise TypeError(f"table '{name}' has slots in {dtype}: {reason}. {fix}")
 
 
 # By the update function: a wrapper around it makes one of its own.

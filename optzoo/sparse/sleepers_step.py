@@ -11,6 +11,7 @@ import optax
 from jax import Array
 
 from ..core.merge import elect
+from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
 from ..core.rows import is_rows
 from ..state.sleeping.tables import (
@@ -204,8 +205,9 @@ def _merged(table: Table, ids: Array, rows: Any, gs: Sequence[Array]) -> Part:
         return Part(table, ids, rows, jnp.zeros_like(rows[0]))
     elected = elect(ids)
     places = jnp.where(elected == jnp.arange(len(ids), dtype=ids.dtype), ids, n)
-    g = jnp.zeros_like(rows[0]).at[elected].add(jnp.concatenate(gs))
-    return Part(table, places, rows, g)
+    g = jnp.zeros_like(rows[0], dtype=wide_dtype(rows[0]))
+    g = g.at[elected].add(upcast(jnp.concatenate(gs)))
+    return Part(table, places, rows, g.astype(rows[0].dtype))
 
 
 def _update(

@@ -327,14 +327,8 @@ def test_what_may_sleep():
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
         optzoo.caught_up(masked, dense=True)
-    with pytest.raises(TypeError, match="'large' and its slots must all be in float32"):
+    with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):
         optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
-    with pytest.raises(TypeError, match="'bias' and its slots must all be in float32"):
-        optzoo.caught_up(optzoo.adam(0.1), tables=TABLES).init(half)
-    slots = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
-    with pytest.raises(TypeError, match="'bias' and its slots must all be in float32"):
-        optzoo.caught_up(slots, tables=TABLES).init(params())
     with pytest.raises(TypeError, match="'layer/scale' has no rows"):
         optzoo.caught_up(optzoo.adam(0.1), tables=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})

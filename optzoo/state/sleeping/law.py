@@ -36,6 +36,7 @@ class Sleeper(NamedTuple):
     # size(rate, t, powers) is a_t; ``t`` counts the updates from 1, ``powers`` are those of this
     # update, by the names in the state.
     size: Callable[[Any, Any, dict[str, Array]], Any] = lambda rate, t, powers: 1.0
+    at_random: bool = False  # whether slots in 16 bits are rounded at random
 
 
 def record(law: Law) -> str:

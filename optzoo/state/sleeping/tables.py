@@ -1,6 +1,7 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,14 +13,17 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.compat import vary, varying
+from ...core.numerics import upcast
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
-from ..storage import count_of
+from ..stochastic_rounding import DTYPES, first_place
+from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
 from .motion import Motion, make_motion, wake
 
 _BLOCK = 4096  # rows caught up at once
+_SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
 
 NOTHING_FOLLOWS = (
     "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
@@ -209,13 +213,14 @@ def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
 class Table:
     """A table, its slots as they are stored, and for each row the step that it is as of."""
 
-    def __init__(self, motion: Motion, clock: Clock, x: Any, slots: Any, last: Any):
+    def __init__(self, motion: Motion, clock: Clock, number: int, arrays: Any):
         self.motion, self.clock = motion, clock
-        self.arrays = x, slots, last
+        self.number = number  # of the parameter
+        self.arrays = arrays  # x, slots, last
 
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
-        return Table(self.motion, self.clock, *arrays)
+        return Table(self.motion, self.clock, self.number, arrays)
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
@@ -242,7 +247,7 @@ class Table:
         """
 
         def awake():
-            return self._wake(jax.tree.map(take, self.arrays))
+            return self._wake(jax.tree.map(take, self.arrays), take)
 
         def stopped():
             jaxpr, shapes = jax.make_jaxpr(awake, return_shape=True)()
@@ -259,12 +264,22 @@ class Table:
         # copies the table, to read it again after it was written.
         return jax.lax.cond(self.clock.count >= 0, awake, stopped)
 
-    def _wake(self, rows: Any) -> Any:
+    def _wake(self, rows: Any, take: Callable[[Array], Array]) -> Any:
         x, slots, last = rows
         each = unpack(slots)
-        x, awake = wake(self.motion, self.clock, x, each._asdict(), last)
-        slots = pack_like(slots, type(each)(**awake))
-        return x, slots, self.as_of(last, self.clock.count)
+        wide = jax.tree.map(upcast, each)
+        new, awake = wake(self.motion, self.clock, upcast(x), wide._asdict(), last)
+        awake = type(each)(**awake)
+        if any(a.dtype in DTYPES for a in each):  # 16 bits, at random: as it is on average
+            start = first_place(_SEED, self.clock.count, self.number)
+            ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
+            start = start + ids * np.uint32(math.prod(x.shape[1:]) % 2**32)
+            pairs = zip(each, awake, strict=True)
+            awake = type(each)(*(rounded(a, b, start, k) for k, (a, b) in enumerate(pairs)))
+        cast = lambda old, new: new.astype(old.dtype)
+        # A table in 16 bits is rounded to the nearest, as by a step of the optimizer.
+        new, slots = jax.tree.map(cast, (x, slots), (new, pack_like(slots, awake)))
+        return new, slots, self.as_of(last, self.clock.count)
 
     @staticmethod
     def as_of(last: Array, count: Array) -> Array:
@@ -334,7 +349,7 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
     motion, clock = motion_of(state)
     slots, lasts = slots_by_leaf(state.inner, treedef), treedef.flatten_up_to(state.last)
     return {
-        i: Table(motion, clock, x, s, last)
+        i: Table(motion, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
         if not is_masked(last)
     }, treedef
