@@ -46,7 +46,8 @@ def sharded_minimize(
     memory. In several rounds each row must be updated by itself, and untouched rows must not
     change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
     is traced. All others (:func:`optzoo.adam`, norms over all gradients) need
-    ``capacity_factor=None``.
+    ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam, whose owners catch up rows
+    when they are read, any number of rounds is possible.
 
     Parameters and state are donated, as in :func:`optzoo.minimize`.
 
@@ -85,8 +86,9 @@ def sharded_minimize(
         TypeError: if an argument is of another kind than described.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter or two match one; at trace time if a table has another number of rows than its
-            sharding, if it is used in another way than described, or if the optimizer needs
-            ``capacity_factor=None``.
+            sharding, if it is used in another way than described, if the optimizer needs
+            ``capacity_factor=None``, or if something in ``tx`` changes an update of
+            :func:`optzoo.caught_up`.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a

@@ -318,3 +318,22 @@ def test_a_loop_by_hand():
         np.testing.assert_allclose(value, wanted, rtol=1e-4)
     table = optzoo.eval_params(params, state)["table"]
     np.testing.assert_allclose(of_ids(table, SHARDING), one["table"], rtol=2e-4, atol=2e-5)
+
+
+def test_tables_and_slots_of_16_bits():
+    """In rounds, with words of two slots: as in float32, up to the roundings of 16 bits."""
+    slots = optzoo.slots_dtype(ADAM, "bfloat16", stochastic=True, packed=True)
+    some, ends = list(batches(MESH, 12)), []
+    for tx, dtype in ((asleep(inner=slots), jnp.float16), (asleep(), jnp.float32)):
+        params, _ = start(ADAM, MESH, SHARDING)
+        params["table"] = params["table"].astype(dtype)
+        state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+        wide = lambda p, *batch: loss({**p, "table": p["table"].astype(jnp.float32)}, *batch)
+        step = optzoo.sharded_minimize(wide, tx, MESH, {"table": SHARDING}, capacity_factor=0.1)
+        for batch in some:
+            params, state, value = step(params, state, *batch)
+        ends.append((optzoo.eval_params(params, state)["table"], value))
+    (got, value), (want, wanted) = ends
+    assert got.dtype == jnp.float16
+    np.testing.assert_allclose(value, wanted, rtol=0.05)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.05)
