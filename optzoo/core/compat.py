@@ -239,6 +239,12 @@ def key_array_class() -> Any:
 # Types of arrays inside shard_map
 
 
+def in_same_trace(a: Any, b: Any) -> bool:
+    """Whether two arrays belong to the same trace of JAX, or both to none."""
+    trace = lambda x: getattr(x, "_trace", None)
+    return trace(a) is trace(b)
+
+
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
 

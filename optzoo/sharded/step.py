@@ -209,7 +209,7 @@ class Step(NamedTuple):
             gs = treedef.unflatten(gs[i] for i in range(len(gs)))
             if self.sleepers is not None:
                 return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
-            with updates_that_are_final(params) as final:
+            with updates_that_are_final() as final:
                 updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
                 final.append(updates)
             return optax.apply_updates(params_in, updates), state_out

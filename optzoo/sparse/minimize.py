@@ -76,7 +76,7 @@ def minimize(
                 params, state = catch_up_for(call(batch), params, state, sparse)
             out, grads = differentiate(params, *batch)
         check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
-        with updates_that_are_final(params) as final:
+        with updates_that_are_final() as final:
             updates, state = tx.update(grads, state, params, **extra_args)
             final.append(updates)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair

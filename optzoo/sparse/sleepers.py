@@ -13,6 +13,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
+from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
@@ -153,44 +154,46 @@ class Sleepers(NamedTuple):
         [words] = state.clock
         new = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
         if (made := _MADE.get()) is not None:
-            made += [us[i] for i in tables if is_rows(us[i])]
+            for i in tables:
+                if is_rows(us[i]):
+                    made.setdefault(_name(params, i), []).append(us[i].values)
         return treedef.unflatten(us), new
 
 
-# The updates of tables made in `updates_that_are_final`.
-_MADE = contextvars.ContextVar[list[SparseRows] | None]("made", default=None)
+# By the names of tables the values of their updates that were made in `updates_that_are_final`.
+_MADE = contextvars.ContextVar[dict[str, list[Any]] | None]("made", default=None)
 
 
 @contextlib.contextmanager
-def updates_that_are_final(params: Any) -> Iterator[list[Any]]:
+def updates_that_are_final() -> Iterator[list[Any]]:
     """Raises ``ValueError`` if something changes rows that :func:`optzoo.caught_up` has made.
 
     Their update moves rows that have slept too, to where the clock says that they are. The arrays
     of a trace show it: what nothing has changed are the same objects.
 
-    Args:
-        params: the parameters.
-
     Yields:
         An empty list, to which the updates of all parameters must be added.
     """
-    token, final = _MADE.set(made := []), []
+    token, updates = _MADE.set(made := dict[str, list[Any]]()), []
     try:
-        yield final
+        yield updates
     finally:
         _MADE.reset(token)
-    values = [u.values for u in jax.tree.leaves(final, is_leaf=is_rows) if is_rows(u)]
-    for u in made:
-        if not any(u.values is v for v in values):
-            names = [
-                path_name(path)
-                for path, x in jax.tree_util.tree_leaves_with_path(params)
-                if jnp.shape(x) == u.shape
-            ]
+    final = {name: u for tree in updates for name, u in _by_name(tree).items()}
+    for name, values in made.items():
+        u = getattr(final.get(name), "values", None)
+        # Some may be of an update that was traced for its errors alone.
+        others = [each for each in values if each is not u]
+        if len(others) == len(values) or any(in_same_trace(each, u) for each in others):
             raise ValueError(
-                f"the update of a table of optzoo.caught_up ({' or '.join(map(repr, names))}) is "
-                f"changed after it was made: {NOTHING_FOLLOWS}"
+                f"the update of table '{name}' of optzoo.caught_up is changed after it was made: "
+                f"{NOTHING_FOLLOWS}"
             )
+
+
+def _by_name(updates: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_rows)
+    return {path_name(path): u for path, u in leaves}
 
 
 NO_GRADIENT_MSG = (

@@ -63,16 +63,20 @@ def check(params, expected, s, rtol=2e-4, atol=2e-5):
         np.testing.assert_allclose(params[name], expected[name], rtol, atol)
 
 
+FULL = [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "names", "axis_name"),
+    ("sizes", "names", "axis_name", "factor"),
     [
-        ((8,), ("shard",), "shard"),
-        ((2, 4), ("data", "shard"), "shard"),
-        ((2, 4), ("shard", "other"), ("shard", "other")),
+        pytest.param((8,), ("shard",), "shard", 0.1, id="8"),
+        pytest.param((2, 4), ("data", "shard"), "shard", 0.1, id="data-x-shard"),
+        pytest.param((2, 4), ("shard", "b"), ("shard", "b"), None, id="two-axes-in-one-round"),
+        pytest.param((8,), ("shard",), "shard", None, id="8-in-one-round", marks=FULL),
+        pytest.param((2, 4), ("data", "shard"), "shard", None, id="one-round", marks=FULL),
+        pytest.param((2, 4), ("shard", "b"), ("shard", "b"), 0.1, id="two-axes", marks=FULL),
     ],
-    ids=["8", "data-x-shard", "two-axes"],
 )
-@pytest.mark.parametrize("factor", [None, 0.1])
 def test_equal_to_dense_adam(sizes, names, axis_name, factor):
     mesh = mesh_of(*sizes, names=names)
     n = int(np.prod([mesh.shape[a] for a in np.atleast_1d(axis_name)]))
@@ -238,7 +242,7 @@ def test_no_pass_over_a_shard():
     assert memory.temp_size_in_bytes < 1.2 * shard
 
 
-@pytest.mark.parametrize("inner", ["adam", "momentum"])
+@pytest.mark.parametrize("inner", ["adam", pytest.param("momentum", marks=FULL)])
 def test_long_sleeps_in_float64(inner, x64):
     """Sweeps, several rounds and long sleeps: as the dense loop on one device."""
     steps, rows = 900, 3000
@@ -320,6 +324,7 @@ def test_a_loop_by_hand():
     np.testing.assert_allclose(of_ids(table, SHARDING), one["table"], rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.full
 def test_tables_and_slots_of_16_bits():
     """In rounds, with words of two slots: as in float32, up to the roundings of 16 bits."""
     slots = optzoo.slots_dtype(ADAM, "bfloat16", stochastic=True, packed=True)

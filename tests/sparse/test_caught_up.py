@@ -345,6 +345,7 @@ def test_inside_of_other_transformations(dense):
         p, state, values = train(tx, 60)
         np.testing.assert_allclose(values, dense[2], rtol=1e-4)
         chex.assert_trees_all_close(optzoo.eval_params(p, state), dense[0], rtol=2e-4, atol=2e-5)
+        jax.eval_shape(optzoo.minimize(loss, tx), p, state, batches(1)[0], learning_rate=0.1)
         with pytest.raises(ValueError, match="rows that sleep"):
             optzoo.get_slot(state, "v")
         _, state = optzoo.flush(p, state)

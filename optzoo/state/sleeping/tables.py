@@ -108,7 +108,8 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
     if len(meshes) != 1:
         return _flush(params, state)
     [mesh] = meshes
-    specs = [x.sharding.spec if _has_shards(x) else PartitionSpec() for x in leaves]
+    on_mesh = lambda x: getattr(getattr(x, "sharding", None), "mesh", None) == mesh
+    specs = [x.sharding.spec if on_mesh(x) else PartitionSpec() for x in leaves]
     return _flush_of_shards(mesh, treedef, tuple(specs))(params, state)
 
 
