@@ -75,7 +75,8 @@ def caught_up(
 
     Args:
         inner: a complete optimizer, including its learning rate, as it is made by its function, or
-            by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables.
+            by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables. A
+            :func:`optzoo.moving_average` may be around it too; its averages are caught up as well.
         tables: which parameters have rows that may sleep: a tree of bools, a tuple of fragments of
             their paths, or a function of the parameters that returns one of these; None for those
             of at least 4096 rows. All others are updated as by ``inner``.

@@ -26,14 +26,14 @@ from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
 from ..state.sleeping.tables import (
     NOTHING_FOLLOWS,
     slots_by_leaf,
-    slots_node,
+    slots_nodes,
     tables_of,
     turn,
     with_slots_by_leaf,
 )
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import count_of
-from ..state.types import CaughtUpState, Clock, LeafwiseState, nodes_of
+from ..state.types import CaughtUpState, Clock
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
 _LEAST_ROWS = 4096
@@ -56,7 +56,7 @@ class Sleepers(NamedTuple):
         """The state at the start."""
         state = self.inner.init(params)
         marks = _marks(self.tables, params)
-        dtype = _dtype(params, marks, state, self.sleeper.at_random)
+        dtype = _dtype(params, marks, state, self.sleeper)
         start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = jax.tree.map(start, params, marks)
@@ -103,7 +103,7 @@ class Sleepers(NamedTuple):
         us, inner = self.inner.update(
             treedef.unflatten(gs), few, treedef.unflatten(xs), **extra_args
         )
-        node, [clock] = slots_node(state.inner), state.clock.values()
+        node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
         count = count_of(node)
         step = extra_args.get("global_step")
         step = count if step is None else step
@@ -217,7 +217,7 @@ def sleeper_for(inner: Any, dense: bool) -> Sleeper:
     if make is None:
         raise TypeError(
             f"inner has no law for rows without a gradient, got {inner!r}. Those that have one: "
-            f"{WITH_LAW}; and optzoo.slots_dtype(..., packed=True) around them. Gradients "
+            f"{WITH_LAW}; and optzoo.slots_dtype and moving_average around them. Gradients "
             "are transformed before optzoo.caught_up, in an optax.chain of which it is the last"
         )
     try:
@@ -252,9 +252,9 @@ def _marks(tables: Any, params: Any) -> Any:
     return jax.tree.map(large, params)
 
 
-def _dtype(params: Any, marks: Any, state: Any, at_random: bool) -> Any:
+def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
     """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
-    if len([node for node in nodes_of(LeafwiseState, state) if len(node.slots)]) != 1:
+    if len(slots_nodes(state)) != (1 if sleeper.law.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     slots = slots_by_leaf(state, treedef)
@@ -265,7 +265,7 @@ def _dtype(params: Any, marks: Any, state: Any, at_random: bool) -> Any:
         name = path_name(path)
         if not np.shape(x) or not np.shape(x)[0]:
             raise TypeError(f"tables: parameter '{name}' has no rows, its shape is {np.shape(x)}")
-        of_slots = {np.dtype(jnp.result_type(a)) for a in jax.tree.leaves(unpack(row))}
+        of_slots = {np.dtype(jnp.result_type(a)) for a in jax.tree.leaves([*map(unpack, row)])}
         wide = {np.dtype(wide_dtype(x)), *map(np.dtype, map(wide_dtype, of_slots))}
         if len(wide) > 1 or not wide <= {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(
@@ -274,7 +274,7 @@ def _dtype(params: Any, marks: Any, state: Any, at_random: bool) -> Any:
                 f"{sorted(map(str, of_slots))}"
             )
         if short := _SHORT & of_slots:
-            _check_short(name, short.pop(), at_random)
+            _check_short(name, short.pop(), sleeper.at_random)
         found |= wide
     if len(found) > 1:
         raise TypeError(

@@ -342,3 +342,16 @@ def test_tables_and_slots_of_16_bits():
     assert got.dtype == jnp.float16
     np.testing.assert_allclose(value, wanted, rtol=0.05)
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.05)
+
+
+@pytest.mark.full
+def test_averages_of_rows():
+    """As the averages of dense Adam on one device."""
+    plain = optzoo.moving_average(ADAM, 0.9)
+    params, state, _ = train(asleep(inner=plain), MESH, SHARDING, capacity_factor=0.1)
+    one = {"table": jnp.array(whole()), "w": jnp.array(W), "small": jnp.array(whole())}
+    step, of_one = optzoo.minimize(loss, plain), plain.init(one)
+    for batch in batches(MESH):
+        one, of_one, _ = step(one, of_one, *batch)
+    check(optzoo.eval_params(params, state), optzoo.eval_params(one, of_one), SHARDING)
+    check(optzoo.flush(params, state)[0], one, SHARDING)

@@ -113,6 +113,22 @@ def test_a_rate_of_each_step(dense):
         step(p, state, ids, wrong=1.0)
 
 
+def test_averages_of_rows_that_sleep():
+    """They follow rows that move; in float32, with packed slots and parameters of no table."""
+    plain, ends = optzoo.moving_average(packed(optzoo.adam(SCHEDULE)), 0.95), []
+    for tx in (plain, optzoo.caught_up(plain, tables=TABLES)):
+        p, state, _ = train(tx, 60)
+        averages = optzoo.eval_params(p, state)
+        if tx is not plain:
+            with pytest.raises(ValueError, match="rows that sleep"):
+                optzoo.get_slot(state, "average")
+            p, state = optzoo.flush(p, state)
+            assert optzoo.slot_names(state) == ("m", "v", "average")
+        ends.append((p, averages, optzoo.get_slot(state, "average")))
+    chex.assert_trees_all_close(*ends, rtol=2e-4, atol=2e-5)
+    assert np.abs(ends[0][0]["users"] - ends[0][1]["users"]).max() > 0.01
+
+
 def test_a_rate_inside_the_momentum():
     """What moves a sleeping row of RMSProp is the rate of past steps, not that of this one."""
     plain = optzoo.rmsprop(7.0, momentum=0.9)
@@ -280,6 +296,11 @@ def test_a_state_put_together_by_hand_gives_nan():
     state = tx.init(p)._replace(inner=inner)  # not by take_over
     _, _, value = optzoo.minimize(loss, tx)(p, state, batches(1)[0])
     assert np.isnan(value)
+    tx, x = optzoo.caught_up(optzoo.moving_average(plain), tables=True), jnp.ones((5, 2))
+    state = tx.init(x)
+    [(words, clock)] = state.clock.items()
+    state = state._replace(clock={words: clock._replace(count=jnp.int32(7))})
+    assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
 def test_no_row_sleeps_longer_than_the_horizon():
@@ -317,12 +338,21 @@ def test_settings_that_change():
 
 
 def test_what_may_sleep():
-    for inner in (optax.adam(0.1), optzoo.moving_average(optzoo.adam(0.1)), optzoo.adagrad(0.1)):
+    for inner in (optax.adam(0.1), optzoo.adagrad(0.1)):
         with pytest.raises(TypeError, match=r"no law .* Those that have one: adam, adamw, nadam"):
             optzoo.caught_up(inner)
     for inner in (optzoo.momentum(0.1, 0.9), optzoo.rmsprop(0.1), optzoo.lazy_adam(0.1)):
         with pytest.raises((TypeError, ValueError), match="dense=True"):
             optzoo.caught_up(inner)
+    plain, decayed = optzoo.adam(0.1), optzoo.adamw(0.1, weight_decay=0.1)
+    optzoo.caught_up(optzoo.moving_average(decayed))
+    for inner, dense in (
+        (optzoo.moving_average(plain, num_updates="count"), False),
+        (optzoo.moving_average(optzoo.moving_average(plain)), False),
+        (optzoo.moving_average(decayed), True),
+    ):
+        with pytest.raises(TypeError, match="a law only with a constant decay"):
+            optzoo.caught_up(inner, dense=dense)
     masked = optzoo.adamw(0.1, weight_decay=0.1, mask=("users",))
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
@@ -396,7 +426,7 @@ def test_what_a_step_needs():
     p, ids = params(), batches(1)[0]
     state = tx.init(p)
     averaged = optzoo.moving_average(tx)
-    with pytest.raises(ValueError, match="moving_average reads rows that sleep"):
+    with pytest.raises(ValueError, match=r"caught_up\(moving_average\(optimizer\)\)"):
         optzoo.minimize(loss, averaged)(p, averaged.init(p), ids)
     far = optzoo.model_average(tx)
     with pytest.raises(ValueError, match="an exchange of parameters reads rows that sleep"):

@@ -174,7 +174,7 @@ def check_awake(state: Any, what: str) -> None:
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after :func:`flush`."""
     [(words, old)] = state.clock.items()
-    count = count_of(slots_node(state.inner))
+    count = count_of_updates(state.inner)
     clock = Clock(jnp.array(count, jnp.int32), *map(jnp.zeros_like, (old.young, old.ring)))
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {words: clock}, last)
@@ -183,27 +183,35 @@ def all_awake(state: CaughtUpState) -> CaughtUpState:
 # The slots of a state, by parameter
 
 
-def slots_node(inner: Any) -> LeafwiseState:
-    """The part of the inner state that has the slots."""
-    [node] = [node for node in nodes_of(LeafwiseState, inner) if len(node.slots)]
-    return node
+def slots_nodes(inner: Any) -> list[LeafwiseState]:
+    """The parts of the inner state that have slots: the optimizer, then its moving average."""
+    return [node for node in nodes_of(LeafwiseState, inner) if len(node.slots)]
+
+
+def count_of_updates(inner: Any) -> Array:
+    """The number of updates of the inner state."""
+    return count_of(slots_nodes(inner)[0])
 
 
 def slots_by_leaf(inner: Any, treedef: Any) -> list[Any]:
-    """For each parameter the named tuple of its slots, as they are stored."""
-    slots = slots_node(inner).slots
-    columns = [treedef.flatten_up_to(tree) for tree in slots]
-    return list(map(type(slots)._make, zip(*columns, strict=True)))
+    """For each parameter the named tuples of its slots, as they are stored: one of each part."""
+
+    def of_each(slots):
+        columns = [treedef.flatten_up_to(tree) for tree in slots]
+        return map(type(slots)._make, zip(*columns, strict=True))
+
+    return list(zip(*(of_each(node.slots) for node in slots_nodes(inner)), strict=True))
 
 
 def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
     """The inner state with other slots."""
+    parts = zip(*rows, strict=True)
 
     def change(node):
         if not len(node.slots):
             return node
-        trees = [treedef.unflatten([row[j] for row in rows]) for j in range(len(node.slots))]
-        return node._replace(slots=type(node.slots)._make(trees))
+        columns = zip(*next(parts), strict=True)
+        return node._replace(slots=type(node.slots)._make(map(treedef.unflatten, columns)))
 
     return map_nodes(LeafwiseState, change, inner)
 
@@ -258,7 +266,9 @@ class Table:
             )
             zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
             x, slots, last = jax.tree.map(zeros, shapes, kinds)
-            return vary(jnp.full_like(x, jnp.nan), varying(x)), slots, last
+            if self.motion.law.average is not None:  # it is read in the place of x
+                slots = jax.tree.map(_unknown, slots)
+            return _unknown(x), slots, last
 
         # By a conditional, so that XLA keeps what it computes. Otherwise it computes it again where
         # it is used, and gathers x alone, which takes longer than all of this; and in a loop it
@@ -267,19 +277,23 @@ class Table:
 
     def _wake(self, rows: Any, take: Callable[[Array], Array]) -> Any:
         x, slots, last = rows
-        each = unpack(slots)
-        wide = jax.tree.map(upcast, each)
-        new, awake = wake(self.motion, self.clock, upcast(x), wide._asdict(), last)
-        awake = type(each)(**awake)
-        if any(a.dtype in DTYPES for a in each):  # 16 bits, at random: as it is on average
+        each = [unpack(part) for part in slots]
+        stored = {name: a for part in each for name, a in part._asdict().items()}
+        wide = {name: upcast(a) for name, a in stored.items()}
+        new, awake = wake(self.motion, self.clock, upcast(x), wide, last)
+        if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.number)
             ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
             start = start + ids * np.uint32(math.prod(x.shape[1:]) % 2**32)
-            pairs = zip(each, awake, strict=True)
-            awake = type(each)(*(rounded(a, b, start, k) for k, (a, b) in enumerate(pairs)))
+            awake = {
+                name: rounded(a, awake[name], start, k)
+                for k, (name, a) in enumerate(stored.items())
+            }
+        of_part = lambda part: type(part)(**{name: awake[name] for name in part._fields})
+        packed = tuple(pack_like(s, of_part(p)) for s, p in zip(slots, each, strict=True))
         cast = lambda old, new: new.astype(old.dtype)
         # A table in 16 bits is rounded to the nearest, as by a step of the optimizer.
-        new, slots = jax.tree.map(cast, (x, slots), (new, pack_like(slots, awake)))
+        new, slots = jax.tree.map(cast, (x, slots), (new, packed))
         return new, slots, self.as_of(last, self.clock.count)
 
     @staticmethod
@@ -288,6 +302,12 @@ class Table:
         # Not a constant: it depends on what was read, so that XLA reads before it writes in place.
         # Otherwise it copies the steps of all rows.
         return jnp.maximum(last, count)
+
+
+def _unknown(a: Array) -> Array:
+    """NaN; words of two slots as they are."""
+    is_real = jnp.issubdtype(a.dtype, jnp.inexact)
+    return vary(jnp.full_like(a, jnp.nan), varying(a)) if is_real else a
 
 
 def _take(a: Array, ids: Array) -> Array:
@@ -340,7 +360,7 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
     """
     [(words, clock)] = state.clock.items()
     motion = make_motion(law_of_record(words), clock.ring.dtype.name, clock.ring.shape[0])
-    in_step = clock.count == count_of(slots_node(state.inner))
+    in_step = clock.count == count_of_updates(state.inner)
     return motion, clock._replace(count=jnp.where(in_step, clock.count, -1))
 
 
