@@ -1,6 +1,6 @@
 """A moving average of the parameters, around any optimizer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from ..core.gradients import check_gradients
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
-from ..state.sleeping.law import sleeper_of, sleeping
+from ..state.sleeping.law import Sleeper, sleeper_of, sleeping
 from ..state.sleeping.tables import has_sleepers
 
 
@@ -94,21 +94,23 @@ def moving_average(
     tx = fitting(optax.GradientTransformationExtraArgs(both.init, update))
     if sleeper is None:
         return tx
+    return sleeping(tx, lambda dense: _with_average(sleeper(dense), average_decay, num_updates))
 
-    def of_average(dense):
-        found = sleeper(dense)
-        if found is None:
-            return None
-        if num_updates == "count" or found.law.shrink or found.law.average is not None:
-            raise TypeError(
-                "the average of rows that sleep has a law only with a constant decay "
-                "(num_updates='count' gives another one in each step), of an optimizer without "
-                "weight decay of all rows that has no other average"
-            )
-        decay = average_decay
-        if num_updates is not None:  # as in `decay_at`, outside of any trace
-            n = np.float32(num_updates)
-            decay = min(np.float32(average_decay), (1 + n) / (10 + n))
-        return found._replace(law=found.law._replace(average=float(decay)))
 
-    return sleeping(tx, of_average)
+def _with_average(
+    sleeper: Sleeper | None, average_decay: Any, num_updates: float | str | None
+) -> Sleeper | None:
+    """The law of rows that have an average, for :func:`optzoo.caught_up`."""
+    if sleeper is None:
+        return None
+    if isinstance(num_updates, str) or sleeper.law.shrink or sleeper.law.average is not None:
+        raise TypeError(
+            "the average of rows that sleep has a law only with a constant decay "
+            "(num_updates='count' gives another one in each step), of an optimizer without weight "
+            "decay of all rows that has no other average"
+        )
+    decay = average_decay
+    if num_updates is not None:  # as in each step, in float32
+        n = np.float32(num_updates)
+        decay = min(np.float32(average_decay), (1 + n) / (10 + n))
+    return sleeper._replace(law=sleeper.law._replace(average=float(decay)))

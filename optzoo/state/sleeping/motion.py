@@ -111,6 +111,7 @@ def wake(
     new = x
     if law.shrink:
         new = new * wide(motion.decay(1 - law.shrink, age))
+    features = list[Array]()
     if law.moves is not None:
         features = [wide(f) for f in _features(motion, clock, last, age)]
         new = new - slots[law.moves] * _moved(motion, features, slots)
