@@ -6,7 +6,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -239,6 +239,12 @@ def key_array_class() -> Any:
 # Types of arrays inside shard_map
 
 
+def in_same_trace(a: Any, b: Any) -> bool:
+    """Whether two arrays belong to the same trace of JAX, or both to none."""
+    trace = lambda x: getattr(x, "_trace", None)
+    return trace(a) is trace(b)
+
+
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
 
@@ -256,6 +262,12 @@ def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, axes, to="varying")
     return getattr(lax, "pvary")(x, axes)  # noqa: B009 (unknown to the type checker)
+
+
+def vary(x: Array, axes: Iterable[str]) -> Array:
+    """The same values, typed as different along at least these mesh axes."""
+    missing = tuple(sorted(set(axes) - varying(x)))
+    return cast_varying(x, missing) if missing else x
 
 
 def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:

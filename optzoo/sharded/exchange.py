@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..core.compat import cast_varying, varying
+from ..core.compat import vary, varying
 from .row_sharding import RowSharding
 
 
@@ -50,8 +50,7 @@ def make_route(places: Array, s: RowSharding) -> Route:
 def first_positions(places: Array, bounds: Array) -> Array:
     """The first positions in sorted places of what is not below each bound."""
     # In JAX 0.7 both must be typed as different along the same mesh axes.
-    missing = tuple(sorted(varying(places) - varying(bounds)))
-    bounds = cast_varying(bounds, missing) if missing else bounds
+    bounds = vary(bounds, varying(places))
     return jnp.searchsorted(places, bounds).astype(jnp.int32)
 
 

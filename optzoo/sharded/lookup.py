@@ -1,5 +1,7 @@
 """Lookups in tables that are sharded by rows, in one round of messages."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from ..core.paths import path_name
 from ..sparse.lookup import lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route
 from .row_sharding import RowSharding
+
+Read = Callable[[Array], Array]  # the rows of some ids of a shard, zeros for padding
 
 
 def sharded_lookup(
@@ -75,7 +79,8 @@ def sharded_lookup(
         make_bucket(r, r.starts[:-1], r.starts[1:], c, s)
         for r, c, s in zip(routes, capacities, shardings, strict=True)
     ]
-    replies = ask_owners(shards, buckets, shardings, lookup, transport)
+    reads = [functools.partial(lookup, shard) for shard in shards]
+    replies = ask_owners(reads, buckets, shardings, transport)
     out = [
         _rows_of_ids(reply, route, p, s).reshape(*p.shape, *shard.shape[1:])
         for reply, route, p, s, shard in zip(
@@ -85,15 +90,11 @@ def sharded_lookup(
     return treedef.unflatten(out)
 
 
-def ask_owners(
-    shards: Any, buckets: list[Bucket], shardings: Any, read: Any, transport: Any
-) -> Any:
+def ask_owners(reads: Sequence[Read], buckets: list[Bucket], shardings: Any, transport: Any) -> Any:
     """The rows of each bucket, of shape ``(num_shards, capacity, *row_shape)``."""
     asked = exchange([b.local for b in buckets], shardings)
-    rows = [
-        read(shard, a.reshape(-1)).reshape(*a.shape, *shard.shape[1:])
-        for shard, a in zip(shards, asked, strict=True)
-    ]
+    flat = [read(a.reshape(-1)) for read, a in zip(reads, asked, strict=True)]
+    rows = [r.reshape(*a.shape, *r.shape[1:]) for r, a in zip(flat, asked, strict=True)]
     sent = [r if transport is None else r.astype(transport) for r in rows]
     arrived = exchange(sent, shardings)
     return [a.astype(r.dtype) for a, r in zip(arrived, rows, strict=True)]

@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.paths import path_name
 from ..sparse.lookup import Sparse
+from ..sparse.sleepers import sleepers_of
 from ..state.sharding import state_sharding
-from ..state.sleeping.tables import refuse_sleepers
 from .create_table import check_mesh
 from .row_sharding import RowSharding
 from .step import Options, Step
@@ -46,7 +46,8 @@ def sharded_minimize(
     memory. In several rounds each row must be updated by itself, and untouched rows must not
     change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
     is traced. All others (:func:`optzoo.adam`, norms over all gradients) need
-    ``capacity_factor=None``.
+    ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam, whose owners catch up rows
+    when they are read, any number of rounds is possible.
 
     Parameters and state are donated, as in :func:`optzoo.minimize`.
 
@@ -85,8 +86,9 @@ def sharded_minimize(
         TypeError: if an argument is of another kind than described.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter or two match one; at trace time if a table has another number of rows than its
-            sharding, if it is used in another way than described, or if the optimizer needs
-            ``capacity_factor=None``.
+            sharding, if it is used in another way than described, if the optimizer needs
+            ``capacity_factor=None``, or if something in ``tx`` changes an update of
+            :func:`optzoo.caught_up`.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
@@ -101,10 +103,11 @@ def sharded_minimize(
     for sharding in tables.values():
         check_mesh(mesh, sharding)
     options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
-    tx = optax.with_extra_args_support(tx)
+    sleepers, tx = sleepers_of(tx), optax.with_extra_args_support(tx)
 
     def step(params, state, *batch, **extra_args):
-        refuse_sleepers(state, "sharded_minimize")
+        if sleepers is not None:
+            sleepers.check(state)
         shardings = shardings_by_leaf(tables, params)
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)
@@ -114,7 +117,7 @@ def sharded_minimize(
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        run = Step(loss_fn, tx, shardings, state_specs, options)
+        run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)
         return jax.shard_map(
             run.on_device,
             mesh=mesh,

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..core.compat import cast_varying, gather_invarying, varying
+from ..core.compat import gather_invarying, vary
 from ..core.rows import SparseRows
-from ..sparse.lookup import lookup
 from .exchange import Route, exchange, first_positions, make_bucket
-from .lookup import ask_owners
+from .lookup import Read, ask_owners
 from .row_sharding import RowSharding
 
 
@@ -36,9 +35,21 @@ class Part(NamedTuple):
 
 
 def read_rows(
-    parts: Sequence[Part], shards: Sequence[Array], axes: tuple[str, ...], transport: Any
+    parts: Sequence[Part],
+    shards: Sequence[Array],
+    reads: Sequence[Read],
+    axes: tuple[str, ...],
+    transport: Any,
 ) -> list[Array]:
-    """The rows of the distinct places of each part, in the order of its route."""
+    """The rows of the distinct places of each part, in the order of its route.
+
+    Args:
+        parts: of each table.
+        shards: of this device, for their shapes.
+        reads: how to read each of them.
+        axes: of the mesh.
+        transport: the dtype to send rows in, or None.
+    """
     shardings = [p.sharding for p in parts]
 
     def one_round(number, rows):
@@ -47,7 +58,7 @@ def read_rows(
             start, end = p.route.starts[:-1], p.route.starts[1:]
             first = jnp.minimum(start + number * p.capacity, end)
             buckets.append(make_bucket(p.route, first, end, p.capacity, p.sharding))
-        replies = ask_owners(shards, buckets, shardings, lookup, transport)
+        replies = ask_owners(reads, buckets, shardings, transport)
         if all(p.route.inverse is None for p in parts):
             return [x[0] for x in replies]  # in the order of the places
         return [
@@ -56,13 +67,24 @@ def read_rows(
         ]
 
     sizes = [(p.route.places.shape[0], *x.shape[1:]) for p, x in zip(parts, shards, strict=True)]
-    rows = [_vary(jnp.zeros(n, x.dtype), axes) for n, x in zip(sizes, shards, strict=True)]
+    rows = [vary(jnp.zeros(n, x.dtype), axes) for n, x in zip(sizes, shards, strict=True)]
     if all(p.always_fits for p in parts):
         return one_round(0, rows)
     needed = [jnp.max(-(-(p.route.starts[1:] - p.route.starts[:-1]) // p.capacity)) for p in parts]
     rounds = lax.pmax(functools.reduce(jnp.maximum, needed), axes)
     body = lambda carry: (carry[0] + 1, one_round(*carry))
     return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.zeros_like(rounds), rows))[1]
+
+
+def ids_at_owners(parts: Sequence[Part]) -> list[Array]:
+    """For each table the rows of this shard that any device asks for in one round."""
+    shardings = [p.sharding for p in parts]
+    of = lambda p: make_bucket(
+        p.route, p.route.starts[:-1], p.route.starts[1:], p.capacity, p.sharding
+    )
+    arrived = exchange([of(p).local for p in parts], shardings)
+    flat = zip(parts, (a.reshape(-1) for a in arrived), strict=True)
+    return [gather_invarying(a, p.replicas) if p.replicas else a for p, a in flat]
 
 
 def update_in_rounds(
@@ -141,8 +163,3 @@ def _rows_of_round(p: Part, low: Array, axes: tuple[str, ...]) -> tuple[Any, Arr
     high = lax.pmin(jnp.where(beyond < end, local, s.rows_per_shard), axes).astype(low.dtype)
     last = first_positions(places, base + high.astype(places.dtype))
     return make_bucket(p.route, first, jnp.minimum(last, end), p.capacity, s), high
-
-
-def _vary(x: Array, axes: tuple[str, ...]) -> Array:
-    missing = tuple(a for a in axes if a not in varying(x))
-    return cast_varying(x, missing) if missing else x

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
+from ..state.types import Clock
 
 Partition = Literal["mod", "div"]
 
@@ -176,8 +177,11 @@ def _rearrange(tree: Any, s: RowSharding, blocks: int) -> Any:
         return x.reshape(blocks, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
 
     def of_leaf(x):
-        if jnp.shape(x)[:1] != (s.stored_rows,):
+        # The entries of a clock are steps, of which there may be as many as rows.
+        if isinstance(x, Clock) or jnp.shape(x)[:1] != (s.stored_rows,):
             return x
         return jax.jit(move, out_shardings=x.sharding)(x)
 
-    return tree if s.partition == "div" or s.num_shards == 1 else jax.tree.map(of_leaf, tree)
+    if s.partition == "div" or s.num_shards == 1:
+        return tree
+    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, Clock))

@@ -1,7 +1,8 @@
 """A train step of tables sharded by rows, as one device sees it."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,16 +12,28 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..core.compat import varying
+from ..core.compat import gather_invarying, vary, varying
 from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
-from ..sparse.lookup import Loss, Sparse, report_dense, trace_loss
+from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss
+from ..sparse.sleepers import Sleepers, updates_that_are_final
+from ..sparse.sleepers_step import ids_by_leaf, look_up, report_reads, update_asleep
 from ..sparse.taps import Lookup
+from ..state.sleeping.tables import (
+    by_ids,
+    has_sleepers,
+    map_tables,
+    sleeping_leaves,
+    swept,
+    tables_of,
+    turn,
+    whole,
+)
 from .exchange import make_route
-from .lookup import clean
-from .rounds import Part, read_rows, update_in_rounds
+from .lookup import Read, clean
+from .rounds import Part, ids_at_owners, read_rows, update_in_rounds
 from .rounds_check import check_rounds
 from .row_sharding import RowSharding
 
@@ -49,13 +62,16 @@ class Step(NamedTuple):
 
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformationExtraArgs
+    sleepers: Sleepers | None  # what is in ``tx`` if it is optzoo.caught_up itself
     shardings: list[RowSharding | None]  # of the parameters
     state_specs: Any
     options: Options
 
     def on_device(self, params, state, batch, extra_args):
         """The parameters, the state, the loss and the auxiliary data after the step."""
-        value, aux, gradients = self._differentiate(params, batch)
+        if has_sleepers(state):
+            params, state = self._wake(params, state, batch)
+        value, aux, gradients = self._differentiate(params, state, batch)
         params, state = self._update(params, state, extra_args, gradients)
         aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * self.options.has_aux
         return params, state, value, *aux
@@ -68,28 +84,72 @@ class Step(NamedTuple):
     def _tables(self) -> dict[int, RowSharding]:
         return {i: s for i, s in enumerate(self.shardings) if s is not None}
 
-    def _differentiate(self, params: Any, batch: Sequence[Any]) -> tuple[Any, Any, Gradients]:
-        """The mean loss, the auxiliary data and the gradients."""
-        options, replicas, tables = self.options, Replicas(self._axes), self._tables
+    def _trace(
+        self, params: Any, batch: Sequence[Any], elsewhere: Iterable[int]
+    ) -> tuple[Loss, list[Array]]:
+        """The loss of this device, and its leaves; :func:`trace_loss` describes the arguments."""
         leaves, treedef = jax.tree.flatten(params)
         # In the loss a table has the shape of all its rows. This array is never made.
         stand_in = lambda x, s: jnp.zeros_like(x, shape=(s.num_rows, *x.shape[1:]))
         flat = [
             x if s is None else stand_in(x, s)
-            for x, s in zip(replicas.vary(leaves), self.shardings, strict=True)
+            for x, s in zip(Replicas(self._axes).vary(leaves), self.shardings, strict=True)
         ]
 
         def call(leaves):
             out = self.loss_fn(treedef.unflatten(leaves), *batch)
-            return out if options.has_aux else (out, None)
+            return out if self.options.has_aux else (out, None)
 
-        loss = trace_loss(call, flat, tables)
+        return trace_loss(call, flat, elsewhere), flat
+
+    def _wake(self, params: Any, state: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
+        """Parameters and state with all rows awake that are not caught up where they are read.
+
+        Those of sharded tables are, by their owners, if ``tx`` is :func:`optzoo.caught_up` itself.
+        """
+        tables, asleep = self._tables, sleeping_leaves(params, state)
+        if self.sleepers is not None:
+            sweep = lambda i, t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
+            params, state = map_tables(params, state, sweep)
+            asleep -= tables.keys()
+        if not asleep:
+            return params, state
+        loss, flat = self._trace(params, batch, {*tables, *asleep})
+        report_reads(loss, params, asleep - tables.keys(), self.options.sparse)
+        reads, ids = loss.reads(), ids_by_leaf(loss, flat)
+        for i in asleep - tables.keys():
+            ids[i] = gather_invarying(vary(ids[i], self._axes), self._axes)
+        sharded = sorted(asleep & tables.keys())
+        parts = [self._part([ids[i]] if ids[i].size else [], tables[i]) for i in sharded]
+        ids |= zip(sharded, ids_at_owners(parts), strict=True)
+        wake = lambda i, t: whole(t) if reads[i] else by_ids(t, ids[i])
+        return map_tables(params, state, lambda i, t: wake(i, t) if i in asleep else t)
+
+    def _reads(self, params: Any, state: Any, parts: Iterable[int]) -> list[Read]:
+        """How to read the rows of each sharded table."""
+        asleep = {} if self.sleepers is None else tables_of(state, params)[0]
+        leaves = jax.tree.leaves(params)
+        return [
+            functools.partial(look_up, asleep[i])
+            if i in asleep
+            else functools.partial(lookup, leaves[i])
+            for i in parts
+        ]
+
+    def _differentiate(
+        self, params: Any, state: Any, batch: Sequence[Any]
+    ) -> tuple[Any, Any, Gradients]:
+        """The mean loss, the auxiliary data and the gradients."""
+        options, replicas, tables = self.options, Replicas(self._axes), self._tables
+        loss, flat = self._trace(params, batch, tables)
         _check_loss(loss, flat, _names(params), tables, options.sparse)
         lookups = [found for found in loss.lookups if found.leaf in tables]
-        ids = loss.ids(flat)
-        parts = {i: self._part(lookups, ids, i, s) for i, s in tables.items()}
-        shards = [leaves[i] for i in parts]
-        rows = read_rows(list(parts.values()), shards, self._axes, options.transport)
+        ids = list(zip(lookups, loss.ids(flat), strict=True))
+        of_leaf = lambda leaf: [each for found, each in ids if found.leaf == leaf]
+        parts = {i: self._part(of_leaf(i), s) for i, s in tables.items()}
+        leaves = jax.tree.leaves(params)
+        shards, reads = [leaves[i] for i in parts], self._reads(params, state, parts)
+        rows = read_rows(list(parts.values()), shards, reads, self._axes, options.transport)
         of_ids = {i: p.route.of_ids(x) for (i, p), x in zip(parts.items(), rows, strict=True)}
         given = _rows_of_lookups(lookups, of_ids, parts)
         value, aux, grads, of_lookups = loss.differentiate(flat, given)
@@ -110,8 +170,7 @@ class Step(NamedTuple):
         ]
         return value / number, aux, Gradients(parts, [g / number for g in of_rows], rest)
 
-    def _part(self, lookups: list[Lookup], all_ids: list[Array], leaf: int, s: RowSharding) -> Part:
-        ids = [i for i, found in zip(all_ids, lookups, strict=True) if found.leaf == leaf]
+    def _part(self, ids: list[Array], s: RowSharding) -> Part:
         places = [s.places_of(i).reshape(-1) for i in ids]
         joined = jnp.concatenate(places) if places else jnp.full(1, s.stored_rows, jnp.int32)
         replicas = tuple(a for a in self._axes if a not in s.axes)
@@ -125,8 +184,7 @@ class Step(NamedTuple):
         parts, options = list(gradients.parts.values()), self.options
         one_round = all(p.always_fits for p in parts)
         if not one_round:
-            names = _names(params)
-            check_rounds(self.tx, params, {i: names[i] for i in self._tables}, extra_args)
+            self._check_rounds(params, state, extra_args)
         run = lambda f, start: update_in_rounds(
             parts, gradients.rows, f, start, self._axes, options.transport
         )[0]
@@ -149,10 +207,26 @@ class Step(NamedTuple):
             params_in = jax.tree.map(before, carry[0], params, specs)
             state_in = jax.tree.map(before, carry[1], state, self.state_specs)
             gs = treedef.unflatten(gs[i] for i in range(len(gs)))
-            updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
+            if self.sleepers is not None:
+                return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
+            with updates_that_are_final() as final:
+                updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
+                final.append(updates)
             return optax.apply_updates(params_in, updates), state_out
 
         return run(one, (params, state))
+
+    def _check_rounds(self, params: Any, state: Any, extra_args: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` unless rows may be updated in several rounds."""
+        names, asleep = _names(params), sleeping_leaves(params, state) & self._tables.keys()
+        if asleep and self.sleepers is None:
+            raise ValueError(
+                f"the rows of table '{names[min(asleep)]}' sleep inside of another transformation, "
+                "which may update them in one round only: give sharded_minimize "
+                "capacity_factor=None, or optzoo.caught_up itself, and max_norm= to clip"
+            )
+        if rest := {i: names[i] for i in self._tables if i not in asleep}:
+            check_rounds(self.tx, params, rest, extra_args)
 
 
 def _check_loss(
@@ -176,7 +250,7 @@ def _check_loss(
             "ids depend on looked-up rows, but sharded_minimize reads all rows before it runs the "
             "loss: use optzoo.sharded_lookup in a step of your own"
         )
-    for i, reason in reasons.items():
+    for i, reason in reasons.items() if sparse != "allow" else ():
         report_dense(f"'{names[i]}'", reason, sparse)
 
 

@@ -43,7 +43,8 @@ def caught_up(
     loss uses a table in another way too (tied weights, a norm), all rows of it are caught up in
     each step, with a :class:`optzoo.DenseGradientWarning`. It does so in a chain or in
     :func:`optzoo.groups` too, where each row is read and written twice; nothing may follow in the
-    chain, since the update includes how swept rows moved. In a loop of your own, call
+    chain, since the update includes how swept rows moved. :func:`optzoo.sharded_minimize` does the
+    same with tables sharded by rows. In a loop of your own, call
     :func:`optzoo.catch_up` before the loss reads rows. :func:`optzoo.flush` catches up all rows,
     for all other readers; :func:`optzoo.eval_params` gives parameters of which no row sleeps.
     ``optzoo.get_slot`` and ``optzoo.save_tf1_state`` raise an error while rows sleep.
@@ -52,6 +53,10 @@ def caught_up(
     up, and rows that slept for longer than the clock remembers. That happens only to a state
     that was put together by hand, since in each step a few rows are swept, so that no row
     sleeps for longer than ``horizon`` steps.
+
+    A table may be in 16 bits, with slots in float32; and slots in bfloat16 that are rounded at
+    random (:func:`optzoo.slots_dtype`). A row is then rounded once for each sleep, where ``inner``
+    rounds it in each step.
 
     The optimizers with a law: adam, adamw, nadam, add_sign and power_sign; with ``dense`` also
     momentum, momentumw, rmsprop, amsgrad and adamax, and all rows of adamw and nadam.
@@ -70,7 +75,8 @@ def caught_up(
 
     Args:
         inner: a complete optimizer, including its learning rate, as it is made by its function, or
-            by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables.
+            by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables. A
+            :func:`optzoo.moving_average` may be around it too; its averages are caught up as well.
         tables: which parameters have rows that may sleep: a tree of bools, a tuple of fragments of
             their paths, or a function of the parameters that returns one of these; None for those
             of at least 4096 rows. All others are updated as by ``inner``.
@@ -81,7 +87,7 @@ def caught_up(
 
     Raises:
         TypeError: if ``inner`` is no transformation, or has no law of rows without gradient; by
-            ``init`` if tables or slots are in another dtype than float32 or float64.
+            ``init`` if tables or slots are in a dtype in which rows cannot sleep.
         ValueError: if the rows without gradient do not change anyway; if the decays allow no sleep
             (Adam: unless :math:`\beta_1 < \sqrt{\beta_2}`); in ``update`` if no params are
             given, if a table has no gradient, or if the law of the state is not that of ``inner``.

@@ -13,7 +13,7 @@ from ..core.reads import check_all_read
 from ..state.inner import explained, fitting
 from ..state.sleeping.tables import has_sleepers
 from .lookup import Sparse, value_and_grad
-from .sleepers import Sleepers, sleepers_of
+from .sleepers import Sleepers, sleepers_of, updates_that_are_final
 from .sleepers_step import catch_up_for, train_step
 
 
@@ -51,7 +51,8 @@ def minimize(
         TypeError: if ``tx`` is no transformation; at trace time, if nothing in ``tx`` reads one
             of the extra args.
         ValueError: as :func:`optzoo.value_and_grad`; at trace time, if ``state`` is not one of
-            ``tx`` for these parameters.
+            ``tx`` for these parameters, or if something in ``tx`` changes an update of
+            :func:`optzoo.caught_up`.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
@@ -75,7 +76,9 @@ def minimize(
                 params, state = catch_up_for(call(batch), params, state, sparse)
             out, grads = differentiate(params, *batch)
         check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
-        updates, state = tx.update(grads, state, params, **extra_args)
+        with updates_that_are_final() as final:
+            updates, state = tx.update(grads, state, params, **extra_args)
+            final.append(updates)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         params = optax.apply_updates(params, updates)

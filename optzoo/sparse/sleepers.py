@@ -1,7 +1,9 @@
 """An optimizer whose rows sleep: its state, its update, and what may sleep at all."""
 
+import contextlib
+import contextvars
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +13,9 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
+from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
+from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
 from ..core.rows import SparseRows, is_rows
 from ..rules.frame import at_step
@@ -20,14 +24,16 @@ from ..state.packing import unpack
 from ..state.sleeping.law import Sleeper, known_of, record, sleeper_of
 from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
 from ..state.sleeping.tables import (
+    NOTHING_FOLLOWS,
     slots_by_leaf,
-    slots_node,
+    slots_nodes,
     tables_of,
     turn,
     with_slots_by_leaf,
 )
+from ..state.stochastic_rounding import DTYPES
 from ..state.storage import count_of
-from ..state.types import CaughtUpState, Clock, LeafwiseState, nodes_of
+from ..state.types import CaughtUpState, Clock
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
 _LEAST_ROWS = 4096
@@ -50,7 +56,7 @@ class Sleepers(NamedTuple):
         """The state at the start."""
         state = self.inner.init(params)
         marks = _marks(self.tables, params)
-        dtype = _dtype(params, marks, state)
+        dtype = _dtype(params, marks, state, self.sleeper)
         start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = jax.tree.map(start, params, marks)
@@ -97,7 +103,7 @@ class Sleepers(NamedTuple):
         us, inner = self.inner.update(
             treedef.unflatten(gs), few, treedef.unflatten(xs), **extra_args
         )
-        node, [clock] = slots_node(state.inner), state.clock.values()
+        node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
         count = count_of(node)
         step = extra_args.get("global_step")
         step = count if step is None else step
@@ -147,7 +153,47 @@ class Sleepers(NamedTuple):
         inner = with_slots_by_leaf(inner, treedef, new_slots)
         [words] = state.clock
         new = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
+        if (made := _MADE.get()) is not None:
+            for i in tables:
+                if is_rows(us[i]):
+                    made.setdefault(_name(params, i), []).append(us[i].values)
         return treedef.unflatten(us), new
+
+
+# By the names of tables the values of their updates that were made in `updates_that_are_final`.
+_MADE = contextvars.ContextVar[dict[str, list[Any]] | None]("made", default=None)
+
+
+@contextlib.contextmanager
+def updates_that_are_final() -> Iterator[list[Any]]:
+    """Raises ``ValueError`` if something changes rows that :func:`optzoo.caught_up` has made.
+
+    Their update moves rows that have slept too, to where the clock says that they are. The arrays
+    of a trace show it: what nothing has changed are the same objects.
+
+    Yields:
+        An empty list, to which the updates of all parameters must be added.
+    """
+    token, updates = _MADE.set(made := dict[str, list[Any]]()), []
+    try:
+        yield updates
+    finally:
+        _MADE.reset(token)
+    final = {name: u for tree in updates for name, u in _by_name(tree).items()}
+    for name, values in made.items():
+        u = getattr(final.get(name), "values", None)
+        # Some may be of an update that was traced for its errors alone.
+        others = [each for each in values if each is not u]
+        if len(others) == len(values) or any(in_same_trace(each, u) for each in others):
+            raise ValueError(
+                f"the update of table '{name}' of optzoo.caught_up is changed after it was made: "
+                f"{NOTHING_FOLLOWS}"
+            )
+
+
+def _by_name(updates: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_rows)
+    return {path_name(path): u for path, u in leaves}
 
 
 NO_GRADIENT_MSG = (
@@ -171,7 +217,7 @@ def sleeper_for(inner: Any, dense: bool) -> Sleeper:
     if make is None:
         raise TypeError(
             f"inner has no law for rows without a gradient, got {inner!r}. Those that have one: "
-            f"{WITH_LAW}; and optzoo.slots_dtype(..., packed=True) around them. Gradients "
+            f"{WITH_LAW}; and optzoo.slots_dtype and moving_average around them. Gradients "
             "are transformed before optzoo.caught_up, in an optax.chain of which it is the last"
         )
     try:
@@ -206,9 +252,9 @@ def _marks(tables: Any, params: Any) -> Any:
     return jax.tree.map(large, params)
 
 
-def _dtype(params: Any, marks: Any, state: Any) -> Any:
-    """The dtype of all tables and their slots; raises ``TypeError`` if rows cannot sleep in it."""
-    if len([node for node in nodes_of(LeafwiseState, state) if len(node.slots)]) != 1:
+def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
+    """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
+    if len(slots_nodes(state)) != (1 if sleeper.law.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     slots = slots_by_leaf(state, treedef)
@@ -219,18 +265,43 @@ def _dtype(params: Any, marks: Any, state: Any) -> Any:
         name = path_name(path)
         if not np.shape(x) or not np.shape(x)[0]:
             raise TypeError(f"tables: parameter '{name}' has no rows, its shape is {np.shape(x)}")
-        dtypes = {np.dtype(jnp.result_type(a)) for a in [x, *jax.tree.leaves(unpack(row))]}
-        if len(dtypes) > 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
+        of_slots = {np.dtype(jnp.result_type(a)) for a in jax.tree.leaves([*map(unpack, row)])}
+        wide = {np.dtype(wide_dtype(x)), *map(np.dtype, map(wide_dtype, of_slots))}
+        if len(wide) > 1 or not wide <= {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(
-                f"table '{name}' and its slots must all be in float32, or in float64, so that rows "
-                f"can sleep, got {sorted(map(str, dtypes))}. In 16 bits each of the steps that a "
-                "row sleeps through would round it: name the other tables by tables=, or keep this "
-                "one in float32"
+                f"table '{name}' and its slots must all be in float32, or all in float64, or in 16 "
+                f"bits in the place of float32, got {jnp.result_type(x)} and slots in "
+                f"{sorted(map(str, of_slots))}"
             )
-        found |= dtypes
+        if short := _SHORT & of_slots:
+            _check_short(name, short.pop(), sleeper.at_random)
+        found |= wide
     if len(found) > 1:
-        raise TypeError("the tables of optzoo.caught_up must have one dtype: they share a clock")
+        raise TypeError(
+            "the tables of optzoo.caught_up must all be in float64 or none: they share a clock"
+        )
     return found.pop() if found else np.dtype(np.float32)
+
+
+_SHORT = set(map(np.dtype, DTYPES))
+
+
+def _check_short(name: str, dtype: Any, at_random: bool) -> None:
+    """Raises ``TypeError`` unless slots in 16 bits follow the law of their rows on average."""
+    if at_random and dtype == jnp.bfloat16:
+        return
+    fix = (
+        "Store them in float32 by optzoo.slots_dtype(inner, 'float32', packed=True), or round them "
+        "at random by optzoo.slots_dtype(inner, 'bfloat16', stochastic=True)"
+    )
+    reason = (
+        "float16 has too few exponents for a mean square, and a row whose mean square is rounded "
+        "to zero moves far"
+        if at_random
+        else "rounded to the nearest, a slot that decays slowly does not decay at all in the steps "
+        "of the optimizer, so its rows follow no law that they could be caught up by"
+    )
+    raise TypeError(f"table '{name}' has slots in {dtype}: {reason}. {fix}")
 
 
 # By the update function: a wrapper around it makes one of its own.

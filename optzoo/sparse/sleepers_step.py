@@ -11,6 +11,7 @@ import optax
 from jax import Array
 
 from ..core.merge import elect
+from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
 from ..core.rows import is_rows
 from ..state.sleeping.tables import (
@@ -65,7 +66,7 @@ def train_step(
     if sparse != "allow":
         for i, reason in loss.dense_tables():
             report_dense(f"'{_names(params)[i]}'", reason, sparse)
-    _report(loss, params, tables, sparse)
+    report_reads(loss, params, tables, sparse)
     reads = loss.reads()
     if any(reads[i] for i in tables):
         tables = {i: whole(t) if reads[i] else t for i, t in tables.items()}
@@ -90,13 +91,43 @@ def catch_up_for(
     asleep, treedef = sleeping_leaves(params, state), jax.tree.structure(params)
     flat = treedef.flatten_up_to(params)
     loss = trace_loss(lambda leaves: call(treedef.unflatten(leaves)), flat, asleep)
-    reads, ids = loss.reads(), _ids(loss, flat)
-    _report(loss, params, asleep, sparse)
+    reads, ids = loss.reads(), ids_by_leaf(loss, flat)
+    report_reads(loss, params, asleep, sparse)
     change = lambda i, table: whole(table) if reads[i] else by_ids(table, ids[i])
     return map_tables(params, state, change)
 
 
-def _report(loss: Loss, params: Any, tables: Iterable[int], sparse: Sparse) -> None:
+def look_up(table: Table, ids: Array) -> Array:
+    """Rows as of now, as :func:`optzoo.lookup` reads them; the table is unchanged."""
+    return _as_looked_up(table.read(ids)[0], ids, len(table.arrays[2]))
+
+
+def update_asleep(
+    sleepers: Sleepers,
+    params: Any,
+    state: CaughtUpState,
+    grads: Any,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, CaughtUpState]:
+    """The parameters and the state after an update, which catches up the rows that it changes.
+
+    Args:
+        sleepers: the optimizer.
+        params: before; tables with dense gradients are awake.
+        state: before.
+        grads: row-sparse ones may have repeated ids.
+        extra_args: of ``update``.
+    """
+    tables, treedef = tables_of(state, params)
+    gs, parts = treedef.flatten_up_to(grads), {}
+    for i, table in tables.items():
+        if is_rows(gs[i]):
+            g = gs[i].coalesce()
+            parts[i] = Part(table, g.indices, table.read(g.indices), g.values)
+    return _update(sleepers, treedef, params, state, gs, tables, parts, extra_args)
+
+
+def report_reads(loss: Loss, params: Any, tables: Iterable[int], sparse: Sparse) -> None:
     """Warns of tables with sparse gradients whose rows must all be caught up, or raises."""
     if sparse == "allow":
         return
@@ -121,7 +152,7 @@ def _differentiate(
 ) -> tuple[Any, Any, list[Any], dict[int, Part]]:
     """The loss, the auxiliary data, all gradients, and the rows to update."""
     lookups = [found for found in loss.lookups if found.leaf in loss.elsewhere]
-    ids, rows, given = _ids(loss, flat), {}, [jnp.zeros(0)] * len(lookups)
+    ids, rows, given = ids_by_leaf(loss, flat), {}, [jnp.zeros(0)] * len(lookups)
     for i in ids:
         rows[i] = tables[i].read(ids[i])
         x, start = _as_looked_up(rows[i][0], ids[i], len(flat[i])), 0
@@ -145,7 +176,7 @@ def _differentiate(
     return value, aux, grads, parts
 
 
-def _ids(loss: Loss, flat: list[Array]) -> dict[int, Array]:
+def ids_by_leaf(loss: Loss, flat: list[Array]) -> dict[int, Array]:
     """The ids of all lookups of each leaf whose rows are elsewhere."""
     if loss.ids_depend_on_rows(flat):
         raise ValueError(
@@ -174,8 +205,9 @@ def _merged(table: Table, ids: Array, rows: Any, gs: Sequence[Array]) -> Part:
         return Part(table, ids, rows, jnp.zeros_like(rows[0]))
     elected = elect(ids)
     places = jnp.where(elected == jnp.arange(len(ids), dtype=ids.dtype), ids, n)
-    g = jnp.zeros_like(rows[0]).at[elected].add(jnp.concatenate(gs))
-    return Part(table, places, rows, g)
+    g = jnp.zeros_like(rows[0], dtype=wide_dtype(rows[0]))
+    g = g.at[elected].add(upcast(jnp.concatenate(gs)))
+    return Part(table, places, rows, g.astype(rows[0].dtype))
 
 
 def _update(

@@ -101,7 +101,7 @@ def save(old: Any, new: Any) -> Any:
         return jax.tree.map(saturating_cast_like, old, new)
     olds, treedef = jax.tree.flatten(unpack(old.slots))
     pairs = zip(olds, treedef.flatten_up_to(new), strict=True)
-    news = [_rounded(a, b, old.start, k) for k, (a, b) in enumerate(pairs)]
+    news = [rounded(a, b, old.start, k) for k, (a, b) in enumerate(pairs)]
     kept = pack_like(old.slots, treedef.unflatten(news))
     return StoredSlots(jax.tree.map(lambda a, b: b.astype(a.dtype), old.slots, kept), old.start)
 
@@ -120,7 +120,15 @@ def read_back(saved: Any, new: Any) -> Any:
     return new if jnp.dtype(jnp.float16) in dtypes else load(saved)
 
 
-def _rounded(old: Array, new: Array, start: Array | None, k: int) -> Array:
+def rounded(old: Array, new: Array, start: Array | None, k: int) -> Array:
+    """The new value of the k-th slot in the dtype of the old one, or representable in it.
+
+    Args:
+        old: the slot as it was.
+        new: in at least float32.
+        start: of the random bits; None to round to the nearest.
+        k: the position of the slot.
+    """
     if start is None or jnp.dtype(old.dtype) not in DTYPES:
         return saturating_cast_like(old, new)
     start = start + np.uint32(k // 2 * _STREAM % 2**32)

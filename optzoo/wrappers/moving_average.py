@@ -1,8 +1,9 @@
 """A moving average of the parameters, around any optimizer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ..core.checks import check_decays, check_not_negative
@@ -10,7 +11,8 @@ from ..core.gradients import check_gradients
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
-from ..state.sleeping.tables import refuse_sleepers
+from ..state.sleeping.law import Sleeper, sleeper_of, sleeping
+from ..state.sleeping.tables import has_sleepers
 
 
 def moving_average(
@@ -28,7 +30,9 @@ def moving_average(
     ``num_updates`` :math:`N`, :math:`\min(d, \frac{1 + N}{10 + N})`, so that the first averages
     follow the parameters closely. :func:`optzoo.eval_params` returns the averages,
     :func:`optzoo.swap` exchanges them with the parameters. Every step updates the averages of all
-    rows of a table, also with row-sparse gradients, so its cost grows with the size of the table.
+    rows of a table, also with row-sparse gradients, so its cost grows with the size of the table;
+    ``caught_up(moving_average(optimizer))`` catches up the averages of rows that sleep as well
+    (:func:`optzoo.caught_up`).
 
     It must be the last transformation of a chain: it averages the parameters plus this update.
 
@@ -40,7 +44,7 @@ def moving_average(
 
     Raises:
         ValueError: if an argument is out of its range; in ``update`` if no params are given, or if
-            ``inner`` has rows that sleep (:func:`optzoo.caught_up`).
+            ``inner`` has rows that sleep: put it inside of :func:`optzoo.caught_up`.
 
     References:
         Polyak and Juditsky, `Acceleration of Stochastic Approximation by Averaging
@@ -51,6 +55,7 @@ def moving_average(
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
         because in 16 bits its changes would be rounded to zero.
     """
+    sleeper = sleeper_of(inner)
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":
@@ -79,7 +84,33 @@ def moving_average(
 
     def update(updates, state, params=None, **extra_args):
         check_gradients(updates, params)
-        refuse_sleepers(state, "moving_average")
+        if has_sleepers(state):
+            raise ValueError(
+                "moving_average reads rows that sleep. Put it inside of optzoo.caught_up, which "
+                "catches up the averages too: caught_up(moving_average(optimizer))"
+            )
         return both.update(updates, state, params, **extra_args)
 
-    return fitting(optax.GradientTransformationExtraArgs(both.init, update))
+    tx = fitting(optax.GradientTransformationExtraArgs(both.init, update))
+    if sleeper is None:
+        return tx
+    return sleeping(tx, lambda dense: _with_average(sleeper(dense), average_decay, num_updates))
+
+
+def _with_average(
+    sleeper: Sleeper | None, average_decay: Any, num_updates: float | str | None
+) -> Sleeper | None:
+    """The law of rows that have an average, for :func:`optzoo.caught_up`."""
+    if sleeper is None:
+        return None
+    if isinstance(num_updates, str) or sleeper.law.shrink or sleeper.law.average is not None:
+        raise TypeError(
+            "the average of rows that sleep has a law only with a constant decay "
+            "(num_updates='count' gives another one in each step), of an optimizer without weight "
+            "decay of all rows that has no other average"
+        )
+    decay = average_decay
+    if num_updates is not None:  # as in each step, in float32
+        n = np.float32(num_updates)
+        decay = min(np.float32(average_decay), (1 + n) / (10 + n))
+    return sleeper._replace(law=sleeper.law._replace(average=float(decay)))

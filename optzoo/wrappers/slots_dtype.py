@@ -115,7 +115,14 @@ def slots_dtype(
         return updates, _without_seed(state)
 
     tx = fitting(optax.GradientTransformationExtraArgs(init, update))
-    return tx if sleeper is None else sleeping(tx, sleeper)
+    if sleeper is None:
+        return tx
+
+    def of_stored(dense):
+        found = sleeper(dense)
+        return found and found._replace(at_random=found.at_random or stochastic)
+
+    return sleeping(tx, of_stored)
 
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:

@@ -113,6 +113,22 @@ def test_a_rate_of_each_step(dense):
         step(p, state, ids, wrong=1.0)
 
 
+def test_averages_of_rows_that_sleep():
+    """They follow rows that move; in float32, with packed slots and parameters of no table."""
+    plain, ends = optzoo.moving_average(packed(optzoo.adam(SCHEDULE)), 0.95), []
+    for tx in (plain, optzoo.caught_up(plain, tables=TABLES)):
+        p, state, _ = train(tx, 60)
+        averages = optzoo.eval_params(p, state)
+        if tx is not plain:
+            with pytest.raises(ValueError, match="rows that sleep"):
+                optzoo.get_slot(state, "average")
+            p, state = optzoo.flush(p, state)
+            assert optzoo.slot_names(state) == ("m", "v", "average")
+        ends.append((p, averages, optzoo.get_slot(state, "average")))
+    chex.assert_trees_all_close(*ends, rtol=2e-4, atol=2e-5)
+    assert np.abs(ends[0][0]["users"] - ends[0][1]["users"]).max() > 0.01
+
+
 def test_a_rate_inside_the_momentum():
     """What moves a sleeping row of RMSProp is the rate of past steps, not that of this one."""
     plain = optzoo.rmsprop(7.0, momentum=0.9)
@@ -280,6 +296,11 @@ def test_a_state_put_together_by_hand_gives_nan():
     state = tx.init(p)._replace(inner=inner)  # not by take_over
     _, _, value = optzoo.minimize(loss, tx)(p, state, batches(1)[0])
     assert np.isnan(value)
+    tx, x = optzoo.caught_up(optzoo.moving_average(plain), tables=True), jnp.ones((5, 2))
+    state = tx.init(x)
+    [(words, clock)] = state.clock.items()
+    state = state._replace(clock={words: clock._replace(count=jnp.int32(7))})
+    assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
 def test_no_row_sleeps_longer_than_the_horizon():
@@ -317,24 +338,27 @@ def test_settings_that_change():
 
 
 def test_what_may_sleep():
-    for inner in (optax.adam(0.1), optzoo.moving_average(optzoo.adam(0.1)), optzoo.adagrad(0.1)):
+    for inner in (optax.adam(0.1), optzoo.adagrad(0.1)):
         with pytest.raises(TypeError, match=r"no law .* Those that have one: adam, adamw, nadam"):
             optzoo.caught_up(inner)
     for inner in (optzoo.momentum(0.1, 0.9), optzoo.rmsprop(0.1), optzoo.lazy_adam(0.1)):
         with pytest.raises((TypeError, ValueError), match="dense=True"):
             optzoo.caught_up(inner)
+    plain, decayed = optzoo.adam(0.1), optzoo.adamw(0.1, weight_decay=0.1)
+    optzoo.caught_up(optzoo.moving_average(decayed))
+    for inner, dense in (
+        (optzoo.moving_average(plain, num_updates="count"), False),
+        (optzoo.moving_average(optzoo.moving_average(plain)), False),
+        (optzoo.moving_average(decayed), True),
+    ):
+        with pytest.raises(TypeError, match="a law only with a constant decay"):
+            optzoo.caught_up(inner, dense=dense)
     masked = optzoo.adamw(0.1, weight_decay=0.1, mask=("users",))
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
         optzoo.caught_up(masked, dense=True)
-    with pytest.raises(TypeError, match="'large' and its slots must all be in float32"):
+    with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):
         optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params())
-    with pytest.raises(TypeError, match="'bias' and its slots must all be in float32"):
-        optzoo.caught_up(optzoo.adam(0.1), tables=TABLES).init(half)
-    slots = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
-    with pytest.raises(TypeError, match="'bias' and its slots must all be in float32"):
-        optzoo.caught_up(slots, tables=TABLES).init(params())
     with pytest.raises(TypeError, match="'layer/scale' has no rows"):
         optzoo.caught_up(optzoo.adam(0.1), tables=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})
@@ -351,6 +375,7 @@ def test_inside_of_other_transformations(dense):
         p, state, values = train(tx, 60)
         np.testing.assert_allclose(values, dense[2], rtol=1e-4)
         chex.assert_trees_all_close(optzoo.eval_params(p, state), dense[0], rtol=2e-4, atol=2e-5)
+        jax.eval_shape(optzoo.minimize(loss, tx), p, state, batches(1)[0], learning_rate=0.1)
         with pytest.raises(ValueError, match="rows that sleep"):
             optzoo.get_slot(state, "v")
         _, state = optzoo.flush(p, state)
@@ -358,20 +383,54 @@ def test_inside_of_other_transformations(dense):
         chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-6)
 
 
+FOLLOWED = {
+    "chain": lambda tx: optax.chain(tx, optzoo.scale(0.5)),
+    "named_chain": lambda tx: optax.named_chain(("a", tx), ("b", optzoo.scale(0.5))),
+    "inside": lambda tx: optax.chain(optzoo.scale(1.0), optax.chain(tx, optzoo.scale(0.5))),
+    "groups": lambda tx: optzoo.groups({".*": optax.chain(tx, optzoo.scale(0.5))}),
+    "twice": lambda tx: optax.chain(tx, tx),
+    "wrapper": lambda tx: optax.GradientTransformation(
+        tx.init,
+        lambda g, s, p: optzoo.scale(0.5).update(*(done := tx.update(g, s, p)))[:1] + done[1:],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_nothing_may_change_the_update(name):
+    tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES), params(), batches(1)[0]
+    followed = FOLLOWED[name](tx)
+    with pytest.raises(ValueError, match=r"changed after it was made.* the last of its optax"):
+        optzoo.minimize(loss, followed)(p, followed.init(p), ids)
+    if name not in ("named_chain", "wrapper"):
+        with pytest.raises(ValueError, match=r"number 1 of 2 .* the last of its optax"):
+            optzoo.catch_up(p, followed.init(p), {"users": ids})
+
+
+def test_what_follows_may_be_for_other_parameters():
+    is_table = {**dict.fromkeys(TABLES, True), "layer": {"kernel": False, "scale": False}}
+    others = jax.tree.map(lambda x: not x, is_table)
+    tx = optax.chain(
+        optax.masked(optzoo.caught_up(optzoo.adam(0.1), tables=True), is_table),
+        optax.masked(optzoo.adam(0.1), others),
+    )
+    both = []
+    for each in (tx, optzoo.caught_up(optzoo.adam(0.1), tables=TABLES)):
+        p, state, _ = train(each, 5)
+        both.append(optzoo.flush(*optzoo.catch_up(p, state, {"users": jnp.arange(3)}))[0])
+    chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_step_needs():
     tx = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES)
     p, ids = params(), batches(1)[0]
     state = tx.init(p)
     averaged = optzoo.moving_average(tx)
-    with pytest.raises(ValueError, match="moving_average reads rows that sleep"):
+    with pytest.raises(ValueError, match=r"caught_up\(moving_average\(optimizer\)\)"):
         optzoo.minimize(loss, averaged)(p, averaged.init(p), ids)
     far = optzoo.model_average(tx)
     with pytest.raises(ValueError, match="an exchange of parameters reads rows that sleep"):
         far.update(jax.tree.map(jnp.zeros_like, p), far.init(p), p)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
-    sharded = optzoo.sharded_minimize(loss, tx, mesh, {})
-    with pytest.raises(ValueError, match="sharded_minimize reads rows that sleep"):
-        sharded(p, state, ids)
     grads = jax.tree.map(jnp.zeros_like, p)
     with pytest.raises(ValueError, match="'items' has no gradient"):
         tx.update({**grads, "items": None}, state, p)

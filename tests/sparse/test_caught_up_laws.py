@@ -87,6 +87,12 @@ FAMILY = {
     "rmsprop, centered, momentum": (optzoo.rmsprop(SCHEDULE, momentum=0.9, centered=True), True),
     "rmsprop, no momentum": (optzoo.rmsprop(SCHEDULE, momentum=None), True),
     "amsgrad": (optzoo.amsgrad(SCHEDULE, decay=True), True),
+    "average of adam": (optzoo.moving_average(optzoo.adam(SCHEDULE), 0.9999), False),
+    "average of momentum": (
+        optzoo.moving_average(optzoo.momentum(SCHEDULE, 0.9), 0.9999, num_updates=5000),
+        True,
+    ),
+    "average of rows at rest": (optzoo.moving_average(optzoo.add_sign(SCHEDULE), 0.99), False),
     "adamax": (optzoo.adamax(SCHEDULE), True),
 }
 ROWS, STEPS = 30, 1500

@@ -13,11 +13,12 @@ class Law(NamedTuple):
 
     .. math::
         s &\leftarrow d_s\, s \quad\text{for each slot} \\
-        x &\leftarrow (1 - \lambda)\, x - a_t\, \frac{m}{\sqrt{v} + \epsilon}
+        x &\leftarrow (1 - \lambda)\, x - a_t\, \frac{m}{\sqrt{v} + \epsilon} \\
+        e &\leftarrow D\, e + (1 - D)\, x
 
     where :math:`m` and :math:`v` are two of the new slots, and :math:`a_t` is the same for all
-    rows. It is all that is needed to catch up a row, and the state has it in words
-    (:func:`record`).
+    rows. The slot :math:`e` is called ``average``; an optimizer may have none. It is all that is
+    needed to catch up a row, and the state has it in words (:func:`record`).
     """
 
     decays: tuple[tuple[str, float], ...]  # of the slots that change, by their names
@@ -26,6 +27,7 @@ class Law(NamedTuple):
     root: bool = True  # whether to take the root of v
     eps: float = 0.0
     shrink: float = 0.0  # lambda
+    average: float | None = None  # D; None if there is no average
 
 
 class Sleeper(NamedTuple):
@@ -36,12 +38,15 @@ class Sleeper(NamedTuple):
     # size(rate, t, powers) is a_t; ``t`` counts the updates from 1, ``powers`` are those of this
     # update, by the names in the state.
     size: Callable[[Any, Any, dict[str, Array]], Any] = lambda rate, t, powers: 1.0
+    at_random: bool = False  # whether slots in 16 bits are rounded at random
 
 
 def record(law: Law) -> str:
     """The law in words, which a checkpoint keeps whatever its format: ``decay_m=0.9, ...``."""
     fields = {f"decay_{name}": decay for name, decay in law.decays}
     fields |= {name: value for name, value in law._asdict().items() if name != "decays"}
+    if law.average is None:
+        del fields["average"]
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -56,7 +61,10 @@ def law_of_record(words: str) -> Law:
     slot = lambda name: None if fields[name] == "None" else fields[name]
     number = lambda name: float(fields[name])
     is_root = fields["root"] == "True"
-    return Law(decays, slot("moves"), slot("over"), is_root, number("eps"), number("shrink"))
+    average = number("average") if "average" in fields else None
+    return Law(
+        decays, slot("moves"), slot("over"), is_root, number("eps"), number("shrink"), average
+    )
 
 
 # By the update function: a wrapper makes one of its own, to which no law belongs.

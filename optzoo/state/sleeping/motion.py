@@ -45,7 +45,8 @@ def make_motion(law: Law, dtype: Any, horizon: int) -> Motion:
     dtype = np.dtype(dtype)
     rounded = lambda decay: float(dtype.type(decay))  # what a step really multiplies by
     decays = tuple((name, rounded(decay)) for name, decay in law.decays)
-    law = law._replace(decays=decays, shrink=rounded(law.shrink))
+    average = law.average if law.average is None else rounded(law.average)
+    law = law._replace(decays=decays, shrink=rounded(law.shrink), average=average)
     by_name, tolerance = dict(decays), _TOLERANCE[dtype.name]
     if law.moves is None:
         series = rest()
@@ -59,7 +60,7 @@ def make_motion(law: Law, dtype: Any, horizon: int) -> Motion:
 
 def start_clock(motion: Motion, count: Any) -> Clock:
     """A clock after ``count`` updates, of rows that are all awake."""
-    features = motion.series.weights.shape[1]
+    features = motion.series.weights.shape[1] * (1 if motion.law.average is None else 2)
     zeros = lambda rows: jnp.zeros((rows, features), motion.dtype)
     return Clock(jnp.array(count, jnp.int32), zeros(motion.window), zeros(motion.horizon))
 
@@ -73,7 +74,11 @@ def tick(motion: Motion, clock: Clock, size: Any) -> Clock:
     young = jnp.concatenate([jnp.zeros_like(clock.young[:1]), clock.young[:-1]])
     if motion.law.shrink:
         young = young * (1 - jnp.asarray(motion.law.shrink, motion.dtype))
-    young = young + jnp.asarray(size, motion.dtype) * weights
+    if motion.law.average is None:
+        young = young + jnp.asarray(size, motion.dtype) * weights
+    else:  # beside each sum that of how far the average is behind, which decays
+        young = young + jnp.asarray(size, motion.dtype) * jnp.concatenate([weights, weights], 1)
+        young = young * _behind(motion, jnp.full((1, 1), motion.law.average, motion.dtype))
     return Clock(clock.count + 1, young, ring)
 
 
@@ -82,8 +87,8 @@ def wake(
 ) -> tuple[Array, dict[str, Array]]:
     """Rows and their slots as of step ``last`` as of now.
 
-    A row that cannot be caught up becomes NaN: it was asleep for longer than the ring of the clock
-    goes back, or is of a time to come.
+    A row that cannot be caught up becomes NaN, and so does its average: it was asleep for longer
+    than the ring of the clock goes back, or is of a time to come.
 
     Args:
         motion: of the optimizer.
@@ -106,9 +111,18 @@ def wake(
     new = x
     if law.shrink:
         new = new * wide(motion.decay(1 - law.shrink, age))
+    features = list[Array]()
     if law.moves is not None:
-        features = _features(motion, clock, last, age)
-        new = new - slots[law.moves] * _moved(motion, [wide(f) for f in features], slots)
+        features = [wide(f) for f in _features(motion, clock, last, age)]
+        new = new - slots[law.moves] * _moved(motion, features, slots)
+    if law.average is not None:
+        kept, e = wide(motion.decay(law.average, age)), slots["average"]
+        e = e + (1 - kept) * (x - e)
+        if law.moves is not None:  # the part of the movement that the average follows
+            number = motion.series.weights.shape[1]
+            known = [f - b for f, b in zip(features[:number], features[number:], strict=True)]
+            e = e - slots[law.moves] * _moved(motion, known, slots)
+        awake["average"] = jnp.where(wide(is_known), e, jnp.nan)
     return jnp.where(wide(is_known), new, jnp.nan), awake
 
 
@@ -118,9 +132,18 @@ def _features(motion: Motion, clock: Clock, last: Array, age: Array) -> list[Arr
     old = clock.ring[last % motion.horizon]
     if motion.law.shrink:
         old = old * motion.decay(1 - motion.law.shrink, jnp.maximum(age - window + 1, 0))[:, None]
+    if motion.law.average is not None:
+        kept = motion.decay(motion.law.average, jnp.maximum(age - window + 1, 0))
+        old = old * _behind(motion, kept[:, None])
     young = clock.young[jnp.minimum(age, window - 1)]
     features = jnp.where((age < window)[:, None], young, old)
     return [features[:, n] for n in range(features.shape[1])]
+
+
+def _behind(motion: Motion, factor: Array) -> Array:
+    """One for the sums, and a factor of shape ``(n, 1)`` for those of the average."""
+    number = motion.series.weights.shape[1]
+    return jnp.where(np.arange(2 * number)[None] < number, jnp.ones_like(factor), factor)
 
 
 def _moved(motion: Motion, features: list[Array], slots: dict[str, Array]) -> Array:

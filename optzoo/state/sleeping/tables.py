@@ -1,21 +1,35 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ...core.compat import vary, varying
+from ...core.numerics import upcast
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
-from ..storage import count_of
+from ..stochastic_rounding import DTYPES, first_place
+from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
 from .motion import Motion, make_motion, wake
 
 _BLOCK = 4096  # rows caught up at once
+_SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
+
+NOTHING_FOLLOWS = (
+    "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
+    "replace it. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
+    "changes updates, and transform gradients before it"
+)
 
 
 def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
@@ -34,9 +48,10 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
 
     Raises:
         TypeError: if ids are not integers.
-        ValueError: if there is no parameter of such a path, or no part of the state is of
-            :func:`optzoo.caught_up`.
+        ValueError: if there is no parameter of such a path, if no part of the state is of
+            :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
     """
+    _check_nothing_follows(state)
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [path_name(path) for path, _ in paths]
     given = ids if isinstance(ids, Mapping) else {"": ids}
@@ -50,6 +65,23 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
     return map_tables(params, state, change)
 
 
+def _check_nothing_follows(state: Any) -> None:
+    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the sleepers'."""
+    is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
+    for node in jax.tree.leaves(state, is_leaf=is_plain):
+        if not is_plain(node):
+            continue
+        for k, part in enumerate(node):
+            # What is masked may be for other parameters.
+            follow = [p for p in node[k + 1 :] if not isinstance(p, optax.MaskedState)]
+            if has_sleepers(part) and follow:
+                raise ValueError(
+                    f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
+                    f"chain: {NOTHING_FOLLOWS}"
+                )
+            _check_nothing_follows(part)
+
+
 def flush(params: Any, state: Any) -> tuple[Any, Any]:
     """All rows as of now: for evaluation, export and checkpoints, and before settings change.
 
@@ -57,6 +89,9 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
     :func:`optzoo.caught_up`, and ``state.inner`` is its state; training may resume from either.
     Outside of ``jit`` the tables are copied. To write them in place, use
     ``jax.jit(optzoo.flush, donate_argnums=(0, 1))``.
+
+    Of arrays that are sharded by rows each device flushes its own. Inside ``jit`` the shardings are
+    not known, so there call it in a ``jax.shard_map`` (docs/caught_up.md).
 
     Args:
         params: the parameters.
@@ -68,12 +103,32 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    return _flush(params, state)
+    leaves, treedef = jax.tree.flatten((params, state))
+    meshes = {x.sharding.mesh for x in leaves if _has_shards(x)}
+    if len(meshes) != 1:
+        return _flush(params, state)
+    [mesh] = meshes
+    on_mesh = lambda x: getattr(getattr(x, "sharding", None), "mesh", None) == mesh
+    specs = [x.sharding.spec if on_mesh(x) else PartitionSpec() for x in leaves]
+    return _flush_of_shards(mesh, treedef, tuple(specs))(params, state)
+
+
+def _has_shards(x: Any) -> bool:
+    """Whether an array is known to have its rows on several devices."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.ndim == 0:
+        return False
+    return isinstance(x.sharding, NamedSharding) and x.sharding.shard_shape(x.shape)[0] < len(x)
 
 
 @jax.jit
 def _flush(params: Any, state: Any) -> tuple[Any, Any]:
     return map_tables(params, state, lambda i, table: whole(table))
+
+
+@functools.cache
+def _flush_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    tree = treedef.unflatten(specs)
+    return jax.jit(jax.shard_map(_flush, mesh=mesh, in_specs=tree, out_specs=tree))
 
 
 def has_sleepers(state: Any) -> bool:
@@ -119,7 +174,7 @@ def check_awake(state: Any, what: str) -> None:
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after :func:`flush`."""
     [(words, old)] = state.clock.items()
-    count = count_of(slots_node(state.inner))
+    count = count_of_updates(state.inner)
     clock = Clock(jnp.array(count, jnp.int32), *map(jnp.zeros_like, (old.young, old.ring)))
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {words: clock}, last)
@@ -128,27 +183,35 @@ def all_awake(state: CaughtUpState) -> CaughtUpState:
 # The slots of a state, by parameter
 
 
-def slots_node(inner: Any) -> LeafwiseState:
-    """The part of the inner state that has the slots."""
-    [node] = [node for node in nodes_of(LeafwiseState, inner) if len(node.slots)]
-    return node
+def slots_nodes(inner: Any) -> list[LeafwiseState]:
+    """The parts of the inner state that have slots: the optimizer, then its moving average."""
+    return [node for node in nodes_of(LeafwiseState, inner) if len(node.slots)]
+
+
+def count_of_updates(inner: Any) -> Array:
+    """The number of updates of the inner state."""
+    return count_of(slots_nodes(inner)[0])
 
 
 def slots_by_leaf(inner: Any, treedef: Any) -> list[Any]:
-    """For each parameter the named tuple of its slots, as they are stored."""
-    slots = slots_node(inner).slots
-    columns = [treedef.flatten_up_to(tree) for tree in slots]
-    return list(map(type(slots)._make, zip(*columns, strict=True)))
+    """For each parameter the named tuples of its slots, as they are stored: one of each part."""
+
+    def of_each(slots):
+        columns = [treedef.flatten_up_to(tree) for tree in slots]
+        return map(type(slots)._make, zip(*columns, strict=True))
+
+    return list(zip(*(of_each(node.slots) for node in slots_nodes(inner)), strict=True))
 
 
 def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
     """The inner state with other slots."""
+    parts = zip(*rows, strict=True)
 
     def change(node):
         if not len(node.slots):
             return node
-        trees = [treedef.unflatten([row[j] for row in rows]) for j in range(len(node.slots))]
-        return node._replace(slots=type(node.slots)._make(trees))
+        columns = zip(*next(parts), strict=True)
+        return node._replace(slots=type(node.slots)._make(map(treedef.unflatten, columns)))
 
     return map_nodes(LeafwiseState, change, inner)
 
@@ -159,13 +222,14 @@ def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
 class Table:
     """A table, its slots as they are stored, and for each row the step that it is as of."""
 
-    def __init__(self, motion: Motion, clock: Clock, x: Any, slots: Any, last: Any):
+    def __init__(self, motion: Motion, clock: Clock, number: int, arrays: Any):
         self.motion, self.clock = motion, clock
-        self.arrays = x, slots, last
+        self.number = number  # of the parameter
+        self.arrays = arrays  # x, slots, last
 
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
-        return Table(self.motion, self.clock, *arrays)
+        return Table(self.motion, self.clock, self.number, arrays)
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
@@ -192,23 +256,45 @@ class Table:
         """
 
         def awake():
-            return self._wake(jax.tree.map(take, self.arrays))
+            return self._wake(jax.tree.map(take, self.arrays), take)
 
         def stopped():
-            x, slots, last = jax.tree.map(jnp.zeros_like, jax.eval_shape(awake))
-            return jnp.full_like(x, jnp.nan), slots, last
+            jaxpr, shapes = jax.make_jaxpr(awake, return_shape=True)()
+            # Inside shard_map both branches need the same type.
+            kinds = jax.tree.unflatten(
+                jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars)
+            )
+            zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
+            x, slots, last = jax.tree.map(zeros, shapes, kinds)
+            if self.motion.law.average is not None:  # it is read in the place of x
+                slots = jax.tree.map(_unknown, slots)
+            return _unknown(x), slots, last
 
         # By a conditional, so that XLA keeps what it computes. Otherwise it computes it again where
         # it is used, and gathers x alone, which takes longer than all of this; and in a loop it
         # copies the table, to read it again after it was written.
         return jax.lax.cond(self.clock.count >= 0, awake, stopped)
 
-    def _wake(self, rows: Any) -> Any:
+    def _wake(self, rows: Any, take: Callable[[Array], Array]) -> Any:
         x, slots, last = rows
-        each = unpack(slots)
-        x, awake = wake(self.motion, self.clock, x, each._asdict(), last)
-        slots = pack_like(slots, type(each)(**awake))
-        return x, slots, self.as_of(last, self.clock.count)
+        each = [unpack(part) for part in slots]
+        stored = {name: a for part in each for name, a in part._asdict().items()}
+        wide = {name: upcast(a) for name, a in stored.items()}
+        new, awake = wake(self.motion, self.clock, upcast(x), wide, last)
+        if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
+            start = first_place(_SEED, self.clock.count, self.number)
+            ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
+            start = start + ids * np.uint32(math.prod(x.shape[1:]) % 2**32)
+            awake = {
+                name: rounded(a, awake[name], start, k)
+                for k, (name, a) in enumerate(stored.items())
+            }
+        of_part = lambda part: type(part)(**{name: awake[name] for name in part._fields})
+        packed = tuple(pack_like(s, of_part(p)) for s, p in zip(slots, each, strict=True))
+        cast = lambda old, new: new.astype(old.dtype)
+        # A table in 16 bits is rounded to the nearest, as by a step of the optimizer.
+        new, slots = jax.tree.map(cast, (x, slots), (new, packed))
+        return new, slots, self.as_of(last, self.clock.count)
 
     @staticmethod
     def as_of(last: Array, count: Array) -> Array:
@@ -216,6 +302,12 @@ class Table:
         # Not a constant: it depends on what was read, so that XLA reads before it writes in place.
         # Otherwise it copies the steps of all rows.
         return jnp.maximum(last, count)
+
+
+def _unknown(a: Array) -> Array:
+    """NaN; words of two slots as they are."""
+    is_real = jnp.issubdtype(a.dtype, jnp.inexact)
+    return vary(jnp.full_like(a, jnp.nan), varying(a)) if is_real else a
 
 
 def _take(a: Array, ids: Array) -> Array:
@@ -268,7 +360,7 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
     """
     [(words, clock)] = state.clock.items()
     motion = make_motion(law_of_record(words), clock.ring.dtype.name, clock.ring.shape[0])
-    in_step = clock.count == count_of(slots_node(state.inner))
+    in_step = clock.count == count_of_updates(state.inner)
     return motion, clock._replace(count=jnp.where(in_step, clock.count, -1))
 
 
@@ -278,7 +370,7 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
     motion, clock = motion_of(state)
     slots, lasts = slots_by_leaf(state.inner, treedef), treedef.flatten_up_to(state.last)
     return {
-        i: Table(motion, clock, x, s, last)
+        i: Table(motion, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
         if not is_masked(last)
     }, treedef
