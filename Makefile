@@ -9,6 +9,7 @@
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
 #             (make docs then puts them into docs/performance.md)
 # make docs   regenerates the generated parts of the pages
+# make site   builds the site into site/, offline; make site-check checks its links, names and search
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,8 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs clean
+.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs site
+.PHONY: site-check clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
@@ -53,6 +55,12 @@ bench-full: $(VENV)/race.installed
 
 docs: $(VENV)/dev.installed
 	$(BIN)/python -m tests.test_docs
+
+site: $(VENV)/site.installed
+	$(BIN)/python docs/site/build.py
+
+site-check: $(VENV)/site.installed
+	$(BIN)/python docs/site/check.py
 
 # One environment; each stamp means that the extra of its name is installed in it.
 $(VENV)/%.installed: pyproject.toml
