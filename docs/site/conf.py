@@ -32,6 +32,7 @@ html_static_path = ["static"]
 html_css_files = ["optzoo.css"]
 html_math_renderer = "mathml"
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"

@@ -5,6 +5,9 @@ import re
 
 import latex2mathml.converter
 from docutils import nodes
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
 
 
 def to_mathml(latex: str, *, block: bool = False) -> str:
@@ -15,24 +18,31 @@ def to_mathml(latex: str, *, block: bool = False) -> str:
         block: whether it stands in a line of its own; several lines are aligned at ``&``.
     """
     latex = latex.strip()
-    body = latex
-    if block and (r"\\" in latex or "&" in latex) and r"\begin" not in latex:
-        body = rf"\begin{{aligned}} {latex} \end{{aligned}}"
-    # latex2mathml knows no \operatorname with a star, and \mathrm joins what follows it.
-    body = re.sub(r"\\operatorname\*", r"\\operatorname", body)
+    body = latex.replace("{aligned}", "{align*}")
+    outside = re.sub(r"\\begin\{(\w+)\}.*?\\end\{\1\}", "", latex, flags=re.DOTALL)
+    if block and (r"\\" in outside or "&" in outside):
+        body = rf"\begin{{align*}} {latex} \end{{align*}}"
     mathml = latex2mathml.converter.convert(body, display="block" if block else "inline")
     return mathml.replace("<math ", f'<math alttext="{html.escape(latex, quote=True)}" ', 1)
 
 
+def _warned(node: nodes.Node, mathml: str) -> str:
+    """The formula, with a warning if a command of LaTeX is unknown and stands in it as it is."""
+    if unknown := re.search(r"<m[ion]>(\\\w+|&)</m[ion]>", mathml):
+        logger.warning("unknown in a formula: %s", unknown[1], location=node)
+    return mathml
+
+
 def visit_inline(self, node: nodes.math) -> None:
     """Writes an inline formula."""
-    self.body.append(to_mathml(node.astext()))
+    self.body.append(_warned(node, to_mathml(node.astext())))
     raise nodes.SkipNode
 
 
 def visit_block(self, node: nodes.math_block) -> None:
     """Writes a formula in a line of its own."""
-    self.body.append(f'<div class="formula">{to_mathml(node.astext(), block=True)}</div>\n')
+    mathml = _warned(node, to_mathml(node.astext(), block=True))
+    self.body.append(f'<div class="formula">{mathml}</div>\n')
     raise nodes.SkipNode
 
 

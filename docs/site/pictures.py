@@ -72,16 +72,16 @@ def _figure(rates: np.ndarray, tracks: np.ndarray) -> bytes:
     settings |= dict.fromkeys(
         ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"], GREY
     )
-    with rc_context({**settings, "font.size": 8.0}):
-        figure = Figure(figsize=(7.2, 2.1), layout="constrained")
-        path, curve, rate = figure.subplots(1, 3, width_ratios=[1.15, 1, 1])
+    with rc_context({**settings, "font.size": 8.0, "xtick.labelsize": 7, "ytick.labelsize": 7}):
+        figure = Figure(figsize=(4.8, 1.7), layout="constrained")
+        path, curve, rate = figure.subplots(1, 3, width_ratios=[1.1, 1, 1])
         _path(path, tracks[best], rates[best])
         curve.plot(losses[best], color=LINE, linewidth=1.5)
         curve.set_xlabel("step")
         rate.plot(rates, reached, color=LINE, linewidth=1.5)
         rate.plot(rates[best], reached[best], "o", color=MARK, markersize=4)
         rate.set_xscale("log")
-        rate.set_xlabel(f"learning rate (loss after {STEPS} steps)")
+        rate.set_xlabel("learning rate")
         for axes in (curve, rate):
             axes.set_yscale("log")
             axes.set_ylim(3e-10, 3e2)
@@ -90,9 +90,10 @@ def _figure(rates: np.ndarray, tracks: np.ndarray) -> bytes:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.2)
         curve.set_title("loss", fontsize=8)
-        rate.set_title("sensitivity to the rate", fontsize=8)
+        rate.set_title(f"loss at step {STEPS}", fontsize=8)
         buffer = io.BytesIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(figure)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return re.sub(rb"\n\s*", b"\n", re.sub(rb"<!DOCTYPE.*?>", b"", buffer.getvalue(), flags=re.S))
 
 
@@ -106,4 +107,4 @@ def _path(axes, points: np.ndarray, rate: float) -> None:
     axes.plot(*points[0], "o", color=MARK, markersize=4)
     axes.plot(1, 1, "*", color="#3a9d5d", markersize=9)
     axes.set(xlim=(-1.8, 1.8), ylim=(-0.7, 2.3), xticks=[], yticks=[])
-    axes.set_title(f"path in the valley, rate {rate:.2g}", fontsize=8)
+    axes.set_title(f"path, rate {rate:.2g}", fontsize=8)
