@@ -28,6 +28,13 @@ def create(
         create({"class": "momentum", "momentum": 0.9}, learning_rate=0.1)
         create({"class": "MovingAverage", "average_decay": 0.99, "opt": {"class": "adam"}})
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.create("tf.train.MomentumOptimizer", learning_rate=0.1, momentum=0.9)
+        >>> updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+        >>> print(optzoo.slot_names(state), updates)
+        ('momentum',) [-0.1 -0.1]
+
     Args:
         name_or_config: a name of TensorFlow, of RETURNN, of FBGEMM or of this library, in any case,
             with or without ``Optimizer`` and underscores; a member of FBGEMM's ``EmbOptimType``; or
@@ -85,6 +92,13 @@ def register(
     **about: Any,
 ) -> None:
     """Adds your optimizer to :data:`optzoo.CATALOG`, for :func:`optzoo.create` and the race.
+
+    Example:
+        >>> import optax, optzoo
+        >>> optzoo.register("my_sgd", lambda learning_rate: optax.sgd(learning_rate), rate=0.1)
+        >>> tx = optzoo.create("MySGD", learning_rate=0.1)
+        >>> print(optzoo.CATALOG.pop("my_sgd").rows)
+        dense
 
     Args:
         name: its name; ``create`` then finds it in any case, with or without ``Optimizer``.

@@ -184,11 +184,13 @@ def _reference(source: pathlib.Path) -> None:
 
 REFERENCE = """
 One page for each public name, made from its docstring. Every example is run by the tests. They
-begin with these imports:
+show at most four digits of a number:
 
 .. code-block:: python
 
-   import jax, jax.numpy as jnp, numpy as np, optax, optzoo
+   import numpy as np
+
+   np.set_printoptions(precision=4, suppress=True)
 
 The conformance tests for your own optimizers are in ``optzoo.testing.contract``; see
 :doc:`/docs/your_own`.

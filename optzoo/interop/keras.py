@@ -56,6 +56,15 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
     dtype of the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> import os; os.environ["KERAS_BACKEND"] = "jax"
+        >>> import keras
+        >>> tx = optzoo.keras_optimizer(keras.optimizers.SGD(0.1))
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)), jnp.ones(2))
+        >>> print(updates)
+        [-0.1  0.2]
+
     Args:
         optimizer: an instance such as ``keras.optimizers.Adam(1e-3)``, not built yet.
 

@@ -66,6 +66,17 @@ def accumulate(
     To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before it in
     the chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.accumulate(optzoo.gradient_descent(0.1), 2)
+        >>> params = jnp.zeros(2)
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.array([1.0, 3.0]), state, params)
+        ...     print(updates + 0)
+        [0. 0.]
+        [-0.2 -0.6]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
