@@ -2,6 +2,7 @@
 
 import difflib
 import enum
+import functools
 import inspect
 import math
 import numbers
@@ -148,6 +149,12 @@ def accepts(name: str, argument: str) -> bool:
     """
     found = _find(name)
     return _ours(found, argument) in found.parameters
+
+
+def factory_of(name: str | enum.Enum) -> Callable[..., Any]:
+    """The function that :func:`create` calls for a name; raises as it does for unknown ones."""
+    factory = _find(name).factory
+    return factory.func if isinstance(factory, functools.partial) else factory
 
 
 def names() -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ import textwrap
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import pages
 import public
 from docutils import nodes
 from sphinx import addnodes
@@ -56,7 +57,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!optzoo\.).*")]
 
 NAMES = public.names()
 # Of these a bare name in a page becomes a link; of all others ``optzoo.name`` does.
-TABLES = {*optzoo.CATALOG, *optzoo.WRAPPERS, *optzoo.DISTRIBUTED}
+TABLES = pages.TABLES
 
 
 def signature(app, what, name, thing, options, given, returned):

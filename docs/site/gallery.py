@@ -51,6 +51,9 @@ def write(source: pathlib.Path, cache: pathlib.Path) -> None:
         cores=times["machine"]["cores"],
     )
     when = tomllib.loads((HERE / "when.toml").read_text())
+    if when.keys() != optzoo.CATALOG.keys():
+        wrong = sorted(when.keys() ^ optzoo.CATALOG.keys())
+        raise ValueError(f"when.toml needs one line for each optimizer: see {', '.join(wrong)}")
     for family, title in FAMILIES.items():
         names = [n for n, entry in optzoo.CATALOG.items() if entry.family == family]
         cards = "\n".join(card(n, when[n], times["cases"]["resnet50"].get(n)) for n in names)

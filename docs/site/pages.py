@@ -182,6 +182,7 @@ def _reference(source: pathlib.Path) -> None:
     _put(source, pathlib.PurePath("api/index.rst"), "\n".join(lines) + "\n")
 
 
+TABLES = {*optzoo.CATALOG, *optzoo.WRAPPERS, *optzoo.DISTRIBUTED}
 REFERENCE = """
 One page for each public name, made from its docstring. Every example is run by the tests. They
 show at most four digits of a number:
@@ -251,6 +252,10 @@ def _entry(name: str, thing: Any, module: str) -> str:
         lines += ["", f"Source: `{path} <{page}>`__"]
     else:
         lines += ["", f"Source: ``{path}``"]
+    if short in TABLES and "References:" in (inspect.getdoc(thing) or ""):
+        bibtex = [f"   {line}" if line else "" for line in optzoo.cite(short).splitlines()]
+        lines += ["", ".. rubric:: BibTeX", "", f"``optzoo.cite({short!r})``", ""]
+        lines += [".. code-block:: bibtex", "", *bibtex]
     return "\n".join(lines) + "\n"
 
 

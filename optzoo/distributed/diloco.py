@@ -100,7 +100,8 @@ def diloco(
 
     References:
         Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
-        <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo
+        <https://arxiv.org/abs/2311.08105>`_, 2023; Douillard et al., `Streaming DiLoCo with
+        overlapping communication: Towards a Distributed Free Lunch
         <https://arxiv.org/abs/2501.18512>`_, 2025.
     """
     period = check_size(1, communication_period=communication_period)

@@ -79,7 +79,8 @@ def drop_stale_gradient(
         NameError: at trace time, if there is no such axis.
 
     References:
-        ``tf.contrib.opt.DropStaleGradientOptimizer``.
+        ``tf.contrib.opt.DropStaleGradientOptimizer`` of `TensorFlow 1
+        <https://github.com/tensorflow/tensorflow>`_.
 
     Differences from the original:
         Its check and its update are two steps, and another worker may update between them; here

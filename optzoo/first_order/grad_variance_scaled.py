@@ -92,7 +92,8 @@ def grad_variance_scaled(
         ValueError: if a decay or eps is out of its range.
 
     References:
-        The source code of RETURNN; there is no paper.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; there is
+        no paper.
 
     Differences from the original:
         Rows that share an index are summed; the original makes a step for each of them. With

@@ -54,8 +54,9 @@ def normalized_sgd(
         TypeError: if the rate is neither a number nor a schedule.
 
     References:
-        The source code of RETURNN; Cortés, `Finite-time convergent gradient flows with applications
-        to network consensus <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; Cortés,
+        `Finite-time convergent gradient flows with applications to network consensus
+        <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
 
     Differences from the original:
         Rows that share an index are summed before the norm is computed; the original computes the

@@ -305,7 +305,11 @@ def _check(optimizer: Any) -> None:
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01, momentum: float = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' SGD: the momentum contains the rate, unlike in ``tf.train.MomentumOptimizer``."""
+    """Keras' SGD: the momentum contains the rate, unlike in ``tf.train.MomentumOptimizer``.
+
+    References:
+        ``keras.optimizers.SGD`` of `Keras <https://keras.io/api/optimizers/sgd>`_.
+    """
     if momentum == 0:
         return scale_by_learning_rate(learning_rate)
     return optax.chain(scale_by_learning_rate(learning_rate), scale_by_momentum(momentum, nesterov))
@@ -317,7 +321,13 @@ def nadam_keras(
     b2: float = 0.999,
     eps: float = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' Nadam, with its schedule of the momentum; needs ``keras``."""
+    """Keras' Nadam, with its schedule of the momentum; needs ``keras``.
+
+    References:
+        ``keras.optimizers.Nadam`` of `Keras <https://keras.io/api/optimizers/Nadam>`_; Dozat,
+        `Incorporating Nesterov Momentum into Adam
+        <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
+    """
     nadam = import_keras().optimizers.Nadam
     return keras_optimizer(nadam(learning_rate=learning_rate, beta_1=b1, beta_2=b2, epsilon=eps))
 

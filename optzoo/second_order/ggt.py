@@ -172,7 +172,7 @@ def ggt(
 
     References:
         Agarwal et al., `Efficient Full-Matrix Adaptive Regularization
-        <https://proceedings.mlr.press/v97/agarwal19b.html>`_, ICML 2019.
+        <https://proceedings.mlr.press/v97/agarwal19b.html>`_, 2019 (ICML).
 
     Differences from the original:
         Scalars, parameters of different dtypes, row-sparse and missing gradients are accepted.

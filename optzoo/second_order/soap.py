@@ -207,7 +207,7 @@ def soap(
 
     References:
         Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
-        <https://arxiv.org/abs/2409.11321>`_, 2024, and its code `nikhilvyas/SOAP
+        <https://arxiv.org/abs/2409.11321>`_, 2024; the code `nikhilvyas/SOAP
         <https://github.com/nikhilvyas/SOAP>`_.
 
     Differences from the original:

@@ -92,7 +92,8 @@ def accumulate(
             two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
 
     References:
-        ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
+        ``accum_grad_multiple_step``.
     """
     inner = inner_transformation(inner=inner)
     every = check_size(1, every=every)

@@ -39,7 +39,8 @@ def multitask(
         inner: a complete optimizer, including its learning rate.
 
     References:
-        ``tf.contrib.opt.MultitaskOptimizerWrapper``.
+        ``tf.contrib.opt.MultitaskOptimizerWrapper`` of `TensorFlow 1
+        <https://github.com/tensorflow/tensorflow>`_.
 
     Differences from the original:
         The original modifies the inner optimizer in place.
