@@ -1,6 +1,7 @@
 """The site is built without a warning, and the check finds nothing, or what was broken."""
 
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -26,10 +27,18 @@ def site(tmp_path_factory):
     return folder / "built"
 
 
+@pytest.fixture(scope="module")
+def check():
+    """The functions of check.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return runpy.run_path(str(TOOLS / "check.py"))
+
+
 def test_nothing_is_broken(site):
     done = run("check.py", "--site", site)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.endswith("0 failures\n")
+    assert done.stdout.endswith(" 0 failures\n")
 
 
 @pytest.mark.parametrize(
@@ -41,27 +50,22 @@ def test_nothing_is_broken(site):
         ('<p style="background: url(//example.org/x.png)">x</p>', "is loaded from elsewhere"),
     ],
 )
-def test_a_broken_page_is_found(site, change, found):
-    page = site / "index.html"
-    text = page.read_text()
-    try:
-        page.write_text(text.replace("</article>", f"{change}</article>"))
-        done = run("check.py", "--site", site)
-    finally:
-        page.write_text(text)
-    assert done.returncode == 1
-    assert any(
-        line.startswith("index.html: ") and found in line for line in done.stdout.split("\n")
+def test_a_broken_page_is_found(site, check, change, found):
+    text = {name: (site / name).read_text() for name in ("index.html", "gallery.html")}
+    text["index.html"] = text["index.html"].replace("</article>", f"{change}</article>")
+    pages = {name: check["Page"](content) for name, content in text.items()}
+    (failure,) = check["check_links"](site, pages)
+    assert failure.page == "index.html"
+    assert f"{failure.link} {failure.why}".endswith(found)
+
+
+def test_names_without_a_page_are_found_and_the_check_fails(tmp_path):
+    (tmp_path / "index.html").write_text('<a href="gone.html">x</a>')
+    (tmp_path / "searchindex.js").write_text(
+        'Search.setIndex({"docnames":["index"],"terms":{},"titleterms":{}})'
     )
-
-
-def test_a_name_without_a_page_is_found(site):
-    page = site / "api" / "optzoo.ftrl.html"
-    text = page.read_text()
-    try:
-        page.unlink()
-        done = run("check.py", "--site", site)
-    finally:
-        page.write_text(text)
+    done = run("check.py", "--site", tmp_path)
     assert done.returncode == 1
-    assert "api/optzoo.ftrl.html: optzoo.ftrl this public name has no page" in done.stdout
+    assert "index.html: gone.html there is no such file\n" in done.stdout
+    assert "api/optzoo.ftrl.html: optzoo.ftrl this public name has no page\n" in done.stdout
+    assert "search.html: AdamOptimizer finds [] and not api/optzoo.adam\n" in done.stdout
