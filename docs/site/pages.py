@@ -6,7 +6,6 @@ import inspect
 import json
 import pathlib
 import re
-import shutil
 from typing import Any
 
 import public
@@ -103,13 +102,17 @@ def _page(source: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
         _put(source, target_of(path), text)
         return []
     else:
-        shutil.copy(path, source / path.relative_to(ROOT))
+        _put(source, path.relative_to(ROOT), path.read_bytes())
         return []
     linked = []
 
     def rewritten(match: re.Match[str]) -> str:
         link, anchor = match[2], match[3] or ""
         file = (path.parent / link).resolve()
+        if file.is_dir() and "://" not in link:  # of a folder there is only its description
+            if not (file / "README.md").exists():
+                return "]"
+            file /= "README.md"
         if "://" in link or not file.is_file() or file.suffix in (".png", ".svg"):
             return match[0]
         linked.append(file)
@@ -124,7 +127,8 @@ def _page(source: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
 def _notebook(source: pathlib.Path, path: pathlib.Path) -> str:
     """A notebook with its stored outputs as Markdown; its pictures become files."""
     parts = []
-    for i, cell in enumerate(json.loads(path.read_text())["cells"]):
+    cells = list(enumerate(json.loads(path.read_text())["cells"]))
+    for i, cell in sorted(cells, key=lambda numbered: not _is_title(numbered[1])):
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(text)
@@ -141,6 +145,10 @@ def _notebook(source: pathlib.Path, path: pathlib.Path) -> str:
                 plain = re.sub(r"\x1b\[[0-9;]*m", "", words)
                 parts.append(f"````{{container}} output\n```text\n{plain}\n```\n````")
     return "\n\n".join(parts) + "\n"
+
+
+def _is_title(cell: dict[str, Any]) -> bool:
+    return cell["cell_type"] == "markdown" and "".join(cell["source"]).startswith("# ")
 
 
 def module_of(name: str, thing: Any) -> str:
@@ -172,14 +180,18 @@ def _reference(source: pathlib.Path) -> None:
         title = next(t for t, homes in GROUPS.items() if module.startswith(tuple(homes)))
         grouped[title].append(name)
         _put(source, pathlib.PurePath("api", f"{name}.rst"), _entry(name, thing, module))
-    lines = [_title("Reference"), REFERENCE]
+    groups = []
     for title, members in grouped.items():
         slug = "group-" + title.lower().replace(" ", "-")
-        table = _table([(f":doc:`{m} <{m}>`", summary(m, names[m])) for m in members])
+        link = lambda name: f":doc:`{name.split('.', 1)[1]} <{name}>`"
+        table = _table([(link(m), summary(m, names[m])) for m in members])
         tree = _toctree("", [f"{m.split('.', 1)[1]} <{m}>" for m in members])
         _put(source, pathlib.PurePath("api", f"{slug}.rst"), f"{_title(title)}\n{tree}\n{table}\n")
-        lines.append(f"   {slug}")
-    _put(source, pathlib.PurePath("api/index.rst"), "\n".join(lines) + "\n")
+        groups.append((slug, " · ".join(map(link, members))))
+    tree = _toctree("", [slug for slug, _ in groups])
+    table = _table([(f":doc:`{slug}`", links) for slug, links in groups])
+    text = _title("Reference") + REFERENCE + tree + table
+    _put(source, pathlib.PurePath("api/index.rst"), text)
 
 
 TABLES = {*optzoo.CATALOG, *optzoo.WRAPPERS, *optzoo.DISTRIBUTED}
@@ -196,8 +208,6 @@ show at most four digits of a number:
 The conformance tests for your own optimizers are in ``optzoo.testing.contract``; see
 :doc:`/docs/your_own`.
 
-.. toctree::
-   :maxdepth: 1
 """
 
 
@@ -223,8 +233,8 @@ def _entry(name: str, thing: Any, module: str) -> str:
     lines = [_title(short.replace("_", "\\_") if short.endswith("_") else short)]
     if short in optzoo.CATALOG:
         entry = optzoo.CATALOG[short]
-        original = "of optzoo" if entry.original is None else f"``{entry.original}``"
-        card = f"Original: {original} · rows: :func:`optzoo.{entry.rows}` · :doc:`/gallery`"
+        original = f"Original: ``{entry.original}``" if entry.original else "Of optzoo"
+        card = f"{original} · rows: :func:`optzoo.{entry.rows}` · :doc:`/gallery`"
         picture = f"/_pictures/{short}.svg"
         words = f"{short} in a valley, its loss by step, and its loss by learning rate"
         lines += [card, "", f".. image:: {picture}", "   :class: card-picture", f"   :alt: {words}"]
