@@ -18,11 +18,13 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.
 PICTURES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/results/*.png")
 CODE = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".cff": "yaml"}
 
-# The groups of the reference: title and the modules or folders of the names in it.
+# The groups of the reference: title and the modules or folders of the names in it. Directions are
+# what optimizers are made of: ``scale_by_adam``.
 GROUPS = {
     "First-order optimizers": ["optzoo.first_order"],
     "Proximal optimizers": ["optzoo.proximal"],
     "Second-order optimizers": ["optzoo.second_order"],
+    "Directions": [],
     "Wrappers": ["optzoo.wrappers"],
     "Gradients before the optimizer": ["optzoo.transforms"],
     "Row-sparse gradients": ["optzoo.core", "optzoo.sparse"],
@@ -178,6 +180,8 @@ def _reference(source: pathlib.Path) -> None:
     for name, thing in names.items():
         module = module_of(name, thing)
         title = next(t for t, homes in GROUPS.items() if module.startswith(tuple(homes)))
+        if "optimizers" in title and name.startswith("optzoo.scale_by_"):
+            title = "Directions"
         grouped[title].append(name)
         _put(source, pathlib.PurePath("api", f"{name}.rst"), _entry(name, thing, module))
     groups = []
