@@ -220,9 +220,10 @@ def _title(text: str) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    lines = ["", ".. list-table::", "   :widths: 30 70", "   :class: names", ""]
+    """A list of names and what they are, which a wide page shows as two columns."""
+    lines = ["", ".. rst-class:: names", ""]
     for first, second in rows:
-        lines += [f"   * - {first}", f"     - {second}"]
+        lines += [first, f"   {second or '-'}", ""]
     return "\n".join(lines) + "\n"
 
 
