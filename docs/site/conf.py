@@ -13,6 +13,7 @@ import pages
 import public
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.domains.python import PyObject
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import optzoo
@@ -49,6 +50,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_custom_sections = ["Differences from the original"]
 maximum_signature_line_length = 88
 viewcode_line_numbers = True
@@ -73,7 +75,8 @@ def signature(app, what, name, thing, options, given, returned):
     arguments = ast.unparse(tree.args)
     if what == "method":
         arguments = re.sub(r"^(self|cls)(, |$)", "", arguments)
-    return f"({arguments})", ast.unparse(tree.returns) if tree.returns else ""
+    result = ast.unparse(tree.returns).strip("'\"") if tree.returns else ""
+    return f"({arguments})", result
 
 
 def skip(app, what, name, thing, would_skip, options):
@@ -131,6 +134,9 @@ def _inside(node, *kinds):
 
 def setup(app):
     """Connects the functions above."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", resolve)

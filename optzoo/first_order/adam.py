@@ -112,7 +112,7 @@ def adam(
         >>> params = {"w": jnp.array([1.0, -2.0])}
         >>> state = tx.init(params)
         >>> updates, state = tx.update({"w": jnp.array([0.01, -5.0])}, state, params)
-        >>> print(updates["w"])  # the first step has the length of the rate, whatever the gradient
+        >>> print(updates["w"])  # the first step is as long as the rate
         [-0.1  0.1]
 
     Args:
