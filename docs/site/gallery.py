@@ -72,7 +72,7 @@ def card(name: str, when: str, time: dict | None) -> str:
     entry = optzoo.CATALOG[name]
     what = (entry.factory.__doc__ or "").splitlines()[0].split(", as in")[0].rstrip(".")
     facts = {
-        "Take it when": re.sub(r"\bblocked_shampoo\b", "`blocked_shampoo`", when),
+        "When to take it": re.sub(r"\bblocked_shampoo\b", "`blocked_shampoo`", when),
         "Original": f"`{entry.original}`" if entry.original else "optzoo",
         "Rows": f"{{py:func}}`{entry.rows} <optzoo.{entry.rows}>`",
         "State": f"{state_bytes(entry)} bytes for each parameter",
