@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import pkgutil
 import re
 import sys
 import textwrap
@@ -91,8 +92,12 @@ def resolve(app, env, node, content):
     for name in (f"optzoo.{target.rpartition('.')[2]}", target):
         if name in domain.objects and target.startswith("optzoo."):
             return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
-    # A type in a signature that is not public stays text; a wrong name in a docstring is an error.
-    return content if target.count(".") > 1 and node.get("reftype") == "class" else None
+    # What is not public stays text; a name that does not exist is an error.
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return None
+    return content if target.count(".") > 1 else None
 
 
 class NamesToLinks(SphinxPostTransform):

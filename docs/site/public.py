@@ -1,5 +1,6 @@
 """The public names of optzoo, each with the object it stands for; nothing else lists them."""
 
+import ast
 import importlib
 import inspect
 import pathlib
@@ -25,19 +26,12 @@ def names() -> dict[str, Any]:
 
 
 def _of(module: Any) -> dict[str, Any]:
-    """The public names that a module defines or imports from optzoo."""
-    listed = getattr(module, "__all__", ())
-    return {
-        f"{module.__name__}.{name}": thing
-        for name, thing in sorted(vars(module).items())
-        if name in listed
-        or (name[0] != "_" and not inspect.ismodule(thing) and _is_ours(thing, name))
-    }
-
-
-def _is_ours(thing: Any, name: str) -> bool:
-    home = getattr(thing, "__module__", None)
-    return name.isupper() if home is None else home.startswith("optzoo.")
+    """The names in ``__all__`` of a module, and those that it imports as themselves."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    aliases = {a.name for node in imports for a in node.names if a.asname == a.name}
+    listed = sorted({*getattr(module, "__all__", ()), *aliases})
+    return {f"{module.__name__}.{name}": getattr(module, name) for name in listed}
 
 
 def home(thing: Any) -> str | None:
