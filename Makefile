@@ -10,6 +10,7 @@
 #             (make docs then puts them into docs/performance.md)
 # make docs   regenerates the generated parts of the pages
 # make dist   builds the sdist and the wheel, and tries the wheel in an environment without extras
+# make site   builds the site into site/, offline; make site-check checks its links, names and search
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,8 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs dist clean
+.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs dist
+.PHONY: site site-check clean
 
 race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
@@ -59,10 +61,16 @@ docs: $(VENV)/dev.installed
 dist: $(VENV)/dist.installed
 	$(BIN)/python tests/release/dist.py $(ARGS)
 
+site: $(VENV)/site.installed
+	$(BIN)/python docs/site/build.py
+
+site-check: $(VENV)/site.installed
+	$(BIN)/python docs/site/check.py
+
 # One environment; each stamp means that the extra of its name is installed in it.
 $(VENV)/%.installed: pyproject.toml
 	@PYTHON="$(PYTHON)" sh tests/versions/environment.sh $(VENV) $* $(PIP_ARGS)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-matrix race
+	rm -rf .venv .venv-oldest .venv-matrix race site build

@@ -6,6 +6,7 @@ from .catalog import CATALOG, DISTRIBUTED, WRAPPERS
 from .catalog import Entry as Entry
 from .catalog import Method as Method
 from .catalog import Wrapper as Wrapper
+from .cite import cite
 from .core.rows import SparseRows, coalesce, densify, on_values
 from .describe import Description as Description
 from .describe import describe
@@ -155,6 +156,7 @@ __all__ = [
     "catch_up",
     "caught_up",
     "check_numerics",
+    "cite",
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",

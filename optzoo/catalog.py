@@ -62,7 +62,15 @@ Rows = Literal["lazy", "dense", "touched", "linear"]
 
 
 class Entry(NamedTuple):
-    """The properties of an optimizer that the rest of the library needs."""
+    """The properties of an optimizer that the rest of the library needs.
+
+    Example:
+        >>> import optzoo
+        >>> entry = optzoo.CATALOG["adam"]
+        >>> print(entry.original, entry.rows, entry.family)
+        tf.train.AdamOptimizer dense first_order
+        >>> tx = entry.make(0.1, b1=0.5)
+    """
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     rows: Rows  # the policy for row-sparse gradients
@@ -163,7 +171,13 @@ CATALOG: dict[str, Entry] = {
 
 
 class Wrapper(NamedTuple):
-    """The properties of a wrapper that the rest of the library needs."""
+    """The properties of a wrapper that the rest of the library needs.
+
+    Example:
+        >>> import optzoo
+        >>> print(optzoo.WRAPPERS["moving_average"].original)
+        tf.contrib.opt.MovingAverageOptimizer
+    """
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     original: str | None  # the equivalent class or function in TF1; None if there is none
@@ -184,7 +198,15 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 class Method(NamedTuple):
-    """The properties of a distributed method that the rest of the library needs."""
+    """The properties of a distributed method that the rest of the library needs.
+
+    Example:
+        >>> import optzoo
+        >>> method = optzoo.DISTRIBUTED["elastic_average"]
+        >>> print(method.original)
+        tf.contrib.opt.ElasticAverageOptimizer
+        >>> tx = method.make(optzoo.adam(0.1), 4)
+    """
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none

@@ -51,6 +51,12 @@ class TableOf(NamedTuple):
 class Description:
     """The result of :func:`optzoo.describe`; ``str`` of it is a table. All sizes are in bytes.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> found = optzoo.describe(optzoo.adam(0.1), {"w": jnp.ones((3, 2))})
+        >>> print([slot.slot for slot in found.slots], found.state_per_parameter > 8)
+        ['m', 'v'] True
+
     Attributes:
         slots: every slot of every parameter.
         elements: the number of elements of all parameters together.
@@ -119,6 +125,17 @@ def describe(
 
     Nothing is computed: the state is that of ``jax.eval_shape``, and collectives are those of the
     traced update.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> params = {"table": jax.ShapeDtypeStruct((1000, 64), jnp.float32)}
+        >>> print(optzoo.describe(optzoo.row_wise_adagrad(0.1), params))
+        slot         parameter  shape   dtype    bytes
+        accumulator  table      [1000]  float32  4,000
+        parameters: 64,000 elements, 256,000 bytes
+        state: 4,004 bytes, 0.0626 per element
+        a dense step reads and writes at least 776,008 bytes
+        a step sends 0 bytes, one that exchanges 0 more
 
     Args:
         tx: any optax transformation.

@@ -2,6 +2,7 @@
 
 import difflib
 import enum
+import functools
 import inspect
 import math
 import numbers
@@ -27,6 +28,13 @@ def create(
         create("AdamOptimizer", learning_rate=1e-3, beta1=0.9, epsilon=1e-8)
         create({"class": "momentum", "momentum": 0.9}, learning_rate=0.1)
         create({"class": "MovingAverage", "average_decay": 0.99, "opt": {"class": "adam"}})
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.create("tf.train.MomentumOptimizer", learning_rate=0.1, momentum=0.9)
+        >>> updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+        >>> print(optzoo.slot_names(state), updates)
+        ('momentum',) [-0.1 -0.1]
 
     Args:
         name_or_config: a name of TensorFlow, of RETURNN, of FBGEMM or of this library, in any case,
@@ -86,6 +94,13 @@ def register(
 ) -> None:
     """Adds your optimizer to :data:`optzoo.CATALOG`, for :func:`optzoo.create` and the race.
 
+    Example:
+        >>> import optax, optzoo
+        >>> optzoo.register("my_sgd", lambda learning_rate: optax.sgd(learning_rate), rate=0.1)
+        >>> tx = optzoo.create("MySGD", learning_rate=0.1)
+        >>> print(optzoo.CATALOG.pop("my_sgd").rows)
+        dense
+
     Args:
         name: its name; ``create`` then finds it in any case, with or without ``Optimizer``.
         factory: returns the transformation; the first argument is the learning rate.
@@ -134,6 +149,12 @@ def accepts(name: str, argument: str) -> bool:
     """
     found = _find(name)
     return _ours(found, argument) in found.parameters
+
+
+def factory_of(name: str | enum.Enum) -> Callable[..., Any]:
+    """The function that :func:`create` calls for a name; raises as it does for unknown ones."""
+    factory = _find(name).factory
+    return factory.func if isinstance(factory, functools.partial) else factory
 
 
 def names() -> dict[str, list[str]]:

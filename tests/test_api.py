@@ -97,6 +97,7 @@ ROOMS = [
     ["transforms", *FAMILIES],
     ["catalog"],
     ["registry", "describe"],
+    ["cite"],
     ["interop"],
     ["race"],
     ["__init__"],

@@ -42,6 +42,12 @@ class SparseRows(metaclass=_HintInErrors):
     padding. What writes arrays to files or turns them into NumPy arrays takes no ids, and raises an
     error: give it ``indices`` and ``values``.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.array([[1.0], [3.0]]), 4)
+        >>> print((jnp.zeros((4, 1)) + rows).ravel())  # rows that share an index are summed
+        [0. 0. 4. 0.]
+
     Attributes:
         indices: integers of shape ``(n,)``. They are kept, and read, as int32; under x64 those of
             more than 32 bits as int64.
@@ -273,6 +279,14 @@ def zeros_like_update(shapes: Any) -> Any:
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
     """Merges repeated indices of all SparseRows gradients, once for the rest of a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.coalesce()
+        >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.array([[1.0], [3.0]]), 4)
+        >>> updates, state = tx.update(rows, tx.init(None))
+        >>> print(updates.indices, updates.values.ravel())  # 4, the number of rows, is padding
+        [4 2] [0. 4.]
+
     Args:
         deterministic: sum in a fixed order on every backend, so that a run repeats bit by bit.
     """
@@ -286,6 +300,16 @@ def densify() -> optax.GradientTransformation:
     Put it before such a transformation in a chain. Put it also before a wrapper that needs updates
     of the gradient's structure, such as ``optax.apply_if_finite``, around an optimizer that makes
     dense updates of rows (:func:`optzoo.adam`).
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optzoo.densify(), optax.scale_by_adam())
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.zeros((3, 2))))
+        >>> print(updates)
+        [[0. 0.]
+         [0. 0.]
+         [1. 1.]]
     """
     return optax.stateless(lambda updates, _: map_rows(SparseRows.to_dense, updates))
 
@@ -295,6 +319,14 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     Repeated indices are summed first, so an element-wise ``inner`` computes what it computes from
     the dense gradient, except for the untouched rows, which it does not see.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.on_values(optax.clip(1.0))
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[5.0, 0.5]]), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.zeros((3, 2))))
+        >>> print(updates.values)
+        [[1.  0.5]]
 
     Args:
         inner: a transformation without params-shaped state that reads no parameters.

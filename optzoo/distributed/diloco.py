@@ -61,6 +61,20 @@ def diloco(
     exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`) and ``fragment``
     (a Python int: with ``exchange=True`` the only fragment to exchange).
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.diloco(optzoo.gradient_descent(0.1), optax.sgd(1.0), communication_period=2)
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> def step(params, state, gradient):
+        ...     updates, state = tx.update(gradient, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> on_all = optzoo.map_over_replicas(step)
+        >>> for _ in range(2):
+        ...     params, state = on_all(params, state, jnp.array([[1.0], [3.0]]))
+        >>> print(params)  # both replicas: the mean of -0.2 and -0.6
+        [[-0.4]
+         [-0.4]]
+
     Args:
         inner: a whole optimizer, its learning rate included.
         outer: the optimizer for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
@@ -86,7 +100,8 @@ def diloco(
 
     References:
         Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
-        <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo
+        <https://arxiv.org/abs/2311.08105>`_, 2023; Douillard et al., `Streaming DiLoCo with
+        overlapping communication: Towards a Distributed Free Lunch
         <https://arxiv.org/abs/2501.18512>`_, 2025.
     """
     period = check_size(1, communication_period=communication_period)

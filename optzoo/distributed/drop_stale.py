@@ -55,6 +55,17 @@ def drop_stale_gradient(
     gradients of the same parameters, the first ``staleness + 1`` by rank are accepted, because
     each update makes the remaining gradients one step older.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(0.1), staleness=0)
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> def step(params, state, gradient):
+        ...     updates, state = tx.update(gradient, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> print(params)  # the gradient of the second replica was one update old
+        [-0.1]
+
     Args:
         inner: a whole optimizer, its learning rate included.
         staleness: the greatest age of a gradient, in updates; below 0 none is accepted.
@@ -68,7 +79,8 @@ def drop_stale_gradient(
         NameError: at trace time, if there is no such axis.
 
     References:
-        ``tf.contrib.opt.DropStaleGradientOptimizer``.
+        ``tf.contrib.opt.DropStaleGradientOptimizer`` of `TensorFlow 1
+        <https://github.com/tensorflow/tensorflow>`_.
 
     Differences from the original:
         Its check and its update are two steps, and another worker may update between them; here

@@ -51,6 +51,17 @@ def model_average(
     ``exchange`` (a Python bool, the same on all replicas: whether to average now, whatever the
     step count; see :func:`optzoo.scan_local_steps`).
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.model_average(optzoo.gradient_descent(0.1), interval_steps=1)
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> def step(params, state, gradient):
+        ...     updates, state = tx.update(gradient, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> print(params.ravel())  # the mean of -0.1 and -0.3
+        [-0.2 -0.2]
+
     Args:
         inner: a whole optimizer, its learning rate included.
         axis_name: the axis, or axes, of the replicas; None for a single one.

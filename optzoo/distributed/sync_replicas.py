@@ -81,6 +81,17 @@ def sync_replicas(
     ``arrived`` and ``local_step`` all gradients are available and fresh. If they are enough for
     an update, they make it alone, and gradients accumulated before are dropped.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.sync_replicas(optzoo.gradient_descent(0.1), 2)
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> def step(params, state, gradient):
+        ...     updates, state = tx.update(gradient, state, params)
+        ...     return optax.apply_updates(params, updates), state
+        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> print(params)  # one copy for all replicas
+        [-0.2]
+
     Args:
         inner: a whole optimizer, its learning rate included.
         replicas_to_aggregate: :math:`R`, at least 1.

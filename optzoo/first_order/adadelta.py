@@ -22,7 +22,15 @@ class AdadeltaSlots(NamedTuple):
 def scale_by_adadelta(
     rho: float = 0.95, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adadelta`."""
+    """The direction of :func:`optzoo.adadelta`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_adadelta(rho=0.9, eps=1e-2)
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 0.3015 -0.3123]
+    """
     [rho] = check_decays(rho=rho)
     check_not_negative(eps=eps)
 
@@ -63,6 +71,16 @@ def adadelta(
 
     The paper has no learning rate (:math:`\eta = 1`); the default is that of the original. Rows
     without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adadelta(1.0, rho=0.9, eps=1e-2)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> print(updates)
+        [-0.3015  0.3123]
+        >>> print(optzoo.get_slot(state, "accum_update"))  # mean of the squared updates
+        [0.0091 0.0098]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -20,7 +20,15 @@ class AdagradSlots(NamedTuple):
 def scale_by_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adagrad`."""
+    """The direction of :func:`optzoo.adagrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_adagrad(initial_accumulator_value=1e-6)
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1. -1.]
+    """
     check_positive(initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):
@@ -41,6 +49,16 @@ def adagrad(
 
     There is no epsilon; the accumulator starts above zero instead. Rows without a gradient keep
     their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adagrad(0.1, initial_accumulator_value=1e-6)
+        >>> params, gradient = jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])
+        >>> state = tx.init(params)
+        >>> for _ in range(4):
+        ...     updates, state = tx.update(gradient, state, params)
+        >>> print(updates)  # the rate divided by the root of 4
+        [-0.05 -0.05]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

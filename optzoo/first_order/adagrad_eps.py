@@ -12,7 +12,15 @@ from .adagrad import AdagradSlots
 def scale_by_adagrad_eps(
     eps: float = 1e-8, initial_accumulator_value: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adagrad_eps`."""
+    """The direction of :func:`optzoo.adagrad_eps`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_adagrad_eps(eps=1.0)
+        >>> updates, state = tx.update(jnp.array([3.0, -1.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 0.75 -0.5 ]
+    """
     check_not_negative(eps=eps, initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):
@@ -35,6 +43,14 @@ def adagrad_eps(
 
     :func:`optzoo.adagrad` is that of TensorFlow 1, which has no epsilon. Rows without a gradient
     keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adagrad_eps(0.1, eps=1e-8)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([3.0, 0.0]), tx.init(params), params)
+        >>> print(updates)
+        [-0.1 -0. ]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

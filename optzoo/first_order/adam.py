@@ -57,14 +57,33 @@ def adam_sleeper(
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adam`."""
+    """The direction of :func:`optzoo.adam`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.scale_by_adam()
+        >>> tx = optax.chain(tx, optax.add_decayed_weights(0.1), optax.scale(-0.1))
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
+        >>> print(updates)
+        [-0.11  0.12]
+    """
     return _scale_by_adam(b1, b2, eps, dense)
 
 
 def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adam`."""
+    """The direction of :func:`optzoo.lazy_adam`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_lazy_adam()
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))))
+        >>> print(updates.indices, updates.values)
+        [2] [[ 1. -1.]]
+    """
     return _scale_by_adam(b1, b2, eps, lazy)
 
 
@@ -86,6 +105,15 @@ def adam(
     unlike in ``optax.adam``. A row-sparse gradient is treated as dense (:func:`optzoo.dense`): for
     rows without a gradient the slots decay and the parameters move. See :func:`optzoo.lazy_adam`
     for an update whose cost grows with the touched rows only.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adam(0.1)
+        >>> params = {"w": jnp.array([1.0, -2.0])}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([0.01, -5.0])}, state, params)
+        >>> print(updates["w"])  # the first step is as long as the rate
+        [-0.1  0.1]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -127,6 +155,17 @@ def lazy_adam(
 
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t`
     counts every update. For dense gradients it is :func:`optzoo.adam`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print((table + updates))  # rows 0 and 1 are unchanged
+        [[1.  1. ]
+         [1.  1. ]
+         [0.9 0.9]]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

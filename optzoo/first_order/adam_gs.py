@@ -15,14 +15,31 @@ from .adam import AdamSlots, adam_rule
 def scale_by_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adam_gs`."""
+    """The direction of :func:`optzoo.adam_gs`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_adam_gs()
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)), global_step=0)
+        >>> print(updates)
+        [ 1. -1.]
+    """
     return _scale_by_adam_gs(b1, b2, eps, dense)
 
 
 def scale_by_lazy_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adam_gs`."""
+    """The direction of :func:`optzoo.lazy_adam_gs`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_lazy_adam_gs()
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))), global_step=0)
+        >>> print(updates.indices, updates.values)
+        [2] [[ 1. -1.]]
+    """
     return _scale_by_adam_gs(b1, b2, eps, lazy)
 
 
@@ -45,6 +62,14 @@ def adam_gs(
     bias correction does not match the means, which start at zero: with the default decays the first
     step has length :math:`0.98\, \eta` at :math:`n = 100` and :math:`2.5\, \eta` at
     :math:`n = 1000`. A row-sparse gradient is treated as dense (:func:`optzoo.dense`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adam_gs(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(params, tx.init(params), params, global_step=99)
+        >>> print(updates)  # the bias correction is that of step 100
+        [-0.0976  0.0976]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -85,6 +110,17 @@ def lazy_adam_gs(
     where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
     must be given. Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
     For dense gradients it is :func:`optzoo.adam_gs`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adam_gs(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table, global_step=0)
+        >>> print((table + updates))
+        [[1.  1. ]
+         [1.  1. ]
+         [0.9 0.9]]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

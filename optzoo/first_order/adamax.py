@@ -23,7 +23,15 @@ class AdaMaxSlots(NamedTuple):
 def scale_by_adamax(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adamax`."""
+    """The direction of :func:`optzoo.adamax`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_adamax()
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1. -1.]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
@@ -50,6 +58,15 @@ def adamax(
         x_t &= x_{t-1} - \frac{\eta_t}{1 - \beta_1^t} \cdot \frac{m_t}{v_t + \epsilon}
 
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adamax(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([100.0, 1.0]), tx.init(params), params)
+        >>> updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)
+        >>> print(optzoo.get_slot(state, "v"))  # the decaying maximum remembers the 100
+        [99.9  1. ]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -26,6 +26,14 @@ def adamw(
     not multiplied by the learning rate. Adam treats a row-sparse gradient as dense
     (:func:`optzoo.dense`), but only the rows of the gradient decay.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adamw(0.1, weight_decay=0.01)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.zeros(2), tx.init(params), params)
+        >>> print(updates)  # the decay alone; the rate does not scale it
+        [-0.01  0.02]
+
     Args:
         learning_rate: :math:`\eta` of Adam, a number or a schedule.
         b1: decay of the mean, in [0, 1).

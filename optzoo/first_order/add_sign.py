@@ -22,7 +22,15 @@ class AddSignSlots(NamedTuple):
 def scale_by_add_sign(
     alpha: float = 1.0, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.add_sign`."""
+    """The direction of :func:`optzoo.add_sign`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_add_sign(alpha=1.0)
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)  # 1 + alpha times the gradient, as its mean has its sign
+        [ 6. -8.]
+    """
     check_finite(alpha=alpha)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [beta] = check_decays(beta=beta)
@@ -49,6 +57,16 @@ def add_sign(
 
     The mean starts at zero, without bias correction. With row-sparse gradients the mean decays in
     all rows, but only rows with a gradient move (:func:`optzoo.touched`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.add_sign(0.1, sign_decay=optzoo.linear_sign_decay(100))
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)
+        >>> updates, state = tx.update(jnp.array([1.0, -0.5]), state, params)
+        >>> print(updates)  # almost nothing where the mean has another sign
+        [-0.199   0.0005]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -31,7 +31,15 @@ class AMSGradSlots(NamedTuple):
 def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.amsgrad`."""
+    """The direction of :func:`optzoo.amsgrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_amsgrad()
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1. -1.]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_flags(decay=decay)
@@ -63,6 +71,16 @@ def amsgrad(
 
     where :math:`\sqrt{t}` is replaced by 1 unless ``decay`` is true. There is no bias correction.
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.amsgrad(0.1, eps=1e-8)
+        >>> params = jnp.array([1.0])
+        >>> state = tx.init(params)
+        >>> for g in [100.0, 1.0, 1.0]:
+        ...     updates, state = tx.update(jnp.array([g]), state, params)
+        >>> print(optzoo.get_slot(state, "v_hat"))  # the maximum does not decay
+        [100.]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -100,6 +100,15 @@ def counter_row_wise_adagrad(
 
     Up to the update ``start_step`` both modes are off, except that :math:`h` is as written.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.counter_row_wise_adagrad(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print(optzoo.get_slot(state, "row_counter"))  # how often each row came
+        [0. 0. 1.]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.

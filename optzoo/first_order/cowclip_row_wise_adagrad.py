@@ -43,6 +43,15 @@ def cowclip_row_wise_adagrad(
     accumulator sums gradients as they are before the clip. Rows without a gradient keep their
     parameters and slots (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.cowclip_row_wise_adagrad(0.1, lower_bound=0.5)
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.full((2, 2), 100.0), tx.init(table), table)
+        >>> print(updates)  # gradients are clipped by the norm of their row
+        [[-0.0035 -0.0035]
+         [-0.0004 -0.0004]]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.

@@ -19,6 +19,17 @@ def custom_adam(
     It is the same as :func:`optzoo.lazy_adam`: rows without a gradient keep their parameters and
     slots (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.custom_adam(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print((table + updates))  # unlike in adam, rows 0 and 1 are unchanged
+        [[1.  1. ]
+         [1.  1. ]
+         [0.9 0.9]]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).

@@ -43,6 +43,17 @@ def global_decay_row_wise_adagrad(
     The original applies the decay that a row missed in lookups, too. Here the loss sees rows as of
     their last update.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.global_decay_row_wise_adagrad(0.1, weight_decay=0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print((table + updates))
+        [[1.   1.  ]
+         [1.   1.  ]
+         [0.89 0.89]]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.

@@ -22,7 +22,17 @@ class GradVarianceScaledSlots(NamedTuple):
 def scale_by_grad_variance(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.grad_variance_scaled`."""
+    """The direction of :func:`optzoo.grad_variance_scaled`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_grad_variance()
+        >>> state = tx.init(jnp.ones(2))
+        >>> for g in [1.0, 1.2, 0.8]:
+        ...     updates, state = tx.update(jnp.array([1.0, g]), state)
+        >>> print(updates)
+        [0.0038 0.0059]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
@@ -61,6 +71,16 @@ def grad_variance_scaled(
     row-sparse gradients the means decay in all rows, but only rows with a gradient move
     (:func:`optzoo.touched`); :math:`d_t` is zero in the others.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.grad_variance_scaled(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> for g in [1.0, 1.2, 0.8]:
+        ...     updates, state = tx.update(jnp.array([1.0, g]), state, params)
+        >>> print(updates)
+        [-0.0004 -0.0006]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
@@ -72,7 +92,8 @@ def grad_variance_scaled(
         ValueError: if a decay or eps is out of its range.
 
     References:
-        The source code of RETURNN; there is no paper.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; there is
+        no paper.
 
     Differences from the original:
         Rows that share an index are summed; the original makes a step for each of them. With

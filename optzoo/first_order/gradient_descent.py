@@ -15,6 +15,16 @@ def gradient_descent(
 
     Rows without a gradient keep their parameters (:func:`optzoo.linear`).
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.gradient_descent(optax.linear_schedule(1.0, 0.0, 2))
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> print(updates)  # the second step has half of the rate
+        [-0.5  1. ]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
 

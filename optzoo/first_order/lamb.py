@@ -15,7 +15,16 @@ from .row_wise import of_rows, row_means, row_norms, zero_for_each_row
 def scale_by_lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lamb`."""
+    """The direction of :func:`optzoo.lamb`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_lamb()
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
+        >>> print(jnp.linalg.norm(updates, axis=1))
+        [5.  0.5]
+    """
     slots = AdamSlots(zeros, zeros)
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, lambda a: a, lambda a, x: a)
 
@@ -23,7 +32,16 @@ def scale_by_lamb(
 def scale_by_partial_row_wise_lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.partial_row_wise_lamb`."""
+    """The direction of :func:`optzoo.partial_row_wise_lamb`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_partial_row_wise_lamb()
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
+        >>> print(jnp.linalg.norm(updates, axis=1))
+        [5.  0.5]
+    """
     slots = PartialRowWiseAdamSlots(zeros, zero_for_each_row)
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, row_means, of_rows)
 
@@ -48,6 +66,14 @@ def lamb(
     whole parameter. A row of zeros stays zero, and where :math:`r` is zero nothing moves. Rows
     without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t` counts
     every update.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lamb(0.1)
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
+        >>> print(jnp.linalg.norm(updates, axis=1))  # the rate times the norm of each row
+        [0.5  0.05]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -89,6 +115,14 @@ def partial_row_wise_lamb(
     norms are those of a row. A row of zeros stays zero, and where :math:`r` is zero nothing moves.
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t`
     counts every update.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.partial_row_wise_lamb(0.1)
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
+        >>> print(jnp.linalg.norm(updates, axis=1))  # the rate times the norm of each row
+        [0.5  0.05]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -27,6 +27,14 @@ def scale_by_lars_trust_ratio(
     """Scales the decayed gradient by the trust ratio of :func:`optzoo.lars`.
 
     Row-sparse gradients pass unchanged.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_lars_trust_ratio(weight_decay=0.0, eeta=0.01)
+        >>> params = jnp.array([0.6, 0.8])
+        >>> updates, state = tx.update(jnp.array([30.0, 40.0]), tx.init(params), params)
+        >>> print(updates)
+        [0.006 0.008]
     """
     check_not_negative(weight_decay=weight_decay, eeta=eeta, eps=eps)
 
@@ -64,6 +72,15 @@ def lars(
     so LARS applies it itself. A parameter with row-sparse gradients is updated as by
     :func:`optzoo.momentum` (with the learning rate outside of the sum, without decay): rows without
     a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lars(1.0, momentum=0.0, weight_decay=0.0, eeta=0.01)
+        >>> params = {"small": jnp.array([0.6, 0.8]), "large": jnp.array([60.0, 80.0])}
+        >>> gradients = {"small": jnp.array([3.0, 4.0]), "large": jnp.array([3.0, 4.0])}
+        >>> updates, state = tx.update(gradients, tx.init(params), params)
+        >>> print(updates["small"], updates["large"])  # a hundredth of the norm of each parameter
+        [-0.006 -0.008] [-0.6 -0.8]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

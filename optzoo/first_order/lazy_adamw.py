@@ -28,7 +28,17 @@ def scale_by_lazy_adamw(
     weight_decay: float | None = None,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adamw`."""
+    """The direction of :func:`optzoo.lazy_adamw`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_lazy_adamw(weight_decay=0.5)
+        >>> table = jnp.ones((3, 2))
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
+        >>> updates, state = tx.update(rows, tx.init(table), table)
+        >>> print(updates.indices, updates.values)
+        [2] [[ 1.5 -0.5]]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_not_negative(none=True, weight_decay=weight_decay)
@@ -72,6 +82,17 @@ def lazy_adamw(
     slots (:func:`optzoo.lazy`), but :math:`t` counts every update, unless
     ``row_wise_bias_correction``: then it counts those of the row. (In :func:`optzoo.lazy_adam`,
     which is TensorFlow's, :math:`\epsilon` is added before the bias is corrected.)
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adamw(0.1, weight_decay=0.5)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.zeros((1, 2)), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print((table + updates))  # only the touched row decays
+        [[1.   1.  ]
+         [1.   1.  ]
+         [0.95 0.95]]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -20,7 +20,15 @@ class MomentumSlots(NamedTuple):
 def scale_by_momentum(
     momentum: float, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows."""
+    """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_momentum(0.9, nesterov=True)
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1.9 -3.8]
+    """
     check_not_negative(momentum=momentum)
     check_flags(nesterov=nesterov)
 
@@ -42,6 +50,16 @@ def momentum(
             \quad\text{or, with Nesterov,}\quad x_{t-1} - \eta_t\, (g_t + \mu\, a_t)
 
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.ones(2), state, params)
+        >>> print(updates)  # 1 + 0.9 times the rate
+        [-0.19 -0.19]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum, so a change

@@ -24,6 +24,15 @@ def momentumw(
     learning rate. Rows without a gradient keep their parameters and slots, and do not decay
     (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.momentumw(0.1, 0.9, weight_decay=0.01, mask={"kernel": True, "bias": False})
+        >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+        >>> gradients = {"kernel": jnp.zeros(2), "bias": jnp.zeros(2)}
+        >>> updates, state = tx.update(gradients, tx.init(params), params)
+        >>> print(updates["kernel"], updates["bias"] + 0)
+        [-0.01 -0.01] [0. 0.]
+
     Args:
         learning_rate: :math:`\eta` of momentum, a number or a schedule.
         momentum: :math:`\mu`, at least 0, usually below 1.

@@ -14,7 +14,15 @@ from .adam import AdamSlots, adam_sleeper, bias_correction, next_slots
 def scale_by_nadam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.nadam`."""
+    """The direction of :func:`optzoo.nadam`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_nadam()
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1.9 -1.9]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
@@ -46,6 +54,14 @@ def nadam(
     terms have the same bias correction, so that the first step is :math:`(1 + \beta_1)\, \eta`.
     With row-sparse gradients the means decay in all rows, but only rows with a gradient move
     (:func:`optzoo.touched`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.nadam(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([0.01, -5.0]), tx.init(params), params)
+        >>> print(updates)  # Nesterov's look-ahead: almost twice the step of Adam
+        [-0.19  0.19]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

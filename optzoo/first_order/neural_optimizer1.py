@@ -21,7 +21,15 @@ class NeuralOptimizer1Slots(NamedTuple):
 def scale_by_neural_optimizer1(
     b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.neural_optimizer1`."""
+    """The direction of :func:`optzoo.neural_optimizer1`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_neural_optimizer1()
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 3. -4.]
+    """
     [b1] = check_decays(b1=b1)
     check_finite(decrease_factor=decrease_factor)
 
@@ -47,6 +55,16 @@ def neural_optimizer1(
     With :math:`f = e^{-2}` this is :func:`optzoo.power_sign` at a learning rate divided by
     :math:`e`. With row-sparse gradients the mean decays in all rows, but only rows with a gradient
     move (:func:`optzoo.touched`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.neural_optimizer1(0.1, decrease_factor=0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)
+        >>> updates, state = tx.update(jnp.array([1.0, -0.1]), state, params)
+        >>> print(updates)  # a tenth of the step where the sign is not that of the mean
+        [-0.1    0.001]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

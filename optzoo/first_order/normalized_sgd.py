@@ -9,7 +9,15 @@ from ..rules.learning_rate import descend
 
 
 def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.normalized_sgd`."""
+    """The direction of :func:`optzoo.normalized_sgd`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_own_norm()
+        >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init({"w": jnp.ones(2)}))
+        >>> print(updates["w"])
+        [0.6 0.8]
+    """
 
     def rule(g, x, s, t):
         return g / jnp.maximum(norm(g), 1e-6), s
@@ -31,6 +39,14 @@ def normalized_sgd(
     after rows that share an index are summed; rows without a gradient keep their parameters
     (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.normalized_sgd(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([300.0, 400.0]), tx.init(params), params)
+        >>> print(updates)  # always of length 0.1
+        [-0.06 -0.08]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; the length of a step.
 
@@ -38,8 +54,9 @@ def normalized_sgd(
         TypeError: if the rate is neither a number nor a schedule.
 
     References:
-        The source code of RETURNN; Cortés, `Finite-time convergent gradient flows with applications
-        to network consensus <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; Cortés,
+        `Finite-time convergent gradient flows with applications to network consensus
+        <https://doi.org/10.1016/j.automatica.2006.06.015>`_, 2006.
 
     Differences from the original:
         Rows that share an index are summed before the norm is computed; the original computes the

@@ -22,7 +22,16 @@ class PartialRowWiseAdamSlots(NamedTuple):
 def scale_by_partial_row_wise_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.partial_row_wise_adam`."""
+    """The direction of :func:`optzoo.partial_row_wise_adam`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_partial_row_wise_adam()
+        >>> table = jnp.ones((1, 2))
+        >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
+        >>> print(updates)  # divided by the root of the mean square of the row
+        [[0.8485 1.1314]]
+    """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_not_negative(none=True, weight_decay=weight_decay)
@@ -58,6 +67,19 @@ def partial_row_wise_adam(
     where :math:`i` counts the rows, along the first axis, and a row has :math:`d` elements. Rows
     without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t` counts
     every update.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.partial_row_wise_adam(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = jnp.array([[1.0, 1.0], [3.0, 4.0], [0.0, 2.0]])
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print({name: optzoo.get_slot(state, name).shape for name in optzoo.slot_names(state)})
+        {'m': (3, 2), 'v': (3,)}
+        >>> print(updates)
+        [[-0.1    -0.1   ]
+         [-0.0849 -0.1131]
+         [-0.     -0.1414]]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -23,7 +23,15 @@ class PowerSignSlots(NamedTuple):
 def scale_by_power_sign(
     base: float = math.e, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.power_sign`."""
+    """The direction of :func:`optzoo.power_sign`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_power_sign(base=2.0)
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 6. -8.]
+    """
     check_positive(base=base)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [beta] = check_decays(beta=beta)
@@ -52,6 +60,16 @@ def power_sign(
 
     The mean starts at zero, without bias correction. With row-sparse gradients the mean decays in
     all rows, but only rows with a gradient move (:func:`optzoo.touched`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.power_sign(0.1, base=2.0)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)
+        >>> updates, state = tx.update(jnp.array([1.0, -0.1]), state, params)
+        >>> print(updates)  # 2 times the gradient, and half of it
+        [-0.2    0.005]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

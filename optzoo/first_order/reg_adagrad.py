@@ -21,7 +21,15 @@ class RegAdagradSlots(NamedTuple):
 def scale_by_reg_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.reg_adagrad`."""
+    """The direction of :func:`optzoo.reg_adagrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_reg_adagrad(initial_accumulator_value=1e-6)
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [ 1. -1.]
+    """
     check_positive(initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t, update_slots):
@@ -46,6 +54,15 @@ def reg_adagrad(
     This is useful for the gradient of a regularizer, which should not be accumulated together with
     that of the loss. The flag may be traced. Rows without a gradient keep their parameters and
     slots (:func:`optzoo.lazy`).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.reg_adagrad(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params, update_slots=False)
+        >>> print(optzoo.get_slot(state, "accumulator"))  # as before
+        [0.1 0.1]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -68,6 +68,16 @@ def rmsprop(
     a change of the rate applies to new gradients only. Rows without a gradient keep their
     parameters and slots (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.rmsprop(0.1, centered=True)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([0.5, -4.0]), tx.init(params), params)
+        >>> print(optzoo.slot_names(state))
+        ('rms', 'mg', 'momentum')
+        >>> print(updates)
+        [-0.0521  0.2615]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).

@@ -21,7 +21,16 @@ class RowWiseAdagradSlots(NamedTuple):
 def scale_by_row_wise_adagrad(
     eps: float = 1e-8, weight_decay: float | None = None, decoupled: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.row_wise_adagrad`."""
+    """The direction of :func:`optzoo.row_wise_adagrad`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_row_wise_adagrad()
+        >>> table = jnp.ones((1, 2))
+        >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
+        >>> print(updates)  # divided by the root of the mean square of the row
+        [[0.8485 1.1314]]
+    """
     check_not_negative(eps=eps)
     check_not_negative(none=True, weight_decay=weight_decay)
     check_flags(decoupled=decoupled)
@@ -59,6 +68,15 @@ def row_wise_adagrad(
     (:func:`optzoo.lazy`); rows that share an index are summed first. So only rows with a gradient
     decay. Without ``decoupled`` there is no last term, and :math:`g + \lambda x` takes the place of
     :math:`g` everywhere (L2).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.row_wise_adagrad(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, 4.0]]), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print(optzoo.get_slot(state, "accumulator"))  # one value for each row: the mean square
+        [ 0.   0.  12.5]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -36,6 +36,14 @@ def row_wise_lars(
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`). The learning rate
     is part of the sum :math:`a_t`, so LARS applies it itself.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.row_wise_lars(1.0, momentum=0.0, eeta=0.01)
+        >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+        >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
+        >>> print(jnp.linalg.norm(updates, axis=1))  # a hundredth of the norm of each row
+        [0.05  0.005]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.

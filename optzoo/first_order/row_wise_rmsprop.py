@@ -45,6 +45,17 @@ def row_wise_rmsprop(
     first). A row that was not touched for long decays more when it is. There is no bias correction.
     Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.row_wise_rmsprop(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, 4.0]]), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print((table + updates))
+        [[ 1.      1.    ]
+         [ 1.      1.    ]
+         [ 0.1515 -0.1314]]
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).

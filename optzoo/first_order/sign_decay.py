@@ -12,6 +12,12 @@ def linear_sign_decay(decay_steps: int) -> optax.Schedule:
     .. math::
         \delta_k = 1 - \min(k, N) / N
 
+    Example:
+        >>> import optzoo
+        >>> decay = optzoo.linear_sign_decay(100)
+        >>> print([round(float(decay(step)), 3) for step in (0, 50, 100)])
+        [1.0, 0.5, 0.0]
+
     Args:
         decay_steps: :math:`N`, positive.
 
@@ -31,6 +37,12 @@ def cosine_sign_decay(
         \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = 2P \min(k, N) / N
 
     and 0 where :math:`f \ge 2Z`. After :math:`N` steps the value is constant.
+
+    Example:
+        >>> import optzoo
+        >>> decay = optzoo.cosine_sign_decay(100)
+        >>> print([round(float(decay(step)), 3) for step in (0, 50, 100)])
+        [1.0, 0.5, 0.0]
 
     Args:
         decay_steps: :math:`N`, positive.
@@ -62,6 +74,12 @@ def restart_sign_decay(
 
     and 0 where :math:`P \min(k, N) / N \ge Z`. If :math:`P` is an integer, the value returns to 1
     at :math:`k = N` and is constant from then on, as in the original.
+
+    Example:
+        >>> import optzoo
+        >>> decay = optzoo.restart_sign_decay(100, num_periods=2)
+        >>> print([round(float(decay(step)), 3) for step in (0, 25, 50, 75)])
+        [1.0, 0.5, 1.0, 0.5]
 
     Args:
         decay_steps: :math:`N`, positive.

@@ -57,6 +57,15 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
     dtype of the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> import os; os.environ["KERAS_BACKEND"] = "jax"
+        >>> import keras
+        >>> tx = optzoo.keras_optimizer(keras.optimizers.SGD(0.1))
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)), jnp.ones(2))
+        >>> print(updates)
+        [-0.1  0.2]
+
     Args:
         optimizer: an instance such as ``keras.optimizers.Adam(1e-3)``, not built yet.
 
@@ -297,7 +306,11 @@ def _check(optimizer: Any) -> None:
 def sgd(
     learning_rate: optax.ScalarOrSchedule = 0.01, momentum: float = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' SGD: the momentum contains the rate, unlike in ``tf.train.MomentumOptimizer``."""
+    """Keras' SGD: the momentum contains the rate, unlike in ``tf.train.MomentumOptimizer``.
+
+    References:
+        ``keras.optimizers.SGD`` of `Keras <https://keras.io/api/optimizers/sgd>`_.
+    """
     if momentum == 0:
         return scale_by_learning_rate(learning_rate)
     return optax.chain(scale_by_learning_rate(learning_rate), scale_by_momentum(momentum, nesterov))
@@ -309,7 +322,13 @@ def nadam_keras(
     b2: float = 0.999,
     eps: float = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' Nadam, with its schedule of the momentum; needs ``keras``."""
+    """Keras' Nadam, with its schedule of the momentum; needs ``keras``.
+
+    References:
+        ``keras.optimizers.Nadam`` of `Keras <https://keras.io/api/optimizers/Nadam>`_; Dozat,
+        `Incorporating Nesterov Momentum into Adam
+        <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.
+    """
     nadam = import_keras().optimizers.Nadam
     return keras_optimizer(nadam(learning_rate=learning_rate, beta_1=b1, beta_2=b2, epsilon=eps))
 

@@ -40,6 +40,14 @@ def adagrad_da(
     It computes new parameters. So it applies the learning rate itself and must be the last
     transformation of a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adagrad_da(0.1, l1_regularization_strength=0.5)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([2.0, 0.1]), tx.init(params), params)
+        >>> print((params + updates))  # from all gradients, not from the old parameters
+        [-0.0741  0.    ]
+
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
         initial_gradient_squared_accumulator_value: :math:`Q_0`, positive.

@@ -47,6 +47,14 @@ def ftrl(
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.ftrl(0.1, l1_regularization_strength=1.0)
+        >>> params = jnp.zeros(2)
+        >>> updates, state = tx.update(jnp.array([0.5, -4.0]), tx.init(params), params)
+        >>> print((params + updates))  # a gradient below the L1 strength: exactly zero
+        [0.     0.0748]
+
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
         learning_rate_power: :math:`p`, at most 0; with 0 the learning rate is constant.

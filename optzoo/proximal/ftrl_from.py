@@ -17,7 +17,18 @@ Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
 
 
 class InitialValueWarning(UserWarning):
-    """The first update of FTRL replaces most of the initial values of the parameters."""
+    """The first update of FTRL replaces most of the initial values of the parameters.
+
+    Example:
+        >>> import warnings
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.ftrl_from("keras", learning_rate=0.1)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     state = tx.init(jnp.ones(2))
+        >>> print(caught[0].category.__name__)
+        InitialValueWarning
+    """
 
 
 def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformationExtraArgs:
@@ -52,6 +63,14 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
 
     A ``learning_rate`` may be a schedule everywhere. With ``multiply_linear_by_learning_rate``
     SparseCore's slot ``linear`` is that of this library times the rate, which must be constant.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.ftrl_from("keras", learning_rate=0.1)
+        >>> params = jnp.zeros(2)
+        >>> updates, state = tx.update(jnp.array([0.5, -4.0]), tx.init(params), params)
+        >>> print(updates)
+        [-0.0845  0.0997]
 
     Warns:
         InitialValueWarning: in ``init``, if the parameters are concrete and not all zero, and if

@@ -36,6 +36,14 @@ def proximal_adagrad(
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.proximal_adagrad(0.1, l1_regularization_strength=1.0)
+        >>> params = jnp.array([1.0, -0.01])
+        >>> updates, state = tx.update(jnp.array([2.0, 0.001]), tx.init(params), params)
+        >>> print((params + updates))
+        [0.8518 0.    ]
+
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
         initial_accumulator_value: :math:`A_0`, positive.

@@ -24,6 +24,14 @@ def proximal_gradient_descent(
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.proximal_gradient_descent(0.1, l1_regularization_strength=1.0)
+        >>> params = jnp.array([1.0, -0.05])
+        >>> updates, state = tx.update(jnp.array([2.0, 0.0]), tx.init(params), params)
+        >>> print((params + updates))  # the rate times the strength nearer to zero
+        [0.7 0. ]
+
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
         l1_regularization_strength: :math:`\lambda_1`, at least 0.

@@ -11,6 +11,21 @@ from jax import Array
 class Problem:
     """A model, its data and its evaluation.
 
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from optzoo.race import Problem
+        >>> x = jnp.linspace(-1.0, 1.0, 32)
+        >>> data = {"x": x, "y": 3 * x}
+        >>> problem = Problem(
+        ...     name="line",
+        ...     init=lambda key: {"w": jax.random.normal(key, ())},
+        ...     loss=lambda params, batch: jnp.mean((params["w"] * batch["x"] - batch["y"]) ** 2),
+        ...     train=data,
+        ...     valid=data,
+        ... )
+        >>> print(problem.loss({"w": 3.0}, data))
+        0.0
+
     Attributes:
         name: a short name, used in tables and file names.
         init: ``init(key) -> params``; each seed has other initial parameters.

@@ -26,6 +26,11 @@ REPLICAS = 8
 class Settings:
     """The settings of a race.
 
+    Example:
+        >>> from optzoo.race import Settings
+        >>> print(Settings(num_rates=3).grid(0.01))
+        [0.0032 0.01   0.032 ]
+
     Attributes:
         rates: the learning rates to try; None for a grid around the default rate of each optimizer,
             which is extended, at most ``extensions`` times, while the best rate is at its edge.

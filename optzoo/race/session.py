@@ -49,6 +49,24 @@ def run(
 ) -> dict[str, Any]:
     """Runs optimizers on problems; the results are saved in ``out`` after each run.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from optzoo.race import Problem, Settings, run
+        >>> x = jnp.linspace(-1.0, 1.0, 8)
+        >>> data = {"x": x, "y": 3 * x}
+        >>> problem = Problem(
+        ...     name="line",
+        ...     init=lambda key: {"w": jnp.zeros(())},
+        ...     loss=lambda params, batch: jnp.mean((params["w"] * batch["x"] - batch["y"]) ** 2),
+        ...     train=data,
+        ...     valid=data,
+        ...     evaluations=1,
+        ... )
+        >>> settings = Settings(rates=(0.1,), seeds=1, steps=2, timed_steps=1)
+        >>> results = run([problem], ["gradient_descent"], settings=settings)["results"]
+        >>> print([(r["optimizer"], r["rate"]) for r in results])
+        [('gradient_descent', 0.1)]
+
     Args:
         problems: names of built-in problems, or :class:`Problem` objects.
         optimizers: names in the catalogue, or of distributed methods: these train 8 replicas with

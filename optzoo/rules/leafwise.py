@@ -21,12 +21,26 @@ from .policies import RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
-    """A slot of zeros for the parameter ``x``."""
+    """A slot of zeros for the parameter ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> print(optzoo.zeros(jnp.ones((2, 2))))
+        [[0. 0.]
+         [0. 0.]]
+    """
     return full(0)(x)
 
 
 def full(value: Any) -> Callable[[Any], Array]:
-    """A slot filled with ``value``."""
+    """A slot filled with ``value``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> print(optzoo.full(0.1)(jnp.ones((2, 2))))
+        [[0.1 0.1]
+         [0.1 0.1]]
+    """
     # The dtype is given so that a weakly typed parameter still gets a strongly typed slot.
     return lambda x: jnp.full_like(x, value, dtype=jnp.result_type(x))
 
@@ -47,6 +61,15 @@ def leafwise(
     its update then takes the gradient's dtype, and each slot keeps its dtype and its storage.
 
     If a gradient is ``None``, its parameter and slots are unchanged.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> def rule(g, x, slots, t, learning_rate):
+        ...     return -learning_rate * jnp.sign(g), slots
+        >>> tx = optzoo.leafwise(rule, scheduled={"learning_rate": 0.1})
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [-0.1  0.1]
 
     Args:
         rule: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)`` for one array, where

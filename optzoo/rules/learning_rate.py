@@ -25,6 +25,14 @@ def scale_by_learning_rate(
     the step of :func:`optzoo.minimize`. ``optax.chain`` cannot know what its parts read: a chain
     that ends in ``optax.adam`` ignores it.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_learning_rate(0.1)
+        >>> state = tx.init(jnp.ones(2))
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), state, learning_rate=0.5)
+        >>> print(updates)  # the rate of this step is overridden
+        [-0.5  1. ]
+
     Args:
         learning_rate: :math:`\eta`, a number, or a schedule called with the number of updates
             before this one (or with ``update(..., global_step=)``).

@@ -14,6 +14,15 @@ class Rule(Protocol):
     ``slots`` a named tuple of arrays, ``t`` the number of this update: 1, 2, ... By keyword come
     the hyper-parameters that may change with the step, and the powers. The update may be a
     function of the new slots: it is then computed from them as they are stored.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> def rule(g, x, slots, t):
+        ...     return -jnp.sign(g), slots
+        >>> checked: optzoo.Rule = rule
+        >>> tx = optzoo.leafwise(checked)
+        >>> print(tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))[0])
+        [-1.  1.]
     """
 
     def __call__(self, g: Any, x: Any, slots: Any, t: Any, /, *args: Any, **scheduled: Any) -> Any:
@@ -25,6 +34,14 @@ class RowsRule(Protocol):
 
     It takes the slots as they are stored, all rows of them. It hands them to the rule, whole or
     the rows that ``jax.tree.map(g.gather, slots)`` gathers, and does not compute with them.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> rule = optzoo.lazy(lambda g, x, slots, t: (-g, slots))  # a RowsRule
+        >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.ones((2, 1)), 3)
+        >>> update, slots = rule(rows, jnp.ones((3, 1)), (), 1)
+        >>> print((jnp.zeros((3, 1)) + update).ravel())
+        [ 0.  0. -2.]
     """
 
     def __call__(
@@ -34,7 +51,17 @@ class RowsRule(Protocol):
 
 
 class RowsPolicy(Protocol):
-    """What a rule for arrays becomes for a SparseRows gradient."""
+    """What a rule for arrays becomes for a SparseRows gradient.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> def frozen(rule):  # a policy: rows never change
+        ...     return lambda g, x, slots, t: (g.with_values(0 * g.values), slots)
+        >>> tx = optzoo.leafwise(lambda g, x, slots, t: (-g, slots), rows=frozen)
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
+        >>> print(tx.update(rows, tx.init(jnp.ones((3, 1))))[0].values)
+        [[0.]]
+    """
 
     def __call__(self, rule: Rule, /) -> RowsRule:
         """The rule for rows."""
@@ -42,7 +69,16 @@ class RowsPolicy(Protocol):
 
 
 def lazy(rule: Rule) -> RowsRule:
-    """Only the touched rows change: the others keep their parameters and slots."""
+    """Only the touched rows change: the others keep their parameters and slots.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.lazy)
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
+        >>> print((jnp.zeros((3, 1)) + updates).ravel())  # the rule sees row 2 alone
+        [ 0.  0. -2.]
+    """
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
@@ -54,12 +90,30 @@ def lazy(rule: Rule) -> RowsRule:
 
 
 def dense(rule: Rule) -> RowsRule:
-    """As if the gradient were dense: a row of zeros decays its slots, and moves."""
+    """As if the gradient were dense: a row of zeros decays its slots, and moves.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.dense)
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
+        >>> print(updates.ravel())  # rows 0 and 1 have a gradient of zero
+        [-1. -1. -2.]
+    """
     return lambda g, x, s, t, **scheduled: rule(g.to_dense(), x, s, t, **scheduled)
 
 
 def touched(rule: Rule) -> RowsRule:
-    """The slots decay everywhere, but only the touched rows of the parameter move."""
+    """The slots decay everywhere, but only the touched rows of the parameter move.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.touched)
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
+        >>> print((jnp.zeros((3, 1)) + updates).ravel())
+        [ 0.  0. -2.]
+    """
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
@@ -70,7 +124,16 @@ def touched(rule: Rule) -> RowsRule:
 
 
 def linear(rule: Rule) -> RowsRule:
-    """For rules linear in the gradient and without slots: repeated rows need no merging."""
+    """For rules linear in the gradient and without slots: repeated rows need no merging.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-0.1 * g, s), rows=optzoo.linear)
+        >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.ones((2, 1)), 3)
+        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
+        >>> print(updates.indices)  # repeated rows are not merged: the rule is linear
+        [2 2]
+    """
 
     def on_rows(g, x, s, t, **scheduled):
         u, new = rule(g.values, x, s, t, **scheduled)

@@ -22,6 +22,17 @@ def treewise(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose rule sees all parameters at once; :func:`leafwise` is for the usual ones.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> def rule(leaves, shared, t):
+        ...     norm = jnp.sqrt(sum(jnp.sum(leaf.g**2) for leaf in leaves))
+        ...     return [(-leaf.g / norm, leaf.slots) for leaf in leaves], shared
+        >>> tx = optzoo.treewise(rule)
+        >>> gradients = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+        >>> updates, state = tx.update(gradients, tx.init(gradients))
+        >>> print(updates["a"], updates["b"])
+        [-0.6] [-0.8]
+
     Args:
         rule: ``rule(leaves, shared, t, **scheduled) -> ([(update, new_slots), ...], shared)`` for
             a list of :class:`Leaf`, where ``t`` counts the updates from 1. An update for a

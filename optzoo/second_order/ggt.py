@@ -55,7 +55,15 @@ def scale_by_ggt(
     window_dtype: DTypeLike | None = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.ggt`."""
+    """The direction of :func:`optzoo.ggt`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_ggt(window=2)
+        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
+        >>> print(float(updates[0]) > 0, float(updates[1]) < 0)
+        True True
+    """
     window = check_size(1, window=window)
     if window_dtype is not None and not jnp.issubdtype(window_dtype, jnp.floating):
         raise TypeError(f"window_dtype must be a floating-point dtype, got {window_dtype!r}")
@@ -133,6 +141,14 @@ def ggt(
     The slots of a parameter without a gradient are unchanged, and the moment at the current place
     of its window, the oldest one, is used as :math:`m_t`.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.ggt(0.1, window=2)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> print(updates.shape, float(jnp.sum(params * updates)) < 0)
+        (2,) True
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: :math:`\beta_1`, in [0, 1).
@@ -156,7 +172,7 @@ def ggt(
 
     References:
         Agarwal et al., `Efficient Full-Matrix Adaptive Regularization
-        <https://proceedings.mlr.press/v97/agarwal19b.html>`_, ICML 2019.
+        <https://proceedings.mlr.press/v97/agarwal19b.html>`_, 2019 (ICML).
 
     Differences from the original:
         Scalars, parameters of different dtypes, row-sparse and missing gradients are accepted.

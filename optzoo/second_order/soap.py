@@ -95,7 +95,18 @@ def scale_by_soap(
     skip_vectors: bool = True,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.soap`."""
+    """The direction of :func:`optzoo.soap`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_soap(precondition_frequency=1)
+        >>> gradient = jnp.array([[1.0, 2.0], [2.0, -1.0]])
+        >>> state = tx.init(gradient)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(gradient, state)
+        >>> print(float(jnp.sum(gradient * updates)) > 0)
+        True
+    """
     return _scale_by_soap(locals())
 
 
@@ -155,6 +166,16 @@ def soap(
     Row-sparse gradients become dense (:func:`optzoo.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.soap(0.1, precondition_frequency=1)
+        >>> params = jnp.array([[1.0, 2.0], [2.0, -1.0]])
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(params, state, params)
+        >>> print(float(jnp.sum(params * updates)) < 0)
+        True
+
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: :math:`\beta_1`, in [0, 1).
@@ -186,7 +207,7 @@ def soap(
 
     References:
         Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
-        <https://arxiv.org/abs/2409.11321>`_, 2024, and its code `nikhilvyas/SOAP
+        <https://arxiv.org/abs/2409.11321>`_, 2024; the code `nikhilvyas/SOAP
         <https://github.com/nikhilvyas/SOAP>`_.
 
     Differences from the original:

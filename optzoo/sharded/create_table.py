@@ -71,6 +71,12 @@ def uniform_rows(
 ) -> Callable[[Array], Array]:
     """For :func:`optzoo.create_table`: uniform rows in ``[-scale, scale)``, each from its id.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> rows_of = optzoo.uniform_rows(jax.random.key(0), width=2, scale=0.05)
+        >>> print(rows_of(jnp.array([7, 7])).shape)  # both are the row of id 7
+        (2, 2)
+
     Args:
         key: of ``jax.random``.
         width: the length of a row.

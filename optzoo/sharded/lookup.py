@@ -40,6 +40,16 @@ def sharded_lookup(
 
     The id ``num_rows`` is padding: it reads zeros and has no gradient. Ids out of range read NaN.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optzoo
+        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
+        >>> sharding = optzoo.RowSharding(4, 1, multiple=1)
+        >>> read = lambda table, ids: optzoo.sharded_lookup(table, ids, sharding)
+        >>> spec = jax.sharding.PartitionSpec("shard")
+        >>> read = jax.shard_map(read, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+        >>> print(read(jnp.arange(4.0)[:, None], jnp.array([3, 1])).ravel())
+        [3. 1.]
+
     Args:
         table: the rows of this device, of shape ``(rows_per_shard, *row_shape)``; or a tree.
         ids: of this device, integers of any shape; or a tree like ``table``.

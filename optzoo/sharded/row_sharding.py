@@ -31,7 +31,7 @@ class RowSharding:
     64 by default (:func:`optzoo.in_order_of_ids`).
 
     Example:
-        >>> import optzoo
+        >>> import numpy as np, optzoo
         >>> sharding = optzoo.RowSharding(10, 4, multiple=1)
         >>> sharding.stored_rows, sharding.rows_per_shard
         (16, 4)
@@ -154,6 +154,13 @@ def _dtype_of_ids(dtype: Any) -> Any:
 def in_order_of_ids(tree: Any, sharding: RowSharding) -> Any:
     """Arrays with rows in the order of the ids, for a checkpoint of any number of shards.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
+        >>> stored = jnp.array([[0.0], [2.0], [1.0], [3.0]])  # shard 0 has the even rows
+        >>> print(optzoo.in_order_of_ids(stored, sharding).ravel())
+        [0. 1. 2. 3.]
+
     Args:
         tree: a table, a slot, or a tree of them with other arrays: those with ``stored_rows`` rows
             are rearranged, all others are returned as they are.
@@ -167,7 +174,15 @@ def in_order_of_ids(tree: Any, sharding: RowSharding) -> Any:
 
 
 def from_order_of_ids(tree: Any, sharding: RowSharding) -> Any:
-    """The inverse of :func:`optzoo.in_order_of_ids`, perhaps for another number of shards."""
+    """The inverse of :func:`optzoo.in_order_of_ids`, perhaps for another number of shards.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
+        >>> table = jnp.array([[0.0], [1.0], [2.0], [3.0]])
+        >>> print(optzoo.from_order_of_ids(table, sharding).ravel())  # shard 0 has the even rows
+        [0. 2. 1. 3.]
+    """
     return _rearrange(tree, sharding, sharding.rows_per_shard)
 
 

@@ -117,6 +117,14 @@ def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -
     The other direction: after :func:`optzoo.flush`, ``state.inner`` is a state of ``inner``. Both
     serve to change settings during training, too.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> inner = optzoo.adam(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> state = optzoo.take_over(optzoo.caught_up(inner), table, inner.init(table))
+        >>> print(type(state).__name__)
+        CaughtUpState
+
     Args:
         tx: made by :func:`optzoo.caught_up`.
         params: the parameters.

@@ -27,7 +27,18 @@ Sparse = Literal["warn", "require", "allow"]
 
 
 class DenseGradientWarning(UserWarning):
-    """The gradient of a looked-up table is dense, for the reason given."""
+    """The gradient of a looked-up table is dense, for the reason given.
+
+    Example:
+        >>> import warnings
+        >>> import jax.numpy as jnp, optzoo
+        >>> tied = lambda table: jnp.sum(optzoo.lookup(table, jnp.array([0])) @ table.T)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     value, gradient = optzoo.value_and_grad(tied)(jnp.ones((3, 2)))
+        >>> print(caught[0].category.__name__, gradient.shape)
+        DenseGradientWarning (3, 2)
+    """
 
 
 def lookup(table: Any, ids: Any) -> Array:
@@ -47,6 +58,13 @@ def lookup(table: Any, ids: Any) -> Array:
     ``shard_map``, a ``jit`` with shardings, or a function of ``custom_jvp`` or ``custom_vjp`` takes
     the table itself, and where a ``vmap`` or a ``scan`` takes a slice of it in each step:
     do the lookup before. :func:`optzoo.value_and_grad` warns of it.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> loss = lambda table: jnp.sum(optzoo.lookup(table, jnp.array([0, 2])) ** 2)
+        >>> value, gradient = optzoo.value_and_grad(loss)(jnp.ones((3, 2)))
+        >>> print(gradient.indices, gradient.values.tolist())
+        [0 2] [[2.0, 2.0], [2.0, 2.0]]
 
     Args:
         table: an array of shape ``(num_rows, *row_shape)``; or a variable that holds one, such as
@@ -94,6 +112,14 @@ def value_and_grad(
     :func:`optzoo.lookup` names it, gets its correct dense gradient, which costs time and
     memory in proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
     of ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> loss = lambda p: jnp.sum(optzoo.lookup(p["table"], jnp.array([2])) * p["w"])
+        >>> params = {"table": jnp.ones((3, 2)), "w": jnp.ones(2)}
+        >>> value, gradients = optzoo.value_and_grad(loss)(params)
+        >>> print(gradients["table"].indices, gradients["w"])
+        [2] [1. 1.]
 
     Args:
         loss_fn: returns a scalar, or ``(scalar, aux)``.

@@ -26,6 +26,14 @@ class MovingAverageSlots(NamedTuple):
 def eval_params(params: Any, state: Any) -> Any:
     """The parameters to evaluate and to deploy: averages or a center, if the state has them.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
+        >>> params = jnp.ones(2)
+        >>> state = tx.init(params)
+        >>> print(optzoo.eval_params(params, state))
+        [1. 1.]
+
     Args:
         params: the parameters that are trained.
         state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
@@ -55,6 +63,15 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
     A checkpoint of the result has the averages in the place of the parameters, for evaluation.
     Swap again after loading to resume training. The counterpart of the originals'
     ``swapping_saver``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
+        >>> params = jnp.zeros(1)
+        >>> updates, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+        >>> averages, swapped = optzoo.swap(params + updates, state)
+        >>> print(averages, optzoo.swap(averages, swapped)[0])
+        [-0.5] [-1.]
 
     Args:
         params: the parameters that are trained.

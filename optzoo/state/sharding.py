@@ -37,8 +37,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> tx = optzoo.momentum(0.1, 0.9)
         >>> placed = optzoo.state_sharding(tx, params)
         >>> state = jax.jit(tx.init, out_shardings=placed)({"w": jnp.ones((16, 4))})
-        >>> state[0].slots.momentum["w"].sharding.spec
-        PartitionSpec('d',)
+        >>> tuple(state[0].slots.momentum["w"].sharding.spec)
+        ('d',)
 
     Args:
         tx: any optax transformation whose ``init`` maps over the parameters, as

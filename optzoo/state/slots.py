@@ -22,6 +22,12 @@ _INJECTED = optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState
 def slot_names(state: Any) -> tuple[str, ...]:
     """The names of the slots in a state, for :func:`optzoo.get_slot`.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optax.clip(1.0), optzoo.adam(0.1))
+        >>> print(optzoo.slot_names(tx.init(jnp.ones(2))))
+        ('m', 'v')
+
     Args:
         state: the state of any optax transformation. In states of this library, slots have the
             names of the original (``m`` and ``v`` of Adam, ``momentum``, ``accum`` and ``linear``
@@ -48,6 +54,13 @@ def get_slot(state: Any, name: str) -> Any:
 
         optzoo.get_slot(state, "m")["encoder"]["kernel"]
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optax.clip(1.0), optzoo.adam(0.1))
+        >>> state = tx.init({"w": jnp.ones(2)})
+        >>> print(optzoo.get_slot(state, "m")["w"])
+        [0. 0.]
+
     Args:
         state: the state of any optax transformation: chains, masks, partitions, ``MultiSteps``,
             ``inject_hyperparams`` and wrappers are searched.
@@ -67,6 +80,14 @@ def get_slot(state: Any, name: str) -> Any:
 
 def set_slot(state: Any, name: str, value: Any) -> Any:
     """A copy of a state with other values in a slot.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> state = tx.init({"w": jnp.ones(2)})
+        >>> state = optzoo.set_slot(state, "momentum", {"w": jnp.array([1.0, 2.0])})
+        >>> print(optzoo.get_slot(state, "momentum")["w"])
+        [1. 2.]
 
     Args:
         state: as for :func:`optzoo.get_slot`.

@@ -16,7 +16,14 @@ class NoSlots(NamedTuple):
 
 
 class LeafwiseState(NamedTuple):
-    """The number of updates, a params-shaped tree for each slot, and optimizer-wide arrays."""
+    """The number of updates, a params-shaped tree for each slot, and optimizer-wide arrays.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> state = optzoo.scale_by_momentum(0.9).init({"w": jnp.ones(2)})
+        >>> print(state.slots.momentum["w"])
+        [0. 0.]
+    """
 
     count: Array
     slots: Any
@@ -65,14 +72,28 @@ class LocalSGDPerReplica(NamedTuple):
 
 
 class LocalSGDState(NamedTuple):
-    """Replicas that train separately, each with its own parameters."""
+    """Replicas that train separately, each with its own parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> state = optzoo.model_average(optzoo.adam(0.1)).init(jnp.ones(2))
+        >>> print(type(state).__name__, state.replicated.center)
+        LocalSGDState [1. 1.]
+    """
 
     replicated: LocalSGDReplicated
     per_replica: LocalSGDPerReplica
 
 
 class SharedParamsState(NamedTuple):
-    """Replicas that share one copy of the parameters and of the inner state."""
+    """Replicas that share one copy of the parameters and of the inner state.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> state = optzoo.sync_replicas(optzoo.adam(0.1), 2).init(jnp.ones(2))
+        >>> print(type(state).__name__, state.replicated.global_step)
+        SharedParamsState 0
+    """
 
     replicated: Any  # a named tuple of the method, with at least ``global_step`` and ``inner``
     per_replica: Any  # a named tuple of the method, with at least ``local_step``

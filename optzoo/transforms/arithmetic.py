@@ -18,6 +18,14 @@ def add(tree: Any, other: Any) -> Any:
 
     The counterpart of ``optax.tree.add``, which refuses SparseRows.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
+        >>> print(optzoo.add({"table": jnp.zeros((3, 2))}, {"table": rows})["table"])
+        [[0. 0.]
+         [0. 0.]
+         [1. 1.]]
+
     Args:
         tree: gradients.
         other: gradients of the same structure, but that each leaf may be rows or an array.
@@ -34,6 +42,13 @@ def global_norm(updates: Any) -> Array:
     The counterpart of ``optax.tree.norm``, which refuses SparseRows. Rows that share an index
     are summed first, so that the norm is that of the dense gradient.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.array([[1.0], [2.0]]), 4)
+        >>> gradients = {"table": rows, "w": jnp.array([4.0])}
+        >>> print(optzoo.global_norm(gradients))  # rows that share an index are summed
+        5.0
+
     Args:
         updates: a tree of gradients.
     """
@@ -47,6 +62,12 @@ def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
     The counterpart of ``jax.lax.psum``, which refuses SparseRows. Rows are gathered: the result
     lists those of all replicas, in their order. Sums are computed in float32 at least, and
     returned in the dtype of each gradient.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> add = lambda g: optzoo.psum({"w": g}, "replica")["w"]
+        >>> print(jax.vmap(add, axis_name="replica")(jnp.array([1.0, 3.0])))
+        [4. 4.]
 
     Args:
         tree: the gradients of this replica.

@@ -37,6 +37,15 @@ def check_numerics(
     It reads all leaves once more. The host is called only if a value is not finite, but under
     ``vmap`` in every step. JAX does not keep a program with it in its compilation cache.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.check_numerics()
+        >>> try:
+        ...     tx.update({"w": jnp.array([1.0, jnp.nan])}, tx.init(None))
+        ... except FloatingPointError as error:
+        ...     print(error)
+        the gradient of parameter 'w' is NaN at step 0; 1 of 1 leaves are not finite
+
     Args:
         what: the word for the leaves in the error, such as ``"update"`` for a check after the
             optimizer.

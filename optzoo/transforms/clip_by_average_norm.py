@@ -27,6 +27,13 @@ def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
     (``optax.clip_by_block_rms``). Row-sparse gradients stay row-sparse; the norm is that of the
     summed gradient and :math:`n` is the size of the whole table.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.clip_by_average_norm(1.0)
+        >>> updates, state = tx.update({"w": jnp.array([30.0, 40.0])}, tx.init(None))
+        >>> print(updates["w"])  # norm 50 for 2 elements is 25 in the average
+        [1.2 1.6]
+
     Args:
         max_norm: :math:`c`, positive.
 

@@ -18,6 +18,14 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     where :math:`g` are all gradients together, row-sparse ones included. Rows that share an index
     are summed first, so that the result is that of the dense gradient.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.clip_by_global_norm(1.0)
+        >>> gradients = {"w": jnp.array([30.0]), "b": jnp.array([40.0])}
+        >>> updates, state = tx.update(gradients, tx.init(None))
+        >>> print(updates["w"], updates["b"])
+        [0.6] [0.8]
+
     Args:
         max_norm: :math:`c`, positive.
 

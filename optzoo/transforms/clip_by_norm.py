@@ -25,6 +25,14 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     for each parameter separately, unlike :func:`optzoo.clip_by_global_norm`. Row-sparse gradients
     stay row-sparse; the norm is that of the summed gradient.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.clip_by_norm(1.0)
+        >>> gradients = {"w": jnp.array([30.0]), "b": jnp.array([0.5])}
+        >>> updates, state = tx.update(gradients, tx.init(None))
+        >>> print(updates["w"], updates["b"])  # each parameter by itself
+        [1.] [0.5]
+
     Args:
         max_norm: :math:`c`, positive.
 

@@ -27,6 +27,13 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
     clipping by a norm that is not finite makes all elements NaN or zero, and the filter then makes
     all of them zero.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.gradient_nan_inf_filter()
+        >>> updates, state = tx.update(jnp.array([1.0, jnp.nan, jnp.inf]), tx.init(None))
+        >>> print(updates)
+        [1. 0. 0.]
+
     References:
         ``returnn.tf.updater``, option ``gradient_nan_inf_filter``.
 

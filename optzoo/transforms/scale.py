@@ -18,6 +18,13 @@ def scale(step_size: float) -> optax.GradientTransformation:
     Differs from ``optax.scale`` in that it takes SparseRows, of which it scales the values, and
     that gradients keep their dtype.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optzoo.scale_by_momentum(0.9), optzoo.scale(-0.1))
+        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
+        >>> print(updates)
+        [-0.1  0.2]
+
     Args:
         step_size: :math:`c`, finite.
 
@@ -33,6 +40,16 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
 
     Differs from ``optax.scale_by_schedule``, whose state it has, as :func:`optzoo.scale` differs
     from ``optax.scale``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_schedule(lambda step: -1.0 / (1 + step))
+        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
+        >>> state = tx.init(jnp.ones((3, 2)))
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(rows, state)
+        >>> print(updates.values)
+        [[-0.5 -0.5]]
 
     Args:
         step_size_fn: :math:`c_t`, a function of the number of updates before this one.

@@ -41,6 +41,14 @@ def gradient_summaries() -> optax.GradientTransformation:
     gradient once more. For a row-sparse gradient they are computed after rows that share an index
     are summed. A missing gradient counts as zero.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optzoo.gradient_summaries(), optzoo.adam(0.1))
+        >>> params = {"w": jnp.ones(2)}
+        >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
+        >>> print(optzoo.read_summaries(state).leaves["w"]["norm"])
+        5.0
+
     References:
         ``returnn.tf.updater``, option ``debug_grad_summaries``.
     """
@@ -65,6 +73,15 @@ def read_summaries(state: Any) -> Summaries:
     """The statistics of :func:`gradient_summaries`, found anywhere in the state of an optimizer.
 
     The groups of a partition are merged; of two in one chain the last one is returned.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optax.chain(optzoo.gradient_summaries(), optzoo.adam(0.1))
+        >>> params = {"w": jnp.ones(2)}
+        >>> updates, state = tx.update({"w": jnp.array([3.0, -4.0])}, tx.init(params), params)
+        >>> found = optzoo.read_summaries(state)
+        >>> print(found.global_norm, found.leaves["w"]["largest"], found.leaves["w"]["nonfinite"])
+        5.0 4.0 0
 
     Args:
         state: the state of an optimizer, or any tree that contains it.

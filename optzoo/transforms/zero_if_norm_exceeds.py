@@ -34,6 +34,14 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
     parameters, and the step is counted. With ``max_norm=math.inf`` only gradients with NaN or
     infinities become zero; before :func:`optzoo.accumulate`, such a step does not change the sum.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.zero_if_norm_exceeds(10.0)
+        >>> gradients = {"w": jnp.array([30.0]), "b": jnp.array([0.5])}
+        >>> updates, state = tx.update(gradients, tx.init(None))
+        >>> print(updates["w"], updates["b"])  # the norm of all gradients together decides
+        [0.] [0.]
+
     Args:
         max_norm: :math:`c`, positive.
 

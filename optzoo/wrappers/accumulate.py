@@ -66,6 +66,17 @@ def accumulate(
     To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before it in
     the chain.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.accumulate(optzoo.gradient_descent(0.1), 2)
+        >>> params = jnp.zeros(2)
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.array([1.0, 3.0]), state, params)
+        ...     print(updates + 0)
+        [0. 0.]
+        [-0.2 -0.6]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
@@ -81,7 +92,8 @@ def accumulate(
             two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
 
     References:
-        ``returnn.tf.updater``, option ``accum_grad_multiple_step``.
+        ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
+        ``accum_grad_multiple_step``.
     """
     inner = inner_transformation(inner=inner)
     every = check_size(1, every=every)

@@ -45,6 +45,14 @@ def ema_in_place(
     table, also where it does not average. The original averages before its lookup, so there the
     gradient of such a step is that of the averaged rows.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.ema_in_place(optzoo.row_wise_adagrad(0.1), every=1, coefficient=0.5)
+        >>> table = jnp.array([[4.0, 0.0]])
+        >>> updates, state = tx.update(jnp.zeros((1, 2)), tx.init(table), table)
+        >>> print(table + updates)  # the second half moves towards the first
+        [[4. 2.]]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         every: :math:`k`, an int, at least 1.

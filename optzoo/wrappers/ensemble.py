@@ -46,6 +46,18 @@ def ensemble(
     table. The original averages before its lookup, so there the gradient of such a step is that of
     the new parameters.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> inner = optzoo.gradient_descent(1.0)
+        >>> tx = optzoo.ensemble(inner, every=1, swap_every=2, coefficient=0.5)
+        >>> params = jnp.array([4.0])
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.array([1.0]), state, params)
+        ...     params = params + updates
+        >>> print(params)  # the average, and then a step
+        [1.5]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         every: :math:`k`, how often the parameters are averaged, an int, at least 1.

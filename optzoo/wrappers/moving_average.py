@@ -36,6 +36,15 @@ def moving_average(
 
     It must be the last transformation of a chain: it averages the parameters plus this update.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
+        >>> params = jnp.zeros(1)
+        >>> updates, state = tx.update(jnp.array([1.0]), tx.init(params), params)
+        >>> params = params + updates
+        >>> print(params, optzoo.eval_params(params, state))
+        [-1.] [-0.5]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         average_decay: :math:`d`, in [0, 1).

@@ -26,11 +26,21 @@ def multitask(
     State that belongs to no single parameter (the step count, the powers of Adam) is updated in
     every step. Row-sparse gradients work, too; they cost one pass over the slots of the table.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.multitask(optzoo.momentum(0.1, 0.9))
+        >>> params = jnp.ones(2)
+        >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+        >>> updates, state = tx.update(jnp.zeros(2), state, params)
+        >>> print(updates)  # momentum alone would move on
+        [0. 0.]
+
     Args:
         inner: a complete optimizer, including its learning rate.
 
     References:
-        ``tf.contrib.opt.MultitaskOptimizerWrapper``.
+        ``tf.contrib.opt.MultitaskOptimizerWrapper`` of `TensorFlow 1
+        <https://github.com/tensorflow/tensorflow>`_.
 
     Differences from the original:
         The original modifies the inner optimizer in place.

@@ -57,6 +57,13 @@ def slots_dtype(
     float64. Words have none: to differentiate through an update with slots packed in 16 bits is an
     error.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.slots_dtype(optzoo.adam(1e-3), jnp.bfloat16)
+        >>> state = tx.init(jnp.ones(4))
+        >>> print(optzoo.get_slot(state, "m").dtype, optzoo.get_slot(state, "v").dtype)
+        bfloat16 bfloat16
+
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
             within optax's chains, masks and wrappers.

@@ -33,6 +33,16 @@ def variable_clipping(
 
     It must be the last transformation of a chain: it clips the parameters plus this update.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> inner = optzoo.gradient_descent(0.1)
+        >>> tx = optzoo.variable_clipping(inner, {"table": (1,)}, max_norm=1.0)
+        >>> params = {"table": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
+        >>> updates, state = tx.update({"table": jnp.zeros((2, 2))}, tx.init(params), params)
+        >>> print(params["table"] + updates["table"])  # rows of norm 1 at most
+        [[0.6 0.8]
+         [0.3 0.4]]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, where a pattern is a

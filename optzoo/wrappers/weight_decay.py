@@ -28,6 +28,16 @@ def decoupled_weight_decay(
     not multiplied by the learning rate. If a gradient is row-sparse, only its rows decay; a
     parameter without a gradient does not decay.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> mask = {"kernel": True, "bias": False}
+        >>> tx = optzoo.decoupled_weight_decay(optax.sgd(0.1), 0.01, mask=mask)
+        >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+        >>> gradients = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+        >>> updates, state = tx.update(gradients, tx.init(params), params)
+        >>> print(updates["kernel"], updates["bias"])
+        [-0.11 -0.11] [-0.1 -0.1]
+
     Args:
         inner: a complete optimizer, including its learning rate.
         weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,

@@ -247,6 +247,13 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
     silently sums the gradients over the replicas. With respect to ``per_replica(params)`` each
     replica gets the gradient of its own loss. Under ``vmap`` and ``pmap`` this does nothing.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> loss = lambda params, x: jnp.sum(optzoo.per_replica(params, "replica") * x)
+        >>> both = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="replica")
+        >>> print(both(jnp.ones(1), jnp.array([[1.0], [3.0]])).ravel())
+        [1. 3.]
+
     Args:
         tree: parameters, or other arrays.
         axis_name: the axis, or axes, of the replicas; None for a single one.
@@ -262,6 +269,12 @@ def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Call it inside the mapped function, before ``init``. It is the counterpart of the originals'
     init ops, by which workers copied the chief's variables.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> copy = lambda x: optzoo.broadcast(x, "replica")
+        >>> print(jax.vmap(copy, axis_name="replica")(jnp.array([5.0, 7.0])))
+        [5. 5.]
 
     Args:
         tree: parameters, or other arrays.

@@ -25,6 +25,16 @@ def map_over_replicas(
 ) -> Callable[..., Any]:
     """Runs the train step of one replica on all replicas.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optzoo
+        >>> def step(params, state, gradient):
+        ...     return params - jax.lax.pmean(gradient, "replica"), state
+        >>> params, state = optzoo.replicate(jnp.zeros(1), optax.sgd(0.1).init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> print(params)
+        [[-2.]
+         [-2.]]
+
     Args:
         step: ``step(params, state, *batch) -> (params, state, *out)`` as one replica sees it; it
             may use collectives over ``axis_name``, as the distributed wrappers do.
@@ -79,6 +89,19 @@ def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
     operations across the condition. A round has no condition: its local steps cost what those of
     the inner optimizer cost. The step is compiled twice: as a local step, and as the last one.
 
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> tx = optzoo.model_average(optzoo.gradient_descent(0.1))
+        >>> def step(params, state, gradient, *, exchange):
+        ...     updates, state = tx.update(gradient, state, params, exchange=exchange)
+        ...     return optax.apply_updates(params, updates), state
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> round_of_3 = optzoo.map_over_replicas(optzoo.scan_local_steps(step))
+        >>> gradients = jnp.array([1.0, 3.0])[:, None, None] * jnp.ones((2, 3, 1))
+        >>> params, state = round_of_3(params, state, gradients)
+        >>> print(params.ravel())
+        [-0.6 -0.6]
+
     Args:
         step: ``step(params, state, *batch, exchange) -> (params, state, *out)`` for one replica,
             which passes ``exchange`` (a Python bool) to ``update``.
@@ -115,6 +138,14 @@ def replicate(
 
     Arrays that each replica has for itself get a first axis over the replicas.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.model_average(optzoo.adam(0.1))
+        >>> params = jnp.zeros(1)
+        >>> params, state = optzoo.replicate(params, tx.init(params), 4)
+        >>> print(params.shape)
+        (4, 1)
+
     Args:
         params: the parameters.
         state: ``tx.init(params)``.
@@ -145,6 +176,14 @@ def resize_replicas(
     The first replicas keep their parameters and their state. A new replica ``i`` starts from the
     center, as a worker that joins; slots and counts of its inner optimizer are those of replica
     ``i % old number``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.model_average(optzoo.adam(0.1))
+        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.resize_replicas(tx, params, state, 3)
+        >>> print(params.shape)
+        (3, 1)
 
     Args:
         tx: the optimizer for the new number of replicas.
@@ -195,6 +234,14 @@ def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) ->
     ``jax.shard_map``. The parameters are replicated if their optimizer shares them between the
     replicas (:func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`); with other
     optimizers each replica has its own.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.model_average(optzoo.adam(0.1))
+        >>> params = jnp.zeros(1)
+        >>> specs = optzoo.replica_specs(params, tx.init(params), replicated=None, per_replica=0)
+        >>> print(specs[0])  # each replica has its own parameters
+        0
 
     Args:
         params: the parameters.

@@ -83,6 +83,13 @@ def fbgemm_optimizer(
     round a new row of such a table once; the others round their update first, as the original does.
     The learning rate is rounded to float32, other arguments are not.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD", learning_rate=0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> print(optzoo.get_slot(tx.init(table), "accumulator").shape)
+        (3,)
+
     Args:
         optimizer: a member of ``EmbOptimType``, or its name; or ``"rowwise_rmsprop_ar"``, which has
             an operator only.

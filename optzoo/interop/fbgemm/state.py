@@ -71,6 +71,15 @@ def load_fbgemm_state(
             state_dict |= {f"{table}/weights": weights}
             state_dict |= {f"{table}/{name}": s for name, s in zip(names, states)}
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optzoo
+        >>> tx = optzoo.row_wise_adagrad(0.1)
+        >>> params = {"items": jnp.zeros((3, 2))}
+        >>> saved = {"items/momentum1": np.full(3, 4.0, np.float32), "iter": np.array([1000])}
+        >>> params, state = optzoo.load_fbgemm_state(tx, params, saved)
+        >>> print(optzoo.get_slot(state, "accumulator")["items"])
+        [4. 4. 4.]
+
     Args:
         tx: an optimizer of :func:`optzoo.fbgemm_optimizer`, or the same made by its function, alone
             or in optax's chains and masks and :func:`optzoo.groups`.
@@ -126,6 +135,16 @@ def save_fbgemm_state(
 ) -> None:
     """Writes :func:`optzoo.fbgemm_state_dict` as an ``.npz`` file.
 
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp, numpy as np, optzoo
+        >>> tx = optzoo.row_wise_adagrad(0.1)
+        >>> params = {"items": jnp.ones((3, 2))}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     optzoo.save_fbgemm_state(f"{folder}/state.npz", params, tx.init(params))
+        ...     print(sorted(np.load(f"{folder}/state.npz")))
+        ['items/momentum1', 'items/weights', 'iter']
+
     Args:
         path: ends in ``.npz``.
         params: the tables.
@@ -150,6 +169,14 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
             for name, s in zip(names, states):
                 s.copy_(torch.tensor(saved[f"{table}/{name}"]))
         module.iter.fill_(int(saved["iter"][0]))
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.row_wise_adagrad(0.1)
+        >>> params = {"items": jnp.ones((3, 2))}
+        >>> saved = optzoo.fbgemm_state_dict(params, tx.init(params))
+        >>> print({name: array.shape for name, array in saved.items()})
+        {'iter': (1,), 'items/weights': (3, 2), 'items/momentum1': (3,)}
 
     Args:
         params: the tables.

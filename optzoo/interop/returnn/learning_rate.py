@@ -39,6 +39,16 @@ class LearningRateControl:
     ``learning_rates`` gives the rates of some epochs: a list from epoch 1 on, or a dict.
     ``min_learning_rate`` is the least that a decay leads to. ``docs/returnn.md`` has all options.
 
+    Example:
+        >>> import optzoo
+        >>> control = optzoo.LearningRateControl(
+        ...     {"learning_rate": 0.1, "learning_rate_control": "newbob"}
+        ... )
+        >>> for epoch, score in [(1, 2.0), (2, 1.0), (3, 1.0)]:
+        ...     control.report(epoch, score)
+        >>> print(control.rate(3), control.rate(4))  # halved, as the score is no better
+        0.1 0.05
+
     Args:
         config: RETURNN's config, or the part of it about learning rates.
 

@@ -86,6 +86,15 @@ def returnn_updater(
     global_step=n)`` replaces the count of steps. ``maximize_grad_norm`` needs ``update(...,
     grad_fn=f)``, where ``f(params)`` is the gradient of the loss.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.returnn_updater({"optimizer": {"class": "adam"}, "learning_rate": 0.1})
+        >>> params = {"layer": {"W": jnp.ones(2)}}
+        >>> gradients = {"layer": {"W": jnp.array([3.0, -4.0])}}
+        >>> updates, state = tx.update(gradients, tx.init(params), params)
+        >>> print(updates["layer"]["W"])
+        [-0.1  0.1]
+
     Args:
         config: RETURNN's config. What has nothing to do with the updater is ignored;
             ``docs/returnn.md`` lists the options.

@@ -51,6 +51,13 @@ def sparsecore(
     proved that each row depends on itself alone, and that no other row moves. So
     :func:`optzoo.adam`, which moves all rows, is refused; ``on_rows(adam(...))`` is not.
 
+    Example:
+        >>> import optzoo
+        >>> from jax_tpu_embedding.sparsecore.lib.nn import embedding_spec
+        >>> spec = optzoo.sparsecore(optzoo.lazy_adam(1e-3))
+        >>> print(isinstance(spec, embedding_spec.OptimizerSpec))
+        True
+
     Args:
         tx: any optax transformation that updates each touched row by itself.
         width: the number of columns of the table. It is needed only if the elements of a row

@@ -30,6 +30,16 @@ def load_tf1_state(
 ) -> tuple[Any, Any]:
     """Reads parameters, slots, beta powers and the step from a checkpoint of TensorFlow 1.
 
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> checkpoint = {"w": [1.0, 2.0], "w/Momentum": [3.0, 4.0]}
+        >>> checkpoint = {name: np.array(value, np.float32) for name, value in checkpoint.items()}
+        >>> checkpoint["global_step"] = np.array(7)
+        >>> params, state = optzoo.load_tf1_state(tx, {"w": jnp.zeros(2)}, checkpoint)
+        >>> print(params["w"], optzoo.get_slot(state, "momentum")["w"])
+        [1. 2.] [3. 4.]
+
     Args:
         tx: the optimizer, alone or in optax's chains, masks, partitions and this library's
             wrappers.

@@ -36,6 +36,17 @@ def save_tf1_state(
     writes it. The next save to the same path removes what else a killed one left. This does not
     hold for a computer that loses its power.
 
+    Example:
+        >>> import tempfile
+        >>> import jax.numpy as jnp, numpy as np, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> params = {"w": jnp.ones(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = f"{folder}/model.npz"
+        ...     optzoo.save_tf1_state(path, params, tx.init(params), optimizer_name="Momentum")
+        ...     print(sorted(np.load(path)))
+        ['global_step', 'w', 'w/Momentum']
+
     Args:
         path: the prefix of the checkpoint (TensorFlow writes it), or a path that ends in
             ``.npz``. Its folder is made if there is none.
@@ -88,7 +99,15 @@ def tf1_variables(
     swapped: bool = False,
     like: Checkpoint | None = None,
 ) -> dict[str, np.ndarray]:
-    """What :func:`save_tf1_state` writes, by TensorFlow's names; it describes the arguments."""
+    """What :func:`save_tf1_state` writes, by TensorFlow's names; it describes the arguments.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adam(0.1)
+        >>> params = {"w": jnp.ones(2)}
+        >>> print(sorted(optzoo.tf1_variables(params, tx.init(params), optimizer_name="Adam")))
+        ['beta1_power', 'beta2_power', 'global_step', 'w', 'w/Adam', 'w/Adam_1']
+    """
     check_awake(state, "save_tf1_state")
     # Read.
     given = None if like is None else files.read(like)

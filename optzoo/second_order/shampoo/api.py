@@ -45,7 +45,17 @@ def scale_by_shampoo(
     start_step: int = 0,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.shampoo`, which describes the arguments."""
+    """The direction of :func:`optzoo.shampoo`, which describes the arguments.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.scale_by_shampoo()
+        >>> gradient = jnp.array([[10.0, 0.0], [0.0, 100.0]])
+        >>> updates, state = tx.update(gradient, tx.init(jnp.ones((2, 2))))
+        >>> print(updates + 0)
+        [[1.4142 0.    ]
+         [0.     1.4142]]
+    """
     return shampoo_transformation(make_options(locals()))
 
 
@@ -104,6 +114,15 @@ def shampoo(
     dimension has only a diagonal, ``gbar_decay`` is 0 and ``mat_gbar_decay`` is 1: then only the
     touched rows of the parameter and of its slots change, and diagonals are not divided by
     :math:`d_i`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.shampoo(0.1)
+        >>> params = jnp.array([[1.0, 0.0], [0.0, 100.0]])
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> print(updates + 0)  # both directions move alike, whatever their scale
+        [[-0.1414  0.    ]
+         [ 0.     -0.1414]]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
@@ -225,6 +244,16 @@ def blocked_shampoo(
 
     Row-sparse gradients become dense (:func:`optzoo.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.blocked_shampoo(0.1, block_size=2, start_step=0)
+        >>> params = jnp.eye(4, 2)
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(params, state, params)
+        >>> print(updates.shape, float(jnp.sum(params * updates)) < 0)  # downhill
+        (4, 2) True
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

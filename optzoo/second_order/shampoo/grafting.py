@@ -43,6 +43,14 @@ def graft(
     index are summed first. An update has the form of :math:`d_t`: rows or an array. The norm of
     rows is that of the array they stand for, so :math:`l_t` may have the other form.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.graft(optzoo.gradient_descent(1.0), optzoo.adam(0.1))
+        >>> params = jnp.ones(2)
+        >>> updates, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
+        >>> print(updates, float(jnp.linalg.norm(updates)) < 0.15)  # the length of Adam's step
+        [-0.0849 -0.1131] True
+
     Args:
         direction: gives the direction. A constant factor, such as its learning rate, has no
             effect.

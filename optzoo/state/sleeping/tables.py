@@ -37,6 +37,14 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
 
     :func:`optzoo.minimize` does it itself. Repeated ids do no harm. Ids out of range are ignored.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.caught_up(optzoo.adam(0.1))
+        >>> table = jnp.ones((3, 2))
+        >>> table, state = optzoo.catch_up(table, tx.init(table), jnp.array([0, 2]))
+        >>> print(table.shape)
+        (3, 2)
+
     Args:
         params: the parameters.
         state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
@@ -92,6 +100,14 @@ def flush(params: Any, state: Any) -> tuple[Any, Any]:
 
     Of arrays that are sharded by rows each device flushes its own. Inside ``jit`` the shardings are
     not known, so there call it in a ``jax.shard_map`` (docs/caught_up.md).
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.caught_up(optzoo.adam(0.1))
+        >>> table = jnp.ones((3, 2))
+        >>> table, state = optzoo.flush(table, tx.init(table))
+        >>> print(optzoo.slot_names(state.inner))  # a state of adam
+        ('m', 'v')
 
     Args:
         params: the parameters.

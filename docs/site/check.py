@@ -1,0 +1,204 @@
+"""Checks the built site: ``python docs/site/check.py [--site site]``; exits 1 if anything fails."""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import public
+
+# Elements whose address the browser loads when the page is opened.
+LOADED = {
+    "audio": ("src",),
+    "embed": ("src",),
+    "iframe": ("src",),
+    "image": ("href", "xlink:href"),
+    "img": ("src", "srcset"),
+    "input": ("src",),
+    "object": ("data",),
+    "script": ("src",),
+    "source": ("src", "srcset"),
+    "track": ("src",),
+    "use": ("href", "xlink:href"),
+    "video": ("src", "poster"),
+}
+RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch"}
+
+
+class Page(HTMLParser):
+    """The links, anchors and loaded resources of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = {"", "top"}
+        self._in_style = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        """Collects what an element refers to."""
+        values = {name: value or "" for name, value in attrs}
+        self._in_style = tag == "style"
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag == "link" and RELATIONS & set(values.get("rel", "").split()):
+            self.loads.append(values.get("href", ""))
+        for key in LOADED.get(tag, ()):
+            if key in values:
+                self.loads += [part.split()[0] for part in values[key].split(",") if part.split()]
+        self.loads += _loaded_by_css(values.get("style", ""))
+
+    def handle_data(self, data):
+        """Collects what a style sheet inside of the page loads."""
+        if self._in_style:
+            self.loads += _loaded_by_css(data)
+
+
+class Failure(NamedTuple):
+    """What is wrong: the page, the link or name, and why."""
+
+    page: str
+    link: str
+    why: str
+
+
+def _loaded_by_css(text: str) -> list[str]:
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    found = re.findall(r"url\(\s*['\"]?([^'\")]+)['\"]?\s*\)", text)
+    return found + re.findall(r"@import\s+['\"]([^'\"]+)", text)
+
+
+def _loaded_by_script(text: str) -> list[str]:
+    """Addresses that a script loads by itself, as far as they are written in it."""
+    call = r"(?:fetch|import|importScripts|Worker|EventSource)\(\s*[`'\"](\w+:)?//[^`'\"]+"
+    assigned = r"\.(?:src|href)\s*=\s*[`'\"](\w+:)?//[^`'\"]+"
+    return [match[0] for match in re.finditer(f"{call}|{assigned}", text)]
+
+
+def check_links(site: pathlib.Path, pages: dict[str, Page]) -> Iterator[Failure]:
+    """Every link and anchor of every page leads somewhere; nothing is loaded from elsewhere."""
+    for name, page in pages.items():
+        for link in page.loads:
+            if link.startswith("data:"):
+                continue
+            if urlsplit(link).scheme or link.startswith("//"):
+                yield Failure(name, link, "is loaded from elsewhere")
+            elif why := _broken(site, pages, name, link):
+                yield Failure(name, link, why)
+        for link in page.links:
+            if urlsplit(link).scheme or link.startswith("//"):
+                continue
+            if why := _broken(site, pages, name, link):
+                yield Failure(name, link, why)
+
+
+def _broken(site: pathlib.Path, pages: dict[str, Page], name: str, link: str) -> str:
+    """Why a link does not resolve; empty if it does."""
+    path, anchor = unquote(urlsplit(link).path), unquote(urlsplit(link).fragment)
+    file = ((site / name).parent / path).resolve() if path else site.resolve() / name
+    file = file / "index.html" if file.is_dir() else file
+    if not file.is_file():
+        return "there is no such file"
+    if not file.is_relative_to(site.resolve()):
+        return "leads out of the site"
+    target = pages.get(str(file.relative_to(site.resolve())))
+    if anchor and target is not None and anchor not in target.anchors:
+        return "there is no such anchor"
+    return ""
+
+
+def check_assets(site: pathlib.Path) -> Iterator[Failure]:
+    """Style sheets, scripts and pictures load nothing from elsewhere, and what they load exists."""
+    for file in sorted(site.rglob("*")):
+        name = str(file.relative_to(site))
+        if file.suffix == ".css":
+            for link in _loaded_by_css(file.read_text()):
+                inside = (file.parent / urlsplit(link).path).is_file()
+                if not link.startswith(("data:", "#")) and (urlsplit(link).scheme or not inside):
+                    yield Failure(name, link, "is not in the site")
+        elif file.suffix == ".js":
+            for link in _loaded_by_script(file.read_text()):
+                yield Failure(name, link, "is loaded from elsewhere")
+        elif file.suffix == ".svg":
+            for link in re.findall(r"(?:href|src)=[\"'](\w+:[^\"']+)", file.read_text()):
+                if not link.startswith("data:"):
+                    yield Failure(name, link, "is loaded from elsewhere")
+
+
+def check_names(pages: dict[str, Page]) -> Iterator[Failure]:
+    """Every public name has a page, and the entry of the name is on it."""
+    for name in public.names():
+        page = pages.get(f"api/{name}.html")
+        if page is None:
+            yield Failure(f"api/{name}.html", name, "this public name has no page")
+        elif name not in page.anchors:
+            yield Failure(f"api/{name}.html", name, "this public name has no entry on its page")
+
+
+def search(site: pathlib.Path, words: str) -> list[str]:
+    """The pages that the search of the site finds, as its script does: stems, all words."""
+    from sphinx.search import languages
+
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";\n").removesuffix(")"))
+    language = languages["en"]
+    language = _imported(language) if isinstance(language, str) else language
+    stem = language({}).stem
+    found: set[int] | None = None
+    for word in re.findall(r"\w+", words):
+        places: set[int] = set()
+        for terms in (index["terms"], index["titleterms"]):
+            hits = terms.get(stem(word.lower()), [])
+            places |= {hits} if isinstance(hits, int) else set(hits)
+        found = places if found is None else found & places
+    return [index["docnames"][i] for i in sorted(found or ())]
+
+
+def _imported(path: str):
+    import importlib
+
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def check_search(site: pathlib.Path) -> Iterator[Failure]:
+    """The search finds optimizers by the original's name and by that of this library."""
+    for words, page in {
+        "AdamOptimizer": "api/optzoo.adam",
+        "FtrlOptimizer": "api/optzoo.ftrl",
+        "lazy_adam": "api/optzoo.lazy_adam",
+        "caught_up": "docs/caught_up",
+    }.items():
+        if page not in (found := search(site, words)):
+            yield Failure("search.html", words, f"finds {found} and not {page}")
+
+
+def main() -> int:
+    """Prints every failure with its page; returns 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--site", type=pathlib.Path, default=public.ROOT / "site")
+    site = parser.parse_args().site
+    files = sorted(site.rglob("*.html"))
+    if not files:
+        print(f"{site} has no pages: run make site")
+        return 1
+    pages = {str(file.relative_to(site)): Page(file.read_text()) for file in files}
+    checks = [check_links(site, pages), check_assets(site), check_names(pages), check_search(site)]
+    failures = [failure for check in checks for failure in check]
+    for failure in failures:
+        print(f"{failure.page}: {failure.link} {failure.why}")
+    links = sum(len(page.links) + len(page.loads) for page in pages.values())
+    names = len(public.names())
+    print(f"{len(pages)} pages, {links} links, {names} public names, {len(failures)} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

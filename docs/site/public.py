@@ -1,0 +1,40 @@
+"""The public names of optzoo, each with the object it stands for; nothing else lists them."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+from typing import Any
+
+import optzoo
+
+ROOT = pathlib.Path(optzoo.__file__).parents[1]
+# The modules beside optzoo itself that users import from.
+MODULES = ("optzoo.rules", "optzoo.testing", "optzoo.race")
+
+
+def names() -> dict[str, Any]:
+    """The object of each public name, such as ``optzoo.adam`` or ``optzoo.rules.RowsRule``.
+
+    A name of another module that is the same object as one of optzoo has no entry of its own.
+    """
+    found = _of(optzoo)
+    known = {id(thing) for thing in found.values()}
+    for module in map(importlib.import_module, MODULES):
+        found |= {n: thing for n, thing in _of(module).items() if id(thing) not in known}
+    return found
+
+
+def _of(module: Any) -> dict[str, Any]:
+    """The names in ``__all__`` of a module, and those that it imports as themselves."""
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    aliases = {a.name for node in imports for a in node.names if a.asname == a.name}
+    listed = sorted({*getattr(module, "__all__", ()), *aliases})
+    return {f"{module.__name__}.{name}": getattr(module, name) for name in listed}
+
+
+def home(thing: Any) -> str | None:
+    """The module that defines an object; None for data."""
+    module = getattr(thing, "__module__", None)
+    return module if isinstance(module, str) and module.startswith("optzoo") else None

@@ -1,0 +1,93 @@
+"""What to cite for an optimizer, from the references in its docstring."""
+
+import enum
+import inspect
+import re
+import unicodedata
+
+from .registry import factory_of
+
+# The format of a reference in a docstring, with or without authors and year:
+#     Kingma and Ba, `Adam: A Method for Stochastic Optimization <https://...>`_, 2015
+#     ``EmbOptimType.ADAM`` of `FBGEMM <https://...>`_
+_WORK = re.compile(
+    r"(?:(?P<authors>[\w-]+(?: et al\.| and [\w-]+)?), )?"
+    r"(?:``(?P<part>[^`]+)`` of )?"
+    r"`(?P<title>[^`<]+) <(?P<url>[^>]+)>`_"
+    r"(?:, (?P<year>\d{4}))?"
+)
+_SMALL_WORDS = {"a", "an", "the", "on", "some", "of", "in"}
+
+
+def cite(name: str | enum.Enum) -> str:
+    """The BibTeX entries of the papers, and of the code, that an optimizer or wrapper is from.
+
+    They are the references with an address in its docstring. Authors after the first are
+    ``others`` where the docstring has "et al.".
+
+    Example:
+        >>> import optzoo
+        >>> print(optzoo.cite("AdamOptimizer"))
+        @misc{kingma2015adam,
+          author = {Kingma and Ba},
+          title = {{Adam: A Method for Stochastic Optimization}},
+          year = {2015},
+          eprint = {1412.6980},
+          archiveprefix = {arXiv},
+          url = {https://arxiv.org/abs/1412.6980},
+        }
+
+    Args:
+        name: any name that :func:`optzoo.create` takes.
+
+    Returns:
+        The entries, with an empty line between them.
+
+    Raises:
+        TypeError: if the name is not a string or a member of an enumeration.
+        ValueError: if the name is unknown (the message names the nearest ones), or if its docstring
+            refers to no work with an address.
+    """
+    factory = factory_of(name)
+    references = (inspect.getdoc(factory) or "").partition("References:\n")[2]
+    references = references.partition("\n\n")[0]
+    works = list(_WORK.finditer(" ".join(references.split())))
+    if not works:
+        raise ValueError(f"{name!r} has no reference to cite; cite optzoo itself: CITATION.cff")
+    return "\n\n".join(map(_entry, works))
+
+
+def _entry(work: re.Match[str]) -> str:
+    authors, part, title, url, year = work.group("authors", "part", "title", "url", "year")
+    fields = {
+        "author": (authors or "").replace(" et al.", " and others"),
+        "title": f"{{{title}}}",
+        "year": year,
+        **_identifier(url),
+        "url": url,
+        "note": (part or "").replace("_", r"\_"),
+    }
+    lines = [f"  {field} = {{{value}}}," for field, value in fields.items() if value]
+    return "\n".join([f"@misc{{{_key(authors, title, year)},", *lines, "}"])
+
+
+def _identifier(url: str) -> dict[str, str]:
+    """The fields of an archive or a DOI."""
+    _, _, number = url.partition("arxiv.org/abs/")
+    if number:
+        return {"eprint": number, "archiveprefix": "arXiv"}
+    _, _, doi = url.partition("doi.org/")
+    return {"doi": doi} if doi else {}
+
+
+def _key(authors: str | None, title: str, year: str | None) -> str:
+    """A key as Google Scholar makes them: first author, year, first word of the title."""
+    words = re.findall(r"\w+", _ascii(title).lower())
+    first = next((word for word in words if word not in _SMALL_WORDS), "")
+    if authors is None:
+        return "".join(words)
+    return f"{_ascii(authors).split()[0].lower()}{year or ''}{first}"
+
+
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()

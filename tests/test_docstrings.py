@@ -1,0 +1,50 @@
+"""Every public name has an example in its docstring, and every example runs."""
+
+import doctest
+import importlib.util
+import inspect
+import pathlib
+import runpy
+
+import jax
+import numpy as np
+import pytest
+
+from optzoo import catalog
+
+PUBLIC = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "docs" / "site" / "public.py"))
+# Data and types of other modules have no docstring of their own.
+THINGS = {name: thing for name, thing in PUBLIC["names"]().items() if PUBLIC["home"](thing)}
+if importlib.util.find_spec("jax_tpu_embedding") is None:  # there are wheels for Linux alone
+    del THINGS["optzoo.sparsecore"]
+
+
+def examples(thing):
+    """The example of a docstring, to be run in an empty namespace."""
+    doc = inspect.getdoc(thing) or ""
+    return doctest.DocTestParser().get_doctest(doc, {}, thing.__name__, None, 0)
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_example_runs(name):
+    found = examples(THINGS[name])
+    assert "Example:" in inspect.getdoc(THINGS[name])
+    assert any(example.want for example in found.examples), f"{name} has no example with a result"
+    known = dict(catalog.CATALOG)
+    try:
+        with (
+            jax.numpy_rank_promotion("allow"),  # as everywhere but in our tests
+            np.printoptions(precision=4, suppress=True),
+        ):
+            report: list[str] = []
+            results = doctest.DocTestRunner(verbose=False).run(found, out=report.append)
+    finally:
+        catalog.CATALOG.clear()
+        catalog.CATALOG.update(known)
+    assert results.failed == 0, "".join(report)
+
+
+def test_few_names_have_no_docstring():
+    without = {name for name, thing in PUBLIC["names"]().items() if not PUBLIC["home"](thing)}
+    tables = {"optzoo.CATALOG", "optzoo.DISTRIBUTED", "optzoo.WRAPPERS", "optzoo.race.PROBLEMS"}
+    assert without == {*tables, "optzoo.ReplicaState", "optzoo.Slot"}

@@ -1,0 +1,71 @@
+"""The site is built without a warning, and the check finds nothing, or what was broken."""
+
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+TOOLS = pathlib.Path(__file__).parents[1] / "docs" / "site"
+pytestmark = pytest.mark.full
+
+
+def run(tool, *arguments):
+    command = [sys.executable, str(TOOLS / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built once."""
+    folder = tmp_path_factory.mktemp("site")
+    work = TOOLS.parents[1] / "build" / "site"  # the pictures are kept there
+    done = run("build.py", "--out", folder / "built", "--work", work)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "WARNING" not in done.stderr
+    return folder / "built"
+
+
+@pytest.fixture(scope="module")
+def check():
+    """The functions of check.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return runpy.run_path(str(TOOLS / "check.py"))
+
+
+def test_nothing_is_broken(site):
+    done = run("check.py", "--site", site)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.endswith(" 0 failures\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ('<a href="no_such_page.html">x</a>', "no_such_page.html there is no such file"),
+        ('<a href="gallery.html#nowhere">x</a>', "gallery.html#nowhere there is no such anchor"),
+        ('<script src="https://cdn.example.org/x.js"></script>', "is loaded from elsewhere"),
+        ('<p style="background: url(//example.org/x.png)">x</p>', "is loaded from elsewhere"),
+    ],
+)
+def test_a_broken_page_is_found(site, check, change, found):
+    text = {name: (site / name).read_text() for name in ("index.html", "gallery.html")}
+    text["index.html"] = text["index.html"].replace("</article>", f"{change}</article>")
+    pages = {name: check["Page"](content) for name, content in text.items()}
+    (failure,) = check["check_links"](site, pages)
+    assert failure.page == "index.html"
+    assert f"{failure.link} {failure.why}".endswith(found)
+
+
+def test_names_without_a_page_are_found_and_the_check_fails(tmp_path):
+    (tmp_path / "index.html").write_text('<a href="gone.html">x</a>')
+    (tmp_path / "searchindex.js").write_text(
+        'Search.setIndex({"docnames":["index"],"terms":{},"titleterms":{}})'
+    )
+    done = run("check.py", "--site", tmp_path)
+    assert done.returncode == 1
+    assert "index.html: gone.html there is no such file\n" in done.stdout
+    assert "api/optzoo.ftrl.html: optzoo.ftrl this public name has no page\n" in done.stdout
+    assert "search.html: AdamOptimizer finds [] and not api/optzoo.adam\n" in done.stdout
