@@ -10,7 +10,7 @@ import optzoo
 
 ROOT = pathlib.Path(optzoo.__file__).parents[1]
 # The modules beside optzoo itself that users import from.
-MODULES = ("optzoo.rules", "optzoo.testing", "optzoo.race")
+MODULES = ("optzoo.rules", "optzoo.testing", "optzoo.race", "optzoo.interop.returnn")
 
 
 def names() -> dict[str, Any]:

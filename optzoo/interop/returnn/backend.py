@@ -31,6 +31,20 @@ class OptzooUpdater:
     It is an argument of the optimizer and not a factor of the update, so that FTRL and the proximal
     optimizers get the right one. The log names the optimizer that runs.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from returnn.config import Config
+        >>> from optzoo.interop.returnn import OptzooUpdater
+        >>> config = Config({"optimizer": {"class": "GradientDescent"}, "learning_rate": 0.1})
+        >>> updater = OptzooUpdater(config=config, param_names=["bias"])
+        JAX updater: optzoo.create({'class': 'GradientDescent'})
+        >>> params = [jnp.ones(2)]
+        >>> params, state = updater.step(
+        ...     params=params, grads=params, opt_state=updater.init(params), learning_rate=0.1
+        ... )
+        >>> print(params[0])
+        [0.9 0.9]
+
     Args:
         config: RETURNN's ``Config``.
         model: not used; RETURNN's own updater looks for modules without weight decay in it.
