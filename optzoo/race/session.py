@@ -19,9 +19,11 @@ from ..catalog import CATALOG
 from ..core.compat import text_of
 from ..race import plots, report
 from . import storage
+from .entrants import Entrant, Factory, find, unknown
 from .problem import Problem
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
-from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
+from .runner import Settings, Start, Unsuited, prepare, run_one, times
+from .timing import DISTURBED
 
 VERSION = importlib.metadata.version("optzoo")
 
@@ -38,9 +40,20 @@ class Progress:
     seconds_left: float | None
 
 
+def check(
+    problems: Sequence[Problem | str], optimizers: Sequence[str | Factory]
+) -> tuple[list[Problem], dict[str, Entrant]]:
+    """The problems, and the optimizers by name.
+
+    Raises:
+        ValueError: as :func:`run`.
+    """
+    return [_problem(p) for p in problems], find(optimizers)
+
+
 def run(
     problems: Sequence[Problem | str] = tuple(DEFAULT_PROBLEMS),
-    optimizers: Sequence[str] = tuple(CATALOG),
+    optimizers: Sequence[str | Factory] = tuple(CATALOG),
     *,
     settings: Settings | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -51,8 +64,11 @@ def run(
 
     Args:
         problems: names of built-in problems, or :class:`Problem` objects.
-        optimizers: names in the catalogue, or of distributed methods: these train 8 replicas with
-            ``adam``, each on its part of the batch.
+        optimizers: names in the catalogue; of distributed methods, which train 8 replicas with
+            ``adam``, each on its part of the batch; in optax (``"optax.adamw"``,
+            ``"optax.contrib.muon"``); ``"module:factory"``; or factories, such as ``optax.adamw``.
+            A factory's first argument is the learning rate. Those of other libraries get dense
+            gradients, and a grid around the default of their rate, or around 0.01.
         settings: rates, seeds and steps; None for the defaults.
         out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
             to write nothing. Runs found there with the same settings are not repeated. Several
@@ -67,30 +83,33 @@ def run(
 
     Raises:
         OSError: before the first run, if ``out`` cannot be written.
-        KeyError: if a problem or an optimizer is unknown.
+        ValueError: if a problem or an optimizer is unknown (the message has similar names), or a
+            factory makes no optimizer from a rate alone.
 
     Warns:
         UserWarning: if ``results.json`` is damaged. It gets another name, its good runs are kept.
     """
     settings = settings or Settings()
     # Check all arguments before the first run.
+    chosen, contenders = check(problems, optimizers)
     folder = _writable(out) if out is not None else None
-    for name in optimizers:
-        entrants()[name]
-    chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
-    todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}
+    todo = {
+        (p.name, name, _fingerprint_of(entrant, p, prints[p.name])): p
+        for name, entrant in contenders.items()
+        for p in chosen
+    }
     known = _found_in(folder) if folder else {}
     if fresh:
         known = {key: r for key, r in known.items() if key not in todo}
-    found = len(known.keys() & todo.keys())
+    found = frozenset(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
 
     def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
         if watch:
             done = len(todo) - len(left)
-            watch(Progress(done, found, len(todo), problem, optimizer, clock.left(left)))
+            watch(Progress(done, len(found), len(todo), problem, optimizer, clock.left(left)))
 
     def document(stored):
         mine = [known[key] for key in todo if key in known]
@@ -106,17 +125,39 @@ def run(
         if p.name not in starts:
             starts[p.name] = prepare(p, settings)
         try:
-            result = run_one(starts[p.name], name)
+            result = run_one(starts[p.name], name, contenders[name])
         except Unsuited as reason:
             result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
         clock.took(p.name, time.perf_counter() - begin)
         known[key] = result | {"fingerprint": fingerprint}
         if folder:
             _save(folder, document)
+    for key in _doubtful_times({key: known[key] for key in todo}):
+        if key not in found:
+            again = times(starts[key[0]], contenders[key[1]], known[key]["rate"])
+            if again["seconds per step"] < known[key]["seconds per step"]:
+                known[key] |= again
     notify()
     if folder is None:
         return document({})
     return _publish(folder, _save(folder, document))
+
+
+def _doubtful_times(runs: storage.Runs) -> list[storage.Key]:
+    """The runs whose step took over 10 times as long, or short, as the median of their problem."""
+    seconds: dict[str, dict[storage.Key, float]] = {}
+    for key, run in runs.items():
+        if "skipped" not in run:
+            seconds.setdefault(key[0], {})[key] = run["seconds per step"]
+    doubtful = []
+    for of_problem in seconds.values():
+        usual = float(np.median(list(of_problem.values())))
+        doubtful += [
+            key
+            for key, each in of_problem.items()
+            if not usual / DISTURBED <= each <= usual * DISTURBED
+        ]
+    return doubtful
 
 
 def _save(folder: pathlib.Path, document: Callable[[storage.Runs], dict[str, Any]]) -> Any:
@@ -152,6 +193,31 @@ def _document(
         "skipped": [r for r in mine if "skipped" in r],
         "others": others,
     }
+
+
+def _problem(given: Problem | str) -> Problem:
+    if not isinstance(given, str):
+        return given
+    if given not in PROBLEMS:
+        raise unknown("problem", given, PROBLEMS)
+    return PROBLEMS[given]()
+
+
+def _fingerprint_of(entrant: Entrant, problem: Problem, fingerprint: str) -> str:
+    """With the code of an optimizer of another library, which the version does not determine."""
+    if not entrant.is_foreign:
+        return fingerprint
+    params = jax.eval_shape(problem.init, jax.random.key(0))
+    tx = entrant.entry.make(entrant.entry.rate)
+
+    def update(params):
+        return tx.update(params, tx.init(params), params, global_step=0)
+
+    try:
+        code = text_of(jax.make_jaxpr(update)(params))
+    except Exception as error:  # the run skips it, with the reason
+        code = type(error).__name__
+    return hashlib.sha256(f"{fingerprint} {code}".encode()).hexdigest()[:16]
 
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from optzoo import race
 from optzoo.__main__ import main
+from optzoo.catalog import CATALOG
 from optzoo.race import plots, report, runner, session
 from optzoo.race.problems import DEFAULT_PROBLEMS, PROBLEMS
 
@@ -105,7 +106,7 @@ def test_unsupported_optimizers_are_skipped_with_a_reason():
 
 
 def test_l1_goes_to_the_optimizer_that_has_it():
-    plain, ftrl = runner.CATALOG["adagrad"], runner.CATALOG["ftrl"]
+    plain, ftrl = CATALOG["adagrad"], CATALOG["ftrl"]
     problem = line(l1=0.5)
     assert runner._l1_arguments(problem, plain, 40) == {}
     assert runner._l1_arguments(problem, ftrl, 40) == {"l1_regularization_strength": 20.0}
