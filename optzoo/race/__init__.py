@@ -2,7 +2,8 @@
 
 import importlib.util
 
-_MISSING = [m for m in ("matplotlib", "rich", "sklearn") if importlib.util.find_spec(m) is None]
+_NEEDED = "matplotlib", "plotly", "rich", "sklearn"
+_MISSING = [m for m in _NEEDED if importlib.util.find_spec(m) is None]
 if _MISSING:
     raise ModuleNotFoundError(
         f"optzoo.race needs {', '.join(_MISSING)}: pip install 'optzoo[race]'"

@@ -1,4 +1,4 @@
-"""The contenders of a race: the catalogue, distributed methods, and factories of other libraries."""
+"""The contenders: the catalogue, distributed methods, and factories of other libraries."""
 
 import difflib
 import functools
@@ -171,8 +171,10 @@ def _foreign(name: str, factory: Any) -> Entrant:
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         rate = float(default) if is_number and default > 0 else _USUAL_RATE
         tx = factory(rate)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name!r} makes no optimizer from a rate alone ({error}): {fix}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} makes no optimizer from a rate alone ({error}): {fix}"
+        ) from None
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"{name!r} must return an optax transformation, got {tx!r}: {fix}")
 

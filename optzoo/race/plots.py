@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from .report import ranking
+from .summary import ranking
 
 # Ten colours that most readers can tell apart, times four dash patterns: forty optimizers.
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"]

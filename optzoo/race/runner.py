@@ -184,7 +184,7 @@ def times(start: Start, entrant: Entrant, rate: float) -> dict[str, Any]:
 
 
 def _loss_and_arguments(start: Start, entrant: Entrant) -> tuple[Any, dict[str, float]]:
-    """The training loss; and L1 as an argument, if the optimizer has one, instead of in the loss."""
+    """The training loss; and L1 as an argument instead of in the loss, if there is one."""
     problem = start.problem
     kwargs = _l1_arguments(problem, entrant.entry, int(start.observed_steps[-1]))
     return problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch), kwargs

@@ -17,8 +17,7 @@ import numpy as np
 
 from ..catalog import CATALOG
 from ..core.compat import text_of
-from ..race import plots, report
-from . import storage
+from . import page, plots, report, storage
 from .entrants import Entrant, Factory, find, unknown
 from .problem import Problem
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
@@ -114,24 +113,29 @@ def run(
     def document(stored):
         mine = [known[key] for key in todo if key in known]
         others = [r for key, r in (stored | known).items() if key not in todo.keys() & known.keys()]
-        return _document(chosen, settings, mine, others)
+        return _document(chosen, settings, mine, others) | {"planned": len(todo)}
 
-    for key, p in todo.items():
-        if key in known:
-            continue
-        _, name, fingerprint = key
-        notify(p.name, name)
-        begin = time.perf_counter()
-        if p.name not in starts:
-            starts[p.name] = prepare(p, settings)
-        try:
-            result = run_one(starts[p.name], name, contenders[name])
-        except Unsuited as reason:
-            result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
-        clock.took(p.name, time.perf_counter() - begin)
-        known[key] = result | {"fingerprint": fingerprint}
+    try:
+        for key, p in todo.items():
+            if key in known:
+                continue
+            _, name, fingerprint = key
+            notify(p.name, name)
+            begin = time.perf_counter()
+            if p.name not in starts:
+                starts[p.name] = prepare(p, settings)
+            try:
+                result = run_one(starts[p.name], name, contenders[name])
+            except Unsuited as reason:
+                result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
+            clock.took(p.name, time.perf_counter() - begin)
+            known[key] = result | {"fingerprint": fingerprint}
+            if folder:
+                _save(folder, document)
+    except KeyboardInterrupt:
         if folder:
-            _save(folder, document)
+            _publish(folder, _save(folder, document))
+        raise
     for key in _doubtful_times({key: known[key] for key in todo}):
         if key not in found:
             again = times(starts[key[0]], contenders[key[1]], known[key]["rate"])
@@ -172,7 +176,7 @@ def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> dict[str, Any]:
     with storage.alone_in(folder):
         storage.write_text(folder / "leaderboard.md", report.markdown(complete))
         pictures = plots.draw(complete, folder)
-        storage.write_text(folder / "index.html", report.html(complete, pictures))
+        storage.write_text(folder / "index.html", page.write(complete, pictures))
     return complete
 
 
