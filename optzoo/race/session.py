@@ -41,13 +41,16 @@ class Progress:
 
 def check(
     problems: Sequence[Problem | str], optimizers: Sequence[str | Factory]
-) -> tuple[list[Problem], dict[str, Entrant]]:
-    """The problems, and the optimizers by name.
+) -> dict[str, Entrant]:
+    """The optimizers by name, if all names are known.
 
     Raises:
         ValueError: as :func:`run`.
     """
-    return [_problem(p) for p in problems], find(optimizers)
+    for problem in problems:
+        if isinstance(problem, str) and problem not in PROBLEMS:
+            raise unknown("problem", problem, PROBLEMS)
+    return find(optimizers)
 
 
 def run(
@@ -90,7 +93,8 @@ def run(
     """
     settings = settings or Settings()
     # Check all arguments before the first run.
-    chosen, contenders = check(problems, optimizers)
+    contenders = check(problems, optimizers)
+    chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     folder = _writable(out) if out is not None else None
     prints = {p.name: _fingerprint(p, settings) for p in chosen}
     todo = {
@@ -176,6 +180,7 @@ def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> dict[str, Any]:
     with storage.alone_in(folder):
         storage.write_text(folder / "leaderboard.md", report.markdown(complete))
         pictures = plots.draw(complete, folder)
+        pictures.pop("curves.png")  # the page has them as figures
         storage.write_text(folder / "index.html", page.write(complete, pictures))
     return complete
 
@@ -197,14 +202,6 @@ def _document(
         "skipped": [r for r in mine if "skipped" in r],
         "others": others,
     }
-
-
-def _problem(given: Problem | str) -> Problem:
-    if not isinstance(given, str):
-        return given
-    if given not in PROBLEMS:
-        raise unknown("problem", given, PROBLEMS)
-    return PROBLEMS[given]()
 
 
 def _fingerprint_of(entrant: Entrant, problem: Problem, fingerprint: str) -> str:

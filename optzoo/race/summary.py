@@ -15,8 +15,6 @@ RESAMPLES = 1000
 # the best one to be called not told apart from it.
 INTERVAL = 0.9
 NOT_APART = (1 - INTERVAL) / 2
-# A contender is fast on a run if it needs at most this many times the time of the fastest one.
-NEAR = 2
 
 
 class Ranks(NamedTuple):
@@ -234,17 +232,18 @@ def _rates_of(document: Document, name: str) -> str:
 
 
 def _by_time(document: Document) -> list[str]:
-    rows = [row for row in profile(document, "seconds") if row["runs"]]
+    rows = [row for row in profile(document, "seconds") if row["ratios"]]
     if not rows:
         return []
 
-    def within(row):
-        return sum(ratio <= NEAR for ratio in row["ratios"]) / row["runs"]
+    def multiple(row):
+        return float(np.exp(np.mean(np.log(row["ratios"]))))
 
-    best = max(rows, key=lambda row: (within(row), -float(np.mean(np.log(row["ratios"] or 1e9)))))
+    best = max(rows, key=lambda row: (len(row["ratios"]), -multiple(row)))
     return [
-        f"For the least time to the target: {label(best['names'])}, at most {NEAR} times as long "
-        f"as the fastest in {within(best):.0%} of {best['runs']} runs."
+        f"For the least time to the target: {label(best['names'])} reaches it in "
+        f"{len(best['ratios'])} of {_counted(best['runs'], 'run')}, which no optimizer exceeds, "
+        f"and takes {multiple(best):.2g} times as long as the fastest one, in the geometric mean."
     ]
 
 

@@ -133,7 +133,7 @@ def test_writes_and_resumes(tmp_path):
     names = {"results.json", "leaderboard.md", "curves.png", "index.html"}
     assert {f.name for f in tmp_path.iterdir()} == names
     page = (tmp_path / "index.html").read_text()
-    assert "data:image/png;base64" in page and "momentum" in page and 'src="http' not in page
+    assert "momentum" in page and "data:image/png" not in page and 'src="http' not in page
     seen.clear()
     assert go(line()) == first and seen == [""]  # nothing repeated
     assert go(line(steps=20)) != first and seen[1:] == ["adam", "momentum", ""]
@@ -236,6 +236,7 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "[1/2] ftrl on valley" in shown and "index.html" in shown
     assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
+    assert "data:image/png;base64" in (tmp_path / "out" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ function curves(lines, points, more) {
   const trace = isDim => line => ({
     type: "scatter", mode: "lines", name: title(line.names), meta: line.names,
     opacity: isDim ? 0.1 : 1, hoverinfo: isDim ? "skip" : undefined,
-    line: { color: colour(line.names), dash: dash(line.names), width: bright.length < 9 ? 2.4 : 1.6 },
+    line: { color: colour(line.names), dash: dash(line.names), width: bright.length < 9 ? 2.4 : 1.4 },
     ...points(line), ...(isDim ? {} : more?.(line, bright.length)),
   });
   return [...dim.map(trace(true)), ...bright.map(trace(false))];
@@ -78,7 +78,7 @@ const FIGURES = {
     const traces = curves(problem.lines, line => ({
       x: at(line), y: line.mean,
       hovertemplate: `<b>%{fullData.name}</b><br>rate ${number(line.rate)}<br>` +
-        `${axisTitle()} %{x:.4g}, loss %{y:.4g}<extra></extra>`,
+        `${axisTitle()} %{x:.4~g}, loss %{y:.4~g}<extra></extra>`,
     }));
     const bright = problem.lines.filter(line => isBright(line.names));
     const bands = bright.length > BANDS ? [] : bright.map(line => {
@@ -91,7 +91,7 @@ const FIGURES = {
         y: [...kept.map(i => line.high[i]), ...kept.map(i => line.low[i]).reverse()],
       };
     });
-    const x = { title: { text: axisTitle() }, type: state.x ? "log" : "linear" };
+    const x = { title: { text: axisTitle() }, type: state.x ? "log" : "linear", tickformat: "~g" };
     return [[...bands, ...traces], layout(x, lossAxis(problem))];
   },
 
