@@ -108,7 +108,7 @@ def _family(name: str, entry: Entry) -> str:
     return "SGD, sign"
 
 
-def _imported(name: str, known: Iterable[str]) -> Factory:
+def _imported(name: str, known: Iterable[str]) -> Any:
     module_name, colon, path = name.partition(":")
     if colon:
         try:

@@ -25,12 +25,14 @@ class Ranks(NamedTuple):
         mean: of the ranks on all problems.
         resampled: the same in each resample of the seeds, of shape (contenders, resamples).
         complete: whether a contender has a run on every problem.
+        of_problem: by problem, the rank of each contender; NaN without a run.
     """
 
     contenders: list[tuple[str, ...]]
     mean: np.ndarray
     resampled: np.ndarray
     complete: np.ndarray
+    of_problem: dict[str, np.ndarray]
 
 
 def ranking(document: Document, problem: str) -> list[dict[str, Any]]:
@@ -80,19 +82,21 @@ def ranks(document: Document, resamples: int = RESAMPLES) -> Ranks:
     names = contenders(document)
     results = {(r["problem"], r["optimizer"]): r for r in document["results"]}
     rng = np.random.default_rng(0)
-    total, resampled = np.zeros(len(names)), np.zeros((len(names), resamples))
-    count = np.zeros(len(names))
+    resampled, count = np.zeros((len(names), resamples)), np.zeros(len(names))
+    of_problem: dict[str, np.ndarray] = {}
     problems = [p for p in document["problems"] if any(key[0] == p for key in results)]
     for problem in problems:
         here = [i for i, group in enumerate(names) if (problem, group[0]) in results]
         losses = [_losses(results[problem, names[i][0]]) for i in here]
         seeds = min(each.shape[1] for each in losses)
         draws = rng.integers(seeds, size=(resamples, seeds))
-        total[here] += _ranks(np.array([each.mean(axis=1).min() for each in losses]))
+        of_problem[problem] = np.full(len(names), np.nan)
+        of_problem[problem][here] = _ranks(np.array([x.mean(axis=1).min() for x in losses]))
         best = np.array([each[:, draws].mean(axis=2).min(axis=0) for each in losses])
         resampled[here] += _ranks(best)
         count[here] += 1
-    return Ranks(names, total / count, resampled / count[:, None], complete=count == len(problems))
+    mean = np.nanmean(list(of_problem.values()), axis=0) if names else count
+    return Ranks(names, mean, resampled / count[:, None], count == len(problems), of_problem)
 
 
 def costs(document: Document, by: str) -> tuple[list[tuple[str, ...]], np.ndarray]:
@@ -200,8 +204,10 @@ def _by_rank(document: Document) -> list[str]:
         f"Begin with {name}: its mean rank by the final validation loss is the best, "
         f"{found.mean[best]:.3g} of {len(found.contenders)}"
     )
+    places = ", ".join(f"{p} {each[best]:.3g}" for p, each in found.of_problem.items())
+    details = f"Its ranks: {places}. {_rates_of(document, found.contenders[best][0])}"
     if _seeds(document) < 2:
-        return [f"{sentence}. With one seed the uncertainty is unknown.", _rates_of(document, name)]
+        return [f"{sentence}. With one seed the uncertainty is unknown.", details]
     low, high = interval(found.resampled[best])
     share = (found.resampled <= found.resampled[best]).mean(axis=1)
     near = [i for i in whole if i != best and share[i] > NOT_APART]
@@ -213,7 +219,7 @@ def _by_rank(document: Document) -> list[str]:
     else:
         apart = "No other optimizer is ahead of it in more than "
         apart += f"{NOT_APART:.0%} of the resamples."
-    return [sentence, apart, _rates_of(document, found.contenders[best][0])]
+    return [sentence, apart, details]
 
 
 def interval(resampled: np.ndarray) -> tuple[float, float]:
@@ -224,7 +230,7 @@ def interval(resampled: np.ndarray) -> tuple[float, float]:
 
 
 def _rates_of(document: Document, name: str) -> str:
-    rates = [r["rate"] for r in document["results"] if r["optimizer"] == name.split(" = ")[0]]
+    rates = [r["rate"] for r in document["results"] if r["optimizer"] == name]
     span = f"{min(rates):.2g}"
     if max(rates) > min(rates):
         span += f" to {max(rates):.2g}"

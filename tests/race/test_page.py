@@ -119,6 +119,7 @@ def test_ranks_by_hand():
     found = summary.ranks(document(first, second, last))
     by_name = dict(zip(found.contenders, found.mean, strict=True))
     assert by_name == {("first",): 1, ("second",): 2, ("last",): 3}
+    np.testing.assert_array_equal(found.of_problem["p"], found.mean)
     low, high = summary.interval(found.resampled[found.contenders.index(("first",))])
     # A resample of the second seed alone lets the diverged one win.
     assert low == 1 and high == 2
@@ -146,7 +147,7 @@ def test_advice_is_computed():
     worse = [result("worse", [[0.3, 0.4]], problem=p, seconds=1.0) for p in "pq"]
     begin, apart, rates, time, *_, basis = summary.advice(document(*better, *worse))
     assert begin.startswith("Begin with better") and "1 of 2" in begin
-    assert "No other optimizer" in apart and rates == "Its best rates: 0.1."
+    assert "No other optimizer" in apart and rates == "Its ranks: p 1, q 1. Its best rates: 0.1."
     assert "worse" in time
     assert "2 problems (p, q), 2 seeds and 1 learning rates" in basis
     noisy = [result("noisy", [[0.05, 0.9]], problem=p) for p in "pq"]

@@ -232,7 +232,7 @@ def _picture(name: str, png: bytes) -> str:
 
 
 def _part(name: str) -> str:
-    return importlib.resources.files(__package__).joinpath(name).read_text("utf-8")
+    return importlib.resources.files(__name__).joinpath(name).read_text("utf-8")
 
 
 def _text(value: str) -> str:
