@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 
 import pytest
 
@@ -112,7 +113,11 @@ class Opened:
         is_phone = self.name == "phone"
         kind = interaction.POINTER_TOUCH if is_phone else interaction.POINTER_MOUSE
         actions = ActionBuilder(self.browser, mouse=PointerInput(kind, kind))
-        x, y = (round(v) for v in self.at_point(name, trace, point))
+        before = None
+        while (place := self.at_point(name, trace, point)) != before:  # until the page rests
+            before = place
+            time.sleep(0.4)  # and not as the second half of a double click
+        x, y = map(round, place)
         if not is_phone:
             actions.pointer_action.move_to_location(x - 3, y)
         actions.pointer_action.move_to_location(x, y)
@@ -135,12 +140,12 @@ def at_the_beginning(opened):
 
 
 def lowest(opened, name):
-    """The line that is lowest at its end, which no other line hides, and its last point."""
+    """The line that is lowest at its end, which no other line hides, and a point near its end."""
     return opened.run(
         f"const lines = document.getElementById('{name}').data.filter(t => t.name);"
         "const last = t => t.y[t.y.length - 1] ?? Infinity;"
         "const t = lines.reduce((a, b) => (last(b) < last(a) ? b : a));"
-        "return [t.name, t.y.length - 1]"
+        "return [t.name, t.y.length - 2]"  # the last one is at the edge of the plot
     )
 
 

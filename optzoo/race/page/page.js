@@ -179,12 +179,13 @@ function dots(rows, name, isLog) {
   const about = on.length ? [] : [{
     text: "none", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5,
   }];
-  const height = Math.max(220, 70 + 17 * on.length);
-  return [[trace], layout(x, y, { height, annotations: about })];
+  return [[trace], layout(x, y, { height: dotsHeight(on.length), annotations: about })];
 }
+const dotsHeight = number => Math.max(220, 70 + 17 * number);
 
 // ------------------------------------------------------------------------- drawing, clicks
 const plots = [...document.querySelectorAll(".plot")], near = new Set(), stale = new Set(plots);
+let lastTap = -Infinity;
 
 function draw(div) {
   stale.delete(div);
@@ -192,8 +193,12 @@ function draw(div) {
   const isFirst = !div.layout;
   // The user's zoom holds until the axes change.
   plan.uirevision = [state.axis, state.x, state.y].join();
-  Plotly.react(div, traces, plan, { responsive: true, displayModeBar: false, doubleClick: "reset" });
+  // Plotly counts the touch and the mouse events of one tap as a double click.
+  const fingers = COARSE ? { doubleClick: false, doubleClickDelay: 0 } : { doubleClick: "reset" };
+  Plotly.react(div, traces, plan, { responsive: true, displayModeBar: false, ...fingers });
   if (isFirst) div.on("plotly_click", event => {
+    if (COARSE && performance.now() - lastTap < 400) return;
+    lastTap = performance.now();
     const point = event.points[0];
     isolate(point.customdata ?? point.data.meta);
   });
@@ -279,4 +284,13 @@ const observer = new IntersectionObserver(entries => {
 }, { rootMargin: "300px" });
 DARK.addEventListener("change", () => { plots.forEach(div => stale.add(div)); drawAll(); });
 show();
-plots.forEach(div => observer.observe(div));
+for (const div of plots) {
+  // Its height from the beginning: what is below does not move when it is drawn.
+  const { kind, problem } = div.dataset;
+  if (kind === "ranks") div.style.minHeight = `${dotsHeight(DATA.ranks.length)}px`;
+  if (kind === "target") {
+    const reached = DATA.problems[problem].lines.filter(line => line.reached.length);
+    div.style.minHeight = `${dotsHeight(reached.length)}px`;
+  }
+  observer.observe(div);
+}
