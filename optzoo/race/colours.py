@@ -12,6 +12,8 @@ HUES = {
     "distributed": 50,
     "other libraries": 180,
 }
+# Colours that most readers can tell apart, for a few lines of any family.
+APART = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666"]
 
 
 def colour(family: str, place: int) -> tuple[float, float, float]:

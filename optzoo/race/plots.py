@@ -65,7 +65,8 @@ def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
     groups = sorted(contenders(document))
     problems = [p for p in document["problems"] if ranking(document, p)]
     families = _families(document, groups)
-    rows = [groups] if len(groups) <= _TOGETHER else list(families.values())
+    one = len(groups) <= _TOGETHER
+    rows = [groups] if one else list(families.values())
     styles = {
         group: {
             "color": colours.colour(family, place),
@@ -74,7 +75,8 @@ def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
         for family, members in families.items()
         for place, group in enumerate(members)
     }
-    one = len(rows) <= 1
+    if one:
+        styles = {group: {"color": colours.APART[i]} for i, group in enumerate(groups)}
     width, height = (4.2 if one else 2.75), (3.8 if one else 2.3)
     columns, legend = max(1, len(problems)), 2.6
     figure = _figure(width * columns + legend, height * max(1, len(rows)) + 0.5)
@@ -177,10 +179,11 @@ def _scale(axes: Any, shown: Sequence[np.ndarray]) -> None:
     highest = max(values, default=1.0)
     axes.set_ylim(bottom * 0.9, max(top if highest > top else highest * 1.1, bottom * 1.2))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    few = np.log10(axes.get_ylim()[1] / axes.get_ylim()[0]) < 2
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6) if few else ()))
+    decades = np.log10(axes.get_ylim()[1] / axes.get_ylim()[0])
+    between = (1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8) if decades < 0.5 else (2, 3, 4, 6)
+    axes.yaxis.set_minor_locator(LogLocator(subs=between if decades < 2 else ()))
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(axis="y", which="both", labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
