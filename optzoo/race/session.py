@@ -68,9 +68,8 @@ def run(
         problems: names of built-in problems, or :class:`Problem` objects.
         optimizers: names in the catalogue; of distributed methods, which train 8 replicas with
             ``adam``, each on its part of the batch; in optax (``"optax.adamw"``,
-            ``"optax.contrib.muon"``); ``"module:factory"``; or factories, such as ``optax.adamw``.
-            A factory's first argument is the learning rate. Those of other libraries get dense
-            gradients, and a grid around the default of their rate, or around 0.01.
+            ``"optax.contrib.muon"``); ``"module:factory"``; or factories of the learning rate, such
+            as ``optax.adamw``. Those of other libraries get dense gradients.
         settings: rates, seeds and steps; None for the defaults.
         out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
             to write nothing. Runs found there with the same settings are not repeated. Several
@@ -96,23 +95,17 @@ def run(
     contenders = check(problems, optimizers)
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
     folder = _writable(out) if out is not None else None
-    prints = {p.name: _fingerprint(p, settings) for p in chosen}
-    todo = {
-        (p.name, name, _fingerprint_of(entrant, p, prints[p.name])): p
-        for name, entrant in contenders.items()
-        for p in chosen
-    }
-    known = _found_in(folder) if folder else {}
-    if fresh:
-        known = {key: r for key, r in known.items() if key not in todo}
+    todo = _todo(chosen, contenders, settings)
+    stored = _found_in(folder) if folder else {}
+    known = {key: r for key, r in stored.items() if not (fresh and key in todo)}
     found = frozenset(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
 
     def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
+        done, seconds = len(todo) - len(left), clock.left(left)
         if watch:
-            done = len(todo) - len(left)
-            watch(Progress(done, len(found), len(todo), problem, optimizer, clock.left(left)))
+            watch(Progress(done, len(found), len(todo), problem, optimizer, seconds))
 
     def document(stored):
         mine = [known[key] for key in todo if key in known]
@@ -123,32 +116,49 @@ def run(
         for key, p in todo.items():
             if key in known:
                 continue
-            _, name, fingerprint = key
-            notify(p.name, name)
+            notify(p.name, key[1])
             begin = time.perf_counter()
             if p.name not in starts:
                 starts[p.name] = prepare(p, settings)
-            try:
-                result = run_one(starts[p.name], name, contenders[name])
-            except Unsuited as reason:
-                result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
+            known[key] = _result(starts[p.name], key, contenders[key[1]])
             clock.took(p.name, time.perf_counter() - begin)
-            known[key] = result | {"fingerprint": fingerprint}
             if folder:
                 _save(folder, document)
+        for key in _doubtful_times({key: known[key] for key in todo}):
+            if key not in found:
+                known[key] = _timed_again(known[key], starts[key[0]], contenders[key[1]])
     except KeyboardInterrupt:
         if folder:
             _publish(folder, _save(folder, document))
         raise
-    for key in _doubtful_times({key: known[key] for key in todo}):
-        if key not in found:
-            again = times(starts[key[0]], contenders[key[1]], known[key]["rate"])
-            if again["seconds per step"] < known[key]["seconds per step"]:
-                known[key] |= again
     notify()
-    if folder is None:
-        return document({})
-    return _publish(folder, _save(folder, document))
+    return _publish(folder, _save(folder, document)) if folder else document({})
+
+
+def _todo(
+    problems: list[Problem], contenders: dict[str, Entrant], settings: Settings
+) -> dict[storage.Key, Problem]:
+    """The runs of a race: all problems of one optimizer, then those of the next."""
+    prints = {p.name: _fingerprint(p, settings) for p in problems}
+    return {
+        (p.name, name, _fingerprint_of(entrant, p, prints[p.name])): p
+        for name, entrant in contenders.items()
+        for p in problems
+    }
+
+
+def _result(start: Start, key: storage.Key, entrant: Entrant) -> dict[str, Any]:
+    _, name, fingerprint = key
+    try:
+        result = run_one(start, name, entrant)
+    except Unsuited as reason:
+        result = {"problem": start.problem.name, "optimizer": name, "skipped": str(reason)}
+    return result | {"fingerprint": fingerprint}
+
+
+def _timed_again(result: dict[str, Any], start: Start, entrant: Entrant) -> dict[str, Any]:
+    again = times(start, entrant, result["rate"])
+    return min(result, result | again, key=lambda r: r["seconds per step"])
 
 
 def _doubtful_times(runs: storage.Runs) -> list[storage.Key]:
