@@ -1,15 +1,18 @@
 """Steps and time to a target loss at tuned rates, compared with Adam.
 
     .venv/bin/python benchmarks/training.py [adam blocked_shampoo shampoo ggt]
-        [--problems digits characters] [--rounds 9] [--cores 1] [--save]
+        [--problems digits characters] [--rates 0.01] [--seeds 3] [--out FOLDER] [--rounds 9]
+        [--cores 1] [--save [NAME]]
 
-The race tunes and runs each named optimizer of the catalogue: its grid of rates, 3 seeds. Steps to
+The race tunes and runs each named optimizer of the catalogue: its grid of rates, or the given ones.
+With ``--out`` the finished runs of a race in that folder are used. Steps to
 target are the mean over the seeds of the first evaluation, one every 10 steps, at or below the
 target; the target is not reached if one seed does not reach it. Seconds per step are the mean of 40
 consecutive steps, so that periodic work is included, and the median over rounds in which the
 optimizers take turns; time to target is the product. Ratios are to the optimizer named first.
 
-With ``--save``: ``training.json``, ``training_steps.png`` and ``training_time.png`` in ``results``.
+With ``--save``: ``training.json``, ``training_steps.png`` and ``training_time.png`` in ``results``,
+or files that begin with another name.
 """
 
 import argparse
@@ -23,7 +26,10 @@ parser.add_argument("optimizers", nargs="*", metavar="optimizer", default=defaul
 parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=PROBLEMS)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--cores", type=int, default=1)
-parser.add_argument("--save", action="store_true")
+parser.add_argument("--rates", nargs="+", type=float)
+parser.add_argument("--seeds", type=int, default=3)
+parser.add_argument("--out", help="a folder of optzoo race")
+parser.add_argument("--save", nargs="?", const="training", metavar="NAME")
 args = parser.parse_args()
 harness.pin(args.cores)
 
@@ -103,7 +109,9 @@ def main():
     if unknown := [name for name in args.optimizers if name not in optzoo.CATALOG]:
         parser.error(f"not in the catalogue: {', '.join(unknown)}")
     watch = lambda p: print(f"[{p.done}/{p.total}] {p.optimizer} {p.problem}", flush=True)
-    document = race.run(args.problems, args.optimizers, watch=watch)
+    settings = race.Settings(rates=args.rates and tuple(args.rates), seeds=args.seeds)
+    names = args.problems, args.optimizers
+    document = race.run(*names, settings=settings, out=args.out, watch=watch)
     for name in args.problems:
         results = [r for r in document["results"] if r["problem"] == name]
         time_steps(race.PROBLEMS[name](), results, args.rounds)
@@ -113,10 +121,11 @@ def main():
     for line in report.skipped(document):
         print(f"skipped: {line}")
     if args.save:
-        harness.save("training", {k: v for k, v in document.items() if k != "machine"})
+        left_out = "machine", "others"
+        harness.save(args.save, {k: v for k, v in document.items() if k not in left_out})
         for against in ("steps", "time"):
             figure = plots.curves(document, time=against == "time")
-            figure.savefig(harness.RESULTS / f"training_{against}.png", dpi=150)
+            figure.savefig(harness.RESULTS / f"{args.save}_{against}.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import difflib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,8 +14,9 @@ from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
 from ..race import report, session
+from .entrants import REPLICAS
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
-from .runner import REPLICAS, Settings, entrants
+from .runner import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list()
         return 0
-    problems = _known(parser, "problem", args.problem or DEFAULT_PROBLEMS, PROBLEMS)
-    default = ["adam", *DISTRIBUTED] if args.replicas else CATALOG
-    optimizers = _known(parser, "optimizer", args.optimizers or default, entrants())
+    problems = _names(args.problem or DEFAULT_PROBLEMS)
+    optimizers = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else CATALOG))
+    if any(":" in name for name in optimizers):
+        sys.path.insert(0, os.getcwd())  # for a module beside the results
+    try:
+        session.check(problems, optimizers)
+    except ValueError as error:
+        parser.error(str(error))
     settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
@@ -63,7 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     many = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--problem", **many, help="these problems instead of the default ones")
-    parser.add_argument("--optimizers", **many, help="only these optimizers")
+    parser.add_argument(
+        "--optimizers",
+        **many,
+        help="only these optimizers; also optax.adamw, optax.contrib.muon, module:factory",
+    )
     parser.add_argument(
         "--replicas",
         action="store_true",
@@ -100,16 +110,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _known(parser: argparse.ArgumentParser, what: str, names: Any, known: Any) -> list[str]:
-    """The names; an unknown one ends the command with an error that lists similar names."""
-    # Names may be separated by commas or spaces.
-    names = [part for name in names for part in name.split(",") if part]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
-            parser.error(f"unknown {what} {name!r}; {hint}")
-    return list(dict.fromkeys(names))
+def _names(given: Iterable[str]) -> list[str]:
+    """Names that are separated by commas or spaces, each once."""
+    return list(dict.fromkeys(part for name in given for part in name.split(",") if part))
 
 
 def _list() -> None:

@@ -1,23 +1,29 @@
 """The figures of a race: loss curves of every problem, and trajectories in the valley."""
 
+import hashlib
+import inspect
 import io
+import json
 import math
 import pathlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from .report import ranking
+from . import colours
+from .summary import coinciding, contenders, label, ranking
 
-# Ten colours that most readers can tell apart, times four dash patterns: forty optimizers.
-_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"]
-_COLOURS += ["#56b4e9", "#7f3c8d", "#666666", "#8c564b", "#b5bd00"]
+# With more contenders each family has a row of panels of its own.
+_TOGETHER = 8
 _DASHES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5))]
+_SOURCE = "optzoo source"  # the name of a hash in a picture
+
+Group = Sequence[str]
 
 
 def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
@@ -28,98 +34,169 @@ def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
     pictures = {}
     for name, figure in figures.items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150)
+        figure.savefig(buffer, format="png", dpi=120, metadata={_SOURCE: source(document)})
         pictures[name] = buffer.getvalue()
         (folder / name).write_bytes(pictures[name])
     return pictures
 
 
-def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
-    """Validation loss against the step: a panel for each problem, one style for each optimizer.
+def source(document: Mapping[str, Any]) -> str:
+    """A hash of the results and of the code that draws them; each picture carries it."""
+    code = [inspect.getsource(module) for module in (sys.modules[__name__], colours)]
+    results = json.dumps([document["problems"], document["results"]], sort_keys=True)
+    return hashlib.sha256("".join([results, *code]).encode()).hexdigest()
 
-    With ``time`` the x axis is the duration of the steps in seconds, without the evaluations.
+
+def source_of(picture: pathlib.Path) -> str | None:
+    """The hash that a picture carries."""
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        return image.info.get(_SOURCE)
+
+
+def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
+    """Validation loss against the step: a column for each problem, a row for each family.
+
+    A row shows the other families in grey. Few optimizers share one row. Optimizers that coincide
+    on all problems are one line. With ``time`` the x axis is the duration of the steps in seconds,
+    without the evaluations.
     """
-    names = list(dict.fromkeys(r["optimizer"] for r in document["results"]))
+    groups = sorted(contenders(document))
     problems = [p for p in document["problems"] if ranking(document, p)]
+    families = _families(document, groups)
+    one = len(groups) <= _TOGETHER
+    rows = [groups] if one else list(families.values())
     styles = {
-        name: {"color": _COLOURS[i % 10], "linestyle": _DASHES[i // 10 % 4]}
-        for i, name in enumerate(names)
+        group: {
+            "color": colours.colour(family, place),
+            "linestyle": _DASHES[place // 3 % 4],
+        }
+        for family, members in families.items()
+        for place, group in enumerate(members)
     }
-    columns = min(2, max(1, len(problems)))
-    rows = max(1, math.ceil(len(problems) / columns))
-    legend_columns = 5
-    legend_inches = 0.3 + 0.24 * math.ceil(len(names) / legend_columns)
-    height = (3.8 if len(names) <= 12 else 5.5) * rows + legend_inches
-    figure = _figure(11, height)
+    if one:
+        styles = {group: {"color": colours.APART[i]} for i, group in enumerate(groups)}
+    width, height = (4.2 if one else 2.75), (3.8 if one else 2.3)
+    columns, legend = max(1, len(problems)), 2.6
+    figure = _figure(width * columns + legend, height * max(1, len(rows)) + 0.5)
     grid = figure.add_gridspec(
-        rows,
+        max(1, len(rows)),
         columns,
-        left=0.07,
-        right=0.985,
-        top=1 - 0.35 / height,
-        bottom=(legend_inches + 0.5) / height,
-        hspace=0.32,
-        wspace=0.17,
+        left=0.55 / figure.get_figwidth(),
+        right=1 - legend / figure.get_figwidth(),
+        top=1 - 0.35 / figure.get_figheight(),
+        bottom=0.5 / figure.get_figheight(),
+        hspace=0.16,
+        wspace=0.22,
     )
-    for i, problem in enumerate(problems):
-        axes = figure.add_subplot(grid[i // columns, i % columns])
-        _curves_of(axes, document, problem, styles, time)
-    figure.legend(
-        [Line2D([], [], linewidth=1.8, **styles[n]) for n in names],
-        names,
-        loc="lower center",
-        ncols=legend_columns,
-        frameon=False,
-        fontsize=9,
-        handlelength=3,
-    )
+    for j, problem in enumerate(problems):
+        for i, row in enumerate(rows):
+            axes = figure.add_subplot(grid[i, j])
+            lines = _curves_of(axes, document, problem, row, groups, styles, time)
+            if i == 0:
+                axes.set_title(f"{problem}: validation loss", fontsize=10, loc="left")
+            if i == len(rows) - 1:
+                axes.set_xlabel("seconds" if time else "step")
+            else:
+                axes.tick_params(labelbottom=False)
+            if j == columns - 1:
+                title = None if one else next(f for f, g in families.items() if g == row)
+                axes.legend(
+                    *lines,
+                    title=title,
+                    alignment="left",
+                    loc="upper left",
+                    bbox_to_anchor=(1.02, 1.03),
+                    frameon=False,
+                    fontsize=8,
+                    title_fontproperties={"size": 9, "weight": "bold"},
+                    handlelength=2.6,
+                    labelspacing=0.3,
+                )
     return figure
 
 
+def _families(document: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """The contenders by family, in the order of the families."""
+    family = {r["optimizer"]: r["family"] for r in document["results"]}
+    order = [*colours.HUES, *sorted(set(family.values()) - colours.HUES.keys())]
+    members = {name: [g for g in groups if family[g[0]] == name] for name in order}
+    return {name: found for name, found in members.items() if found}
+
+
+def _short(names: Group) -> str:
+    """The names of a contender; of a long one the first, and how many more there are."""
+    whole = label(names)
+    return whole if len(whole) <= 30 else f"{names[0]} and {len(names) - 1} more"
+
+
 def _curves_of(
-    axes: Any, document: Mapping[str, Any], problem: str, styles: Any, time: bool
-) -> None:
-    ranked = ranking(document, problem)
-    shown = []
-    for rank, r in enumerate(ranked):
-        at = np.array(r["curve"]["steps"], float) * (r["seconds per step"] if time else 1)
-        mean, low, high = (
-            np.array([np.nan if v is None else v for v in r["curve"][k]], float)
-            for k in ("mean", "low", "high")
-        )
-        style = styles[r["optimizer"]]
-        width = 2.2 if rank < 3 else 1.3
-        axes.plot(at, mean, linewidth=width, zorder=100 - rank, **style)
-        if len(ranked) <= 12:  # more bands would hide the lines
-            axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
+    axes: Any,
+    document: Mapping[str, Any],
+    problem: str,
+    row: Sequence[Group],
+    groups: Sequence[Group],
+    styles: Any,
+    time: bool,
+) -> tuple[list[Any], list[str]]:
+    """Draws the contenders of a row, the others in grey; returns the lines and their labels."""
+    results = {r["optimizer"]: r for r in ranking(document, problem)}
+    lines, labels, shown = [], [], []
+    for group in sorted(groups, key=lambda group: group in row):
+        r = results.get(group[0])
+        if r is None and group not in row:
+            continue
+        style = styles[group] if group in row else {"color": "#d4d4d4", "linewidth": 0.7}
+        at, mean, low, high = _points(r, time)
+        [line] = axes.plot(at, mean, **{"linewidth": 1.6, **style})
         shown.append(mean[np.isfinite(mean)])
+        if group in row:
+            lines.append(line)
+            labels.append(_short(group))
+            if len(groups) <= _TOGETHER:  # more bands would hide the lines
+                axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
+    _scale(axes, shown)
+    return lines, labels
+
+
+def _points(r: Mapping[str, Any] | None, time: bool) -> list[np.ndarray]:
+    """The x values of a curve, and mean, least and greatest loss; empty without a result."""
+    if r is None:
+        return [np.empty(0)] * 4
+    at = np.array(r["curve"]["steps"], float) * (r["seconds per step"] if time else 1)
+    losses = [[np.nan if v is None else v for v in r["curve"][k]] for k in ("mean", "low", "high")]
+    return [at, *np.array(losses, float)]
+
+
+def _scale(axes: Any, shown: Sequence[np.ndarray]) -> None:
     values = np.concatenate(shown) if shown else np.ones(1)
     starts = [v[0] for v in shown if len(v)]
-    axes.set_title(f"{problem}: validation loss", fontsize=11, loc="left")
-    axes.set_xlabel("seconds" if time else "step")
     axes.set_yscale("log")
     # A loss far above its start diverges: do not scale the axis to it.
     top = 2 * max(starts, default=1.0)
     bottom = max(min(values, default=1.0), 1e-8)
-    axes.set_ylim(bottom * 0.9, max(top if max(values) > top else max(values) * 1.1, bottom * 1.2))
+    highest = max(values, default=1.0)
+    axes.set_ylim(bottom * 0.9, max(top if highest > top else highest * 1.1, bottom * 1.2))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    few = np.log10(axes.get_ylim()[1] / axes.get_ylim()[0]) < 2
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 3, 4, 6) if few else ()))
+    decades = np.log10(axes.get_ylim()[1] / axes.get_ylim()[0])
+    between = (1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8) if decades < 0.5 else (2, 3, 4, 6)
+    axes.yaxis.set_minor_locator(LogLocator(subs=between if decades < 2 else ()))
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    axes.tick_params(axis="y", which="both", labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def valley(document: Mapping[str, Any]) -> Figure:
-    """The trajectory of each optimizer on Rosenbrock's function, one panel each, best first."""
-    ranked = [r for p in document["problems"] for r in ranking(document, p) if r["track"]]
-    columns = min(5, len(ranked))
-    rows = math.ceil(len(ranked) / columns)
+    """Trajectories on Rosenbrock's function, a panel for each, best first; equal ones share one."""
+    groups = [g for p in document["problems"] for g in coinciding(document, p) if g[0]["track"]]
+    columns = min(5, len(groups))
+    rows = math.ceil(len(groups) / columns)
     figure = _figure(2.3 * columns + 0.3, 2.15 * rows + 0.5)
     x, y = np.meshgrid(np.linspace(-1.8, 1.8, 300), np.linspace(-0.9, 2.4, 300))
     height = np.log10((1 - x) ** 2 + 100 * (y - x**2) ** 2 + 1e-3)
-    for i, r in enumerate(ranked):
+    for i, (r, *others) in enumerate(groups):
         axes = figure.add_subplot(rows, columns, i + 1)
         axes.contourf(x, y, height, levels=24, cmap="Greys", alpha=0.55)
         path = np.array([[np.nan if v is None else v for v in point] for point in r["track"]])
@@ -127,7 +204,8 @@ def valley(document: Mapping[str, Any]) -> Figure:
         axes.plot(*path[0], "o", color="#0072b2", markersize=5)
         axes.plot(1, 1, "*", color="#009e73", markersize=10)
         loss = "diverged" if r["diverged"] else f"{r['loss']['mean']:.2g}"
-        axes.set_title(f"{r['optimizer']}\nrate {r['rate']:.2g}, loss {loss}", fontsize=8.5)
+        names = _short([r["optimizer"], *(other["optimizer"] for other in others)])
+        axes.set_title(f"{names}\nrate {r['rate']:.2g}, loss {loss}", fontsize=8.5)
         axes.set_xlim(-1.8, 1.8)
         axes.set_ylim(-0.9, 2.4)
         axes.xaxis.set_major_locator(MaxNLocator(3))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..catalog import CATALOG, DISTRIBUTED, Entry
+from ..catalog import Entry
 from ..distributed.engine.launch import map_over_replicas, replicate
 from ..sparse.lookup import value_and_grad
 from ..sparse.minimize import minimize
 from ..state.averages import eval_params
+from .entrants import REPLICAS, Entrant, arguments
 from .problem import Problem
-
-# Replicas of distributed methods, simulated on one device.
-REPLICAS = 8
+from .timing import time_stretches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,8 @@ class Settings:
         num_rates: the size of that grid, with steps of half a decade.
         seeds: number of runs for each rate.
         steps: number of steps, instead of that of the problem.
-        timed_steps: number of steps that are timed one by one.
+        timed_steps: number of consecutive steps that are timed together, refreshes included.
+        timed_stretches: how often so many steps are timed.
     """
 
     rates: tuple[float, ...] | None = None
@@ -45,7 +44,8 @@ class Settings:
     extensions: int = 2
     seeds: int = 3
     steps: int | None = None
-    timed_steps: int = 30
+    timed_steps: int = 40
+    timed_stretches: int = 5
 
     def grid(self, default_rate: float, block: int = 0) -> np.ndarray:
         """The rates to try around a default rate; other blocks than 0 extend the grid."""
@@ -120,12 +120,13 @@ def prepare(problem: Problem, settings: Settings) -> Start:
     )
 
 
-def run_one(start: Start, name: str) -> dict[str, Any]:
+def run_one(start: Start, name: str, entrant: Entrant) -> dict[str, Any]:
     """Trains with every rate and seed, selects the best rate and describes its runs.
 
     Args:
         start: from :func:`prepare`.
-        name: a name of :func:`entrants`.
+        name: the name in the result.
+        entrant: the optimizer.
 
     Returns:
         A dict that can be written as JSON; ``diverged`` is true if no rate gave a finite loss.
@@ -133,15 +134,84 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
     Raises:
         Unsuited: if the optimizer cannot be traced on this problem.
     """
-    problem, settings, entry = start.problem, start.settings, entrants()[name]
-    kwargs = _l1_arguments(problem, entry, int(start.observed_steps[-1]))
-    loss = problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch)
+    problem, settings, entry = start.problem, start.settings, entrant.entry
+    _, kwargs = _loss_and_arguments(start, entrant)
+    program = jax.jit(jax.vmap(jax.vmap(_run(start, entrant), (None, 0, 0)), (0, None, None)))
 
-    is_replicated = name in DISTRIBUTED
+    def run_rates(rates):
+        params, curve, track = compiled(jnp.array(rates), start.params, start.batches)
+        return jax.device_get({"curve": curve, "track": track, "metrics": start.metrics(params)})
+
+    try:
+        rates = jnp.array(settings.grid(entry.rate))
+        compiled = program.lower(rates, start.params, start.batches).compile()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise Unsuited(str(error).splitlines()[0]) from error
+    rates, runs = _search(entry.rate, settings, run_rates)
+    result = _describe(runs, rates, problem, start.observed_steps)
+    params = jax.tree.map(lambda a: a[0], start.params)
+    state = jax.eval_shape(entry.make(result["rate"], **kwargs).init, params)
+    result |= {
+        "problem": problem.name,
+        "optimizer": name,
+        "family": entrant.family,
+        "rows": entry.rows,
+        "arguments": arguments(entrant, kwargs),
+        "state bytes per parameter": _bytes(state) / _count(params),
+    }
+    if problem.published and (facts := problem.published(name)):
+        result["published"] = facts
+    return result | times(start, entrant, result["rate"])
+
+
+def times(start: Start, entrant: Entrant, rate: float) -> dict[str, Any]:
+    """The duration of a step of one run: the median over stretches of steps, and its range."""
+    problem = start.problem
+    loss, kwargs = _loss_and_arguments(start, entrant)
+    tx = entrant.entry.make(rate, **kwargs)
+    if entrant.is_replicated:
+        steps = {"seconds per step": _compiled(_replicated_step(loss, tx))}
+    elif entrant.is_foreign:
+        steps = {"seconds per step": _compiled(_plain_step(loss, tx, _gradients(entrant)))}
+    else:
+        steps = {"seconds per step": minimize(loss, tx)}
+        if problem.compare_dense:
+            dense = _plain_step(loss, tx, jax.value_and_grad)  # gradients of lookups are dense
+            steps["seconds per dense step"] = _compiled(dense)
+    examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
+    settings, result = start.settings, dict[str, Any]()
+    for key, step in steps.items():
+        begin = _begin(tx, jax.tree.map(lambda a: a[0], start.params), entrant.is_replicated)
+        seconds = time_stretches(
+            step, *begin, examples, steps=settings.timed_steps, stretches=settings.timed_stretches
+        )
+        result[key] = float(np.median(seconds))
+        if key == "seconds per step":
+            result["seconds per step from"], result["seconds per step to"] = (
+                float(np.min(seconds)),
+                float(np.max(seconds)),
+            )
+    return result
+
+
+def _loss_and_arguments(start: Start, entrant: Entrant) -> tuple[Any, dict[str, float]]:
+    """The training loss; and L1 as an argument instead of in the loss, if there is one."""
+    problem = start.problem
+    kwargs = _l1_arguments(problem, entrant.entry, int(start.observed_steps[-1]))
+    return problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch), kwargs
+
+
+def _run(start: Start, entrant: Entrant) -> Callable[..., Any]:
+    """``run(rate, params, batches)``: trains, and returns final parameters, losses, trajectory."""
+    loss, kwargs = _loss_and_arguments(start, entrant)
+    is_replicated = entrant.is_replicated
 
     def run(rate, params, batches):
-        tx = entry.make(rate, **kwargs)
-        train = (_replicated_step if is_replicated else _plain_step)(loss, tx)
+        tx = entrant.entry.make(rate, **kwargs)
+        if is_replicated:
+            train = _replicated_step(loss, tx)
+        else:
+            train = _plain_step(loss, tx, _gradients(entrant))
 
         def step(carry, batch):
             params, state, count = carry
@@ -163,50 +233,7 @@ def run_one(start: Start, name: str) -> dict[str, Any]:
         )
         return params, curve, track
 
-    program = jax.jit(jax.vmap(jax.vmap(run, (None, 0, 0)), (0, None, None)))
-
-    def run_rates(rates):
-        params, curve, track = compiled(jnp.array(rates), start.params, start.batches)
-        return jax.device_get({"curve": curve, "track": track, "metrics": start.metrics(params)})
-
-    try:
-        rates = jnp.array(settings.grid(entry.rate))
-        compiled = program.lower(rates, start.params, start.batches).compile()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise Unsuited(str(error).splitlines()[0]) from error
-    rates, runs = _search(entry.rate, settings, run_rates)
-    result = _describe(runs, rates, problem, start.observed_steps)
-    best = entry.make(result["rate"], **kwargs)
-    params = jax.tree.map(lambda a: a[0], start.params)
-    state = jax.eval_shape(best.init, params)
-    result |= {
-        "problem": problem.name,
-        "optimizer": name,
-        "rows": entry.rows,
-        "state bytes per parameter": _bytes(state) / _count(params),
-    }
-    if problem.published and (facts := problem.published(name)):
-        result["published"] = facts
-    steps = {"seconds per step": minimize(loss, best)}
-    if is_replicated:
-        steps = {"seconds per step": _compiled(_replicated_step(loss, best))}
-    elif problem.compare_dense:
-        dense = _plain_step(loss, best, jax.value_and_grad)  # gradients of lookups are dense
-        steps["seconds per dense step"] = _compiled(dense)
-    for key, step in steps.items():
-        result[key] = _time_step(start, step, best, is_replicated)
-    return result
-
-
-def entrants() -> dict[str, Entry]:
-    """All optimizers of a race: the catalogue, and the distributed methods around Adam."""
-    adam = CATALOG["adam"]
-
-    def on_replicas(method):
-        factory = lambda rate, **kwargs: method.make(adam.make(rate, **kwargs), REPLICAS)
-        return adam._replace(factory=factory, original=method.original)
-
-    return CATALOG | {name: on_replicas(method) for name, method in DISTRIBUTED.items()}
+    return run
 
 
 def _search(default_rate: float, settings: Settings, run: Any) -> tuple[np.ndarray, Any]:
@@ -265,8 +292,14 @@ def _describe(runs: Any, rates: np.ndarray, problem: Problem, at: np.ndarray) ->
         "loss": _spread(mine[:, -1]),
         "metrics": {k: _spread(v[best].astype(np.float64)) for k, v in runs["metrics"].items()},
         "steps to target": _spread(reached) if np.isfinite(reached).all() else None,
+        "steps to target by seed": [_for_json(v) for v in reached],
         "rates": [
-            {"rate": float(rate), "loss": _for_json(loss), "diverged": bool(np.isinf(each).any())}
+            {
+                "rate": float(rate),
+                "loss": _for_json(loss),
+                "losses": [_for_json(v) for v in each],
+                "diverged": bool(np.isinf(each).any()),
+            }
             for rate, loss, each in zip(rates, of_rate, final, strict=True)
         ],
         "curve": {
@@ -305,17 +338,9 @@ def _begin(tx: Any, params: Any, is_replicated: bool) -> tuple[Any, Any]:
     return replicate(params, state, REPLICAS) if is_replicated else (params, state)
 
 
-def _time_step(start: Start, step: Any, tx: Any, is_replicated: bool) -> float:
-    """Median seconds of a compiled training step of one run, with donated arguments."""
-    params, state = _begin(tx, jax.tree.map(lambda a: a[0], start.params), is_replicated)
-    examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)
-    seconds = []
-    for count in range(start.settings.timed_steps + 1):
-        begin = time.perf_counter()
-        done = step(params, state, examples, global_step=count)
-        params, state, _ = jax.block_until_ready(done)
-        seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds[1:]))  # the first step compiles
+def _gradients(entrant: Entrant) -> Any:
+    """Row-sparse gradients of tables are for the optimizers of this library."""
+    return jax.value_and_grad if entrant.is_foreign else value_and_grad
 
 
 def _plain_step(loss: Any, tx: Any, value_and_grad: Any = value_and_grad) -> Any:

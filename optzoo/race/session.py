@@ -17,11 +17,12 @@ import numpy as np
 
 from ..catalog import CATALOG
 from ..core.compat import text_of
-from ..race import plots, report
-from . import storage
+from . import page, plots, report, storage
+from .entrants import Entrant, Factory, find, unknown
 from .problem import Problem
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
-from .runner import Settings, Start, Unsuited, entrants, prepare, run_one
+from .runner import Settings, Start, Unsuited, prepare, run_one, times
+from .timing import DISTURBED
 
 VERSION = importlib.metadata.version("optzoo")
 
@@ -38,9 +39,23 @@ class Progress:
     seconds_left: float | None
 
 
+def check(
+    problems: Sequence[Problem | str], optimizers: Sequence[str | Factory]
+) -> dict[str, Entrant]:
+    """The optimizers by name, if all names are known.
+
+    Raises:
+        ValueError: as :func:`run`.
+    """
+    for problem in problems:
+        if isinstance(problem, str) and problem not in PROBLEMS:
+            raise unknown("problem", problem, PROBLEMS)
+    return find(optimizers)
+
+
 def run(
     problems: Sequence[Problem | str] = tuple(DEFAULT_PROBLEMS),
-    optimizers: Sequence[str] = tuple(CATALOG),
+    optimizers: Sequence[str | Factory] = tuple(CATALOG),
     *,
     settings: Settings | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -69,8 +84,10 @@ def run(
 
     Args:
         problems: names of built-in problems, or :class:`Problem` objects.
-        optimizers: names in the catalogue, or of distributed methods: these train 8 replicas with
-            ``adam``, each on its part of the batch.
+        optimizers: names in the catalogue; of distributed methods, which train 8 replicas with
+            ``adam``, each on its part of the batch; in optax (``"optax.adamw"``,
+            ``"optax.contrib.muon"``); ``"module:factory"``; or factories of the learning rate, such
+            as ``optax.adamw``. Those of other libraries get dense gradients.
         settings: rates, seeds and steps; None for the defaults.
         out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
             to write nothing. Runs found there with the same settings are not repeated. Several
@@ -85,57 +102,99 @@ def run(
 
     Raises:
         OSError: before the first run, if ``out`` cannot be written.
-        KeyError: if a problem or an optimizer is unknown.
-        ValueError: before the first run, if a problem has not as many seeds.
+        ValueError: if a problem or an optimizer is unknown (the message has similar names), or a
+            factory makes no optimizer from a rate alone; before the first run, if a problem has not
+            as many seeds.
 
     Warns:
         UserWarning: if ``results.json`` is damaged. It gets another name, its good runs are kept.
     """
     settings = settings or Settings()
     # Check all arguments before the first run.
-    folder = _writable(out) if out is not None else None
-    for name in optimizers:
-        entrants()[name]
+    contenders = check(problems, optimizers)
     chosen = [PROBLEMS[p]() if isinstance(p, str) else p for p in problems]
-    prints = {p.name: _fingerprint(p, settings) for p in chosen}
-    todo = {(p.name, name, prints[p.name]): p for name in optimizers for p in chosen}
-    known = _found_in(folder) if folder else {}
-    if fresh:
-        known = {key: r for key, r in known.items() if key not in todo}
-    found = len(known.keys() & todo.keys())
+    folder = _writable(out) if out is not None else None
+    todo = _todo(chosen, contenders, settings)
+    stored = _found_in(folder) if folder else {}
+    known = {key: r for key, r in stored.items() if not (fresh and key in todo)}
+    found = frozenset(known.keys() & todo.keys())
     clock, starts = _Clock(), dict[str, Start]()
 
     def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
+        done, seconds = len(todo) - len(left), clock.left(left)
         if watch:
-            done = len(todo) - len(left)
-            watch(Progress(done, found, len(todo), problem, optimizer, clock.left(left)))
+            watch(Progress(done, len(found), len(todo), problem, optimizer, seconds))
 
     def document(stored):
         mine = [known[key] for key in todo if key in known]
         others = [r for key, r in (stored | known).items() if key not in todo.keys() & known.keys()]
-        return _document(chosen, settings, mine, others)
+        return _document(chosen, settings, mine, others) | {"planned": len(todo)}
 
-    for key, p in todo.items():
-        if key in known:
-            continue
-        _, name, fingerprint = key
-        notify(p.name, name)
-        begin = time.perf_counter()
-        if p.name not in starts:
-            starts[p.name] = prepare(p, settings)
-        try:
-            result = run_one(starts[p.name], name)
-        except Unsuited as reason:
-            result = {"problem": p.name, "optimizer": name, "skipped": str(reason)}
-        clock.took(p.name, time.perf_counter() - begin)
-        known[key] = result | {"fingerprint": fingerprint}
+    try:
+        for key, p in todo.items():
+            if key in known:
+                continue
+            notify(p.name, key[1])
+            begin = time.perf_counter()
+            if p.name not in starts:
+                starts[p.name] = prepare(p, settings)
+            known[key] = _result(starts[p.name], key, contenders[key[1]])
+            clock.took(p.name, time.perf_counter() - begin)
+            if folder:
+                _save(folder, document)
+        for key in _doubtful_times({key: known[key] for key in todo}):
+            if key not in found:
+                known[key] = _timed_again(known[key], starts[key[0]], contenders[key[1]])
+    except KeyboardInterrupt:
         if folder:
-            _save(folder, document)
+            _publish(folder, _save(folder, document))
+        raise
     notify()
-    if folder is None:
-        return document({})
-    return _publish(folder, _save(folder, document))
+    return _publish(folder, _save(folder, document)) if folder else document({})
+
+
+def _todo(
+    problems: list[Problem], contenders: dict[str, Entrant], settings: Settings
+) -> dict[storage.Key, Problem]:
+    """The runs of a race: all problems of one optimizer, then those of the next."""
+    prints = {p.name: _fingerprint(p, settings) for p in problems}
+    return {
+        (p.name, name, _fingerprint_of(entrant, p, prints[p.name])): p
+        for name, entrant in contenders.items()
+        for p in problems
+    }
+
+
+def _result(start: Start, key: storage.Key, entrant: Entrant) -> dict[str, Any]:
+    _, name, fingerprint = key
+    try:
+        result = run_one(start, name, entrant)
+    except Unsuited as reason:
+        result = {"problem": start.problem.name, "optimizer": name, "skipped": str(reason)}
+    return result | {"fingerprint": fingerprint}
+
+
+def _timed_again(result: dict[str, Any], start: Start, entrant: Entrant) -> dict[str, Any]:
+    again = times(start, entrant, result["rate"])
+    return min(result, result | again, key=lambda r: r["seconds per step"])
+
+
+def _doubtful_times(runs: storage.Runs) -> list[storage.Key]:
+    """The runs whose step took over 10 times as long, or short, as the median of their problem."""
+    seconds: dict[str, dict[storage.Key, float]] = {}
+    for key, run in runs.items():
+        if "skipped" not in run:
+            seconds.setdefault(key[0], {})[key] = run["seconds per step"]
+    doubtful = []
+    for of_problem in seconds.values():
+        usual = float(np.median(list(of_problem.values())))
+        doubtful += [
+            key
+            for key, each in of_problem.items()
+            if not usual / DISTURBED <= each <= usual * DISTURBED
+        ]
+    return doubtful
 
 
 def _save(folder: pathlib.Path, document: Callable[[storage.Runs], dict[str, Any]]) -> Any:
@@ -150,7 +209,8 @@ def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> dict[str, Any]:
     with storage.alone_in(folder):
         storage.write_text(folder / "leaderboard.md", report.markdown(complete))
         pictures = plots.draw(complete, folder)
-        storage.write_text(folder / "index.html", report.html(complete, pictures))
+        pictures.pop("curves.png")  # the page has them as figures
+        storage.write_text(folder / "index.html", page.write(complete, pictures))
     return complete
 
 
@@ -171,6 +231,23 @@ def _document(
         "skipped": [r for r in mine if "skipped" in r],
         "others": others,
     }
+
+
+def _fingerprint_of(entrant: Entrant, problem: Problem, fingerprint: str) -> str:
+    """With the code of an optimizer of another library, which the version does not determine."""
+    if not entrant.is_foreign:
+        return fingerprint
+    params = jax.eval_shape(problem.init, jax.random.key(0))
+    tx = entrant.entry.make(entrant.entry.rate)
+
+    def update(params):
+        return tx.update(params, tx.init(params), params, global_step=0)
+
+    try:
+        code = text_of(jax.make_jaxpr(update)(params))
+    except Exception as error:  # the run skips it, with the reason
+        code = type(error).__name__
+    return hashlib.sha256(f"{fingerprint} {code}".encode()).hexdigest()[:16]
 
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:

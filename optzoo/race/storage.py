@@ -139,7 +139,25 @@ def _are_metrics(x: Any) -> bool:
     return isinstance(x, Mapping) and all(_is_text(k) and _is_spread(v) for k, v in x.items())
 
 
+def _is_rate(x: Any) -> bool:
+    return (
+        isinstance(x, Mapping)
+        and all(name in x and check(x[name]) for name, check in _RATE.items())
+        and len(x["losses"]) > 0
+    )
+
+
+def _are_arguments(x: Any) -> bool:
+    is_value = lambda v: v is None or isinstance(v, bool) or _is_text(v) or _is_number(v)
+    return isinstance(x, Mapping) and all(_is_text(k) and is_value(v) for k, v in x.items())
+
+
 _VALUES = _list_of(_optional(_is_number))
+_RATE: dict[str, Check] = {
+    "rate": lambda x: _is_number(x) and x > 0,
+    "loss": _optional(_is_number),
+    "losses": _VALUES,
+}
 _NAMES = "problem", "optimizer", "fingerprint"
 _FIELDS: dict[str, Check] = {
     "rate": _is_number,
@@ -147,8 +165,14 @@ _FIELDS: dict[str, Check] = {
     "loss": _is_spread,
     "metrics": _are_metrics,
     "steps to target": _optional(lambda x: _is_spread(x) and x["mean"] is not None),
+    "steps to target by seed": _VALUES,
+    "rates": _list_of(_is_rate),
+    "family": _is_text,
+    "arguments": _are_arguments,
     "curve": _is_curve,
     "track": _optional(_is_track),
     "seconds per step": _is_number,
+    "seconds per step from": _is_number,
+    "seconds per step to": _is_number,
     "state bytes per parameter": _is_number,
 }

@@ -10,6 +10,7 @@ import pytest
 
 from optzoo import race
 from optzoo.__main__ import main
+from optzoo.catalog import CATALOG
 from optzoo.race import plots, report, runner, session
 from optzoo.race.problems import DEFAULT_PROBLEMS, PROBLEMS
 
@@ -105,7 +106,7 @@ def test_unsupported_optimizers_are_skipped_with_a_reason():
 
 
 def test_l1_goes_to_the_optimizer_that_has_it():
-    plain, ftrl = runner.CATALOG["adagrad"], runner.CATALOG["ftrl"]
+    plain, ftrl = CATALOG["adagrad"], CATALOG["ftrl"]
     problem = line(l1=0.5)
     assert runner._l1_arguments(problem, plain, 40) == {}
     assert runner._l1_arguments(problem, ftrl, 40) == {"l1_regularization_strength": 20.0}
@@ -132,7 +133,7 @@ def test_writes_and_resumes(tmp_path):
     names = {"results.json", "leaderboard.md", "curves.png", "index.html"}
     assert {f.name for f in tmp_path.iterdir()} == names
     page = (tmp_path / "index.html").read_text()
-    assert "data:image/png;base64" in page and "momentum" in page and 'src="http' not in page
+    assert "momentum" in page and "<img" not in page.split("<script")[0] and "plotly.js" in page
     seen.clear()
     assert go(line()) == first and seen == [""]  # nothing repeated
     assert go(line(steps=20)) != first and seen[1:] == ["adam", "momentum", ""]
@@ -235,6 +236,7 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "[1/2] ftrl on valley" in shown and "index.html" in shown
     assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
+    assert "data:image/png;base64" in (tmp_path / "out" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

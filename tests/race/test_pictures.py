@@ -1,0 +1,72 @@
+"""The pictures of the race in the pages: fresh, and of all optimizers."""
+
+import pathlib
+import runpy
+
+import numpy as np
+
+from optzoo.catalog import CATALOG
+from optzoo.race import colours, page, plots, storage, summary
+
+from .test_page import document, result
+
+ROOT = pathlib.Path(__file__).parents[2]
+PICTURES = runpy.run_path(str(ROOT / "benchmarks" / "race_pictures.py"))
+
+
+def test_the_pictures_are_fresh():
+    assert PICTURES["stale"]() == [], "stale pictures: run make docs"
+
+
+def test_the_stored_results_are_of_all_optimizers():
+    """If not: ``optzoo race``, then ``benchmarks/race_pictures.py``."""
+    stored = PICTURES["stored"]()
+    ran = {(r["problem"], r["optimizer"]) for r in stored["results"] + stored["skipped"]}
+    assert ran >= {(problem, name) for problem in stored["problems"] for name in CATALOG}
+    assert all(storage._is_run(r) for r in stored["results"])
+
+
+def test_the_stored_results_have_a_page():
+    stored = PICTURES["stored"]()
+    names = {o["name"] for o in page.data(stored)["optimizers"]}
+    assert names >= CATALOG.keys()
+    assert summary.advice(stored)[0].startswith("Begin with ")
+
+
+def test_a_picture_carries_the_hash_of_its_results(tmp_path):
+    first, second = (document(result("a", [[loss, loss]])) for loss in (0.1, 0.2))
+    plots.draw(first, tmp_path)
+    found = plots.source_of(tmp_path / "curves.png")
+    assert found == plots.source(first) != plots.source(second)
+
+
+def many(number):
+    """Contenders with curves of their own, half of them in another family."""
+    results = [result(f"o{i}", [[0.1 * (i + 1)] * 2]) for i in range(number)]
+    for r in results[::2]:
+        r["family"] = "second-order"
+    return document(*results)
+
+
+def test_many_optimizers_have_a_row_for_each_family():
+    figure = plots.curves(many(10))
+    assert len(figure.axes) == 2 and all(len(axes.lines) == 10 for axes in figure.axes)
+    for axes, family, names in zip(
+        figure.axes, ("Adam", "second-order"), ("13579", "02468"), strict=True
+    ):
+        legend = axes.get_legend()
+        assert legend.get_title().get_text() == family
+        assert [t.get_text() for t in legend.get_texts()] == [f"o{i}" for i in names]
+    assert len(plots.curves(many(3)).axes) == 1
+
+
+def test_coinciding_optimizers_are_one_line():
+    [axes] = plots.curves(document(*[result(n, [[0.1, 0.2]]) for n in ("adam", "b")])).axes
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["b = adam"]
+    assert len(axes.lines) == 1
+
+
+def test_the_lines_of_a_family_differ():
+    found = {colours.colour("Adam", i) for i in range(3)}
+    assert len(found) == 3 and all(0 <= c <= 1 for each in found for c in each)
+    assert np.ptp(colours.colour("unknown", 0)) == 0
