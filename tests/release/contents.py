@@ -8,13 +8,18 @@ import zipfile
 PACKAGE = (
     r"optzoo/(\w+/)*\w+\.py",
     r"optzoo/py\.typed",
-    r"optzoo/race/(data|static)/[\w.-]+",  # published runs; what the page of the race shows
+    r"optzoo/race/(data|page)/[\w.-]+",  # published runs; what the page of the race shows
 )
 IN_WHEEL = (*PACKAGE, r"optzoo-[\d.]+\.dist-info/(METADATA|RECORD|WHEEL|entry_points\.txt)")
 IN_WHEEL += (r"optzoo-[\d.]+\.dist-info/licenses/LICENSE",)
 IN_SDIST = (*PACKAGE, r"(CHANGELOG|README)\.md", "LICENSE", "PKG-INFO", r"pyproject\.toml")
 IN_SDIST += (r"\.gitignore",)  # hatchling reads it when it builds the wheel from the sdist
-MUST = ("optzoo/__init__.py", "optzoo/py.typed", "optzoo/testing/contract.py")
+MUST = (
+    "optzoo/__init__.py",
+    "optzoo/py.typed",
+    "optzoo/testing/contract.py",
+    "optzoo/race/page/page.html",
+)
 
 
 def members(archive: pathlib.Path) -> dict[str, int]:
