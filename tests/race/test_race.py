@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -239,10 +240,23 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     assert "data:image/png;base64" in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_command_takes_a_module_of_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    code = "import optax\n\ndef mine(rate):\n    return optax.sgd(rate)\n"
+    (tmp_path / "module_of_the_race.py").write_text(code)
+    names = "adam,optax.adamw,module_of_the_race:mine"
+    arguments = f"--problem valley --optimizers {names} --rates 0.001 --seeds 1 --steps 5 --out out"
+    assert main(["race", *arguments.split()]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names.split(","))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--optimizers adan", "did you mean adam"),
+        ("--optimizers adam,optax.adamv", "did you mean optax.adam"),
         ("--problem digit", "did you mean digits"),
         ("--seeds 0", "positive whole number"),
         ("--rates -1", "must be positive"),
