@@ -26,7 +26,8 @@ One card for each optimizer of the catalogue. The pictures are computed by optzo
 built: {steps} steps in a curved valley (Rosenbrock's function with a factor of 10). The blue point
 is the start, the star the minimum; path and curve are those of the best of {rates} learning rates.
 It is one small problem: it shows how an optimizer moves, not which one is best for yours. For that
-there is [the race](docs/race.md).
+there is [the race](docs/race.md), with <a href="race/index.html">an interactive page</a> of all
+results.
 
 *State* is in bytes for each float32 parameter of a table of {shape}, at default settings. *Step* is
 the time of a dense step on the {elements:,} parameters of a ResNet-50 ({device}, {cores} core), and
