@@ -52,7 +52,9 @@ class Page(HTMLParser):
             self.loads.append(values.get("href", ""))
         for key in LOADED.get(tag, ()):
             if key in values:
-                self.loads += [part.split()[0] for part in values[key].split(",") if part.split()]
+                # Only srcset has several, and data: has a comma.
+                parts = values[key].split(",") if key == "srcset" else [values[key]]
+                self.loads += [part.split()[0] for part in parts if part.split()]
         self.loads += _loaded_by_css(values.get("style", ""))
 
     def handle_data(self, data):
