@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import jax
 import jax.core
 from jax import Array, lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
 from jax.extend.core import Literal, Primitive, Var
 from jax.extend.source_info_util import summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
 from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
 
 # Primitives
@@ -48,6 +51,104 @@ def make_primitive(
     return primitive
 
 
+def make_replaceable(
+    name: str, f: Callable[..., Sequence[Array]], on_cpu: Callable[..., Callable[..., Any]]
+) -> Any:
+    """A primitive with several results that computes ``f(*args, call=call)``.
+
+    In derivatives and under ``vmap`` it is ``f``.
+
+    Args:
+        name: of the primitive, in jaxprs.
+        f: of arrays, and of ``call``, an object with the attributes ``ins`` and ``outs``, whose
+            elements have the types of arguments and results as ``aval``.
+        on_cpu: ``on_cpu(ctx, call)`` is the function that takes its place on the CPU.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    bind = functools.partial(functools.partial, primitive.bind)
+    primitive.def_impl(lambda *args, call: jax.jit(bind(call=call))(*args))
+
+    def abstract(*avals, call):
+        if list(avals) == [v.aval for v in call.ins]:
+            return [v.aval for v in call.outs]
+        traced = jax.make_jaxpr(functools.partial(f, call=call))(*avals)
+        return [v.aval for v in traced.jaxpr.outvars]
+
+    def tangents(primals, tangents, *, call):
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(f, call=call), tuple(primals), tuple(tangents))
+
+    def batch(args, axes, *, call):
+        outs = jax.vmap(functools.partial(f, call=call), in_axes=tuple(axes))(*args)
+        return outs, (0,) * len(outs)
+
+    def lower_on_cpu(ctx, *args, call):
+        return mlir.lower_fun(on_cpu(ctx, call), multiple_results=True)(ctx, *args)
+
+    primitive.def_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = tangents
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
+    mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+    return primitive
+
+
+def number_of_partitions(ctx: Any) -> int:
+    """In how many parts XLA may divide an array of the program that is lowered.
+
+    Inside of ``shard_map`` the axes of the mesh that it took over do not count.
+    """
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices or 1
+    if not hasattr(axes, "mesh"):
+        return 1
+    sizes = dict(axes.mesh.shape)
+    return math.prod(n for name, n in sizes.items() if name not in axes.manual_axes)
+
+
+def partitioned_by_first(
+    f: Callable[..., Any],
+    shared: int,
+    shapes: Sequence[tuple[int, ...]],
+    arrays: Sequence[int],
+    outs: Sequence[int],
+) -> Callable[..., Any]:
+    """``f`` on the part of each device, however groups of equally sharded arrays are sharded.
+
+    Args:
+        f: of scalars, and of the arrays of each group; gives arrays of each group, elementwise.
+        shared: how many scalars there are.
+        shapes: of the arrays of each group.
+        arrays: how many arguments each group has.
+        outs: how many results each group has.
+    """
+    firsts = [shared + sum(arrays[:k]) for k in range(len(arrays))]
+    names = [" ".join(f"d{k}x{d}" for d in range(len(s))) for k, s in enumerate(shapes)]
+    repeated = lambda counts: [n for n, count in zip(names, counts, strict=True) for _ in range(count)]
+    rule = ", ".join([*[""] * shared, *repeated(arrays)]) + " -> " + ", ".join(repeated(outs))
+
+    def of_outs(infos):
+        each = zip(firsts, outs, strict=True)
+        return tuple(infos[first].sharding for first, count in each for _ in range(count))
+
+    def partition(mesh, infos, results):
+        del results
+        everywhere = [NamedSharding(mesh, PartitionSpec())] * shared
+        each = zip(firsts, arrays, strict=True)
+        of_arrays = [infos[first].sharding for first, count in each for _ in range(count)]
+        return mesh, f, of_outs(infos), (*everywhere, *of_arrays)
+
+    partitioned = custom_partitioning(f)
+    partitioned.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, infos, results: of_outs(infos),
+        sharding_rule=rule,
+    )
+    return partitioned
+
+
 # Jaxprs
 
 
@@ -67,6 +168,15 @@ def evaluate_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     inputs = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     alone = jaxpr.replace(constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
     return evaluate(alone, [], list(inputs.values()))
+
+
+def bind_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The same, for many equations: without a jaxpr around each, and without its settings."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # Before JAX 0.12 functions come first.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    outputs = eqn.primitive.bind(*functions, *values, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def scope_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from .compat import key_array_class, opaque_dtype
+from .marks import marked
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
@@ -69,6 +70,7 @@ def _with_hint(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 _name_the_remedy()
 
 
+@marked("rows_protect")
 @functools.partial(jax.jit, inline=True)
 def _wrap(ids: Array) -> Array:
     words = lax.bitcast_convert_type(~ids, jnp.uint32)
@@ -76,6 +78,7 @@ def _wrap(ids: Array) -> Array:
     return jax.random.wrap_key_data(words, impl=_IMPLS[ids.dtype.name])
 
 
+@marked("rows_plain")
 @functools.partial(jax.jit, inline=True)
 def _unwrap(protected: Array) -> Array:
     words = jax.random.key_data(protected)

@@ -12,6 +12,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .checks import check_transformation
+from .marks import marked
 from .merge import merge
 from .numerics import upcast
 from .row_ids import HINT, is_protected, plain, protect
@@ -132,8 +133,7 @@ class SparseRows(metaclass=_HintInErrors):
         dense = jnp.asarray(other)
         if self.rounds_once and self.coalesced and upcast(dense).dtype == self.dtype != dense.dtype:
             return self.scatter(dense, upcast(self.gather(dense)) + self.values)
-        target = dense.at[self.indices]
-        return target.add(self.values.astype(dense.dtype), **_DROP, unique_indices=self.coalesced)
+        return _add(dense, self.indices, self.values.astype(dense.dtype), unique=self.coalesced)
 
     __radd__ = __add__
 
@@ -175,12 +175,11 @@ class SparseRows(metaclass=_HintInErrors):
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if self.num_rows == 0:
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
-        return jnp.take(dense, self.indices, axis=0, mode="clip")
+        return _gather(dense, self.indices)
 
     def scatter(self, dense: Array, rows: Array) -> Array:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
-        rows = rows.astype(dense.dtype)
-        return dense.at[self.indices].set(rows, **_DROP, unique_indices=True)
+        return _scatter(dense, self.indices, rows.astype(dense.dtype))
 
     def drop_padding(self) -> "SparseRows":
         """The same rows with zero values at padding."""
@@ -197,13 +196,36 @@ class SparseRows(metaclass=_HintInErrors):
         if self.coalesced:
             return self
         values = upcast(self.values)
-        ids, values = merge(self._row_ids(), values, self.num_rows, deterministic)
+        ids, values = _merge(
+            self._row_ids(), values, num_rows=self.num_rows, deterministic=deterministic
+        )
         return SparseRows(ids, values.astype(self.dtype), self.num_rows, coalesced=True)
 
     def _row_ids(self) -> Array:
         """The indices; those out of range are replaced by that of padding."""
         i = self.indices
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
+
+
+# The operations on rows, marked for a compiler of whole programs.
+
+
+@marked("rows_gather")
+def _gather(dense: Array, ids: Array) -> Array:
+    return jnp.take(dense, ids, axis=0, mode="clip")
+
+
+@marked("rows_scatter")
+def _scatter(dense: Array, ids: Array, rows: Array) -> Array:
+    return dense.at[ids].set(rows, **_DROP, unique_indices=True)
+
+
+@marked("rows_add", "unique")
+def _add(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
+    return dense.at[ids].add(rows, **_DROP, unique_indices=unique)
+
+
+_merge = marked("rows_merge", "num_rows", "deterministic")(merge)
 
 
 def _set_indices(rows: Any, indices: Any) -> None:

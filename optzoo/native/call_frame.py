@@ -1,0 +1,190 @@
+"""The structures by which XLA calls a native function, and the check that they are those of jaxlib.
+
+XLA promises to support a version of its FFI for a year. The structures are in its header
+``xla/ffi/api/c_api.h``, which jaxlib installs, and are written out here as far as they are used.
+"""
+
+import ctypes
+import functools
+import pathlib
+import re
+from typing import Any
+
+import jaxlib
+
+_Pointer, _Size, _Int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32
+
+
+class Extension(ctypes.Structure):
+    """``XLA_FFI_InternalExtension``, before JAX 0.12 ``XLA_FFI_Extension_Base``."""
+
+    _fields_ = [("struct_size", _Size), ("type", _Int), ("next", _Pointer)]
+
+
+class Version(ctypes.Structure):
+    """``XLA_FFI_Api_Version``."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("major_version", _Int),
+        ("minor_version", _Int),
+    ]
+
+
+class Metadata(ctypes.Structure):
+    """``XLA_FFI_Metadata``."""
+
+    _fields_ = [("struct_size", _Size), ("api_version", Version), ("traits", _Int)]
+
+
+class MetadataExtension(ctypes.Structure):
+    """``XLA_FFI_Metadata_Extension``: with it XLA asks a function for its version."""
+
+    _fields_ = [("extension_base", Extension), ("metadata", _Pointer)]
+
+
+class Buffer(ctypes.Structure):
+    """``XLA_FFI_Buffer``: an array."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("dtype", _Int),
+        ("data", _Pointer),
+        ("rank", ctypes.c_int64),
+        ("dims", _Pointer),
+    ]
+
+
+class Args(ctypes.Structure):
+    """``XLA_FFI_Args``."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("size", ctypes.c_int64),
+        ("types", _Pointer),
+        ("args", _Pointer),
+    ]
+
+
+class Rets(ctypes.Structure):
+    """``XLA_FFI_Rets``."""
+
+    _fields_ = [*Args._fields_[:-1], ("rets", _Pointer)]
+
+
+class CallFrame(ctypes.Structure):
+    """``XLA_FFI_CallFrame``."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("api", _Pointer),
+        ("ctx", _Pointer),
+        ("stage", _Int),
+        ("args", Args),
+        ("rets", Rets),
+    ]
+
+
+EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
+_STRUCTS = {
+    r"XLA_FFI_(?:InternalExtension|Extension_Base)": Extension,
+    "XLA_FFI_Api_Version": Version,
+    "XLA_FFI_Metadata": Metadata,
+    "XLA_FFI_Metadata_Extension": MetadataExtension,
+    "XLA_FFI_Buffer": Buffer,
+    "XLA_FFI_Args": Args,
+    "XLA_FFI_Rets": Rets,
+    "XLA_FFI_CallFrame": CallFrame,
+}
+_KINDS: dict[str, Any] = {
+    "size_t": _Size,
+    "int64_t": ctypes.c_int64,
+    "int": _Int,
+    "XLA_FFI_DataType": _Int,
+    "XLA_FFI_ExecutionStage": _Int,
+    "XLA_FFI_Extension_Type": _Int,
+    "XLA_FFI_InternalExtension_Type": _Int,
+    "XLA_FFI_Handler_Traits": _Int,
+}
+
+
+class UnknownInterfaceError(RuntimeError):
+    """The FFI of the installed jaxlib is not the one that is known here."""
+
+
+@functools.cache
+def version_of_jaxlib() -> tuple[int, int]:
+    """The version of the FFI of the installed jaxlib, of which all structures were checked.
+
+    Raises:
+        UnknownInterfaceError: if its header is missing or has other structures.
+    """
+    folder = jaxlib.__file__ and pathlib.Path(jaxlib.__file__).parent
+    try:
+        text = pathlib.Path(folder, "include/xla/ffi/api/c_api.h").read_text()
+    except OSError as error:
+        raise UnknownInterfaceError(f"jaxlib has no header of its FFI: {error}") from error
+    return check_header(text)
+
+
+def check_header(text: str) -> tuple[int, int]:
+    """The version in a header; raises unless it has the structures above."""
+    text = re.sub(r"//[^\n]*", "", text)
+    for name, struct in _STRUCTS.items():
+        expected = [(field, kind) for field, kind in struct._fields_]
+        found = _fields(name, text)
+        if found[: len(expected)] != expected:
+            raise UnknownInterfaceError(f"{name} of jaxlib is {found}, expected {expected}")
+    if not re.search(rf"XLA_FFI_ExecutionStage_EXECUTE = {EXECUTE}\b", text):
+        raise UnknownInterfaceError("the execution stage of jaxlib's FFI has another value")
+    numbers = [re.search(rf"XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(number[1]) if number else -1 for number in numbers)
+    if major != 0:
+        raise UnknownInterfaceError(f"version {major}.{minor} of jaxlib's FFI, expected 0.x")
+    return major, minor
+
+
+def _fields(name: str, text: str) -> list[tuple[str, Any]]:
+    """The fields of a structure of the header, each with its kind."""
+    found = re.search(rf"struct {name}\s*{{(.*?)}}", text, re.DOTALL)
+    fields = []
+    for line in found[1].split(";") if found else ():
+        if match := re.fullmatch(r"(.*?)(\**)\s*(\w+)", line.strip(), re.DOTALL):
+            c_type, stars, field = match.groups()
+            c_type = c_type.replace("struct ", "").replace("const ", "").strip()
+            fields.append((field, _Pointer if stars else _kind(c_type)))
+    return fields
+
+
+def _kind(c_type: str) -> Any:
+    for name, struct in _STRUCTS.items():
+        if re.fullmatch(name, c_type):
+            return struct
+    return _KINDS.get(c_type, c_type)
+
+
+def make_frame(args: list[Any], rets: list[Any]) -> tuple[CallFrame, list[Any]]:
+    """A call frame for NumPy arrays, as XLA would make it; and what must live as long as it."""
+    kept: list[Any] = [args, rets]
+
+    def pointers(arrays):
+        buffers = []
+        for a in arrays:
+            dims = (ctypes.c_int64 * a.ndim)(*a.shape)
+            at = ctypes.cast(dims, _Pointer)
+            size = ctypes.sizeof(Buffer)
+            buffers.append(Buffer(size, None, 0, a.ctypes.data, a.ndim, at))
+            kept.append(dims)
+        kept.extend(buffers)
+        table = (_Pointer * len(buffers))(*map(ctypes.addressof, buffers))
+        kept.append(table)
+        return ctypes.cast(table, _Pointer)
+
+    of = lambda kind, arrays: kind(ctypes.sizeof(kind), None, len(arrays), None, pointers(arrays))
+    size = ctypes.sizeof(CallFrame)
+    frame = CallFrame(size, None, None, None, EXECUTE, of(Args, args), of(Rets, rets))
+    return frame, kept

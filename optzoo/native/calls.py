@@ -1,0 +1,109 @@
+"""Native calls in a program of JAX: one primitive, which knows the operations it stands for.
+
+On the CPU it is lowered to a call of the native function. Elsewhere, under ``vmap`` and in
+derivatives, it is the operations themselves.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.compat import make_replaceable, number_of_partitions, partitioned_by_first
+from . import machine
+from .call_frame import version_of_jaxlib
+from .groups import Group, Leaf, Rows
+from .kernels import leaf_kernel, rows_kernel
+from .program import Operation, Value, run
+
+
+class Call:
+    """One native call: some rows, or some leaves that share their operations and their scalars."""
+
+    def __init__(self, parts: Sequence[Group]):
+        self.parts, first = parts, parts[0]
+        ns = len(first.scalars) if isinstance(first, Leaf) else 0
+        arrays, many = len(first.ins) - ns, len(first.outs)
+        self.shared = ns
+        self.ins = [*first.ins[:ns], *(v for part in parts for v in part.ins[ns:])]
+        self.outs = [v for part in parts for v in part.outs]
+        self.aliases = {
+            k * arrays + i: k * many + o for k, p in enumerate(parts) for i, o in p.aliases.items()
+        }
+        self.operations: list[Operation] = [op for part in parts for op in part.operations]
+
+    def run(self, known: dict[Value, Any]) -> None:
+        """Computes the outputs from what is known, and adds them."""
+        args = [jnp.asarray(known[v] if v.literal is None else v.literal) for v in self.ins]
+        known.update(zip(self.outs, _native_p.bind(*args, call=self), strict=True))
+
+    def reference(self, *args: Array) -> tuple[Array, ...]:
+        """The outputs by the operations themselves."""
+        known = dict(zip(self.ins, args, strict=True))
+        run(self.operations, known)
+        return tuple(known[v] for v in self.outs)
+
+    def lowered(self, partitions: int) -> Callable[..., tuple[Array, ...]]:
+        """The function for the CPU.
+
+        Args:
+            partitions: in how many parts XLA may divide the arrays.
+        """
+        part = self.parts[0]
+        if partitions == 1:
+            return self._native
+        if isinstance(part, Rows):  # XLA would gather the tables on every device
+            return self.reference
+        arrays = [len(p.arrays) for p in self.parts if isinstance(p, Leaf)]
+        shapes = [p.ins[-1].shape for p in self.parts]
+        outs = [len(p.outs) for p in self.parts]
+        return partitioned_by_first(self._native, self.shared, shapes, arrays, outs)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """That of the native function, which is compiled."""
+        part, version = self.parts[0], version_of_jaxlib()
+        if isinstance(part, Rows):
+            return machine.register(lambda name: rows_kernel(name, part, version))
+        assert isinstance(part, Leaf)
+        return machine.register(lambda name: leaf_kernel(name, part, version))
+
+    def _native(self, *args: Array) -> tuple[Array, ...]:
+        """The call, for arrays of one device."""
+        part, many = self.parts[0], len(self.parts[0].outs)
+        if isinstance(part, Rows):
+            shapes = [v.shape for v in part.outs]
+        else:  # those of this device, which may be a part
+            arrays = len(part.ins) - self.shared
+            shapes = [args[self.shared + k // many * arrays].shape for k in range(len(self.outs))]
+        results = [
+            jax.ShapeDtypeStruct(shape, v.aval.dtype)
+            for shape, v in zip(shapes, self.outs, strict=True)
+        ]
+        scratch = _scratch(part) if isinstance(part, Rows) else []
+        call = jax.ffi.ffi_call(
+            self.name, [*results, *scratch], input_output_aliases=self.aliases
+        )
+        return tuple(call(*args))[: len(results)]
+
+
+def _scratch(rows: Rows) -> list[jax.ShapeDtypeStruct]:
+    """The memory in which rows of equal ids are merged: see :class:`kernels.Chains`."""
+    if rows.merged is None:
+        return []
+    many = rows.ids.shape[0]
+    table = 1 << max(4, (2 * many - 1).bit_length())
+    return [
+        jax.ShapeDtypeStruct((table + 3 * many,), jnp.int32),
+        jax.ShapeDtypeStruct(rows.merged.shape[1:], rows.merged.aval.dtype),
+    ]
+
+
+_native_p = make_replaceable(
+    "optzoo_native",
+    lambda *args, call: call.reference(*args),
+    lambda ctx, call: call.lowered(number_of_partitions(ctx)),
+)

@@ -1,0 +1,385 @@
+"""The parts of a program that one native loop can compute."""
+
+import dataclasses
+import graphlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import operations
+from .program import Operation, Program, Value, function_of, needed
+
+_MARKS_OF_WRITES = {"rows_scatter", "rows_add"}
+_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Operations that become one native call, or a part of one."""
+
+    ins: list[Value]
+    outs: list[Value]
+    operations: list[Operation]
+    aliases: dict[int, int]  # an input -> the output that takes its memory
+
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """The same by the operations themselves."""
+        return function_of(self.operations, self.ins, self.outs)
+
+
+@dataclasses.dataclass(eq=False)
+class Rows(Group):
+    """Rows of some tables that share their ids: read, computed and written one after the other.
+
+    The inputs are the ids, the gradients if rows of equal ids are to be merged, the tables, other
+    arrays and scalars, in this order.
+    """
+
+    ids: Value
+    merged: Value | None  # the gradients once they are merged, if the group merges them
+    tables: list[Value]
+    streams: list[Value]
+    scalars: list[Value]
+    writes: list[Operation]
+
+
+@dataclasses.dataclass(eq=False)
+class Leaf(Group):
+    """Arrays of one shape, element by element. The inputs are the scalars and the arrays."""
+
+    scalars: list[Value]
+    arrays: list[Value]
+
+    def signature(self) -> Any:
+        """Equal for leaves of the same operations, whatever their shapes."""
+        names = {v: f"s{k}" for k, v in enumerate(self.scalars)}
+        names |= {v: f"a{k}" for k, v in enumerate(self.arrays)}
+        dtypes = [v.dtype for v in self.ins]
+        described = _described(self.operations, names)
+        outs = [(names[v], v.dtype) for v in self.outs]
+        return repr((dtypes, described, outs, sorted(self.aliases.items())))
+
+
+def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
+    """Operations as text, on values of these names; adds the names of their results."""
+    found = []
+    for op in ops:
+        inside = _described(op.inside, names)
+        ins = [names[v] if v.literal is None else repr(v.literal) for v in op.ins]
+        for v in op.outs:
+            names[v] = names[v.meaning] if v.meaning in names else f"v{len(names)}"
+        kinds = [v.dtype for v in (*op.ins, *op.outs)]
+        found.append((op.name, ins, kinds, op.eqn.params.get("y"), inside))
+    return found
+
+
+class Unsupported(Exception):
+    """Why some operations cannot become a group."""
+
+
+# Rows
+
+
+def find_rows(program: Program, report: Callable[[Value, str], None]) -> list[Rows]:
+    """The groups of rows; reports tables whose rows cannot be one, with the reason."""
+    by_ids: dict[Value, list[Operation]] = {}
+    for op in program.operations:
+        if op.name in _MARKS_OF_WRITES:
+            by_ids.setdefault(op.ins[1], []).append(op)
+    found, readers = [], program.readers()
+    for ids, writes in by_ids.items():
+        try:
+            found.append(_rows(program, readers, ids, writes))
+        except Unsupported as error:
+            for write in writes:
+                report(write.outs[0], str(error))
+    return found
+
+
+def _rows(
+    program: Program,
+    readers: dict[Value, list[Operation]],
+    ids: Value,
+    writes: list[Operation],
+) -> Rows:
+    merge = ids.maker if ids.maker is not None and ids.maker.name == "rows_merge" else None
+    merged = None if merge is None else merge.outs[1]
+    part = _Slice(ids, merged, writes[0].ins[0].shape[0])
+    for write in writes:
+        part.visit(write.ins[2])
+        part.add(part.tables, write.ins[0])
+    _check_tables(part, writes)
+    inside = {*part.operations, *writes}
+    outside = lambda v: v in program.results or any(op not in inside for op in readers.get(v, ()))
+    for op in part.operations:
+        if part.reads_tables(op) and any(map(outside, op.outs)):
+            raise Unsupported(f"the result of `{op.name}` on its rows is used elsewhere, too")
+    if any(part.reads_tables(v.maker) for v in part.streams if v.maker is not None):
+        raise Unsupported("an operation on its rows is not known to the native engine")
+    if merge is None and (len(writes) > 1 or writes[0].name != "rows_add" or part.gathers):
+        raise Unsupported("its rows may repeat, and are not merged")
+    merges_here = merge is not None and part.streams == [merged]
+    merges_here = merges_here and not any(map(outside, merge.outs))
+    first = merge.ins if merge is not None and merges_here else [ids]
+    if merges_here:
+        part.streams = []
+    ins = [*first, *part.tables, *part.streams, *part.scalars]
+    outs = [write.outs[0] for write in writes]
+    group = [op for op in program.operations if op in inside or (merges_here and op is merge)]
+    targets = [write.ins[0] for write in writes]
+    start = len(first)
+    aliases = {start + part.tables.index(t): k for k, t in enumerate(targets)}
+    return Rows(
+        ins, outs, group, aliases, ids, merged if merges_here else None,
+        part.tables, part.streams, part.scalars, writes,
+    )  # fmt: skip
+
+
+class _Slice:
+    """What the written rows are made of."""
+
+    def __init__(self, ids: Value, merged: Value | None, num_rows: int):
+        self.ids, self.merged, self.num_rows = ids, merged, num_rows
+        self.tables: list[Value] = []
+        self.streams: list[Value] = []
+        self.scalars: list[Value] = []
+        self.operations: list[Operation] = []
+        self.gathers: list[Operation] = []
+        self._seen: set[Value] = set()
+        self._of_tables: dict[Operation, bool] = {}
+
+    @staticmethod
+    def add(values: list[Value], value: Value) -> None:
+        if value not in values:
+            values.append(value)
+
+    def visit(self, value: Value) -> None:
+        """Adds all that a value is made of."""
+        waiting = [value]
+        while waiting:
+            v = waiting.pop()
+            if v in self._seen or v is self.ids:
+                continue
+            self._seen.add(v)
+            if not v.shape:
+                if v.literal is None:
+                    self.scalars.append(v)
+            elif v.literal is not None or v.maker is None or v is self.merged:
+                self.streams.append(v)
+            elif v.maker.name == "rows_gather" and v.maker.ins[1] is self.ids:
+                self._take(v.maker)
+                self.gathers.append(v.maker)
+                table = v.maker.ins[0]
+                if _is_computed(table):
+                    waiting.append(table)
+                else:
+                    self.add(self.tables, table)
+            elif is_known(v.maker):
+                self._take(v.maker)
+                waiting += v.maker.ins
+            else:
+                self.streams.append(v)
+
+    def _take(self, op: Operation) -> None:
+        if op not in self.operations:
+            self.operations.append(op)
+
+    def reads_tables(self, op: Operation) -> bool:
+        """Whether an operation depends on what the group gathers."""
+        known, waiting, seen = self._of_tables, [op], set[Operation]()
+        while waiting:
+            last = waiting.pop()
+            if last in self.gathers or known.get(last):
+                known[op] = True
+                return True
+            if last not in seen:
+                seen.add(last)
+                waiting += [v.maker for v in last.ins if v.maker is not None]
+        known[op] = False
+        return False
+
+
+def _is_computed(table: Value) -> bool:
+    """Whether each row of an array is computed from its number and scalars alone."""
+    waiting = [table]
+    while waiting:
+        v = waiting.pop()
+        if not v.shape:
+            continue
+        if v.maker is None or v.literal is not None or not is_known(v.maker):
+            return False
+        waiting += v.maker.ins
+    return True
+
+
+def _check_tables(part: _Slice, writes: list[Operation]) -> None:
+    targets = [write.ins[0] for write in writes]
+    if len(set(targets)) < len(targets):
+        raise Unsupported("its rows are written twice")
+    if any(t.shape[:1] != (part.num_rows,) or 0 in t.shape for t in part.tables):
+        raise Unsupported("its slots have other numbers of rows, or it has none")
+    if len({t.shape[1:] for t in targets if _size(t.shape[1:]) > 1}) > 1:
+        raise Unsupported("its slots have rows of several shapes")
+    for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
+        if v.dtype not in operations.DTYPES:
+            raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
+    if part.ids.dtype not in ("int32", "int64"):
+        raise Unsupported(f"its ids have dtype {part.ids.dtype}")
+    if part.num_rows >= 2**31:
+        raise Unsupported("it has 2**31 rows or more")
+
+
+def is_known(op: Operation) -> bool:
+    """Whether a group of rows can do an operation: one that computes each row from the same row."""
+    if not {v.dtype for v in (*op.ins, *op.outs)} <= operations.DTYPES:
+        return False
+    if op.inside:
+        return all(map(is_known, op.inside))
+    if op.name == "broadcast_in_dim":
+        return len(op.ins) == 1
+    if op.name in _MOVES:
+        longer = lambda shape: [d for d in shape if d != 1]
+        same = longer(op.ins[0].shape) == longer(op.outs[0].shape)
+        return same and op.eqn.params.get("dimensions") in (None, *_axes_of(op))
+    if op.name == "iota":
+        return not op.ins
+    if op.name in REDUCTIONS:
+        is_row = 0 not in op.eqn.params["axes"] and _size(op.outs[0].shape[1:]) == 1
+        return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
+    return operations.is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
+
+
+def _fits(v: Value, out: Value) -> bool:
+    """Whether an operand has the shape of the result, but for axes of length 1; or is a scalar."""
+    same = len(v.shape) == len(out.shape)
+    return not v.shape or same and all(
+        d in (1, wide) for d, wide in zip(v.shape, out.shape, strict=True)
+    )
+
+
+def _axes_of(op: Operation) -> list[Any]:
+    """What ``dimensions`` may be: of ``squeeze`` its axes; of ``reshape`` nothing."""
+    return [op.eqn.params.get("dimensions")] if op.name != "reshape" else []
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for d in shape:
+        size *= d
+    return size
+
+
+# Leaves
+
+
+def find_leaves(
+    program: Program,
+    places: dict[Value, Value],
+    in_place: set[Value],
+    report: Callable[[Value, str], None],
+) -> list[Leaf]:
+    """The groups of arrays of one shape that are updated element by element.
+
+    Args:
+        program: without the groups of rows.
+        places: by each array of the parameters and the state its next value.
+        in_place: those arrays whose next values take their memory.
+        report: gets results that are in no group, with the reason.
+    """
+    stages = _stages(program)
+    kept = _made_of(program, set(places))
+    parent: dict[Any, Any] = {}
+
+    def find(x):
+        while parent.setdefault(x, x) is not x:
+            x = parent[x]
+        return x
+
+    for op in program.operations:
+        if _is_fusible(op):
+            own = find((op.outs[0], stages[op]))
+            for v in op.ins:
+                if v.shape:
+                    parent[find((v, stages[op]))] = own
+                    own = find(own)
+    together: dict[Any, list[Operation]] = {}
+    for op in program.operations:
+        if _is_fusible(op):
+            together.setdefault(find((op.outs[0], stages[op])), []).append(op)
+    readers, results = program.readers(), set(program.results)
+    found = []
+    for ops in together.values():
+        inside = set(ops)
+        outs = [
+            v
+            for op in ops
+            for v in op.outs
+            if v in results or any(r not in inside for r in readers.get(v, ()))
+        ]
+        own, scalars, arrays = {op.outs[0] for op in ops}, [], []
+        for v in (v for op in ops for v in op.ins):
+            if v not in own and not (v.literal is not None and not v.shape):
+                _Slice.add(arrays if v.shape else scalars, v)
+        given = lambda v: v in places or v not in kept
+        if not (set(outs) <= results and any(v in places for v in arrays)):
+            continue
+        if not all(map(given, arrays)):
+            continue
+        now = {places[v]: i for i, v in enumerate(arrays) if v in in_place}
+        same = lambda v, i: v.aval.dtype == arrays[i].aval.dtype
+        aliases = {
+            len(scalars) + now[v]: k for k, v in enumerate(outs) if v in now and same(v, now[v])
+        }
+        found.append(Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays))
+    done = {v for leaf in found for v in leaf.outs}
+    for v in program.results:
+        if v.shape and v.maker is not None and v not in done:
+            report(v, "its update is more than operations element by element that are known")
+    return found
+
+
+def _is_fusible(op: Operation) -> bool:
+    if not op.outs or not op.outs[0].shape or not is_known(op):
+        return False
+    if op.name == "broadcast_in_dim":
+        return not op.ins[0].shape
+    if any(v.shape not in ((), op.outs[0].shape) for v in op.ins):
+        return False
+    is_single = lambda each: _is_fusible(each) or not each.outs[0].shape
+    return op.name not in _MOVES | REDUCTIONS | {"iota"} and all(map(is_single, op.inside))
+
+
+def _stages(program: Program) -> dict[Operation, int]:
+    """How many operations that are not element by element come before, at most, on one path."""
+    of_value: dict[Value, int] = {}
+    of_operation: dict[Operation, int] = {}
+    for op in program.operations:
+        stage = max((of_value.get(v, 0) for v in op.ins), default=0)
+        of_operation[op] = stage
+        after = stage + (not _is_fusible(op) and any(v.shape for v in op.ins))
+        of_value.update(dict.fromkeys(op.outs, after))
+    return of_operation
+
+
+def _made_of(program: Program, some: set[Value]) -> set[Value]:
+    """All that depends on one of some values."""
+    found = set(some)
+    for op in program.operations:
+        if found.intersection(op.ins):
+            found.update(op.outs)
+    return found
+
+
+# Order
+
+
+def in_order(nodes: Iterable[Any], results: Iterable[Value]) -> list[Any]:
+    """Operations and groups such that each comes after what it needs; without the superfluous.
+
+    Raises:
+        graphlib.CycleError: if there is no such order.
+    """
+    nodes = list(nodes)
+    maker = {v: node for node in nodes for v in node.outs}
+    graph = {node: [maker[v] for v in node.ins if v in maker] for node in nodes}
+    return needed(list(graphlib.TopologicalSorter(graph).static_order()), results)

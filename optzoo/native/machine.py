@@ -1,0 +1,87 @@
+"""Compiles kernels for the processor of this machine, and registers them with XLA."""
+
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+
+_lock = threading.Lock()
+_compiled: dict[str, Any] = {}  # by name; for as long as the process, since XLA has the addresses
+
+
+class Machine:
+    """A target of LLVM."""
+
+    def __init__(self, triple: str | None = None, cpu: str = "", features: str = ""):
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        target = llvm.Target.from_triple(triple or llvm.get_process_triple())
+        self.machine = target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+
+    def optimize(self, text: str) -> Any:
+        """The module of a text, optimized."""
+        module = llvm.parse_assembly(text)
+        module.verify()
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        builder = llvm.create_pass_builder(self.machine, options)
+        builder.getModulePassManager().run(module, builder)
+        return module
+
+    def compile(self, text: str) -> Any:
+        """The engine with the machine code of a text."""
+        engine = llvm.create_mcjit_compiler(self.optimize(text), self.machine)
+        engine.finalize_object()
+        return engine
+
+
+@functools.cache
+def features() -> dict[str, bool]:
+    """The features of the processor, by LLVM's names."""
+    return dict(llvm.get_host_cpu_features())
+
+
+def has_half() -> bool:
+    """Whether the processor converts float16 itself."""
+    return "x86_64" not in llvm.get_process_triple() or features().get("f16c", False)
+
+
+@functools.cache
+def _this_machine() -> Machine:
+    names = llvm.get_host_cpu_features().flatten()
+    return Machine(cpu=llvm.get_host_cpu_name(), features=names)
+
+
+_PLACE = "optzoo_native"  # the name of the function in the text before it has its own
+
+
+def address(write: Callable[[str], str]) -> tuple[str, int]:
+    """The name and the address of a kernel.
+
+    Args:
+        write: makes its text, given its name.
+    """
+    text = write(_PLACE)
+    name = f"{_PLACE}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    with _lock:
+        if name not in _compiled:
+            _compiled[name] = _this_machine().compile(text)
+        return name, _compiled[name].get_function_address(_PLACE)
+
+
+_registered: set[str] = set()
+
+
+def register(write: Callable[[str], str]) -> str:
+    """Compiles a kernel, unless it is known, and registers it with XLA; gives its name."""
+    name, place = address(write)
+    with _lock:
+        if name not in _registered:
+            handler = ctypes.CFUNCTYPE(ctypes.c_void_p)(place)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+            _registered.add(name)
+    return name

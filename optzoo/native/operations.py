@@ -1,0 +1,261 @@
+"""Operations of JAX on single numbers, in LLVM's language.
+
+A value of a dtype is a value of LLVM: bfloat16 as its bits, a complex number as a pair.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from .program import Operation
+
+BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+TYPES = {
+    "bool": BOOL, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
+    "bfloat16": I16, "float16": F16, "float32": F32, "float64": F64,
+}  # fmt: skip
+PARTS = {"complex64": "float32", "complex128": "float64"}
+DTYPES = {*TYPES, *PARTS}
+_NARROW, _WIDE = {"bfloat16", "float16"}, {"float32": F32, "float64": F64}
+_UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
+_INTEGERS = {"int32", "int64", *_UNSIGNED}
+_FLOATS = {*_NARROW, *_WIDE}
+_SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
+_SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}
+# XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
+_CONTRACT = ("contract",)
+_SAME = {"copy", "copy_p", "pcast", "pvary"}
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
+_OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs"}
+_BITS = {"and": "and_", "or": "or_", "xor": "xor"}
+_SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
+_ELEMENTWISE = {*_SAME, *_COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
+_ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
+_ELEMENTWISE |= {"real", "imag", "complex"}
+
+
+def is_elementwise(op: Operation) -> bool:
+    """Whether :func:`compute` can do an operation."""
+    name, kinds = op.name, [v.dtype for v in op.ins]
+    if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
+        return False
+    kind, out = kinds[0], op.outs[0].dtype
+    if name in ("real", "imag", "complex") or name in _SAME:
+        return True
+    if PARTS.keys() & {*kinds, out}:
+        return False
+    if name in _SHIFTS:  # by less than the bits that there are
+        amount = op.ins[1].literal
+        return amount is not None and 0 <= int(amount) < _SIZES[kind]
+    if name == "convert_element_type":
+        return not (kind in _FLOATS and out in _INTEGERS and out != "bool")
+    if name == "bitcast_convert_type":
+        return _SIZES[kind] == _SIZES[out] and "bool" not in (kind, out)
+    if name in _ARITHMETIC or name == "clamp":
+        return kind != "bool"
+    if name in _OF_FLOATS:
+        return kind in _FLOATS
+    if name in _BITS or name == "not":
+        return kind in _INTEGERS
+    if name in ("neg", "square"):
+        return kind not in _UNSIGNED
+    return name != "select_n" or len(kinds) == 3 and kind == "bool"
+
+
+def uses_half(op: Operation) -> bool:
+    """Whether an operation needs float16."""
+    return any(v.dtype == "float16" for v in (*op.ins, *op.outs))
+
+
+def constant(dtype: str, value: Any) -> Any:
+    """A constant of a dtype."""
+    if dtype == "bfloat16":
+        return I16(int(np.asarray(value, np.float32).view(np.uint32)) >> 16)
+    if dtype in PARTS:
+        number = complex(value)
+        return constant(PARTS[dtype], number.real), constant(PARTS[dtype], number.imag)
+    return TYPES[dtype](int(value) if dtype in _INTEGERS else float(value))
+
+
+def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
+    """The result of an elementwise operation on numbers."""
+    kind, out = op.ins[0].dtype, op.outs[0].dtype
+    if op.name in _SAME:
+        return args[0]
+    if op.name in ("real", "imag"):
+        return args[0][op.name == "imag"]
+    if op.name == "complex":
+        return tuple(args)
+    if op.name == "select_n":
+        return b.select(args[0], args[2], args[1])
+    if op.name == "convert_element_type":
+        return convert(b, args[0], kind, out)
+    if op.name == "bitcast_convert_type":
+        return args[0] if TYPES[kind] == TYPES[out] else b.bitcast(args[0], TYPES[out])
+    if op.name in _SHIFTS:
+        return getattr(b, _SHIFTS[op.name])(*args)
+    if op.name == "not":
+        return b.not_(args[0])
+    if op.name in _BITS:
+        return getattr(b, _BITS[op.name])(*args)
+    if kind in _INTEGERS:
+        return _of_integers(b, op.name, kind, args)
+    # As XLA does, in float32, rounded after each operation.
+    wide = "float32" if kind in _NARROW else kind
+    args = [convert(b, a, kind, wide) for a in args]
+    made = _of_floats(b, op, wide, args)
+    return made if out == "bool" else convert(b, made, wide, out)
+
+
+def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
+    """The sum of two numbers of a dtype."""
+    if dtype in _INTEGERS:
+        return b.add(x, y)
+    if dtype in PARTS:
+        return tuple(add(b, PARTS[dtype], *pair) for pair in zip(x, y, strict=True))
+    wide = "float32" if dtype in _NARROW else dtype
+    x, y = (convert(b, a, dtype, wide) for a in (x, y))
+    return convert(b, b.fadd(x, y, flags=_CONTRACT), wide, dtype)
+
+
+def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
+    """A step of a reduction, in any order."""
+    if name == "reduce_sum":
+        return b.fadd(total, x, flags=("reassoc", "contract"))
+    return _extreme(b, ">=" if name == "reduce_max" else "<=", total, x)
+
+
+def _of_integers(b: ir.IRBuilder, name: str, kind: str, args: Sequence[Any]) -> Any:
+    compare = b.icmp_unsigned if kind in _UNSIGNED else b.icmp_signed
+    larger = lambda x, y: b.select(compare(">=", x, y), x, y)
+    smaller = lambda x, y: b.select(compare("<=", x, y), x, y)
+    if name in _COMPARISONS:
+        return compare(_COMPARISONS[name], *args)
+    if name == "square":
+        return b.mul(args[0], args[0])
+    if name == "clamp":
+        return smaller(larger(args[0], args[1]), args[2])
+    plain = {"add": b.add, "add_any": b.add, "sub": b.sub, "mul": b.mul, "neg": b.neg}
+    return (plain | {"max": larger, "min": smaller})[name](*args)
+
+
+def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -> Any:
+    name, x, t = op.name, args[0], TYPES[kind]
+    if name in _COMPARISONS:
+        compare = b.fcmp_unordered if name == "ne" else b.fcmp_ordered
+        return compare(_COMPARISONS[name], *args)
+    if name == "is_finite":
+        return b.fcmp_ordered("<", _intrinsic(b, "fabs", x), t(float("inf")))
+    if name == "integer_pow":
+        return _integer_power(b, x, op.eqn.params["y"], t)
+    if name == "sign":
+        one = _intrinsic(b, "copysign", t(1.0), x)
+        return b.select(b.fcmp_ordered("!=", x, t(0.0)), one, x)
+    if name == "clamp":
+        return _extreme(b, "<=", _extreme(b, ">=", args[0], args[1]), args[2])
+    times = lambda x, y: b.fmul(x, y, flags=_CONTRACT)
+    return {
+        "add": lambda x, y: b.fadd(x, y, flags=_CONTRACT),
+        "add_any": lambda x, y: b.fadd(x, y, flags=_CONTRACT),
+        "sub": lambda x, y: b.fsub(x, y, flags=_CONTRACT),
+        "mul": times,
+        "square": lambda x: times(x, x),
+        "div": lambda x, y: b.fdiv(x, y),
+        "neg": lambda x: b.fneg(x),
+        "abs": lambda x: _intrinsic(b, "fabs", x),
+        "sqrt": lambda x: _intrinsic(b, "sqrt", x),
+        "rsqrt": lambda x: b.fdiv(t(1.0), _intrinsic(b, "sqrt", x)),
+        "max": lambda x, y: _extreme(b, ">=", x, y),
+        "min": lambda x, y: _extreme(b, "<=", x, y),
+    }[name](*args)
+
+
+def _extreme(b: ir.IRBuilder, how: str, x: Any, y: Any) -> Any:
+    """The larger or smaller one; NaN if either is."""
+    return b.select(b.or_(b.fcmp_ordered(how, x, y), b.fcmp_unordered("uno", x, x)), x, y)
+
+
+def _integer_power(b: ir.IRBuilder, x: Any, y: int, t: Any) -> Any:
+    """As JAX lowers it: by repeated squares."""
+    result, n = None, abs(y)
+    while n:
+        if n & 1:
+            result = x if result is None else b.fmul(result, x, flags=_CONTRACT)
+        n >>= 1
+        if n:
+            x = b.fmul(x, x, flags=_CONTRACT)
+    result = t(1.0) if result is None else result
+    return b.fdiv(t(1.0), result) if y < 0 else result
+
+
+def _intrinsic(b: ir.IRBuilder, name: str, *args: Any) -> Any:
+    t = args[0].type
+    function = b.module.declare_intrinsic(f"llvm.{name}", [t], ir.FunctionType(t, [t] * len(args)))
+    return b.call(function, args)
+
+
+def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
+    """A number in another dtype, rounded to the nearest."""
+    if kind == out:
+        return x
+    if kind == "bfloat16":
+        wide = b.bitcast(b.shl(b.zext(x, I32), I32(16)), F32)
+        return convert(b, wide, "float32", out)
+    if out == "bfloat16":
+        return _to_bfloat16(b, convert(b, x, kind, "float32"))
+    if out == "bool":
+        if kind in _INTEGERS:
+            return b.icmp_unsigned("!=", x, TYPES[kind](0))
+        return b.fcmp_unordered("!=", x, TYPES[kind](0.0))
+    t = TYPES[out]
+    if kind in _INTEGERS and out in _INTEGERS:
+        if _SIZES[kind] == _SIZES[out]:
+            return x
+        if kind != "bool" and _SIZES[kind] > _SIZES[out]:
+            return b.trunc(x, t)
+        return b.zext(x, t) if kind in _UNSIGNED else b.sext(x, t)
+    if kind in _INTEGERS:
+        return b.uitofp(x, t) if kind in _UNSIGNED else b.sitofp(x, t)
+    return b.fpext(x, t) if _SIZES[kind] < _SIZES[out] else b.fptrunc(x, t)
+
+
+def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
+    """The upper half of the bits, to the nearest and to even; NaN stays NaN."""
+    bits = b.bitcast(x, I32)
+    upper = b.lshr(bits, I32(16))
+    rounded = b.lshr(b.add(b.add(bits, I32(0x7FFF)), b.and_(upper, I32(1))), I32(16))
+    is_nan = b.fcmp_unordered("uno", x, x)
+    return b.trunc(b.select(is_nan, b.or_(upper, I32(0x40)), rounded), I16)
+
+
+# In memory
+
+
+def stored_type(dtype: str) -> Any:
+    """The type of a number in memory; of a complex number that of a part."""
+    return I8 if dtype == "bool" else TYPES[PARTS.get(dtype, dtype)]
+
+
+def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
+    """The number at an index of an array."""
+    if dtype in PARTS:
+        first = b.shl(at, I64(1))
+        return tuple(load(b, PARTS[dtype], pointer, b.add(first, I64(n))) for n in (0, 1))
+    t = stored_type(dtype)
+    x = b.load(b.gep(pointer, [at], source_etype=t), typ=t)
+    return b.icmp_unsigned("!=", x, I8(0)) if dtype == "bool" else x
+
+
+def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
+    """Writes the number at an index of an array."""
+    if dtype in PARTS:
+        first = b.shl(at, I64(1))
+        for n in (0, 1):
+            store(b, PARTS[dtype], pointer, b.add(first, I64(n)), x[n])
+        return
+    t = stored_type(dtype)
+    b.store(b.zext(x, t) if dtype == "bool" else x, b.gep(pointer, [at], source_etype=t))
