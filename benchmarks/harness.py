@@ -48,16 +48,22 @@ def compile_timed(function, *args):
     return program, {"trace s": trace, "lower s": lower, "compile s": compile_}
 
 
-def compiled(tx, params, grads):
-    """A compiled update with donated arguments, its compile times and memory; shapes are enough."""
+def compiled(tx, params, grads, native=False):
+    """A compiled update with donated arguments, its compile times and memory; shapes are enough.
+
+    With ``native`` it is that of ``optzoo.native_step``.
+    """
     import jax
     import optax
+
+    import optzoo
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(tx.init, params)
+    step = optzoo.native_step(tx, required=True) if native else step
     program, took = compile_timed(step, params, state, grads)
     return program, took | {
         "temporaries MB": program.memory_analysis().temp_size_in_bytes / 1e6,
@@ -65,11 +71,11 @@ def compiled(tx, params, grads):
     }
 
 
-def contender(tx, params, grads):
+def contender(tx, params, grads, native=False):
     """``run(k)`` for the k-th turn of an optimizer, and the properties of its program."""
     import jax
 
-    program, about = compiled(tx, params, grads[0])
+    program, about = compiled(tx, params, grads[0], native)
     carry = jax.tree.map(lambda x: x.copy(), (params, tx.init(params)))
 
     def run(k):

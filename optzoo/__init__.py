@@ -75,6 +75,7 @@ from .proximal.ftrl_from import InitialValueWarning, ftrl_from
 from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .registry import create, register
+from .native.step import native_step as native_step
 from .rules.leafwise import full as full
 from .rules.leafwise import leafwise
 from .rules.leafwise import zeros as zeros

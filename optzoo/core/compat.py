@@ -52,45 +52,52 @@ def make_primitive(
 
 
 def make_replaceable(
-    name: str, f: Callable[..., Sequence[Array]], on_cpu: Callable[..., Callable[..., Any]]
+    name: str,
+    f: Callable[..., Sequence[Array]],
+    *,
+    types: Callable[..., list[Any] | None] = lambda *avals, **params: None,
+    on_cpu: Callable[..., Callable[..., Any]] | None = None,
 ) -> Any:
-    """A primitive with several results that computes ``f(*args, call=call)``.
+    """A primitive with several results that computes ``f(*args, **params)``.
 
-    In derivatives and under ``vmap`` it is ``f``.
+    It can be found in jaxprs. In derivatives and under ``vmap`` it is the operations of ``f``.
 
     Args:
         name: of the primitive, in jaxprs.
-        f: of arrays, and of ``call``, an object with the attributes ``ins`` and ``outs``, whose
-            elements have the types of arguments and results as ``aval``.
-        on_cpu: ``on_cpu(ctx, call)`` is the function that takes its place on the CPU.
+        f: of arrays, and of keywords that are static.
+        types: ``types(*avals, **params)`` are the types of the results, if they are known.
+        on_cpu: ``on_cpu(ctx, **params)`` is the function that takes the place of ``f`` on the CPU.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
-    bind = functools.partial(functools.partial, primitive.bind)
-    primitive.def_impl(lambda *args, call: jax.jit(bind(call=call))(*args))
+    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(f, **params))(*args))
 
-    def abstract(*avals, call):
-        if list(avals) == [v.aval for v in call.ins]:
-            return [v.aval for v in call.outs]
-        traced = jax.make_jaxpr(functools.partial(f, call=call))(*avals)
+    def abstract(*avals, **params):
+        known = types(*avals, **params)
+        if known is not None:
+            return known
+        # All that JAX keeps in a type: sharding, mesh axes, weak types.
+        traced = jax.make_jaxpr(functools.partial(f, **params))(*avals)
         return [v.aval for v in traced.jaxpr.outvars]
 
-    def tangents(primals, tangents, *, call):
+    def tangents(primals, tangents, **params):
         tangents = [ad.instantiate_zeros(t) for t in tangents]
-        return jax.jvp(functools.partial(f, call=call), tuple(primals), tuple(tangents))
+        return jax.jvp(functools.partial(f, **params), tuple(primals), tuple(tangents))
 
-    def batch(args, axes, *, call):
-        outs = jax.vmap(functools.partial(f, call=call), in_axes=tuple(axes))(*args)
+    def batch(args, axes, **params):
+        outs = jax.vmap(functools.partial(f, **params), in_axes=tuple(axes))(*args)
         return outs, (0,) * len(outs)
-
-    def lower_on_cpu(ctx, *args, call):
-        return mlir.lower_fun(on_cpu(ctx, call), multiple_results=True)(ctx, *args)
 
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = tangents
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
-    mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+    if on_cpu is not None:
+
+        def lower(ctx, *args, **params):
+            return mlir.lower_fun(on_cpu(ctx, **params), multiple_results=True)(ctx, *args)
+
+        mlir.register_lowering(primitive, lower, platform="cpu")
     return primitive
 
 

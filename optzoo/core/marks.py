@@ -1,7 +1,7 @@
-"""Operations on rows that :mod:`optzoo.native` finds in a jaxpr, by the names of their equations.
+"""Operations on rows that :mod:`optzoo.native` finds in a jaxpr.
 
-While :func:`marking` is on, each of them is one ``jit`` equation. Otherwise, and for everyone else,
-they are plain functions.
+While :func:`marking` is on, each of them is one equation, of a primitive of its own. Otherwise they
+are plain functions.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
+from .compat import make_replaceable
 
-_PREFIX = "optzoo_mark_"
+_names: dict[Any, str] = {}  # of the marked functions, by their primitives
 _is_on = contextvars.ContextVar("marking", default=False)
 
 
@@ -26,19 +26,23 @@ def marking() -> Iterator[None]:
         _is_on.reset(token)
 
 
-def marked(name: str, *static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function of arrays, and of some static keywords, with a name."""
+def marked(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function of arrays, and of static keywords, with a name."""
 
     def decorate(f):
-        def equation(*arrays, **keywords):
-            return f(*arrays, **keywords)
+        def in_list(*arrays, **keywords):
+            made = f(*arrays, **keywords)
+            return made if isinstance(made, tuple) else (made,)
 
-        equation.__name__ = equation.__qualname__ = _PREFIX + name
-        jitted = jax.jit(equation, static_argnames=static)
+        primitive = make_replaceable(f"optzoo_{name}", in_list)
+        _names[primitive] = name
 
         @functools.wraps(f)
         def call(*arrays, **keywords):
-            return (jitted if _is_on.get() else f)(*arrays, **keywords)
+            if not _is_on.get():
+                return f(*arrays, **keywords)
+            made = primitive.bind(*arrays, **keywords)
+            return tuple(made) if len(made) > 1 else made[0]
 
         return call
 
@@ -47,7 +51,4 @@ def marked(name: str, *static: str) -> Callable[[Callable[..., Any]], Callable[.
 
 def mark_of(eqn: Any) -> str | None:
     """The name of the marked function that an equation calls; None for any other equation."""
-    name = eqn.params.get("name")
-    if isinstance(name, str) and name.startswith(_PREFIX):
-        return name.removeprefix(_PREFIX)
-    return None
+    return _names.get(eqn.primitive)

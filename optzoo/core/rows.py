@@ -220,12 +220,12 @@ def _scatter(dense: Array, ids: Array, rows: Array) -> Array:
     return dense.at[ids].set(rows, **_DROP, unique_indices=True)
 
 
-@marked("rows_add", "unique")
+@marked("rows_add")
 def _add(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     return dense.at[ids].add(rows, **_DROP, unique_indices=unique)
 
 
-_merge = marked("rows_merge", "num_rows", "deterministic")(merge)
+_merge = marked("rows_merge")(merge)
 
 
 def _set_indices(rows: Any, indices: Any) -> None:

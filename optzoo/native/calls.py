@@ -102,8 +102,14 @@ def _scratch(rows: Rows) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
+def _types(*avals: Any, call: Call) -> list[Any] | None:
+    same = list(avals) == [v.aval for v in call.ins]
+    return [v.aval for v in call.outs] if same else None
+
+
 _native_p = make_replaceable(
     "optzoo_native",
     lambda *args, call: call.reference(*args),
-    lambda ctx, call: call.lowered(number_of_partitions(ctx)),
+    types=_types,
+    on_cpu=lambda ctx, call: call.lowered(number_of_partitions(ctx)),
 )

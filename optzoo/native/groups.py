@@ -2,7 +2,7 @@
 
 import dataclasses
 import graphlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from . import operations
@@ -80,11 +80,19 @@ class Unsupported(Exception):
 # Rows
 
 
-def find_rows(program: Program, report: Callable[[Value, str], None]) -> list[Rows]:
-    """The groups of rows; reports tables whose rows cannot be one, with the reason."""
+def find_rows(
+    program: Program, tables: Collection[Value], report: Callable[[Value, str], None]
+) -> list[Rows]:
+    """The groups of rows.
+
+    Args:
+        program: the step.
+        tables: the arrays of the parameters and the state.
+        report: gets the next values of tables whose rows are in no group, with the reason.
+    """
     by_ids: dict[Value, list[Operation]] = {}
     for op in program.operations:
-        if op.name in _MARKS_OF_WRITES:
+        if op.name in _MARKS_OF_WRITES and op.ins[0] in tables:
             by_ids.setdefault(op.ins[1], []).append(op)
     found, readers = [], program.readers()
     for ids, writes in by_ids.items():
@@ -350,15 +358,25 @@ def _is_fusible(op: Operation) -> bool:
 
 
 def _stages(program: Program) -> dict[Operation, int]:
-    """How many operations that are not element by element come before, at most, on one path."""
-    of_value: dict[Value, int] = {}
-    of_operation: dict[Operation, int] = {}
+    """How many operations that are not element by element come before each, on one path.
+
+    Operations element by element take place as late as possible: so those that need the norm of all
+    gradients and those that do not are together.
+    """
+    after: dict[Value, int] = {}
+    stages: dict[Operation, int] = {}
     for op in program.operations:
-        stage = max((of_value.get(v, 0) for v in op.ins), default=0)
-        of_operation[op] = stage
-        after = stage + (not _is_fusible(op) and any(v.shape for v in op.ins))
-        of_value.update(dict.fromkeys(op.outs, after))
-    return of_operation
+        stages[op] = max((after.get(v, 0) for v in op.ins), default=0)
+        more = not _is_fusible(op) and any(v.shape for v in op.ins)
+        after.update(dict.fromkeys(op.outs, stages[op] + more))
+    last = max(after.values(), default=0)
+    latest: dict[Value, int] = {}
+    for op in reversed(program.operations):
+        if _is_fusible(op):
+            stages[op] = min(latest.get(v, last) for v in op.outs)
+        for v in op.ins:
+            latest[v] = min(latest.get(v, last), stages[op])
+    return stages
 
 
 def _made_of(program: Program, some: set[Value]) -> set[Value]:

@@ -6,6 +6,7 @@ stored between the operations of a group.
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .operations import (
 from .program import Operation, Value
 
 POINTER = ir.PointerType()
-_AHEAD = 12  # rows are fetched so many rows before they are needed
+_AHEAD = 16  # rows are fetched so many rows before they are needed
 ZERO = I64(0)
 _LINE = 64  # bytes of a cache line
 _MOST_LINES = 32  # of a row that are fetched ahead
@@ -30,8 +31,8 @@ _HASH = 2654435761  # Knuth's multiplicative hashing
 
 
 @contextlib.contextmanager
-def loop(b: ir.IRBuilder, end: Any) -> Iterator[Any]:
-    """The body of the context, for all integers from 0 to ``end``."""
+def loop(b: ir.IRBuilder, end: Any, **hints: int) -> Iterator[Any]:
+    """The body of the context, for all integers from 0 to ``end``; with hints for LLVM."""
     before = b.block
     head, body, after = (b.append_basic_block() for _ in range(3))
     b.branch(head)
@@ -42,8 +43,33 @@ def loop(b: ir.IRBuilder, end: Any) -> Iterator[Any]:
     b.position_at_end(body)
     yield i
     i.add_incoming(b.add(i, I64(1), flags=("nsw",)), b.block)
-    b.branch(head)
+    back = b.branch(head)
+    if hints:
+        back.set_metadata("llvm.loop", _hints(b.module, hints))
     b.position_at_end(after)
+
+
+# XLA's own loops are not unrolled before they are vectorized, either.
+_VECTOR = {"unroll_disable": 1, "interleave_count": 4}
+_SCALAR = {"unroll_disable": 1, "vectorize_enable": 0}
+_ITSELF = "the loop itself"
+
+
+def _hints(module: ir.Module, hints: dict[str, int]) -> Any:
+    """LLVM's metadata of a loop, which :func:`_distinct` completes."""
+    number = sum(node.operands[0].string == _ITSELF for node in module.metadata if node.operands)
+    node = [ir.MetaDataString(module, _ITSELF), I32(number)]
+    for name, value in hints.items():
+        word = ir.MetaDataString(module, "llvm.loop." + name.replace("_", "."))
+        kind = {"vectorize_enable": BOOL(value), "unroll_disable": None}.get(name, I32(value))
+        node.append(module.add_metadata([word] if kind is None else [word, kind]))
+    return module.add_metadata(node)
+
+
+def _distinct(text: str) -> str:
+    """The text of a module whose loops refer to themselves, as LLVM wants it."""
+    found = rf'(!\d+) = !{{ !"{_ITSELF}", i32 \d+'
+    return re.sub(found, r"\1 = distinct !{ \1", text)
 
 
 def _repeat(b: ir.IRBuilder, start: Any, is_done: Callable, next_of: Callable) -> Any:
@@ -106,7 +132,7 @@ class Frame:
         dims = self.field(POINTER, buffer, Buffer.dims)
         total = variable(self.b, I64)
         self.b.store(I64(1), total)
-        with loop(self.b, self.field(I64, buffer, Buffer.rank)) as i:
+        with loop(self.b, self.field(I64, buffer, Buffer.rank), **_SCALAR) as i:
             self.b.store(self.b.mul(self.b.load(total, typ=I64), _at(self.b, I64, dims, i)), total)
         return self.b.load(total, typ=I64)
 
@@ -161,7 +187,7 @@ def _module(
     with b.if_then(b.icmp_signed("==", stage, I32(EXECUTE))):
         execute(module, frame)
     b.ret(null)
-    return str(module)
+    return _distinct(str(module))
 
 
 def _function(module: ir.Module, name: str, types: Sequence[Any]) -> tuple[Any, Any]:
@@ -357,7 +383,7 @@ class _Row:
     @contextlib.contextmanager
     def _elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, Any]]:
         """A loop over the elements of a row: the index, and the position in the row."""
-        with loop(self.b, I64(math.prod(shape[1:]))) as flat, self.numbers.scope():
+        with loop(self.b, I64(math.prod(shape[1:])), **_VECTOR) as flat, self.numbers.scope():
             inner = self._coordinates(flat, shape[1:])
             self.flat = inner, flat
             yield (self.position, *inner), flat
@@ -572,12 +598,12 @@ def sum_of_chain(
     """The sum of the gradients of a chain, in order."""
     width, kind = I64(math.prod(merged.shape[1:])), merged.dtype
     start = row_of(position)
-    with loop(b, width) as e:
+    with loop(b, width, **_VECTOR) as e:
         store(b, kind, total, e, load(b, kind, start, e))
 
     def more(at):
         row = row_of(at)
-        with loop(b, width) as e:
+        with loop(b, width, **_VECTOR) as e:
             store(b, kind, total, e, add(b, kind, load(b, kind, total, e), load(b, kind, row, e)))
         return chains.at(chains.following, at)
 

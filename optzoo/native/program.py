@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.compat import bind_equation, closed_jaxprs, is_literal
+from ..core.compat import bind_equation, closed_jaxprs, has_shardings, is_literal
 from ..core.marks import mark_of
 
 _JITS = {"jit", "pjit", "closed_call", "core_call"}  # their operations take their place
@@ -100,12 +100,18 @@ def _inline(
 
     for eqn in jaxpr.eqns:
         ins, mark = [value(v) for v in eqn.invars], mark_of(eqn)
-        if mark is None and eqn.primitive.name in _JITS:
+        if mark is None and _is_plain_call(eqn):
             outs = _inside(eqn, ins, operations, made)
         else:
             outs = _plain_again(mark, ins) or _append(eqn, mark, ins, operations, made)
         values.update(zip(eqn.outvars, outs, strict=True))
     return [value(v) for v in jaxpr.outvars]
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    if eqn.primitive.name not in _JITS:
+        return False
+    return "in_shardings" not in eqn.params or not has_shardings(eqn)
 
 
 def _inside(
@@ -140,7 +146,7 @@ def _append(
     op = Operation(name, eqn, ins, [Value(v.aval) for v in eqn.outvars])
     for v in op.outs:
         v.maker = op
-    if name in _WITH_DERIVATIVES:
+    if name in _WITH_DERIVATIVES and len(list(closed_jaxprs(eqn))) == 1:
         for v, inner in zip(op.outs, _inside(eqn, ins, op.inside, {}), strict=True):
             v.meaning = inner
     operations.append(op)

@@ -53,6 +53,7 @@ def apply_natively(
         with marking():
             return apply(tx, params, state, grads, extra_args)
 
+    from .calls import Call
     from .program import read_program
 
     closed, shape = jax.make_jaxpr(traced, return_shape=True)(*leaves)
@@ -62,8 +63,8 @@ def apply_natively(
     inputs = program.inputs[len(closed.consts) :]
     reasons: dict[Any, str] = {}
     nodes = _plan(program, inputs[: len(kept)], of_params if in_place == "slots" else 0, reasons)
-    if required:
-        pass
+    if not any(isinstance(node, Call) for node in nodes):
+        return apply(tx, params, state, grads, extra_args)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
     for node in nodes:
         node.run(known)
@@ -75,7 +76,7 @@ def _plan(program: Any, kept: list[Any], skip: int, reasons: dict[Any, str]) -> 
     from . import groups
     from .calls import Call
 
-    rows = groups.find_rows(program, reasons.setdefault)
+    rows = groups.find_rows(program, set(kept), reasons.setdefault)
     made = {v for group in rows for v in group.outs}
     rest = [op for op in program.operations if not made.intersection(op.outs)]
     nodes = [*rest, *map(lambda g: Call([g]), rows)]
