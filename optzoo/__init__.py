@@ -69,13 +69,13 @@ from .interop.sparsecore.api import sparsecore
 from .interop.tf1.load import load_tf1_state
 from .interop.tf1.save import save_tf1_state
 from .interop.tf1.save import tf1_variables as tf1_variables
+from .native.step import native_step as native_step
 from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
 from .proximal.ftrl_from import InitialValueWarning, ftrl_from
 from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .registry import create, register
-from .native.step import native_step as native_step
 from .rules.leafwise import full as full
 from .rules.leafwise import leafwise
 from .rules.leafwise import zeros as zeros

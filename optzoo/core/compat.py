@@ -133,7 +133,9 @@ def partitioned_by_first(
     """
     firsts = [shared + sum(arrays[:k]) for k in range(len(arrays))]
     names = [" ".join(f"d{k}x{d}" for d in range(len(s))) for k, s in enumerate(shapes)]
-    repeated = lambda counts: [n for n, count in zip(names, counts, strict=True) for _ in range(count)]
+    repeated = lambda counts: [
+        n for n, count in zip(names, counts, strict=True) for _ in range(count)
+    ]
     rule = ", ".join([*[""] * shared, *repeated(arrays)]) + " -> " + ", ".join(repeated(outs))
 
     def of_outs(infos):

@@ -167,24 +167,41 @@ def _kind(c_type: str) -> Any:
     return _KINDS.get(c_type, c_type)
 
 
-def make_frame(args: list[Any], rets: list[Any]) -> tuple[CallFrame, list[Any]]:
-    """A call frame for NumPy arrays, as XLA would make it; and what must live as long as it."""
-    kept: list[Any] = [args, rets]
+# Calls without XLA
+
+
+def call_as_xla(place: int, args: list[Any], rets: list[Any]) -> None:
+    """Calls the function at an address with NumPy arrays, as XLA would."""
+    kept: list[Any] = []
 
     def pointers(arrays):
         buffers = []
         for a in arrays:
             dims = (ctypes.c_int64 * a.ndim)(*a.shape)
             at = ctypes.cast(dims, _Pointer)
-            size = ctypes.sizeof(Buffer)
-            buffers.append(Buffer(size, None, 0, a.ctypes.data, a.ndim, at))
+            buffers.append(Buffer(ctypes.sizeof(Buffer), None, 0, a.ctypes.data, a.ndim, at))
             kept.append(dims)
-        kept.extend(buffers)
         table = (_Pointer * len(buffers))(*map(ctypes.addressof, buffers))
-        kept.append(table)
+        kept.extend([*buffers, table])
         return ctypes.cast(table, _Pointer)
 
     of = lambda kind, arrays: kind(ctypes.sizeof(kind), None, len(arrays), None, pointers(arrays))
-    size = ctypes.sizeof(CallFrame)
-    frame = CallFrame(size, None, None, None, EXECUTE, of(Args, args), of(Rets, rets))
-    return frame, kept
+    _call(place, args=of(Args, args), rets=of(Rets, rets))
+
+
+def metadata_of(place: int) -> tuple[int, int]:
+    """The version of the FFI that the function at an address answers XLA."""
+    metadata = Metadata(ctypes.sizeof(Metadata))
+    size = ctypes.sizeof(MetadataExtension)
+    base = Extension(ctypes.sizeof(Extension), 1, None)
+    extension = MetadataExtension(base, ctypes.addressof(metadata))
+    extension.extension_base.struct_size = size
+    _call(place, extension_start=ctypes.addressof(extension))
+    return metadata.api_version.major_version, metadata.api_version.minor_version
+
+
+def _call(place: int, **fields: Any) -> None:
+    frame = CallFrame(ctypes.sizeof(CallFrame), stage=EXECUTE, **fields)
+    function = ctypes.CFUNCTYPE(_Pointer, _Pointer)(place)
+    if error := function(ctypes.addressof(frame)):
+        raise RuntimeError(f"a native function returned the error {error:#x}")

@@ -84,9 +84,7 @@ class Call:
             for shape, v in zip(shapes, self.outs, strict=True)
         ]
         scratch = _scratch(part) if isinstance(part, Rows) else []
-        call = jax.ffi.ffi_call(
-            self.name, [*results, *scratch], input_output_aliases=self.aliases
-        )
+        call = jax.ffi.ffi_call(self.name, [*results, *scratch], input_output_aliases=self.aliases)
         return tuple(call(*args))[: len(results)]
 
 

@@ -226,13 +226,16 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
         raise Unsupported("its rows are written twice")
     if any(t.shape[:1] != (part.num_rows,) or 0 in t.shape for t in part.tables):
         raise Unsupported("its slots have other numbers of rows, or it has none")
+    on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
+    if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
+        raise Unsupported("its rows have other shapes than its ids and its tables")
     if len({t.shape[1:] for t in targets if _size(t.shape[1:]) > 1}) > 1:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
         if v.dtype not in operations.DTYPES:
             raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
-    if part.ids.dtype not in ("int32", "int64"):
-        raise Unsupported(f"its ids have dtype {part.ids.dtype}")
+    if part.ids.dtype not in ("int32", "int64") or len(part.ids.shape) != 1:
+        raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
     if part.num_rows >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
 
@@ -260,8 +263,8 @@ def is_known(op: Operation) -> bool:
 def _fits(v: Value, out: Value) -> bool:
     """Whether an operand has the shape of the result, but for axes of length 1; or is a scalar."""
     same = len(v.shape) == len(out.shape)
-    return not v.shape or same and all(
-        d in (1, wide) for d, wide in zip(v.shape, out.shape, strict=True)
+    return not v.shape or (
+        same and all(d in (1, wide) for d, wide in zip(v.shape, out.shape, strict=True))
     )
 
 

@@ -15,7 +15,19 @@ from llvmlite import ir
 from .call_frame import EXECUTE, Args, Buffer, CallFrame, Metadata, MetadataExtension, Rets, Version
 from .groups import REDUCTIONS, Leaf, Rows
 from .operations import (
-    BOOL, I8, I32, I64, TYPES, add, compute, constant, convert, load, reduced, store, stored_type,
+    BOOL,
+    I8,
+    I32,
+    I64,
+    TYPES,
+    add,
+    compute,
+    constant,
+    convert,
+    load,
+    reduced,
+    store,
+    stored_type,
 )  # fmt: skip
 from .program import Operation, Value
 

@@ -63,7 +63,7 @@ def is_elementwise(op: Operation) -> bool:
         return kind in _INTEGERS
     if name in ("neg", "square"):
         return kind not in _UNSIGNED
-    return name != "select_n" or len(kinds) == 3 and kind == "bool"
+    return name != "select_n" or (len(kinds) == 3 and kind == "bool")
 
 
 def uses_half(op: Operation) -> bool:

@@ -1,36 +1,116 @@
 """A step of an optimizer, update and addition, by native loops."""
 
-import functools
-import graphlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import AxisType, get_abstract_mesh
 
-from ..core.checks import check_transformation
+from ..core.checks import check_flags, check_transformation
 from ..core.marks import marking
 from ..core.paths import path_name
+from . import engine
 
 InPlace = Literal["all", "slots"]
-_MOST_LEAVES = 16  # in a call; XLA takes long to compile calls of many arrays
+Native = bool | Literal["require"]  # whether a step is native, or must be
+Apply = Callable[..., tuple[Any, Any]]
 
 
 def native_step(
     tx: optax.GradientTransformation, *, in_place: InPlace = "all", required: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
+    r"""A step of an optimizer on the CPU as native loops: one pass over the rows, or over a leaf.
+
+    It computes what
+
+    .. code-block:: python
+
+        updates, state = tx.update(grads, state, params, **extra_args)
+        params = optax.apply_updates(params, updates)
+
+    computes, with the same state, so it can take turns with it, and with checkpoints of it. XLA's
+    CPU compiler makes one loop for each array that it writes, and reads and writes rows one after
+    the other. Here the operations of the update are found in its program and compiled again, to one
+    loop: for the rows of a table (merge, read, compute, write), and for arrays that are updated
+    element by element. Everything else stays with XLA: norms, matrices, and what is in a ``cond``
+    (:func:`optzoo.accumulate`, ``optax.apply_if_finite``).
+
+    If native code cannot run, XLA does all of it, with the same results up to rounding: without
+    llvmlite (the extra ``native``), on GPUs and TPUs, on other systems than Linux, under ``vmap``
+    and in derivatives.
+
+    Put it into a ``jit`` that donates parameters and state. Otherwise they are copied.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> step = jax.jit(optzoo.native_step(tx), donate_argnums=(0, 1))
+        >>> params = jnp.ones((3, 2))
+        >>> grads = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> params, state = step(params, tx.init(params), grads)
+        >>> print(params)
+        [[1.  1. ]
+         [1.  1. ]
+         [0.9 0.9]]
+
+    Args:
+        tx: any optax transformation.
+        in_place: ``"slots"`` where the rest of the compiled program reads the parameters, as a
+            training step does: their new values then get memory of their own, which saves XLA a
+            copy. Rows are always in place.
+        required: raise an error where not all of the update is native, instead of leaving it to
+            XLA.
+
+    Raises:
+        TypeError: if ``tx`` is no transformation, or ``required`` is no bool.
+        ValueError: if ``in_place`` is something else; at trace time, with ``required``, if some
+            arrays are not updated natively.
+        RuntimeError: at trace time, with ``required``, if native code cannot run.
+
+    Warns:
+        RuntimeWarning: once, on a CPU where native code cannot run.
+
+    Returns:
+        ``step(params, state, grads, **extra_args) -> (params, state)``.
+    """
+    check_transformation(tx=tx)
+    check_flags(required=required)
+    if in_place not in ("all", "slots"):
+        raise ValueError(f"in_place must be 'all' or 'slots', got {in_place!r}")
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, grads, **extra_args):
-        return apply_natively(tx, params, state, grads, extra_args, in_place, required)
+        return apply_natively(
+            plainly, tx, params, state, grads, extra_args, in_place=in_place, required=required
+        )
 
-    return step
+    compiled = jax.jit(step)
+
+    def call(params, state, grads, **extra_args):
+        leaves = jax.tree.leaves((params, state, grads, extra_args))
+        is_array = lambda x: isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
+        is_eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+        run = compiled if is_eager and all(map(is_array, leaves)) else step
+        return run(params, state, grads, **extra_args)
+
+    return call
 
 
-def apply(
-    tx: Any, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+def check_native(native: Any) -> None:
+    """Raises ``ValueError`` unless it is one of :data:`Native`."""
+    if native not in (False, True, "require"):
+        raise ValueError(f"native must be False, True or 'require', got {native!r}")
+
+
+def plainly(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    state: Any,
+    grads: Any,
+    extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The parameters and the state after an update."""
     updates, state = tx.update(grads, state, params, **extra_args)
@@ -38,65 +118,69 @@ def apply(
 
 
 def apply_natively(
-    tx: Any,
+    apply: Apply,
+    tx: optax.GradientTransformationExtraArgs,
     params: Any,
     state: Any,
     grads: Any,
     extra_args: Mapping[str, Any],
+    *,
     in_place: InPlace,
     required: bool,
 ) -> tuple[Any, Any]:
+    """What ``apply``, a function as :func:`plainly`, computes."""
+    reason = _refusal()
+    if reason is not None and required:
+        raise RuntimeError(f"native code is required: {reason}")
+    if reason is not None:
+        return apply(tx, params, state, grads, extra_args)
+    from .plan import Plan
+    from .program import read, read_program
+
     leaves, treedef = jax.tree.flatten((params, state, grads))
 
-    def traced(*leaves):
+    def of_leaves(*leaves):
         params, state, grads = treedef.unflatten(leaves)
         with marking():
             return apply(tx, params, state, grads, extra_args)
 
-    from .calls import Call
-    from .program import read_program
-
-    closed, shape = jax.make_jaxpr(traced, return_shape=True)(*leaves)
+    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
     program = read_program(closed.jaxpr)
-    kept = jax.tree.leaves((params, state))
-    of_params = len(jax.tree.leaves(params))
-    inputs = program.inputs[len(closed.consts) :]
-    reasons: dict[Any, str] = {}
-    nodes = _plan(program, inputs[: len(kept)], of_params if in_place == "slots" else 0, reasons)
-    if not any(isinstance(node, Call) for node in nodes):
+    is_same = jax.tree.structure(shapes) == jax.tree.structure((params, state))
+    kept = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
+    of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
+    plan = Plan(program, kept, kept[of_params:])
+    if required:
+        after = jax.tree_util.tree_leaves_with_path(shapes)
+        _check_all(plan, program.results, [path for path, _ in after])
+    if not plan.calls:
         return apply(tx, params, state, grads, extra_args)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
-    for node in nodes:
+    for node in plan.nodes:
         node.run(known)
-    results = [known[v] if v.literal is None else jnp.asarray(v.literal) for v in program.results]
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
+    results = [jnp.asarray(read(known, v)) for v in program.results]
+    return jax.tree.structure(shapes).unflatten(results)
 
 
-def _plan(program: Any, kept: list[Any], skip: int, reasons: dict[Any, str]) -> list[Any]:
-    from . import groups
-    from .calls import Call
+def _refusal() -> str | None:
+    """Why there is no native code in the program that is traced."""
+    if jax.default_backend() != "cpu":
+        return f"the default backend is {jax.default_backend()}, and native code is for the CPU"
+    if AxisType.Explicit in (get_abstract_mesh().axis_types or ()):
+        return "native code does not know explicit shardings"
+    if reason := engine.problem():
+        engine.warn_once(reason)
+    return reason
 
-    rows = groups.find_rows(program, set(kept), reasons.setdefault)
-    made = {v for group in rows for v in group.outs}
-    rest = [op for op in program.operations if not made.intersection(op.outs)]
-    nodes = [*rest, *map(lambda g: Call([g]), rows)]
-    places = {
-        v: after
-        for v, after in zip(kept, program.results, strict=True)
-        if v.shape and after is not v and after not in made
+
+def _check_all(plan: Any, results: list[Any], paths: list[Any]) -> None:
+    """Raises unless all results that the update changes are made by native calls."""
+    words = {0: "params", 1: "state"}
+    found = {
+        f"{words[path[0].idx]} {path_name(path[1:])}".strip(): plan.reasons[v]
+        for v, path in zip(results, paths, strict=True)
+        if v in plan.reasons and v.shape and v.maker is not None
     }
-    order = groups.in_order(nodes, program.results)
-    plain = [op for op in order if not isinstance(op, Call)]
-    view = groups.Program(program.inputs, plain, program.results)
-    leaves = groups.find_leaves(view, places, set(list(places)) - set(kept[:skip]), reasons.setdefault)
-    calls: dict[Any, list[Any]] = {}
-    for leaf in leaves:
-        calls.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
-    native = [
-        Call(same[i : i + _MOST_LEAVES])
-        for same in calls.values()
-        for i in range(0, len(same), _MOST_LEAVES)
-    ]
-    done = {v for call in native for v in call.outs}
-    nodes = [node for node in order if not done.intersection(node.outs)]
-    return groups.in_order([*nodes, *native], program.results)
+    if found:
+        few = "; ".join(f"'{name}': {why}" for name, why in list(found.items())[:5])
+        raise ValueError(f"native code is required, but XLA updates {len(found)} arrays: {few}")

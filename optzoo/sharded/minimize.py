@@ -13,7 +13,9 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.paths import path_name
+from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
+from ..sparse.minimize import check_native_sleepers
 from ..sparse.sleepers import sleepers_of
 from ..state.sharding import state_sharding
 from .create_table import check_mesh
@@ -32,6 +34,7 @@ def sharded_minimize(
     transport: DTypeLike | None = None,
     has_aux: bool = False,
     sparse: Sparse = "warn",
+    native: Native = False,
 ) -> Callable[..., Any]:
     r"""A compiled train step for tables sharded by rows; everything else is data-parallel.
 
@@ -81,14 +84,17 @@ def sharded_minimize(
             for that of the table.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: for the small tables, as in :func:`optzoo.minimize`.
+        native: whether the optimizer runs as native loops on the CPU, as in
+            :func:`optzoo.minimize`.
 
     Raises:
         TypeError: if an argument is of another kind than described.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter or two match one; at trace time if a table has another number of rows than its
             sharding, if it is used in another way than described, if the optimizer needs
-            ``capacity_factor=None``, or if something in ``tx`` changes an update of
-            :func:`optzoo.caught_up`.
+            ``capacity_factor=None``, if something in ``tx`` changes an update of
+            :func:`optzoo.caught_up`, or if native code is required and XLA updates some arrays.
+        RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
@@ -98,12 +104,15 @@ def sharded_minimize(
     """
     check_transformation(tx=tx)
     check_flags(has_aux=has_aux)
+    check_native(native)
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
     check_positive(max_norm=1 if max_norm is None else max_norm)
     for sharding in tables.values():
         check_mesh(mesh, sharding)
-    options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse)
+    options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse, native)
     sleepers, tx = sleepers_of(tx), optax.with_extra_args_support(tx)
+    if sleepers is not None:
+        check_native_sleepers(native)
 
     def step(params, state, *batch, **extra_args):
         if sleepers is not None:

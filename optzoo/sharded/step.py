@@ -17,8 +17,10 @@ from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
+from ..native.step import Native
 from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss
-from ..sparse.sleepers import Sleepers, updates_that_are_final
+from ..sparse.minimize import applied
+from ..sparse.sleepers import Sleepers
 from ..sparse.sleepers_step import ids_by_leaf, look_up, report_reads, update_asleep
 from ..sparse.taps import Lookup
 from ..state.sleeping.tables import (
@@ -47,6 +49,7 @@ class Options(NamedTuple):
     transport: Any
     has_aux: bool
     sparse: Sparse
+    native: Native
 
 
 class Gradients(NamedTuple):
@@ -209,10 +212,8 @@ class Step(NamedTuple):
             gs = treedef.unflatten(gs[i] for i in range(len(gs)))
             if self.sleepers is not None:
                 return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
-            with updates_that_are_final() as final:
-                updates, state_out = self.tx.update(gs, state_in, params_in, **extra_args)
-                final.append(updates)
-            return optax.apply_updates(params_in, updates), state_out
+            apply = applied(options.native)
+            return apply(self.tx, params_in, state_in, gs, extra_args)
 
         return run(one, (params, state))
 

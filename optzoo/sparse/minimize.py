@@ -10,6 +10,7 @@ import optax
 
 from ..core.checks import check_transformation
 from ..core.reads import check_all_read
+from ..native.step import Native, apply_natively, check_native
 from ..state.inner import explained, fitting
 from ..state.sleeping.tables import has_sleepers
 from .lookup import Sparse, value_and_grad
@@ -23,6 +24,7 @@ def minimize(
     has_aux: bool = False,
     *,
     sparse: Sparse = "warn",
+    native: Native = False,
 ) -> Callable[..., Any]:
     """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
 
@@ -46,13 +48,17 @@ def minimize(
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: what to do where the gradient of a looked-up table is dense: ``"warn"``,
             ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
+        native: whether the optimizer runs as native loops on the CPU, as in
+            :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
 
     Raises:
         TypeError: if ``tx`` is no transformation; at trace time, if nothing in ``tx`` reads one
             of the extra args.
-        ValueError: as :func:`optzoo.value_and_grad`; at trace time, if ``state`` is not one of
-            ``tx`` for these parameters, or if something in ``tx`` changes an update of
-            :func:`optzoo.caught_up`.
+        ValueError: as :func:`optzoo.value_and_grad`; if ``native`` is none of these; at trace time,
+            if ``state`` is not one of ``tx`` for these parameters, if something in ``tx`` changes
+            an update of :func:`optzoo.caught_up`, or if native code is required and XLA updates
+            some arrays.
+        RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
@@ -60,6 +66,7 @@ def minimize(
         which must read them.
     """
     check_transformation(tx=tx)
+    check_native(native)
     differentiate = value_and_grad(loss_fn, has_aux=has_aux, sparse=sparse)
 
     def call(batch):
@@ -67,8 +74,9 @@ def minimize(
         return of if has_aux else lambda params: (of(params), None)
 
     if sleepers := sleepers_of(tx):
+        check_native_sleepers(native)
         return _step_of_sleepers(call, sleepers, tx, has_aux, sparse)
-    tx = fitting(tx)
+    tx, apply = fitting(tx), applied(native)
 
     def step(params, state, *batch, **extra_args):
         with explained(tx, None, state, params):
@@ -76,15 +84,33 @@ def minimize(
                 params, state = catch_up_for(call(batch), params, state, sparse)
             out, grads = differentiate(params, *batch)
         check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
-        with updates_that_are_final() as final:
-            updates, state = tx.update(grads, state, params, **extra_args)
-            final.append(updates)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
-        params = optax.apply_updates(params, updates)
+        params, state = apply(tx, params, state, grads, extra_args)
         return (params, state, *out) if has_aux else (params, state, out)
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def applied(native: Native) -> Callable[..., tuple[Any, Any]]:
+    """``apply(tx, params, state, grads, extra_args) -> (params, state)``, whose update is final."""
+
+    def apply(tx, params, state, grads, extra_args):
+        with updates_that_are_final() as final:
+            updates, state = tx.update(grads, state, params, **extra_args)
+            final.append(updates)
+        return optax.apply_updates(params, updates), state
+
+    if not native:
+        return apply
+    # The loss reads the parameters: see `in_place` of native_step.
+    return functools.partial(apply_natively, apply, in_place="slots", required=native == "require")
+
+
+def check_native_sleepers(native: Native) -> None:
+    """Raises ``ValueError`` if the update of :func:`optzoo.caught_up` must be native."""
+    if native == "require":
+        raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")
 
 
 def _step_of_sleepers(

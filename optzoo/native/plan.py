@@ -1,0 +1,76 @@
+"""Divides a program into native calls and the rest, which XLA does."""
+
+import graphlib
+from collections.abc import Sequence
+from typing import Any
+
+from . import groups, machine
+from .calls import Call
+from .operations import uses_half
+from .program import Operation, Program, Value
+
+# XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
+MOST_LEAVES = 16
+
+
+class Plan:
+    """What to run, in order.
+
+    Attributes:
+        nodes: operations and native calls.
+        reasons: why results are not made by native calls.
+    """
+
+    def __init__(self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]):
+        self.nodes: list[Any] = program.operations
+        self.reasons: dict[Value, str] = {}
+        reason = _refusal(program) if kept else "the update changes the structure of the state"
+        try:
+            if reason is None:
+                self.nodes = self._divide(program, kept, in_place)
+        except graphlib.CycleError:
+            reason = "its parts need each other's results"
+        if reason is not None:
+            self.reasons = dict.fromkeys(program.results, reason)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The native calls."""
+        return [node for node in self.nodes if isinstance(node, Call)]
+
+    def _divide(
+        self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]
+    ) -> list[Any]:
+        report = self.reasons.setdefault
+        rows = groups.find_rows(program, set(kept), report)
+        made = {v for group in rows for v in group.outs}
+        others = [op for op in program.operations if not made.intersection(op.outs)]
+        nodes = groups.in_order([*others, *(Call([g]) for g in rows)], program.results)
+        places = {
+            before: after
+            for before, after in zip(kept, program.results, strict=True)
+            if before.shape and after is not before and after not in made
+        }
+        rest = [node for node in nodes if isinstance(node, Operation)]
+        rest = Program(program.inputs, rest, program.results)
+        alike: dict[Any, list[groups.Leaf]] = {}
+        for leaf in groups.find_leaves(rest, places, set(in_place), report):
+            alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
+        calls = [
+            Call(leaves[i : i + MOST_LEAVES])
+            for leaves in alike.values()
+            for i in range(0, len(leaves), MOST_LEAVES)
+        ]
+        done = {v for call in calls for v in call.outs}
+        self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made}
+        nodes = [node for node in nodes if not done.intersection(node.outs)]
+        return groups.in_order([*nodes, *calls], program.results)
+
+
+def _refusal(program: Program) -> str | None:
+    """Why nothing of a program is given to native code."""
+    if any(op.eqn.effects for op in program.operations):
+        return "the update has side effects"
+    if not machine.has_half() and any(map(uses_half, program.operations)):
+        return "this processor does not convert float16"
+    return None
