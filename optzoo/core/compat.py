@@ -98,7 +98,23 @@ def make_replaceable(
             return mlir.lower_fun(on_cpu(ctx, **params), multiple_results=True)(ctx, *args)
 
         mlir.register_lowering(primitive, lower, platform="cpu")
+        _prim_requires_devices.add(primitive)
     return primitive
+
+
+try:
+    # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
+    from jax._src.dispatch import (
+        prim_requires_devices_during_lowering as _prim_requires_devices,
+    )
+except ImportError:
+    _prim_requires_devices = set[Any]()
+
+
+def can_partition(ctx: Any) -> bool:
+    """Whether :func:`partitioned_by_first` is possible in the program that is lowered."""
+    axes = ctx.module_context.axis_context
+    return getattr(axes, "device_assignment", None) is not None or hasattr(axes, "mesh")
 
 
 def number_of_partitions(ctx: Any) -> int:

@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.compat import make_replaceable, number_of_partitions, partitioned_by_first
+from ..core.compat import (
+    can_partition,
+    make_replaceable,
+    number_of_partitions,
+    partitioned_by_first,
+)
 from . import machine
 from .call_frame import version_of_jaxlib
 from .groups import Group, Leaf, Rows
@@ -46,17 +51,13 @@ class Call:
         run(self.operations, known)
         return tuple(known[v] for v in self.outs)
 
-    def lowered(self, partitions: int) -> Callable[..., tuple[Array, ...]]:
-        """The function for the CPU.
-
-        Args:
-            partitions: in how many parts XLA may divide the arrays.
-        """
+    def lowered(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
+        """The function for the CPU, in a program that is lowered."""
         part = self.parts[0]
-        if partitions == 1:
+        if number_of_partitions(ctx) == 1:
             return self._native
-        if isinstance(part, Rows):  # XLA would gather the tables on every device
-            return self.reference
+        if isinstance(part, Rows) or not can_partition(ctx):
+            return self.reference  # XLA would gather the arrays on every device
         arrays = [len(p.arrays) for p in self.parts if isinstance(p, Leaf)]
         shapes = [p.ins[-1].shape for p in self.parts]
         outs = [len(p.outs) for p in self.parts]
@@ -109,5 +110,5 @@ _native_p = make_replaceable(
     "optzoo_native",
     lambda *args, call: call.reference(*args),
     types=_types,
-    on_cpu=lambda ctx, call: call.lowered(number_of_partitions(ctx)),
+    on_cpu=lambda ctx, call: call.lowered(ctx),
 )

@@ -337,9 +337,10 @@ def find_leaves(
         if not all(map(given, arrays)):
             continue
         now = {places[v]: i for i, v in enumerate(arrays) if v in in_place}
-        same = lambda v, i: v.aval.dtype == arrays[i].aval.dtype
         aliases = {
-            len(scalars) + now[v]: k for k, v in enumerate(outs) if v in now and same(v, now[v])
+            len(scalars) + now[v]: k
+            for k, v in enumerate(outs)
+            if v in now and v.dtype == arrays[now[v]].dtype
         }
         found.append(Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays))
     done = {v for leaf in found for v in leaf.outs}
