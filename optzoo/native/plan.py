@@ -69,7 +69,7 @@ class Plan:
 
 def _refusal(program: Program) -> str | None:
     """Why nothing of a program is given to native code."""
-    if any(op.eqn.effects for op in program.operations):
+    if program.has_effects:
         return "the update has side effects"
     if not machine.has_half() and any(map(uses_half, program.operations)):
         return "this processor does not convert float16"

@@ -61,6 +61,7 @@ class Program:
     inputs: list[Value]
     operations: list[Operation]
     results: list[Value]
+    has_effects: bool = False  # such as prints, which no result needs
 
     def readers(self) -> dict[Value, list[Operation]]:
         """By each value the operations that read it."""
@@ -76,7 +77,8 @@ def read_program(jaxpr: Any) -> Program:
     inputs = [Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)]
     operations: list[Operation] = []
     results = _inline(jaxpr, inputs, operations, {})
-    return Program(inputs, list(needed(operations, results)), results)
+    has_effects = any(op.eqn.effects for op in operations)
+    return Program(inputs, needed(operations, results), results, has_effects)
 
 
 def needed(operations: Sequence[Operation], results: Iterable[Value]) -> list[Operation]:

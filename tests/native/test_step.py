@@ -1,0 +1,524 @@
+"""Native steps compute what XLA computes, in place, and leave to XLA what they cannot do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optzoo
+from optzoo import CATALOG, SparseRows
+from optzoo.native import engine
+from optzoo.testing.samples import with_global_step
+
+from ..selection import KINDS, quick
+
+ROWS, WIDTH, IDS = 50, 6, 24
+# Where XLA's fused loops contract other products and sums, results differ by roundings: at most so
+# many of the size of the array's values.
+ROUNDINGS = 16 * np.finfo(np.float32).eps
+
+SECOND_ORDER = {name for name, e in CATALOG.items() if e.family == "second_order"}
+# They update rows that have no gradient, or read all rows.
+NOT_LAZY = {"adam", "adam_gs", "adamw", "add_sign", "global_decay_row_wise_adagrad"}
+NOT_LAZY |= {"grad_variance_scaled", "nadam", "neural_optimizer1", "power_sign"}
+LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
+# Norms of updates, exponentials, or values for each row.
+NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name}
+NOT_BY_ELEMENT |= {"lamb", "lars", "power_sign", "normalized_sgd"}
+BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER - NOT_BY_ELEMENT)
+# On arrays, equal to the bit. In the others XLA contracts other operations.
+EQUAL = {"adadelta", "adagrad_eps", "adam", "adam_gs", "adamax", "add_sign", "custom_adam"}
+EQUAL |= {"gradient_descent", "lazy_adam", "lazy_adam_gs", "momentum", "momentumw", "nadam"}
+EQUAL |= {"neural_optimizer1", "proximal_adagrad", "proximal_gradient_descent"}
+
+
+def make(name, **kwargs):
+    return with_global_step(CATALOG[name].make)(**kwargs)
+
+
+def table(rng=0, shape=(ROWS, WIDTH)):
+    return jnp.asarray(np.random.default_rng(rng).normal(size=shape), jnp.float32)
+
+
+def rows(seed, shape=(ROWS, WIDTH), ids=IDS):
+    """Gradients of rows: some repeat, some are out of range."""
+    rng = np.random.default_rng(seed)
+    chosen = jnp.asarray(rng.integers(-2, 20, ids).astype(np.int32) % (shape[0] + 3) - 1)
+    return SparseRows(
+        chosen, jnp.asarray(rng.normal(size=(ids, *shape[1:])), jnp.float32), shape[0]
+    )
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (8, 5), "b": (7,), "c": (), "d": (2, 3, 4)}
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def plain_step(tx):
+    def step(params, state, grads, **extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def calls_in(step, *args):
+    """How many native calls a program has."""
+    return jax.jit(step).lower(*args).as_text().count("@optzoo_native_")
+
+
+def both(tx, params, draw, steps=3, required=True):
+    """The parameters and the state after some steps, by XLA and natively."""
+    tx = optax.with_extra_args_support(tx)
+    found = []
+    for step in (plain_step(tx), optzoo.native_step(tx, required=required)):
+        now, run = (params, tx.init(params)), jax.jit(step)
+        for seed in range(steps):
+            now = run(*now, draw(seed))
+        found.append(now)
+    return found
+
+
+def check_close(expected, got, limit=ROUNDINGS):
+    """Equal up to roundings, relative to the size of the values of each array."""
+    assert jax.tree.structure(expected) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert jnp.result_type(a, jnp.float32) == jnp.result_type(b, jnp.float32)
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b)
+            continue
+        a, b = np.asarray(a).astype(np.complex128), np.asarray(b).astype(np.complex128)
+        scale = np.sqrt(np.mean(np.abs(a) ** 2)) if a.size else 0.0
+        np.testing.assert_allclose(a, b, rtol=limit, atol=limit * scale)
+
+
+# Results
+
+
+@pytest.mark.parametrize("name", quick(LAZY, KINDS & {*LAZY}))
+def test_rows(name):
+    expected, got = both(make(name), {"t": table()}, lambda seed: {"t": rows(seed)})
+    check_close(expected, got)
+
+
+@pytest.mark.parametrize("name", quick(BY_ELEMENT, KINDS & {*BY_ELEMENT}))
+def test_arrays(name):
+    expected, got = both(make(name), arrays(99), arrays)
+    check_close(expected, got)
+
+
+@pytest.mark.parametrize("name", quick(sorted(EQUAL), {"adam", "momentum", "gradient_descent"}))
+def test_arrays_are_equal_to_the_bit(name):
+    expected, got = both(make(name), arrays(99), arrays)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def adam(**kwargs):
+    return optzoo.slots_dtype(optzoo.lazy_adam(0.1), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("tx", "limit"),
+    {
+        "packed": (adam(dtype="float32", packed=True), ROUNDINGS),
+        # A value near the middle of two may be rounded to the other one.
+        "bfloat16": (adam(dtype="bfloat16"), 2**-8),
+        "float16": (adam(dtype="float16", stochastic=True), 2**-9),
+        "words": (adam(dtype="bfloat16", packed=True, stochastic=True), 2**-7),
+    }.values(),
+    ids=["packed", "bfloat16", "float16", "words"],
+)
+def test_stored_slots(tx, limit):
+    expected, got = both(tx, table(), rows)
+    check_close(expected, got, limit)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_in_16_bits(dtype):
+    tx = optzoo.slots_dtype(optzoo.adagrad(0.1), "float32")
+    draw = lambda seed: rows(seed).astype(dtype)
+    expected, got = both(tx, table().astype(dtype), draw)
+    check_close(expected, got, 2**-7 if dtype == "bfloat16" else 2**-10)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        draw = lambda seed: rows(seed).astype(jnp.float64)
+        expected, got = both(optzoo.lazy_adam(0.1), table().astype(jnp.float64), draw)
+        check_close(expected, got, 16 * np.finfo(np.float64).eps)
+        assert got[0].dtype == jnp.float64
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 2, 3), (1, 4)])
+def test_rows_of_any_shape(shape):
+    draw = functools.partial(rows, shape=shape)
+    tx = optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", packed=True, stochastic=True)
+    expected, got = both(tx, table(shape=shape), draw)
+    check_close(expected, got, 2**-7)
+
+
+def test_rows_are_merged_before_a_norm():
+    tx = optax.chain(optzoo.clip_by_global_norm(0.1), optzoo.lazy_adam(0.1))
+    expected, got = both(tx, table(), rows)
+    check_close(expected, got)
+
+
+def test_several_tables_and_arrays():
+    params = {"one": table(1), "two": table(2), "w": arrays(3)}
+    draw = lambda seed: {"one": rows(seed), "two": rows(seed + 9), "w": arrays(seed)}
+    tx = optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam(0.1))
+    expected, got = both(tx, params, draw)
+    check_close(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("tx", "draw", "params"),
+    [
+        (optzoo.on_rows(optax.adamw(0.1)), rows, table()),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), arrays, arrays(9)),
+        (optzoo.moving_average(optzoo.adam(0.1), 0.9), arrays, arrays(9)),
+    ],
+    ids=["on_rows", "clip and adamw", "moving_average"],
+)
+def test_other_transformations(tx, draw, params):
+    expected, got = both(tx, params, draw)
+    check_close(expected, got)
+
+
+def test_empty_arrays():
+    params = {"none": jnp.zeros((0, 3)), "t": table(), "some": jnp.ones(4)}
+    draw = lambda seed: {"none": jnp.zeros((0, 3)), "t": rows(seed, ids=0), "some": jnp.ones(4)}
+    expected, got = both(optzoo.lazy_adam(0.1), params, draw)
+    check_close(expected, got)
+    np.testing.assert_array_equal(got[0]["t"], params["t"])
+
+
+def test_ids_outside_of_the_table_are_ignored():
+    ids = jnp.array([-1, ROWS, 2**31 - 1, -(2**31), 3])
+    grads = SparseRows(ids, jnp.ones((5, WIDTH)), ROWS)
+    expected, got = both(optzoo.adagrad(0.1), table(), lambda seed: grads)
+    check_close(expected, got)
+    changed = np.flatnonzero((got[0] != table()).any(axis=1))
+    assert changed.tolist() == [3]
+
+
+def test_sums_of_repeated_rows_are_repeatable():
+    tx, params = optzoo.adagrad(0.1), table(shape=(3, WIDTH))
+    step, grads = jax.jit(optzoo.native_step(tx)), rows(0, (3, WIDTH), 1000)
+    first, second = (step(params, tx.init(params), grads)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_extra_arguments():
+    tx, params = optzoo.adam(0.1), arrays(0)
+    state, grads = tx.init(params), arrays(1)
+    for run in (jax.jit, lambda f: f):  # outside of jit, too
+        expected = run(plain_step(tx))(params, state, grads, learning_rate=0.5)
+        got = run(optzoo.native_step(tx))(params, state, grads, learning_rate=0.5)
+        check_close(expected, got)
+
+
+def test_a_run_can_switch_to_native_code_and_back():
+    tx, now = optzoo.lazy_adam(0.1), (table(), optzoo.lazy_adam(0.1).init(table()))
+    steps = [jax.jit(plain_step(tx)), jax.jit(optzoo.native_step(tx))]
+    for seed in range(4):
+        now = steps[seed % 2](*now, rows(seed))
+    check_close(both(tx, table(), rows, steps=4)[0], now)
+
+
+# Memory
+
+
+def pointers(tree):
+    return [a.unsafe_buffer_pointer() for a in jax.tree.leaves(tree) if a.ndim]
+
+
+@pytest.mark.parametrize("draw", [rows, arrays])
+def test_donated_arrays_are_updated_in_place(draw):
+    params = jax.tree.map(jnp.copy, table() if draw is rows else arrays(9))
+    tx = optzoo.lazy_adam(0.1)
+    state = tx.init(params)
+    step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
+    program = step.lower(params, state, draw(0)).compile()
+    before = pointers((params, state))
+    assert pointers(program(params, state, draw(0))) == before
+    scratch = 4 * (64 + 3 * IDS + WIDTH) + 4096 if draw is rows else 4096
+    assert program.memory_analysis().temp_size_in_bytes <= scratch
+
+
+def test_arrays_that_are_not_donated_stay_as_they_are():
+    tx, params = optzoo.lazy_adam(0.1), table()
+    state, copy = tx.init(params), np.array(table())
+    step = jax.jit(optzoo.native_step(tx))
+    once, again = (step(params, state, rows(0))[0] for _ in range(2))
+    np.testing.assert_array_equal(params, copy)
+    np.testing.assert_array_equal(once, again)
+    both_ways = jax.jit(lambda p, s, g: (optzoo.native_step(tx)(p, s, g), p + 1))
+    (new, _), old = both_ways(params, state, rows(0))
+    np.testing.assert_array_equal(old, copy + 1)
+    np.testing.assert_array_equal(new, once)
+
+
+def test_gradients_that_are_the_parameters():
+    tx = optzoo.adam(0.1)
+    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    expected, got = (
+        jax.jit(lambda p, s, f=f: f(p, s, p))(arrays(0), tx.init(arrays(0))) for f in steps
+    )
+    check_close(expected, got)
+
+
+def test_in_place_slots():
+    """The new parameters then have memory of their own, beside the old ones."""
+    tx, params = optzoo.adam(0.1), arrays(0)
+    step = optzoo.native_step(tx, in_place="slots", required=True)
+    expected = jax.jit(plain_step(tx))(params, tx.init(params), arrays(1))
+    check_close(expected, jax.jit(step)(params, tx.init(params), arrays(1)))
+    aliases = lambda step: (
+        jax.jit(step)
+        .lower(params, tx.init(params), arrays(1))
+        .as_text()
+        .count("output_operand_alias<")
+    )
+    assert aliases(optzoo.native_step(tx)) == aliases(step) + len(params) - 1  # `c` is a scalar
+
+
+# Transformations of JAX
+
+
+def test_in_loops_and_branches():
+    tx = optzoo.lazy_adam(0.1)
+
+    def train(step, params, state):
+        def body(carry, seed):
+            grads = rows(0).with_values(rows(0).values * seed)
+            return jax.lax.cond(seed > 1, lambda c: step(*c, grads), lambda c: c, carry), None
+
+        return jax.lax.scan(body, (params, state), jnp.arange(4.0))[0]
+
+    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    expected, got = (jax.jit(functools.partial(train, f))(table(), tx.init(table())) for f in steps)
+    check_close(expected, got)
+
+
+@pytest.mark.parametrize("draw", [rows, arrays])
+def test_derivatives_and_vmap_are_those_of_the_operations(draw):
+    params = table() if draw is rows else arrays(9)
+    tx = optzoo.lazy_adam(0.1)
+    state, grads = tx.init(params), draw(0)
+
+    def loss(step, scale):
+        scaled = jax.tree.map(lambda x: x * scale, params)
+        new, _ = step(scaled, state, grads)
+        return sum(jnp.sum(a**2) for a in jax.tree.leaves(new))
+
+    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    for transform in (jax.grad, lambda f: jax.vmap(jax.grad(jax.checkpoint(f))), jax.jacfwd):
+        at = jnp.ones(3) if transform not in (jax.grad, jax.jacfwd) else 1.5
+        expected, got = (jax.jit(transform(functools.partial(loss, f)))(at) for f in steps)
+        np.testing.assert_allclose(expected, got, rtol=1e-5)
+
+
+def test_members_of_a_vmap():
+    tx = optzoo.lazy_adam(0.1)
+    params = jnp.stack([table(1), table(2)])
+    state = jax.vmap(tx.init)(params)
+    ids = jnp.stack([rows(1).indices, rows(2).indices])
+    values = jnp.stack([rows(1).values, rows(2).values])
+    one = lambda step, p, s, i, v: step(p, s, SparseRows(i, v, ROWS))
+    steps = [plain_step(tx), optzoo.native_step(tx)]
+    expected, got = (
+        jax.jit(jax.vmap(functools.partial(one, f)))(params, state, ids, values) for f in steps
+    )
+    check_close(expected, got)
+
+
+# Many devices
+
+
+def mesh_of(*shape):
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ("x", "y")[: len(shape)])
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_sharded_arrays_need_no_communication(shape):
+    mesh = mesh_of(*shape)
+    last = mesh.axis_names[-1]
+    specs = [P("x"), P(None, last), P(), P(mesh.axis_names)]
+    place = lambda spec: jax.device_put(table(shape=(16, 16)), NamedSharding(mesh, spec))
+    params, tx = list(map(place, specs)), optzoo.adam(0.1)
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+    grads = [jnp.sin(x) for x in params]
+    expected = jax.jit(plain_step(tx))(params, state, grads)
+    step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
+    program = step.lower(params, state, grads).compile()
+    text = program.as_text()
+    assert "optzoo_native_" in text and not any(name in text for name in COLLECTIVES)
+    got = program(params, state, grads)
+    assert [x.sharding.spec for x in got[0]] == specs
+    check_close(expected, got)
+
+
+def test_a_table_that_xla_shards_is_left_to_xla():
+    mesh, tx = mesh_of(8), optzoo.lazy_adam(0.1)
+    params = jax.device_put(table(shape=(64, WIDTH)), NamedSharding(mesh, P("x")))
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+    grads = rows(0, (64, WIDTH))
+    expected = jax.jit(plain_step(tx))(params, state, grads)
+    program = jax.jit(optzoo.native_step(tx)).lower(params, state, grads).compile()
+    assert "optzoo_native_" not in program.as_text()
+    check_close(expected, program(params, state, grads))
+
+
+@pytest.mark.parametrize("axes", [{"x", "y"}, {"x"}])
+def test_inside_of_shard_map(axes):
+    mesh, tx = mesh_of(2, 4), optzoo.lazy_adam(0.1)
+    params = table(shape=(8, 8))
+    spec = lambda tree: jax.tree.map(lambda a: P("x") if a.ndim else P(), tree)
+    state = tx.init(params)
+    specs = spec(params), spec(state), P("x")
+
+    def program(step):
+        options = {"mesh": mesh, "in_specs": specs, "out_specs": specs[:2], "axis_names": axes}
+        return jax.jit(jax.shard_map(step, **options)).lower(params, state, params).compile()
+
+    expected, got = map(program, (plain_step(tx), optzoo.native_step(tx, required=True)))
+    text = got.as_text()
+    assert "optzoo_native_" in text and not any(name in text for name in COLLECTIVES)
+    check_close(expected(params, state, params), got(params, state, params))
+
+
+# Where there is no native code
+
+
+def test_without_llvmlite(monkeypatch):
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    engine.problem.cache_clear()
+    engine.warn_once.cache_clear()
+    tx, params = optzoo.adam(0.1), arrays(0)
+    state, grads = tx.init(params), arrays(1)
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"llvmlite is missing: pip install 'optzoo\[native\]'"
+        ):
+            assert calls_in(optzoo.native_step(tx), params, state, grads) == 0
+        assert calls_in(optzoo.native_step(tx), params, state, grads) == 0  # without a warning
+        with pytest.raises(RuntimeError, match="native code is required: llvmlite is missing"):
+            optzoo.native_step(tx, required=True)(params, state, grads)
+    finally:
+        engine.problem.cache_clear()
+        engine.warn_once.cache_clear()
+
+
+def test_on_other_systems(monkeypatch):
+    monkeypatch.setattr(engine.sys, "platform", "plan9")
+    assert "has not been tried on plan9" in engine.problem.__wrapped__()
+
+
+def test_code_that_computes_something_else_is_not_used(monkeypatch):
+    from optzoo.native import machine
+
+    right = machine.address
+    wrong = lambda write: right(lambda name: write(name).replace("fsub contract", "fadd contract"))
+    monkeypatch.setattr(machine, "address", wrong)
+    assert "computed [2. 2.5 1." in engine.problem.__wrapped__().replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("tx", "reason"),
+    [
+        (optzoo.power_sign(0.1), "'params a': its update is more than operations element by"),
+        (optzoo.ggt(0.1), "its update is more than operations element by element"),
+        (optax.apply_if_finite(optzoo.adam(0.1), 3), "'params a'"),
+        (optax.chain(optax.stateless(lambda u, p: jax.debug.print("x") or u)), "side effects"),
+    ],
+    ids=["exponentials", "matrices", "branches", "effects"],
+)
+def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
+    tx, params = optax.with_extra_args_support(tx), arrays(0)
+    with pytest.raises(ValueError, match=f"native code is required, but XLA updates .* {reason}"):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(params, tx.init(params), arrays(1))
+    expected, got = both(tx, params, arrays, steps=1, required=False)
+    check_close(expected, got)
+
+
+def test_arguments():
+    with pytest.raises(TypeError, match="tx must be"):
+        optzoo.native_step(0.1)
+    with pytest.raises(ValueError, match="in_place must be 'all' or 'slots', got 'params'"):
+        optzoo.native_step(optzoo.adam(0.1), in_place="params")
+    with pytest.raises(ValueError, match="native must be False, True or 'require', got 'yes'"):
+        optzoo.minimize(lambda p: 0.0, optzoo.adam(0.1), native="yes")
+
+
+def test_a_wrong_state_is_the_same_error():
+    tx, params = optzoo.adam(0.1), arrays(0)
+    with pytest.raises(ValueError, match="the state does not fit this transformation"):
+        optzoo.native_step(tx)(params, optzoo.momentum(0.1, 0.9).init(params), arrays(1))
+
+
+def test_nothing_is_marked_for_others():
+    tx, params = optzoo.lazy_adam(0.1), table()
+    text = str(jax.make_jaxpr(plain_step(tx))(params, tx.init(params), rows(0)))
+    assert "optzoo_rows" not in text
+
+
+# Training steps
+
+
+def loss(params, ids, y):
+    return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
+
+
+def test_minimize():
+    params = {"table": table(), "w": table(shape=(WIDTH, 2))}
+    batch = jnp.arange(IDS) % 7, jnp.ones((IDS, 2))
+    tx, found = optzoo.lazy_adam(0.1), []
+    for native in (False, "require"):
+        step, now = optzoo.minimize(loss, tx, native=native), jax.tree.map(jnp.copy, params)
+        state = tx.init(now)
+        assert ("@optzoo_native_" in step.lower(now, state, *batch).as_text()) == bool(native)
+        for _ in range(3):
+            now, state, value = step(now, state, *batch, learning_rate=0.2)
+        found.append((now, state, value))
+    check_close(*found)
+
+
+def test_rows_that_sleep_are_left_to_xla():
+    tx = optzoo.caught_up(optzoo.adam(0.1))
+    optzoo.minimize(loss, tx, native=True)
+    with pytest.raises(ValueError, match=r"XLA updates the rows of optzoo\.caught_up"):
+        optzoo.minimize(loss, tx, native="require")
+
+
+@pytest.mark.parametrize("capacity_factor", [1.0, None])
+def test_sharded_minimize(capacity_factor):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "shard"))
+    sharding, tx, found = optzoo.RowSharding(ROWS, 4), optzoo.lazy_adam(0.1), []
+    batch = jnp.arange(32) % 7, jnp.ones((32, 2))
+    for native in (False, "require"):
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
+        of_ids = lambda ids: jnp.sin(ids[:, None] + jnp.arange(WIDTH)[None])
+        params = {"table": optzoo.create_table(sharding, mesh, of_ids)}
+        params["w"] = place(table(shape=(WIDTH, 2)))
+        state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+        step = optzoo.sharded_minimize(
+            loss, tx, mesh, {"table": sharding}, capacity_factor=capacity_factor, native=native
+        )
+        for _ in range(2):
+            params, state, value = step(params, state, *batch)
+        found.append((params, state, value))
+    check_close(*found)
+    text = step.lower(params, state, *batch).as_text()
+    assert text.count("@optzoo_native_") == 2
