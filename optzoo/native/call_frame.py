@@ -135,7 +135,7 @@ def check_header(text: str) -> tuple[int, int]:
     """The version in a header; raises unless it has the structures above."""
     text = re.sub(r"//[^\n]*", "", text)
     for name, struct in _STRUCTS.items():
-        expected = [(field, kind) for field, kind in struct._fields_]
+        expected = [(field[0], field[1]) for field in struct._fields_]
         found = _fields(name, text)
         if found[: len(expected)] != expected:
             raise UnknownInterfaceError(f"{name} of jaxlib is {found}, expected {expected}")

@@ -20,9 +20,11 @@ from ..core.compat import (
 )
 from . import machine
 from .call_frame import version_of_jaxlib
+from .engine import warn_once
 from .groups import Group, Leaf, Rows
-from .kernels import leaf_kernel, rows_kernel
+from .leaf_kernel import leaf_kernel
 from .program import Operation, Value, run
+from .rows_kernel import rows_kernel
 
 
 class Call:
@@ -54,6 +56,11 @@ class Call:
     def lowered(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
         """The function for the CPU, in a program that is lowered."""
         part = self.parts[0]
+        try:
+            _ = self.name
+        except Exception as error:  # whatever LLVM says: XLA can do the same
+            warn_once(f"native code cannot be compiled: {type(error).__name__}: {error}")
+            return self.reference
         if number_of_partitions(ctx) == 1:
             return self._native
         if isinstance(part, Rows) or not can_partition(ctx):
@@ -90,7 +97,7 @@ class Call:
 
 
 def _scratch(rows: Rows) -> list[jax.ShapeDtypeStruct]:
-    """The memory in which rows of equal ids are merged: see :class:`kernels.Chains`."""
+    """The memory in which rows of equal ids are merged: see :class:`chains.Chains`."""
     if rows.merged is None:
         return []
     many = rows.ids.shape[0]

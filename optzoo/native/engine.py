@@ -44,7 +44,7 @@ def test_itself() -> None:
     from . import machine
     from .call_frame import call_as_xla, metadata_of, version_of_jaxlib
     from .groups import Leaf
-    from .kernels import leaf_kernel
+    from .leaf_kernel import leaf_kernel
     from .program import read_program
 
     aval = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)

@@ -259,3 +259,11 @@ def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
         return
     t = stored_type(dtype)
     b.store(b.zext(x, t) if dtype == "bool" else x, b.gep(pointer, [at], source_etype=t))
+
+
+def bytes_of(dtype: str) -> int:
+    """The bytes of a number in memory."""
+    width = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
+    t = stored_type(dtype)
+    bits = t.width if isinstance(t, ir.IntType) else width[type(t)]
+    return bits // 8 * (2 if dtype.startswith("complex") else 1)

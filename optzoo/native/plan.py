@@ -41,7 +41,7 @@ class Plan:
     def _divide(
         self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]
     ) -> list[Any]:
-        report = self.reasons.setdefault
+        report = lambda v, why: None if v in self.reasons else self.reasons.update({v: why})
         rows = groups.find_rows(program, set(kept), report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]

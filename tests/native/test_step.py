@@ -150,10 +150,11 @@ def test_parameters_in_16_bits(dtype):
 
 
 def test_float64(x64):
-    draw = lambda seed: rows(seed).astype(jnp.float64)
-    expected, got = both(optzoo.lazy_adam(0.1), table().astype(jnp.float64), draw)
-    check_close(expected, got, 16 * np.finfo(np.float64).eps)
-    assert got[0].dtype == jnp.float64
+    with x64(True):
+        draw = lambda seed: rows(seed).astype(jnp.float64)
+        expected, got = both(optzoo.lazy_adam(0.1), table().astype(jnp.float64), draw)
+        check_close(expected, got, 16 * np.finfo(np.float64).eps)
+        assert got[0].dtype == jnp.float64
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 2, 3), (1, 4)])
@@ -432,6 +433,20 @@ def test_code_that_computes_something_else_is_not_used(monkeypatch):
     wrong = lambda write: right(lambda name: write(name).replace("fsub contract", "fadd contract"))
     monkeypatch.setattr(machine, "address", wrong)
     assert "computed [2. 2.5 1." in engine.problem.__wrapped__().replace("  ", " ")
+
+
+def test_code_that_cannot_be_compiled(monkeypatch):
+    from optzoo.native import machine
+
+    engine.problem()  # which compiles, too
+    refuse = lambda text: exec("raise RuntimeError('LLVM IR parsing error')")
+    monkeypatch.setattr(machine.Machine, "compile", lambda self, text: refuse(text))
+    monkeypatch.setattr(machine, "_compiled", {})
+    engine.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot be compiled: RuntimeError: LLVM IR parsing"):
+        expected, got = both(optzoo.adam(0.1), arrays(9), arrays, steps=1)
+    check_close(expected, got)
+    engine.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The function that XLA calls, in LLVM's language: it reads a call frame."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from .call_frame import EXECUTE, Args, Buffer, CallFrame, Metadata, MetadataExtension, Rets, Version
+from .loops import POINTER, SCALAR, ZERO, complete_hints, loop, variable, word_at
+from .operations import BOOL, I8, I32, I64, bytes_of, load
+from .program import Value
+
+
+class Frame:
+    """What XLA hands over."""
+
+    def __init__(self, b: ir.IRBuilder, pointer: Any):
+        self.b, self.pointer = b, pointer
+
+    def field(self, t: Any, pointer: Any, *fields: Any) -> Any:
+        """A field of a structure; ``fields`` lead to it, each a descriptor of a structure."""
+        offset = sum(field.offset for field in fields)
+        return self.b.load(self.b.gep(pointer, [I64(offset)], source_etype=I8), typ=t)
+
+    def argument(self, i: Any) -> Any:
+        """The buffer of an argument."""
+        table = self.field(POINTER, self.pointer, CallFrame.args, Args.args)
+        return word_at(self.b, POINTER, table, i)
+
+    def result(self, i: Any) -> Any:
+        """The buffer of a result."""
+        table = self.field(POINTER, self.pointer, CallFrame.rets, Rets.rets)
+        return word_at(self.b, POINTER, table, i)
+
+    def data(self, buffer: Any) -> Any:
+        """The memory of a buffer."""
+        return self.field(POINTER, buffer, Buffer.data)
+
+    def size(self, buffer: Any) -> Any:
+        """The number of its elements."""
+        dims = self.field(POINTER, buffer, Buffer.dims)
+        total = variable(self.b, I64)
+        self.b.store(I64(1), total)
+        with loop(self.b, self.field(I64, buffer, Buffer.rank), **SCALAR) as i:
+            self.b.store(
+                self.b.mul(self.b.load(total, typ=I64), word_at(self.b, I64, dims, i)), total
+            )
+        return self.b.load(total, typ=I64)
+
+    def length(self, buffer: Any) -> Any:
+        """The first dimension of a buffer that has one."""
+        return word_at(self.b, I64, self.field(POINTER, buffer, Buffer.dims), ZERO)
+
+    def scalars(self, start: int, values: Sequence[Value]) -> list[Any]:
+        """The numbers of scalars, which are arguments from ``start`` on."""
+        data = lambda i: self.data(self.argument(I64(i)))
+        return [load(self.b, v.dtype, data(start + k), ZERO) for k, v in enumerate(values)]
+
+    def keep(self, dtype: str, argument: Any, result: Any) -> None:
+        """Copies what should have the same memory, unless it has."""
+        source, target = self.data(argument), self.data(result)
+        with self.b.if_then(self.b.icmp_unsigned("!=", source, target), likely=False):
+            size = self.b.mul(self.size(result), I64(bytes_of(dtype)))
+            copy = self.b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, I64])
+            self.b.call(copy, [target, source, size, BOOL(0)])
+
+
+def module_of(
+    name: str, version: tuple[int, int], execute: Callable[[ir.Module, Frame], None]
+) -> str:
+    """The text of a module with one function that XLA can call."""
+    module = ir.Module(name)
+    function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    frame = Frame(b, function.args[0])
+    extension = frame.field(POINTER, frame.pointer, CallFrame.extension_start)
+    null = POINTER(None)
+    with b.if_then(b.icmp_unsigned("!=", extension, null), likely=False):
+        # XLA asks for the version and the traits before it calls the function.
+        metadata = frame.field(POINTER, extension, MetadataExtension.metadata)
+        api = Metadata.api_version.offset
+        answers = dict(
+            zip((Version.major_version.offset, Version.minor_version.offset), version, strict=True)
+        )
+        answers = {api + offset: value for offset, value in answers.items()}
+        for offset, value in (answers | {Metadata.traits.offset: 0}).items():
+            b.store(I32(value), b.gep(metadata, [I64(offset)], source_etype=I8))
+        b.ret(null)
+    stage = frame.field(I32, frame.pointer, CallFrame.stage)
+    with b.if_then(b.icmp_signed("==", stage, I32(EXECUTE))):
+        execute(module, frame)
+    b.ret(null)
+    return complete_hints(str(module))
+
+
+def inner_function(module: ir.Module, name: str, types: Sequence[Any]) -> tuple[Any, Any]:
+    """A function inside of the module whose pointers are to memory that does not overlap."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
+    function.linkage = "internal"
+    for argument in function.args:
+        if argument.type == POINTER:
+            argument.add_attribute("noalias")
+    return function, ir.IRBuilder(function.append_basic_block("entry"))

@@ -1,0 +1,82 @@
+"""Loops in LLVM's language."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from .operations import BOOL, I32, I64
+
+POINTER = ir.PointerType()
+ZERO = I64(0)
+
+
+@contextlib.contextmanager
+def loop(b: ir.IRBuilder, end: Any, **hints: int) -> Iterator[Any]:
+    """The body of the context, for all integers from 0 to ``end``; with hints for LLVM."""
+    before = b.block
+    head, body, after = (b.append_basic_block() for _ in range(3))
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(I64)
+    i.add_incoming(I64(0), before)
+    b.cbranch(b.icmp_signed("<", i, end), body, after)
+    b.position_at_end(body)
+    yield i
+    i.add_incoming(b.add(i, I64(1), flags=("nsw",)), b.block)
+    back = b.branch(head)
+    if hints:
+        back.set_metadata("llvm.loop", _hints(b.module, hints))
+    b.position_at_end(after)
+
+
+# XLA's own loops are not unrolled before they are vectorized, either.
+VECTOR = {"unroll_disable": 1, "interleave_count": 4}
+SCALAR = {"unroll_disable": 1, "vectorize_enable": 0}
+_ITSELF = "the loop itself"
+
+
+def _hints(module: ir.Module, hints: dict[str, int]) -> Any:
+    """LLVM's metadata of a loop, which :func:`complete_hints` completes."""
+    number = sum(node.operands[0].string == _ITSELF for node in module.metadata if node.operands)
+    node = [ir.MetaDataString(module, _ITSELF), I32(number)]
+    for name, value in hints.items():
+        word = ir.MetaDataString(module, "llvm.loop." + name.replace("_", "."))
+        kind = {"vectorize_enable": BOOL(value), "unroll_disable": None}.get(name, I32(value))
+        node.append(module.add_metadata([word] if kind is None else [word, kind]))
+    return module.add_metadata(node)
+
+
+def complete_hints(text: str) -> str:
+    """The text of a module whose loops refer to themselves, as LLVM wants it."""
+    found = rf'(!\d+) = !{{ !"{_ITSELF}", i32 \d+'
+    return re.sub(found, r"\1 = distinct !{ \1", text)
+
+
+def repeat(b: ir.IRBuilder, start: Any, is_done: Callable, next_of: Callable) -> Any:
+    """The first of ``start``, ``next_of(start)``, ... for which ``is_done``."""
+    before = b.block
+    head, body, after = (b.append_basic_block() for _ in range(3))
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(start.type)
+    i.add_incoming(start, before)
+    b.cbranch(is_done(i), after, body)
+    b.position_at_end(body)
+    following = next_of(i)
+    i.add_incoming(following, b.block)
+    b.branch(head)
+    b.position_at_end(after)
+    return i
+
+
+def variable(b: ir.IRBuilder, t: Any) -> Any:
+    """Memory for a number, which LLVM replaces by a register."""
+    with b.goto_entry_block():
+        return b.alloca(t)
+
+
+def word_at(b: ir.IRBuilder, t: Any, pointer: Any, index: Any) -> Any:
+    return b.load(b.gep(pointer, [index], source_etype=t), typ=t)

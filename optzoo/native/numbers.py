@@ -1,0 +1,80 @@
+"""Single numbers of the values of a program, in LLVM's language.
+
+Each value is a function of its index, followed back to what is in memory. So nothing is stored
+between the operations of a group.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from .loops import ZERO
+from .operations import compute, constant, convert
+from .program import Value
+
+Index = tuple[Any, ...]  # an integer for each axis
+
+
+class Numbers:
+    """Computes single numbers of values, each once.
+
+    Args:
+        b: the builder.
+        known: gives a number of a value that is in memory, for the value and its index; None for
+            any other value.
+    """
+
+    def __init__(self, b: ir.IRBuilder, known: Callable[[Value, Any], Any]):
+        self.b, self.known = b, known
+        self._made: list[dict[Any, Any]] = [{}]
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is made in the body is known in it alone: it may be that of a loop."""
+        self._made.append({})
+        yield
+        self._made.pop()
+
+    def keep(self, value: Value, number: Any) -> None:
+        """Sets a number of each row."""
+        self._made[-1][value, None] = number
+
+    def of(self, value: Value, index: Index) -> Any:
+        """The number of a value at an index."""
+        if value.literal is not None and not value.shape:
+            return constant(value.dtype, value.literal)
+        key = value, tuple(map(id, index))
+        for made in self._made:
+            if (value, None) in made or key in made:
+                return made[(value, None) if (value, None) in made else key]
+        number = self.known(value, index)
+        if number is None:
+            number = self._compute(value, index)
+        self._made[-1][key] = number
+        return number
+
+    def _compute(self, value: Value, index: Index) -> Any:
+        if value.meaning is not None:
+            return self.of(value.meaning, index)
+        op = value.maker
+        if op is None:
+            raise AssertionError(f"a value of shape {value.shape} is neither made nor read")
+        inner, params = op.ins[0] if op.ins else value, op.eqn.params
+        if op.name == "iota":
+            return convert(self.b, index[params["dimension"]], "int64", value.dtype)
+        if op.name == "broadcast_in_dim":
+            axes = zip(params["broadcast_dimensions"], inner.shape, strict=True)
+            return self.of(inner, tuple(ZERO if d == 1 else index[axis] for axis, d in axes))
+        if op.name in ("reshape", "squeeze", "expand_dims"):
+            long = iter([i for i, d in zip(index, value.shape, strict=True) if d != 1])
+            return self.of(inner, tuple(ZERO if d == 1 else next(long) for d in inner.shape))
+        return compute(self.b, op, [self.of(v, _narrowed(index, value, v)) for v in op.ins])
+
+
+def _narrowed(index: Index, value: Value, operand: Value) -> Index:
+    """The index in an operand, whose axes may be of length 1 or missing."""
+    if operand.shape == value.shape:
+        return index
+    return tuple(ZERO if d == 1 else i for d, i in zip(operand.shape, index, strict=False))
