@@ -34,7 +34,7 @@ class Chains:
         fill = b.module.declare_intrinsic("llvm.memset", [POINTER, I64])
         b.call(fill, [memory, I8(-1), b.shl(self.length, I64(2)), BOOL(0)])
 
-    def number(self) -> Any:
+    def count(self) -> Any:
         """How many chains there are."""
         return self.b.load(self._number, typ=I64)
 
@@ -44,6 +44,14 @@ class Chains:
 
     def _set(self, words: Any, i: Any, position: Any) -> None:
         self.b.store(self.b.trunc(position, I32), self.b.gep(words, [i], source_etype=I32))
+
+    def end(self, position: Any) -> None:
+        """Nothing follows a position, yet."""
+        self._set(self.following, position, I64(-1))
+
+    def is_long(self, first: Any) -> Any:
+        """Whether a chain has more than its first position."""
+        return self.b.icmp_signed(">=", self.at(self.following, first), ZERO)
 
     def append(self, position: Any, row: Any, id_of: Callable[[Any], Any]) -> None:
         """Adds a position to the chain of its row."""
@@ -63,9 +71,9 @@ class Chains:
         with b.if_else(b.icmp_signed("<", first, ZERO)) as (new, again):
             with new:
                 self._set(self.table, at, position)
-                self._set(self.firsts, self.number(), position)
+                self._set(self.firsts, self.count(), position)
                 self._set(self.lasts, position, position)
-                b.store(b.add(self.number(), I64(1)), self._number)
+                b.store(b.add(self.count(), I64(1)), self._number)
             with again:
                 self._set(self.following, self.at(self.lasts, first), position)
                 self._set(self.lasts, first, position)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import graphlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import operations
@@ -232,7 +232,7 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     if len({t.shape[1:] for t in targets if _size(t.shape[1:]) > 1}) > 1:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
-        if v.dtype not in operations.DTYPES:
+        if v.dtype not in operations.DTYPES or (not v.shape and v.dtype in operations.PARTS):
             raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
     if part.ids.dtype not in ("int32", "int64") or len(part.ids.shape) != 1:
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
@@ -285,8 +285,8 @@ def _size(shape: Sequence[int]) -> int:
 
 def find_leaves(
     program: Program,
-    places: dict[Value, Value],
-    in_place: set[Value],
+    places: Mapping[Value, Value],
+    in_place: Collection[Value],
     report: Callable[[Value, str], None],
 ) -> list[Leaf]:
     """The groups of arrays of one shape that are updated element by element.
@@ -297,57 +297,62 @@ def find_leaves(
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
     """
-    stages = _stages(program)
-    kept = _made_of(program, set(places))
-    parent: dict[Any, Any] = {}
+    made, readers, results = _made_of(program, places), program.readers(), set(program.results)
+    found = []
+    for ops in _together(program):
+        inside = set(ops)
+        is_read = lambda v, inside=inside: any(r not in inside for r in readers.get(v, ()))
+        outs = [v for op in ops for v in op.outs if v in results or is_read(v)]
+        leaf = _leaf(ops, outs, places, in_place)
+        given = all(v in places or v not in made for v in leaf.arrays)
+        updates = any(v in places for v in leaf.arrays)
+        plain = not any(v.dtype in operations.PARTS for v in leaf.scalars)
+        if given and updates and plain and set(outs) <= results:
+            found.append(leaf)
+    done = {v for leaf in found for v in leaf.outs}
+    for v in program.results:
+        if v.shape and v.maker is not None and v not in done:
+            report(v, "its update is more than operations element by element that are known")
+    return found
+
+
+def _leaf(
+    ops: list[Operation],
+    outs: list[Value],
+    places: Mapping[Value, Value],
+    in_place: Collection[Value],
+) -> Leaf:
+    own = {v for op in ops for v in op.outs}
+    read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
+    scalars = [v for v in read if not v.shape and v.literal is None]
+    arrays = [v for v in read if v.shape]
+    now = {places[v]: i for i, v in enumerate(arrays) if v in in_place}
+    aliases = {
+        len(scalars) + now[v]: k
+        for k, v in enumerate(outs)
+        if v in now and v.dtype == arrays[now[v]].dtype
+    }
+    return Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
+
+
+def _together(program: Program) -> Iterable[list[Operation]]:
+    """Operations element by element that share arrays, and can run at the same time."""
+    stages, parent = _stages(program), dict[Any, Any]()
 
     def find(x):
         while parent.setdefault(x, x) is not x:
             x = parent[x]
         return x
 
-    for op in program.operations:
-        if _is_fusible(op):
-            own = find((op.outs[0], stages[op]))
-            for v in op.ins:
-                if v.shape:
-                    parent[find((v, stages[op]))] = own
-                    own = find(own)
-    together: dict[Any, list[Operation]] = {}
-    for op in program.operations:
-        if _is_fusible(op):
-            together.setdefault(find((op.outs[0], stages[op])), []).append(op)
-    readers, results = program.readers(), set(program.results)
-    found = []
-    for ops in together.values():
-        inside = set(ops)
-        outs = [
-            v
-            for op in ops
-            for v in op.outs
-            if v in results or any(r not in inside for r in readers.get(v, ()))
-        ]
-        own, scalars, arrays = {op.outs[0] for op in ops}, [], []
-        for v in (v for op in ops for v in op.ins):
-            if v not in own and not (v.literal is not None and not v.shape):
-                _Slice.add(arrays if v.shape else scalars, v)
-        given = lambda v: v in places or v not in kept
-        if not (set(outs) <= results and any(v in places for v in arrays)):
-            continue
-        if not all(map(given, arrays)):
-            continue
-        now = {places[v]: i for i, v in enumerate(arrays) if v in in_place}
-        aliases = {
-            len(scalars) + now[v]: k
-            for k, v in enumerate(outs)
-            if v in now and v.dtype == arrays[now[v]].dtype
-        }
-        found.append(Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays))
-    done = {v for leaf in found for v in leaf.outs}
-    for v in program.results:
-        if v.shape and v.maker is not None and v not in done:
-            report(v, "its update is more than operations element by element that are known")
-    return found
+    fusible = [op for op in program.operations if _is_fusible(op)]
+    for op in fusible:
+        for v in op.ins:
+            if v.shape:
+                parent[find((v, stages[op]))] = find((op.outs[0], stages[op]))
+    groups: dict[Any, list[Operation]] = {}
+    for op in fusible:
+        groups.setdefault(find((op.outs[0], stages[op])), []).append(op)
+    return groups.values()
 
 
 def _is_fusible(op: Operation) -> bool:
@@ -383,7 +388,7 @@ def _stages(program: Program) -> dict[Operation, int]:
     return stages
 
 
-def _made_of(program: Program, some: set[Value]) -> set[Value]:
+def _made_of(program: Program, some: Iterable[Value]) -> set[Value]:
     """All that depends on one of some values."""
     found = set(some)
     for op in program.operations:

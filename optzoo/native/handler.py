@@ -37,7 +37,7 @@ class Frame:
         return self.field(POINTER, buffer, Buffer.data)
 
     def size(self, buffer: Any) -> Any:
-        """The number of its elements."""
+        """How many elements it has."""
         dims = self.field(POINTER, buffer, Buffer.dims)
         total = variable(self.b, I64)
         self.b.store(I64(1), total)
@@ -52,7 +52,7 @@ class Frame:
         return word_at(self.b, I64, self.field(POINTER, buffer, Buffer.dims), ZERO)
 
     def scalars(self, start: int, values: Sequence[Value]) -> list[Any]:
-        """The numbers of scalars, which are arguments from ``start`` on."""
+        """Scalars, which are arguments from ``start`` on."""
         data = lambda i: self.data(self.argument(I64(i)))
         return [load(self.b, v.dtype, data(start + k), ZERO) for k, v in enumerate(values)]
 

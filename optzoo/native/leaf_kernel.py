@@ -6,10 +6,10 @@ from typing import Any
 from llvmlite import ir
 
 from .call_frame import CallFrame, Rets
+from .elements import Elements
 from .groups import Leaf
 from .handler import inner_function, module_of
 from .loops import POINTER, loop
-from .numbers import Numbers
 from .operations import I64, TYPES, load, store
 from .program import Value
 
@@ -51,8 +51,8 @@ def _leaf(b: ir.IRBuilder, leaf: Leaf, pointers: dict[Value, Any], args: Sequenc
                 return scalars[value]
             return load(b, value.dtype, pointers[value], e) if value in pointers else None
 
-        numbers = Numbers(b, known)
-        made = [numbers.of(v, (e,)) for v in leaf.outs]
-        for v, pointer, number in zip(leaf.outs, args, made, strict=False):
-            store(b, v.dtype, pointer, e, number)
+        elements = Elements(b, known)
+        made = [elements.of(v, (e,)) for v in leaf.outs]
+        for v, pointer, element in zip(leaf.outs, args, made, strict=False):
+            store(b, v.dtype, pointer, e, element)
     b.ret_void()

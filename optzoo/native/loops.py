@@ -79,4 +79,5 @@ def variable(b: ir.IRBuilder, t: Any) -> Any:
 
 
 def word_at(b: ir.IRBuilder, t: Any, pointer: Any, index: Any) -> Any:
+    """The word at an index."""
     return b.load(b.gep(pointer, [index], source_etype=t), typ=t)

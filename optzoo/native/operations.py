@@ -1,6 +1,6 @@
-"""Operations of JAX on single numbers, in LLVM's language.
+"""Operations of JAX on single elements, in LLVM's language.
 
-A value of a dtype is a value of LLVM: bfloat16 as its bits, a complex number as a pair.
+A value of a dtype is a value of LLVM: bfloat16 as its bits, a complex element as a pair.
 """
 
 from collections.abc import Sequence
@@ -76,13 +76,13 @@ def constant(dtype: str, value: Any) -> Any:
     if dtype == "bfloat16":
         return I16(int(np.asarray(value, np.float32).view(np.uint32)) >> 16)
     if dtype in PARTS:
-        number = complex(value)
-        return constant(PARTS[dtype], number.real), constant(PARTS[dtype], number.imag)
+        element = complex(value)
+        return constant(PARTS[dtype], element.real), constant(PARTS[dtype], element.imag)
     return TYPES[dtype](int(value) if dtype in _INTEGERS else float(value))
 
 
 def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
-    """The result of an elementwise operation on numbers."""
+    """The result of an elementwise operation on elements."""
     kind, out = op.ins[0].dtype, op.outs[0].dtype
     if op.name in _SAME:
         return args[0]
@@ -112,7 +112,7 @@ def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
 
 
 def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
-    """The sum of two numbers of a dtype."""
+    """The sum of two elements of a dtype."""
     if dtype in _INTEGERS:
         return b.add(x, y)
     if dtype in PARTS:
@@ -199,7 +199,7 @@ def _intrinsic(b: ir.IRBuilder, name: str, *args: Any) -> Any:
 
 
 def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
-    """A number in another dtype, rounded to the nearest."""
+    """A element in another dtype, rounded to the nearest."""
     if kind == out:
         return x
     if kind == "bfloat16":
@@ -236,12 +236,12 @@ def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def stored_type(dtype: str) -> Any:
-    """The type of a number in memory; of a complex number that of a part."""
+    """The type of a element in memory; of a complex element that of a part."""
     return I8 if dtype == "bool" else TYPES[PARTS.get(dtype, dtype)]
 
 
 def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
-    """The number at an index of an array."""
+    """The element at an index of an array."""
     if dtype in PARTS:
         first = b.shl(at, I64(1))
         return tuple(load(b, PARTS[dtype], pointer, b.add(first, I64(n))) for n in (0, 1))
@@ -251,7 +251,7 @@ def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
 
 
 def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
-    """Writes the number at an index of an array."""
+    """Writes the element at an index of an array."""
     if dtype in PARTS:
         first = b.shl(at, I64(1))
         for n in (0, 1):
@@ -262,7 +262,7 @@ def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
 
 
 def bytes_of(dtype: str) -> int:
-    """The bytes of a number in memory."""
+    """The bytes of a element in memory."""
     width = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
     t = stored_type(dtype)
     bits = t.width if isinstance(t, ir.IntType) else width[type(t)]

@@ -8,10 +8,10 @@ from typing import Any
 from llvmlite import ir
 
 from .chains import Chains, sum_of_chain
+from .elements import Elements, Index
 from .groups import REDUCTIONS, Rows
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable, word_at
-from .numbers import Index, Numbers
 from .operations import I8, I32, I64, TYPES, add, bytes_of, convert, load, reduced, store
 from .program import Operation, Value
 
@@ -26,7 +26,7 @@ def rows_kernel(name: str, rows: Rows, version: tuple[int, int]) -> str:
     def execute(module, frame):
         function, inner = inner_function(module, "row", _RowArguments(rows).types())
         _Row(inner, rows, _RowArguments(rows).named(function.args)).write()
-        _every_row(frame, rows, function)
+        _EveryRow(frame, rows, function).write()
 
     return module_of(name, version, execute)
 
@@ -43,23 +43,23 @@ class _RowArguments:
         return [POINTER] * len(self.pointers) + scalars + [I64, I64]
 
     def named(self, args: Sequence[Any]) -> tuple[dict[Value, Any], Any, Any]:
-        """By values their pointers or numbers; the number of the row and its position."""
+        """By values their pointers or elements; the element of the row and its position."""
         values = [*self.pointers, *self.rows.scalars]
         return dict(zip(values, args, strict=False)), args[-2], args[-1]
 
 
 class _Row:
-    """The function for one row: first reductions, then its elements, then what is one number."""
+    """The function for one row: first reductions, then its elements, then what is one element."""
 
     def __init__(self, b: ir.IRBuilder, rows: Rows, given: tuple[dict[Value, Any], Any, Any]):
         self.b, self.rows = b, rows
         self.given, self.row, self.position = given
         self.flat: tuple[Index, Any] | None = None  # the coordinates of an element, its position
-        self.numbers = Numbers(b, self._known)
+        self.elements = Elements(b, self._known)
 
     def write(self) -> None:
         for op in _reductions(self.rows.operations):
-            self.numbers.keep(op.outs[0], self._reduce(op))
+            self.elements.keep(op.outs[0], self._reduce(op))
         single = lambda write: math.prod(write.ins[0].shape[1:]) == 1
         several = [write for write in self.rows.writes if not single(write)]
         if several:
@@ -72,20 +72,20 @@ class _Row:
 
     def _store(self, writes: list[Operation], index: Index, flat: Any) -> None:
         """Replaces an element of each table, or adds to it."""
-        made = [self.numbers.of(write.ins[2], index) for write in writes]
+        made = [self.elements.of(write.ins[2], index) for write in writes]
         for k, write in enumerate(writes):
             if write.name == "rows_add":
                 table = write.ins[0]
-                old = self.numbers.of(table, (self.row, *index[1:]))
+                old = self.elements.of(table, (self.row, *index[1:]))
                 made[k] = add(self.b, table.dtype, old, made[k])
-        for write, number in zip(writes, made, strict=True):
+        for write, element in zip(writes, made, strict=True):
             table = write.ins[0]
-            store(self.b, table.dtype, self.given[table], flat, number)
+            store(self.b, table.dtype, self.given[table], flat, element)
 
     @contextlib.contextmanager
     def _elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, Any]]:
         """A loop over the elements of a row: the index, and the position in the row."""
-        with loop(self.b, I64(math.prod(shape[1:])), **VECTOR) as flat, self.numbers.scope():
+        with loop(self.b, I64(math.prod(shape[1:])), **VECTOR) as flat, self.elements.scope():
             inner = self._coordinates(flat, shape[1:])
             self.flat = inner, flat
             yield (self.position, *inner), flat
@@ -110,8 +110,8 @@ class _Row:
         total = variable(self.b, t)
         self.b.store(t(start), total)
         with self._elements(operand.shape) as (index, _):
-            number = self.numbers.of(operand, index)
-            self.b.store(reduced(self.b, op.name, self.b.load(total, typ=t), number), total)
+            element = self.elements.of(operand, index)
+            self.b.store(reduced(self.b, op.name, self.b.load(total, typ=t), element), total)
         return self.b.load(total, typ=t)
 
     def _known(self, value: Value, index: Index) -> Any:
@@ -121,7 +121,7 @@ class _Row:
         if value in rows.scalars:
             return self.given[value]
         if value.maker is not None and value.maker.name == "rows_gather":
-            return self.numbers.of(value.maker.ins[0], (self.row, *index[1:]))
+            return self.elements.of(value.maker.ins[0], (self.row, *index[1:]))
         if value not in self.given:
             return None
         if value in rows.streams:
@@ -151,74 +151,93 @@ def _reductions(operations: Sequence[Operation]) -> Iterator[Operation]:
             yield op
 
 
-def _every_row(frame: Frame, rows: Rows, function: Any) -> None:
-    """Calls the function for each row that the ids name."""
-    b, merges = frame.b, rows.merged is not None
-    first = 1 + merges
-    ids_buffer = frame.argument(ZERO)
-    ids, kind = frame.data(ids_buffer), rows.ids.dtype
-    tables = range(first, first + len(rows.tables))
-    for i, o in rows.aliases.items():
-        frame.keep(rows.ins[i].dtype, frame.argument(I64(i)), frame.result(I64(o)))
-    pointer = lambda i: (
-        frame.data(frame.result(I64(rows.aliases[i])))
-        if i in rows.aliases
-        else frame.data(frame.argument(I64(i)))
-    )
-    starts = {rows.ins[i]: pointer(i) for i in tables}
-    end = first + len(rows.tables)
-    streams = [pointer(i) for i in range(end, end + len(rows.streams))]
-    scalars = frame.scalars(end + len(rows.streams), rows.scalars)
-    num_rows = frame.length(frame.argument(I64(first)))
-    many = frame.length(ids_buffer)
-    id_of = lambda at: convert(b, word_at(b, TYPES[kind], ids, at), kind, "int64")
+class _EveryRow:
+    """The loop over the rows that the ids name, in the function that XLA calls."""
 
-    def row_of(value, start, row):
-        size = math.prod(value.shape[1:]) * bytes_of(value.dtype)
-        return b.gep(start, [b.mul(row, I64(size))], source_etype=I8)
+    def __init__(self, frame: Frame, rows: Rows, function: Any):
+        self.b, self.frame, self.rows, self.function = frame.b, frame, rows, function
+        first = 1 if rows.merged is None else 2
+        end = first + len(rows.tables)
+        for i, o in rows.aliases.items():
+            frame.keep(rows.ins[i].dtype, frame.argument(I64(i)), frame.result(I64(o)))
+        ids = frame.argument(ZERO)
+        self.ids, self.many = frame.data(ids), frame.length(ids)
+        self.num_rows = frame.length(frame.argument(I64(first)))
+        self.tables = {rows.ins[i]: self._memory(i) for i in range(first, end)}
+        self.streams = [self._memory(end + k) for k in range(len(rows.streams))]
+        self.scalars = frame.scalars(end + len(rows.streams), rows.scalars)
 
-    def update(row, position, gradient):
-        pointers = [row_of(v, start, row) for v, start in starts.items()]
-        b.call(function, [*pointers, *gradient, *streams, *scalars, row, position])
+    def _memory(self, i: int) -> Any:
+        """That of an argument, or of the result that takes its place."""
+        o = self.rows.aliases.get(i)
+        frame = self.frame
+        return frame.data(frame.argument(I64(i)) if o is None else frame.result(I64(o)))
 
-    def fetch(row):
-        for v, start in starts.items():
-            fetch_row(b, row_of(v, start, row), math.prod(v.shape[1:]) * bytes_of(v.dtype))
+    def _id(self, position: Any) -> Any:
+        kind = self.rows.ids.dtype
+        return convert(self.b, word_at(self.b, TYPES[kind], self.ids, position), kind, "int64")
 
-    is_real = lambda row: b.icmp_unsigned("<", row, num_rows)
-    if not merges:
-        with loop(b, many) as position:
+    def _is_real(self, row: Any) -> Any:
+        return self.b.icmp_unsigned("<", row, self.num_rows)
+
+    def _row(self, value: Value, start: Any, row: Any) -> Any:
+        return self.b.gep(start, [self.b.mul(row, I64(_size(value)))], source_etype=I8)
+
+    def _fetch(self, row: Any) -> None:
+        for v, start in self.tables.items():
+            fetch_row(self.b, self._row(v, start, row), _size(v))
+
+    def _update(self, row: Any, position: Any, *gradient: Any) -> None:
+        pointers = [self._row(v, start, row) for v, start in self.tables.items()]
+        arguments = [*pointers, *gradient, *self.streams, *self.scalars, row, position]
+        self.b.call(self.function, arguments)
+
+    def write(self) -> None:
+        """Merges rows of equal ids, or takes them as they come."""
+        if self.rows.merged is None:
+            self._as_they_come()
+        else:
+            self._merged(self.rows.merged)
+
+    def _as_they_come(self) -> None:
+        b = self.b
+        with loop(b, self.many) as position:
             later = b.add(position, I64(_AHEAD))
-            with b.if_then(b.icmp_signed("<", later, many)):
-                row = id_of(later)
-                with b.if_then(is_real(row)):
-                    fetch(row)
-            row = id_of(position)
-            with b.if_then(is_real(row)):
-                update(row, position, [])
-        return
-    scratch = frame.result(I64(len(rows.outs)))
-    values = frame.data(frame.argument(I64(1)))
-    chains = Chains(b, frame.data(scratch), frame.length(scratch), many)
-    with loop(b, many) as position:
-        row = id_of(position)
-        b.store(I32(-1), b.gep(chains.following, [position], source_etype=I32))
-        with b.if_then(is_real(row)):
-            chains.append(position, row, id_of)
-    total = frame.data(frame.result(I64(len(rows.outs) + 1)))
-    merged: Any = rows.merged
-    with loop(b, chains.number()) as k:
-        later = b.add(k, I64(_AHEAD))
-        with b.if_then(b.icmp_signed("<", later, chains.number())):
-            fetch(id_of(chains.at(chains.firsts, later)))
-        position = chains.at(chains.firsts, k)
-        gradient = variable(b, POINTER)
-        b.store(row_of(merged, values, position), gradient)
-        second = chains.at(chains.following, position)
-        with b.if_then(b.icmp_signed(">=", second, ZERO), likely=False):
-            sum_of_chain(b, merged, lambda at: row_of(merged, values, at), chains, position, total)
-            b.store(total, gradient)
-        update(id_of(position), position, [b.load(gradient, typ=POINTER)])
+            with b.if_then(b.icmp_signed("<", later, self.many)):
+                row = self._id(later)
+                with b.if_then(self._is_real(row)):
+                    self._fetch(row)
+            row = self._id(position)
+            with b.if_then(self._is_real(row)):
+                self._update(row, position)
+
+    def _merged(self, merged: Value) -> None:
+        b, frame, outs = self.b, self.frame, len(self.rows.outs)
+        values = frame.data(frame.argument(I64(1)))
+        words, total = frame.result(I64(outs)), frame.data(frame.result(I64(outs + 1)))
+        chains = Chains(b, frame.data(words), frame.length(words), self.many)
+        with loop(b, self.many) as position:
+            row = self._id(position)
+            chains.end(position)
+            with b.if_then(self._is_real(row)):
+                chains.append(position, row, self._id)
+        with loop(b, chains.count()) as k:
+            later = b.add(k, I64(_AHEAD))
+            with b.if_then(b.icmp_signed("<", later, chains.count())):
+                self._fetch(self._id(chains.at(chains.firsts, later)))
+            position = chains.at(chains.firsts, k)
+            gradient = variable(b, POINTER)
+            b.store(self._row(merged, values, position), gradient)
+            with b.if_then(chains.is_long(position), likely=False):
+                place = lambda at: self._row(merged, values, at)
+                sum_of_chain(b, merged, place, chains, position, total)
+                b.store(total, gradient)
+            self._update(self._id(position), position, b.load(gradient, typ=POINTER))
+
+
+def _size(value: Value) -> int:
+    """The bytes of a row."""
+    return math.prod(value.shape[1:]) * bytes_of(value.dtype)
 
 
 def fetch_row(b: ir.IRBuilder, pointer: Any, size: int) -> None:

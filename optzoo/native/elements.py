@@ -1,4 +1,4 @@
-"""Single numbers of the values of a program, in LLVM's language.
+"""Single elements of the values of a program, in LLVM's language.
 
 Each value is a function of its index, followed back to what is in memory. So nothing is stored
 between the operations of a group.
@@ -17,12 +17,12 @@ from .program import Value
 Index = tuple[Any, ...]  # an integer for each axis
 
 
-class Numbers:
-    """Computes single numbers of values, each once.
+class Elements:
+    """Computes single elements of values, each once.
 
     Args:
         b: the builder.
-        known: gives a number of a value that is in memory, for the value and its index; None for
+        known: gives a element of a value that is in memory, for the value and its index; None for
             any other value.
     """
 
@@ -37,23 +37,23 @@ class Numbers:
         yield
         self._made.pop()
 
-    def keep(self, value: Value, number: Any) -> None:
-        """Sets a number of each row."""
-        self._made[-1][value, None] = number
+    def keep(self, value: Value, element: Any) -> None:
+        """Sets a element of each row."""
+        self._made[-1][value, None] = element
 
     def of(self, value: Value, index: Index) -> Any:
-        """The number of a value at an index."""
+        """The element of a value at an index."""
         if value.literal is not None and not value.shape:
             return constant(value.dtype, value.literal)
         key = value, tuple(map(id, index))
         for made in self._made:
             if (value, None) in made or key in made:
                 return made[(value, None) if (value, None) in made else key]
-        number = self.known(value, index)
-        if number is None:
-            number = self._compute(value, index)
-        self._made[-1][key] = number
-        return number
+        element = self.known(value, index)
+        if element is None:
+            element = self._compute(value, index)
+        self._made[-1][key] = element
+        return element
 
     def _compute(self, value: Value, index: Index) -> Any:
         if value.meaning is not None:
