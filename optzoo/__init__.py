@@ -214,6 +214,7 @@ __all__ = [
     "moving_average",
     "multitask",
     "nadam",
+    "native_step",
     "neural_optimizer1",
     "normalized_sgd",
     "on_rows",

@@ -89,6 +89,7 @@ def imports(path):
 # docs/architecture.md: a room imports from those before it, and none from its own line.
 ROOMS = [
     ["core"],
+    ["native"],
     ["state"],
     ["rules", "distributed"],
     ["sparse"],

@@ -312,8 +312,25 @@ def find_leaves(
     done = {v for leaf in found for v in leaf.outs}
     for v in program.results:
         if v.shape and v.maker is not None and v not in done:
-            report(v, "its update is more than operations element by element that are known")
+            report(v, _obstacles(v, made))
     return found
+
+
+def _obstacles(result: Value, made: Collection[Value]) -> str:
+    """Why a result is in no group, given what depends on the parameters and the state."""
+    waiting, seen, names = [result], set[Value](), set[str]()
+    while waiting:
+        v = waiting.pop()
+        if v in seen or v not in made or v.maker is None:
+            continue
+        seen.add(v)
+        waiting += v.maker.ins
+        if v.shape or any(w.shape for w in v.maker.ins):
+            names |= set() if _is_fusible(v.maker) else {v.maker.name}
+    if names:
+        few = ", ".join(f"`{name}`" for name in sorted(names)[:4])
+        return f"operations that are unknown, or not element by element: {few}"
+    return "something else needs a result between its operations"
 
 
 def _leaf(
