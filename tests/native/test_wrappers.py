@@ -1,0 +1,34 @@
+"""Native steps of wrapped optimizers, on rows and on arrays."""
+
+import jax
+import optax
+import pytest
+
+import optzoo
+from optzoo.testing.samples import dense_grads, params, row_grads
+
+from ..selection import quick
+from ..wrappers.test_contract import INNER, WRAPPERS
+from .test_step import both, check_close
+
+MORE = {
+    "accumulate": lambda inner: optzoo.accumulate(inner, 2, rows={"table": 4}),
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
+    "groups": lambda inner: optzoo.groups({"table": inner, ".*": optzoo.momentum(0.1, 0.9)}),
+    "masked": lambda inner: optax.masked(inner, lambda p: jax.tree.map(lambda x: x.ndim > 0, p)),
+    "stacked": lambda inner: optzoo.stacked(inner),
+}
+CASES = {f"{w}-{i}-{d}" for w in {**WRAPPERS, **MORE} for i in INNER for d in ("rows", "arrays")}
+# They refuse rows, arrays, or updates of another structure than the gradients.
+CASES -= {f"{w}-optax.sgd-rows" for w in {**WRAPPERS, **MORE}}
+CASES -= {f"masked-{i}-rows" for i in INNER}
+CASES -= {f"accumulate-{i}-arrays" for i in INNER} | {"apply_if_finite-adam-rows"}
+CHOSEN = {f"{w}-lazy_adam-rows" for w in ("accumulate", "groups", "moving_average", "stacked")}
+
+
+@pytest.mark.parametrize("case", quick(sorted(CASES), CHOSEN))
+def test_wrapped(case):
+    wrapper, inner, kind = case.split("-")
+    tx = optax.with_extra_args_support({**WRAPPERS, **MORE}[wrapper](INNER[inner]()))
+    grads = row_grads(params()) if kind == "rows" else dense_grads(params())
+    check_close(*both(tx, params(), lambda seed: grads, required=False))
