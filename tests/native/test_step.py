@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -486,6 +487,24 @@ def test_nothing_is_marked_for_others():
     tx, params = optzoo.lazy_adam(0.1), table()
     text = str(jax.make_jaxpr(plain_step(tx))(params, tx.init(params), rows(0)))
     assert "optzoo_rows" not in text
+
+
+def test_programs_for_other_platforms():
+    tx, params = optzoo.lazy_adam(0.1), table()
+    traced = jax.jit(optzoo.native_step(tx, required=True)).trace(params, tx.init(params), rows(0))
+    assert "@optzoo_native_" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    for platform in ("tpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "optzoo_native_" not in text and "scatter" in text
+
+
+def test_export_is_refused():
+    tx, params = optzoo.lazy_adam(0.1), table()
+    step = jax.jit(optzoo.native_step(tx))
+    grads = rows(0).values  # an array: protected ids cannot be exported
+    params = grads + 1
+    with pytest.raises(ValueError, match=r"custom calls whose targets (.|\n)*optzoo_native_"):
+        export.export(step)(params, tx.init(params), grads)
 
 
 # Training steps
