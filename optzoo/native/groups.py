@@ -297,9 +297,10 @@ def find_leaves(
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
     """
+    fusible = {op for op in program.operations if _is_fusible(op)}
     made, readers, results = _made_of(program, places), program.readers(), set(program.results)
     found = []
-    for ops in _together(program):
+    for ops in _together(program, fusible):
         inside = set(ops)
         is_read = lambda v, inside=inside: any(r not in inside for r in readers.get(v, ()))
         outs = [v for op in ops for v in op.outs if v in results or is_read(v)]
@@ -312,11 +313,11 @@ def find_leaves(
     done = {v for leaf in found for v in leaf.outs}
     for v in program.results:
         if v.shape and v.maker is not None and v not in done:
-            report(v, _obstacles(v, made))
+            report(v, _obstacles(v, made, fusible))
     return found
 
 
-def _obstacles(result: Value, made: Collection[Value]) -> str:
+def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
     """Why a result is in no group, given what depends on the parameters and the state."""
     waiting, seen, names = [result], set[Value](), set[str]()
     while waiting:
@@ -326,7 +327,7 @@ def _obstacles(result: Value, made: Collection[Value]) -> str:
         seen.add(v)
         waiting += v.maker.ins
         if v.shape or any(w.shape for w in v.maker.ins):
-            names |= set() if _is_fusible(v.maker) else {v.maker.name}
+            names |= set() if v.maker in fusible else {v.maker.name}
     if names:
         few = ", ".join(f"`{name}`" for name in sorted(names)[:4])
         return f"operations that are unknown, or not element by element: {few}"
@@ -352,22 +353,22 @@ def _leaf(
     return Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
 
 
-def _together(program: Program) -> Iterable[list[Operation]]:
+def _together(program: Program, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
     """Operations element by element that share arrays, and can run at the same time."""
-    stages, parent = _stages(program), dict[Any, Any]()
+    stages, parent = _stages(program, fusible), dict[Any, Any]()
 
     def find(x):
         while parent.setdefault(x, x) is not x:
             x = parent[x]
         return x
 
-    fusible = [op for op in program.operations if _is_fusible(op)]
-    for op in fusible:
+    in_turn = [op for op in program.operations if op in fusible]
+    for op in in_turn:
         for v in op.ins:
             if v.shape:
                 parent[find((v, stages[op]))] = find((op.outs[0], stages[op]))
     groups: dict[Any, list[Operation]] = {}
-    for op in fusible:
+    for op in in_turn:
         groups.setdefault(find((op.outs[0], stages[op])), []).append(op)
     return groups.values()
 
@@ -383,7 +384,7 @@ def _is_fusible(op: Operation) -> bool:
     return op.name not in _MOVES | REDUCTIONS | {"iota"} and all(map(is_single, op.inside))
 
 
-def _stages(program: Program) -> dict[Operation, int]:
+def _stages(program: Program, fusible: Collection[Operation]) -> dict[Operation, int]:
     """How many operations that are not element by element come before each, on one path.
 
     Operations element by element take place as late as possible: so those that need the norm of all
@@ -393,12 +394,12 @@ def _stages(program: Program) -> dict[Operation, int]:
     stages: dict[Operation, int] = {}
     for op in program.operations:
         stages[op] = max((after.get(v, 0) for v in op.ins), default=0)
-        more = not _is_fusible(op) and any(v.shape for v in op.ins)
+        more = op not in fusible and any(v.shape for v in op.ins)
         after.update(dict.fromkeys(op.outs, stages[op] + more))
     last = max(after.values(), default=0)
     latest: dict[Value, int] = {}
     for op in reversed(program.operations):
-        if _is_fusible(op):
+        if op in fusible:
             stages[op] = min(latest.get(v, last) for v in op.outs)
         for v in op.ins:
             latest[v] = min(latest.get(v, last), stages[op])

@@ -1,6 +1,7 @@
 """A step as a graph of operations, made from its jaxpr."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from ..core.marks import mark_of
 
 _JITS = {"jit", "pjit", "closed_call", "core_call"}  # their operations take their place
 _WITH_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}  # kept whole: they have their own
+
+
+_name = functools.cache(str)
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,7 +34,7 @@ class Value:
     @property
     def dtype(self) -> str:
         """The name of its dtype."""
-        return str(self.aval.dtype)
+        return _name(self.aval.dtype)
 
 
 @dataclasses.dataclass(eq=False)

@@ -96,7 +96,8 @@ def check_close(expected, got, limit=ROUNDINGS):
             np.testing.assert_array_equal(a, b)
             continue
         a, b = np.asarray(a).astype(np.complex128), np.asarray(b).astype(np.complex128)
-        scale = np.sqrt(np.mean(np.abs(a) ** 2)) if a.size else 0.0
+        finite = np.abs(a[np.isfinite(a)])
+        scale = np.sqrt(np.mean(finite**2)) if finite.size else 0.0
         np.testing.assert_allclose(a, b, rtol=limit, atol=limit * scale)
 
 
@@ -200,6 +201,26 @@ def test_empty_arrays():
     expected, got = both(optzoo.lazy_adam(0.1), params, draw)
     check_close(expected, got)
     np.testing.assert_array_equal(got[0]["t"], params["t"])
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e20, np.inf, np.nan])
+def test_extreme_gradients(scale):
+    tx = optzoo.adagrad(0.1)
+    draw = lambda seed: rows(seed).with_values(rows(seed).values * scale)
+    expected, got = both(tx, table(), draw)
+    check_close(expected, got)
+    expected, got = both(tx, table(), lambda seed: table(seed) * scale)
+    check_close(expected, got)
+
+
+def test_ids_of_64_bits(x64):
+    with x64(True):
+        ids = jnp.array([3, 2**32 + 3, -1, ROWS, 7], jnp.int64)
+        grads = SparseRows(ids, jnp.ones((5, WIDTH), jnp.float32), ROWS)
+        assert grads.indices.dtype == jnp.int64
+        expected, got = both(optzoo.adagrad(0.1), table(), lambda seed: grads)
+        check_close(expected, got)
+        assert np.flatnonzero((got[0] != table()).any(axis=1)).tolist() == [3, 7]
 
 
 def test_ids_outside_of_the_table_are_ignored():
