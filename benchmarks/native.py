@@ -10,9 +10,9 @@ it. torch is included if it is installed.
 
 ``rows``: steps on some rows of a table. ``dense``: all first-order optimizers on ResNet-50; the
 roof is that of ``dense.py``, for the bytes of the optimizer. ``training``: whole training steps, by
-:func:`optzoo.minimize`, which leaves the parameters of dense layers out of place, and with all in
-place. ``compile``: seconds to trace, lower and compile, each in a new process, after a first small
-step. ``threads``: the same programs on one core and on two, each in a process of its own.
+:func:`optzoo.minimize`, and by hand with all in place or the slots alone. ``compile``: seconds to
+trace, lower and compile, each in a new process, after a first small step. ``threads``: the same
+programs on one core and on two, each in a process of its own.
 """
 
 import argparse
@@ -228,16 +228,21 @@ def measure_training(case, rounds):
     batches = [tuple(map(jnp.asarray, batch)) for batch in batches]
     params = jax.tree.map(jnp.asarray, params)
     differentiate = optzoo.value_and_grad(loss)
-    all_in_place = optzoo.native_step(tx, required=True)
 
-    def by_hand(params, state, *batch):
-        value, grads = differentiate(params, *batch)
-        return *all_in_place(params, state, grads), value
+    def by_hand(in_place):
+        update = optzoo.native_step(tx, in_place=in_place, required=True)
+
+        def step(params, state, *batch):
+            value, grads = differentiate(params, *batch)
+            return *update(params, state, grads), value
+
+        return jax.jit(step, donate_argnums=(0, 1))
 
     steps = {
         "XLA": optzoo.minimize(loss, tx),
         "native": optzoo.minimize(loss, tx, native="require"),
-        "native, all in place": jax.jit(by_hand, donate_argnums=(0, 1)),
+        "all in place": by_hand("all"),
+        "slots in place": by_hand("slots"),
     }
 
     def contender(step):
