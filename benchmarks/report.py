@@ -277,6 +277,149 @@ def sharded_rounds_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Native code
+
+_LAZY_GOALS = ("lazy_adam", "adagrad", "ftrl", "momentum", "row_wise_adagrad")
+
+
+def _native_rows(kind: str, by: str, cases: Sequence[str]) -> dict[str, float]:
+    found = result("native_rows")["cases"]
+    ratios = {f"{n}, {c}": found[c][n][f"ratios of {kind}"] for c in cases for n in _LAZY_GOALS}
+    return {name: r[by] for name, r in ratios.items() if by in r}
+
+
+def _native_dense(kind: str, by: str) -> dict[str, float]:
+    found = result("native_dense")["optimizers"]
+    ratios = {name: r[f"ratios of {kind}"] for name, r in found.items()}
+    return {name: r[by] for name, r in ratios.items() if by in r}
+
+
+def _native_compile(_: str) -> dict[str, float]:
+    found = result("native_compile")["cases"]
+    return {name.replace("`", ""): r["ratios"]["all s"] for name, r in found.items()}
+
+
+def _native_training(kind: str) -> str:
+    [bags] = [r for n, r in result("native_training")["cases"].items() if n.startswith("bags")]
+    return _number(bags[f"ratios of {kind}"]["XLA"])
+
+
+_WITH_NORMS = ("lars", "normalized_sgd")
+_FEW, _MANY = ("1M x 64", "4M x 32"), ("1M x 64, 65,536 ids, Zipf",)
+NATIVE_GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
+    ("rows, 4,096 ids, against XLA", "0.30", lambda k: _worst(_native_rows(k, "XLA", _FEW))),
+    ("rows, 4,096 ids, against torch", "0.12", lambda k: _worst(_native_rows(k, "torch", _FEW))),
+    ("rows, 65,536 ids, against XLA", "0.35", lambda k: _worst(_native_rows(k, "XLA", _MANY))),
+    (
+        "dense, ResNet-50, against the roof, median of all",
+        "1.15",
+        lambda k: _number(statistics.median(_native_dense(k, "roof").values())),
+    ),
+    ("the same, each", "1.35", lambda k: _worst(_native_dense(k, "roof"))),
+    (
+        "the same, without `lars` and `normalized_sgd`, which read gradients twice",
+        "1.35",
+        lambda k: _worst(
+            {n: r for n, r in _native_dense(k, "roof").items() if n not in _WITH_NORMS}
+        ),
+    ),
+    (
+        "dense, ResNet-50, against torch fused",
+        "1.05",
+        lambda k: _worst(_native_dense(k, "torch fused")),
+    ),
+    ("training step, bags and two layers, against XLA", "0.60", _native_training),
+    ("trace, lower, compile, against XLA", "1.00", lambda k: _worst(_native_compile(k))),
+)
+
+
+def native_goals_table() -> str:
+    """The goals of native code; where several are measured, the worst."""
+    lines = ["| what | at most | least times | medians |", "|---|---|---|---|"]
+    for what, most, measured in NATIVE_GOALS:
+        lines.append(f"| {what} | {most} | {measured('least')} | {measured('median')} |")
+    return "\n".join(lines) + "\n"
+
+
+def native_rows_table() -> str:
+    """Milliseconds of native steps on tables, and ratios to those of XLA and of torch."""
+    cases = result("native_rows")["cases"]
+    titles = [f"{case}: ms | / XLA | / torch" for case in cases]
+    lines = [f"| least (median) | {' | '.join(titles)} |", "|---" * (1 + 3 * len(cases)) + "|"]
+    for name in next(iter(cases.values())):
+        cells = []
+        for case in cases.values():
+            least, median = (case[name][f"{kind} s"]["native"] for kind in ("least", "median"))
+            cells.append(f"{1e3 * least:.2f} ({1e3 * median:.2f})")
+            cells += [_both(case[name], by) for by in ("XLA", "torch")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _both(found: Mapping[str, Any], by: str) -> str:
+    """A ratio of least times, and of medians."""
+    ratios = [found[f"ratios of {kind}"].get(by) for kind in ("least", "median")]
+    return "" if ratios[0] is None else "{:.2f} ({:.2f})".format(*ratios)
+
+
+def native_dense_table() -> str:
+    """Native steps on ResNet-50, least times, and seconds of tracing and compilation."""
+    peers = {p: f"/ {p}" for p in ("roof", "XLA", "torch foreach", "torch fused")}
+    heads = ["ns for each parameter", "bytes", "XLA / roof", *peers.values(), "all s", "XLA: all s"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    size = result("native_dense")["parameters"]
+    for name, r in result("native_dense")["optimizers"].items():
+        least, ratios = r["least s"], r["ratios of least"]
+        cells = [f"{1e9 * least['native'] / size:.2f}", f"{r['bytes per parameter']:.0f}"]
+        cells.append(f"{least['XLA'] / least['roof']:.2f}")
+        cells += [f"{ratios[p]:.2f}" if p in ratios else "" for p in peers]
+        keys = ("trace s", "lower s", "compile s")
+        cells += [f"{sum(r['programs'][w][k] for k in keys):.2f}" for w in ("native", "XLA")]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def native_left_out() -> str:
+    """The optimizers whose dense steps XLA computes."""
+    return ", ".join(f"`{name}`" for name in result("native_dense")["updated by XLA"]) + ".\n"
+
+
+def native_training_table() -> str:
+    """Milliseconds of whole training steps."""
+    cases = result("native_training")["cases"]
+    who = list(next(iter(cases.values()))["least s"])
+    heads = [*who, "native / XLA"]
+    lines = [f"| ms, least (median) | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for case, r in cases.items():
+        cells = [f"{1e3 * r['least s'][w]:.2f} ({1e3 * r['median s'][w]:.2f})" for w in who]
+        lines.append(f"| {case} | {' | '.join([*cells, _both(r, 'XLA')])} |")
+    return "\n".join(lines) + "\n"
+
+
+def native_compile_table() -> str:
+    """Seconds to trace, lower and compile, medians."""
+    keys = ("trace s", "lower s", "compile s", "all s")
+    heads = [*keys, "XLA: all s", "native / XLA"]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for case, r in result("native_compile")["cases"].items():
+        cells = [r["native"][k] for k in keys] + [r["XLA"]["all s"], r["ratios"]["all s"]]
+        lines.append(f"| {case} | {' | '.join(f'{x:.2f}' for x in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def native_threads_table() -> str:
+    """Times of the same programs on one core and on two, each in its own process."""
+    lines = ["| ms, least (median) | cores | XLA | native | native / XLA |", "|---" * 5 + "|"]
+    for case, by_cores in result("native_threads")["cases"].items():
+        for cores, r in by_cores.items():
+            cells = [
+                f"{1e3 * r['least s'][w]:.2f} ({1e3 * r['median s'][w]:.2f})"
+                for w in ("XLA", "native")
+            ]
+            lines.append(f"| {case} | {cores} | {' | '.join([*cells, _both(r, 'XLA')])} |")
+    return "\n".join(lines) + "\n"
+
+
 def machine_line() -> str:
     """The date, the machine and the versions."""
     machine = result("dense")["machine"]
@@ -296,6 +439,13 @@ TABLES = {
     "performance sharded traffic": sharded_traffic_table,
     "performance sharded times": sharded_times_table,
     "performance sharded rounds": sharded_rounds_table,
+    "performance native goals": native_goals_table,
+    "performance native rows": native_rows_table,
+    "performance native dense": native_dense_table,
+    "performance native left out": native_left_out,
+    "performance native training": native_training_table,
+    "performance native compilation": native_compile_table,
+    "performance native cores": native_threads_table,
 }
 
 

@@ -4,10 +4,11 @@
     .venv/bin/python benchmarks/suite.py --full    all, for benchmarks/results (make bench-full)
 
 Ratios are those of contenders in one run, so a busy machine changes them less than times, but they
-still have noise: a reported ratio is not a failure.
+still have noise: a reported ratio is not a failure. Those of native code need llvmlite.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -19,19 +20,27 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 WORSE = 1.15  # a ratio that increased by more than this factor is reported
+# By the name of the result: the script and its arguments.
 QUICK = {
-    "dense": ["--case", "four", "--rounds", "7"],
-    "rows": ["--case", "1M x 64", "--rounds", "7"],
-    "small_leaves": ["--case", "100 of 10"],
-    "half_slots": ["--skip", "losses", "--rounds", "7"],
+    "dense": ["dense.py", "--case", "four", "--rounds", "7"],
+    "rows": ["rows.py", "--case", "1M x 64", "--rounds", "7"],
+    "small_leaves": ["small_leaves.py", "--case", "100 of 10"],
+    "half_slots": ["half_slots.py", "--skip", "losses", "--rounds", "7"],
+    "native_rows": ["native.py", "rows", "--case", "1M x 64", "--rounds", "7"],
+    "native_dense": ["native.py", "dense", "--only", "momentum", "adam", "ftrl", "--rounds", "7"],
 }
 FULL = {
-    "dense": ["--case", "resnet50", "four", "thousand", "transformer"],
-    "rows": ["--case", "all"],
-    "small_leaves": ["--rounds", "51"],
-    "half_slots": [],
-    "shampoo": [],
-    "ggt": [],
+    "dense": ["dense.py", "--case", "resnet50", "four", "thousand", "transformer"],
+    "rows": ["rows.py", "--case", "all"],
+    "small_leaves": ["small_leaves.py", "--rounds", "51"],
+    "half_slots": ["half_slots.py"],
+    "shampoo": ["shampoo.py"],
+    "ggt": ["ggt.py"],
+    "native_rows": ["native.py", "rows"],
+    "native_dense": ["native.py", "dense"],
+    "native_training": ["native.py", "training"],
+    "native_compile": ["native.py", "compile"],
+    "native_threads": ["native.py", "threads"],
 }
 
 
@@ -54,15 +63,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true")
     full = parser.parse_args().full
+    chosen = FULL if full else QUICK
+    if importlib.util.find_spec("llvmlite") is None:
+        chosen = {name: command for name, command in chosen.items() if "native.py" not in command}
     before = {p.stem: json.loads(p.read_text()) for p in (HERE / "results").glob("*.json")}
     with tempfile.TemporaryDirectory() as elsewhere:
         results = HERE / "results" if full else pathlib.Path(elsewhere)
         environment = {**os.environ, "BENCHMARK_RESULTS": str(results)}
-        for name, arguments in (FULL if full else QUICK).items():
+        for name, (script, *arguments) in chosen.items():
             print(f"\n# {name}", flush=True)
-            command = [sys.executable, str(HERE / f"{name}.py"), *arguments, "--save"]
+            command = [sys.executable, str(HERE / script), *arguments, "--save"]
             subprocess.run(command, check=True, env=environment)
-        for name in FULL if full else QUICK:
+        for name in chosen:
             now = dict(ratios(json.loads((results / f"{name}.json").read_text())))
             stored = dict(ratios(before.get(name, {})))
             for path in sorted(now.keys() & stored.keys()):
