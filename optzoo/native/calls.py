@@ -97,14 +97,14 @@ class Call:
 
 
 def _scratch(rows: Rows) -> list[jax.ShapeDtypeStruct]:
-    """The memory in which rows of equal ids are merged: see :class:`chains.Chains`."""
+    """The memory in which rows of equal ids are merged: see :class:`sums.Sums`."""
     if rows.merged is None:
         return []
     many = rows.ids.shape[0]
     table = 1 << max(4, (2 * many - 1).bit_length())
     return [
-        jax.ShapeDtypeStruct((table + 3 * many,), jnp.int32),
-        jax.ShapeDtypeStruct(rows.merged.shape[1:], rows.merged.aval.dtype),
+        jax.ShapeDtypeStruct((table + 2 * many,), jnp.int32),
+        jax.ShapeDtypeStruct((max(1, many // 2), *rows.merged.shape[1:]), rows.merged.aval.dtype),
     ]
 
 

@@ -24,10 +24,16 @@ class Elements:
         b: the builder.
         known: gives a element of a value that is in memory, for the value and its index; None for
             any other value.
+        constant_of: gives the element of a constant.
     """
 
-    def __init__(self, b: ir.IRBuilder, known: Callable[[Value, Any], Any]):
-        self.b, self.known = b, known
+    def __init__(
+        self,
+        b: ir.IRBuilder,
+        known: Callable[[Value, Any], Any],
+        constant_of: Callable[[Value], Any] = lambda v: constant(v.dtype, v.literal),
+    ):
+        self.b, self.known, self.constant_of = b, known, constant_of
         self._made: list[dict[Any, Any]] = [{}]
 
     @contextlib.contextmanager
@@ -44,7 +50,7 @@ class Elements:
     def of(self, value: Value, index: Index) -> Any:
         """The element of a value at an index."""
         if value.literal is not None and not value.shape:
-            return constant(value.dtype, value.literal)
+            return self.constant_of(value)
         key = value, tuple(map(id, index))
         for made in self._made:
             if (value, None) in made or key in made:

@@ -27,7 +27,7 @@ _SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "
 _SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
 _CONTRACT = ("contract",)
-_SAME = {"copy", "copy_p", "pcast", "pvary"}
+_SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
 _OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs"}

@@ -7,12 +7,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from .chains import Chains, sum_of_chain
+from .sums import Sums
 from .elements import Elements, Index
 from .groups import REDUCTIONS, Rows
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable, word_at
-from .operations import I8, I32, I64, TYPES, add, bytes_of, convert, load, reduced, store
+from .operations import I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, store
 from .program import Operation, Value
 
 _AHEAD = 16  # rows are fetched so many rows before they are needed
@@ -40,22 +40,22 @@ class _RowArguments:
 
     def types(self) -> list[Any]:
         scalars = [TYPES[v.dtype] for v in self.rows.scalars]
-        return [POINTER] * len(self.pointers) + scalars + [I64, I64]
+        return [POINTER] * len(self.pointers) + scalars + [I64, I64, I64]
 
-    def named(self, args: Sequence[Any]) -> tuple[dict[Value, Any], Any, Any]:
-        """By values their pointers or elements; the element of the row and its position."""
+    def named(self, args: Sequence[Any]) -> tuple[dict[Value, Any], Any, Any, Any]:
+        """By values their pointers or elements; the row, its position, the number of rows."""
         values = [*self.pointers, *self.rows.scalars]
-        return dict(zip(values, args, strict=False)), args[-2], args[-1]
+        return dict(zip(values, args, strict=False)), *args[-3:]
 
 
 class _Row:
     """The function for one row: first reductions, then its elements, then what is one element."""
 
-    def __init__(self, b: ir.IRBuilder, rows: Rows, given: tuple[dict[Value, Any], Any, Any]):
+    def __init__(self, b: ir.IRBuilder, rows: Rows, given: tuple[dict[Value, Any], Any, Any, Any]):
         self.b, self.rows = b, rows
-        self.given, self.row, self.position = given
+        self.given, self.row, self.position, self.num_rows = given
         self.flat: tuple[Index, Any] | None = None  # the coordinates of an element, its position
-        self.elements = Elements(b, self._known)
+        self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
         for op in _reductions(self.rows.operations):
@@ -130,6 +130,12 @@ class _Row:
             at = self._offset(value.shape[1:], index[1:])
         return load(self.b, value.dtype, self.given[value], at)
 
+    def _constant(self, value: Value) -> Any:
+        """The number of rows is an argument, so that tables of all heights share the function."""
+        if value.dtype in ("int32", "int64") and value.literal == self.rows.tables[0].shape[0]:
+            return convert(self.b, self.num_rows, "int64", value.dtype)
+        return constant(value.dtype, value.literal)
+
     def _offset(self, shape: Sequence[int], index: Index) -> Any:
         if self.flat is not None and len(index) and _same(index, self.flat[0]):
             return self.flat[1]
@@ -189,7 +195,8 @@ class _EveryRow:
 
     def _update(self, row: Any, position: Any, *gradient: Any) -> None:
         pointers = [self._row(v, start, row) for v, start in self.tables.items()]
-        arguments = [*pointers, *gradient, *self.streams, *self.scalars, row, position]
+        place = row, position, self.num_rows
+        arguments = [*pointers, *gradient, *self.streams, *self.scalars, *place]
         self.b.call(self.function, arguments)
 
     def write(self) -> None:
@@ -213,26 +220,24 @@ class _EveryRow:
 
     def _merged(self, merged: Value) -> None:
         b, frame, outs = self.b, self.frame, len(self.rows.outs)
-        values = frame.data(frame.argument(I64(1)))
-        words, total = frame.result(I64(outs)), frame.data(frame.result(I64(outs + 1)))
-        chains = Chains(b, frame.data(words), frame.length(words), self.many)
+        values, words = frame.data(frame.argument(I64(1))), frame.result(I64(outs))
+        totals = frame.data(frame.result(I64(outs + 1)))
+        sums = Sums(
+            b, frame.data(words), frame.length(words), self.many,
+            lambda place: self._row(merged, totals, place),
+            lambda position: self._row(merged, values, position),
+            math.prod(merged.shape[1:]), merged.dtype,
+        )  # fmt: skip
         with loop(b, self.many) as position:
             row = self._id(position)
-            chains.end(position)
             with b.if_then(self._is_real(row)):
-                chains.append(position, row, self._id)
-        with loop(b, chains.count()) as k:
+                sums.append(position, row, self._id)
+        with loop(b, sums.count()) as k:
             later = b.add(k, I64(_AHEAD))
-            with b.if_then(b.icmp_signed("<", later, chains.count())):
-                self._fetch(self._id(chains.at(chains.firsts, later)))
-            position = chains.at(chains.firsts, k)
-            gradient = variable(b, POINTER)
-            b.store(self._row(merged, values, position), gradient)
-            with b.if_then(chains.is_long(position), likely=False):
-                place = lambda at: self._row(merged, values, at)
-                sum_of_chain(b, merged, place, chains, position, total)
-                b.store(total, gradient)
-            self._update(self._id(position), position, b.load(gradient, typ=POINTER))
+            with b.if_then(b.icmp_signed("<", later, sums.count())):
+                self._fetch(self._id(sums.at(sums.firsts, later)))
+            position = sums.at(sums.firsts, k)
+            self._update(self._id(position), position, sums.of(position))
 
 
 def _size(value: Value) -> int:

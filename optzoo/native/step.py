@@ -58,9 +58,9 @@ def native_step(
 
     Args:
         tx: any optax transformation.
-        in_place: ``"slots"`` where the rest of the compiled program reads the parameters, as a
-            training step does: their new values then get memory of their own, which saves XLA a
-            copy. Rows are always in place.
+        in_place: ``"slots"`` where the parameters are not donated: the new values of arrays then
+            get memory of their own at once, and XLA does not copy the old ones before. Rows are
+            always in place.
         required: raise an error where not all of the update is native, instead of leaving it to
             XLA.
 

@@ -7,6 +7,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check, check_not_negative, check_rate
+from ..core.marks import marked
 from ..core.numerics import power, safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..state.types import Slot
@@ -118,6 +119,7 @@ def ftrl(
     )
 
 
+@marked("after")  # of a native loop it is `a`: it costs a square root
 def _after(a: Array, other: Array) -> Array:
     """``a``, which is not negative, computed only when ``other`` is known.
 

@@ -103,8 +103,7 @@ def applied(native: Native) -> Callable[..., tuple[Any, Any]]:
 
     if not native:
         return apply
-    # The loss reads the parameters: see `in_place` of native_step.
-    return functools.partial(apply_natively, apply, in_place="slots", required=native == "require")
+    return functools.partial(apply_natively, apply, in_place="all", required=native == "require")
 
 
 def check_native_sleepers(native: Native) -> None:
