@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,37 @@ class Machine:
         return module
 
     def compile(self, text: str) -> Any:
-        """The engine with the machine code of a text."""
-        engine = llvm.create_mcjit_compiler(self.optimize(text), self.machine)
+        """The engine with the machine code of a text.
+
+        Raises:
+            RuntimeError: if it calls a library. A symbol that the process lacks would end it.
+        """
+        code = self.machine.emit_object(self.optimize(text))
+        if missing := undefined_symbols(code) - _EVERYWHERE:
+            raise RuntimeError(f"the machine code calls {sorted(missing)}")
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self.machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         return engine
+
+
+_EVERYWHERE = {"memcpy", "memmove", "memset"}  # of the C library
+_SYMBOL_TABLE = 2  # SHT_SYMTAB of ELF
+
+
+def undefined_symbols(code: bytes) -> set[str]:
+    """The names that an object file in ELF's 64-bit format needs from elsewhere."""
+    (sections,) = struct.unpack_from("<Q", code, 40)
+    size, many = struct.unpack_from("<HH", code, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + k * size) for k in range(many)]
+    found = set()
+    for _, kind, _, _, start, length, names, _, _, step in headers:
+        for at in range(start, start + length, step) if kind == _SYMBOL_TABLE else ():
+            name, _, _, section = struct.unpack_from("<IBBH", code, at)
+            if name and not section:
+                place = headers[names][4] + name
+                found.add(code[place : code.index(b"\0", place)].decode())
+    return found
 
 
 @functools.cache
