@@ -121,16 +121,17 @@ def call_guarded(call, args, *, at_end, in_place):
 
 
 def check_close(expected, got, limit):
-    """Equal up to ``limit`` of the array's scale; integers, which may hold floats, in part."""
+    """Equal up to ``limit`` of the array's scale; words that hold two slots, most of them."""
     assert (expected.shape, expected.dtype) == (got.shape, got.dtype)
-    if not jnp.issubdtype(expected.dtype, jnp.floating):
-        # Packed slots: a float rounded to its neighbour is another integer.
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        # Two slots of 16 bits in a word: one rounded to its neighbour is another integer.
         differ = np.mean(np.asarray(expected) != got) if got.size else 0.0
         assert differ < 0.5, f"{differ} of the integers differ"
         return
-    a, b = np.asarray(expected, np.float64), np.asarray(got, np.float64)
-    scale = np.sqrt(np.mean(a**2)) if a.size else 0.0
-    np.testing.assert_allclose(a, b, rtol=limit, atol=limit * scale)
+    for part in ("real", "imag"):  # of a complex number, which holds two slots
+        a, b = (np.asarray(getattr(np.asarray(x), part), np.float64) for x in (expected, got))
+        scale = np.sqrt(np.mean(a**2)) if a.size else 0.0
+        np.testing.assert_allclose(a, b, rtol=limit, atol=limit * scale)
 
 
 # Cases
