@@ -36,6 +36,13 @@ class Value:
         """The name of its dtype."""
         return _name(self.aval.dtype)
 
+    @property
+    def key(self) -> Any:
+        """Equal for scalar constants of equal bits, however they print; else for itself alone."""
+        if self.literal is None or self.shape:
+            return id(self)
+        return self.dtype, np.asarray(self.literal).tobytes()
+
 
 @dataclasses.dataclass(eq=False)
 class Operation:
@@ -165,8 +172,7 @@ def _key(name: str, eqn: Any, ins: list[Value]) -> Any:
     """Equal for equations with equal results; None where there is no need to look for them."""
     if name != "rows_plain" and any(v.aval.shape for v in eqn.outvars):
         return None
-    each = tuple(v if v.literal is None else (v.dtype, repr(v.literal)) for v in ins)
-    key = name, tuple((k, _hashable(p)) for k, p in eqn.params.items()), each
+    key = name, tuple((k, _hashable(p)) for k, p in eqn.params.items()), *(v.key for v in ins)
     return key if eqn.outvars and not eqn.effects else None
 
 
