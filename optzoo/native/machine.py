@@ -27,6 +27,8 @@ class Machine:
     def optimize(self, text: str) -> Any:
         """The module of a text, optimized."""
         module = llvm.parse_assembly(text)
+        module.triple = self.machine.triple
+        module.data_layout = str(self.machine.target_data)
         module.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         builder = llvm.create_pass_builder(self.machine, options)

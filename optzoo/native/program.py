@@ -180,7 +180,7 @@ def _hashable(param: Any) -> Any:
     try:
         hash(param)
     except TypeError:
-        return repr(param)
+        return id(param)
     return param
 
 
