@@ -65,7 +65,7 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
     found = []
     for op in ops:
         inside = _described(op.inside, names)
-        ins = [names[v] if v in names else v.key for v in op.ins]
+        ins = [names.get(v, v.key) for v in op.ins]
         for v in op.outs:
             names[v] = names[v.meaning] if v.meaning in names else f"v{len(names)}"
         kinds = [v.dtype for v in (*op.ins, *op.outs)]
