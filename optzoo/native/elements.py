@@ -22,7 +22,7 @@ class Elements:
 
     Args:
         b: the builder.
-        known: gives a element of a value that is in memory, for the value and its index; None for
+        known: gives an element of a value that is in memory, for the value and its index; None for
             any other value.
         constant_of: gives the element of a constant.
     """
@@ -44,7 +44,7 @@ class Elements:
         self._made.pop()
 
     def keep(self, value: Value, element: Any) -> None:
-        """Sets a element of each row."""
+        """Sets the one element that a value has in a row."""
         self._made[-1][value, None] = element
 
     def of(self, value: Value, index: Index) -> Any:

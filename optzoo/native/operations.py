@@ -238,7 +238,7 @@ def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def stored_type(dtype: str) -> Any:
-    """The type of a element in memory; of a complex element that of a part."""
+    """The type of an element in memory; of a complex number that of a part."""
     return I8 if dtype == "bool" else TYPES[PARTS.get(dtype, dtype)]
 
 
@@ -264,7 +264,7 @@ def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
 
 
 def bytes_of(dtype: str) -> int:
-    """The bytes of a element in memory."""
+    """The bytes of an element in memory."""
     width = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
     t = stored_type(dtype)
     bits = t.width if isinstance(t, ir.IntType) else width[type(t)]

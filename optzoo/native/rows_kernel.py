@@ -43,13 +43,13 @@ class _RowArguments:
         return [POINTER] * len(self.pointers) + scalars + [I64, I64, I64]
 
     def named(self, args: Sequence[Any]) -> tuple[dict[Value, Any], Any, Any, Any]:
-        """By values their pointers or elements; the row, its position, the number of rows."""
+        """By values their pointers, or scalars; the row, its position, the number of rows."""
         values = [*self.pointers, *self.rows.scalars]
         return dict(zip(values, args, strict=False)), *args[-3:]
 
 
 class _Row:
-    """The function for one row: first reductions, then its elements, then what is one element."""
+    """The function for one row: its reductions, its elements, what has one element for each row."""
 
     def __init__(self, b: ir.IRBuilder, rows: Rows, given: tuple[dict[Value, Any], Any, Any, Any]):
         self.b, self.rows = b, rows
@@ -64,23 +64,24 @@ class _Row:
         several = [write for write in self.rows.writes if not single(write)]
         if several:
             with self._elements(several[0].ins[0].shape) as (index, flat):
-                self._store(several, index, flat)
-        for write in filter(single, self.rows.writes):
-            index = (self.position, *[ZERO] * (len(write.ins[0].shape) - 1))
-            self._store([write], index, ZERO)
+                self._store([(write, index) for write in several], flat)
+        axes = lambda write: len(write.ins[0].shape) - 1
+        rest = filter(single, self.rows.writes)
+        self._store([(write, (self.position, *[ZERO] * axes(write))) for write in rest], ZERO)
         self.b.ret_void()
 
-    def _store(self, writes: list[Operation], index: Index, flat: Any) -> None:
-        """Replaces an element of each table, or adds to it."""
-        made = [self.elements.of(write.ins[2], index) for write in writes]
-        for k, write in enumerate(writes):
+    def _store(self, writes: Sequence[tuple[Operation, Index]], flat: Any) -> None:
+        """Replaces an element of each table, or adds to it, once all of them are computed."""
+        made = []
+        for write, index in writes:
+            table, new = write.ins[0], self.elements.of(write.ins[2], index)
             if write.name == "rows_add":
-                table = write.ins[0]
                 old = self.elements.of(table, (self.row, *index[1:]))
-                made[k] = add(self.b, table.dtype, old, made[k])
-        for write, element in zip(writes, made, strict=True):
+                new = add(self.b, table.dtype, old, new)
+            made.append(new)
+        for (write, _), new in zip(writes, made, strict=True):
             table = write.ins[0]
-            store(self.b, table.dtype, self.given[table], flat, element)
+            store(self.b, table.dtype, self.given[table], flat, new)
 
     @contextlib.contextmanager
     def _elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, Any]]:

@@ -1,6 +1,7 @@
 """Native steps compute what XLA computes, in place, and leave to XLA what they cannot do."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +166,23 @@ def test_rows_of_any_shape(shape):
     tx = optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", packed=True, stochastic=True)
     expected, got = both(tx, table(shape=shape), draw)
     check_close(expected, got, 2**-7)
+
+
+class Flags(NamedTuple):
+    """A slot that is replaced by a constant, and read by the update."""
+
+    seen: optzoo.Slot
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 3)])
+def test_slots_are_read_before_they_are_replaced(shape):
+    def rule(g, x, slots, t):
+        return g * (1 - slots.seen) - 0.5 * slots.seen, Flags(jnp.ones_like(slots.seen))
+
+    tx = optzoo.leafwise(rule, slots=Flags(optzoo.zeros))
+    draw = functools.partial(rows, shape=shape)
+    expected, got = both(tx, table(shape=shape), draw)
+    check_close(expected, got)
 
 
 def test_rows_are_merged_before_a_norm():
