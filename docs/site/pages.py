@@ -28,6 +28,7 @@ GROUPS = {
     "Wrappers": ["optzoo.wrappers"],
     "Gradients before the optimizer": ["optzoo.transforms"],
     "Row-sparse gradients": ["optzoo.core", "optzoo.sparse"],
+    "Native code": ["optzoo.native"],
     "Sharded tables": ["optzoo.sharded"],
     "Replicas": ["optzoo.distributed"],
     "States": ["optzoo.state"],
