@@ -37,8 +37,6 @@ import rows as rows_benchmark  # noqa: E402
 
 import optzoo  # noqa: E402
 
-BATCHES = 16
-
 
 def compared(seconds):
     """Least and median seconds of each contender, and the ratios of the native step to them."""
@@ -88,16 +86,6 @@ LAZY = {
 }
 
 
-def gradients(many, width, ids, zipf=False, seed=0):
-    """The ids of each batch, their values, and the gradients."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(size=(ids, width)).astype(np.float32)
-    draw = lambda: np.minimum(rng.zipf(1.2, ids), many) - 1 if zipf else rng.integers(0, many, ids)
-    batches = [draw().astype(np.int64) for _ in range(BATCHES)]
-    shared = jnp.asarray(values)
-    return batches, values, [optzoo.SparseRows(jnp.int32(i), shared, many) for i in batches]
-
-
 def xla_and_native(tx, params, grads):
     """The two contenders, by name."""
     make = lambda native: harness.contender(tx, params, grads, native=native)[0]
@@ -107,7 +95,7 @@ def xla_and_native(tx, params, grads):
 def measure_rows(case, name, rounds):
     """One optimizer on one table."""
     many, width, ids, zipf = TABLES[case]
-    batches, values, grads = gradients(many, width, ids, zipf)
+    batches, values, grads = rows_benchmark.gradients(many, width, ids, zipf)
     tx, peer = LAZY[name]
     runs = xla_and_native(tx, jnp.zeros((many, width)), grads)
     if peer and importlib.util.find_spec("torch"):
@@ -203,7 +191,7 @@ def bags_and_layers():
         x = optzoo.lookup_sparse(params["table"], ids)
         return jnp.mean((outputs(params["layers"], x) - targets) ** 2)
 
-    return optzoo.lazy_adam(1e-3), loss, params, [batch() for _ in range(BATCHES)]
+    return optzoo.lazy_adam(1e-3), loss, params, [batch() for _ in range(rows_benchmark.BATCHES)]
 
 
 def dense_layers(batch_size):
@@ -347,7 +335,7 @@ def compile_(args):
 
 def two_tables():
     """``lazy_adam`` on two tables."""
-    grads = [gradients(500_000, 64, 16_384, seed=seed)[2] for seed in (0, 1)]
+    grads = [rows_benchmark.gradients(500_000, 64, 16_384, seed=seed)[2] for seed in (0, 1)]
     return optzoo.lazy_adam(1e-3), [jnp.zeros((500_000, 64))] * 2, list(zip(*grads, strict=True))
 
 

@@ -144,10 +144,10 @@ GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
 )
 
 
-def goals_table() -> str:
+def goals_table(goals: Sequence[tuple[str, str, Callable[[str], str]]] = GOALS) -> str:
     """The goals and the measured ratios."""
     lines = ["| what | at most | least times | medians |", "|---|---|---|---|"]
-    for what, most, measured in GOALS:
+    for what, most, measured in goals:
         lines.append(f"| {what} | {most} | {measured('least')} | {measured('median')} |")
     return "\n".join(lines) + "\n"
 
@@ -335,10 +335,7 @@ NATIVE_GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
 
 def native_goals_table() -> str:
     """The goals of native code; where several are measured, the worst."""
-    lines = ["| what | at most | least times | medians |", "|---|---|---|---|"]
-    for what, most, measured in NATIVE_GOALS:
-        lines.append(f"| {what} | {most} | {measured('least')} | {measured('median')} |")
-    return "\n".join(lines) + "\n"
+    return goals_table(NATIVE_GOALS)
 
 
 def native_rows_table() -> str:

@@ -77,13 +77,19 @@ def of_torch(kind, ids, values, rows, **kwargs):
     return run
 
 
-def measure(rows, width, ids, zipf, others, rounds):
-    """Least and median seconds of each contender."""
-    rng = np.random.default_rng(0)
+def gradients(rows, width, ids, zipf=False, seed=0):
+    """The ids of each batch, their values, and the gradients."""
+    rng = np.random.default_rng(seed)
     values = rng.normal(size=(ids, width)).astype(np.float32)
     draw = lambda: np.minimum(rng.zipf(1.2, ids), rows) - 1 if zipf else rng.integers(0, rows, ids)
     batches = [draw().astype(np.int64) for _ in range(BATCHES)]
-    grads = [optzoo.SparseRows(jnp.int32(i), jnp.asarray(values), rows) for i in batches]
+    shared = jnp.asarray(values)
+    return batches, values, [optzoo.SparseRows(jnp.int32(i), shared, rows) for i in batches]
+
+
+def measure(rows, width, ids, zipf, others, rounds):
+    """Least and median seconds of each contender."""
+    batches, values, grads = gradients(rows, width, ids, zipf)
     table = jnp.zeros((rows, width))
     runs = {name: harness.contender(tx, table, grads)[0] for name, tx in ours(others).items()}
     if importlib.util.find_spec("torch"):
