@@ -23,7 +23,7 @@ from .call_frame import version_of_jaxlib
 from .engine import warn_once
 from .groups import Group, Leaf, Rows
 from .leaf_kernel import leaf_kernel
-from .program import Operation, Value, run
+from .program import Operation, Value
 from .rows_kernel import rows_kernel
 
 
@@ -50,21 +50,22 @@ class Call:
     def reference(self, *args: Array) -> tuple[Array, ...]:
         """The outputs by the operations themselves."""
         known = dict(zip(self.ins, args, strict=True))
-        run(self.operations, known)
+        for op in self.operations:
+            op.run(known)
         return tuple(known[v] for v in self.outs)
 
     def lowered(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
         """The function for the CPU, in a program that is lowered."""
-        part = self.parts[0]
+        is_divided = number_of_partitions(ctx) > 1
+        if is_divided and (isinstance(self.parts[0], Rows) or not can_partition(ctx)):
+            return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
         except Exception as error:  # whatever LLVM says: XLA can do the same
             warn_once(f"native code cannot be compiled: {type(error).__name__}: {error}")
             return self.reference
-        if number_of_partitions(ctx) == 1:
+        if not is_divided:
             return self._native
-        if isinstance(part, Rows) or not can_partition(ctx):
-            return self.reference  # XLA would gather the arrays on every device
         arrays = [len(p.arrays) for p in self.parts if isinstance(p, Leaf)]
         shapes = [p.ins[-1].shape for p in self.parts]
         outs = [len(p.outs) for p in self.parts]

@@ -2,11 +2,12 @@
 
 import dataclasses
 import graphlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import operations
-from .program import Operation, Program, Value, function_of, needed
+from .program import Operation, Program, Value, needed
 
 _MARKS_OF_WRITES = {"rows_scatter", "rows_add"}
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
@@ -21,10 +22,6 @@ class Group:
     outs: list[Value]
     operations: list[Operation]
     aliases: dict[int, int]  # an input -> the output that takes its memory
-
-    def function(self) -> Callable[..., tuple[Any, ...]]:
-        """The same by the operations themselves."""
-        return function_of(self.operations, self.ins, self.outs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -229,7 +226,7 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
-    if len({t.shape[1:] for t in targets if _size(t.shape[1:]) > 1}) > 1:
+    if len({t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}) > 1:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
         if v.dtype not in operations.DTYPES or (not v.shape and v.dtype in operations.PARTS):
@@ -251,11 +248,11 @@ def is_known(op: Operation) -> bool:
     if op.name in _MOVES:
         longer = lambda shape: [d for d in shape if d != 1]
         same = longer(op.ins[0].shape) == longer(op.outs[0].shape)
-        return same and op.eqn.params.get("dimensions") in (None, *_axes_of(op))
+        return same and (op.name != "reshape" or op.eqn.params["dimensions"] is None)
     if op.name == "iota":
         return not op.ins
     if op.name in REDUCTIONS:
-        is_row = 0 not in op.eqn.params["axes"] and _size(op.outs[0].shape[1:]) == 1
+        is_row = 0 not in op.eqn.params["axes"] and math.prod(op.outs[0].shape[1:]) == 1
         return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
     return operations.is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
 
@@ -266,18 +263,6 @@ def _fits(v: Value, out: Value) -> bool:
     return not v.shape or (
         same and all(d in (1, wide) for d, wide in zip(v.shape, out.shape, strict=True))
     )
-
-
-def _axes_of(op: Operation) -> list[Any]:
-    """What ``dimensions`` may be: of ``squeeze`` its axes; of ``reshape`` nothing."""
-    return [op.eqn.params.get("dimensions")] if op.name != "reshape" else []
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for d in shape:
-        size *= d
-    return size
 
 
 # Leaves

@@ -78,12 +78,12 @@ def module_of(
     with b.if_then(b.icmp_unsigned("!=", extension, null), likely=False):
         # XLA asks for the version and the traits before it calls the function.
         metadata = frame.field(POINTER, extension, MetadataExtension.metadata)
-        api = Metadata.api_version.offset
-        answers = dict(
-            zip((Version.major_version.offset, Version.minor_version.offset), version, strict=True)
-        )
-        answers = {api + offset: value for offset, value in answers.items()}
-        for offset, value in (answers | {Metadata.traits.offset: 0}).items():
+        api, (major, minor) = Metadata.api_version.offset, version
+        for offset, value in (
+            (api + Version.major_version.offset, major),
+            (api + Version.minor_version.offset, minor),
+            (Metadata.traits.offset, 0),
+        ):
             b.store(I32(value), b.gep(metadata, [I64(offset)], source_etype=I8))
         b.ret(null)
     stage = frame.field(I32, frame.pointer, CallFrame.stage)

@@ -70,14 +70,10 @@ def undefined_symbols(code: bytes) -> set[str]:
 
 
 @functools.cache
-def features() -> dict[str, bool]:
-    """The features of the processor, by LLVM's names."""
-    return dict(llvm.get_host_cpu_features())
-
-
 def has_half() -> bool:
     """Whether the processor converts float16 itself."""
-    return "x86_64" not in llvm.get_process_triple() or features().get("f16c", False)
+    features = llvm.get_host_cpu_features()
+    return "x86_64" not in llvm.get_process_triple() or features.get("f16c", False)
 
 
 @functools.cache

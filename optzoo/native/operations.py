@@ -201,7 +201,7 @@ def _intrinsic(b: ir.IRBuilder, name: str, *args: Any) -> Any:
 
 
 def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
-    """A element in another dtype, rounded to the nearest."""
+    """An element in another dtype, rounded to the nearest."""
     if kind == out:
         return x
     if kind == "bfloat16":

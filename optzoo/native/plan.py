@@ -38,11 +38,14 @@ class Plan:
         """The native calls."""
         return [node for node in self.nodes if isinstance(node, Call)]
 
+    def _report(self, result: Value, why: str) -> None:
+        """Notes the first reason of a result."""
+        self.reasons.setdefault(result, why)
+
     def _divide(
         self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]
     ) -> list[Any]:
-        report = lambda v, why: None if v in self.reasons else self.reasons.update({v: why})
-        rows = groups.find_rows(program, set(kept), report)
+        rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = groups.in_order([*others, *(Call([g]) for g in rows)], program.results)
@@ -54,7 +57,7 @@ class Plan:
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Program(program.inputs, rest, program.results)
         alike: dict[Any, list[groups.Leaf]] = {}
-        for leaf in groups.find_leaves(rest, places, set(in_place), report):
+        for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
         calls = [
             Call(leaves[i : i + MOST_LEAVES])

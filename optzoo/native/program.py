@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,12 +131,8 @@ def _inside(
     eqn: Any, ins: list[Value], operations: list[Operation], made: dict[Any, list[Value]]
 ) -> list[Value]:
     [(jaxpr, consts)] = closed_jaxprs(eqn)
-    constants = [_constant(v.aval, c) for v, c in zip(jaxpr.constvars, consts, strict=True)]
+    constants = [Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True)]
     return _inline(jaxpr, [*constants, *ins], operations, made)
-
-
-def _constant(aval: Any, value: Any) -> Value:
-    return Value(aval, literal=value)
 
 
 def _plain_again(mark: str | None, ins: list[Value]) -> list[Value] | None:
@@ -182,22 +178,3 @@ def _hashable(param: Any) -> Any:
     except TypeError:
         return id(param)
     return param
-
-
-def run(operations: Iterable[Operation], known: dict[Value, Any]) -> None:
-    """Computes the outputs of operations in order."""
-    for op in operations:
-        op.run(known)
-
-
-def function_of(
-    operations: Sequence[Operation], ins: Sequence[Value], outs: Sequence[Value]
-) -> Callable[..., tuple[Any, ...]]:
-    """The function that operations compute."""
-
-    def function(*args):
-        known = dict(zip(ins, args, strict=True))
-        run(operations, known)
-        return tuple(read(known, v) for v in outs)
-
-    return function
