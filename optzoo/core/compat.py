@@ -311,6 +311,49 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return same(eqn.invars, body.invars) - num_carry, num_carry
 
 
+def through_call(
+    eqn: Any, inputs: Sequence[bool], f: Callable[[Any, list[bool]], list[bool]]
+) -> list[bool] | None:
+    """Which results of a call have a property that spreads from its inputs.
+
+    Args:
+        eqn: one of ``CALLS``.
+        inputs: which of its inputs have it.
+        f: of a body and its inputs, gives the same of its results.
+
+    Returns:
+        It for each result; None if which body runs, or how often, depends on an input that has it.
+    """
+    bodies, inputs = list(inner_jaxprs(eqn)), list(inputs)
+    if eqn.primitive.name == "cond":
+        if inputs[0]:
+            return None
+        return [any(found) for found in zip(*(f(b, inputs[1:]) for b in bodies), strict=True)]
+    if eqn.primitive.name not in ("scan", "while"):
+        # Of custom derivatives the first is the function itself. Constants come first.
+        return f(bodies[0], inputs[len(inputs) - len(bodies[0].invars) :])
+    first, while_first = 0, 0
+    if eqn.primitive.name == "scan":
+        first, num_carry = scan_sizes(eqn)
+        body = bodies[0]
+    else:
+        while_first, num_carry = eqn.params["cond_nconsts"], len(eqn.outvars)
+        first = while_first + eqn.params["body_nconsts"]
+        condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    while True:
+        outputs = f(body, inputs[while_first:])
+        carry = zip(inputs[first : first + num_carry], outputs, strict=False)
+        after = [old or new for old, new in carry]
+        if after == inputs[first : first + num_carry]:
+            break
+        inputs[first : first + num_carry] = after
+    if eqn.primitive.name == "while" and any(
+        f(condition, [*inputs[:while_first], *inputs[first:]])
+    ):
+        return None
+    return outputs
+
+
 def literals(eqn: Any) -> list[str]:
     """The constants among the operands of an equation, as text."""
     return [str(v.val) for v in eqn.invars if isinstance(v, Literal)]
@@ -383,10 +426,10 @@ def in_same_trace(a: Any, b: Any) -> bool:
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
 
-    ``x`` is an array or a variable of a jaxpr.
+    ``x`` is an array, the shape of one, or what an equation of a jaxpr reads or makes.
     """
     # An attribute of the type: `manual_axis_type` in new versions of JAX, `vma` in older ones.
-    aval = x.aval if isinstance(x, Var) else jax.typeof(x)
+    aval = x.aval if isinstance(x, Var | Literal) else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 

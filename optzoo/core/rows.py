@@ -1,8 +1,9 @@
 """A gradient that touches only some rows of its parameter."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .checks import check_transformation
+from .compat import vary, varying
 from .marks import marked
 from .merge import merge
 from .numerics import upcast
@@ -25,6 +27,17 @@ class _HintInErrors(type):
     # puts the hint into the error.
     def __repr__(cls) -> str:
         return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {HINT})"
+
+
+class Shard(NamedTuple):
+    """Of which table rows are, if each device has the gradients of some rows of it alone.
+
+    It is static, and part of the tree structure of :class:`SparseRows`.
+    """
+
+    axes: tuple[str, ...]  # the mesh axes over which the rows of the table are divided
+    num_rows: int  # of the whole table
+    is_round: bool  # whether other rows of the gradient come in other rounds of the step
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +72,10 @@ class SparseRows(metaclass=_HintInErrors):
             tree operation drops it.
         rounds_once: whether adding the rows to an array of fewer bits rounds the sum alone, not
             also the rows before. It needs ``coalesced``, and is a hint as that is.
+        shard: of a table that :func:`optzoo.sharded_minimize` has divided, what the shards have
+            in common; None for all other rows.
+        squares: the sum of the squares of all elements of the whole gradient of such a table,
+            if it is known: a norm must count the rows of all devices, and of all rounds.
 
     Raises:
         TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
@@ -70,6 +87,8 @@ class SparseRows(metaclass=_HintInErrors):
     num_rows: int
     coalesced: bool = False
     rounds_once: bool = False
+    shard: Shard | None = None
+    squares: Array | None = None
 
     __array_ufunc__ = None  # lets `numpy_array + rows` reach __radd__
 
@@ -106,15 +125,39 @@ class SparseRows(metaclass=_HintInErrors):
 
     def astype(self, dtype: DTypeLike) -> "SparseRows":
         """The same rows with values of another dtype."""
-        return self.with_values(self.values.astype(dtype))
+        return self._same(self.values.astype(dtype))
 
     def with_values(self, values: Array) -> "SparseRows":
         """Other values with the same indices."""
-        return _make(self.ids, values, self.num_rows, self.coalesced)
+        return self._same(values, squares=None)
+
+    def with_rows(self, indices: Any, values: Array, coalesced: bool = False) -> "SparseRows":
+        """Other rows of the same table."""
+        return self._same(values, ids=protect(indices), coalesced=coalesced, squares=None)
+
+    def with_squares(self, squares: Array | None) -> "SparseRows":
+        """The same rows, with the sum of squares of the whole gradient."""
+        return self._same(self.values, squares=squares)
 
     def rounded_once(self) -> "SparseRows":
         """The same rows; added to an array of fewer bits, only their sum is rounded."""
-        return _make(self.ids, self.values, self.num_rows, self.coalesced, rounds_once=True)
+        return self._same(self.values, rounds_once=True)
+
+    def _same(self, values: Any, **changed: Any) -> "SparseRows":
+        """The same rows but for what is given, without the hint of the sum."""
+        fields = {
+            "ids": self.ids,
+            "coalesced": self.coalesced,
+            "shard": self.shard,
+            "squares": self.squares,
+        }
+        return _make(values=values, num_rows=self.num_rows, **{**fields, **changed})
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole array; of a sharded table those of all shards."""
+        num_rows = self.num_rows if self.shard is None else self.shard.num_rows
+        return num_rows * math.prod(self.values.shape[1:])
 
     def __add__(self, other: Any) -> Any:
         """``other`` with the rows added to it; the sum of rows and rows is rows."""
@@ -129,7 +172,7 @@ class SparseRows(metaclass=_HintInErrors):
                 jnp.concatenate(pair)
                 for pair in ((self.indices, other.indices), (self.values, other.values))
             )
-            return SparseRows(indices, values, self.num_rows)
+            return (other if self.shard is None else self).with_rows(indices, values)
         dense = jnp.asarray(other)
         if self.rounds_once and self.coalesced and upcast(dense).dtype == self.dtype != dense.dtype:
             return self.scatter(dense, upcast(self.gather(dense)) + self.values)
@@ -138,7 +181,7 @@ class SparseRows(metaclass=_HintInErrors):
     __radd__ = __add__
 
     def __neg__(self) -> "SparseRows":
-        return self.with_values(-self.values)
+        return self._same(-self.values)
 
     def __sub__(self, other: Any) -> Any:
         return self + -other
@@ -150,7 +193,8 @@ class SparseRows(metaclass=_HintInErrors):
         """The rows times a number, in their dtype."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
-        return self.with_values((self.values * number).astype(self.dtype))
+        squares = None if self.squares is None else self.squares * number**2
+        return self._same((self.values * number).astype(self.dtype), squares=squares)
 
     __rmul__ = __mul__
 
@@ -158,7 +202,8 @@ class SparseRows(metaclass=_HintInErrors):
         """The rows divided by a number, in their dtype."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
-        return self.with_values((self.values / number).astype(self.dtype))
+        squares = None if self.squares is None else self.squares / number**2
+        return self._same((self.values / number).astype(self.dtype), squares=squares)
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(f"rows can be added, and multiplied or divided by a number, only. {HINT}")
@@ -185,7 +230,7 @@ class SparseRows(metaclass=_HintInErrors):
         """The same rows with zero values at padding."""
         real = self._row_ids() < self.num_rows
         real = real.reshape(real.shape + (1,) * (self.values.ndim - 1))
-        return self.with_values(jnp.where(real, self.values, 0))
+        return self._same(jnp.where(real, self.values, 0))
 
     def coalesce(self, *, deterministic: bool = False) -> "SparseRows":
         """Sums the rows that share an index; the positions that are left become padding.
@@ -199,7 +244,7 @@ class SparseRows(metaclass=_HintInErrors):
         ids, values = _merge(
             self._row_ids(), values, num_rows=self.num_rows, deterministic=deterministic
         )
-        return SparseRows(ids, values.astype(self.dtype), self.num_rows, coalesced=True)
+        return self._same(values.astype(self.dtype), ids=protect(ids), coalesced=True)
 
     def _row_ids(self) -> Array:
         """The indices; those out of range are replaced by that of padding."""
@@ -248,7 +293,13 @@ def _check_lengths(ids: Any, values: Any) -> None:
 
 
 def _make(
-    ids: Any, values: Any, num_rows: int, coalesced: bool = False, rounds_once: bool = False
+    ids: Any,
+    values: Any,
+    num_rows: int,
+    coalesced: bool = False,
+    rounds_once: bool = False,
+    shard: Shard | None = None,
+    squares: Any = None,
 ) -> SparseRows:
     """Rows of ids that are protected; or of any objects, as in a tree of shapes."""
     _check_lengths(ids, values)
@@ -259,22 +310,31 @@ def _make(
         num_rows=num_rows,
         coalesced=coalesced,
         rounds_once=rounds_once,
+        shard=shard,
+        squares=squares,
     )
     return rows
 
 
-def _unflatten(num_rows: int, data: Iterable[Any]) -> SparseRows:
-    ids, values = data
-    return _make(ids, values, num_rows)
+def _flatten_with_keys(g: SparseRows) -> tuple[Any, Any]:
+    children, kind = _flatten(g)
+    return [
+        (GetAttrKey(k), x) for k, x in zip(("ids", "values", "squares"), children, strict=False)
+    ], kind
+
+
+def _flatten(g: SparseRows) -> tuple[Any, Any]:
+    squares = () if g.shard is None else (g.squares,)
+    return (g.ids, g.values, *squares), (g.num_rows, g.shard)
+
+
+def _unflatten(kind: Any, data: Iterable[Any]) -> SparseRows:
+    (num_rows, shard), (ids, values, *squares) = kind, data
+    return _make(ids, values, num_rows, shard=shard, squares=squares[0] if squares else None)
 
 
 # Not by register_dataclass, whose drop_fields do not work in JAX 0.7.
-jax.tree_util.register_pytree_with_keys(
-    SparseRows,
-    lambda g: (((GetAttrKey("ids"), g.ids), (GetAttrKey("values"), g.values)), g.num_rows),
-    _unflatten,
-    lambda g: ((g.ids, g.values), g.num_rows),
-)
+jax.tree_util.register_pytree_with_keys(SparseRows, _flatten_with_keys, _unflatten, _flatten)
 
 
 def is_rows(g: object) -> bool:
@@ -295,7 +355,7 @@ def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
 def zeros_like_update(shapes: Any) -> Any:
     """An update of zeros, with rows that are all padding, of the given shapes."""
     # Zeros of the dtype of protected ids are padding.
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), shapes)
 
 
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:

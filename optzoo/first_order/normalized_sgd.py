@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import optax
 
-from ..core.numerics import norm
+from ..core.norms import norm
+from ..core.numerics import upcast
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import descend
 
@@ -22,7 +23,11 @@ def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
     def rule(g, x, s, t):
         return g / jnp.maximum(norm(g), 1e-6), s
 
-    return leafwise(rule)
+    def of_merged_rows(g, x, s, t):  # of all rows together, on all devices
+        g = g.coalesce()
+        return rule(upcast(g), x, s, t)[0].astype(g.dtype), s
+
+    return leafwise(rule, rows=lambda _: of_merged_rows)
 
 
 def normalized_sgd(

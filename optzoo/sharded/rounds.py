@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.compat import gather_invarying, vary
-from ..core.rows import SparseRows
+from ..core.rows import Shard, SparseRows
 from .exchange import Route, exchange, first_positions, make_bucket
 from .lookup import Read, ask_owners
 from .row_sharding import RowSharding
@@ -32,6 +32,10 @@ class Part(NamedTuple):
     def always_fits(self) -> bool:
         """Whether one round is enough for any ids."""
         return self.capacity >= min(self.route.places.shape[0], self.sharding.rows_per_shard)
+
+    def shard(self, is_round: bool) -> Shard:
+        """What is known of the rows that come to an owner."""
+        return Shard(self.sharding.axes, self.sharding.num_rows, is_round)
 
 
 def read_rows(
@@ -76,17 +80,6 @@ def read_rows(
     return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.zeros_like(rounds), rows))[1]
 
 
-def ids_at_owners(parts: Sequence[Part]) -> list[Array]:
-    """For each table the rows of this shard that any device asks for in one round."""
-    shardings = [p.sharding for p in parts]
-    of = lambda p: make_bucket(
-        p.route, p.route.starts[:-1], p.route.starts[1:], p.capacity, p.sharding
-    )
-    arrived = exchange([of(p).local for p in parts], shardings)
-    flat = zip(parts, (a.reshape(-1) for a in arrived), strict=True)
-    return [gather_invarying(a, p.replicas) if p.replicas else a for p, a in flat]
-
-
 def update_in_rounds(
     parts: Sequence[Part],
     gradients: Sequence[Array],
@@ -112,6 +105,7 @@ def update_in_rounds(
         The last ``carry``, and the number of rounds.
     """
     shardings = [p.sharding for p in parts]
+    is_round = not all(p.always_fits for p in parts)
 
     def one_round(lows, carry):
         buckets, sent, highs = [], [], []
@@ -127,11 +121,11 @@ def update_in_rounds(
             i, v = i.reshape(-1), v.reshape(-1, *v.shape[2:]).astype(g.dtype)
             if p.replicas:
                 i, v = gather_invarying((i, v), p.replicas)
-            rows.append(SparseRows(i, v, p.sharding.rows_per_shard))
+            rows.append(SparseRows(i, v, p.sharding.rows_per_shard, shard=p.shard(is_round)))
         return highs, update(rows, carry)
 
     lows = [jnp.zeros(p.sharding.num_shards, jnp.int32) for p in parts]
-    if all(p.always_fits for p in parts):
+    if not is_round:
         return one_round(lows, carry)[1], jnp.ones([], jnp.int32)
 
     def is_left(state):

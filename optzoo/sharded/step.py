@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.compat import gather_invarying, vary, varying
+from ..core.norms import clipped_by_global_norm
 from ..core.numerics import upcast
 from ..core.paths import path_name
-from ..core.rows import SparseRows, is_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..native.step import Native
 from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss
@@ -24,6 +24,7 @@ from ..sparse.sleepers import Sleepers
 from ..sparse.sleepers_step import ids_by_leaf, look_up, report_reads, update_asleep
 from ..sparse.taps import Lookup
 from ..state.sleeping.tables import (
+    Table,
     by_ids,
     has_sleepers,
     map_tables,
@@ -33,11 +34,12 @@ from ..state.sleeping.tables import (
     turn,
     whole,
 )
+from ..state.types import CaughtUpState, nodes_of
 from .exchange import make_route
 from .lookup import Read, clean
-from .rounds import Part, ids_at_owners, read_rows, update_in_rounds
-from .rounds_check import check_rounds
+from .rounds import Part, read_rows, update_in_rounds
 from .row_sharding import RowSharding
+from .update_check import check_update
 
 
 class Options(NamedTuple):
@@ -106,31 +108,30 @@ class Step(NamedTuple):
         return trace_loss(call, flat, elsewhere), flat
 
     def _wake(self, params: Any, state: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
-        """Parameters and state with all rows awake that are not caught up where they are read.
+        """Parameters and state with the rows of replicated tables awake that the loss reads.
 
-        Those of sharded tables are, by their owners, if ``tx`` is :func:`optzoo.caught_up` itself.
+        Those of sharded tables are caught up by their owners, when they are read and updated.
         """
         tables, asleep = self._tables, sleeping_leaves(params, state)
         if self.sleepers is not None:
             sweep = lambda i, t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
             params, state = map_tables(params, state, sweep)
-            asleep -= tables.keys()
+        asleep -= tables.keys()
         if not asleep:
             return params, state
         loss, flat = self._trace(params, batch, {*tables, *asleep})
-        report_reads(loss, params, asleep - tables.keys(), self.options.sparse)
+        report_reads(loss, params, asleep, self.options.sparse)
         reads, ids = loss.reads(), ids_by_leaf(loss, flat)
-        for i in asleep - tables.keys():
+        for i in asleep:
             ids[i] = gather_invarying(vary(ids[i], self._axes), self._axes)
-        sharded = sorted(asleep & tables.keys())
-        parts = [self._part([ids[i]] if ids[i].size else [], tables[i]) for i in sharded]
-        ids |= zip(sharded, ids_at_owners(parts), strict=True)
         wake = lambda i, t: whole(t) if reads[i] else by_ids(t, ids[i])
         return map_tables(params, state, lambda i, t: wake(i, t) if i in asleep else t)
 
     def _reads(self, params: Any, state: Any, parts: Iterable[int]) -> list[Read]:
         """How to read the rows of each sharded table."""
-        asleep = {} if self.sleepers is None else tables_of(state, params)[0]
+        asleep = dict[int, Table]()
+        for node in nodes_of(CaughtUpState, state):
+            asleep |= tables_of(node, params)[0]
         leaves = jax.tree.leaves(params)
         return [
             functools.partial(look_up, asleep[i])
@@ -185,49 +186,71 @@ class Step(NamedTuple):
     ) -> tuple[Any, Any]:
         """The parameters and the state after all rounds."""
         parts, options = list(gradients.parts.values()), self.options
-        one_round = all(p.always_fits for p in parts)
-        if not one_round:
-            self._check_rounds(params, state, extra_args)
+        is_round = not all(p.always_fits for p in parts)
+        needed = self._check_update(params, extra_args, gradients.parts, is_round)
         run = lambda f, start: update_in_rounds(
             parts, gradients.rows, f, start, self._axes, options.transport
         )[0]
-        squares = None  # of all gradients, if they are needed before the first round
-        if options.max_norm is not None and not one_round:
-            add = lambda arrived, total: total + _squares(parts, arrived)
-            squares = run(add, _squares_of_rest(gradients))
+        # Of whole gradients, those that are needed before the first of several rounds.
+        squares = _squares(run, gradients, sorted(needed)) if needed else {}
         treedef = jax.tree.structure(params)
         specs = treedef.unflatten(P() if s is None else s.spec for s in self.shardings)
         # Everything but rows starts each round from the same values.
         before = lambda now, old, spec: now if any(spec) else old
 
         def one(arrived, carry):
-            gs = {**gradients.rest, **dict(zip(gradients.parts, arrived, strict=True))}
+            arrived = zip(gradients.parts, arrived, strict=True)
+            gs = gradients.rest | {i: g.with_squares(squares.get(i)) for i, g in arrived}
+            gs = treedef.unflatten(gs[i] for i in range(len(gs)))
             if options.max_norm is not None:
-                total = squares
-                if total is None:
-                    total = _squares(parts, arrived) + _squares_of_rest(gradients)
-                gs = _clip(gs, total, options.max_norm)
+                gs = clipped_by_global_norm(gs, options.max_norm)
             params_in = jax.tree.map(before, carry[0], params, specs)
             state_in = jax.tree.map(before, carry[1], state, self.state_specs)
-            gs = treedef.unflatten(gs[i] for i in range(len(gs)))
             if self.sleepers is not None:
                 return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
+            if has_sleepers(state_in):
+                given = treedef.flatten_up_to(gs)
+                wake = lambda i, t: by_ids(t, given[i].indices) if i in gradients.parts else t
+                params_in, state_in = map_tables(params_in, state_in, wake)
             apply = applied(options.native)
             return apply(self.tx, params_in, state_in, gs, extra_args)
 
         return run(one, (params, state))
 
-    def _check_rounds(self, params: Any, state: Any, extra_args: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` unless rows may be updated in several rounds."""
-        names, asleep = _names(params), sleeping_leaves(params, state) & self._tables.keys()
-        if asleep and self.sleepers is None:
-            raise ValueError(
-                f"the rows of table '{names[min(asleep)]}' sleep inside of another transformation, "
-                "which may update them in one round only: give sharded_minimize "
-                "capacity_factor=None, or optzoo.caught_up itself, and max_norm= to clip"
-            )
-        if rest := {i: names[i] for i in self._tables if i not in asleep}:
-            check_rounds(self.tx, params, rest, extra_args)
+    def _check_update(
+        self,
+        params: Any,
+        extra_args: Mapping[str, Any],
+        parts: Mapping[int, Part],
+        is_round: bool,
+    ) -> set[int]:
+        """The tables whose sums of squares are needed before the first of several rounds.
+
+        Raises ``ValueError`` unless ``tx`` may update tables that are sharded.
+        """
+        needed = set(parts) if is_round and self.options.max_norm is not None else set[int]()
+        shards = {
+            i: p.shard(is_round) for i, p in parts.items() if is_round or p.sharding.num_shards > 1
+        }
+        if self.sleepers is not None or not shards:
+            return needed
+        names = _names(params)
+        tables = {i: names[i] for i in shards}
+        return needed | check_update(self.tx, params, tables, extra_args, shards)
+
+
+def _squares(run: Callable[..., Any], gradients: Gradients, tables: list[int]) -> dict[int, Array]:
+    """For some tables the sum of the squares of the whole gradient, on all devices."""
+    which = [list(gradients.parts).index(i) for i in tables]
+    square = lambda g: jnp.sum(jnp.square(upcast(g.coalesce().values)))
+
+    def add(arrived, sums):
+        return [total + square(arrived[k]) for k, total in zip(which, sums, strict=True)]
+
+    axes = [gradients.parts[i].sharding.axes for i in tables]
+    zeros = [upcast(jnp.zeros([], gradients.rows[k].dtype)) for k in which]
+    sums = run(add, list(map(vary, zeros, axes)))
+    return dict(zip(tables, map(lax.psum, sums, axes), strict=True))
 
 
 def _check_loss(
@@ -278,29 +301,3 @@ def _of_distinct(part: Part, of_lookups: list[Array], rows: Array) -> Array:
         return jnp.zeros_like(rows)
     each = jnp.concatenate([g.reshape(-1, *rows.shape[1:]) for g in of_lookups])
     return part.route.of_places(each)
-
-
-# The global norm of all gradients
-
-
-def _square(g: Any) -> Array:
-    return jnp.sum(jnp.square(upcast(g.coalesce().values if is_rows(g) else g)))
-
-
-def _squares(parts: Sequence[Part], arrived: Sequence[SparseRows]) -> Array:
-    """The sum of the squares of rows, of all owners."""
-    of_shards = zip(parts, arrived, strict=True)
-    sums = [lax.psum(_square(g), p.sharding.axes) for p, g in of_shards]
-    return jnp.sum(jnp.stack(sums)) if sums else jnp.zeros([])
-
-
-def _squares_of_rest(gradients: Gradients) -> Array:
-    grads = jax.tree.leaves(gradients.rest, is_leaf=is_rows)
-    return jnp.sum(jnp.stack([jnp.zeros([]), *map(_square, grads)]))
-
-
-def _clip(gs: Any, squares: Array, max_norm: float) -> Any:
-    """As :func:`optzoo.clip_by_global_norm`, given the sum of all squares."""
-    factor = max_norm / jnp.maximum(jnp.sqrt(squares), max_norm)
-    scale = lambda g: g * factor if is_rows(g) else (g * factor).astype(g.dtype)
-    return jax.tree.map(scale, gs, is_leaf=is_rows)

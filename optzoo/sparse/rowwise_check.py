@@ -35,7 +35,7 @@ _ELEMENTWISE = _names(
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt
     max min mul mulhi ne neg nextafter not or pcast polygamma population_count pow pvary real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     xor zeta
     """

@@ -17,7 +17,7 @@ from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
-from ..core.rows import SparseRows, is_rows
+from ..core.rows import is_rows
 from ..rules.frame import at_step
 from ..state.fit import StateError
 from ..state.packing import unpack
@@ -132,7 +132,7 @@ class Sleepers(NamedTuple):
             gs[i] = g = g.coalesce()
             places = turn(table.motion, table.clock, g.num_rows)
             before, awake = table.gather(places), table.read(places)
-            sweeps[i] = SparseRows(places, awake[0] - before[0], g.num_rows)
+            sweeps[i] = g.with_rows(places, awake[0] - before[0])
             _, *rest = table.scatter(places, awake, unique=True).arrays
             tables[i] = table.with_arrays((x, *rest))
             few_x, few_slots, _ = tables[i].gather(g.indices)

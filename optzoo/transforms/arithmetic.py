@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.norms import global_norm as norm_of_merged
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..distributed.engine.collectives import AxisName, Replicas
-from ._per_leaf import global_norm as norm_of_merged
 
 
 def add(tree: Any, other: Any) -> Any:

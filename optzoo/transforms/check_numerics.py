@@ -9,6 +9,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check_update_arguments
+from ..core.norms import over_shards
 from ..core.paths import path_name
 from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none
@@ -78,7 +79,8 @@ def raise_if_bad(updates: Any, what: str, step: Any, axis_name: AxisName = None)
     named = {path_name(path): g for path, g in leaves if g is not None}
     if not named:
         return
-    kinds = jnp.stack([_kind(g) for g in named.values()])
+    gs = list(named.values())
+    kinds = jnp.stack(over_shards(gs, list(map(_kind, gs)), lax.pmax))
 
     def report(kinds, step, *replica):
         if np.any(kinds):  # under vmap every step calls this

@@ -4,16 +4,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax import Array
 
 from ..core.checks import check_positive
-from ..core.numerics import norm
+from ..core.norms import norm, times
+from ..core.rows import is_rows
 from ._per_leaf import on_each
 
 
-def clipped_by_average_norm(values: Array, size: int, max_norm: Any) -> Array:
-    """An array whose norm is at most ``max_norm`` times ``size``."""
-    return values * jnp.minimum(max_norm * size / norm(values), 1)
+def clipped_by_average_norm(g: Any, size: int, max_norm: Any) -> Any:
+    """An array, or rows as they are listed, whose norm is at most ``max_norm`` times ``size``."""
+    return times(jnp.minimum(max_norm * size / norm(g), 1), g)
 
 
 def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
@@ -44,4 +44,6 @@ def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
         ``tf.clip_by_average_norm``; ``returnn.tf.updater``, option ``gradient_clip_avg_norm``.
     """
     check_positive(infinite=True, max_norm=max_norm)
-    return on_each(lambda values, size: clipped_by_average_norm(values, size, max_norm))
+    return on_each(
+        lambda g: clipped_by_average_norm(g, g.size if is_rows(g) else jnp.size(g), max_norm)
+    )

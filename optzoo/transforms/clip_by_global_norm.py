@@ -1,12 +1,9 @@
 """Clips the global norm of all gradients."""
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.rows import on_values
-from ._per_leaf import global_norm
+from ..core.norms import clipped_by_global_norm
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -42,9 +39,5 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """
     check_positive(max_norm=max_norm)
 
-    def update(values, _):
-        norm = global_norm(jax.tree.leaves(values))
-        factor = max_norm / jnp.maximum(norm, max_norm)
-        return jax.tree.map(lambda v: (v * factor).astype(v.dtype), values)
-
-    return on_values(optax.stateless(update))
+    clip = optax.stateless(lambda updates, _: clipped_by_global_norm(updates, max_norm))
+    return optax.with_extra_args_support(clip)

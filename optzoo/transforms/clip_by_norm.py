@@ -4,16 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax import Array
 
 from ..core.checks import check_positive
-from ..core.numerics import norm
+from ..core.norms import norm, times
 from ._per_leaf import on_each
 
 
-def clipped_by_norm(values: Array, max_norm: Any) -> Array:
-    """An array whose norm is at most ``max_norm``."""
-    return values * jnp.minimum(max_norm / norm(values), 1)
+def clipped_by_norm(g: Any, max_norm: Any) -> Any:
+    """An array, or rows as they are listed, whose norm is at most ``max_norm``."""
+    return times(jnp.minimum(max_norm / norm(g), 1), g)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
@@ -43,4 +42,4 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
         ``tf.clip_by_norm``; ``returnn.tf.updater``, option ``gradient_clip_norm``.
     """
     check_positive(infinite=True, max_norm=max_norm)
-    return on_each(lambda values, size: clipped_by_norm(values, max_norm))
+    return on_each(lambda g: clipped_by_norm(g, max_norm))

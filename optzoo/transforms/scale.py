@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from ..core.checks import check
+from ..core.norms import times
 from ..core.rows import is_rows
-from ._per_leaf import on_listed
 
 
 def scale(step_size: float) -> optax.GradientTransformation:
@@ -76,5 +76,4 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
 
 
 def _scaled(factor: Any, updates: Any) -> Any:
-    times = lambda g: on_listed(lambda values: factor * values, g)
-    return jax.tree.map(times, updates, is_leaf=is_rows)
+    return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
-from ..core.numerics import norm, upcast
+from ..core.norms import norm, over_shards
+from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 
@@ -110,9 +111,8 @@ def _summary(g: Any) -> Summary:
     if g is None:
         zero = jnp.zeros([], jnp.float32)
         return Summary(zero, zero, jnp.zeros([], jnp.int32))
-    values = upcast(g.coalesce().values if is_rows(g) else jnp.asarray(g))
-    return Summary(
-        norm(values).astype(jnp.float32),
-        jnp.max(jnp.abs(values), initial=0).astype(jnp.float32),
-        jnp.sum(~jnp.isfinite(values), dtype=jnp.int32),
-    )
+    g = g.coalesce() if is_rows(g) else jnp.asarray(g)
+    values = upcast(g.values if is_rows(g) else g)
+    [largest] = over_shards([g], [jnp.max(jnp.abs(values), initial=0)], lax.pmax)
+    [nonfinite] = over_shards([g], [jnp.sum(~jnp.isfinite(values), dtype=jnp.int32)], lax.psum)
+    return Summary(norm(g).astype(jnp.float32), largest.astype(jnp.float32), nonfinite)

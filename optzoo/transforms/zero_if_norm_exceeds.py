@@ -8,8 +8,9 @@ import optax
 from jax import Array
 
 from ..core.checks import check_positive
+from ..core.norms import global_norm
 from ..core.rows import SparseRows, is_rows, map_rows
-from ._per_leaf import global_norm, on_listed
+from ._per_leaf import on_listed
 
 
 def zero_unless(keep: Array, g: Any) -> Any:

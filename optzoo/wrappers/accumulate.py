@@ -15,7 +15,7 @@ from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
 from ..core.paths import hides_leaves, path_name
 from ..core.reads import note_reads
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
+from ..core.rows import is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
 
@@ -164,7 +164,7 @@ def _total(g: Any, a: Any, scale: float) -> Any:
         return None
     if not isinstance(a, RowsOfCycle):
         return saturating_cast(a * scale, jnp.result_type(g))
-    rows = SparseRows(a.indices, a.values, g.num_rows).coalesce()
+    rows = g.with_rows(a.indices, a.values).coalesce()
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
+from ..core.norms import over_shards
 from ..core.numerics import sqrt, upcast
 from ..core.paths import hides_leaves, is_masked, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
@@ -70,15 +72,17 @@ def variable_clipping(
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
         raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
 
-    def clipped(x, axes):
-        norm = sqrt(jnp.sum(x**2, axis=axes, keepdims=True))
-        return x * (max_norm / jnp.maximum(norm, max_norm))
+    def clipped(g, x, axes):
+        squares = jnp.sum(x**2, axis=axes, keepdims=True)
+        if 0 in axes:
+            [squares] = over_shards([g], [squares], lax.psum)
+        return x * (max_norm / jnp.maximum(sqrt(squares), max_norm))
 
     def clip(g, u, x, axes):
         """The update that results in the clipped parameter."""
         if g is None or axes is None:
             return u
-        to_clipped = lambda u, x: (clipped(x + u, axes) - x).astype(g.dtype)
+        to_clipped = lambda u, x: (clipped(g, x + u, axes) - x).astype(g.dtype)
         if is_rows(u) and 0 not in axes:
             u = u.coalesce()
             return u.with_values(to_clipped(upcast(u.values), upcast(u.gather(x)))).drop_padding()

@@ -59,12 +59,12 @@ def _clip(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
 
 def _clip_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
     c = o.gradient_clip_norm
-    return on_listed(lambda v: clipped_by_norm(v, c), g) if c else g
+    return clipped_by_norm(g, c) if c else g
 
 
 def _clip_avg_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
     c = o.gradient_clip_avg_norm
-    return on_listed(lambda v: clipped_by_average_norm(v, v.size, c), _dense(g)) if c else g
+    return clipped_by_average_norm(_dense(g), jnp.size(g), c) if c else g
 
 
 def _clip_global_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:

@@ -11,12 +11,12 @@ from jax import Array
 
 from ...core.checks import check_params, check_positive
 from ...core.gradients import check_gradients
+from ...core.norms import global_norm
 from ...core.numerics import safe_divide, upcast
 from ...core.paths import hides_leaves, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
 from ...registry import create
-from ...transforms._per_leaf import global_norm
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
 from ...wrappers.accumulate import accumulate

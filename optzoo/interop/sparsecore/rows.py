@@ -12,7 +12,7 @@ from jax import Array
 from ...core.compat import used_inputs
 from ...core.paths import path_name
 from ...core.rows import SparseRows
-from ...sharded.rounds_check import NotAlone, prove_alone
+from ...sharded.update_check import NotAlone, prove_alone
 from ...sparse.rowwise_check import NotRowWise, rows_of_state
 from .split import Split, mixes_elements, split
 

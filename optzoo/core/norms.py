@@ -1,0 +1,89 @@
+"""Norms of gradients, row-sparse ones and those of sharded tables included.
+
+Rows count as they are listed: merge those that share an index before.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .numerics import sqrt, upcast
+from .rows import SparseRows, is_rows, map_rows
+
+
+def norm(g: Any) -> Array:
+    """The Euclidean norm of an array or of rows; in float32 at least."""
+    [squares] = sums_of_squares([g])
+    return sqrt(squares)
+
+
+def global_norm(gradients: Iterable[Any]) -> Array:
+    """The Euclidean norm of all gradients together; in float32 at least."""
+    squares = sums_of_squares(g for g in gradients if g is not None)
+    return sqrt(sum(squares, jnp.zeros([], jnp.float32)))
+
+
+def clipped_by_global_norm(updates: Any, max_norm: Any) -> Any:
+    """A tree of gradients, in which rows are merged, whose global norm is at most ``max_norm``."""
+    updates = map_rows(SparseRows.coalesce, updates)
+    gradients = jax.tree.leaves(updates, is_leaf=is_rows)
+    factor = max_norm / jnp.maximum(global_norm(gradients), max_norm)
+    return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)
+
+
+def times(factor: Any, g: Any) -> Any:
+    """An array or rows times a number, in their dtype, multiplied in float32 at least."""
+    g = g if is_rows(g) else jnp.asarray(g)
+    return (upcast(g) * factor).astype(g.dtype)
+
+
+def sums_of_squares(gradients: Iterable[Any]) -> list[Array]:
+    """For each gradient, array or rows, the sum of the squares of its elements.
+
+    They are computed in float32 at least. Rows count as they are listed: merge repeated ones
+    before. The sum of a sharded table is that of all shards.
+
+    Raises:
+        ValueError: if rows of the gradient come in other rounds, and their sum is not known.
+    """
+    gs = list(gradients)
+    square = lambda g: jnp.sum(jnp.square(upcast(g.values if is_rows(g) else jnp.asarray(g))))
+    sums = [g.squares if _is_known(g) else square(g) for g in gs]
+    # Sums of all tables over the same axes together.
+    return over_shards([None if _is_known(g) else g for g in gs], sums, lax.psum)
+
+
+def _is_known(g: Any) -> bool:
+    return is_rows(g) and g.squares is not None
+
+
+def over_shards(
+    gradients: Sequence[Any], values: Sequence[Array], combine: Callable[..., Any]
+) -> list[Array]:
+    """What is computed from all elements of each gradient, from what each shard has computed.
+
+    Args:
+        gradients: arrays, rows or None.
+        values: of each gradient, a scalar of the rows of this device.
+        combine: ``jax.lax.psum``, ``pmax`` or ``pmin``.
+
+    Raises:
+        ValueError: if rows of a gradient come in other rounds.
+    """
+    values, by_axes = list(values), dict[tuple[str, ...], list[int]]()
+    for i, g in enumerate(gradients):
+        if is_rows(g) and g.shard is not None:
+            if g.shard.is_round:
+                raise ValueError(
+                    "what is computed from all rows of a gradient is not known in one of several "
+                    "rounds of optzoo.sharded_minimize: give it capacity_factor=None, or put the "
+                    "norm first in the chain, before what changes single elements"
+                )
+            by_axes.setdefault(g.shard.axes, []).append(i)
+    for axes, which in by_axes.items():
+        for i, value in zip(which, combine([values[i] for i in which], axes), strict=True):
+            values[i] = value
+    return values

@@ -1,0 +1,266 @@
+"""Proves that an optimizer treats the rows of sharded tables as if they were not sharded.
+
+The update is traced, abstractly, with tables and row-sparse gradients whose numbers of rows are
+primes that occur nowhere else, so that the shapes alone tell which arrays have rows.
+
+In one round a device has all gradients of its rows. They may be used row by row, and in sums over
+all shards. What a device computes from its own rows alone, such as the norm of an array that knows
+nothing of the other shards, may be used for nothing else.
+
+In several rounds, which come in turn, tables and slots may only be gathered and scattered by ids,
+so untouched rows do not change; and the gathered rows may only be used row by row, so no row, and
+nothing else, depends on which rows come in a round.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from ..core.compat import (
+    CALLS,
+    COLLECTIVES,
+    inner_jaxprs,
+    is_literal,
+    line_of,
+    through_call,
+    turns,
+    used_inputs,
+)
+from ..core.rows import Shard, SparseRows, is_rows
+from ..sparse.rowwise_check import NotRowWise, check_operation, primes, row_axes
+
+_IN_ONE_ROUND = (
+    "Give sharded_minimize capacity_factor=None, for one round with room for any ids, or take an "
+    "optimizer that updates each touched row by itself, such as optzoo.lazy_adam or "
+    "optzoo.on_rows(...)"
+)
+_BY_ROWS = (
+    "Take an optimizer that treats each row by itself, such as optzoo.lazy_adam, lamb or "
+    "row_wise_lars; to clip, put optzoo.clip_by_global_norm or clip_by_norm before it, which count "
+    "all shards, and no optzoo.densify or optzoo.on_values"
+)
+
+
+class NotAlone(Exception):
+    """An optimizer does not treat each row by itself, for a reason."""
+
+
+class Trace(NamedTuple):
+    """An update of abstract tables."""
+
+    jaxpr: Any
+    whole: dict[int, str]  # the names of tables by their numbers of rows
+    touched: dict[int, str]  # the names of tables by the numbers of rows of their gradients
+    moved: list[str]  # the tables of which all rows move
+    sums: set[int]  # the tables, by their positions, whose ``squares`` are used
+
+
+def check_update(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    tables: Mapping[int, str],
+    extra_args: Mapping[str, Any],
+    shards: Mapping[int, Shard],
+) -> set[int]:
+    """The tables of which ``tx`` needs the sum of squares before the first of several rounds.
+
+    The arguments are those of :func:`trace_update`.
+
+    Raises:
+        ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
+            there may be several rounds, does not update each touched row by itself.
+    """
+    rounds = any(of.is_round for of in shards.values())
+    try:
+        trace = trace_update(tx, params, tables, extra_args, shards)
+        if not rounds:
+            _check_shards(trace)
+            return set()
+        _check_alone(trace)
+        return trace.sums
+    except NotAlone as error:
+        reason = error
+    if rounds:  # capacity_factor=None is no remedy for what is wrong in one round
+        one = {i: of._replace(is_round=False) for i, of in shards.items()}
+        check_update(tx, params, tables, extra_args, one)
+        raise ValueError(
+            f"the optimizer cannot update rows in several rounds: {reason}. {_IN_ONE_ROUND}"
+        )
+    raise ValueError(
+        f"the optimizer cannot update a table that is sharded by rows: {reason}. {_BY_ROWS}"
+    )
+
+
+def prove_alone(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    tables: Mapping[int, str],
+    extra_args: Mapping[str, Any],
+) -> None:
+    """Raises :class:`NotAlone` unless ``tx`` updates each touched row by itself, and no other.
+
+    The arguments are those of :func:`trace_update`.
+    """
+    _check_alone(trace_update(tx, params, tables, extra_args, {}))
+
+
+def trace_update(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    tables: Mapping[int, str],
+    extra_args: Mapping[str, Any],
+    shards: Mapping[int, Shard],
+) -> Trace:
+    """Traces an update with tables of other numbers of rows.
+
+    Args:
+        tx: the optimizer.
+        params: arrays or tracers, for their shapes.
+        tables: by the positions of the tables among the leaves of ``params`` their names.
+        extra_args: of the update.
+        shards: of those tables that are sharded, inside of ``shard_map`` over their axes.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    taken = {d for x in leaves for d in x.shape}
+    # As many rows as there are: an optimizer may choose by size.
+    start = max([11, *(leaves[i].shape[0] for i in tables)])
+    sizes = (p for p in primes(start) if p not in taken)
+    of_table = {i: next(sizes) for i in tables}
+    of_gradient = {i: next(sizes) for i in tables}
+    struct = lambda x, n=None: jax.ShapeDtypeStruct(
+        x.shape if n is None else (n, *x.shape[1:]), x.dtype
+    )
+    params = treedef.unflatten([struct(x, of_table.get(i)) for i, x in enumerate(leaves)])
+    ids = {i: jax.ShapeDtypeStruct((n,), "int32") for i, n in of_gradient.items()}
+    values = [struct(x, of_gradient.get(i)) for i, x in enumerate(leaves)]
+    squares = {i: jax.ShapeDtypeStruct((), "float32") for i, of in shards.items() if of.is_round}
+
+    def update(squares, ids, values, state, params):
+        def rows(i, v):
+            more = {"shard": shards.get(i), "squares": squares.get(i)}
+            return SparseRows(ids[i], v, of_table[i], coalesced=True, **more)
+
+        gs = [rows(i, v) if i in ids else v for i, v in enumerate(values)]
+        return tx.update(treedef.unflatten(gs), state, params, **extra_args)
+
+    state = jax.eval_shape(tx.init, params)
+    trace = jax.make_jaxpr(update, return_shape=True)
+    jaxpr, (updates, _) = trace(squares, ids, values, state, params)
+    us = treedef.flatten_up_to(updates)
+    return Trace(
+        jaxpr.jaxpr,
+        {n: tables[i] for i, n in of_table.items()},
+        {n: tables[i] for i, n in of_gradient.items()},
+        [tables[i] for i in tables if not is_rows(us[i])],
+        {i for i, used in zip(squares, used_inputs(jaxpr.jaxpr), strict=False) if used},
+    )
+
+
+def _check_alone(trace: Trace) -> None:
+    """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other."""
+    if trace.moved:
+        raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
+    for eqn, top in _equations(trace.jaxpr):
+        if eqn.primitive.name in CALLS:
+            continue
+        sizes = [size for v in _variables(eqn) for size in row_axes(v.aval, trace.whole)]
+        if not sizes:
+            _check_rows(eqn, top, trace.touched)
+        elif not _is_row_access(eqn):
+            raise NotAlone(
+                f"`{eqn.primitive.name}` may use all rows of table '{trace.whole[sizes[0]]}' "
+                f"({line_of(top)})"
+            )
+
+
+def _check_shards(trace: Trace) -> None:
+    """Raises :class:`NotAlone` if something depends on the rows of one shard, and is no row."""
+    inputs = [False] * len(trace.jaxpr.invars)
+    if any(_of_one_shard(trace.jaxpr, inputs, trace.whole | trace.touched)):
+        raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
+
+
+def _of_one_shard(
+    jaxpr: Any, inputs: Sequence[bool], names: dict[int, str], outermost: Any = None
+) -> list[bool]:
+    """Which outputs are computed from the rows of one shard, and are no rows.
+
+    Args:
+        jaxpr: an update, or the body of a call in it.
+        inputs: which of its inputs are.
+        names: of tables by numbers of rows.
+        outermost: the equation of the update that the jaxpr is in.
+    """
+    mine = {v for v, found in zip(jaxpr.invars, inputs, strict=True) if found}
+    has_rows = lambda v: bool(row_axes(v.aval, names))
+    are_mine = lambda variables: [not is_literal(v) and v in mine for v in variables]
+    for eqn in jaxpr.eqns:
+        name, top, given = eqn.primitive.name, outermost or eqn, are_mine(eqn.invars)
+        if name in CALLS:
+            if turns(eqn) in names:
+                raise NotAlone(f"`{name}` goes over the rows of a table ({line_of(top)})")
+            call = lambda body, inputs: _of_one_shard(body, inputs, names, top)  # noqa: B023
+            found = through_call(eqn, given, call)
+            if found is None:
+                raise NotAlone(_words(name, top))
+        elif any(map(has_rows, eqn.outvars)):
+            found = [False] * len(eqn.outvars)
+            if name in COLLECTIVES:
+                raise NotAlone(f"`{name}` mixes the rows of several shards ({line_of(top)})")
+            if not _is_row_access(eqn):
+                if any(given):
+                    raise NotAlone(_words(name, top))
+                if name not in _MAKES_ROWS:
+                    _check_rows(eqn, top, names)
+        else:
+            is_mine = any(given) or any(map(has_rows, eqn.invars))
+            found = [is_mine and name not in COLLECTIVES] * len(eqn.outvars)
+        mine.update(v for v, each in zip(eqn.outvars, found, strict=True) if each)
+    return are_mine(jaxpr.outvars)
+
+
+def _words(name: str, top: Any) -> str:
+    return (
+        f"`{name}` uses what a device computes from the rows of its own shard alone, such as a "
+        f"norm ({line_of(top)})"
+    )
+
+
+def _check_rows(eqn: Any, top: Any, names: dict[int, str]) -> None:
+    if eqn.primitive.name in ("random_wrap", "random_unwrap"):  # ids of another dtype
+        return
+    try:
+        check_operation(eqn, names, line_of(top))
+    except NotRowWise as error:
+        raise NotAlone(error.reason) from None
+
+
+# Random rows, of nothing but a key.
+_MAKES_ROWS = {"random_bits", "iota_2x32_shape", "threefry2x32"}
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [*eqn.invars, *eqn.outvars]
+
+
+def _equations(jaxpr: Any, outermost: Any = None) -> Iterator[tuple[Any, Any]]:
+    """All equations, those inside of calls too, each with the outermost one that it is in."""
+    for eqn in jaxpr.eqns:
+        yield eqn, outermost or eqn
+        if eqn.primitive.name in CALLS:
+            for inner in inner_jaxprs(eqn):
+                yield from _equations(inner, outermost or eqn)
+
+
+def _is_row_access(eqn: Any) -> bool:
+    """Whether whole rows are gathered or scattered by a vector of ids."""
+    name = eqn.primitive.name
+    numbers = eqn.params.get("dimension_numbers")
+    if name == "gather":
+        return (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
+    if name.startswith("scatter"):
+        inserted, to = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+        return (inserted, to) == ((0,), (0,))
+    return False
