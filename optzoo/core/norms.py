@@ -79,8 +79,8 @@ def over_shards(
             if g.shard.is_round:
                 raise ValueError(
                     "what is computed from all rows of a gradient is not known in one of several "
-                    "rounds of optzoo.sharded_minimize: give it capacity_factor=None, or put the "
-                    "norm first in the chain, before what changes single elements"
+                    "rounds of optzoo.sharded_minimize: give it capacity_factor=None. (Norms of "
+                    "gradients are known if nothing before them in the chain changes elements)"
                 )
             by_axes.setdefault(g.shard.axes, []).append(i)
     for axes, which in by_axes.items():

@@ -24,7 +24,8 @@ from .marks import marked
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
-    "it in `optzoo.on_values`; `optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`."
+    "it in `optzoo.on_values`; `optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`, and "
+    "`optzoo.clip_by_global_norm` that of optax."
 )
 
 

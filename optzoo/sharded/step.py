@@ -187,7 +187,7 @@ class Step(NamedTuple):
         """The parameters and the state after all rounds."""
         parts, options = list(gradients.parts.values()), self.options
         is_round = not all(p.always_fits for p in parts)
-        needed = self._check_update(params, extra_args, gradients.parts, is_round)
+        needed = self._check_update(params, state, extra_args, gradients.parts, is_round)
         run = lambda f, start: update_in_rounds(
             parts, gradients.rows, f, start, self._axes, options.transport
         )[0]
@@ -220,6 +220,7 @@ class Step(NamedTuple):
     def _check_update(
         self,
         params: Any,
+        state: Any,
         extra_args: Mapping[str, Any],
         parts: Mapping[int, Part],
         is_round: bool,
@@ -236,7 +237,8 @@ class Step(NamedTuple):
             return needed
         names = _names(params)
         tables = {i: names[i] for i in shards}
-        return needed | check_update(self.tx, params, tables, extra_args, shards)
+        asleep = sleeping_leaves(params, state) & tables.keys()
+        return needed | check_update(self.tx, params, tables, extra_args, shards, asleep)
 
 
 def _squares(run: Callable[..., Any], gradients: Gradients, tables: list[int]) -> dict[int, Array]:

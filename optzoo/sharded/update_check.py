@@ -12,7 +12,8 @@ so untouched rows do not change; and the gathered rows may only be used row by r
 nothing else, depends on which rows come in a round.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,7 @@ class Trace(NamedTuple):
     whole: dict[int, str]  # the names of tables by their numbers of rows
     touched: dict[int, str]  # the names of tables by the numbers of rows of their gradients
     moved: list[str]  # the tables of which all rows move
+    of_tables: set[int]  # the outputs that are updates of tables
     sums: set[int]  # the tables, by their positions, whose ``squares`` are used
 
 
@@ -63,34 +65,34 @@ def check_update(
     tables: Mapping[int, str],
     extra_args: Mapping[str, Any],
     shards: Mapping[int, Shard],
+    asleep: Set[int],
 ) -> set[int]:
     """The tables of which ``tx`` needs the sum of squares before the first of several rounds.
 
-    The arguments are those of :func:`trace_update`.
+    The arguments are those of :func:`trace_update`, and ``asleep``, the tables whose rows sleep:
+    their updates have more rows than the gradient, which move in the first round alone.
 
     Raises:
         ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
             there may be several rounds, does not update each touched row by itself.
     """
-    rounds = any(of.is_round for of in shards.values())
+    trace = lambda shards: trace_update(tx, params, tables, extra_args, shards)
     try:
-        trace = trace_update(tx, params, tables, extra_args, shards)
-        if not rounds:
-            _check_shards(trace)
-            return set()
-        _check_alone(trace)
-        return trace.sums
+        _check_shards(trace({i: of._replace(is_round=False) for i, of in shards.items()}))
     except NotAlone as error:
-        reason = error
-    if rounds:  # capacity_factor=None is no remedy for what is wrong in one round
-        one = {i: of._replace(is_round=False) for i, of in shards.items()}
-        check_update(tx, params, tables, extra_args, one)
         raise ValueError(
-            f"the optimizer cannot update rows in several rounds: {reason}. {_IN_ONE_ROUND}"
-        )
-    raise ValueError(
-        f"the optimizer cannot update a table that is sharded by rows: {reason}. {_BY_ROWS}"
-    )
+            f"the optimizer cannot update a table that is sharded by rows: {error}. {_BY_ROWS}"
+        ) from None
+    if not any(of.is_round for of in shards.values()):
+        return set()
+    try:
+        in_rounds = trace(shards)
+        _check_alone(in_rounds, {tables[i] for i in asleep})
+    except NotAlone as error:
+        raise ValueError(
+            f"the optimizer cannot update rows in several rounds: {error}. {_IN_ONE_ROUND}"
+        ) from None
+    return in_rounds.sums
 
 
 def prove_alone(
@@ -149,22 +151,27 @@ def trace_update(
     trace = jax.make_jaxpr(update, return_shape=True)
     jaxpr, (updates, _) = trace(squares, ids, values, state, params)
     us = treedef.flatten_up_to(updates)
+    ends = list(itertools.accumulate(len(jax.tree.leaves(u)) for u in us))
     return Trace(
         jaxpr.jaxpr,
         {n: tables[i] for i, n in of_table.items()},
         {n: tables[i] for i, n in of_gradient.items()},
         [tables[i] for i in tables if not is_rows(us[i])],
+        {k for i in tables for k in range(ends[i] - len(jax.tree.leaves(us[i])), ends[i])},
         {i for i, used in zip(squares, used_inputs(jaxpr.jaxpr), strict=False) if used},
     )
 
 
-def _check_alone(trace: Trace) -> None:
+def _check_alone(trace: Trace, asleep: Set[str] = frozenset()) -> None:
     """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other."""
     if trace.moved:
         raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
     for eqn, top in _equations(trace.jaxpr):
         if eqn.primitive.name in CALLS:
             continue
+        touched = {trace.touched[n] for v in eqn.invars for n in row_axes(v.aval, trace.touched)}
+        if eqn.primitive.name == "concatenate" and touched and touched <= asleep:
+            continue  # what it is used for is known from one round
         sizes = [size for v in _variables(eqn) for size in row_axes(v.aval, trace.whole)]
         if not sizes:
             _check_rows(eqn, top, trace.touched)
@@ -178,7 +185,8 @@ def _check_alone(trace: Trace) -> None:
 def _check_shards(trace: Trace) -> None:
     """Raises :class:`NotAlone` if something depends on the rows of one shard, and is no row."""
     inputs = [False] * len(trace.jaxpr.invars)
-    if any(_of_one_shard(trace.jaxpr, inputs, trace.whole | trace.touched)):
+    outputs = _of_one_shard(trace.jaxpr, inputs, trace.whole | trace.touched)
+    if any(found for k, found in enumerate(outputs) if k not in trace.of_tables):
         raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
 
 
@@ -237,8 +245,8 @@ def _check_rows(eqn: Any, top: Any, names: dict[int, str]) -> None:
         raise NotAlone(error.reason) from None
 
 
-# Random rows, of nothing but a key.
-_MAKES_ROWS = {"random_bits", "iota_2x32_shape", "threefry2x32"}
+# Rows of nothing else, such as random ones of a key.
+_MAKES_ROWS = {"iota", "iota_2x32_shape", "random_bits", "threefry2x32"}
 
 
 def _variables(eqn: Any) -> list[Any]:

@@ -131,6 +131,9 @@ class Sleepers(NamedTuple):
                 continue
             gs[i] = g = g.coalesce()
             places = turn(table.motion, table.clock, g.num_rows)
+            # Not those that this step has updated, in an earlier round on sharded tables.
+            is_later = table.gather(places)[2] == table.clock.count + 1
+            places = jnp.where(is_later, g.num_rows, places)
             before, awake = table.gather(places), table.read(places)
             sweeps[i] = g.with_rows(places, awake[0] - before[0])
             _, *rest = table.scatter(places, awake, unique=True).arrays

@@ -4,6 +4,7 @@
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
 """
 
+import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -80,7 +81,12 @@ def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step:
 
     def start(g, name):
         first = first_place(state.count.seed, step, name)
-        return first_places_of_rows(first, g.shape) if is_rows(g) else first
+        if not is_rows(g):
+            return first
+        if g.shard is not None:  # so that the shards do not have the same bits
+            size = np.uint32(math.prod(g.shape) % 2**32)
+            first = first + jax.lax.axis_index(g.shard.axes).astype(jnp.uint32) * size
+        return first_places_of_rows(first, g.shape)
 
     return [StoredSlots(row, start(g, n)) for row, g, n in zip(rows, gs, names, strict=True)]
 

@@ -208,6 +208,11 @@ def _densify_others(sizes: Mapping[str, int], updates: Any) -> Any:
                 f"{name} is in rows but has a dense gradient: compute it by "
                 "optzoo.value_and_grad and optzoo.lookup, or leave the parameter out of rows"
             )
+        if g is not None and g.shard is not None:
+            raise ValueError(
+                f"{name} is sharded by rows, and rows would keep those of one device for all: "
+                "leave it out of rows, then its sum has the shape of the table"
+            )
         if g is not None and len(g.indices) > size:
             raise ValueError(
                 f"{name} has a gradient of {len(g.indices)} rows, but rows allows {size} in a step"
