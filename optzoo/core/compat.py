@@ -329,29 +329,28 @@ def through_call(
         if inputs[0]:
             return None
         return [any(found) for found in zip(*(f(b, inputs[1:]) for b in bodies), strict=True)]
-    if eqn.primitive.name not in ("scan", "while"):
-        # Of custom derivatives the first is the function itself. Constants come first.
-        return f(bodies[0], inputs[len(inputs) - len(bodies[0].invars) :])
-    first, while_first = 0, 0
     if eqn.primitive.name == "scan":
-        first, num_carry = scan_sizes(eqn)
-        body = bodies[0]
-    else:
-        while_first, num_carry = eqn.params["cond_nconsts"], len(eqn.outvars)
-        first = while_first + eqn.params["body_nconsts"]
+        return _through_loop(bodies[0], inputs, *scan_sizes(eqn), f)
+    if eqn.primitive.name == "while":
+        of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+        outputs = _through_loop(body, inputs[of_condition:], of_body, len(eqn.outvars), f)
+        return None if any(f(condition, [*inputs[:of_condition], *outputs])) else outputs
+    # Of custom derivatives the first is the function itself. Constants come first.
+    return f(bodies[0], inputs[len(inputs) - len(bodies[0].invars) :])
+
+
+def _through_loop(
+    body: Any, inputs: Sequence[bool], first: int, carried: int, f: Callable[..., list[bool]]
+) -> list[bool]:
+    """Which results of a loop have the property, whose carry begins at input ``first``."""
+    inputs, end = list(inputs), first + carried
     while True:
-        outputs = f(body, inputs[while_first:])
-        carry = zip(inputs[first : first + num_carry], outputs, strict=False)
-        after = [old or new for old, new in carry]
-        if after == inputs[first : first + num_carry]:
-            break
-        inputs[first : first + num_carry] = after
-    if eqn.primitive.name == "while" and any(
-        f(condition, [*inputs[:while_first], *inputs[first:]])
-    ):
-        return None
-    return outputs
+        outputs = f(body, inputs)
+        carry = [a or b for a, b in zip(inputs[first:end], outputs[:carried], strict=True)]
+        if carry == inputs[first:end]:
+            return [*carry, *outputs[carried:]]
+        inputs[first:end] = carry
 
 
 def literals(eqn: Any) -> list[str]:
@@ -409,11 +408,6 @@ def opaque_dtype(name: str, words: int, tag: str) -> Any:
     )
 
 
-def key_array_class() -> Any:
-    """The class of concrete arrays of such a dtype; None if there is none of that name."""
-    return next((c for c in jax.Array.__subclasses__() if c.__name__ == "PRNGKeyArray"), None)
-
-
 # Types of arrays inside shard_map
 
 
@@ -453,6 +447,7 @@ def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:
     # Before JAX 0.10 it is only a function without a public name.
     if jax.__version_info__ >= (0, 10):
         return lax.all_gather(tree, axes, tiled=True, to="invarying")
-    from jax._src.lax.parallel import all_gather_invariant
+    from jax._src.lax import parallel
 
-    return all_gather_invariant(tree, axes, tiled=True)
+    gather = getattr(parallel, "all_gather_invariant")  # noqa: B009 (unknown to the type checker)
+    return gather(tree, axes, tiled=True)

@@ -11,7 +11,6 @@ ids below zero, which are outside of every table and therefore ignored.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .compat import key_array_class, opaque_dtype
+from .compat import opaque_dtype
 from .marks import marked
 
 HINT = (
@@ -34,41 +33,6 @@ _IMPLS = {
     "int32": opaque_dtype("optzoo_row_ids_32", 1, _TAG),
     "int64": opaque_dtype("optzoo_row_ids_64", 2, _TAG),
 }
-
-
-def _name_the_remedy() -> None:
-    """Gives row ids methods whose errors have the hint, where those of JAX do not name the dtype.
-
-    Operators, functions of ``jax.numpy`` and everything that is traced do name it. But outside of
-    jit, methods such as ``ids.real`` are abstract in JAX's class for random keys, and their error
-    is "Cannot call abstract method real". JAX has no hook for that, so they are replaced in its
-    class. For every other array of that class they are what they were.
-    """
-    keys = key_array_class()
-    for name in () if keys is None else dir(keys):
-        method = getattr(keys, name)
-        if name == "__array__" or getattr(method, "__isabstractmethod__", False):
-            is_property = isinstance(method, property)
-            function: Any = method.fget if is_property else method
-            new = _with_hint(name, function)
-            setattr(keys, name, property(new) if is_property else new)
-
-
-def _with_hint(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    text = f"row ids of optzoo.SparseRows allow no arithmetic, and have no {name}. {HINT}"
-    if name == "__array__":
-        text = f"NumPy cannot read row ids of optzoo.SparseRows; its `indices` are integers. {HINT}"
-
-    @functools.wraps(method)
-    def checked(array, *args, **kwargs):
-        if is_protected(array):
-            raise TypeError(text)
-        return method(array, *args, **kwargs)
-
-    return checked
-
-
-_name_the_remedy()
 
 
 @marked("rows_protect")

@@ -145,7 +145,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     def _same(self, values: Any, **changed: Any) -> "SparseRows":
         """The same rows but for what is given, without the hint of the sum."""
-        fields = {
+        fields: dict[str, Any] = {
             "ids": self.ids,
             "coalesced": self.coalesced,
             "shard": self.shard,

@@ -111,8 +111,8 @@ def _summary(g: Any) -> Summary:
     if g is None:
         zero = jnp.zeros([], jnp.float32)
         return Summary(zero, zero, jnp.zeros([], jnp.int32))
-    g = g.coalesce() if is_rows(g) else jnp.asarray(g)
-    values = upcast(g.values if is_rows(g) else g)
+    g = g.coalesce() if is_rows(g) else g
+    values = upcast(g.values if is_rows(g) else jnp.asarray(g))
     [largest] = over_shards([g], [jnp.max(jnp.abs(values), initial=0)], lax.pmax)
     [nonfinite] = over_shards([g], [jnp.sum(~jnp.isfinite(values), dtype=jnp.int32)], lax.psum)
     return Summary(norm(g).astype(jnp.float32), largest.astype(jnp.float32), nonfinite)

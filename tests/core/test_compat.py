@@ -363,11 +363,6 @@ def test_scan_sizes():
     assert compat.scan_sizes(eqn) == (2, 2), must
 
 
-def test_key_array_class():
-    must = fix("key_array_class", "give the class of key arrays", "the errors of SparseRows")
-    assert isinstance(jax.random.key(0), compat.key_array_class()), must
-
-
 # Types of arrays inside shard_map
 
 

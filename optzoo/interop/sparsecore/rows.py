@@ -138,7 +138,7 @@ class RowOptimizer:
         """Raises unless each slot can be stored in an array of the shape of the table."""
         table = jax.ShapeDtypeStruct((_ROWS, self._width or _WIDTH), jnp.float32)
         slots = lambda x: self._divided(self._tx.init(x))[0]
-        jaxpr = jax.make_jaxpr(slots)(table).jaxpr
+        jaxpr: Any = jax.make_jaxpr(slots)(table).jaxpr
         for name, v in zip(names, jaxpr.outvars, strict=True):
             shape, dtype = v.aval.shape, v.aval.dtype
             if dtype != jnp.float32:

@@ -87,7 +87,7 @@ def split(update: Callable[..., Any], row: Sequence[Any], shared: Sequence[Any])
 def mixes_elements(split: Split, inputs: Sequence[Any]) -> bool:
     """Whether an element of a row depends on the others, for rows of shape ``(1, a prime)``."""
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in split.dtypes]
-    jaxpr = jax.make_jaxpr(split.row)(scalars, *inputs)
+    jaxpr: Any = jax.make_jaxpr(split.row)(scalars, *inputs)
     width = inputs[0].shape[1]
     try:
         _check_elements(jaxpr.jaxpr, {width: "row"})
