@@ -57,6 +57,7 @@ def make_replaceable(
     *,
     types: Callable[..., list[Any] | None] = lambda *avals, **params: None,
     on_cpu: Callable[..., Callable[..., Any]] | None = None,
+    check_others: Callable[..., None] = lambda platforms, **params: None,
 ) -> Any:
     """A primitive with several results that computes ``f(*args, **params)``.
 
@@ -67,6 +68,8 @@ def make_replaceable(
         f: of arrays, and of keywords that are static.
         types: ``types(*avals, **params)`` are the types of the results, if they are known.
         on_cpu: ``on_cpu(ctx, **params)`` is the function that takes the place of ``f`` on the CPU.
+        check_others: ``check_others(platforms, **params)`` raises an error if ``f`` may not run on
+            other platforms, in the program that is lowered for them.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -91,7 +94,12 @@ def make_replaceable(
     primitive.def_abstract_eval(abstract)
     ad.primitive_jvps[primitive] = tangents
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=True))
+
+    def lower_plainly(ctx, *args, **params):
+        check_others(ctx.module_context.platforms, **params)
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *args, **params)
+
+    mlir.register_lowering(primitive, lower_plainly)
     if on_cpu is not None:
 
         def lower(ctx, *args, **params):

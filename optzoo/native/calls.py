@@ -28,10 +28,15 @@ from .rows_kernel import rows_kernel
 
 
 class Call:
-    """One native call: some rows, or some leaves that share their operations and their scalars."""
+    """One native call: some rows, or some leaves that share their operations and their scalars.
 
-    def __init__(self, parts: Sequence[Group]):
-        self.parts, first = parts, parts[0]
+    Args:
+        parts: the rows, or the leaves.
+        required: whether it is an error if the program is compiled for another platform.
+    """
+
+    def __init__(self, parts: Sequence[Group], required: bool = False):
+        self.parts, self.required, first = parts, required, parts[0]
         ns = len(first.scalars) if isinstance(first, Leaf) else 0
         arrays, many = len(first.ins) - ns, len(first.outs)
         self.shared = ns
@@ -114,9 +119,19 @@ def _types(*avals: Any, call: Call) -> list[Any] | None:
     return [v.aval for v in call.outs] if same else None
 
 
+def _check_platforms(platforms: Sequence[str], call: Call) -> None:
+    if call.required:
+        others = ", ".join(p for p in platforms if p != "cpu")
+        raise RuntimeError(
+            f"native code is required, but the program is compiled for {others}: native code is "
+            "for the CPU"
+        )
+
+
 _native_p = make_replaceable(
     "optzoo_native",
     lambda *args, call: call.reference(*args),
     types=_types,
     on_cpu=lambda ctx, call: call.lowered(ctx),
+    check_others=_check_platforms,
 )

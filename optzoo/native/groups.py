@@ -329,7 +329,8 @@ def _leaf(
     read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
     scalars = [v for v in read if not v.shape and v.literal is None]
     arrays = [v for v in read if v.shape]
-    now = {places[v]: i for i, v in enumerate(arrays) if v in in_place}
+    # A table that is read here may be written by a group of rows: it has no next value here.
+    now = {places[v]: i for i, v in enumerate(arrays) if v in in_place and v in places}
     aliases = {
         len(scalars) + now[v]: k
         for k, v in enumerate(outs)

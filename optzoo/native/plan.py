@@ -21,7 +21,14 @@ class Plan:
         reasons: why results are not made by native calls.
     """
 
-    def __init__(self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]):
+    def __init__(
+        self,
+        program: Program,
+        kept: Sequence[Value],
+        in_place: Sequence[Value],
+        required: bool = False,
+    ):
+        self._required = required
         self.nodes: list[Any] = program.operations
         self.reasons: dict[Value, str] = {}
         reason = _refusal(program) if kept else "the update changes the structure of the state"
@@ -48,7 +55,7 @@ class Plan:
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
-        nodes = groups.in_order([*others, *(Call([g]) for g in rows)], program.results)
+        nodes = groups.in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
         places = {
             before: after
             for before, after in zip(kept, program.results, strict=True)
@@ -60,7 +67,7 @@ class Plan:
         for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
         calls = [
-            Call(leaves[i : i + MOST_LEAVES])
+            Call(leaves[i : i + MOST_LEAVES], self._required)
             for leaves in alike.values()
             for i in range(0, len(leaves), MOST_LEAVES)
         ]

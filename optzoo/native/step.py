@@ -68,7 +68,8 @@ def native_step(
         TypeError: if ``tx`` is no transformation, or ``required`` is no bool.
         ValueError: if ``in_place`` is something else; at trace time, with ``required``, if some
             arrays are not updated natively.
-        RuntimeError: at trace time, with ``required``, if native code cannot run.
+        RuntimeError: with ``required``, if native code cannot run, or the program is compiled for
+            another platform than the CPU.
 
     Warns:
         RuntimeWarning: once, on a CPU where native code cannot run.
@@ -129,7 +130,7 @@ def apply_natively(
     required: bool,
 ) -> tuple[Any, Any]:
     """What ``apply``, a function as :func:`plainly`, computes."""
-    reason = _refusal()
+    reason = _refusal(required)
     if reason is not None and required:
         raise RuntimeError(f"native code is required: {reason}")
     if reason is not None:
@@ -149,7 +150,7 @@ def apply_natively(
     is_same = jax.tree.structure(shapes) == jax.tree.structure((params, state))
     kept = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
-    plan = Plan(program, kept, kept[of_params:])
+    plan = Plan(program, kept, kept[of_params:], required)
     if required:
         after = jax.tree_util.tree_leaves_with_path(shapes)
         _check_all(plan, program.results, [path for path, _ in after])
@@ -162,9 +163,13 @@ def apply_natively(
     return jax.tree.structure(shapes).unflatten(results)
 
 
-def _refusal() -> str | None:
-    """Why there is no native code in the program that is traced."""
-    if jax.default_backend() != "cpu":
+def _refusal(required: bool) -> str | None:
+    """Why there is no native code in the program that is traced.
+
+    For which platform it is compiled is known when it is lowered, which raises an error then if
+    native code is required.
+    """
+    if jax.default_backend() != "cpu" and not required:
         return f"the default backend is {jax.default_backend()}, and native code is for the CPU"
     if AxisType.Explicit in (get_abstract_mesh().axis_types or ()):
         return "native code does not know explicit shardings"

@@ -17,6 +17,18 @@ pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.
 
 QUICK, ALL, DRAWS = 10, 120, 3  # programs, and how many times each runs on other values
 NAMES = sorted(name for name, entry in CATALOG.items() if entry.family != "second_order")
+POLICIES = ["lazy", "dense", "touched", "linear"]
+WRAPPERS = {
+    "clipped": lambda tx, shapes: optax.chain(optzoo.clip_by_global_norm(1.0), tx),
+    "averaged": lambda tx, shapes: optzoo.moving_average(tx, 0.9),
+    "decayed": lambda tx, shapes: optzoo.decoupled_weight_decay(tx, 0.01),
+    "variable_clipping": lambda tx, shapes: optzoo.variable_clipping(
+        tx, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}, 1.0
+    ),
+    "multitask": lambda tx, shapes: optzoo.multitask(tx),
+    "groups": lambda tx, shapes: optzoo.groups({min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}),
+    "stacked": lambda tx, shapes: optzoo.stacked(tx),
+}
 ROW_SHAPES = [(), (1,), (3,), (8,), (65,), (2, 3), (1, 4), (2, 1, 2)]
 LEAF_SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (2, 3, 4), (3, 0)]
 IDS = [0, 1, 2, 19, 100]
@@ -43,8 +55,9 @@ class Case:
         self.rng = rng = np.random.default_rng(seed)
         pick = lambda choices, **how: choices[rng.choice(len(choices), **how)]
         self.dtype = pick(["float32", "bfloat16", "float16", "float64"], p=[0.7, 0.1, 0.1, 0.1])
-        self.name, self.limit = pick(NAMES), LIMITS[self.dtype]
-        self.tx = self.optimizer(pick)
+        policy = pick(POLICIES)
+        self.name = pick([name for name in NAMES if CATALOG[name].rows == policy])
+        self.limit = LIMITS[self.dtype]
         tables = [(pick(NUM_ROWS), pick(ROW_SHAPES), pick(IDS)) for _ in range(rng.integers(0, 4))]
         self.tables = {f"t{k}": table for k, table in enumerate(tables)}
         # Of one number of rows and of ids: they share the array of ids.
@@ -57,6 +70,7 @@ class Case:
         same = pick(LEAF_SHAPES) if self.use == "one gradient" or rng.random() < 0.3 else None
         self.leaves = {f"a{k}": pick(LEAF_SHAPES) if same is None else same for k in range(number)}
         self.in_place = pick(["all", "slots"])
+        self.tx = self.optimizer(pick)
 
     def optimizer(self, pick):
         tx = with_global_step(CATALOG[self.name].make)()
@@ -68,12 +82,10 @@ class Case:
             self.limit = max(self.limit, LIMITS[slots])
             self.name += f" {slots} {how}"
             return optzoo.slots_dtype(tx, slots, **how)
-        if kind < 0.4:
-            self.name += " clipped"
-            return optax.chain(optzoo.clip_by_global_norm(1.0), tx)
-        if kind < 0.45:
-            self.name += " averaged"
-            return optzoo.moving_average(tx, 0.9)
+        if kind < 0.75:
+            wrapper = pick(sorted(WRAPPERS))
+            self.name += f" {wrapper}"
+            return WRAPPERS[wrapper](tx, self.shapes())
         return tx
 
     def __str__(self):
@@ -83,9 +95,11 @@ class Case:
     def array(self, shape):
         return jnp.asarray(self.rng.normal(size=shape), self.dtype)
 
+    def shapes(self):
+        return {k: (n, *row) for k, (n, row, _) in self.tables.items()} | self.leaves
+
     def params(self):
-        shapes = {k: (n, *row) for k, (n, row, _) in self.tables.items()} | self.leaves
-        return {k: self.array(shape) for k, shape in shapes.items()}
+        return {k: self.array(shape) for k, shape in self.shapes().items()}
 
     def ids(self, num_rows, many):
         rng = self.rng

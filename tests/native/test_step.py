@@ -530,11 +530,17 @@ def test_nothing_is_marked_for_others():
 
 def test_programs_for_other_platforms():
     tx, params = optzoo.lazy_adam(0.1), table()
-    traced = jax.jit(optzoo.native_step(tx, required=True)).trace(params, tx.init(params), rows(0))
-    assert "@optzoo_native_" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    traced, required = (
+        jax.jit(optzoo.native_step(tx, required=flag)).trace(params, tx.init(params), rows(0))
+        for flag in (False, True)
+    )
+    for each in (traced, required):
+        assert "@optzoo_native_" in each.lower(lowering_platforms=("cpu",)).as_text()
     for platform in ("tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert "optzoo_native_" not in text and "scatter" in text
+        with pytest.raises(RuntimeError, match=f"compiled for {platform}: native code is for"):
+            required.lower(lowering_platforms=(platform,))
 
 
 def test_export_is_refused():

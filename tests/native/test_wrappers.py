@@ -18,12 +18,18 @@ MORE = {
     "masked": lambda inner: optax.masked(inner, lambda p: jax.tree.map(lambda x: x.ndim > 0, p)),
     "stacked": lambda inner: optzoo.stacked(inner),
 }
+INNER = {
+    **INNER,
+    "gradient_descent": lambda: optzoo.gradient_descent(0.1),  # its repeated rows are not merged
+    "normalized_sgd": lambda: optzoo.normalized_sgd(0.1),
+}
 CASES = {f"{w}-{i}-{d}" for w in {**WRAPPERS, **MORE} for i in INNER for d in ("rows", "arrays")}
 # They refuse rows, arrays, or updates of another structure than the gradients.
 CASES -= {f"{w}-optax.sgd-rows" for w in {**WRAPPERS, **MORE}}
 CASES -= {f"masked-{i}-rows" for i in INNER}
 CASES -= {f"accumulate-{i}-arrays" for i in INNER} | {"apply_if_finite-adam-rows"}
 CHOSEN = {f"{w}-lazy_adam-rows" for w in ("accumulate", "groups", "moving_average", "stacked")}
+CHOSEN |= {"moving_average-gradient_descent-rows", "moving_average-normalized_sgd-rows"}
 
 
 @pytest.mark.parametrize("case", quick(sorted(CASES), CHOSEN))
