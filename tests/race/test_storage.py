@@ -71,7 +71,7 @@ def test_the_page_has_the_runs_of_all_races_with_these_settings(tmp_path):
     assert on_page(tmp_path) == ["adam", "ftrl", "momentum"]
     text = (tmp_path / "leaderboard.md").read_text()
     assert "## line" in text and "## other" in text and "| ftrl |" in text
-    assert "Interrupted" not in (tmp_path / "index.html").read_text()
+    assert "runs are finished." not in (tmp_path / "index.html").read_text()
 
 
 def test_a_changed_problem_or_factory_is_not_on_the_page(tmp_path):
