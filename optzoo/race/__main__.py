@@ -108,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optzoo race",
         description="Compares all optimizers on the same models and real data.",
-        epilog="Lists may have commas or spaces: --optimizers adam,ftrl or --optimizers adam ftrl.",
+        epilog="Commas or spaces separate names and rates: --optimizers adam,ftrl or --optimizers adam ftrl.",
     )
-    many = {"nargs": "+", "metavar": "NAME,NAME"}
+    many = {"nargs": "+", "metavar": ("NAME", ",NAME")}
     parser.add_argument("--problem", **many, help="these problems instead of the default ones")
     parser.add_argument(
         "--optimizers",
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     rates.add_argument(
         "--rates",
         nargs="+",
-        metavar="RATE,RATE",
+        metavar=("RATE", ",RATE"),
         help="the learning rates to try, such as 1,0.1,0.01, instead of a grid around the default "
         "of each optimizer; one alone needs a point, such as 3.0",
     )
