@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optzoo race",
         description="Compares all optimizers on the same models and real data.",
-        epilog="Commas or spaces separate names and rates: --optimizers adam,ftrl or --optimizers adam ftrl.",
+        epilog="Commas or spaces separate names and rates: --optimizers adam,ftrl --rates 1 0.1",
     )
     many = {"nargs": "+", "metavar": ("NAME", ",NAME")}
     parser.add_argument("--problem", **many, help="these problems instead of the default ones")
