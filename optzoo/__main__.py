@@ -1,12 +1,25 @@
 """The command ``optzoo``."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in optzoo list | head
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + getattr(signal, "SIGPIPE", 13)
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] == ["race"]:
         try:
             from .race.__main__ import main as race

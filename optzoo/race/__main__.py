@@ -1,12 +1,16 @@
 """The command ``optzoo race``."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -14,6 +18,7 @@ from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
 from ..race import report, session
+from .advice import advice
 from .entrants import REPLICAS
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
 from .runner import Settings
@@ -26,48 +31,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list()
         return 0
-    problems = _names(args.problem or DEFAULT_PROBLEMS)
-    optimizers = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else CATALOG))
-    if any(":" in name for name in optimizers):
+    names = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else CATALOG))
+    if any(":" in name for name in names):
         sys.path.insert(0, os.getcwd())  # for a module beside the results
     try:
-        session.check(problems, optimizers)
+        rates = None if args.rates is None else _rates(args.rates)
     except ValueError as error:
-        parser.error(str(error))
-    settings = Settings(rates=args.rates and tuple(args.rates), steps=args.steps)
+        parser.error(f"argument --rates: {error}")
+    settings = Settings(rates=rates, steps=args.steps)
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
-    if args.seeds:
-        settings = dataclasses.replace(settings, seeds=args.seeds)
+    given = {"num_rates": args.num_rates, "seeds": args.seeds}
+    settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v})
+    try:
+        problems, _ = session.check(_names(args.problem or DEFAULT_PROBLEMS), names, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    page = f"{args.out}/index.html"
     screen = _Screen()
     try:
-        with screen:
+        with _signals_raise(), screen:
             document = session.run(
                 problems,
-                optimizers,
+                names,
                 settings=settings,
                 out=args.out,
                 fresh=args.fresh,
                 watch=screen.show,
             )
+    except BrokenPipeError:  # of the output
+        raise
     except OSError as error:
         parser.error(f"--out {args.out} cannot be written: {error}")
-    except KeyboardInterrupt:
-        print(f"\nstopped; finished runs are kept in {args.out}, and the same command resumes")
-        return 130
+    except KeyboardInterrupt as stop:
+        print(f"\nstopped; {page} shows the finished runs, and the same command resumes")
+        return 128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)
     screen.leaderboard(document)
+    print(f"\nall places, times and metrics are in {args.out}/leaderboard.md")
     if screen.found:
-        print(f"\nfinished runs found in {args.out}: {screen.found}; --fresh repeats them")
-    print(f"\nthe results are in {args.out}/index.html")
+        print(f"finished runs found in {args.out}: {screen.found}; --fresh repeats them")
+    screen.advice(document)
+    print(f"\nthe results are in {page}")
     return 0
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal that ends a race as Ctrl-C does."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """In the body, signals that end a process or its terminal raise _Stopped, if not ignored."""
+
+    def stop(number: int, _: Any) -> None:
+        raise _Stopped(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python allows it there alone
+        found = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
+        before = {s: signal.getsignal(s) for s in found if s is not None}
+    before = {s: handler for s, handler in before.items() if handler == signal.SIG_DFL}
+    try:
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optzoo race",
         description="Compares all optimizers on the same models and real data.",
+        epilog="Commas or spaces separate names and rates: --optimizers adam,ftrl --rates 1 0.1",
     )
-    many = {"nargs": "+", "metavar": "NAME"}
+    many = {"nargs": "+", "metavar": ("NAME", ",NAME")}
     parser.add_argument("--problem", **many, help="these problems instead of the default ones")
     parser.add_argument(
         "--optimizers",
@@ -79,16 +122,18 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help=f"distributed methods around adam, {REPLICAS} simulated replicas, and adam alone",
     )
-    parser.add_argument(
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument(
         "--rates",
-        type=_rate,
         nargs="+",
-        metavar="RATE",
-        help="learning rates to try, instead of a grid around the default of each optimizer",
+        metavar=("RATE", ",RATE"),
+        help="the learning rates to try, such as 1,0.1,0.01, instead of a grid around the default "
+        "of each optimizer; one alone needs a point, such as 3.0",
     )
+    rates.add_argument("--num-rates", type=_count, metavar="N", help="size of that grid (7)")
     parser.add_argument("--seeds", type=_count, metavar="N", help="runs for each rate (3)")
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each run")
-    parser.add_argument("--quick", action="store_true", help="fewer rates and seeds")
+    parser.add_argument("--quick", action="store_true", help="4 rates and 2 seeds")
     parser.add_argument("--out", default="race", help="folder of the results (race)")
     parser.add_argument(
         "--fresh", action="store_true", help="repeat the finished runs found in --out"
@@ -97,11 +142,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rate(text: str) -> float:
-    rate = float(text)
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"a learning rate must be positive, got {text}")
-    return rate
+def _rates(given: Sequence[str]) -> tuple[float, ...]:
+    """The learning rates.
+
+    Raises:
+        ValueError: if one is none, or a whole number is alone: a number of rates may be meant.
+    """
+    texts = _names(given)
+    rates = tuple(map(float, texts))
+    for text, rate in zip(texts, rates, strict=True):
+        if not 0 < rate < float("inf"):
+            raise ValueError(f"a learning rate must be positive, got {text}")
+    if not rates:
+        raise ValueError("no learning rate is given")
+    if len(texts) == 1 and texts[0].isdecimal():
+        raise ValueError(
+            f"{texts[0]} alone is one learning rate of {texts[0]}, not a number of rates: write "
+            f"--rates {texts[0]}.0 for this rate, --num-rates {texts[0]} for as many rates"
+        )
+    return rates
 
 
 def _count(text: str) -> int:
@@ -130,17 +189,19 @@ class _Screen:
     """A progress bar: current optimizer and time left; plain lines without a terminal."""
 
     def __init__(self):
-        self.console = Console(width=None if sys.stdout.isatty() else 140)
+        self.console = Console(highlight=False)
         self.bar = Progress(
-            TextColumn("{task.description:32}"),
-            BarColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[left]}"),
             console=self.console,
+            expand=True,
             disable=not self.console.is_terminal,
         )
         self.found = 0
         self.task = self.bar.add_task("compiling", total=None, left="")
+        self.is_announced = False
 
     def __enter__(self):
         self.bar.start()
@@ -150,8 +211,11 @@ class _Screen:
         self.bar.stop()
 
     def show(self, progress: session.Progress) -> None:
+        if not self.is_announced:
+            self.is_announced = True
+            self._announce(progress)
         self.found = progress.found
-        left = "" if progress.seconds_left is None else f"{_minutes(progress.seconds_left)} left"
+        left = f"{_minutes(progress.seconds_left)} left" if progress.optimizer else ""
         at = f"{progress.optimizer} on {progress.problem}" if progress.optimizer else "done"
         self.bar.update(
             self.task, completed=progress.done, total=progress.total, description=at, left=left
@@ -159,20 +223,64 @@ class _Screen:
         if not self.console.is_terminal:
             print(f"[{progress.done}/{progress.total}] {at} {left}".rstrip(), flush=True)
 
+    def _announce(self, progress: session.Progress) -> None:
+        """The first line: how long it takes, how to end it, how to make it shorter."""
+        if runs := progress.total - progress.done:
+            self._print(
+                f"{runs} runs, estimated time {_minutes(progress.seconds_left)} minutes on two "
+                f"quiet cores, up to {_minutes(_BUSY * progress.seconds_left)} on busy ones. "
+                "Ctrl-C keeps what is done, and the same command resumes. --quick, or fewer names "
+                "after --problem and --optimizers, make it shorter."
+            )
+
     def leaderboard(self, document: Any) -> None:
+        """The first ones on each problem, with the columns that fit; names are whole."""
         for problem in document["problems"]:
             rows = report.table(document, problem)
             if not rows:
                 continue
-            caption = escape(report.headline(document, problem))
-            table = Table(title=escape(problem), caption=caption, title_justify="left")
-            for name in rows[0]:
-                table.add_column(escape(name), justify="left" if name == "optimizer" else "right")
-            for row in rows:
-                table.add_row(*map(escape, row.values()))
-            self.console.print(table)
+            columns = _fitting(rows, self.console.width)
+            shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+            for name in columns:
+                justify = "left" if name == "optimizer" else "right"
+                shown.add_column(escape(name), justify=justify, overflow="fold")
+            for row in rows[:_ROWS]:
+                shown.add_row(*(escape(row[name]) for name in columns))
+            self._print(f"\n{problem}: {report.headline(document, problem)}")
+            self.console.print(shown)
+            if len(rows) > _ROWS:
+                self._print(f"and {len(rows) - _ROWS} more")
         for line in report.skipped(document):
-            self.console.print(f"skipped: {line}", markup=False)
+            self._print(f"skipped: {line}")
+
+    def advice(self, document: Any) -> None:
+        for first, *others in advice(document):
+            self.console.print()
+            self._print(first, style="bold")
+            if others:
+                self._print(" ".join(others))
+
+    def _print(self, text: str, **more: Any) -> None:
+        self.console.print(text, markup=False, **more)
+
+
+# So many rows of a table are shown in a terminal.
+_ROWS = 6
+# A race of 5:45 minutes on quiet cores took 15 to 20 minutes on busy ones.
+_BUSY = 3.5
+# The columns of a narrow terminal, the most important one first; then all others.
+_FIRST = "#", "optimizer", "loss", "rate", "µs/step", "steps to target"
+
+
+def _fitting(rows: Sequence[report.Row], width: int) -> list[str]:
+    """The columns that fit beside each other, in the order of the table."""
+    names, chosen = list(rows[0]), set()
+    for name in sorted(names, key=lambda n: _FIRST.index(n) if n in _FIRST else len(_FIRST)):
+        needed = max(cell_len(text) for text in (name, *(row[name] for row in rows[:_ROWS])))
+        if needed <= width or name in _FIRST[:2]:
+            chosen.add(name)
+            width -= needed + 2
+    return [name for name in names if name in chosen]
 
 
 def _minutes(seconds: float) -> str:
@@ -180,4 +288,6 @@ def _minutes(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from ..__main__ import main as optzoo
+
+    sys.exit(optzoo(["race", *sys.argv[1:]]))

@@ -47,7 +47,8 @@ class Problem:
         track: ``track(params) -> array``, recorded at each evaluation of the best run.
         published: ``published(optimizer) -> facts`` about published runs, for a column of the
             report, as :func:`optzoo.race.published.compare` returns them, or None.
-        compare_dense: also time a step with dense gradients of the tables.
+        embeddings: whether the model consists of embedding tables, read by :func:`optzoo.lookup`.
+            The advice for such models is separate, and a step with dense gradients is timed too.
         about: one sentence for the report.
     """
 
@@ -65,7 +66,7 @@ class Problem:
     target: float | None = None
     track: Callable[[Any], Array] | None = None
     published: Callable[[str], Mapping[str, Any] | None] | None = None
-    compare_dense: bool = False
+    embeddings: bool = False
     about: str = ""
 
     def __post_init__(self):

@@ -124,7 +124,7 @@ def words(num_rows: int = 24_000) -> Problem:
         steps=200,
         evaluations=10,
         target=3.6,
-        compare_dense=True,
+        embeddings=True,
         about=f"skip-gram over Python's standard library, two tables of {num_rows:,} x {width}",
     )
 

@@ -4,18 +4,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .summary import advice, ranking
+from .advice import advice, basis
+from .summary import coinciding, places, ranking
 
 Row = dict[str, str]
 
 
 def table(document: Mapping[str, Any], problem: str) -> list[Row]:
     """One row of text cells for each optimizer, in the order of the ranking."""
-    rows = []
+    rows, place = [], places(document, problem)
     has_published = any("published" in r for r in ranking(document, problem))
-    for rank, r in enumerate(ranking(document, problem), start=1):
+    for r in ranking(document, problem):
         row = {
-            "#": "-" if r["diverged"] else str(rank),
+            "#": "-" if r["diverged"] else str(place[r["optimizer"]]),
             "optimizer": r["optimizer"],
             "rate": f"{r['rate']:.2g}",
             "loss": "diverged" if r["diverged"] else _spread(r["loss"]),
@@ -35,6 +36,13 @@ def table(document: Mapping[str, Any], problem: str) -> list[Row]:
         row["state B/param"] = f"{r['state bytes per parameter']:.3g}"
         rows.append(row)
     return rows
+
+
+def counted(document: Mapping[str, Any], problem: str) -> str:
+    """How many rows the table has, and how many of their curves differ."""
+    rows, curves = (len(f(document, problem)) for f in (ranking, coinciding))
+    optimizers = f"{rows} optimizer" + "s" * (rows != 1)
+    return optimizers if curves == rows else f"{optimizers}, {curves} different curves"
 
 
 def headline(document: Mapping[str, Any], problem: str) -> str:
@@ -71,12 +79,16 @@ def explanation(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """The whole leaderboard in Markdown."""
-    parts = ["# Leaderboard", *map(_markdown_text, [*advice(document), explanation(document)])]
+    parts = ["# Leaderboard"]
+    for first, *others in advice(document):
+        parts.append(" ".join([f"**{_markdown_text(first)}**", *map(_markdown_text, others)]))
+    parts += filter(None, map(_markdown_text, [basis(document), explanation(document)]))
     for problem in document["problems"]:
         rows = table(document, problem)
         title = f"## {_markdown_text(problem)}"
         parts += [title, _markdown_text(headline(document, problem))]
         if rows:
+            parts.append(f"{counted(document, problem)}. Equal curves share a place.")
             texts = [[*map(_markdown_text, cells)] for cells in (rows[0], *map(dict.values, rows))]
             lines = [texts[0], ["---"] * len(rows[0]), *texts[1:]]
             parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))

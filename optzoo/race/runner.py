@@ -175,7 +175,7 @@ def times(start: Start, entrant: Entrant, rate: float) -> dict[str, Any]:
         steps = {"seconds per step": _compiled(_plain_step(loss, tx, _gradients(entrant)))}
     else:
         steps = {"seconds per step": minimize(loss, tx)}
-        if problem.compare_dense:
+        if problem.embeddings:
             dense = _plain_step(loss, tx, jax.value_and_grad)  # gradients of lookups are dense
             steps["seconds per dense step"] = _compiled(dense)
     examples = jax.tree.map(lambda a: a[start.batches[0, 0, 0]], start.train)

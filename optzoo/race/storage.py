@@ -53,6 +53,18 @@ def read_runs(folder: pathlib.Path) -> Runs:
     return {(r["problem"], r["optimizer"], r["fingerprint"]): r for r in good}
 
 
+def read_problems(folder: pathlib.Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """The problems in ``results.json`` if it has this header; to be called after read_runs."""
+    try:
+        document = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    problems = document.get("problems")
+    if any(document.get(k) != v for k, v in header.items()) or not isinstance(problems, dict):
+        return {}
+    return {name: facts for name, facts in problems.items() if _is_problem(facts)}
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
     """Writes a file atomically, so that an interruption leaves the old one."""
     fresh = path.with_suffix(path.suffix + ".part")
@@ -152,11 +164,21 @@ def _are_arguments(x: Any) -> bool:
     return isinstance(x, Mapping) and all(_is_text(k) and is_value(v) for k, v in x.items())
 
 
+def _is_problem(x: Any) -> bool:
+    return isinstance(x, Mapping) and all(k in x and check(x[k]) for k, check in _FACTS.items())
+
+
 _VALUES = _list_of(_optional(_is_number))
 _RATE: dict[str, Check] = {
     "rate": lambda x: _is_number(x) and x > 0,
     "loss": _optional(_is_number),
     "losses": _VALUES,
+}
+_FACTS: dict[str, Check] = {
+    "about": _is_text,
+    "target": _optional(_is_number),
+    "embeddings": lambda x: isinstance(x, bool),
+    "fingerprint": _is_text,
 }
 _NAMES = "problem", "optimizer", "fingerprint"
 _FIELDS: dict[str, Check] = {

@@ -60,6 +60,14 @@ def coinciding(document: Document, problem: str) -> list[list[dict[str, Any]]]:
     return groups
 
 
+def places(document: Document, problem: str) -> dict[str, int]:
+    """The place of each optimizer on a problem; those that coincide share one."""
+    found: dict[str, int] = {}
+    for group in coinciding(document, problem):
+        found |= dict.fromkeys((r["optimizer"] for r in group), len(found) + 1)
+    return found
+
+
 def contenders(document: Document) -> list[tuple[str, ...]]:
     """The optimizers with results; those that coincide on all problems are one contender."""
     together: dict[str, list[Any]] = {}
@@ -177,49 +185,9 @@ def unequal_arguments(document: Document) -> list[dict[str, Any]]:
     return unequal
 
 
-def advice(document: Document) -> list[str]:
-    """Sentences about which optimizer to begin with, and about what they rest on."""
-    alive = [r for r in document["results"] if not r["diverged"]]
-    if not alive:
-        return ["No run has finished with a finite loss: there is nothing to advise."]
-    if len({r["optimizer"] for r in document["results"]}) == 1:
-        return ["Only one optimizer ran: there is nothing to compare.", _basis(document)]
-    return [*_by_rank(document), *_by_time(document), *_by_width(document), _basis(document)]
-
-
 def label(names: Sequence[str]) -> str:
     """A contender's name: all names of the optimizers that coincide."""
     return " = ".join(names)
-
-
-# --------------------------------------------------------------------------- the sentences
-def _by_rank(document: Document) -> list[str]:
-    found = ranks(document)
-    whole = [i for i in range(len(found.contenders)) if found.complete[i]]
-    if not whole:
-        return ["No optimizer ran on all problems: there is no rank over all."]
-    best = min(whole, key=lambda i: found.mean[i])
-    name = label(found.contenders[best])
-    sentence = (
-        f"Begin with {name}: its mean rank by the final validation loss is the best, "
-        f"{found.mean[best]:.3g} of {len(found.contenders)}"
-    )
-    places = ", ".join(f"{p} {each[best]:.3g}" for p, each in found.of_problem.items())
-    details = f"Its ranks: {places}. {_rates_of(document, found.contenders[best][0])}"
-    if _seeds(document) < 2:
-        return [f"{sentence}. With one seed the uncertainty is unknown.", details]
-    low, high = interval(found.resampled[best])
-    share = (found.resampled <= found.resampled[best]).mean(axis=1)
-    near = [i for i in whole if i != best and share[i] > NOT_APART]
-    near.sort(key=lambda i: found.mean[i])
-    sentence += f" ({INTERVAL:.0%} of the resamples: {low:.3g} to {high:.3g})."
-    if near:
-        others = ", ".join(label(found.contenders[i]) for i in near)
-        apart = f"These seeds do not tell it apart from {others}."
-    else:
-        apart = "No other optimizer is ahead of it in more than "
-        apart += f"{NOT_APART:.0%} of the resamples."
-    return [sentence, apart, details]
 
 
 def interval(resampled: np.ndarray) -> tuple[float, float]:
@@ -227,62 +195,6 @@ def interval(resampled: np.ndarray) -> tuple[float, float]:
     tail = (1 - INTERVAL) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return float(low), float(high)
-
-
-def _rates_of(document: Document, name: str) -> str:
-    rates = [r["rate"] for r in document["results"] if r["optimizer"] == name]
-    span = f"{min(rates):.2g}"
-    if max(rates) > min(rates):
-        span += f" to {max(rates):.2g}"
-    return f"Its best rates: {span}."
-
-
-def _by_time(document: Document) -> list[str]:
-    rows = [row for row in profile(document, "seconds") if row["ratios"]]
-    if not rows:
-        return []
-
-    def multiple(row):
-        return float(np.exp(np.mean(np.log(row["ratios"]))))
-
-    best = max(rows, key=lambda row: (len(row["ratios"]), -multiple(row)))
-    return [
-        f"For the least time to the target: {label(best['names'])} reaches it in "
-        f"{len(best['ratios'])} of {_counted(best['runs'], 'run')}, which no optimizer exceeds, "
-        f"and takes {multiple(best):.2g} times as long as the fastest one, in the geometric mean."
-    ]
-
-
-def _by_width(document: Document) -> list[str]:
-    found = widths(document)
-    if not found or max(found.values()) == 0:
-        return []
-    widest = max(found, key=lambda group: found[group])
-    return [
-        f"If the rate cannot be tuned: {label(widest)} reaches the target over the widest range "
-        f"of rates, {found[widest]:.2g} decades in the mean over the problems."
-    ]
-
-
-def _basis(document: Document) -> str:
-    problems = list(dict.fromkeys(r["problem"] for r in document["results"]))
-    rates = [len(r["rates"]) for r in document["results"]]
-    number = f"{min(rates)}" + (f" to {max(rates)}" if max(rates) > min(rates) else "")
-    seeds = _seeds(document)
-    return (
-        f"This rests on {_counted(len(problems), 'problem')} ({', '.join(problems)}), "
-        f"{_counted(seeds, 'seed')} and {number} learning rates for each optimizer. The rates "
-        "were chosen by the validation loss that the ranks compare. Other models, data or "
-        "budgets may order the optimizers differently."
-    )
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number != 1)
-
-
-def _seeds(document: Document) -> int:
-    return min(len(rate["losses"]) for r in document["results"] for rate in r["rates"])
 
 
 # ------------------------------------------------------------------------------- the parts

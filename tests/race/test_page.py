@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from optzoo import race
-from optzoo.race import page, summary
+from optzoo.race import advice, page, report, summary
 
 from .test_race import QUICK, line
 
@@ -48,9 +48,10 @@ def result(optimizer, losses, *, problem="p", reached=(10, 10), seconds=1.0, **m
     } | more
 
 
-def document(*results, targets=None, skipped=()):
+def document(*results, targets=None, skipped=(), embeddings=()):
     names = dict.fromkeys(r["problem"] for r in (*results, *skipped))
-    problems = {p: {"about": f"about {p}", "target": (targets or {}).get(p, 0.5)} for p in names}
+    facts = lambda p: {"target": (targets or {}).get(p, 0.5), "embeddings": p in embeddings}
+    problems = {p: {"about": f"about {p}"} | facts(p) for p in names}
     return {
         "version": "0",
         "machine": {"device": "cpu", "cores": 1, "python": "3", "jax": "0"},
@@ -145,13 +146,75 @@ def test_width_is_of_neighbouring_rates():
 def test_advice_is_computed():
     better = [result("better", [[0.1, 0.2]], problem=p, seconds=9.0) for p in "pq"]
     worse = [result("worse", [[0.3, 0.4]], problem=p, seconds=1.0) for p in "pq"]
-    begin, apart, rates, time, *_, basis = summary.advice(document(*better, *worse))
-    assert begin.startswith("Begin with better") and "1 of 2" in begin
-    assert "No other optimizer" in apart and rates == "Its ranks: p 1, q 1. Its best rates: 0.1."
-    assert "worse" in time
-    assert "2 problems (p, q), 2 seeds and 1 learning rates" in basis
+    found = document(*better, *worse)
+    [[begin, *others]] = advice.advice(found)
+    assert begin == "For dense models begin with better."
+    assert others[0] == (
+        "On average its places are the best: 1 of 2 on p and 1 of 2 on q. "
+        "Its best learning rate: 0.1."
+    )
+    assert "No other one is as good in more than 5%" in others[1]
+    # Of the two, worse is the faster one, and the last on both problems.
+    assert others[2].startswith(
+        "For the least time to the target loss: worse, but it is the last of 2 on p and the last "
+        "of 2 on q. It reaches that loss in 4 of 4 runs"
+    )
+    assert "p and q (dense models), with 2 seeds and 1 learning rates" in advice.basis(found)
+    assert "No problem is of models with embedding tables" in advice.basis(found)
     noisy = [result("noisy", [[0.05, 0.9]], problem=p) for p in "pq"]
-    assert "tell it apart from noisy" in " ".join(summary.advice(document(*better, *noisy)))
+    [[_, *others]] = advice.advice(document(*better, *noisy))
+    assert "too few to tell whether it is better than noisy." in " ".join(others)
+
+
+def test_advice_for_embeddings_is_apart_and_names_who_is_last():
+    """As the race has it: the best one for dense models is the last one, and slow, on tables."""
+    losses = {"soap": (0.1, 0.4), "rows": (0.4, 0.1), "second": (0.2, 0.2), "third": (0.3, 0.3)}
+    results = [
+        result(name, [[loss, loss]], problem=problem, seconds=17.0 if name == "soap" else 1.0)
+        for name, each in losses.items()
+        for problem, loss in zip(("model", "table"), each, strict=True)
+    ]
+    found = document(*results, embeddings=["table"])
+    dense, tables = (first for first, *_ in advice.advice(found))
+    assert dense == (
+        "For dense models begin with soap, but it is the last of 4 on table, where a step takes 17 "
+        "times as long as with rows."
+    )
+    assert tables == (
+        "For models with embedding tables begin with rows, but it is the last of 4 on model."
+    )
+    for text in (report.markdown(found), "".join(Page(page.write(found, {})).texts)):
+        assert dense in text and tables in text
+    # A problem of one kind alone gives advice on that kind alone.
+    [[only, *_]] = advice.advice(document(*results[1::2], embeddings=["table"]))
+    assert only == "For models with embedding tables begin with rows."
+
+
+def test_widest_range_of_rates_is_a_multiple():
+    wide = result("wide", [[0.4, 0.4], [0.3, 0.3], [0.2, 0.2]])
+    [[_, *others]] = advice.advice(document(wide, result("other", [[9.0, 9.0], [0.1, 0.1]])))
+    assert "cannot be tuned: wide" in others[-1]
+    assert others[-1].endswith("the greatest is on average 100 times the least.")
+
+
+def test_who_has_no_run_on_every_problem_is_not_recommended():
+    both = [result("both", [[0.3, 0.3]], problem=p) for p in "pq"]
+    other = [result("other", [[0.4, 0.4]], problem=p) for p in "pq"]
+    [[begin, *others]] = advice.advice(document(*both, *other, result("one", [[0.1, 0.1]])))
+    assert begin == "For dense models begin with both."
+    assert "1 optimizer without a run on all of p and q: not counted." in others
+    [[none]] = advice.advice(document(both[0], other[1]))
+    assert none == "For dense models no optimizer has a finite loss on all of p and q."
+
+
+def test_equal_curves_share_a_place():
+    names = {"a": 0.1, "b": 0.1, "c": 0.2}
+    found = document(*[result(name, [[loss, loss]]) for name, loss in names.items()])
+    assert summary.places(found, "p") == {"a": 1, "b": 1, "c": 3}
+    assert [row["#"] for row in report.table(found, "p")] == ["1", "1", "3"]
+    [[begin, *others]] = advice.advice(found)
+    assert begin == "For dense models begin with a." and "Equal to it on p: b." in others
+    assert "Table: 3 optimizers, 2 different curves" in Page(page.write(found, {})).texts
 
 
 def test_unequal_arguments():

@@ -6,7 +6,8 @@ import runpy
 import numpy as np
 
 from optzoo.catalog import CATALOG
-from optzoo.race import colours, page, plots, storage, summary
+from optzoo.race import advice, colours, page, plots, session, storage
+from optzoo.race.problems import PROBLEMS
 
 from .test_page import document, result
 
@@ -30,7 +31,15 @@ def test_the_stored_results_have_a_page():
     stored = PICTURES["stored"]()
     names = {o["name"] for o in page.data(stored)["optimizers"]}
     assert names >= CATALOG.keys()
-    assert summary.advice(stored)[0].startswith("Begin with ")
+    dense, tables = (first for first, *_ in advice.advice(stored))
+    assert dense.startswith("For dense models begin with ")
+    assert tables.startswith("For models with embedding tables begin with ")
+
+
+def test_the_stored_facts_are_those_of_the_problems():
+    for name, stored in PICTURES["stored"]()["problems"].items():
+        facts = session._facts(PROBLEMS[name]())
+        assert {key: stored[key] for key in facts} == facts
 
 
 def test_a_picture_carries_the_hash_of_its_results(tmp_path):

@@ -2,6 +2,9 @@
 
 import inspect
 import json
+import os
+import signal
+import subprocess
 import sys
 
 import jax
@@ -12,6 +15,7 @@ import pytest
 from optzoo import race
 from optzoo.__main__ import main
 from optzoo.catalog import CATALOG
+from optzoo.race import __main__ as command
 from optzoo.race import plots, report, runner, session
 from optzoo.race.problems import DEFAULT_PROBLEMS, PROBLEMS
 
@@ -160,10 +164,10 @@ def test_curves_against_time():
         {"loss": lambda p, batch: p["w"] ** 2},
         {"train": (np.zeros(64, np.float32), np.ones(64, np.float32))},
         {"track": lambda p: p["w"]},
-        {"compare_dense": True},
+        {"embeddings": True},
         {"l1": 0.1},
     ],
-    ids=["metrics", "loss", "data", "track", "dense", "l1"],
+    ids=["metrics", "loss", "data", "track", "embeddings", "l1"],
 )
 def test_a_changed_problem_is_run_again(changes):
     prints = [session._fingerprint(p, QUICK) for p in (line(), line(), line(**changes))]
@@ -235,7 +239,13 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
     assert main(["race", *arguments.split(), str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert "[1/2] ftrl on valley" in shown and "index.html" in shown
+    assert "[1/2] ftrl on valley" in shown
+    # The first line is about the time, the last ones are the advice and the page.
+    first = " ".join(shown.split("[0/2]")[0].split())
+    assert first.startswith("2 runs, estimated time 0:00 minutes on two quiet cores")
+    assert "Ctrl-C keeps what is done" in first and "--quick" in first
+    advice, last = shown.rsplit("\n\n", 1)
+    assert "For dense models begin with" in advice and last.endswith("out/index.html\n")
     assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
     assert "data:image/png;base64" in (tmp_path / "out" / "index.html").read_text()
 
@@ -258,8 +268,15 @@ def test_command_takes_a_module_of_the_folder(tmp_path, monkeypatch, capsys):
         ("--optimizers adan", "did you mean adam"),
         ("--optimizers adam,optax.adamv", "did you mean optax.adam"),
         ("--problem digit", "did you mean digits"),
+        ("--problem ,", "at least one problem"),
+        ("--optimizers ,", "at least one optimizer"),
         ("--seeds 0", "positive whole number"),
+        ("--seeds 11 --problem quadratic_deep", "seeds must be at most 10, got 11"),
         ("--rates -1", "must be positive"),
+        ("--rates ,", "no learning rate"),
+        ("--rates 0.1,a", "could not convert string to float: 'a'"),
+        ("--rates 3", "write --rates 3.0 for this rate, --num-rates 3 for as many rates"),
+        ("--rates 0.1 --num-rates 3", "not allowed with"),
         ("--out /dev/null/race", "cannot be written"),
     ],
 )
@@ -270,11 +287,118 @@ def test_bad_arguments_end_with_code_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        (["0.1"], (0.1,)),
+        (["3.0"], (3.0,)),
+        (["3,1,0.3"], (3.0, 1.0, 0.3)),
+        (["3,", "1", "0.3"], (3.0, 1.0, 0.3)),
+    ],
+)
+def test_rates_of_the_command(given, rates):
+    assert command._rates(given) == rates
+
+
+def test_num_rates_is_the_size_of_the_grid(monkeypatch):
+    sizes = []
+
+    def run(*unused, settings, **unused_too):
+        sizes.append(settings.num_rates)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "run", run)
+    for flags in ([], ["--quick"], ["--num-rates", "3"], ["--quick", "--num-rates", "3"]):
+        main(["race", "--problem", "valley", *flags])
+    assert sizes == [7, 4, 3, 3]
+
+
+def test_tables_fit_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = max(CATALOG, key=len)
+    results = race.run([line()], [name, "adam"], settings=QUICK)
+    results["problems"]["line"]["about"] = "many words " * 20
+    results["results"] *= 4
+    command._Screen().leaderboard(results)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert name in shown and "…" not in shown
+    assert all(word in shown for word in ("rate", "loss", "µs/step", "and 2 more"))
+    assert "state B/param" not in shown
+    monkeypatch.setenv("COLUMNS", "200")
+    command._Screen().leaderboard(results)
+    assert "state B/param" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_race_as_ctrl_c_does(name, tmp_path, monkeypatch, capsys):
+    number, run_one = getattr(signal, name), session.run_one
+    before = signal.getsignal(number)
+
+    def run(start, optimizer, entrant):
+        if optimizer == "ftrl":
+            assert signal.getsignal(number) != before  # or it would end the tests
+            signal.raise_signal(number)
+        return run_one(start, optimizer, entrant)
+
+    monkeypatch.setattr(session, "run_one", run)
+    arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
+    assert main(["race", *arguments.split(), str(tmp_path)]) == 128 + number
+    assert signal.getsignal(number) == before
+    assert "Interrupted: 1 of 2 runs are finished." in (tmp_path / "index.html").read_text()
+    assert "index.html shows the finished runs" in capsys.readouterr().out
+
+
+def test_a_race_from_python_leaves_the_signals_alone():
+    seen = []
+    before = signal.getsignal(signal.SIGTERM)
+    watch = lambda p: seen.append(signal.getsignal(signal.SIGTERM))
+    race.run([line()], ["adam"], settings=QUICK, watch=watch)
+    assert seen == [before, before]
+
+
+def test_an_error_leaves_a_page(tmp_path, monkeypatch):
+    run_one = session.run_one
+
+    def run(start, optimizer, entrant):
+        if optimizer == "momentum":
+            raise RuntimeError("out of memory")
+        return run_one(start, optimizer, entrant)
+
+    monkeypatch.setattr(session, "run_one", run)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        race.run([line()], ["adam", "momentum"], settings=QUICK, out=tmp_path)
+    assert "Interrupted: 1 of 2 runs are finished." in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", ["list", "race --list"])
+def test_a_closed_pipe_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "optzoo", *arguments.split()]
+    done = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_the_estimate_of_the_time():
+    """The usual time at first; then that of the runs, and of other problems at their pace."""
+    usual, problems = race.Settings(), [PROBLEMS[name]() for name in ("digits", "valley")]
+    clock = session._Clock(problems, usual)
+    digits, valley = clock.usual["digits"], clock.usual["valley"]
+    assert clock.left(["digits", "digits", "valley"]) == 2 * digits + valley
+    clock.took("digits", 3 * digits)
+    np.testing.assert_allclose(clock.left(["digits", "valley"]), 3 * (digits + valley))
+    # Fewer runs are shorter, except for what is compiled.
+    quick = session._Clock(problems, race.Settings(num_rates=4, seeds=2)).usual["digits"]
+    assert 2 / 3 * digits < quick < digits
+
+
 def test_characters_is_not_a_default_problem(monkeypatch):
     raced = []
 
     def run(problems, *unused, **unused_too):
-        raced.append(problems)
+        raced.append([p.name for p in problems])
         raise KeyboardInterrupt
 
     assert inspect.signature(race.run).parameters["problems"].default == tuple(DEFAULT_PROBLEMS)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import optax
 import pytest
 
 from optzoo import race
@@ -30,6 +31,13 @@ def in_file(folder):
     return names(document["results"] + document["skipped"] + document["others"])
 
 
+def on_page(folder):
+    """The optimizers that the page shows."""
+    text = (folder / "index.html").read_text()
+    shown = text.split('id="data">')[1].split("</script>")[0]
+    return sorted(optimizer["name"] for optimizer in json.loads(shown)["optimizers"])
+
+
 # --------------------------------------------------------------------------- two at a time
 def test_a_race_keeps_what_another_one_writes_meanwhile(tmp_path):
     def watch(progress):
@@ -40,6 +48,54 @@ def test_a_race_keeps_what_another_one_writes_meanwhile(tmp_path):
     assert names(document["results"]) == ["adam"]
     assert names(document["others"]) == ["gradient_descent", "momentum"]
     assert in_file(tmp_path) == ["adam", "gradient_descent", "momentum"]
+    assert on_page(tmp_path) == ["adam", "gradient_descent", "momentum"]
+
+
+def test_the_page_has_the_runs_of_all_races_with_these_settings(tmp_path):
+    def watch(progress):
+        if progress.optimizer == "momentum":  # a race of another problem, one of other settings
+            race.run([line(name="other")], ["ftrl", "adam"], settings=QUICK, out=tmp_path)
+            fewer = race.Settings(rates=(0.1,), seeds=1, timed_steps=1)
+            race.run([line()], ["ftrl"], settings=fewer, out=tmp_path)
+            race.run([line(name="other")], ["ftrl", "adam"], settings=QUICK, out=tmp_path)
+
+    start(tmp_path, ["adam", "momentum"], watch=watch)
+    shown = json.loads((tmp_path / "results.json").read_text())
+    assert {(r["problem"], r["optimizer"]) for r in shown["results"]} == {
+        ("line", "adam"),
+        ("line", "momentum"),
+        ("other", "ftrl"),
+        ("other", "adam"),
+    }
+    assert list(shown["problems"]) == ["line", "other"] and names(shown["others"]) == ["ftrl"]
+    assert on_page(tmp_path) == ["adam", "ftrl", "momentum"]
+    text = (tmp_path / "leaderboard.md").read_text()
+    assert "## line" in text and "## other" in text and "| ftrl |" in text
+    assert "runs are finished." not in (tmp_path / "index.html").read_text()
+
+
+def test_a_changed_problem_or_factory_is_not_on_the_page(tmp_path):
+    def rate_times(factor):
+        def mine(rate):
+            return optax.sgd(factor * rate)
+
+        return mine
+
+    race.run([line()], [rate_times(1), "adam"], settings=QUICK, out=tmp_path)
+    race.run([line()], [rate_times(2)], settings=QUICK, out=tmp_path)
+    assert len(on_page(tmp_path)) == 2 and len(in_file(tmp_path)) == 3
+    race.run([line(steps=20)], ["momentum"], settings=QUICK, out=tmp_path)
+    assert on_page(tmp_path) == ["momentum"] and len(in_file(tmp_path)) == 4
+
+
+def test_damaged_facts_of_problems_are_left_out(tmp_path):
+    race.run([line(name="other")], ["adam"], settings=QUICK, out=tmp_path)
+    file = tmp_path / "results.json"
+    document = json.loads(file.read_text())
+    del document["problems"]["other"]["about"]
+    file.write_text(json.dumps(document))
+    start(tmp_path, ["momentum"])
+    assert on_page(tmp_path) == ["momentum"] and in_file(tmp_path) == ["adam", "momentum"]
 
 
 def test_races_side_by_side(tmp_path):
@@ -49,7 +105,7 @@ def test_races_side_by_side(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert in_file(tmp_path) == sorted(name for one in entrants for name in one)
+    assert in_file(tmp_path) == on_page(tmp_path) == sorted(name for [name] in entrants)
     files = {"results.json", "leaderboard.md", "curves.png", "index.html"}
     assert {file.name for file in tmp_path.iterdir()} == files
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import report, summary
+from .. import advice, report, summary
 from ..colours import HUES
 
 # At most so many points of a curve are drawn.
@@ -30,7 +30,7 @@ def write(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     parts = {name: _part(name) for name in ("page.html", "page.css", "page.js")}
     values = {
         "STYLE": parts["page.css"],
-        "ADVICE": "".join(f"<p>{_text(line)}</p>" for line in summary.advice(document)),
+        "ADVICE": _advice(document),
         "STATUS": _status(document),
         "INTERVAL": f"{summary.INTERVAL:.0%}",
         "EXPLANATION": _text(report.explanation(document)),
@@ -143,6 +143,14 @@ def _short(value: float | None) -> Any:
 
 
 # ---------------------------------------------------------------------------------- HTML
+def _advice(document: Mapping[str, Any]) -> str:
+    paragraphs = [
+        f"<p><b>{_text(first)}</b> {_text(' '.join(others))}</p>"
+        for first, *others in advice.advice(document)
+    ]
+    return "".join(paragraphs) + f"<p class=quiet>{_text(advice.basis(document))}</p>"
+
+
 def _section(document: Mapping[str, Any], problem: str) -> str:
     i = list(document["problems"]).index(problem)
     head = f"<h2>{_text(problem)}</h2><p>{_text(report.headline(document, problem))}</p>"
@@ -161,10 +169,11 @@ def _section(document: Mapping[str, Any], problem: str) -> str:
         f'<div class="plot" id="{kind}-{i}" data-kind="{kind}" data-problem="{i}"></div></figure>'
         for kind, title, about in plots
     )
-    return f"<section>{head}<div class=plots>{figures}</div>{_table(rows)}</section>"
+    table = _table(rows, f"Table: {report.counted(document, problem)}")
+    return f"<section>{head}<div class=plots>{figures}</div>{table}</section>"
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
+def _table(rows: Sequence[Mapping[str, str]], title: str) -> str:
     head = "".join(f"<th><button>{_text(cell)}</button></th>" for cell in rows[0])
     lines = "".join(
         f'<tr data-name="{_text(row["optimizer"])}">'
@@ -173,7 +182,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
         for row in rows
     )
     return (
-        f"<details><summary>Table of {len(rows)}</summary><div class=scroll><table>"
+        f"<details><summary>{title}</summary><div class=scroll><table>"
         f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></details>"
     )
 

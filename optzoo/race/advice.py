@@ -1,0 +1,196 @@
+"""Which optimizer to begin with, in sentences: all of them computed from the results."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .summary import (
+    NOT_APART,
+    Document,
+    Ranks,
+    label,
+    places,
+    profile,
+    ranking,
+    ranks,
+    widths,
+)
+
+# What the models of a problem are called, by whether it has embedding tables.
+_MODELS = {False: "dense models", True: "models with embedding tables"}
+# A place in the last quarter of a table is named beside a recommendation.
+_AMONG_THE_LAST = 3 / 4
+# And so is a step that takes so many times as long as with the first of that table.
+_SLOW = 2
+
+
+def advice(document: Document) -> list[list[str]]:
+    """A paragraph for dense models and one for embeddings; its first sentence is the main one."""
+    if all(r["diverged"] for r in document["results"]):
+        return [["No run has finished with a finite loss: there is nothing to advise."]]
+    if len({r["optimizer"] for r in document["results"]}) == 1:
+        return [["Only one optimizer ran: there is nothing to compare."]]
+    return [
+        _paragraph(document, problems, models)
+        for has_tables, models in _MODELS.items()
+        if (problems := _problems(document, has_tables))
+    ]
+
+
+def basis(document: Document) -> str:
+    """What the advice rests on; empty without a result."""
+    results = document["results"]
+    if not results:
+        return ""
+    problems = {has_tables: _problems(document, has_tables) for has_tables in _MODELS}
+    kinds = [f"{_listed(found)} ({_MODELS[has]})" for has, found in problems.items() if found]
+    missing = [f" No problem is of {_MODELS[has]}." for has, found in problems.items() if not found]
+    rates = [len(r["rates"]) for r in results]
+    number = f"{min(rates)}" + (f" to {max(rates)}" if max(rates) > min(rates) else "")
+    return (
+        f"This rests on {' and '.join(kinds)}, with {_counted(_seeds(document), 'seed')} and "
+        f"{number} learning rates for each optimizer.{''.join(missing)} A place is that of the "
+        "final validation loss, which chose the rates, too. Optimizers with equal curves share a "
+        "place, and averages count them once. Other models, data or numbers of steps may order the "
+        "optimizers differently."
+    )
+
+
+# ------------------------------------------------------------------------------- sentences
+def _paragraph(document: Document, problems: Sequence[str], models: str) -> list[str]:
+    part: Document = {
+        **document,
+        "problems": {p: document["problems"][p] for p in problems},
+        "results": [r for r in document["results"] if r["problem"] in problems],
+    }
+    found, where = ranks(part), _listed(problems)
+    all_of_them = f"all of {where}" if problems[1:] else where
+    diverged = {r["optimizer"] for r in part["results"] if r["diverged"]}
+    able = [
+        i
+        for i, names in enumerate(found.contenders)
+        if found.complete[i] and not diverged & set(names)
+    ]
+    if not able:
+        return [f"For {models} no optimizer has a finite loss on {all_of_them}."]
+    if len(found.contenders) == 1:
+        return [f"For {models} there is nothing to compare: one curve on {where}."]
+    best = min(able, key=lambda i: found.mean[i])
+    name, *equal = found.contenders[best]
+    place = {p: places(part, p) for p in problems}
+    of_problem = _listed([f"{place[p][name]} of {len(place[p])} on {p}" for p in problems])
+    average = "On average its places are the best" if problems[1:] else "Its place"
+    sentences = [
+        f"For {models} begin with {name}{_drawbacks(document, name)}.",
+        f"{average}: {of_problem}. {_rates_of(part, name)}",
+    ]
+    if equal:
+        sentences.append(f"Equal to it on {where}: {_listed(equal)}.")
+    sentences.append(_chance(document, found, best, able))
+    if absent := sum(map(len, itertools.compress(found.contenders, ~found.complete))):
+        sentences.append(
+            f"{_counted(absent, 'optimizer')} without a run on {all_of_them}: not counted."
+        )
+    return [*sentences, *_by_time(document, part), *_by_width(document, part)]
+
+
+def _problems(document: Document, has_tables: bool) -> list[str]:
+    """The problems of one kind that have a result."""
+    raced = {r["problem"] for r in document["results"]}
+    facts = document["problems"]
+    return [p for p in facts if p in raced and facts[p]["embeddings"] == has_tables]
+
+
+def _drawbacks(document: Document, name: str) -> str:
+    """A clause with the problems on which the optimizer is among the last; empty without one."""
+    clauses = []
+    for problem in document["problems"]:
+        found = places(document, problem)
+        if name in found and found[name] > _AMONG_THE_LAST * len(found):
+            is_last = found[name] == max(found.values())
+            place = "the last" if is_last else f"number {found[name]}"
+            slowness = _slowness(document, problem, name)
+            clauses.append(f"{place} of {len(found)} on {problem}{slowness}")
+    return f", but it is {_listed(clauses)}" if clauses else ""
+
+
+def _slowness(document: Document, problem: str, name: str) -> str:
+    """How much longer its step takes than that of the first one there, if much."""
+    seconds = {r["optimizer"]: r["seconds per step"] for r in ranking(document, problem)}
+    first = next(iter(places(document, problem)))
+    times = seconds[name] / seconds[first]
+    return f", where a step takes {_times(times)} as long as with {first}" if times >= _SLOW else ""
+
+
+def _rates_of(part: Document, name: str) -> str:
+    rates = [r["rate"] for r in part["results"] if r["optimizer"] == name]
+    if max(rates) > min(rates):
+        return f"Its best learning rates: {min(rates):.2g} to {max(rates):.2g}."
+    return f"Its best learning rate: {min(rates):.2g}."
+
+
+def _chance(document: Document, found: Ranks, best: int, able: Sequence[int]) -> str:
+    """Which others may be as good, by a bootstrap over the seeds."""
+    if _seeds(document) < 2:
+        return "One seed cannot show how much of this is chance."
+    share = (found.resampled <= found.resampled[best]).mean(axis=1)
+    near = sorted(
+        (i for i in able if i != best and share[i] > NOT_APART), key=found.mean.__getitem__
+    )
+    if near:
+        names = _listed([label(found.contenders[i]) for i in near])
+        return f"The seeds are too few to tell whether it is better than {names}."
+    return f"No other one is as good in more than {NOT_APART:.0%} of random draws of the seeds."
+
+
+def _by_time(document: Document, part: Document) -> list[str]:
+    rows = [row for row in profile(part, "seconds") if row["ratios"]]
+    if not rows:
+        return []
+
+    def average(row: Any) -> float:
+        return float(np.exp(np.mean(np.log(row["ratios"]))))
+
+    best = max(rows, key=lambda row: (len(row["ratios"]), -average(row)))
+    name, times = best["names"][0], average(best)
+    reached = f"{len(best['ratios'])} of {_counted(best['runs'], 'run')}"
+    return [
+        f"For the least time to the target loss: {name}{_drawbacks(document, name)}. It reaches "
+        f"that loss in {reached}, no other one in more, and "
+        + (
+            "is the fastest there."
+            if times < 1.05
+            else f"takes on average {_times(times)} as long as the fastest one of each run."
+        )
+    ]
+
+
+def _by_width(document: Document, part: Document) -> list[str]:
+    found = widths(part)
+    if not found or max(found.values()) == 0:
+        return []
+    name = max(found, key=lambda group: found[group])
+    return [
+        f"If the learning rate cannot be tuned: {name[0]}{_drawbacks(document, name[0])}. It "
+        "reaches the target loss with the widest range of rates: the greatest is on average "
+        f"{_times(10 ** found[name])} the least."
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def _seeds(document: Document) -> int:
+    return min(len(rate["losses"]) for r in document["results"] for rate in r["rates"])
