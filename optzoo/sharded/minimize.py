@@ -48,9 +48,13 @@ def sharded_minimize(
     what finds no room is sent in another round, so the result is exact for any ids, in bounded
     memory. In several rounds each row must be updated by itself, and untouched rows must not
     change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
-    is traced. All others (:func:`optzoo.adam`, norms over all gradients) need
-    ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam, whose owners catch up rows
-    when they are read, any number of rounds is possible.
+    is traced. All others, such as :func:`optzoo.adam`, need ``capacity_factor=None``. With
+    :func:`optzoo.caught_up` around Adam, whose owners catch up rows when they are read, any number
+    of rounds is possible.
+
+    Norms of gradients by transformations of this library, such as
+    :func:`optzoo.clip_by_global_norm`, count all shards and all rounds. What uses a norm, or
+    anything else, of the rows of one shard alone is refused, whatever the rounds.
 
     Parameters and state are donated, as in :func:`optzoo.minimize`.
 
@@ -78,8 +82,9 @@ def sharded_minimize(
             All other parameters are replicated, small tables by choice.
         capacity_factor: as in :func:`optzoo.sharded_lookup`; None for one round for any ids, with
             messages and memory ``num_shards`` times as large.
-        max_norm: clips the global norm of all gradients, as
-            :func:`optzoo.clip_by_global_norm` does. In several rounds gradients are sent twice.
+        max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
+            at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`
+            less, whose rows are then written once. In several rounds gradients are sent twice.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
@@ -91,9 +96,10 @@ def sharded_minimize(
         TypeError: if an argument is of another kind than described.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter or two match one; at trace time if a table has another number of rows than its
-            sharding, if it is used in another way than described, if the optimizer needs
-            ``capacity_factor=None``, if something in ``tx`` changes an update of
-            :func:`optzoo.caught_up`, or if native code is required and XLA updates some arrays.
+            sharding, if it is used in another way than described, if the optimizer uses
+            a norm of one shard or needs ``capacity_factor=None``, if something in ``tx`` changes an
+            update of :func:`optzoo.caught_up`, or if native code is required and XLA updates some
+            arrays.
         RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:

@@ -269,9 +269,8 @@ def test_foreign_transformations_give_the_hint(foreign, alone):
 
 def test_foreign_norm_clipping_gives_the_hint():
     clip = lambda g: step(optax.clip_by_global_norm(1.0), g, params())
-    for run in (clip, jax.jit(clip)):
-        with pytest.raises(TypeError, match=r"optzoo\.(densify|on_values)"):
-            run(row_grads(params()))
+    with pytest.raises(TypeError, match=r"`optzoo\.clip_by_global_norm` that of optax"):
+        jax.jit(clip)(row_grads(params()))
 
 
 @pytest.mark.parametrize("foreign", [optax.adam(0.1), optax.trace(0.9), optax.scale(0.5)])

@@ -20,7 +20,7 @@ from ..stochastic_rounding import DTYPES, first_place
 from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
-from .motion import Motion, make_motion, wake
+from .motion import Motion, make_motion, start_clock, wake
 
 _BLOCK = 4096  # rows caught up at once
 _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
@@ -189,9 +189,9 @@ def check_awake(state: Any, what: str) -> None:
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after :func:`flush`."""
-    [(words, old)] = state.clock.items()
+    [words], (motion, _) = state.clock, motion_of(state)
     count = count_of_updates(state.inner)
-    clock = Clock(jnp.array(count, jnp.int32), *map(jnp.zeros_like, (old.young, old.ring)))
+    clock = start_clock(motion, count)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {words: clock}, last)
 
