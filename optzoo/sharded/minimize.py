@@ -1,7 +1,7 @@
 """The train step of a model with tables sharded by rows."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,11 @@ from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.paths import path_name
 from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
-from ..sparse.minimize import check_native_sleepers
+from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.sleepers import sleepers_of
+from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
+from ..state.sleeping.tables import check_last
 from .create_table import check_mesh
 from .row_sharding import RowSharding
 from .step import Options, Step
@@ -121,6 +123,9 @@ def sharded_minimize(
         check_native_sleepers(native)
 
     def step(params, state, *batch, **extra_args):
+        check_all_differentiable(tx, state, params)
+        check_last(state)
+        _check_batch(batch, mesh)
         if sleepers is not None:
             sleepers.check(state)
         shardings = shardings_by_leaf(tables, params)
@@ -130,6 +135,10 @@ def sharded_minimize(
             jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
         )
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
+        if jax.tree.structure(state) != jax.tree.structure(placed):
+            raise find_misfit(tx, None, state, params) or misfit(
+                str(jax.tree.structure(placed)), str(jax.tree.structure(state))
+            )
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
         run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)
@@ -141,6 +150,18 @@ def sharded_minimize(
         )(params, state, batch, extra_args)
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
+    """Raises ``ValueError`` if the devices do not divide the batch."""
+    for i, tree in enumerate(batch):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if jnp.ndim(x) and len(x) % mesh.size:
+                name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
+                raise ValueError(
+                    f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
+                    f"not divide: give a multiple of {mesh.size}, with padding for the rest"
+                )
 
 
 def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:

@@ -134,7 +134,8 @@ def value_and_grad(
         ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
+        TypeError: at trace time, where ``jax.value_and_grad`` would raise it, or if ``loss_fn``
+            does not return what ``has_aux`` says.
         ValueError: if ``sparse`` is none of the three; at trace time if an argument to
             differentiate is not given by position, or if ``sparse="require"`` and a gradient is
             dense.
@@ -158,9 +159,10 @@ def value_and_grad(
             full_args = list(args)
             for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
                 full_args[i] = arg
-            out = loss_fn(*full_args, **kwargs)
-            return out if has_aux else (out, None)
+            return value_and_aux(loss_fn(*full_args, **kwargs), has_aux)
 
+        for i, x in enumerate(flat):
+            check_differentiable(x, lambda i=i: _name(chosen, which, i))
         loss = trace_loss(call, flat)
         if sparse != "allow":
             for i, reason in loss.dense_tables():
@@ -254,6 +256,31 @@ class Loss(NamedTuple):
     def _outputs(self, leaves: Sequence[Array], flat: Sequence[Array], taps: Sequence[Array]):
         copies = self._copies(flat).values()
         return evaluate(self.jaxpr, self.consts, [*leaves, *copies, *taps])
+
+
+def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and the auxiliary data, None without, of what a loss function has returned."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    if has_aux and not is_pair:
+        found = "the loss alone" if hasattr(out, "shape") else type(out).__name__
+        raise TypeError(f"has_aux=True: loss_fn must return a pair (loss, aux), got {found}")
+    if not has_aux and isinstance(out, tuple | list | Mapping):
+        raise TypeError(
+            f"loss_fn must return a scalar, got {type(out).__name__} of {len(out)}: if it returns "
+            "(loss, aux), give has_aux=True"
+        )
+    return tuple(out) if has_aux else (out, None)
+
+
+def check_differentiable(x: Any, name: Callable[[], str]) -> None:
+    """Raises ``TypeError`` unless ``x`` has a gradient: it is real or complex."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name()} has dtype {dtype}, which has no gradient: differentiate with respect to the "
+            "parameters alone. Of a module of Flax NNX these are the second part of "
+            "nnx.split(model, nnx.Param, ...)"
+        )
 
 
 def trace_loss(
