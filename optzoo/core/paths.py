@@ -6,13 +6,56 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.tree_util import GetAttrKey
 
 from .rows import is_sparse_or_none, map_rows
 
 
+_BOXED = GetAttrKey("value")
+
+
 def path_name(path: Any) -> str:
-    """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables.
+
+    A parameter in a box of Flax has the name that it has without: nnx gives ``init`` its variables
+    and ``update`` their arrays. Only the last key of a path can be a box, so different leaves of a
+    tree have different names.
+    """
+    return jax.tree_util.keystr(out_of_box(path), simple=True, separator="/")
+
+
+def out_of_box(path: Any) -> Any:
+    """The path of a parameter without the box of Flax around it, whose field is ``value``."""
+    return path[:-1] if path and path[-1] == _BOXED else path
+
+
+def without_boxes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, which sees arrays in the place of Flax's boxes.
+
+    So its state has none. It is for states with several arrays for one parameter: a variable of nnx
+    that holds a tuple of arrays holds a dictionary after an update.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        new, state = tx.update(_unboxed(updates), state, _unboxed(params), **extra_args)
+        return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(_unboxed(params)), update)
+
+
+def _unboxed(tree: Any) -> Any:
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
+    if all(out_of_box(path) == path for path, _ in paths):
+        return tree
+    is_box = lambda x: not isinstance(x, tuple) and [path for path, _ in _children(x)] == [(_BOXED,)]
+    content = lambda x: _children(x)[0][1] if is_box(x) else x
+    return jax.tree.map(content, tree, is_leaf=lambda x: is_sparse_or_none(x) or is_box(x))
+
+
+def _children(x: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:

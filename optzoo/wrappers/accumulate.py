@@ -13,7 +13,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
-from ..core.paths import hides_leaves, path_name
+from ..core.paths import hides_leaves, path_name, without_boxes
 from ..core.reads import note_reads
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
@@ -136,7 +136,8 @@ def accumulate(
         updates, new = lax.cond(position == every - 1, apply, wait)
         return updates, AccumulateState(count, sums, new)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return fitting(without_boxes(tx) if rows else tx)
 
 
 def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
