@@ -10,7 +10,6 @@ from jax.tree_util import GetAttrKey
 
 from .rows import is_sparse_or_none, map_rows
 
-
 _BOXED = GetAttrKey("value")
 
 
@@ -49,17 +48,18 @@ def _unboxed(tree: Any) -> Any:
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
     if all(out_of_box(path) == path for path, _ in paths):
         return tree
-    is_box = lambda x: not isinstance(x, tuple) and [path for path, _ in _children(x)] == [(_BOXED,)]
-    content = lambda x: _children(x)[0][1] if is_box(x) else x
-    return jax.tree.map(content, tree, is_leaf=lambda x: is_sparse_or_none(x) or is_box(x))
 
+    def in_box(x):  # nothing if it is none
+        children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+        is_box = [path for path, _ in children] == [(_BOXED,)] and not isinstance(x, tuple)
+        return [child for _, child in children] if is_box else []
 
-def _children(x: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+    out = lambda x: next(iter(in_box(x)), x)
+    return jax.tree.map(out, tree, is_leaf=lambda x: is_sparse_or_none(x) or in_box(x))
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
-    """The entry of the longest prefix of a path; None if there is none.
+    """The entry of the longest prefix of a path, out of its box; None if there is none.
 
     A slot has the path of its parameter, or a longer one if it has several arrays for a parameter.
     """
