@@ -55,7 +55,7 @@ def _unboxed(tree: Any) -> Any:
         return [child for _, child in children] if is_box else []
 
     out = lambda x: next(iter(in_box(x)), x)
-    return jax.tree.map(out, tree, is_leaf=lambda x: is_sparse_or_none(x) or in_box(x))
+    return jax.tree.map(out, tree, is_leaf=lambda x: is_sparse_or_none(x) or bool(in_box(x)))
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
