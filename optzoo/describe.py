@@ -11,8 +11,7 @@ import optax
 
 from .core.compat import COLLECTIVES, inner_jaxprs, turns
 from .core.paths import out_of_box, path_name
-from .sharded.minimize import shardings_by_leaf
-from .sharded.row_sharding import RowSharding
+from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.slots import get_slot, slot_names
 
 

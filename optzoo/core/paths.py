@@ -38,13 +38,14 @@ def without_boxes(tx: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update(updates, state, params=None, **extra_args):
         boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
-        new, state = tx.update(_unboxed(updates), state, _unboxed(params), **extra_args)
+        new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
         return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(_unboxed(params)), update)
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(unboxed(params)), update)
 
 
-def _unboxed(tree: Any) -> Any:
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of Flax's boxes."""
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
     if all(out_of_box(path) == path for path, _ in paths):
         return tree

@@ -169,7 +169,7 @@ def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> 
         if name != "slots":
             return value
         return {k: f((*path, k), tree) for k, tree in value.items()}
-    if name.startswith("inner") or any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state))):
+    if name.startswith("inner") or any(map(is_state, jax.tree.leaves(value, is_leaf=is_state))):
         return _mapped(value, (*path, name), f)
     return f((*path, name), value) if _is_slot(value) else value
 
@@ -181,7 +181,7 @@ def _is_slot(value: Any) -> bool:
     return not is_scalar and any(jnp.issubdtype(a.dtype, jnp.inexact) for _, a in paths)
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
     """Whether ``node`` in the field of a state is a state, and not a tree of parameters.
 
     Parameters may be named tuples, too. States are those of optax and of this library; the state of
