@@ -139,6 +139,8 @@ def test_nnx():
     params, tables = nnx.state(model, nnx.Param), {"emb": ALONE}
     plain = {name: params[name][...] for name in ("emb", "mlp")}
     tree = nnx.state((model, optimizer))
+    got = optzoo.from_order_of_ids({"params": plain}, tables, params)["params"]
+    same(got, {"emb": IDS, "mlp": np.arange(8)})
     for like in (params, plain):
         got = optzoo.from_order_of_ids(tree, tables, like)
         assert jax.tree.structure(got) == jax.tree.structure(tree)
