@@ -1,7 +1,6 @@
 """Tables and their slots in the order of the ids, for checkpoints of any number of shards."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -106,7 +105,8 @@ def _rearranged(
     for (path, x), s in zip(paths, shardings, strict=True):
         _check_shards(path_name(path), x, s)
     owners = [_Owner(jnp.shape(x), _moving(s)) for (_, x), s in zip(paths, shardings, strict=True)]
-    if all(owner.sharding is None for owner in owners):
+    all_rows = {owner.sharding.stored_rows for owner in owners if owner.sharding is not None}
+    if not all_rows:
         return tree
     _check_no_ids(tree)
     # The entries of a clock are steps, of which there may be as many as rows.
@@ -116,7 +116,7 @@ def _rearranged(
     _find(owners, params, treedef.unflatten(range(len(leaves))), found)
     moved = []
     for (path, x), of_leaf in zip(leaves, found, strict=True):
-        s = None if is_leaf(x) else _sharding_of_leaf(path_name(path), x, of_leaf, owners)
+        s = None if is_leaf(x) else _sharding_of_leaf(path_name(path), x, of_leaf, all_rows)
         moved.append(x if s is None else _move(x, blocks_of(s)))
     return treedef.unflatten(moved)
 
@@ -201,12 +201,17 @@ def _parts_like(params: Any, x: Any) -> list[Any] | None:
     if jax.tree_util.all_leaves([params]):
         return [x]
     ours, theirs = _children(params), _children(x)
-    if not jax.tree.leaves(x) and not theirs:  # masked or missing
+    if not theirs and not jax.tree_util.all_leaves([x]):  # masked or missing
         return [x] * len(jax.tree.leaves(params))
     if ours.keys() != theirs.keys():
         return None
-    parts = [_parts_like(child, theirs[name]) for name, child in ours.items()]
-    return None if None in parts else list(itertools.chain(*parts))
+    parts = list[Any]()
+    for name, child in ours.items():
+        of_child = _parts_like(child, theirs[name])
+        if of_child is None:
+            return None
+        parts += of_child
+    return parts
 
 
 def _children(x: Any) -> dict[str, Any]:
@@ -216,7 +221,7 @@ def _children(x: Any) -> dict[str, Any]:
 
 
 def _sharding_of_leaf(
-    name: str, x: Any, found: list[_Owner], owners: list[_Owner]
+    name: str, x: Any, found: list[_Owner], all_rows: set[int]
 ) -> RowSharding | None:
     """The sharding of the rows of an array; None if it stays as it is."""
     options = {_sharding_by(name, x, owner) for owner in found}
@@ -227,8 +232,7 @@ def _sharding_of_leaf(
         )
     placed = _placed(x)
     is_whole = placed is not None and placed.num_devices > 1 and placed.is_fully_replicated
-    rows = {s.stored_rows for _, s in owners if s is not None}
-    if not found and not is_whole and rows.intersection(jnp.shape(x)[:1]):
+    if not found and not is_whole and all_rows.intersection(jnp.shape(x)[:1]):
         raise ValueError(
             f"the array at '{name}', of shape {jnp.shape(x)}, has as many rows as a table is "
             "stored in, but is in no tree like the parameters: give all parameters as params, or "
