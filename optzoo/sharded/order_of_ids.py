@@ -12,8 +12,7 @@ from jax.sharding import Sharding
 from ..core.paths import path_name, unboxed
 from ..core.rows import is_rows
 from ..state.slots import is_state
-from ..state.types import Clock
-from ..wrappers.accumulate import RowsOfCycle
+from ..state.types import Clock, RowsOfCycle
 from .row_sharding import RowSharding, shardings_by_leaf
 
 Tables = Mapping[str, RowSharding] | RowSharding

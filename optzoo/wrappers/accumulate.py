@@ -18,13 +18,7 @@ from ..core.reads import note_reads
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
-
-
-class RowsOfCycle(NamedTuple):
-    """The rows of the steps of a cycle, one after another."""
-
-    indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
-    values: Array  # of shape (every * k, *row_shape), in float32 at least
+from ..state.types import RowsOfCycle
 
 
 class AccumulateState(NamedTuple):
