@@ -1,6 +1,5 @@
 """The train step of a model with tables sharded by rows."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
 from ..state.sleeping.tables import check_last
 from .create_table import check_mesh
-from .row_sharding import RowSharding
+from .row_sharding import RowSharding, shardings_by_leaf
 from .step import Options, Step
 
 
@@ -162,25 +161,3 @@ def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
                     f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
                     f"not divide: give a multiple of {mesh.size}, with padding for the rest"
                 )
-
-
-def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
-    """For each parameter its sharding, None for those that are replicated."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [path_name(path) for path, _ in leaves]
-    found, unused = list[RowSharding | None](), set(tables)
-    for name, (_, x) in zip(names, leaves, strict=True):
-        patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
-        if len(patterns) > 1:
-            raise ValueError(f"tables: {patterns} all match parameter '{name}'")
-        s = tables[patterns[0]] if patterns else None
-        found.append(s)
-        unused -= set(patterns)
-        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
-            raise ValueError(
-                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
-                f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
-            )
-    if unused:
-        raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
-    return found
