@@ -18,7 +18,7 @@ from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.sleepers import sleepers_of
 from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
-from ..state.sleeping.tables import check_last
+from ..state.sleeping.tables import check_no_guard
 from .create_table import check_mesh
 from .row_sharding import RowSharding, shardings_by_leaf
 from .step import Options, Step
@@ -123,7 +123,7 @@ def sharded_minimize(
 
     def step(params, state, *batch, **extra_args):
         check_all_differentiable(tx, state, params)
-        check_last(state)
+        check_no_guard(state)
         _check_batch(batch, mesh)
         if sleepers is not None:
             sleepers.check(state)

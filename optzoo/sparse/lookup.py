@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.compat import evaluate, used_inputs
+from ..core.compat import evaluate, needed_part, used_inputs
 from ..core.paths import path_name
 from ..core.rows import SparseRows
 from . import taps as taps_of
@@ -108,9 +108,10 @@ def value_and_grad(
     gets what ``jax.value_and_grad`` would give. ``loss_fn`` is called once. Use it under ``jit``:
     otherwise JAX allocates a dense gradient of zeros and discards it.
 
-    A table that is looked up and used in any other way too (tied weights), or looked up where
-    :func:`optzoo.lookup` names it, gets its correct dense gradient, which costs time and
-    memory in proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
+    A table that is looked up and used in any other way too (tied weights), looked up where
+    :func:`optzoo.lookup` names it, or of which rows are read by ``table[ids]`` or ``jnp.take``
+    alone, fewer than it has, gets its correct dense gradient, which costs time and memory in
+    proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
     of ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
 
     Example:
@@ -125,7 +126,7 @@ def value_and_grad(
         loss_fn: returns a scalar, or ``(scalar, aux)``.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: where the gradient of a looked-up table is dense, ``"warn"`` gives a
+        sparse: where the gradient of such a table is dense, ``"warn"`` gives a
             :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
             does neither.
 
@@ -186,12 +187,21 @@ class Loss(NamedTuple):
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
     def dense_tables(self) -> list[tuple[int, str]]:
-        """The looked-up leaves whose gradient is dense, with the reasons."""
+        """The leaves of which rows are read and whose gradient is dense, with the reasons."""
         has_taps = {found.leaf for found in self.lookups}
         variables = zip(self.of_value.invars, self.uses, strict=False)
         used = [(i, v) for i, (v, is_used) in enumerate(variables) if is_used]
-        reasons = [(i, why_dense(self.of_value, v, i in has_taps)) for i, v in used]
-        return [(i, reason) for i, reason in reasons if reason]
+        reasons = {i: why_dense(self.of_value, v, i in has_taps) for i, v in used}
+        tables = [taps_of.Table(i) for i in range(len(self.uses))]
+        jaxpr = needed_part(self.of_value)
+        more: list[Any] = [None] * (len(jaxpr.invars) - len(tables))
+        reads = taps_of.make_plan(jaxpr, [*tables, *more]).reads
+        for i, line in reads.rows.items():
+            if i not in reads.others and reasons.get(i) is None:
+                reasons[i] = (
+                    f"they are read by indexing ({line}); read them by optzoo.lookup(table, ids)"
+                )
+        return [(i, reason) for i, reason in sorted(reasons.items()) if reason]
 
     def reads(self) -> list[bool]:
         """For each leaf whether anything reads it in another way than by taps."""
@@ -269,7 +279,7 @@ def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
             f"loss_fn must return a scalar, got {type(out).__name__} of {len(out)}: if it returns "
             "(loss, aux), give has_aux=True"
         )
-    return tuple(out) if has_aux else (out, None)
+    return (out[0], out[1]) if has_aux else (out, None)
 
 
 def check_differentiable(x: Any, name: Callable[[], str]) -> None:
@@ -351,8 +361,8 @@ def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:
 
 
 def report_dense(name: str, reason: str, sparse: Sparse) -> None:
-    """Warns of the dense gradient of a looked-up table, or raises ``ValueError``."""
-    text = f"the gradient of {name} is dense, although this table is looked up: {reason}"
+    """Warns of the dense gradient of a table of which rows are read, or raises ``ValueError``."""
+    text = f"the gradient of {name} is dense, although rows of it are read: {reason}"
     if sparse == "require":
         raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
     text = f"{text}. sparse='allow' silences this warning, sparse='require' makes it an error"

@@ -13,7 +13,7 @@ from ..core.paths import path_name
 from ..core.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..state.inner import explained, fitting
-from ..state.sleeping.tables import check_last, has_sleepers
+from ..state.sleeping.tables import check_no_guard, has_sleepers
 from .lookup import Sparse, check_differentiable, value_and_aux, value_and_grad
 from .sleepers import Sleepers, sleepers_of, updates_that_are_final
 from .sleepers_step import catch_up_for, train_step
@@ -47,7 +47,7 @@ def minimize(
         tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
             SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: what to do where the gradient of a looked-up table is dense: ``"warn"``,
+        sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
             ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
         native: whether the optimizer runs as native loops on the CPU, as in
             :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
@@ -80,7 +80,7 @@ def minimize(
 
     def step(params, state, *batch, **extra_args):
         check_all_differentiable(tx, state, params)
-        check_last(state)
+        check_no_guard(state)
         with explained(tx, None, state, params):
             if has_sleepers(state):
                 params, state = catch_up_for(call(batch), params, state, sparse)

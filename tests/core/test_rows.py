@@ -273,6 +273,18 @@ def test_foreign_norm_clipping_gives_the_hint():
         jax.jit(clip)(row_grads(params()))
 
 
+def test_functions_for_masks_and_labels_are_named():
+    """Optax calls them on the gradients, too, in which rows are no leaf."""
+    is_large = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    labels = lambda tree: jax.tree.map(lambda x: "b", tree)
+    for tx in (
+        optax.masked(optzoo.lazy_adam(0.1), is_large),
+        optax.multi_transform({"a": optax.sgd(0.1), "b": optzoo.lazy_adam(0.1)}, labels),
+    ):
+        with pytest.raises(ValueError, match="trees that were made from the parameters, not func"):
+            step(tx, row_grads(params()), params())
+
+
 @pytest.mark.parametrize("foreign", [optax.adam(0.1), optax.trace(0.9), optax.scale(0.5)])
 def test_densify(foreign):
     x, grads = params(), row_grads(params())

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optzoo
+from optzoo.state.fit import StateError
 
 from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
@@ -248,3 +249,26 @@ def test_bad_input():
     refused("ids depend on looked-up rows, but", fn=twice)
     averaged = lambda p, *batch: jax.lax.pmean(loss(p, *batch), "shard")
     refused("the mean over the devices", fn=averaged)
+
+
+def test_what_comes_with_a_step():
+    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    tx, tables = optzoo.lazy_adam(0.01), {"table": s}
+    params, state = start(tx, mesh, s)
+    (batch,) = batches("uniform", 1, mesh)
+    run = lambda fn, params, state, *batch, **options: jax.eval_shape(
+        optzoo.sharded_minimize(fn, tx, mesh, tables, **options), params, state, *batch
+    )
+    with pytest.raises(ValueError, match=r"batch\[1\] has 14 examples, which the 4 devices"):
+        run(loss, params, state, batch[0], batch[1][:14], batch[2])
+    _, other = start(optzoo.adagrad(0.1), mesh, s)
+    with pytest.raises(StateError, match=r"AdamSlots\(m, v\).*AdagradSlots"):
+        run(loss, params, other, *batch)
+    with pytest.raises(StateError, match="are swapped"):
+        run(loss, state, params, *batch)
+    with pytest.raises(TypeError, match=r"got tuple of 2: if .* give has_aux=True"):
+        run(lambda *args: (loss(*args), 1), params, state, *batch)
+    with pytest.raises(TypeError, match="got the loss alone"):
+        run(loss, params, state, *batch, has_aux=True)
+    with pytest.raises(TypeError, match="'rng' has dtype uint32"):
+        run(loss, params | {"rng": jnp.uint32(1)}, state, *batch)

@@ -487,6 +487,9 @@ def test_what_a_step_needs():
     with pytest.raises(ValueError, match=r"got average_decay=, but .* leave it out"):
         inside = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), tables=TABLES)
         optzoo.minimize(loss, inside)(p, inside.init(p), ids, average_decay=0.5)
+    guarded = optax.apply_if_finite(tx, 3)
+    with pytest.raises(ValueError, match=r"optzoo.zero_if_norm_exceeds\(math.inf\) before"):
+        optzoo.minimize(loss, guarded)(p, guarded.init(p), ids)
     far = optzoo.model_average(tx)
     with pytest.raises(ValueError, match="an exchange of parameters reads rows that sleep"):
         far.update(jax.tree.map(jnp.zeros_like, p), far.init(p), p)

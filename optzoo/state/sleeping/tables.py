@@ -59,7 +59,8 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         ValueError: if there is no parameter of such a path, if no part of the state is of
             :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
     """
-    check_last(state)
+    check_no_guard(state)
+    _check_nothing_follows(state)
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [path_name(path) for path, _ in paths]
     given = ids if isinstance(ids, Mapping) else {"": ids}
@@ -73,8 +74,8 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
     return map_tables(params, state, change)
 
 
-def check_last(state: Any) -> None:
-    """Raises ``ValueError`` if something is known to follow :func:`optzoo.caught_up`."""
+def check_no_guard(state: Any) -> None:
+    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around :func:`optzoo.caught_up`."""
     for node in nodes_of(optax.ApplyIfFiniteState, state):
         if has_sleepers(node.inner_state):
             raise ValueError(
@@ -82,6 +83,10 @@ def check_last(state: Any) -> None:
                 "optzoo.caught_up have more. Put optzoo.zero_if_norm_exceeds(math.inf) before "
                 "caught_up in an optax.chain: it makes gradients zero that are not finite"
             )
+
+
+def _check_nothing_follows(state: Any) -> None:
+    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the sleepers'."""
     is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
     for node in jax.tree.leaves(state, is_leaf=is_plain):
         if not is_plain(node):
@@ -94,7 +99,7 @@ def check_last(state: Any) -> None:
                     f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
                     f"chain: {NOTHING_FOLLOWS}"
                 )
-            check_last(part)
+            _check_nothing_follows(part)
 
 
 def flush(params: Any, state: Any) -> tuple[Any, Any]:
