@@ -57,7 +57,8 @@ def sharded_minimize(
     :func:`optzoo.clip_by_global_norm`, count all shards and all rounds. What uses a norm, or
     anything else, of the rows of one shard alone is refused, whatever the rounds.
 
-    Parameters and state are donated, as in :func:`optzoo.minimize`.
+    Parameters and state are donated, as in :func:`optzoo.minimize`: use only the arrays that a step
+    returns. On several CPU devices, JAX 0.10.2 may end the process if an old one is read.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo

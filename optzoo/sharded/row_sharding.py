@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
 from ..core.paths import path_name
+from ..core.rows import Shard
 
 Partition = Literal["mod", "div"]
 
@@ -97,6 +98,11 @@ class RowSharding:
     def spec(self) -> PartitionSpec:
         """The partition spec of the table and of all its slots."""
         return PartitionSpec(self.axis_name)
+
+    @property
+    def shard(self) -> Shard:
+        """What the rows of a device know of the table."""
+        return Shard(self.axes, self.num_rows, False)
 
     def places_of(self, ids: Any) -> Any:
         """The row of the stored array for each id, where ``owner = place // rows_per_shard``.

@@ -255,6 +255,7 @@ class Loss(NamedTuple):
                 jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
                 jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in looked_up]),
                 x.shape[0],
+                shard=next((self.lookups[k].shard for k in looked_up), None),
             )
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + rows_of_leaf if self.uses[i] else rows_of_leaf

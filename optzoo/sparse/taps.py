@@ -32,6 +32,7 @@ class Lookup(NamedTuple):
     shape: tuple[int, ...]  # of its ids, after the axes of the loops around it
     dtype: Any  # of its ids
     num_rows: int  # of the table
+    shard: Any = None  # what is known of it if it is a part of a sharded table
 
     def rows_of(self, table: Array) -> tuple[int, ...]:
         """The shape of the rows."""
@@ -165,7 +166,8 @@ def _of_lookup(eqn: Any, table: Table | None) -> _Step | None:
         return [rows], [ids]
 
     num_rows = eqn.invars[0].aval.shape[0]
-    return _Step([Lookup(table.leaf, aval.shape, aval.dtype, num_rows)], [None], run)
+    found = Lookup(table.leaf, aval.shape, aval.dtype, num_rows, eqn.params["shard"])
+    return _Step([found], [None], run)
 
 
 def _check_varying(rows: Array, table: Array) -> None:

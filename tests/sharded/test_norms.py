@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.core.norms import sums_of_squares
 from optzoo.core.rows import Shard
 from optzoo.state.sleeping.tables import has_sleepers
 
-from .cases import ROWS, mesh_of, shards
+from .cases import ROWS, mesh_of, of_ids, shards, whole
 from .test_minimize import batches, check, loss, start, train, train_on_one
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -171,6 +172,34 @@ def test_random_bits_differ_between_shards():
     slot = np.asarray(optzoo.get_slot(state, "momentum"), np.float32).reshape(4, 16, 8)
     each = [tuple(shard.ravel()) for shard in slot]
     assert len(set(np.unique(slot))) == 2 and len(set(each)) == 4
+
+
+@pytest.mark.parametrize("tx", [IN_ROUNDS["clip_by_global_norm"], IN_ROUNDS["normalized_sgd"]])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_step_by_hand(tx, pooled):
+    def of_shard(table, bags):
+        if pooled:
+            return optzoo.lookup_sparse(table, bags, sharding=SHARDING, pool="owner")
+        return optzoo.sharded_lookup(table, bags, SHARDING)
+
+    def of_table(table, bags):
+        return optzoo.lookup_sparse(table, bags) if pooled else optzoo.lookup(table, bags)
+
+    def step(look_up, mean):
+        def run(table, bags):
+            loss = lambda table: mean(jnp.mean(look_up(table, bags) ** 2))
+            rows = optzoo.value_and_grad(loss)(table)[1]
+            return table + tx.update(rows, tx.init(table), table)[0]
+
+        return run
+
+    bags = jnp.asarray(np.random.default_rng(3).integers(0, ROWS, (8, 3)))
+    spec, each = P("shard"), step(of_shard, lambda value: jax.lax.pmean(value, "shard"))
+    each = jax.shard_map(each, mesh=MESH, in_specs=(spec, spec), out_specs=spec)
+    got = of_ids(jax.jit(each)(shards(SHARDING, MESH), bags), SHARDING)
+    want = jax.jit(step(of_table, lambda value: value))(jnp.asarray(whole()), bags)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert np.abs(got - whole()).max() > 1e-3
 
 
 # Rows that know of their shard
