@@ -450,6 +450,7 @@ INDEXED = {
 # Another use needs the gradient of all rows anyway, and these read no rows by ids.
 NOT_ROWS = {
     "tied": lambda t, ids: t[ids] @ t.T,
+    "tied in a body": lambda t, ids: jax.jit(lambda t: t[ids] @ t.T)(t),
     "as many as there are": lambda t, ids: t[jnp.arange(6)],
     "slice": lambda t, ids: t[:2],
     "columns": lambda t, ids: t[:, jnp.array([0])],
