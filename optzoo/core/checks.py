@@ -5,13 +5,16 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .compat import NO_PARAMS_MSG
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def check(
@@ -167,6 +170,23 @@ def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
     """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
     check_value = check_positive if positive else check_finite
     check_value(schedule=True, learning_rate=learning_rate)
+
+
+def with_decay_per_step(factory: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Refuses ``weight_decay=`` where the decay, ``weight_decay_per_step``, ignores the rate."""
+
+    @functools.wraps(factory)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "weight_decay" in kwargs:
+            raise TypeError(
+                f"{getattr(factory, '__name__', factory)} has no weight_decay, got "
+                f"{kwargs['weight_decay']!r}: write weight_decay_per_step, the fraction removed in "
+                "each update, not multiplied by the learning rate. It is optax's weight_decay * "
+                "learning_rate; optax.adamw and optzoo.lazy_adamw multiply by the rate themselves"
+            )
+        return factory(*args, **kwargs)
+
+    return checked
 
 
 # The keywords of an update that several transformations of this library read.

@@ -57,7 +57,7 @@ def global_decay_row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         start_step: :math:`s`, the first update that applies missed decay, an int, at least 0. A
             static argument: it cannot be injected.
         lower_bound: :math:`b`, the least factor, in [0, 1].

@@ -99,7 +99,8 @@ def lazy_adamw(
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate as in ``optax.adamw``; at
+            least 0; None for no decay.
         row_wise_bias_correction: whether :math:`t` counts the updates of each row.
 
     Raises:

@@ -60,7 +60,8 @@ def row_wise_rmsprop(
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay (:math:`c_{i,t} = 1`).
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None for no
+            decay (:math:`c_{i,t} = 1`).
         min_shrinkage: :math:`c`, the least factor of a row, in [0, 1].
 
     Raises:

@@ -193,7 +193,7 @@ def soap(
         one_sided: of the dimensions that could have a basis, only the smallest one has it, as in
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
-        weight_decay: :math:`\lambda`, at least 0; None: no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None: no decay.
         mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
             for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
