@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .compat import NO_PARAMS_MSG
+from .numerics import has_16_bits
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,16 +94,15 @@ def check_decays(**arguments: Any) -> list[Any]:
     With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
     for name, value in arguments.items():
-        if _has_16_bits(value):
+        if _is_short(value):
             check("in [0, 1]", lambda v: 0 <= v <= 1, **{name: value})
         else:
             check("in [0, 1)", lambda v: 0 <= v < 1, **{name: value})
-    return [_below_one(v) if _has_16_bits(v) else v for v in arguments.values()]
+    return [_below_one(v) if _is_short(v) else v for v in arguments.values()]
 
 
-def _has_16_bits(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
+def _is_short(value: Any) -> bool:
+    return hasattr(value, "dtype") and has_16_bits(value.dtype)
 
 
 def _below_one(decay: Any) -> Any:

@@ -36,6 +36,8 @@ class CounterSlots(NamedTuple):
     prev_iter: Slot  # the number of the last update of each row, 0 before the first
     row_counter: Slot  # how often each row came
 
+    at_least_float32 = ("prev_iter", "row_counter")
+
 
 class MaxCounterState(NamedTuple):
     """The state of an optimizer whose rates depend on the largest counter."""

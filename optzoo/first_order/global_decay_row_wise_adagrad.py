@@ -18,6 +18,8 @@ class GlobalDecaySlots(NamedTuple):
     accumulator: Slot  # sum of the mean squares of each row's gradients
     prev_iter: Slot  # the last update of each row from the start of the decay on; 0 before
 
+    at_least_float32 = ("prev_iter",)
+
 
 def global_decay_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule,

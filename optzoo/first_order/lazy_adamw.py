@@ -20,6 +20,8 @@ class CountedAdamSlots(NamedTuple):
     v: Slot  # mean of the squared gradient
     row_counter: Slot  # updates of each row
 
+    at_least_float32 = ("row_counter",)
+
 
 def scale_by_lazy_adamw(
     b1: float = 0.9,

@@ -25,6 +25,8 @@ class RowWiseRMSPropSlots(NamedTuple):
     rms: Slot  # mean over time of the mean square of each row's gradient
     prev_iter: Slot  # the number of the last update of each row, 0 before the first
 
+    at_least_float32 = ("prev_iter",)
+
 
 def row_wise_rmsprop(
     learning_rate: optax.ScalarOrSchedule,

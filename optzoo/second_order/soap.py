@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check, check_decays, check_flags, check_not_negative, check_size
-from ..core.numerics import safe_divide, saturating_cast, sqrt, upcast, wide_dtype
+from ..core.numerics import safe_divide, saturating_cast, slot_dtype, sqrt, upcast, wide_dtype
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
 from ..rules.leafwise import zeros
@@ -31,6 +31,8 @@ class SoapSlots(NamedTuple):
     v: Slot  # mean of its square, in the basis
     statistics: Slot  # means of the second moments; () for a dimension without a basis
     basis: Slot  # their eigenvectors, in columns; () likewise
+
+    at_least_float32 = ("statistics", "basis")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -268,7 +270,7 @@ def _zero_means(options: SoapOptions, x: Any) -> Array:
     """``m`` or ``v``: in the shape of the parameter, unless that is cut into blocks."""
     blocks = options.blocks(jnp.shape(x))
     if blocks.preconditioned and blocks.number > 1:
-        return jnp.zeros(blocks.stack(*blocks.sizes), jnp.result_type(x))
+        return jnp.zeros(blocks.stack(*blocks.sizes), slot_dtype(x))
     return zeros(x)
 
 
