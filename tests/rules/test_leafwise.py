@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
