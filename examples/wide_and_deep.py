@@ -120,7 +120,8 @@ class Model:
     def __init__(self, mesh):
         self.mesh = mesh
         self.sharding = s = optzoo.RowSharding(ROWS, mesh.size)
-        self.step = optzoo.sharded_minimize(loss_of, TX, mesh, {"wide|deep": s})
+        self.tables = {"wide|deep": s}
+        self.step = optzoo.sharded_minimize(loss_of, TX, mesh, self.tables)
 
         @jax.jit
         @functools.partial(
@@ -255,7 +256,6 @@ def main():
 
     model, directory = Model(mesh), epath.Path(args.checkpoints).absolute()
     trained, step, losses = model.start(), 0, []
-    in_order = lambda tree: optzoo.in_order_of_ids(tree, model.sharding)
     with ocp.CheckpointManager(
         directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)
     ) as saved:
@@ -263,7 +263,7 @@ def main():
             step = saved.latest_step()
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
             restored = saved.restore(step, args=ocp.args.StandardRestore(like))
-            trained = optzoo.from_order_of_ids(restored, model.sharding)
+            trained = optzoo.from_order_of_ids(restored, model.tables, restored["params"])
             say(f"resumes at step {step}", flush=True)
         start, begin = time.perf_counter(), step
         params, state = trained["params"], trained["state"]
@@ -278,7 +278,8 @@ def main():
                 speed = BATCH * (step - begin) / (time.perf_counter() - start)
                 say(f"step {step} loss {losses[-1]:.6f}, {speed:,.0f} examples/s", flush=True)
             if step % args.save_every == 0 or step == args.steps:
-                trained = in_order({"params": params, "state": state})
+                trained = {"params": params, "state": state}
+                trained = optzoo.in_order_of_ids(trained, model.tables, params)
                 saved.save(step, args=ocp.args.StandardSave(trained))
         saved.wait_until_finished()
     loss, auc = evaluate(model, params, hashes, is_name, test)

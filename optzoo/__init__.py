@@ -94,7 +94,8 @@ from .sharded.bags import lookup_sparse
 from .sharded.create_table import create_table, uniform_rows
 from .sharded.lookup import sharded_lookup
 from .sharded.minimize import sharded_minimize
-from .sharded.row_sharding import RowSharding, from_order_of_ids, in_order_of_ids
+from .sharded.order_of_ids import from_order_of_ids, in_order_of_ids
+from .sharded.row_sharding import RowSharding
 from .sparse.caught_up import caught_up, take_over
 from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
 from .sparse.minimize import minimize

@@ -10,9 +10,8 @@ import jax
 import optax
 
 from .core.compat import COLLECTIVES, inner_jaxprs, turns
-from .core.paths import path_name
-from .sharded.minimize import shardings_by_leaf
-from .sharded.row_sharding import RowSharding
+from .core.paths import out_of_box, path_name
+from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.slots import get_slot, slot_names
 
 
@@ -194,13 +193,16 @@ def _tables(
             "how many ids a device looks up in a step"
         )
     shardings = shardings_by_leaf(tables, params)
-    of_slots = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in slots.values()]
+    of_slots = [
+        {out_of_box(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in slots.values()
+    ]
     for (path, x), s in zip(jax.tree_util.tree_leaves_with_path(params), shardings, strict=True):
         if s is None:
             continue
         [number] = [ids[pattern] for pattern in tables if re.fullmatch(pattern, path_name(path))]
         row, capacity = _nbytes(x) // s.stored_rows, s.capacity(number, capacity_factor)
-        mine = [slot[path] for slot in of_slots if path in slot]
+        mine = [slot[out_of_box(path)] for slot in of_slots if out_of_box(path) in slot]
         of_slots_of_row = sum(
             _nbytes(a) // s.stored_rows for a in mine if a.shape[:1] == (s.stored_rows,)
         )

@@ -240,9 +240,18 @@ def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
 
 def used_inputs(jaxpr: Any) -> list[bool]:
     """For each input of a jaxpr whether the outputs depend on it."""
+    return _without_unused(jaxpr, False)[1]
+
+
+def needed_part(jaxpr: Any) -> Any:
+    """The jaxpr, of the same inputs, without the equations on which no output depends."""
+    return _without_unused(jaxpr, True)[0]
+
+
+def _without_unused(jaxpr: Any, keep_inputs: bool) -> tuple[Any, list[bool]]:
     # Exported by JAX, but without documentation or a promise to keep it.
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return used
+    outputs = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, outputs, instantiate=keep_inputs)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -6,17 +6,61 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.tree_util import GetAttrKey
 
 from .rows import is_sparse_or_none, map_rows
 
+_BOXED = GetAttrKey("value")
+
 
 def path_name(path: Any) -> str:
-    """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables.
+
+    A parameter in a box of Flax has the name that it has without: nnx gives ``init`` its variables
+    and ``update`` their arrays. Only the last key of a path can be a box, so different leaves of a
+    tree have different names.
+    """
+    return jax.tree_util.keystr(out_of_box(path), simple=True, separator="/")
+
+
+def out_of_box(path: Any) -> Any:
+    """The path of a parameter without the box of Flax around it, whose field is ``value``."""
+    return path[:-1] if path and path[-1] == _BOXED else path
+
+
+def without_boxes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, which sees arrays in the place of Flax's boxes.
+
+    So its state has none. It is for states with several arrays for one parameter: a variable of nnx
+    that holds a tuple of arrays holds a dictionary after an update.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
+        return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(unboxed(params)), update)
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of Flax's boxes."""
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
+    if all(out_of_box(path) == path for path, _ in paths):
+        return tree
+
+    def in_box(x):  # nothing if it is none
+        children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+        is_box = [path for path, _ in children] == [(_BOXED,)] and not isinstance(x, tuple)
+        return [child for _, child in children] if is_box else []
+
+    out = lambda x: next(iter(in_box(x)), x)
+    return jax.tree.map(out, tree, is_leaf=lambda x: is_sparse_or_none(x) or bool(in_box(x)))
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
-    """The entry of the longest prefix of a path; None if there is none.
+    """The entry of the longest prefix of a path, out of its box; None if there is none.
 
     A slot has the path of its parameter, or a longer one if it has several arrays for a parameter.
     """

@@ -26,7 +26,12 @@ class _HintInErrors(type):
     # JAX prints the class when a foreign transformation maps over rows and arrays together, so this
     # puts the hint into the error.
     def __repr__(cls) -> str:
-        return f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. {HINT})"
+        # Optax calls a function that makes masks or labels on the gradients, too.
+        return (
+            f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. Masks and labels must be "
+            "trees that were made from the parameters, not functions; optzoo.groups takes patterns "
+            f"of names. {HINT})"
+        )
 
 
 class Shard(NamedTuple):

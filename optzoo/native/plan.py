@@ -55,7 +55,9 @@ class Plan:
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
-        nodes = groups.in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
+        nodes = groups.in_order(
+            [*others, *(Call([g], self._required) for g in rows)], program.results
+        )
         places = {
             before: after
             for before, after in zip(kept, program.results, strict=True)

@@ -11,6 +11,7 @@ from jax import Array
 
 from ..core.checks import check, check_decays, check_flags, check_not_negative, check_size
 from ..core.numerics import safe_divide, saturating_cast, slot_dtype, sqrt, upcast, wide_dtype
+from ..core.paths import without_boxes
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
 from ..rules.leafwise import zeros
@@ -232,7 +233,7 @@ def _scale_by_soap(arguments: Mapping[str, Any]) -> optax.GradientTransformation
     """The direction, from the arguments of a factory by name."""
     frequency = arguments["precondition_frequency"]
     options = _checked(arguments)
-    return treewise(
+    direction = treewise(
         lambda *args, **scheduled: _update(options, *args, **scheduled),
         slots=SoapSlots(
             m=lambda x: _zero_means(options, x),
@@ -243,6 +244,7 @@ def _scale_by_soap(arguments: Mapping[str, Any]) -> optax.GradientTransformation
         shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
         scheduled={"precondition_frequency": frequency},
     )
+    return without_boxes(direction)
 
 
 def _checked(arguments: Mapping[str, Any]) -> SoapOptions:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_size
 from ..core.paths import path_name
 from ..sparse.lookup import lookup
+from ..sparse.primitive import bind_lookup
 from .exchange import exchange, first_positions
 from .lookup import check_shard, sharded_lookup
 from .row_sharding import RowSharding
@@ -239,7 +240,7 @@ def _sums_of_owners(
     parts = []
     for table, b, s, i, segment in zip(tables, bags, shardings, local, segments, strict=True):
         w = None if b.weights is None else next(weights).reshape(-1)
-        rows = _times(lookup(table, i.reshape(-1)), w)
+        rows = _times(bind_lookup(table, i.reshape(-1), shard=s.shard), w)
         to = (jnp.arange(s.num_shards, dtype=segment.dtype)[:, None] * b.number + segment).reshape(
             -1
         )

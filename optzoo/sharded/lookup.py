@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.paths import path_name
-from ..sparse.lookup import lookup
+from ..sparse.primitive import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route
 from .row_sharding import RowSharding
 
@@ -89,7 +89,10 @@ def sharded_lookup(
         make_bucket(r, r.starts[:-1], r.starts[1:], c, s)
         for r, c, s in zip(routes, capacities, shardings, strict=True)
     ]
-    reads = [functools.partial(lookup, shard) for shard in shards]
+    reads = [
+        functools.partial(bind_lookup, shard, shard=s.shard)
+        for shard, s in zip(shards, shardings, strict=True)
+    ]
     replies = ask_owners(reads, buckets, shardings, transport)
     out = [
         _rows_of_ids(reply, route, p, s).reshape(*p.shape, *shard.shape[1:])

@@ -1,7 +1,6 @@
 """The train step of a model with tables sharded by rows."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +14,13 @@ from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.paths import path_name
 from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
-from ..sparse.minimize import check_native_sleepers
+from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.sleepers import sleepers_of
+from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
+from ..state.sleeping.tables import check_no_guard
 from .create_table import check_mesh
-from .row_sharding import RowSharding
+from .row_sharding import RowSharding, shardings_by_leaf
 from .step import Options, Step
 
 
@@ -48,11 +49,16 @@ def sharded_minimize(
     what finds no room is sent in another round, so the result is exact for any ids, in bounded
     memory. In several rounds each row must be updated by itself, and untouched rows must not
     change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
-    is traced. All others (:func:`optzoo.adam`, norms over all gradients) need
-    ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam, whose owners catch up rows
-    when they are read, any number of rounds is possible.
+    is traced. All others, such as :func:`optzoo.adam`, need ``capacity_factor=None``. With
+    :func:`optzoo.caught_up` around Adam, whose owners catch up rows when they are read, any number
+    of rounds is possible.
 
-    Parameters and state are donated, as in :func:`optzoo.minimize`.
+    Norms of gradients by transformations of this library, such as
+    :func:`optzoo.clip_by_global_norm`, count all shards and all rounds. What uses a norm, or
+    anything else, of the rows of one shard alone is refused, whatever the rounds.
+
+    Parameters and state are donated, as in :func:`optzoo.minimize`: use only the arrays that a step
+    returns. On several CPU devices, JAX 0.10.2 may end the process if an old one is read.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -78,8 +84,9 @@ def sharded_minimize(
             All other parameters are replicated, small tables by choice.
         capacity_factor: as in :func:`optzoo.sharded_lookup`; None for one round for any ids, with
             messages and memory ``num_shards`` times as large.
-        max_norm: clips the global norm of all gradients, as
-            :func:`optzoo.clip_by_global_norm` does. In several rounds gradients are sent twice.
+        max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
+            at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`
+            less, whose rows are then written once. In several rounds gradients are sent twice.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
@@ -91,9 +98,10 @@ def sharded_minimize(
         TypeError: if an argument is of another kind than described.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter or two match one; at trace time if a table has another number of rows than its
-            sharding, if it is used in another way than described, if the optimizer needs
-            ``capacity_factor=None``, if something in ``tx`` changes an update of
-            :func:`optzoo.caught_up`, or if native code is required and XLA updates some arrays.
+            sharding, if it is used in another way than described, if the optimizer uses
+            a norm of one shard or needs ``capacity_factor=None``, if something in ``tx`` changes an
+            update of :func:`optzoo.caught_up`, or if native code is required and XLA updates some
+            arrays.
         RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
@@ -115,6 +123,9 @@ def sharded_minimize(
         check_native_sleepers(native)
 
     def step(params, state, *batch, **extra_args):
+        check_all_differentiable(tx, state, params)
+        check_no_guard(state)
+        _check_batch(batch, mesh)
         if sleepers is not None:
             sleepers.check(state)
         shardings = shardings_by_leaf(tables, params)
@@ -124,6 +135,10 @@ def sharded_minimize(
             jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
         )
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
+        if jax.tree.structure(state) != jax.tree.structure(placed):
+            raise find_misfit(tx, None, state, params) or misfit(
+                str(jax.tree.structure(placed)), str(jax.tree.structure(state))
+            )
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
         run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)
@@ -137,23 +152,13 @@ def sharded_minimize(
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
-    """For each parameter its sharding, None for those that are replicated."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [path_name(path) for path, _ in leaves]
-    found, unused = list[RowSharding | None](), set(tables)
-    for name, (_, x) in zip(names, leaves, strict=True):
-        patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
-        if len(patterns) > 1:
-            raise ValueError(f"tables: {patterns} all match parameter '{name}'")
-        s = tables[patterns[0]] if patterns else None
-        found.append(s)
-        unused -= set(patterns)
-        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
-            raise ValueError(
-                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
-                f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
-            )
-    if unused:
-        raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
-    return found
+def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
+    """Raises ``ValueError`` if the devices do not divide the batch."""
+    for i, tree in enumerate(batch):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if jnp.ndim(x) and len(x) % mesh.size:
+                name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
+                raise ValueError(
+                    f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
+                    f"not divide: give a multiple of {mesh.size}, with padding for the rest"
+                )

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     def shard(self, is_round: bool) -> Shard:
         """What is known of the rows that come to an owner."""
-        return Shard(self.sharding.axes, self.sharding.num_rows, is_round)
+        return self.sharding.shard._replace(is_round=is_round)
 
 
 def read_rows(

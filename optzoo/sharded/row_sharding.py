@@ -2,16 +2,18 @@
 
 import dataclasses
 import math
+import re
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
-from ..state.types import Clock
+from ..core.paths import path_name
+from ..core.rows import Shard
 
 Partition = Literal["mod", "div"]
 
@@ -97,6 +99,11 @@ class RowSharding:
         """The partition spec of the table and of all its slots."""
         return PartitionSpec(self.axis_name)
 
+    @property
+    def shard(self) -> Shard:
+        """What the rows of a device know of the table."""
+        return Shard(self.axes, self.num_rows, False)
+
     def places_of(self, ids: Any) -> Any:
         """The row of the stored array for each id, where ``owner = place // rows_per_shard``.
 
@@ -151,52 +158,32 @@ def _dtype_of_ids(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(wide)
 
 
-def in_order_of_ids(tree: Any, sharding: RowSharding) -> Any:
-    """Arrays with rows in the order of the ids, for a checkpoint of any number of shards.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
-        >>> stored = jnp.array([[0.0], [2.0], [1.0], [3.0]])  # shard 0 has the even rows
-        >>> print(optzoo.in_order_of_ids(stored, sharding).ravel())
-        [0. 1. 2. 3.]
+def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
+    """For each parameter its sharding, None for those that are replicated.
 
     Args:
-        tree: a table, a slot, or a tree of them with other arrays: those with ``stored_rows`` rows
-            are rearranged, all others are returned as they are.
-        sharding: of the table.
+        tables: by a regular expression that matches the whole path of a parameter its sharding.
+        params: arrays, or their shapes.
 
-    Returns:
-        Arrays of the same shapes and shardings. With ``"div"`` nothing changes. With ``"mod"``
-        rows change their devices, by one all-to-all and two shards of temporary memory.
+    Raises:
+        ValueError: if a pattern matches no parameter or two match one, or if a parameter does not
+            have the rows of its sharding.
     """
-    return _rearrange(tree, sharding, sharding.num_shards)
-
-
-def from_order_of_ids(tree: Any, sharding: RowSharding) -> Any:
-    """The inverse of :func:`optzoo.in_order_of_ids`, perhaps for another number of shards.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
-        >>> table = jnp.array([[0.0], [1.0], [2.0], [3.0]])
-        >>> print(optzoo.from_order_of_ids(table, sharding).ravel())  # shard 0 has the even rows
-        [0. 2. 1. 3.]
-    """
-    return _rearrange(tree, sharding, sharding.rows_per_shard)
-
-
-def _rearrange(tree: Any, s: RowSharding, blocks: int) -> Any:
-    def move(x: Array) -> Array:
-        rest = x.shape[1:]
-        return x.reshape(blocks, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
-
-    def of_leaf(x):
-        # The entries of a clock are steps, of which there may be as many as rows.
-        if isinstance(x, Clock) or jnp.shape(x)[:1] != (s.stored_rows,):
-            return x
-        return jax.jit(move, out_shardings=x.sharding)(x)
-
-    if s.partition == "div" or s.num_shards == 1:
-        return tree
-    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, Clock))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [path_name(path) for path, _ in leaves]
+    found, unused = list[RowSharding | None](), set(tables)
+    for name, (_, x) in zip(names, leaves, strict=True):
+        patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
+        if len(patterns) > 1:
+            raise ValueError(f"tables: {patterns} all match parameter '{name}'")
+        s = tables[patterns[0]] if patterns else None
+        found.append(s)
+        unused -= set(patterns)
+        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
+            raise ValueError(
+                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
+                f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
+            )
+    if unused:
+        raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
+    return found

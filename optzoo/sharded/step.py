@@ -18,7 +18,7 @@ from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..native.step import Native
-from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss
+from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss, value_and_aux
 from ..sparse.minimize import applied
 from ..sparse.sleepers import Sleepers
 from ..sparse.sleepers_step import ids_by_leaf, look_up, report_reads, update_asleep
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
         def call(leaves):
             out = self.loss_fn(treedef.unflatten(leaves), *batch)
-            return out if self.options.has_aux else (out, None)
+            return value_and_aux(out, self.options.has_aux)
 
         return trace_loss(call, flat, elsewhere), flat
 

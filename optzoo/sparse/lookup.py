@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.compat import evaluate, used_inputs
+from ..core.compat import evaluate, needed_part, used_inputs
 from ..core.paths import path_name
 from ..core.rows import SparseRows
 from . import taps as taps_of
@@ -108,9 +108,10 @@ def value_and_grad(
     gets what ``jax.value_and_grad`` would give. ``loss_fn`` is called once. Use it under ``jit``:
     otherwise JAX allocates a dense gradient of zeros and discards it.
 
-    A table that is looked up and used in any other way too (tied weights), or looked up where
-    :func:`optzoo.lookup` names it, gets its correct dense gradient, which costs time and
-    memory in proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
+    A table that is looked up and used in any other way too (tied weights), looked up where
+    :func:`optzoo.lookup` names it, or of which rows are read by ``table[ids]`` or ``jnp.take``
+    alone, fewer than it has, gets its correct dense gradient, which costs time and memory in
+    proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
     of ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
 
     Example:
@@ -125,7 +126,7 @@ def value_and_grad(
         loss_fn: returns a scalar, or ``(scalar, aux)``.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: where the gradient of a looked-up table is dense, ``"warn"`` gives a
+        sparse: where the gradient of such a table is dense, ``"warn"`` gives a
             :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
             does neither.
 
@@ -134,7 +135,8 @@ def value_and_grad(
         ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: at trace time, where ``jax.value_and_grad`` would raise it.
+        TypeError: at trace time, where ``jax.value_and_grad`` would raise it, or if ``loss_fn``
+            does not return what ``has_aux`` says.
         ValueError: if ``sparse`` is none of the three; at trace time if an argument to
             differentiate is not given by position, or if ``sparse="require"`` and a gradient is
             dense.
@@ -158,9 +160,10 @@ def value_and_grad(
             full_args = list(args)
             for i, arg in zip(which, treedef.unflatten(leaves), strict=True):
                 full_args[i] = arg
-            out = loss_fn(*full_args, **kwargs)
-            return out if has_aux else (out, None)
+            return value_and_aux(loss_fn(*full_args, **kwargs), has_aux)
 
+        for i, x in enumerate(flat):
+            check_differentiable(x, lambda i=i: _name(chosen, which, i))
         loss = trace_loss(call, flat)
         if sparse != "allow":
             for i, reason in loss.dense_tables():
@@ -184,12 +187,21 @@ class Loss(NamedTuple):
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
     def dense_tables(self) -> list[tuple[int, str]]:
-        """The looked-up leaves whose gradient is dense, with the reasons."""
+        """The leaves of which rows are read and whose gradient is dense, with the reasons."""
         has_taps = {found.leaf for found in self.lookups}
         variables = zip(self.of_value.invars, self.uses, strict=False)
         used = [(i, v) for i, (v, is_used) in enumerate(variables) if is_used]
-        reasons = [(i, why_dense(self.of_value, v, i in has_taps)) for i, v in used]
-        return [(i, reason) for i, reason in reasons if reason]
+        reasons = {i: why_dense(self.of_value, v, i in has_taps) for i, v in used}
+        tables = [taps_of.Table(i) for i in range(len(self.uses))]
+        jaxpr = needed_part(self.of_value)
+        more: list[Any] = [None] * (len(jaxpr.invars) - len(tables))
+        reads = taps_of.make_plan(jaxpr, [*tables, *more]).reads
+        for i, line in reads.rows.items():
+            if i not in reads.others and reasons.get(i) is None:
+                reasons[i] = (
+                    f"they are read by indexing ({line}); read them by optzoo.lookup(table, ids)"
+                )
+        return [(i, reason) for i, reason in sorted(reasons.items()) if reason]
 
     def reads(self) -> list[bool]:
         """For each leaf whether anything reads it in another way than by taps."""
@@ -243,6 +255,7 @@ class Loss(NamedTuple):
                 jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
                 jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in looked_up]),
                 x.shape[0],
+                shard=next((self.lookups[k].shard for k in looked_up), None),
             )
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + rows_of_leaf if self.uses[i] else rows_of_leaf
@@ -254,6 +267,31 @@ class Loss(NamedTuple):
     def _outputs(self, leaves: Sequence[Array], flat: Sequence[Array], taps: Sequence[Array]):
         copies = self._copies(flat).values()
         return evaluate(self.jaxpr, self.consts, [*leaves, *copies, *taps])
+
+
+def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The loss and the auxiliary data, None without, of what a loss function has returned."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    if has_aux and not is_pair:
+        found = "the loss alone" if hasattr(out, "shape") else type(out).__name__
+        raise TypeError(f"has_aux=True: loss_fn must return a pair (loss, aux), got {found}")
+    if not has_aux and isinstance(out, tuple | list | Mapping):
+        raise TypeError(
+            f"loss_fn must return a scalar, got {type(out).__name__} of {len(out)}: if it returns "
+            "(loss, aux), give has_aux=True"
+        )
+    return (out[0], out[1]) if has_aux else (out, None)
+
+
+def check_differentiable(x: Any, name: Callable[[], str]) -> None:
+    """Raises ``TypeError`` unless ``x`` has a gradient: it is real or complex."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name()} has dtype {dtype}, which has no gradient: differentiate with respect to the "
+            "parameters alone. Of a module of Flax NNX these are the second part of "
+            "nnx.split(model, nnx.Param, ...)"
+        )
 
 
 def trace_loss(
@@ -324,8 +362,8 @@ def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:
 
 
 def report_dense(name: str, reason: str, sparse: Sparse) -> None:
-    """Warns of the dense gradient of a looked-up table, or raises ``ValueError``."""
-    text = f"the gradient of {name} is dense, although this table is looked up: {reason}"
+    """Warns of the dense gradient of a table of which rows are read, or raises ``ValueError``."""
+    text = f"the gradient of {name} is dense, although rows of it are read: {reason}"
     if sparse == "require":
         raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
     text = f"{text}. sparse='allow' silences this warning, sparse='require' makes it an error"

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation
+from ..core.paths import path_name
 from ..core.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..state.inner import explained, fitting
-from ..state.sleeping.tables import has_sleepers
-from .lookup import Sparse, value_and_grad
+from ..state.sleeping.tables import check_no_guard, has_sleepers
+from .lookup import Sparse, check_differentiable, value_and_aux, value_and_grad
 from .sleepers import Sleepers, sleepers_of, updates_that_are_final
 from .sleepers_step import catch_up_for, train_step
 
@@ -46,7 +47,7 @@ def minimize(
         tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
             SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: what to do where the gradient of a looked-up table is dense: ``"warn"``,
+        sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
             ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
         native: whether the optimizer runs as native loops on the CPU, as in
             :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
@@ -70,8 +71,7 @@ def minimize(
     differentiate = value_and_grad(loss_fn, has_aux=has_aux, sparse=sparse)
 
     def call(batch):
-        of = lambda params: loss_fn(params, *batch)
-        return of if has_aux else lambda params: (of(params), None)
+        return lambda params: value_and_aux(loss_fn(params, *batch), has_aux)
 
     if sleepers := sleepers_of(tx):
         check_native_sleepers(native)
@@ -79,6 +79,8 @@ def minimize(
     tx, apply = fitting(tx), applied(native)
 
     def step(params, state, *batch, **extra_args):
+        check_all_differentiable(tx, state, params)
+        check_no_guard(state)
         with explained(tx, None, state, params):
             if has_sleepers(state):
                 params, state = catch_up_for(call(batch), params, state, sparse)
@@ -90,6 +92,14 @@ def minimize(
         return (params, state, *out) if has_aux else (params, state, out)
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def check_all_differentiable(tx: Any, state: Any, params: Any) -> None:
+    """Raises ``TypeError`` if a parameter has no gradient; or ``StateError`` if it is swapped."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    with explained(tx, None, state, params, dtypes=False):
+        for path, x in leaves:
+            check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
 
 
 def applied(native: Native) -> Callable[..., tuple[Any, Any]]:
@@ -122,6 +132,7 @@ def _step_of_sleepers(
     """The step of :func:`optzoo.caught_up`."""
 
     def step(params, state, *batch, **extra_args):
+        check_all_differentiable(tx, state, params)
         zeros = lambda: jax.tree.map(jnp.zeros_like, params)
         update = lambda **extra_args: tx.update(zeros(), state, params, **extra_args)
         check_all_read(update, extra_args)

@@ -111,7 +111,15 @@ class Sleepers(NamedTuple):
         dtype = clock.ring.dtype  # in which the rule computes
         cast = lambda a: jnp.asarray(a).astype(dtype)
         size = self.sleeper.size(cast(rate), count + 1, jax.tree.map(cast, node.shared))
-        return treedef.flatten_up_to(us), inner, tick(self.motion(dtype), clock, size)
+        decay = extra_args.get("average_decay")
+        if self.sleeper.average is not None:
+            decay = at_step(step, self.sleeper.average, decay)
+        elif decay is not None:
+            raise ValueError(
+                "update got average_decay=, but the rows of optzoo.caught_up sleep by the decay "
+                "that moving_average was given: leave it out"
+            )
+        return treedef.flatten_up_to(us), inner, tick(self.motion(dtype), clock, size, decay)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any

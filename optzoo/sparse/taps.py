@@ -32,10 +32,24 @@ class Lookup(NamedTuple):
     shape: tuple[int, ...]  # of its ids, after the axes of the loops around it
     dtype: Any  # of its ids
     num_rows: int  # of the table
+    shard: Any = None  # what is known of it if it is a part of a sharded table
 
     def rows_of(self, table: Array) -> tuple[int, ...]:
         """The shape of the rows."""
         return (*self.shape, *table.shape[1:])
+
+
+class DenseReads(NamedTuple):
+    """What reads leaves of the parameters by no lookup, and has dense gradients."""
+
+    rows: dict[int, str]  # by leaf: a gather of some of its rows, with its line
+    others: set[int]  # the leaves that anything else uses
+
+    def add(self, more: "DenseReads", line: str) -> None:
+        """Adds those of the body of an equation of this line."""
+        # JAX reuses jaxprs, and with them the lines of their first call.
+        self.rows.update({leaf: line or inside for leaf, inside in more.rows.items()})
+        self.others.update(more.others)
 
 
 class _Step(NamedTuple):
@@ -44,6 +58,7 @@ class _Step(NamedTuple):
     lookups: list[Lookup]
     results: list[Table | None]  # which of the outputs are tables
     run: Callable[..., Any]  # (values, copies, taps) -> (outputs, ids)
+    plans: Sequence["Plan"] = ()  # of its bodies
 
 
 class Plan(NamedTuple):
@@ -52,6 +67,7 @@ class Plan(NamedTuple):
     jaxpr: Any
     steps: dict[int, _Step]  # by the position of the equation
     results: list[Table | None]  # which of the outputs are tables
+    reads: DenseReads
 
     @property
     def lookups(self) -> list[Lookup]:
@@ -63,18 +79,32 @@ def make_plan(jaxpr: Any, tables: Sequence[Table | None]) -> Plan:
     """Finds the lookups; ``tables`` says which inputs of the jaxpr are tables."""
     known = {v: table for v, table in zip(jaxpr.invars, tables, strict=True) if table}
     find = lambda v: None if compat.is_literal(v) else known.get(v)
-    steps = {}
+    steps, reads = {}, DenseReads({}, set())
     for k, eqn in enumerate(jaxpr.eqns):
         inputs = [find(v) for v in eqn.invars]
         step = _step(eqn, inputs) if any(inputs) else None
         if step is None:
+            if _reads_some_rows(eqn) and inputs[0] is not None:
+                reads.rows[inputs[0].leaf] = compat.line_of(eqn)
+            else:
+                reads.others.update(table.leaf for table in inputs if table)
             continue
+        for plan in step.plans:
+            reads.add(plan.reads, compat.line_of(eqn))
         known.update(
             {v: table for v, table in zip(eqn.outvars, step.results, strict=True) if table}
         )
         if step.lookups:
             steps[k] = step
-    return Plan(jaxpr, steps, [find(v) for v in jaxpr.outvars])
+    return Plan(jaxpr, steps, [find(v) for v in jaxpr.outvars], reads)
+
+
+def _reads_some_rows(eqn: Any) -> bool:
+    """Whether an equation gathers whole rows of an array, fewer than there are."""
+    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+        return False
+    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    return tuple(eqn.params["slice_sizes"]) == (1, *x.shape[1:]) and out.size < x.size
 
 
 def evaluate(
@@ -136,7 +166,8 @@ def _of_lookup(eqn: Any, table: Table | None) -> _Step | None:
         return [rows], [ids]
 
     num_rows = eqn.invars[0].aval.shape[0]
-    return _Step([Lookup(table.leaf, aval.shape, aval.dtype, num_rows)], [None], run)
+    found = Lookup(table.leaf, aval.shape, aval.dtype, num_rows, eqn.params["shard"])
+    return _Step([found], [None], run)
 
 
 def _check_varying(rows: Array, table: Array) -> None:
@@ -168,7 +199,7 @@ def _of_jit(eqn: Any, inputs: list[Table | None]) -> _Step | None:
         tables, mine = tuple(inputs), _of_plans(copies, plan)
         return _evaluate_in_jit(jaxpr, tables, consts, values, mine, taps)
 
-    return _Step(plan.lookups, plan.results, run)
+    return _Step(plan.lookups, plan.results, run, [plan])
 
 
 def _in_jit(jaxpr, tables, consts, values, copies, taps):
@@ -187,7 +218,7 @@ def _of_checkpoint(eqn: Any, inputs: list[Table | None]) -> _Step:
         f = lambda *args: evaluate(plan, consts, *args)
         return compat.checkpoint_like(eqn, f)(values, _of_plans(copies, plan), taps)
 
-    return _Step(plan.lookups, plan.results, run)
+    return _Step(plan.lookups, plan.results, run, [plan])
 
 
 def _of_scan(eqn: Any, inputs: list[Table | None]) -> _Step:
@@ -216,7 +247,8 @@ def _of_scan(eqn: Any, inputs: list[Table | None]) -> _Step:
 
     length = eqn.params["length"]
     lookups = [found._replace(shape=(length, *found.shape)) for found in plan.lookups]
-    return _Step(lookups, [*tables, *[None] * (len(eqn.outvars) - num_carry)], run)
+    results = [*tables, *[None] * (len(eqn.outvars) - num_carry)]
+    return _Step(lookups, results, run, [plan])
 
 
 def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
@@ -244,7 +276,8 @@ def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
         return jax.lax.switch(index, branches, values, _of_plans(copies, *plans), taps)
 
     results = zip(*(plan.results for plan in plans), strict=True)
-    return _Step(lookups, [one[0] if len(set(one)) == 1 else None for one in results], run)
+    results = [one[0] if len(set(one)) == 1 else None for one in results]
+    return _Step(lookups, results, run, plans)
 
 
 def _of_plans(copies: Mapping[int, Array], *plans: Plan) -> dict[int, Array]:

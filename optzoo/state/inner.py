@@ -83,12 +83,18 @@ def _check_shapes(updates: Any, new: Any) -> None:
 
 
 @contextlib.contextmanager
-def explained(tx: Any, updates: Any, state: Any, params: Any) -> Iterator[None]:
-    """If what is done here fails and the state does not fit, that is the error."""
+def explained(
+    tx: Any, updates: Any, state: Any, params: Any, *, dtypes: bool = True
+) -> Iterator[None]:
+    """If what is done here fails and the state does not fit, that is the error.
+
+    With ``dtypes`` also what is wrong with the dtypes and the shapes of gradients and parameters.
+    """
     try:
         yield
     except Exception as error:
-        found = find_misfit(tx, updates, state, params) or _gradient_error(updates, params)
+        found = find_misfit(tx, updates, state, params)
+        found = found or (_gradient_error(updates, params) if dtypes else None)
         of_dtype = _gradient_error(updates, params, allow_complex=False)
         # What a transformation inside found says more, but not where arguments are swapped.
         is_clear = isinstance(error, StateError) or (

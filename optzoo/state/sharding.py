@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.paths import path_name
+from ..core.paths import out_of_box, path_name
 from .slots import map_slot_trees
 
 _HINT = (
@@ -49,12 +49,14 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         TypeError: if a parameter has no sharding.
         ValueError: if there is no parameter, or if the parameters are on different devices.
     """
-    owners = dict(jax.tree_util.tree_leaves_with_path(params))
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
 
     def place(path, slot):
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
-        return _like(owners[path], slot.shape) or everywhere if path in owners else everywhere
+        x = owners.get(out_of_box(path))
+        return everywhere if x is None else _like(x, slot.shape) or everywhere
 
     state = jax.eval_shape(tx.init, params)
     try:

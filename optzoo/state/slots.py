@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked, path_name
+from ..core.paths import is_masked, out_of_box, path_name
 from .packing import pack_like, unpack
 from .sleeping.tables import check_awake
 from .stacks import is_stack, layout_of, stack, unstack
@@ -169,19 +169,19 @@ def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> 
         if name != "slots":
             return value
         return {k: f((*path, k), tree) for k, tree in value.items()}
-    if name.startswith("inner") or any(map(_is_state, jax.tree.leaves(value, is_leaf=_is_state))):
+    if name.startswith("inner") or any(map(is_state, jax.tree.leaves(value, is_leaf=is_state))):
         return _mapped(value, (*path, name), f)
     return f((*path, name), value) if _is_slot(value) else value
 
 
 def _is_slot(value: Any) -> bool:
     """Whether a field has an array for each parameter: not a count, a rate or a random key."""
-    leaves = jax.tree.leaves(value)
-    is_scalar = jax.tree_util.all_leaves([value]) and jnp.ndim(value) == 0
-    return not is_scalar and any(jnp.issubdtype(a.dtype, jnp.inexact) for a in leaves)
+    paths = jax.tree_util.tree_leaves_with_path(value)
+    is_scalar = [(out_of_box(path), jnp.ndim(a)) for path, a in paths] == [((), 0)]
+    return not is_scalar and any(jnp.issubdtype(a.dtype, jnp.inexact) for _, a in paths)
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
     """Whether ``node`` in the field of a state is a state, and not a tree of parameters.
 
     Parameters may be named tuples, too. States are those of optax and of this library; the state of
@@ -231,13 +231,18 @@ class _OverlapError(Exception):
 
 
 def _merge(a: Any, b: Any) -> Any:
-    if is_masked(a) or is_masked(b):
-        return b if is_masked(a) else a
+    if _is_hidden(a) or _is_hidden(b):
+        return b if _is_hidden(a) else a
     if jax.tree_util.all_leaves([a]) or jax.tree_util.all_leaves([b]):
         raise _OverlapError
     children, treedef = jax.tree.flatten(a, is_leaf=lambda x: x is not a)
     others = treedef.flatten_up_to(b)
     return treedef.unflatten(map(_merge, children, others))
+
+
+def _is_hidden(tree: Any) -> bool:
+    """Whether all its leaves are masked, such as one in a variable of Flax."""
+    return all(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
 
 
 def _filled(name: str, tree: Any, value: Any) -> Any:

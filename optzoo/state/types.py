@@ -56,6 +56,13 @@ class CaughtUpState(NamedTuple):
     last: Any  # a tree like the parameters: of a table the step of each row, MaskedNode of others
 
 
+class RowsOfCycle(NamedTuple):
+    """The rows of the steps of a cycle of :func:`optzoo.accumulate`, one after another."""
+
+    indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
+    values: Array  # of shape (every * k, *row_shape), in float32 at least
+
+
 class LocalSGDReplicated(NamedTuple):
     """What is the same on all replicas: it is computed from sums over them."""
 

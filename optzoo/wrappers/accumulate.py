@@ -13,18 +13,12 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
-from ..core.paths import hides_leaves, path_name
+from ..core.paths import hides_leaves, path_name, without_boxes
 from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
-
-
-class RowsOfCycle(NamedTuple):
-    """The rows of the steps of a cycle, one after another."""
-
-    indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
-    values: Array  # of shape (every * k, *row_shape), in float32 at least
+from ..state.types import RowsOfCycle
 
 
 class AccumulateState(NamedTuple):
@@ -136,7 +130,8 @@ def accumulate(
         updates, new = lax.cond(position == every - 1, apply, wait)
         return updates, AccumulateState(count, sums, new)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return fitting(without_boxes(tx) if rows else tx)
 
 
 def _plus(g: Any, a: Any, position: Array, every: int) -> Any:

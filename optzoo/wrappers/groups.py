@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import GetAttrKey
 
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
@@ -88,7 +87,7 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
     found = {}  # the matching patterns of each path
 
     def label(path, _):
-        name = _name(path)
+        name = path_name(path)
         matching = [p for p in patterns if p != _REST and _matches(p, name)]
         if not matching and _REST in patterns:
             matching = [_REST]
@@ -117,8 +116,3 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
 
 def _matches(pattern: str, name: str) -> bool:
     return bool(re.fullmatch(pattern, name if "/" in pattern else name.rpartition("/")[2]))
-
-
-def _name(path: Any) -> str:
-    """The name of a parameter, boxed or not: Flax passes both forms to the same optimizer."""
-    return path_name(path[:-1] if path and path[-1] == GetAttrKey("value") else path)

@@ -1,5 +1,6 @@
 """A moving average of the parameters, around any optimizer."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -95,31 +96,40 @@ def moving_average(
         check_gradients(updates, params)
         if has_sleepers(state):
             raise ValueError(
-                "moving_average reads rows that sleep. Put it inside of optzoo.caught_up, which "
-                "catches up the averages too: caught_up(moving_average(optimizer))"
+                "moving_average reads rows that sleep. Put one inside of optzoo.caught_up, which "
+                "catches up the averages too, and one around each other optimizer: "
+                "groups({'.*/embedding': caught_up(moving_average(adam(rate), decay)), "
+                "'.*': moving_average(ftrl(rate), decay)})"
             )
         return both.update(updates, state, params, **extra_args)
 
     tx = fitting(optax.GradientTransformationExtraArgs(both.init, update))
     if sleeper is None:
         return tx
-    return sleeping(tx, lambda dense: _with_average(sleeper(dense), average_decay, num_updates))
+    decays = decay_at if num_updates == "count" else None
+    constant = average_decay
+    if decays is None and num_updates is not None:  # as in each step, in float32
+        n = np.float32(num_updates)
+        constant = min(np.float32(average_decay), (1 + n) / (10 + n))
+    return sleeping(tx, lambda dense: _with_average(sleeper(dense), constant, decays))
 
 
 def _with_average(
-    sleeper: Sleeper | None, average_decay: Any, num_updates: float | str | None
+    sleeper: Sleeper | None, average_decay: Any, decays: Callable[[Any], Any] | None
 ) -> Sleeper | None:
-    """The law of rows that have an average, for :func:`optzoo.caught_up`."""
+    """The law of rows that have an average, for :func:`optzoo.caught_up`.
+
+    Args:
+        sleeper: of the optimizer.
+        average_decay: the decay, or the greatest one.
+        decays: those of each step, by the number of steps before; None if all are equal.
+    """
     if sleeper is None:
         return None
-    if isinstance(num_updates, str) or sleeper.law.shrink or sleeper.law.average is not None:
+    if sleeper.law.shrink or sleeper.law.average is not None:
         raise TypeError(
-            "the average of rows that sleep has a law only with a constant decay "
-            "(num_updates='count' gives another one in each step), of an optimizer without weight "
-            "decay of all rows that has no other average"
+            "the average of rows that sleep has a law only of an optimizer without weight decay of "
+            "all rows that has no other average"
         )
-    decay = average_decay
-    if num_updates is not None:  # as in each step, in float32
-        n = np.float32(num_updates)
-        decay = min(np.float32(average_decay), (1 + n) / (10 + n))
-    return sleeper._replace(law=sleeper.law._replace(average=float(decay)))
+    law = sleeper.law._replace(average=float(average_decay), varies=decays is not None)
+    return sleeper._replace(law=law, average=decays)

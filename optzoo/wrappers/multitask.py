@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
-from ..core.paths import owner_of
+from ..core.paths import out_of_box, owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
@@ -63,7 +63,8 @@ def multitask(
         updates = jax.tree.map(stop, live, updates)
         # True for every array of the state that belongs to a live parameter or to none. Shampoo has
         # several arrays for one slot of a parameter: their paths are longer.
-        lives = dict(jax.tree_util.tree_leaves_with_path(live))
+        paths = jax.tree_util.tree_leaves_with_path(live)
+        lives = {out_of_box(path): is_live for path, is_live in paths}
         of_owner = lambda path, _: owner_of(path, lives)
         of_slots = lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots)
         live = map_slot_trees(inner, of_slots, state, lambda _: True)

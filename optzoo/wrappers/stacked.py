@@ -10,7 +10,7 @@ import optax
 
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
-from ..core.paths import check_mask, resolve_mask
+from ..core.paths import check_mask, resolve_mask, without_boxes
 from ..core.rows import is_rows
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
@@ -123,7 +123,7 @@ def stacked(
         updates, state = inner.update(stack(updates, layout), state, params, **extra_args)
         return unstack(updates), _restacked(inner, state, own)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    return fitting(without_boxes(optax.GradientTransformationExtraArgs(init, update)))
 
 
 def _kind(a: Any) -> Any:

@@ -1,17 +1,26 @@
 """Names of parameters, and parameters by name."""
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.core.paths import check_mask, path_name, resolve_mask, resolve_unmasked
+from optzoo.core.paths import (
+    check_mask,
+    path_name,
+    resolve_mask,
+    resolve_unmasked,
+    without_boxes,
+)
 
 
 class Layer(NamedTuple):
@@ -32,6 +41,34 @@ def test_names():
         *("head/bias", "table"),
     ]
     assert names(1.0) == [""]
+
+
+class Boxed(NamedTuple):
+    value: Any
+    other: Any = None
+
+
+def test_a_box_has_no_name():
+    """The last ``value`` is the box of Flax; parameters still have different names."""
+    inside = Boxed(Boxed(1.0, 2.0), 3.0)
+    tree = {"a": Boxed(1.0), "b": {"value": 2.0}, "c": inside}
+    assert names(tree) == ["a", "b/value", "c/value", "c/value/other", "c/other"]
+    assert names(nnx.Param(jnp.ones(2))) == names(1.0)
+    assert names(nnx.State({"a": nnx.Param(jnp.ones(2))})) == ["a"]
+
+
+def test_without_boxes():
+    """The state has none; updates have those of the gradients."""
+    tx = without_boxes(optax.trace(0.5))
+    grads = {"a": nn.Partitioned(jnp.ones(2), ("x",)), "b": Boxed(jnp.ones(3))}
+    state = tx.init(grads)
+    assert jax.tree.structure(state.trace) == jax.tree.structure({"a": 0, "b": Boxed(0)})
+    for _ in range(2):
+        updates, state = tx.update(grads, state, grads)
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: 1.5 * g, grads))
+    rows = {"a": nn.Partitioned(SparseRows(jnp.array([1]), jnp.ones((1, 2)), 3), ("x", None))}
+    unchanged = without_boxes(optax.identity())
+    chex.assert_trees_all_equal_structs(unchanged.update(rows, unchanged.init(rows))[0], rows)
 
 
 @pytest.mark.parametrize(

@@ -269,9 +269,20 @@ def test_foreign_transformations_give_the_hint(foreign, alone):
 
 def test_foreign_norm_clipping_gives_the_hint():
     clip = lambda g: step(optax.clip_by_global_norm(1.0), g, params())
-    for run in (clip, jax.jit(clip)):
-        with pytest.raises(TypeError, match=r"optzoo\.(densify|on_values)"):
-            run(row_grads(params()))
+    with pytest.raises(TypeError, match=r"`optzoo\.clip_by_global_norm` that of optax"):
+        jax.jit(clip)(row_grads(params()))
+
+
+def test_functions_for_masks_and_labels_are_named():
+    """Optax calls them on the gradients, too, in which rows are no leaf."""
+    is_large = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    labels = lambda tree: jax.tree.map(lambda x: "b", tree)
+    for tx in (
+        optax.masked(optzoo.lazy_adam(0.1), is_large),
+        optax.multi_transform({"a": optax.sgd(0.1), "b": optzoo.lazy_adam(0.1)}, labels),
+    ):
+        with pytest.raises(ValueError, match="trees that were made from the parameters, not func"):
+            step(tx, row_grads(params()), params())
 
 
 @pytest.mark.parametrize("foreign", [optax.adam(0.1), optax.trace(0.9), optax.scale(0.5)])

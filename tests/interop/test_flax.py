@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.core.paths import path_name
 from optzoo.state.sharding import state_sharding
 from optzoo.wrappers.groups import groups
 
@@ -269,13 +270,148 @@ def test_nnx_model_with_other_variables():
 def test_minimize_on_an_nnx_state():
     tx, model = make(), nnx_model()
     graphdef, params = nnx.split(model, nnx.Param)
-    params = (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(params)  # by version
+    params = arrays_of(params)
     step = optzoo.minimize(functools.partial(loss, lambda p, i: nnx.merge(graphdef, p)(i)), tx)
     state = tx.init(params)
     for i in range(3):
         params, state, _ = step(params, state, IDS[i % 2], Y[i % 2])
     nnx.update(model, params)
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), after(3)[0])
+
+
+# What is told by the names of parameters, and states with several arrays for one of them.
+
+NAMED = {
+    "accumulate": lambda: optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"embed/embedding": 3}),
+    "variable_clipping": lambda: optzoo.variable_clipping(
+        optzoo.lazy_adam(0.1), {"embed/embedding": (1,)}, 0.5
+    ),
+    "mask": lambda: optzoo.decoupled_weight_decay(
+        optzoo.lazy_adam(0.1), weight_decay_per_step=0.1, mask=("d/e", "bias")
+    ),
+    "skip": lambda: optzoo.lars(0.1, skip=("out/bias",)),
+    "stacked": lambda: optzoo.groups(
+        {"embed/.*": optzoo.lazy_adam(0.1), ".*": optzoo.stacked(optzoo.adam(0.1), ("out/",))}
+    ),
+    "multitask": lambda: optzoo.multitask(optzoo.shampoo(0.1)),
+    "soap": lambda: optzoo.soap(0.1),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_nnx_trains_as_a_dict_does(name):
+    """``nnx.Optimizer`` gives ``init`` its variables and ``update`` their arrays."""
+    tx, model = NAMED[name](), nnx_model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for i in range(3):
+        nnx_step(model, optimizer, IDS[i % 2], Y[i % 2])
+    params, state = hand_loop(3, tx)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params)
+    close(*map(jax.tree.leaves, (arrays_of(optimizer.opt_state), state)))
+
+
+def test_nnx_stacks():
+    """A stack, in the place of its first member, is no variable."""
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.Param(jnp.ones(2)), nnx.Param(jnp.arange(2.0))
+
+    tx, model, x = optzoo.stacked(optzoo.adam(0.1)), Two(), {"a": jnp.ones(2), "b": jnp.arange(2.0)}
+    optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(x)
+    assert len(jax.tree.leaves(state[0].slots.m)) == 1
+    for _ in range(2):
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(m.a[...] ** 2 + 3 * m.b[...]))(model))
+        updates, state = tx.update({"a": 2 * x["a"], "b": jnp.full(2, 3.0)}, state, x)
+        x = optax.apply_updates(x, updates)
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), x)
+    of_b = lambda state: optzoo.get_slot(state, "m")["b"]
+    close(of_b(arrays_of(optimizer.opt_state)), of_b(state))
+
+
+def arrays_of(tree):
+    """An nnx state without its variables."""
+    return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(tree)  # by version
+
+
+def test_nnx_rows_asleep():
+    """``catch_up`` takes the names of the tables."""
+    tx, model = optzoo.caught_up(optzoo.adam(0.1), tables=("embed/emb",)), nnx_model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, ids, y):
+        params, state = map(arrays_of, (nnx.state(model, nnx.Param), optimizer.opt_state))
+        params, state = optzoo.catch_up(params, state, {"embed/embedding": ids})
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(state))
+        nnx_step(model, optimizer, ids, y)
+
+    for i in range(3):
+        step(model, optimizer, IDS[i % 2], Y[i % 2])
+    params, state = map(arrays_of, (nnx.state(model, nnx.Param), optimizer.opt_state))
+    got = nnx.to_pure_dict(optzoo.eval_params(params, state))
+    close(got, hand_loop(3, optzoo.adam(0.1), sparse=False)[0])
+
+
+def test_nnx_tables_sharded_by_rows():
+    graphdef, params = nnx.split(nnx_model(), nnx.Param)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("shard",))
+    tables = {"embed/embedding": optzoo.RowSharding(8, 1, multiple=1)}
+    tx, predict = optzoo.lazy_adam(0.1), lambda params, ids: nnx.merge(graphdef, params)(ids)
+    step = optzoo.sharded_minimize(functools.partial(loss, predict), tx, mesh, tables)
+    described = optzoo.describe(tx, params, tables=tables, ids={"embed/embedding": 3}).tables
+    assert [(t.parameter, t.kept) for t in described] == [("embed/embedding", 3 * 64)]
+    params, _, _ = step(params, tx.init(params), IDS[0], Y[0])
+    close(nnx.to_pure_dict(params), hand_loop(1, tx)[0])
+
+
+@pytest.mark.parametrize("name", ["stacked", "multitask"])
+def test_names_of_nnx_are_those_of_a_dict(name):
+    """In the variables that ``init`` sees and in the state that it makes."""
+    tx, x = NAMED[name](), nnx.state(nnx_model(), nnx.Param)
+    opt_state, state = nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param).opt_state, tx.init(start())
+    assert optzoo.slot_names(opt_state) == optzoo.slot_names(state)
+    for slot in optzoo.slot_names(state):
+        names_of = lambda s, slot=slot: names(optzoo.get_slot(s, slot))
+        assert names_of(opt_state) == names_of(state)
+    assert optzoo.describe(tx, x).slots == optzoo.describe(tx, start()).slots
+    optimizers = {"embed.*": "Embed", "out.*": "Out"} if name == "stacked" else "Shampoo"
+    variables = lambda *of: sorted(optzoo.tf1_variables(*of, optimizer_name=optimizers))
+    assert variables(x, opt_state) == variables(start(), state)
+
+
+def names(tree):
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_names_in_messages():
+    """Of rows, of masks, of NaN: what an error calls a parameter is what a pattern matches."""
+    x = nnx.state(nnx_model(), nnx.Param)
+    known = r"\['embed/embedding', 'out/bias', 'out/kernel'\]"
+    with pytest.raises(ValueError, match=known):
+        optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"embedding": 3}).init(x)
+    clip = optzoo.variable_clipping(optzoo.adam(0.1), {"embedding": (1,)}, 1.0)
+    with pytest.raises(ValueError, match=known):
+        clip.update(x, clip.init(x), x)
+    with pytest.raises(ValueError, match=known):
+        optzoo.lars(0.1, skip=("norm",)).update(x, optzoo.lars(0.1).init(x), x)
+
+
+def test_scalars_of_an_nnx_state_are_no_slots():
+    """A variable around a scalar is none, as the scalar is none."""
+    tx = optax.contrib.schedule_free_adamw(0.1)
+    optimizer = nnx.Optimizer(nnx_model(), tx, wrt=nnx.Param)
+    assert optzoo.slot_names(optimizer.opt_state) == optzoo.slot_names(tx.init(start()))
+
+
+def test_a_state_of_nnx_variables_is_sharded_as_they_are(sharded):
+    """Also where the state has arrays without variables."""
+    of_params = lambda x: [s.spec for s in jax.tree.leaves(optzoo.state_sharding(tx, x))]
+    tx = optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={".*embedding": 3})
+    x = sharded.params["params"]
+    assert of_params(nnx.State(jax.tree.map(nnx.Param, x))) == of_params(x)
+    assert of_params(x).count(PartitionSpec("d")) == 2
 
 
 # Sharded

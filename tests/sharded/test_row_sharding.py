@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import optzoo
 
@@ -59,20 +59,6 @@ def test_a_table_does_not_depend_on_the_number_of_shards(partition):
     np.testing.assert_array_equal(tables[0], jax.jit(rows_of)(jnp.arange(50)))
     assert np.abs(tables[0]).max() <= 0.05
     assert len(np.unique(tables[0])) > 100
-
-
-def test_only_arrays_with_the_rows_change_their_order():
-    s = optzoo.RowSharding(8, 2, multiple=1)
-    place = lambda x: jax.device_put(x, NamedSharding(mesh_of(2), PartitionSpec()))
-    tree = {
-        "table": place(jnp.arange(8)),
-        "count": place(jnp.array(3)),
-        "other": place(jnp.ones(4)),
-    }
-    ordered = optzoo.in_order_of_ids(tree, s)
-    assert ordered["table"].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert ordered["count"] is tree["count"]
-    assert ordered["other"] is tree["other"]
 
 
 def test_required_capacity():

@@ -36,7 +36,8 @@ def main():
         params, state, _ = step(params, state, *map(place, batch))
     with ocp.StandardCheckpointer() as checkpointer:
         trained = {"params": params, "state": state}
-        checkpointer.save(args.checkpoints.absolute(), optzoo.in_order_of_ids(trained, s))
+        trained = optzoo.in_order_of_ids(trained, {"table": s}, params)
+        checkpointer.save(args.checkpoints.absolute(), trained)
 
 
 if __name__ == "__main__":

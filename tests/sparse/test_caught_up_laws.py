@@ -92,6 +92,14 @@ FAMILY = {
         optzoo.moving_average(optzoo.momentum(SCHEDULE, 0.9), 0.9999, num_updates=5000),
         True,
     ),
+    "average of adam by the count": (
+        optzoo.moving_average(optzoo.adam(SCHEDULE), 0.995, num_updates="count"),
+        False,
+    ),
+    "average of rows at rest by the count": (
+        optzoo.moving_average(optzoo.add_sign(SCHEDULE), 0.9, num_updates="count"),
+        False,
+    ),
     "average of rows at rest": (optzoo.moving_average(optzoo.add_sign(SCHEDULE), 0.99), False),
     "adamax": (optzoo.adamax(SCHEDULE), True),
 }

@@ -434,6 +434,76 @@ def test_the_reason_for_a_dense_gradient(case):
     chex.assert_trees_all_close(grads, want, rtol=1e-5, atol=1e-6)
 
 
+# Rows that are read by no lookup
+
+INDEXED = {
+    "index": lambda t, ids: t[ids],
+    "one": lambda t, ids: t[ids[0]],
+    "take": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "at": lambda t, ids: t.at[ids].get(mode="fill"),
+    "vmap": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
+    "in bodies": lambda t, ids: jax.jit(jax.checkpoint(lambda t: t[ids]))(t),
+    "scan": lambda t, ids: jax.lax.scan(lambda c, i: (c + t[i], None), jnp.zeros(2), ids)[0],
+    "cast": lambda t, ids: t.astype(jnp.bfloat16)[ids].astype(jnp.float32),
+    "beside a norm": lambda t, ids: t[ids] * jax.lax.stop_gradient(jnp.sum(t)),
+}
+# Another use needs the gradient of all rows anyway, and these read no rows by ids.
+NOT_ROWS = {
+    "tied": lambda t, ids: t[ids] @ t.T,
+    "as many as there are": lambda t, ids: t[jnp.arange(6)],
+    "slice": lambda t, ids: t[:2],
+    "columns": lambda t, ids: t[:, jnp.array([0])],
+    "of what was computed": lambda t, ids: jnp.tanh(t)[ids],
+}
+
+
+@pytest.mark.parametrize("case", INDEXED)
+def test_rows_that_are_read_by_indexing_are_reported(case):
+    params = {"embed": TABLE, "w": jnp.ones(2)}
+    loss = lambda p: weigh(INDEXED[case](p["embed"], IDS[:3]) * jnp.sum(p["w"]))
+    message = (
+        r"of 'embed' is dense.*by indexing \(.*test_lookup\.py:\d+.*optzoo\.lookup\(table, ids\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(optzoo.value_and_grad(loss, sparse="require"), params)
+    with pytest.warns(DenseGradientWarning, match=message):
+        jax.eval_shape(optzoo.value_and_grad(loss), params)
+
+
+@pytest.mark.parametrize("case", NOT_ROWS)
+def test_other_uses_are_not_reported(case):
+    loss = lambda table: weigh(NOT_ROWS[case](table, IDS[:3]))
+    jax.eval_shape(optzoo.value_and_grad(loss, sparse="require"), TABLE)
+
+
+def test_one_of_two_tables_by_indexing():
+    loss = lambda p: weigh(lookup(p["a"], IDS) * p["b"][IDS])
+    with pytest.raises(ValueError, match="of 'b' is dense"):
+        jax.eval_shape(optzoo.value_and_grad(loss, sparse="require"), {"a": TABLE, "b": TABLE})
+
+
+# What a loss returns, and what has a gradient
+
+
+def test_auxiliary_data_that_was_not_announced():
+    pair = lambda p: (weigh(lookup(p, IDS)), {"ids": IDS})
+    with pytest.raises(TypeError, match=r"got tuple of 2: if .* give has_aux=True"):
+        optzoo.value_and_grad(pair)(TABLE)
+    with pytest.raises(TypeError, match=r"has_aux=True: .* got the loss alone"):
+        optzoo.value_and_grad(lambda p: pair(p)[0], has_aux=True)(TABLE)
+
+
+def test_what_has_no_gradient_is_named():
+    loss = lambda p: weigh(lookup(p["table"], IDS))
+    params = {"table": TABLE, "rngs": {"count": jnp.uint32(0)}}
+    for call in (
+        lambda: optzoo.value_and_grad(loss)(params),
+        lambda: optzoo.minimize(loss, optax.sgd(0.1))(params, optax.sgd(0.1).init(params)),
+    ):
+        with pytest.raises(TypeError, match=r"'rngs/count' has dtype uint32.*nnx\.split"):
+            call()
+
+
 def test_the_reason_names_the_argument():
     tied = lambda table, other, ids: (
         weigh(lookup(table, ids) @ table.T) + weigh(lookup(other["t"], ids) * jnp.sum(other["t"]))

@@ -63,8 +63,8 @@ def _clip_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
 
 
 def _clip_avg_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c = o.gradient_clip_avg_norm
-    return clipped_by_average_norm(_dense(g), jnp.size(g), c) if c else g
+    c, dense = o.gradient_clip_avg_norm, _dense(g)
+    return clipped_by_average_norm(dense, jnp.size(dense), c) if c else g
 
 
 def _clip_global_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from ...core.paths import owner_of, path_name
+from ...core.paths import out_of_box, owner_of, path_name
 from ...state.averages import MovingAverageSlots
 from ...state.tf1_names import TF1Names, tf1_names
 from ...state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState
@@ -148,7 +148,7 @@ def _of_replicas(
         yield PendingNonSlot(NonSlot(counter.path, "stale_counter"), counter)
     center = state.replicated.center if isinstance(state, LocalSGDState) else ()
     for below, x in jax.tree_util.tree_leaves_with_path(center):
-        owner = owners[below]
+        owner = owners[out_of_box(below)]
         name = owner.name if names.choices.swapped else f"{CENTER}/{owner.name}"
         yield source_of((*path("replicated", "center"), *below), x, owner)._replace(variable=name)
 
@@ -156,7 +156,7 @@ def _of_replicas(
 def _of_other_library(node: Node) -> Iterator[Entry]:
     """An array of a transformation of optax's, or of another library."""
     attributes = {key.name for key in node.path if isinstance(key, GetAttrKey)}
-    if node.path and node.path[-1] == GetAttrKey("count") and np.ndim(node.value) == 0:
+    if out_of_box(node.path)[-1:] == (GetAttrKey("count"),) and np.ndim(node.value) == 0:
         yield _count(node.path, node.wrapper)
     elif HYPERPARAMS not in attributes:
         yield Unmapped(path_name(node.path))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.paths import path_name
+from ...core.paths import out_of_box, path_name
 from ...state.tf1_names import AVERAGE
 from .powers import estimate_exponent, is_integer_exponent
 
@@ -69,7 +69,7 @@ def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
     found = {}
     for path, x in leaves:
         here = path_name(path)
-        found[path] = Parameter(here, rename(here), jnp.shape(x), jnp.result_type(x))
+        found[out_of_box(path)] = Parameter(here, rename(here), jnp.shape(x), jnp.result_type(x))
     times = Counter(parameter.name for parameter in found.values())
     if twice := [name for name, number in times.items() if number > 1]:
         raise ValueError(f"names: several parameters get the names {sorted(twice)}")

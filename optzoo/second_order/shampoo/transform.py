@@ -11,6 +11,7 @@ import optax
 from jax import Array
 
 from ...core.numerics import saturating_cast, slot_dtype, upcast, wide_dtype
+from ...core.paths import without_boxes
 from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
 from ...rules.leafwise import zeros
@@ -63,7 +64,7 @@ class Work(NamedTuple):
 def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`."""
     none = lambda x: ()
-    return treewise(
+    direction = treewise(
         functools.partial(_update, options),
         slots=ShampooSlots(
             gbar=zeros,
@@ -75,6 +76,7 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
         scheduled={"T": lambda k: k + 1, **options.scheduled},
     )
+    return without_boxes(direction)
 
 
 def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:

@@ -14,11 +14,11 @@ class Law(NamedTuple):
     .. math::
         s &\leftarrow d_s\, s \quad\text{for each slot} \\
         x &\leftarrow (1 - \lambda)\, x - a_t\, \frac{m}{\sqrt{v} + \epsilon} \\
-        e &\leftarrow D\, e + (1 - D)\, x
+        e &\leftarrow D_t\, e + (1 - D_t)\, x
 
-    where :math:`m` and :math:`v` are two of the new slots, and :math:`a_t` is the same for all
-    rows. The slot :math:`e` is called ``average``; an optimizer may have none. It is all that is
-    needed to catch up a row, and the state has it in words (:func:`record`).
+    where :math:`m` and :math:`v` are two of the new slots, and :math:`a_t` and :math:`D_t` are the
+    same for all rows. The slot :math:`e` is called ``average``; an optimizer may have none. It is
+    all that is needed to catch up a row, and the state has it in words (:func:`record`).
     """
 
     decays: tuple[tuple[str, float], ...]  # of the slots that change, by their names
@@ -27,7 +27,8 @@ class Law(NamedTuple):
     root: bool = True  # whether to take the root of v
     eps: float = 0.0
     shrink: float = 0.0  # lambda
-    average: float | None = None  # D; None if there is no average
+    average: float | None = None  # D, or the greatest D_t; None if there is no average
+    varies: bool = False  # whether D_t is another one in each step
 
 
 class Sleeper(NamedTuple):
@@ -38,6 +39,7 @@ class Sleeper(NamedTuple):
     # size(rate, t, powers) is a_t; ``t`` counts the updates from 1, ``powers`` are those of this
     # update, by the names in the state.
     size: Callable[[Any, Any, dict[str, Array]], Any] = lambda rate, t, powers: 1.0
+    average: Callable[[Any], Any] | None = None  # D_t by the number of steps before; if it varies
     at_random: bool = False  # whether slots in 16 bits are rounded at random
 
 
@@ -47,6 +49,8 @@ def record(law: Law) -> str:
     fields |= {name: value for name, value in law._asdict().items() if name != "decays"}
     if law.average is None:
         del fields["average"]
+    if not law.varies:
+        del fields["varies"]
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -63,7 +67,14 @@ def law_of_record(words: str) -> Law:
     is_root = fields["root"] == "True"
     average = number("average") if "average" in fields else None
     return Law(
-        decays, slot("moves"), slot("over"), is_root, number("eps"), number("shrink"), average
+        decays,
+        slot("moves"),
+        slot("over"),
+        is_root,
+        number("eps"),
+        number("shrink"),
+        average,
+        fields.get("varies") == "True",
     )
 
 

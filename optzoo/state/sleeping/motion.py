@@ -60,26 +60,44 @@ def make_motion(law: Law, dtype: Any, horizon: int) -> Motion:
 
 def start_clock(motion: Motion, count: Any) -> Clock:
     """A clock after ``count`` updates, of rows that are all awake."""
-    features = motion.series.weights.shape[1] * (1 if motion.law.average is None else 2)
-    zeros = lambda rows: jnp.zeros((rows, features), motion.dtype)
-    return Clock(jnp.array(count, jnp.int32), zeros(motion.window), zeros(motion.horizon))
+    start = lambda rows: jnp.tile(_start(motion), (rows, 1))
+    return Clock(jnp.array(count, jnp.int32), start(motion.window), start(motion.horizon))
 
 
-def tick(motion: Motion, clock: Clock, size: Any) -> Clock:
-    """The clock after an update of a size ``a_t``."""
+def _start(motion: Motion) -> Array:
+    """The entry of rows that are awake.
+
+    The sums of the series; with an average, those of how far it is behind; and if its decay varies,
+    what is left of it: the product of the decays until the sums are final, and of those after.
+    """
+    number, law = motion.series.weights.shape[1], motion.law
+    sums = number * (1 if law.average is None else 2)
+    return jnp.asarray([[0.0] * sums + [1.0] * 2 * law.varies], motion.dtype)
+
+
+def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
+    """The clock after an update of a size ``a_t``; with the decay of an average that varies."""
+    law, number = motion.law, motion.series.weights.shape[1]
     weights = motion.series.weights.astype(motion.dtype)
     # The oldest entry is final. It replaces that of horizon steps before, which no row needs.
     oldest = (clock.count - motion.window + 1) % motion.horizon
     ring = clock.ring.at[oldest].set(clock.young[-1])
-    young = jnp.concatenate([jnp.zeros_like(clock.young[:1]), clock.young[:-1]])
-    if motion.law.shrink:
-        young = young * (1 - jnp.asarray(motion.law.shrink, motion.dtype))
-    if motion.law.average is None:
+    older = clock.young[:-1]
+    if law.varies:
+        decay = jnp.asarray(decay, motion.dtype)
+        ring = ring.at[:, -1].multiply(decay)
+        older = older.at[:, -2].multiply(decay)
+    young = jnp.concatenate([_start(motion), older])
+    young, kept = young[:, : 2 * number], young[:, 2 * number :]
+    if law.shrink:
+        young = young * (1 - jnp.asarray(law.shrink, motion.dtype))
+    if law.average is None:
         young = young + jnp.asarray(size, motion.dtype) * weights
     else:  # beside each sum that of how far the average is behind, which decays
         young = young + jnp.asarray(size, motion.dtype) * jnp.concatenate([weights, weights], 1)
-        young = young * _behind(motion, jnp.full((1, 1), motion.law.average, motion.dtype))
-    return Clock(clock.count + 1, young, ring)
+        factor = decay if law.varies else law.average
+        young = young * _behind(motion, jnp.full((1, 1), factor, motion.dtype))
+    return Clock(clock.count + 1, jnp.concatenate([young, kept], 1), ring)
 
 
 def wake(
@@ -112,30 +130,37 @@ def wake(
     if law.shrink:
         new = new * wide(motion.decay(1 - law.shrink, age))
     features = list[Array]()
-    if law.moves is not None:
+    if law.moves is not None or law.varies:
         features = [wide(f) for f in _features(motion, clock, last, age)]
+    if law.moves is not None:
         new = new - slots[law.moves] * _moved(motion, features, slots)
     if law.average is not None:
-        kept, e = wide(motion.decay(law.average, age)), slots["average"]
+        kept = features[-1] if law.varies else wide(motion.decay(law.average, age))
+        e = slots["average"]
         e = e + (1 - kept) * (x - e)
         if law.moves is not None:  # the part of the movement that the average follows
             number = motion.series.weights.shape[1]
-            known = [f - b for f, b in zip(features[:number], features[number:], strict=True)]
+            behind = features[number : 2 * number]
+            known = [f - b for f, b in zip(features[:number], behind, strict=True)]
             e = e - slots[law.moves] * _moved(motion, known, slots)
         awake["average"] = jnp.where(wide(is_known), e, jnp.nan)
     return jnp.where(wide(is_known), new, jnp.nan), awake
 
 
 def _features(motion: Motion, clock: Clock, last: Array, age: Array) -> list[Array]:
-    """The sums of the series for rows of an age."""
+    """The sums of the series for rows of an age; if a decay varies, its product comes last."""
     window = motion.window
     old = clock.ring[last % motion.horizon]
     if motion.law.shrink:
         old = old * motion.decay(1 - motion.law.shrink, jnp.maximum(age - window + 1, 0))[:, None]
-    if motion.law.average is not None:
+    young = clock.young[jnp.minimum(age, window - 1)]
+    if motion.law.varies:  # what is left of the average in all, and since the sums are final
+        later = old[:, -1:]
+        old = jnp.concatenate([old[:, :-2] * _behind(motion, later), old[:, -2:-1] * later], 1)
+        young = young[:, :-1]
+    elif motion.law.average is not None:
         kept = motion.decay(motion.law.average, jnp.maximum(age - window + 1, 0))
         old = old * _behind(motion, kept[:, None])
-    young = clock.young[jnp.minimum(age, window - 1)]
     features = jnp.where((age < window)[:, None], young, old)
     return [features[:, n] for n in range(features.shape[1])]
 

@@ -20,7 +20,7 @@ from ..stochastic_rounding import DTYPES, first_place
 from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
-from .motion import Motion, make_motion, wake
+from .motion import Motion, make_motion, start_clock, wake
 
 _BLOCK = 4096  # rows caught up at once
 _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
@@ -59,6 +59,7 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
         ValueError: if there is no parameter of such a path, if no part of the state is of
             :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
     """
+    check_no_guard(state)
     _check_nothing_follows(state)
     paths = jax.tree_util.tree_leaves_with_path(params)
     names = [path_name(path) for path, _ in paths]
@@ -71,6 +72,17 @@ def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
             raise TypeError(f"the ids of '{names[i]}' must be integers, got {of_leaf.dtype}")
     change = lambda i, table: by_ids(table, by_leaf[i].reshape(-1)) if i in by_leaf else table
     return map_tables(params, state, change)
+
+
+def check_no_guard(state: Any) -> None:
+    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around :func:`optzoo.caught_up`."""
+    for node in nodes_of(optax.ApplyIfFiniteState, state):
+        if has_sleepers(node.inner_state):
+            raise ValueError(
+                "optax.apply_if_finite needs updates with the rows of the gradients, and those of "
+                "optzoo.caught_up have more. Put optzoo.zero_if_norm_exceeds(math.inf) before "
+                "caught_up in an optax.chain: it makes gradients zero that are not finite"
+            )
 
 
 def _check_nothing_follows(state: Any) -> None:
@@ -189,9 +201,9 @@ def check_awake(state: Any, what: str) -> None:
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after :func:`flush`."""
-    [(words, old)] = state.clock.items()
+    [words], (motion, _) = state.clock, motion_of(state)
     count = count_of_updates(state.inner)
-    clock = Clock(jnp.array(count, jnp.int32), *map(jnp.zeros_like, (old.young, old.ring)))
+    clock = start_clock(motion, count)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {words: clock}, last)
 

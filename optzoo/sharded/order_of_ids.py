@@ -1,0 +1,277 @@
+"""Tables and their slots in the order of the ids, for checkpoints of any number of shards."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Sharding
+
+from ..core.paths import path_name, unboxed
+from ..core.rows import is_rows
+from ..state.slots import is_state
+from ..state.types import Clock, RowsOfCycle
+from .row_sharding import RowSharding, shardings_by_leaf
+
+Tables = Mapping[str, RowSharding] | RowSharding
+
+
+def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
+    """Parameters, a state or both with rows in the order of the ids, for a checkpoint.
+
+    It is the same for any number of shards. The tables are those of
+    :func:`optzoo.sharded_minimize`. In a state, the slots of a table are what is in its place in
+    each tree like the parameters; if they have its rows, these are rearranged, too. All other
+    arrays are returned as they are, whatever their shapes. What cannot be told apart is refused.
+
+    An array does not tell which order it has: call this once, before a checkpoint is saved, and
+    :func:`optzoo.from_order_of_ids` once, after it is restored.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tables = {"emb": optzoo.RowSharding(4, 2, multiple=1)}
+        >>> stored = jnp.array([[0.0], [2.0], [1.0], [3.0]])  # shard 0 has the even rows
+        >>> params = {"emb": stored, "kernel": stored}
+        >>> state = optzoo.momentum(0.1, 0.9).init(params)
+        >>> trained = {"params": params, "state": state}
+        >>> ordered = optzoo.in_order_of_ids(trained, tables, params)["params"]
+        >>> print(ordered["emb"].ravel(), ordered["kernel"].ravel())
+        [0. 1. 2. 3.] [0. 2. 1. 3.]
+
+    Args:
+        tree: the parameters; or, if ``params`` are given, any tree that holds parameters, states or
+            both. Arrays of NumPy are rearranged on the host; ``jax.ShapeDtypeStruct`` stays.
+        tables: by a regular expression that matches the whole path of a parameter its sharding; or
+            the sharding alone if ``tree`` is one array.
+        params: the parameters, or their shapes, in either order; not needed for them alone.
+
+    Raises:
+        TypeError: if ``tables`` is no dict, and ``tree`` more than one array.
+        ValueError: if a pattern matches no parameter or two match one; if a table has another
+            number of rows, or of shards, than its sharding; if ``tree`` holds a state and no
+            ``params`` are given; if an array with the rows of a table is not in its place in a
+            tree like the parameters, may be that of several parameters, or has the rows in another
+            axis; if the state keeps numbers of rows (``accumulate(rows=)``).
+
+    Returns:
+        Arrays of the same shapes and shardings. With ``"div"`` nothing changes. With ``"mod"``
+        rows change their devices, by one all-to-all and two shards of temporary memory.
+    """
+    return _rearranged(tree, tables, params, lambda s: s.num_shards)
+
+
+def from_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
+    """The inverse of :func:`optzoo.in_order_of_ids`, perhaps for another number of shards.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
+        >>> table = jnp.array([[0.0], [1.0], [2.0], [3.0]])
+        >>> print(optzoo.from_order_of_ids(table, sharding).ravel())  # shard 0 has the even rows
+        [0. 2. 1. 3.]
+    """
+    return _rearranged(tree, tables, params, lambda s: s.rows_per_shard)
+
+
+def _rearranged(
+    tree: Any, tables: Tables, params: Any, blocks_of: Callable[[RowSharding], int]
+) -> Any:
+    is_array = jax.tree_util.all_leaves([tree])
+    if isinstance(tables, RowSharding) and is_array:
+        tables = {"": tables}
+    if not isinstance(tables, Mapping):
+        raise TypeError(
+            "tables must be a dict of shardings by patterns, as for optzoo.sharded_minimize, such "
+            f"as {{'.*/embedding': sharding}}, got {tables!r}; one sharding is for one array"
+        )
+    if params is None:
+        if any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state))):
+            raise ValueError(
+                "tree holds the state of an optimizer: give the parameters, too, as in "
+                "in_order_of_ids(tree, tables, params)"
+            )
+        params = tree
+    params = unboxed(params)
+    if jax.tree_util.all_leaves([params]) and not is_array:
+        raise ValueError(
+            "params is one array without a name, so what belongs to it cannot be told apart: put "
+            "it in a dict before tx.init, such as {'table': table}"
+        )
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    shardings = shardings_by_leaf(tables, params)
+    for (path, x), s in zip(paths, shardings, strict=True):
+        _check_shards(path_name(path), x, s)
+    owners = [_Owner(jnp.shape(x), _moving(s)) for (_, x), s in zip(paths, shardings, strict=True)]
+    all_rows = {owner.sharding.stored_rows for owner in owners if owner.sharding is not None}
+    if not all_rows:
+        return tree
+    _check_no_ids(tree)
+    # The entries of a clock are steps, of which there may be as many as rows.
+    is_leaf = lambda x: isinstance(x, Clock)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    found = [list[_Owner]() for _ in leaves]
+    _find(owners, params, treedef.unflatten(range(len(leaves))), found)
+    moved = []
+    for (path, x), of_leaf in zip(leaves, found, strict=True):
+        s = None if is_leaf(x) else _sharding_of_leaf(path_name(path), x, of_leaf, all_rows)
+        moved.append(x if s is None else _move(x, blocks_of(s)))
+    return treedef.unflatten(moved)
+
+
+class _Owner(NamedTuple):
+    """A parameter: its shape, and its sharding if the order of its rows changes."""
+
+    shape: tuple[int, ...]
+    sharding: RowSharding | None
+
+
+_NOBODY = _Owner((), None)
+
+
+def _moving(s: RowSharding | None) -> RowSharding | None:
+    """The sharding, if the order of its rows is not that of the ids."""
+    return s if s is not None and s.partition == "mod" and s.num_shards > 1 else None
+
+
+def _check_shards(name: str, x: Any, s: RowSharding | None) -> None:
+    """Raises ``ValueError`` if a parameter is known to be on several devices in another way."""
+    placed = _placed(x)
+    if s is None or placed is None or placed.num_devices == 1:
+        return
+    if (rows := placed.shard_shape(x.shape)[0]) != s.rows_per_shard:
+        raise ValueError(
+            f"parameter '{name}' has {rows} rows on each device, but {s.rows_per_shard} by its "
+            f"sharding in tables, for {s.num_shards} shards: give the RowSharding of its mesh, and "
+            "no pattern for a parameter that is replicated"
+        )
+
+
+def _placed(x: Any) -> Sharding | None:
+    """Where an array is, if that is known."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+def _check_no_ids(tree: Any) -> None:
+    """Raises ``ValueError`` if the tree has numbers of rows, which would have to change."""
+    has_ids = lambda x: is_rows(x) or isinstance(x, RowsOfCycle)
+    if any(map(has_ids, jax.tree.leaves(tree, is_leaf=has_ids))):
+        raise ValueError(
+            "tree has numbers of rows, which depend on the number of shards: gradients, or those "
+            "of optzoo.accumulate(rows=...), which cannot be saved in the order of the ids"
+        )
+
+
+# Which parameter an array of a tree belongs to
+
+
+def _find(owners: list[_Owner], params: Any, x: Any, found: list[list[_Owner]]) -> set[int]:
+    """Appends to ``found`` of each array its owner by each tree like the parameters around it.
+
+    Args:
+        owners: the parameters, in order.
+        params: their tree.
+        x: a tree with the places in ``found`` as its leaves.
+        found: for each leaf its owners so far.
+
+    Returns:
+        The places of the leaves of ``x`` that have an owner.
+    """
+    inside = set[int]()
+    for child in _children(x).values():
+        inside |= _find(owners, params, child, found)
+    parts = _parts_like(params, x)
+    if parts is None:
+        return inside
+    for owner, part in zip(owners, parts, strict=True):
+        for place in jax.tree.leaves(part):
+            # A tree around others may be like the parameters by chance, such as a tuple.
+            found[place] += [owner] if place in inside or not inside else [owner, _NOBODY]
+    return inside.union(jax.tree.leaves(x))
+
+
+def _parts_like(params: Any, x: Any) -> list[Any] | None:
+    """What ``x`` has in the place of each parameter; None if it is no tree like them.
+
+    Names count, not types: a checkpoint may have dictionaries in the place of named tuples.
+    """
+    if jax.tree_util.all_leaves([params]):
+        return [x]
+    ours, theirs = _children(params), _children(x)
+    if not theirs and not jax.tree_util.all_leaves([x]):  # masked or missing
+        return [x] * len(jax.tree.leaves(params))
+    if ours.keys() != theirs.keys():
+        return None
+    parts = list[Any]()
+    for name, child in ours.items():
+        of_child = _parts_like(child, theirs[name])
+        if of_child is None:
+            return None
+        parts += of_child
+    return parts
+
+
+def _children(x: Any) -> dict[str, Any]:
+    """The children of a node by their names."""
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+    return {jax.tree_util.keystr(path, simple=True): child for path, child in children if path}
+
+
+def _sharding_of_leaf(
+    name: str, x: Any, found: list[_Owner], all_rows: set[int]
+) -> RowSharding | None:
+    """The sharding of the rows of an array; None if it stays as it is."""
+    options = {_sharding_by(name, x, owner) for owner in found}
+    if len(options) > 1:
+        raise ValueError(
+            f"the array at '{name}' may belong to several parameters, or to none: name them, in a "
+            "dict instead of a tuple, or give parameters and state in calls of their own"
+        )
+    placed = _placed(x)
+    is_whole = placed is not None and placed.num_devices > 1 and placed.is_fully_replicated
+    if not found and not is_whole and all_rows.intersection(jnp.shape(x)[:1]):
+        raise ValueError(
+            f"the array at '{name}', of shape {jnp.shape(x)}, has as many rows as a table is "
+            "stored in, but is in no tree like the parameters: give all parameters as params, or "
+            "leave the array out of tree"
+        )
+    return next(iter(options), None)
+
+
+def _sharding_by(name: str, x: Any, owner: _Owner) -> RowSharding | None:
+    """The sharding of the rows of an array that belongs to a parameter."""
+    if (s := owner.sharding) is None:
+        return None
+    shape, whole, n = jnp.shape(x), owner.shape, s.stored_rows
+    if shape != whole and n in shape and n in (*shape[1:], *whole[1:]):
+        raise ValueError(
+            f"the array at '{name}', of shape {shape}, may have the rows of its table, of shape "
+            f"{whole}, in another axis than the first, so they cannot be rearranged"
+        )
+    if len(shape) == len(whole) and shape[1:] == whole[1:] and shape[0] not in (1, n):
+        raise ValueError(
+            f"the array at '{name}' has {shape[0]} rows, but its table is stored in {n} rows"
+        )
+    return s if shape[:1] == (n,) else None
+
+
+# The rows of one array
+
+
+def _move(x: Any, blocks: int) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    placed = _placed(x)
+    return _swapped(x, blocks) if placed is None else _mover(placed)(x, blocks)
+
+
+@functools.cache
+def _mover(placed: Sharding) -> Callable[..., Array]:
+    return jax.jit(_swapped, static_argnums=1, out_shardings=placed)
+
+
+def _swapped(x: Any, blocks: int) -> Any:
+    rest = x.shape[1:]
+    return x.reshape(blocks, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
