@@ -68,7 +68,7 @@ PEERS = {
     ),
     "adam": (optzoo.adam(1e-3), optax.adam(1e-3), ("Adam", {})),
     "adamw": (
-        optzoo.adamw(1e-3, weight_decay=1e-4),
+        optzoo.adamw(1e-3, weight_decay_per_step=1e-4),
         optax.adamw(1e-3, weight_decay=1e-4),
         ("AdamW", {"weight_decay": 1e-4}),
     ),

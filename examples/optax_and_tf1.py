@@ -148,6 +148,13 @@ CASES = [
         "optax multiplies the decay by the rate",
     ),
     (
+        "AdamW(weight_decay=.001)",
+        tf("AdamW", weight_decay=0.001),
+        "adamw(weight_decay=.01)",
+        optax.adamw(RATE, weight_decay=0.01),
+        "the same decay: .01 times the rate",
+    ),
+    (
         "MomentumW(weight_decay=.01)",
         tf("MomentumW", momentum=0.9, weight_decay=0.01),
         "chain(sgd(momentum=.9), add_decayed_weights(-.01))",

@@ -93,7 +93,7 @@ class Entry(NamedTuple):
 
 
 _TRAIN, _CONTRIB, _RETURNN = "tf.train", "tf.contrib.opt", "returnn.tf.updater"
-_MOMENTUM = {"momentum": 0.9}
+_MOMENTUM, _DECAY = {"momentum": 0.9}, {"weight_decay_per_step": 1e-4}
 
 CATALOG: dict[str, Entry] = {
     "adadelta": Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
@@ -103,9 +103,7 @@ CATALOG: dict[str, Entry] = {
     "adam": Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
     "adam_gs": Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
     "adamax": Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),
-    "adamw": Entry(
-        adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required={"weight_decay": 1e-4}
-    ),
+    "adamw": Entry(adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required=_DECAY),
     "add_sign": Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
     "amsgrad": Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
     "blocked_shampoo": Entry(
@@ -142,11 +140,7 @@ CATALOG: dict[str, Entry] = {
     "lazy_adamw": Entry(lazy_adamw, "lazy", 0.01, None),
     "momentum": Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
     "momentumw": Entry(
-        momentumw,
-        "lazy",
-        0.03,
-        f"{_CONTRIB}.MomentumWOptimizer",
-        required={**_MOMENTUM, "weight_decay": 1e-4},
+        momentumw, "lazy", 0.03, f"{_CONTRIB}.MomentumWOptimizer", required=_MOMENTUM | _DECAY
     ),
     "nadam": Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
     "neural_optimizer1": Entry(neural_optimizer1, "touched", 0.1, f"{_RETURNN}.NeuralOptimizer1"),

@@ -270,6 +270,7 @@ _ARGUMENTS = {
     "base_optimizer": "inner",
     "num_worker": "num_workers",
     "vars_to_clip_dims": "dims",
+    "weight_decay": "weight_decay_per_step",  # where it is not multiplied by the rate
 }
 # Arguments without a meaning here: of all optimizers, and of some.
 _MEANINGLESS = {"name", "use_locking"}
@@ -343,7 +344,7 @@ def _defaults(found: _Found) -> dict[str, Any]:
 _EXACT = {
     "initial_accumulator_value",
     "initial_gradient_squared_accumulator_value",
-    "weight_decay",
+    "weight_decay_per_step",
     "decrease_factor",
 }
 _ALL_EXACT = {"amsgrad", "elastic_average", "lars", "shampoo", "variable_clipping"}

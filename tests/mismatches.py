@@ -16,7 +16,9 @@ NAN = float("nan")
 
 WRAPPERS = {
     "accumulate": lambda inner: optzoo.accumulate(inner, 2),
-    "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(inner, 0.1),
+    "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(
+        inner, weight_decay_per_step=0.1
+    ),
     "moving_average": optzoo.moving_average,
     "ensemble": optzoo.ensemble,
     "multitask": optzoo.multitask,

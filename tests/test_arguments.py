@@ -39,7 +39,7 @@ VALID = {
     "max_norm": 1.0,
     "momentum": 0.9,
     "step_size": 0.5,
-    "weight_decay": 0.1,
+    "weight_decay_per_step": 0.1,
 }
 # Where infinity means that nothing is clipped.
 INFINITE = {("clip_by_norm", "max_norm"), ("clip_by_average_norm", "max_norm"),
@@ -237,7 +237,7 @@ UPDATES = {
     "groups": optzoo.groups({".*": ADAM}),
     "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
     "accumulate": optzoo.accumulate(ADAM, 2),
-    "decay": optzoo.decoupled_weight_decay(ADAM, 0.1),
+    "decay": optzoo.decoupled_weight_decay(ADAM, weight_decay_per_step=0.1),
     "average": optzoo.moving_average(ADAM),
     "multitask": optzoo.multitask(ADAM),
     "stacked": optzoo.stacked(ADAM),

@@ -75,6 +75,7 @@ OUT_OF_RANGE = {
     "svd_interval": OF_INTERVALS,
     "tail_threshold": OF_SIZES,
     "weight_decay": OF_SIZES,
+    "weight_decay_per_step": OF_SIZES,
     "weight_decay_mode": ("L2", "decouple", None),
     "weight_norm_coefficient": OF_SIZES,
     "window": (0, -1),

@@ -132,6 +132,19 @@ def test_a_config_in_a_config():
     np.testing.assert_array_equal(updates["w"], -(f32(0.2) * f32(0.5)) * params["w"])
 
 
+def test_a_decay_has_the_name_of_the_original():
+    """It is not rounded either: the original keeps it in double precision."""
+    rate, size = float(np.float32(0.1)), float(np.float32(0.9))
+    ours = optzoo.momentumw(rate, size, weight_decay_per_step=0.3)
+    for name in ("weight_decay", "weight_decay_per_step"):
+        theirs = create({"class": "MomentumW", "momentum": 0.9, name: 0.3}, learning_rate=0.1)
+        assert (run(theirs) == run(ours)).all()
+    assert optzoo.registry.accepts("AdamW", "weight_decay")
+    assert not optzoo.registry.accepts("Adam", "weight_decay")
+    with pytest.raises(TypeError, match="weight_decay_per_step is given twice, also as weight_de"):
+        create("AdamW", weight_decay=0.1, weight_decay_per_step=0.1)
+
+
 def test_a_transformation_in_a_config():
     tx = create("extend_with_decoupled_weight_decay", base_optimizer=optax.sgd(0.1), weight_decay=0)
     assert (run(tx) == run(optax.sgd(0.1))).all()

@@ -60,7 +60,9 @@ BRANCHES = {
 }
 WRAPPED = {
     "accumulate": lambda inner: optzoo.accumulate(inner, 2),
-    "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(inner, 0.1),
+    "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(
+        inner, weight_decay_per_step=0.1
+    ),
     "ema_in_place": lambda inner: optzoo.ema_in_place(inner, 2),
     "ensemble": lambda inner: optzoo.ensemble(inner, 2, 3),
     "moving_average": lambda inner: optzoo.moving_average(inner, 0.9),

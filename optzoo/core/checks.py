@@ -5,13 +5,17 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .compat import NO_PARAMS_MSG
+from .numerics import has_16_bits
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def check(
@@ -90,16 +94,15 @@ def check_decays(**arguments: Any) -> list[Any]:
     With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
     for name, value in arguments.items():
-        if _has_16_bits(value):
+        if _is_short(value):
             check("in [0, 1]", lambda v: 0 <= v <= 1, **{name: value})
         else:
             check("in [0, 1)", lambda v: 0 <= v < 1, **{name: value})
-    return [_below_one(v) if _has_16_bits(v) else v for v in arguments.values()]
+    return [_below_one(v) if _is_short(v) else v for v in arguments.values()]
 
 
-def _has_16_bits(value: Any) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
+def _is_short(value: Any) -> bool:
+    return hasattr(value, "dtype") and has_16_bits(value.dtype)
 
 
 def _below_one(decay: Any) -> Any:
@@ -167,6 +170,23 @@ def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
     """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
     check_value = check_positive if positive else check_finite
     check_value(schedule=True, learning_rate=learning_rate)
+
+
+def with_decay_per_step(factory: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Refuses ``weight_decay=`` where the decay, ``weight_decay_per_step``, ignores the rate."""
+
+    @functools.wraps(factory)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "weight_decay" in kwargs:
+            raise TypeError(
+                f"{getattr(factory, '__name__', factory)} has no weight_decay, got "
+                f"{kwargs['weight_decay']!r}: write weight_decay_per_step, the fraction removed in "
+                "each update, not multiplied by the learning rate. It is optax's weight_decay * "
+                "learning_rate; optax.adamw and optzoo.lazy_adamw multiply by the rate themselves"
+            )
+        return factory(*args, **kwargs)
+
+    return checked
 
 
 # The keywords of an update that several transformations of this library read.

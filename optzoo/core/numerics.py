@@ -13,6 +13,20 @@ def wide_dtype(x: Any) -> Any:
     return jnp.promote_types(jnp.result_type(x), jnp.float32)
 
 
+def has_16_bits(dtype: Any) -> bool:
+    """Whether it is bfloat16 or float16."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
+
+
+def slot_dtype(x: Any) -> Any:
+    """The dtype of a slot of the parameter ``x``: its own, but float32 in the place of 16 bits.
+
+    A mean whose decay is 0.999 changes by a thousandth in a step, less than bfloat16 resolves.
+    """
+    dtype = jnp.result_type(x)
+    return jnp.dtype(jnp.float32) if has_16_bits(dtype) else dtype
+
+
 def upcast(a: Any) -> Any:
     """An array, or rows, in at least float32: the dtype to compute in."""
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))

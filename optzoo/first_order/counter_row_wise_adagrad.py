@@ -36,6 +36,8 @@ class CounterSlots(NamedTuple):
     prev_iter: Slot  # the number of the last update of each row, 0 before the first
     row_counter: Slot  # how often each row came
 
+    at_least_float32 = ("prev_iter", "row_counter")
+
 
 class MaxCounterState(NamedTuple):
     """The state of an optimizer whose rates depend on the largest counter."""
@@ -112,7 +114,7 @@ def counter_row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, in all modes multiplied by the learning rate; at least 0.
         weight_decay_mode: ``"none"``, ``"l2"``, ``"decoupled"`` or ``"adagradw"``.
         half_life: :math:`H`, an int, at least -2: the number of updates after which a count is
             worth half; 0 counts each row as 1; -1 counts without forgetting, as -2, which differs

@@ -55,7 +55,7 @@ def cowclip_row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, in both modes multiplied by the learning rate; at least 0.
         weight_decay_mode: ``"none"``, ``"l2"`` or ``"decoupled"``.
         half_life: :math:`H`, an int, at least -2: the number of updates after which a count is
             worth half; 0 counts each row as 1; a negative one counts without forgetting. A static

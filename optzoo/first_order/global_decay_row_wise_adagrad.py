@@ -18,6 +18,8 @@ class GlobalDecaySlots(NamedTuple):
     accumulator: Slot  # sum of the mean squares of each row's gradients
     prev_iter: Slot  # the last update of each row from the start of the decay on; 0 before
 
+    at_least_float32 = ("prev_iter",)
+
 
 def global_decay_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule,
@@ -57,7 +59,7 @@ def global_decay_row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         start_step: :math:`s`, the first update that applies missed decay, an int, at least 0. A
             static argument: it cannot be injected.
         lower_bound: :math:`b`, the least factor, in [0, 1].

@@ -80,7 +80,8 @@ def lamb(
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate and by the ratio of the
+            norms; at least 0.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.
@@ -129,7 +130,8 @@ def partial_row_wise_lamb(
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate and by the ratio of the
+            norms; at least 0.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.

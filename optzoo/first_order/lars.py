@@ -85,7 +85,8 @@ def lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the ratio
+            and the learning rate; at least 0.
         eeta: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.

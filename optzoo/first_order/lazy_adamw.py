@@ -20,6 +20,8 @@ class CountedAdamSlots(NamedTuple):
     v: Slot  # mean of the squared gradient
     row_counter: Slot  # updates of each row
 
+    at_least_float32 = ("row_counter",)
+
 
 def scale_by_lazy_adamw(
     b1: float = 0.9,
@@ -99,7 +101,8 @@ def lazy_adamw(
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate as in ``optax.adamw``; at
+            least 0; None for no decay.
         row_wise_bias_correction: whether :math:`t` counts the updates of each row.
 
     Raises:

@@ -4,15 +4,18 @@ from typing import Any
 
 import optax
 
+from ..core.checks import with_decay_per_step
 from ..wrappers.weight_decay import decoupled_weight_decay
 from .momentum import momentum as _momentum
 
 
+@with_decay_per_step
 def momentumw(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float,
-    weight_decay: float,
     nesterov: bool = False,
+    *,
+    weight_decay_per_step: float,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Momentum with decoupled weight decay, as in ``tf.contrib.opt.MomentumWOptimizer``.
@@ -21,12 +24,14 @@ def momentumw(
         x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
 
     where :math:`u_t` is the update of :func:`optzoo.momentum`. The decay is not multiplied by the
-    learning rate. Rows without a gradient keep their parameters and slots, and do not decay
-    (:func:`optzoo.lazy`).
+    learning rate: it is ``decay * rate`` of an optimizer that multiplies, such as ``optax.adamw``.
+    (:func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Rows without a gradient keep
+    their parameters and slots, and do not decay (:func:`optzoo.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.momentumw(0.1, 0.9, weight_decay=0.01, mask={"kernel": True, "bias": False})
+        >>> mask = {"kernel": True, "bias": False}
+        >>> tx = optzoo.momentumw(0.1, 0.9, weight_decay_per_step=0.01, mask=mask)
         >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
         >>> gradients = {"kernel": jnp.zeros(2), "bias": jnp.zeros(2)}
         >>> updates, state = tx.update(gradients, tx.init(params), params)
@@ -36,15 +41,15 @@ def momentumw(
     Args:
         learning_rate: :math:`\eta` of momentum, a number or a schedule.
         momentum: :math:`\mu`, at least 0, usually below 1.
-        weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
-            at least 0.
         nesterov: use Nesterov momentum.
+        weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
+            update, at least 0.
         mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
             ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
             None for all.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
+        TypeError: if the rate is neither a number nor a schedule, or if ``weight_decay`` is given.
         ValueError: if an argument is out of its range, or if no params are given to ``update``.
 
     References:
@@ -55,4 +60,4 @@ def momentumw(
         ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``.
     """
     inner = _momentum(learning_rate, momentum, nesterov)
-    return decoupled_weight_decay(inner, weight_decay, mask)
+    return decoupled_weight_decay(inner, weight_decay_per_step=weight_decay_per_step, mask=mask)

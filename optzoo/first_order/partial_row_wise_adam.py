@@ -86,7 +86,8 @@ def partial_row_wise_adam(
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None for no
+            decay.
 
     Raises:
         TypeError: if the rate is neither a number nor a schedule.

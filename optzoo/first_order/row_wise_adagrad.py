@@ -81,7 +81,8 @@ def row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate, or L2 without ``decoupled``;
+            at least 0; None for no decay.
         decoupled: whether the decay is outside of the adaptive step, times the learning rate.
 
     Raises:

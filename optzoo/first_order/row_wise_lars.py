@@ -47,7 +47,8 @@ def row_wise_lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the ratio
+            and the learning rate; at least 0.
         eeta: :math:`\gamma`, the trust coefficient, at least 0.
 
     Raises:

@@ -25,6 +25,8 @@ class RowWiseRMSPropSlots(NamedTuple):
     rms: Slot  # mean over time of the mean square of each row's gradient
     prev_iter: Slot  # the number of the last update of each row, 0 before the first
 
+    at_least_float32 = ("prev_iter",)
+
 
 def row_wise_rmsprop(
     learning_rate: optax.ScalarOrSchedule,
@@ -60,7 +62,8 @@ def row_wise_rmsprop(
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho`, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0; None for no decay (:math:`c_{i,t} = 1`).
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None for no
+            decay (:math:`c_{i,t} = 1`).
         min_shrinkage: :math:`c`, the least factor of a row, in [0, 1].
 
     Raises:

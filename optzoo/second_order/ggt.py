@@ -158,7 +158,7 @@ def ggt(
             always larger.
         svd_eps: :math:`\delta`, positive.
         sigma_eps: :math:`\epsilon_\sigma`, at least 0.
-        window_dtype: dtype of the window, by default that of the parameter. ``"bfloat16"`` halves
+        window_dtype: dtype of the window, by default that of the other slot. ``"bfloat16"`` halves
             its memory; XLA on the CPU makes a float32 copy to compute with it.
         axis_name: within ``jax.shard_map``, the mesh axis along which every parameter is split.
             Sharded parameters under ``jit`` do not need it.

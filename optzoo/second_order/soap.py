@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check, check_decays, check_flags, check_not_negative, check_size
-from ..core.numerics import safe_divide, saturating_cast, sqrt, upcast, wide_dtype
+from ..core.numerics import safe_divide, saturating_cast, slot_dtype, sqrt, upcast, wide_dtype
 from ..core.paths import without_boxes
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
@@ -32,6 +32,8 @@ class SoapSlots(NamedTuple):
     v: Slot  # mean of its square, in the basis
     statistics: Slot  # means of the second moments; () for a dimension without a basis
     basis: Slot  # their eigenvectors, in columns; () likewise
+
+    at_least_float32 = ("statistics", "basis")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -194,7 +196,7 @@ def soap(
         one_sided: of the dimensions that could have a basis, only the smallest one has it, as in
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
-        weight_decay: :math:`\lambda`, at least 0; None: no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None: no decay.
         mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
             for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
@@ -270,7 +272,7 @@ def _zero_means(options: SoapOptions, x: Any) -> Array:
     """``m`` or ``v``: in the shape of the parameter, unless that is cut into blocks."""
     blocks = options.blocks(jnp.shape(x))
     if blocks.preconditioned and blocks.number > 1:
-        return jnp.zeros(blocks.stack(*blocks.sizes), jnp.result_type(x))
+        return jnp.zeros(blocks.stack(*blocks.sizes), slot_dtype(x))
     return zeros(x)
 
 

@@ -21,6 +21,7 @@ class MovingAverageSlots(NamedTuple):
     average: Slot  # of the parameters, in float32 at least
 
     tf1 = TF1Names(slot=AVERAGE)
+    at_least_float32 = ("average",)
 
 
 def eval_params(params: Any, state: Any) -> Any:

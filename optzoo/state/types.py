@@ -8,6 +8,9 @@ from jax import Array
 
 # A field of a slots tuple: an initializer in the call of treewise, an array (or a tuple of some)
 # in the rule, a params-shaped tree in the state.
+#
+# A class of slots may name some of them in ``at_least_float32``: optzoo.slots_dtype gives these no
+# 16 bits. They are counts, averages, and matrices whose roots or eigenvectors are needed.
 Slot = Any
 
 

@@ -98,6 +98,19 @@ def test_state_keeps_its_type_and_updates_take_that_of_the_gradient(
         assert set(dtypes(updates)) == {grads["table"].dtype}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_slots_of_16_bit_parameters_are_in_float32(entry, grads, dtype):
+    params, tx = cast(samples.params(), dtype), entry.make()
+    state = jax.eval_shape(tx.init, params)
+    floats = lambda tree: {
+        a.dtype for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)
+    }
+    assert all(jnp.finfo(found).bits >= 32 for found in floats(samples.slots(state)))
+    updates, after = jax.eval_shape(tx.update, cast(grads, dtype), state, params)
+    assert avals(after) == avals(state)
+    assert floats(updates) == {jnp.dtype(dtype)}
+
+
 @pytest.mark.parametrize(
     ("dtype", "large"), [("float16", 6e4), ("bfloat16", 1e15), ("float32", 1e15)]
 )

@@ -1,5 +1,6 @@
 """Slots in another dtype than the parameters."""
 
+import functools
 from typing import Any
 
 import jax
@@ -27,15 +28,16 @@ def slots_dtype(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the slots of any optimizer of this library in ``dtype``.
 
-    ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory;
-    ``slots_dtype(adagrad(0.1), "float32")`` gives exact sums for parameters in 16 bits. In both
-    cases the arithmetic is in float32 at least, and updates keep the dtype of the gradient.
+    ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory. Without it slots
+    have the dtype of their parameter, or float32 if that has 16 bits. The arithmetic is always in
+    float32 at least, and updates keep the dtype of the gradient.
 
     ``stochastic`` rounds 16-bit slots up or down at random, so that they are right on average.
     Rounding to the nearest stops slots that change slowly: with ``b2=0.999`` a step changes a mean
     by a thousandth, less than the 1/256 that bfloat16 resolves. It is off by default because the
     result then depends on a seed. The average of :func:`optzoo.moving_average` stays in float32 at
-    least.
+    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that their
+    class names in ``at_least_float32 = ("count",)``.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
@@ -105,8 +107,10 @@ def slots_dtype(
                 "for an optimizer of optax see its own arguments, such as mu_dtype"
             )
         # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
-        wanted = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
-        state = map_nodes(LeafwiseState, _with_slots_of, state, wanted)
+        wider = state
+        if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
+            wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+        state = map_nodes(LeafwiseState, functools.partial(_stored, dtype), state, wider)
         if not packed:
             return state
         by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
@@ -138,11 +142,21 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
     return jnp.asarray(x, dtype)
 
 
-def _with_slots_of(state: Any, wanted: Any) -> Any:
-    """The state with slots in the wanted dtypes, rounded once: 0.1 in float32 is not a bfloat16."""
-    finer = lambda a, b: jnp.promote_types(a.dtype, b.dtype) == a.dtype
-    of_both = lambda a, b: a.astype(b.dtype) if finer(a, b) else b
-    return state._replace(slots=jax.tree.map(of_both, state.slots, wanted.slots))
+def _stored(dtype: DTypeLike, state: Any, wider: Any) -> Any:
+    """The state with slots in ``dtype``, from those of ``wider`` where it has more digits.
+
+    Slots that were made in fewer digits stay, and so do those that are no real numbers.
+    """
+    kept = getattr(state.slots, "at_least_float32", ())
+    holds = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
+
+    def cast(name, slots, finer):
+        wanted = jnp.promote_types(dtype, jnp.float32) if name in kept else jnp.dtype(dtype)
+        best = jax.tree.map(lambda a, b: a if holds(a, b.dtype) else b, slots, finer)
+        return jax.tree.map(lambda a: a.astype(wanted) if holds(a, wanted) else a, best)
+
+    slots = state.slots
+    return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
 
 
 def _has_seed(state: Any) -> bool:

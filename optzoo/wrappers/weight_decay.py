@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import check_not_negative, check_params
+from ..core.checks import check_not_negative, check_params, with_decay_per_step
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import check_mask, resolve_mask
@@ -15,8 +15,9 @@ from ..state.inner import fitting, inner_transformation
 from ..state.sleeping.law import sleeper_of, sleeping
 
 
+@with_decay_per_step
 def decoupled_weight_decay(
-    inner: optax.GradientTransformation, weight_decay: float, mask: Any = None
+    inner: optax.GradientTransformation, *, weight_decay_per_step: float, mask: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decoupled weight decay, as in ``tf.contrib.opt.extend_with_decoupled_weight_decay``.
 
@@ -25,13 +26,15 @@ def decoupled_weight_decay(
         x_t &= x' + u_t(g_t, x')
 
     where :math:`u_t` is the update of ``inner``, which sees the decayed parameters. The decay is
-    not multiplied by the learning rate. If a gradient is row-sparse, only its rows decay; a
-    parameter without a gradient does not decay.
+    not multiplied by the learning rate: ``weight_decay * rate`` of an optimizer that multiplies,
+    such as ``optax.adamw``, is the ``weight_decay_per_step`` here. If a gradient is row-sparse,
+    only its rows decay; a parameter without a gradient does not decay.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> mask = {"kernel": True, "bias": False}
-        >>> tx = optzoo.decoupled_weight_decay(optax.sgd(0.1), 0.01, mask=mask)
+        >>> sgd = optax.sgd(0.1)
+        >>> tx = optzoo.decoupled_weight_decay(sgd, weight_decay_per_step=0.01, mask=mask)
         >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
         >>> gradients = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
         >>> updates, state = tx.update(gradients, tx.init(params), params)
@@ -40,16 +43,17 @@ def decoupled_weight_decay(
 
     Args:
         inner: a complete optimizer, including its learning rate.
-        weight_decay: :math:`\lambda`, the fraction of a parameter that is removed at each update,
-            at least 0.
+        weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
+            update, at least 0.
         mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
             ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
             None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type, or ``inner`` no transformation.
-        ValueError: if ``weight_decay`` is negative or not finite; in ``update`` if no params are
-            given, or if no path contains a fragment of ``mask``.
+        TypeError: if ``mask`` is of another type, ``inner`` no transformation, or if
+            ``weight_decay`` is given.
+        ValueError: if ``weight_decay_per_step`` is negative or not finite; in ``update`` if no
+            params are given, or if no path contains a fragment of ``mask``.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization
@@ -64,15 +68,15 @@ def decoupled_weight_decay(
     """
     inner_sleeper = sleeper_of(inner)
     inner = inner_transformation(inner=inner)
-    check_not_negative(weight_decay=weight_decay)
+    check_not_negative(weight_decay_per_step=weight_decay_per_step)
     check_mask(mask=mask)
 
     def decay(g, x, is_marked):
         if g is None or not is_marked:
             return None
         if is_rows(g):
-            return g.with_values(-weight_decay * upcast(g.gather(x))).drop_padding()
-        return -weight_decay * upcast(x)
+            return g.with_values(-weight_decay_per_step * upcast(g.gather(x))).drop_padding()
+        return -weight_decay_per_step * upcast(x)
 
     def plus(decay, a):
         return a if decay is None or a is None else (upcast(a) + decay).astype(a.dtype)
@@ -99,6 +103,6 @@ def decoupled_weight_decay(
             return found
         if mask is not None or found.law.shrink:  # one decay, of all tables
             return None
-        return found._replace(law=found.law._replace(shrink=float(weight_decay)))
+        return found._replace(law=found.law._replace(shrink=float(weight_decay_per_step)))
 
     return sleeping(tx, sleeper)

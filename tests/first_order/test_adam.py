@@ -1,6 +1,7 @@
 """Adam and LazyAdam against closed forms and each other."""
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -44,6 +45,21 @@ def test_lazy_adam_is_adam_on_dense_gradients():
         for tx in (optzoo.lazy_adam(0.1), optzoo.adam(0.1))
     ]
     chex.assert_trees_all_equal(*both)
+
+
+def test_the_second_moment_of_a_table_in_bfloat16_moves():
+    """In bfloat16 a thousandth of the way to 1 is lost from 0.25 on."""
+    tx, x = optzoo.lazy_adam(1e-3), jnp.zeros((4, 2), jnp.bfloat16)
+    g = SparseRows(jnp.array([1]), jnp.ones((1, 2), jnp.bfloat16), 4)
+
+    def thousand_updates():
+        update = lambda state, _: (tx.update(g, state, x)[1], None)
+        return jax.lax.scan(update, tx.init(x), length=1000)[0]
+
+    v = optzoo.get_slot(jax.jit(thousand_updates)(), "v")
+    assert v.dtype == jnp.float32
+    np.testing.assert_allclose(v[1], 1 - 0.999**1000, rtol=1e-4)  # 0.632
+    np.testing.assert_array_equal(v[0], 0)
 
 
 def test_lazy_adam_counts_updates_without_a_gradient_of_the_row():

@@ -14,7 +14,7 @@ WITH_EPS = """
 CASES = {name: {} for name in WITH_EPS.split()}
 CASES["rmsprop centered"] = {"centered": True}
 CASES["amsgrad decay"] = {"decay": True}
-CASES["adamw"] = {"weight_decay": 0.0}
+CASES["adamw"] = {"weight_decay_per_step": 0.0}
 
 
 @pytest.mark.parametrize("name", CASES)

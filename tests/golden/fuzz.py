@@ -246,7 +246,7 @@ def infinity_stays(d: Difference) -> bool:
 
 
 def in_16_bits(d: Difference) -> bool:
-    """They have no number any more; or a slot of float16 overflows, and is our largest number."""
+    """They have no number any more; or a slot of theirs overflows, where ours is in float32."""
     if "16" not in d.meta["dtype"] or {"inf", "nan"} & set(d.events) or not d.finite:
         return False
     saturates = d.meta["dtype"] == "float16" and "overflow" in d.events

@@ -286,7 +286,9 @@ NAMED = {
     "variable_clipping": lambda: optzoo.variable_clipping(
         optzoo.lazy_adam(0.1), {"embed/embedding": (1,)}, 0.5
     ),
-    "mask": lambda: optzoo.decoupled_weight_decay(optzoo.lazy_adam(0.1), 0.1, mask=("d/e", "bias")),
+    "mask": lambda: optzoo.decoupled_weight_decay(
+        optzoo.lazy_adam(0.1), weight_decay_per_step=0.1, mask=("d/e", "bias")
+    ),
     "skip": lambda: optzoo.lars(0.1, skip=("out/bias",)),
     "stacked": lambda: optzoo.groups(
         {"embed/.*": optzoo.lazy_adam(0.1), ".*": optzoo.stacked(optzoo.adam(0.1), ("out/",))}

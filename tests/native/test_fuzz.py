@@ -21,7 +21,7 @@ POLICIES = ["lazy", "dense", "touched", "linear"]
 WRAPPERS = {
     "clipped": lambda tx, shapes: optax.chain(optzoo.clip_by_global_norm(1.0), tx),
     "averaged": lambda tx, shapes: optzoo.moving_average(tx, 0.9),
-    "decayed": lambda tx, shapes: optzoo.decoupled_weight_decay(tx, 0.01),
+    "decayed": lambda tx, shapes: optzoo.decoupled_weight_decay(tx, weight_decay_per_step=0.01),
     "variable_clipping": lambda tx, shapes: optzoo.variable_clipping(
         tx, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}, 1.0
     ),

@@ -21,7 +21,7 @@ AS_SGD = {
     "adam": ADAM_AS_SGD,
     "adam_gs": ADAM_AS_SGD,
     "adamax": ADAM_AS_SGD,
-    "adamw": {**ADAM_AS_SGD, "weight_decay": 0.0},
+    "adamw": {**ADAM_AS_SGD, "weight_decay_per_step": 0.0},
     "add_sign": {"learning_rate": 1.0, "sign_decay": lambda k: 0.0},
     "amsgrad": ADAM_AS_SGD,
     "blocked_shampoo": {
@@ -43,7 +43,7 @@ AS_SGD = {
     "lazy_adam_gs": ADAM_AS_SGD,
     "lazy_adamw": ADAM_AS_SGD,
     "momentum": {"learning_rate": 1.0, "momentum": 0.0},
-    "momentumw": {"learning_rate": 1.0, "momentum": 0.0, "weight_decay": 0.0},
+    "momentumw": {"learning_rate": 1.0, "momentum": 0.0, "weight_decay_per_step": 0.0},
     "nadam": ADAM_AS_SGD,
     "neural_optimizer1": {"learning_rate": 1.0, "decrease_factor": 1.0},
     "normalized_sgd": {"learning_rate": 1.0},  # for a scalar gradient of one

@@ -429,7 +429,8 @@ ALL_SLOTS = {"gbar_decay": 0.9, "grafting": "adam", "momentum": 0.9, "block_size
 def test_half_precision_parameters_have_statistics_in_single():
     tx = optzoo.scale_by_shampoo(**ALL_SLOTS)
     x = {"w": jnp.ones((3, 2), jnp.bfloat16), "v": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(x)
+    assert dtypes(tx.init(x).slots) == {"float32"}
+    state = optzoo.slots_dtype(tx, "bfloat16").init(x)
     updates, after = jax.jit(tx.update)(x, state)
     assert avals(after) == avals(state) and dtypes(updates) == {"bfloat16"}
     kinds = {name: dtypes(slot) for name, slot in after.slots._asdict().items()}

@@ -344,7 +344,7 @@ def test_what_may_sleep():
     for inner in (optzoo.momentum(0.1, 0.9), optzoo.rmsprop(0.1), optzoo.lazy_adam(0.1)):
         with pytest.raises((TypeError, ValueError), match="dense=True"):
             optzoo.caught_up(inner)
-    plain, decayed = optzoo.adam(0.1), optzoo.adamw(0.1, weight_decay=0.1)
+    plain, decayed = optzoo.adam(0.1), optzoo.adamw(0.1, weight_decay_per_step=0.1)
     optzoo.caught_up(optzoo.moving_average(decayed))
     for inner, dense in (
         (optzoo.moving_average(optzoo.moving_average(plain)), False),
@@ -352,12 +352,13 @@ def test_what_may_sleep():
     ):
         with pytest.raises(TypeError, match="a law only of an optimizer without"):
             optzoo.caught_up(inner, dense=dense)
-    masked = optzoo.adamw(0.1, weight_decay=0.1, mask=("users",))
+    masked = optzoo.adamw(0.1, weight_decay_per_step=0.1, mask=("users",))
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
         optzoo.caught_up(masked, dense=True)
     with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):
-        optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
+        short = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
+        optzoo.caught_up(short).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
     with pytest.raises(TypeError, match="'layer/scale' has no rows"):
         optzoo.caught_up(optzoo.adam(0.1), tables=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})

@@ -77,7 +77,7 @@ def test_slots_rounded_at_random_are_right_on_average(packed):
 def test_tables_in_16_bits(dtype):
     """Half a unit in the last place from the law; the loop of steps within its own roundings."""
     x = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).astype(dtype)
-    before, at_once, by_step = sleep(optzoo.slots_dtype(optzoo.adam(RATE), "float32"), x)
+    before, at_once, by_step = sleep(optzoo.adam(RATE), x)
     exact, updates = law(before)
     assert at_once[0].dtype == dtype
     unit = UNIT[dtype] * 2.0 ** np.floor(np.log2(np.abs(exact[0]) + np.abs(updates).sum(0)))
@@ -118,10 +118,10 @@ def refused(match, tx, dtype=jnp.float32):
 def test_what_is_refused(x64):
     adam, stored = optzoo.adam(0.1), optzoo.slots_dtype
     nearest = r"'table' has slots in bfloat16: rounded to the nearest.*stochastic=True"
-    refused(nearest, adam, jnp.bfloat16)
+    refused(nearest, stored(adam, "bfloat16"), jnp.bfloat16)
     refused(nearest, stored(adam, "bfloat16"))
     refused(nearest, stored(adam, "bfloat16", packed=True))
-    refused("slots in float16: rounded to the nearest", adam, jnp.float16)
+    refused("slots in float16: rounded to the nearest", stored(adam, "float16"))
     refused("slots in float16: float16 has too few", stored(adam, "float16", stochastic=True))
     with x64(True):
         refused("must all be in float32, or all in float64", stored(adam, "float64"))

@@ -41,7 +41,7 @@ TXS = {
     "adagrad_da": optzoo.adagrad_da(0.1),
     "blocked_shampoo": optzoo.blocked_shampoo(0.1),
     "chain": optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam(0.1)),
-    "decay": optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1),
+    "decay": optzoo.decoupled_weight_decay(optzoo.adam(0.1), weight_decay_per_step=0.1),
     "elastic_average": optzoo.elastic_average(optzoo.momentum(0.1, 0.9), 1, axis_name=None),
     "ggt": optzoo.ggt(0.1, window=5),
     "inject": optax.inject_hyperparams(optzoo.rmsprop)(0.1),

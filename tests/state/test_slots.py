@@ -31,7 +31,7 @@ WHOLE = {
     "on_rows": optzoo.on_rows(adam),
     "moving_average": optzoo.moving_average(adam),
     "multitask": optzoo.multitask(adam),
-    "decoupled_weight_decay": optzoo.decoupled_weight_decay(adam, 0.1),
+    "decoupled_weight_decay": optzoo.decoupled_weight_decay(adam, weight_decay_per_step=0.1),
     "variable_clipping": optzoo.variable_clipping(adam, {"a": (0,)}, 1.0),
     **{
         name: method.make(adam, 1, axis_name=None)

@@ -20,7 +20,9 @@ DIMS = {"table": (1,), "layer/1": ()}
 WRAPPERS = {
     "moving_average": lambda inner, **_: optzoo.moving_average(inner, 0.9),
     "variable_clipping": lambda inner, dims=DIMS: optzoo.variable_clipping(inner, dims, 0.8),
-    "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(inner, 0.1),
+    "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(
+        inner, weight_decay_per_step=0.1
+    ),
     "ema_in_place": lambda inner, **_: optzoo.ema_in_place(inner, 3),
     "ensemble": lambda inner, **_: optzoo.ensemble(inner, 2, 3),
     "multitask": lambda inner, **_: optzoo.multitask(inner),
@@ -227,7 +229,7 @@ INJECTED = {
         inner, DIMS, lambda k: 0.8
     ),
     "decoupled_weight_decay": lambda inner: optax.inject_hyperparams(optzoo.decoupled_weight_decay)(
-        inner, lambda k: 0.1
+        inner, weight_decay_per_step=lambda k: 0.1
     ),
     "multitask": lambda inner: optax.inject_hyperparams(optzoo.multitask)(inner),
     "elastic_average": lambda inner: optax.inject_hyperparams(

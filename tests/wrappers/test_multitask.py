@@ -18,7 +18,7 @@ INNER = {
     "add_sign": optzoo.add_sign(0.1),  # touched
     "gradient_descent": optzoo.gradient_descent(0.1),  # linear
     "averaged": optzoo.moving_average(optzoo.rmsprop(0.1, momentum=0.5), 0.5),
-    "decayed": optzoo.decoupled_weight_decay(optzoo.adagrad(0.1), 0.5),
+    "decayed": optzoo.decoupled_weight_decay(optzoo.adagrad(0.1), weight_decay_per_step=0.5),
     "partition": optax.partition({"a": optzoo.nadam(0.1)}, {"table": "a", "layer": ("a", "a")}),
     "optax.adamw": optax.adamw(0.1),
     "shampoo": optzoo.shampoo(0.1),  # several arrays in one slot of a parameter

@@ -125,7 +125,9 @@ NESTED = {
     "injected": lambda: optax.inject_hyperparams(optzoo.adam)(0.1),
     "moving_average": lambda: optzoo.moving_average(ADAM(), 0.9),
     "variable_clipping": lambda: optzoo.variable_clipping(ADAM(), {"table": (1,)}, 1.0),
-    "decoupled_weight_decay": lambda: optzoo.decoupled_weight_decay(ADAM(), 0.1),
+    "decoupled_weight_decay": lambda: optzoo.decoupled_weight_decay(
+        ADAM(), weight_decay_per_step=0.1
+    ),
     "multitask": lambda: optzoo.multitask(ADAM()),
     "beside optax": lambda: optax.chain(optax.trace(0.9), ADAM()),
 }

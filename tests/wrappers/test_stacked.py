@@ -239,7 +239,7 @@ def test_check_takes_abstract_parameters_and_extra_arguments():
 
 
 def test_names_may_tell_whole_stacks_from_each_other():
-    tx = optzoo.adamw(0.1, weight_decay=0.1, mask=("kernel", "table"))
+    tx = optzoo.adamw(0.1, weight_decay_per_step=0.1, mask=("kernel", "table"))
     assert_same(three_steps(stacked(tx)), three_steps(tx))
 
 
@@ -414,7 +414,9 @@ COMPOSED = {
     "multi_steps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "moving_average": lambda tx: optzoo.moving_average(tx, 0.9),
-    "weight decay": lambda tx: optzoo.decoupled_weight_decay(tx, 0.1, mask=("1/kernel",)),
+    "weight decay": lambda tx: optzoo.decoupled_weight_decay(
+        tx, weight_decay_per_step=0.1, mask=("1/kernel",)
+    ),
 }
 
 
@@ -501,5 +503,5 @@ def test_without_params():
     want = tx.update(dense_grads(x), state, x)
     chex.assert_trees_all_equal(tx.update(dense_grads(x), state), want)
     with pytest.raises(ValueError, match="requires the current value of parameters"):
-        needs = stacked(optzoo.momentumw(0.1, 0.9, 0.1))
+        needs = stacked(optzoo.momentumw(0.1, 0.9, weight_decay_per_step=0.1))
         needs.update(dense_grads(x), needs.init(x))

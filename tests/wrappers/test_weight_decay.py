@@ -1,5 +1,8 @@
 """Decoupled decay: before the update, independent of the rate, on listed rows only."""
 
+import functools
+import inspect
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,13 +33,13 @@ def steps(tx, grads, x=X):
 
 @pytest.mark.parametrize("inner", READERS, ids=IDS)
 def test_inner_optimizer_sees_the_decayed_parameters(inner):
-    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), G)
+    got = steps(optzoo.decoupled_weight_decay(inner, weight_decay_per_step=0.25), G)
     np.testing.assert_allclose(got, steps(inner, G, 0.75 * X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("inner", READERS[:3], ids=IDS[:3])
 def test_inner_optimizer_sees_the_decayed_rows(inner):
-    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), ROWS)
+    got = steps(optzoo.decoupled_weight_decay(inner, weight_decay_per_step=0.25), ROWS)
     np.testing.assert_allclose(got, steps(inner, ROWS, DECAYED), rtol=1e-5)
 
 
@@ -47,7 +50,7 @@ def test_inner_optimizer_sees_the_decayed_rows(inner):
 )
 def test_listed_rows_decay_once_at_any_rate(inner):
     """Row 2 is listed twice; a dense update includes the decay of the rows."""
-    got = steps(optzoo.decoupled_weight_decay(inner, 0.25), ROWS)
+    got = steps(optzoo.decoupled_weight_decay(inner, weight_decay_per_step=0.25), ROWS)
     np.testing.assert_allclose(got, DECAYED, rtol=1e-6)
 
 
@@ -67,7 +70,9 @@ def test_listed_rows_decay_once_at_any_rate(inner):
 )
 def test_mask(mask, decays):
     x = params()
-    tx = optzoo.decoupled_weight_decay(optzoo.gradient_descent(0.0), 0.25, mask)
+    tx = optzoo.decoupled_weight_decay(
+        optzoo.gradient_descent(0.0), weight_decay_per_step=0.25, mask=mask
+    )
     moved, _ = step(tx, dense_grads(x), x)
     for new, old, decay in zip(jax.tree.leaves(moved), jax.tree.leaves(x), decays, strict=True):
         np.testing.assert_allclose(new, 0.75 * old if decay else old, rtol=1e-6)
@@ -76,13 +81,14 @@ def test_mask(mask, decays):
 def test_no_decay_is_the_inner_optimizer():
     x, inner = params(), optzoo.adam(0.1)
     got, want = (
-        step(tx, dense_grads(x), x) for tx in (optzoo.decoupled_weight_decay(inner, 0.0), inner)
+        step(tx, dense_grads(x), x)
+        for tx in (optzoo.decoupled_weight_decay(inner, weight_decay_per_step=0.0), inner)
     )
     chex.assert_trees_all_equal(got, want)
 
 
 def test_no_gradient_no_decay():
-    tx = optzoo.decoupled_weight_decay(optzoo.gradient_descent(0.0), 0.25)
+    tx = optzoo.decoupled_weight_decay(optzoo.gradient_descent(0.0), weight_decay_per_step=0.25)
     x = {"still": X, "alive": X}
     updates, _ = tx.update({"still": None, "alive": 0 * X}, tx.init(x), x)
     assert updates["still"] is None
@@ -90,18 +96,62 @@ def test_no_gradient_no_decay():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"weight_decay must be zero or positive, got -0.1"):
-        optzoo.decoupled_weight_decay(optzoo.adam(), -0.1)
+    with pytest.raises(
+        ValueError, match=r"weight_decay_per_step must be zero or positive, got -0.1"
+    ):
+        optzoo.decoupled_weight_decay(optzoo.adam(), weight_decay_per_step=-0.1)
     for mask in ("kernel", {"table": 1.0}):
         with pytest.raises(TypeError, match="mask must be a t"):
-            optzoo.decoupled_weight_decay(optzoo.adam(), 0.1, mask)
+            optzoo.decoupled_weight_decay(optzoo.adam(), weight_decay_per_step=0.1, mask=mask)
+
+
+PER_STEP = {
+    "adamw": optzoo.adamw,
+    "momentumw": functools.partial(optzoo.momentumw, 0.1, 0.9),
+    "decoupled_weight_decay": functools.partial(
+        optzoo.decoupled_weight_decay, optzoo.gradient_descent(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PER_STEP)
+def test_the_name_of_another_decay_is_refused(name):
+    make = PER_STEP[name]
+    with pytest.raises(TypeError, match=f"^{name} has no weight_decay, got 0.1: write ") as caught:
+        make(weight_decay=0.1)
+    for word in ("weight_decay_per_step", "learning_rate", "optax.adamw", "optzoo.lazy_adamw"):
+        caught.match(word)
+    parameter = inspect.signature(getattr(optzoo, name)).parameters["weight_decay_per_step"]
+    assert parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation is float
+    for missing in ({}, {"mask": None}):
+        with pytest.raises(TypeError, match="weight_decay_per_step"):
+            make(**missing)
+
+
+DECAYS = [
+    (name, argument, {"weight_decay_mode": mode} if mode else {})
+    for name, entry in optzoo.CATALOG.items()
+    for parameters in [inspect.signature(entry.factory).parameters]
+    for argument in ("weight_decay", "weight_decay_per_step")
+    if argument in parameters
+    for mode in (("l2", "decoupled") if "weight_decay_mode" in parameters else (None,))
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "mode"), DECAYS)
+@pytest.mark.filterwarnings("ignore:half_life=-1 makes the factor")
+def test_the_name_says_whether_the_rate_multiplies(name, argument, mode):
+    entry = optzoo.CATALOG[name]
+    tx = entry.factory(0.0, **{**entry.required, argument: 0.25, **mode})
+    updates, _ = tx.update(jnp.ones_like(X), tx.init(X), X)
+    np.testing.assert_array_equal(updates, -0.25 * X if argument.endswith("per_step") else 0)
 
 
 MASKED = {
     "decoupled_weight_decay": lambda mask: optzoo.decoupled_weight_decay(
-        optzoo.gradient_descent(0.1), 0.1, mask
+        optzoo.gradient_descent(0.1), weight_decay_per_step=0.1, mask=mask
     ),
-    "adamw": lambda mask: optzoo.adamw(weight_decay=0.1, mask=mask),
+    "adamw": lambda mask: optzoo.adamw(weight_decay_per_step=0.1, mask=mask),
     "lars": lambda mask: optzoo.lars(0.1, skip=mask),
     "shampoo": lambda mask: optzoo.shampoo(weight_decay=0.1, mask=mask),
     "stacked": lambda mask: optzoo.stacked(optzoo.momentum(0.1, 0.9), mask),

@@ -467,12 +467,7 @@ def _in_float32(rate: Any) -> Any:
 
 
 def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformation:
-    """The optimizer with slots in float32 at least, clipped gradients, and its rounding of rows."""
-
-    def wide(x):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, wide_dtype(x))
-        return jnp.asarray(x).astype(wide_dtype(x))
+    """The optimizer with clipped gradients and FBGEMM's rounding of rows."""
 
     def clip(g):
         clipped = lambda a: jnp.clip(a, -bound, bound).astype(a.dtype)
@@ -488,8 +483,7 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
             updates = map_rows(lambda u: u.rounded_once(), updates)
         return updates, state
 
-    init = lambda params: tx.init(jax.tree.map(wide, params))
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _merged(updates: Any, params: Any) -> Any:

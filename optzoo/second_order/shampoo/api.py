@@ -278,7 +278,7 @@ def blocked_shampoo(
         stagger: each step refreshes a share of the roots; ``root_interval`` must be an int above 1.
         momentum: decay of a sum of the steps, at least 0; None: no momentum.
         nesterov: whether to use Nesterov's form of that momentum.
-        weight_decay: :math:`\lambda`, at least 0; None: no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None: no decay.
         mask: which parameters decay.
         axis_name: the mesh axis of replicas with the same gradients, which share the computation
             of the roots.

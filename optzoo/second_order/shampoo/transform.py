@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.numerics import saturating_cast, upcast, wide_dtype
+from ...core.numerics import saturating_cast, slot_dtype, upcast, wide_dtype
 from ...core.paths import without_boxes
 from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
@@ -43,6 +43,7 @@ class ShampooSlots(NamedTuple):
         optional=("H",),
         not_in_tf1={"num_failed_roots": None},
     )
+    at_least_float32 = ("Gbar",)
 
 
 class Work(NamedTuple):
@@ -86,7 +87,7 @@ def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
 
 
 def _identity_roots(options: ShampooOptions, x: Any) -> tuple[Any, ...]:
-    blocks, dtype = options.blocks(jnp.shape(x)), jnp.result_type(x)
+    blocks, dtype = options.blocks(jnp.shape(x)), slot_dtype(x)
     eye = lambda d: jnp.broadcast_to(jnp.eye(d, dtype=dtype), blocks.stack(d, d))
     return tuple(eye(d) if full else () for d, full in blocks.factors)
 

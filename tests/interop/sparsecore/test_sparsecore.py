@@ -39,7 +39,9 @@ CASES = {
     "injected": lambda: optzoo.on_rows(optax.inject_hyperparams(optax.adam)(0.1)),
     "optax.adamw": lambda: optzoo.on_rows(optax.adamw(0.1)),
     "optax.lion": lambda: optzoo.on_rows(optax.lion(0.1)),
-    "weight decay": lambda: optzoo.decoupled_weight_decay(optzoo.lazy_adam(0.1), 0.01),
+    "weight decay": lambda: optzoo.decoupled_weight_decay(
+        optzoo.lazy_adam(0.1), weight_decay_per_step=0.01
+    ),
     "clipped": lambda: optzoo.on_rows(optax.chain(optax.clip(0.3), optzoo.lazy_adam(0.1))),
     "beta": lambda: optzoo.ftrl(0.1, beta=1.0, l2_regularization_strength=0.1),
 }  # fmt: skip

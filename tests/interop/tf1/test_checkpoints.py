@@ -649,7 +649,10 @@ WRAPPED = {
     "packed in 32 bits": optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True),
     "every gradient": optzoo.accumulate(optzoo.adam(0.1), 1),
     "all": optzoo.moving_average(
-        optzoo.multitask(optzoo.decoupled_weight_decay(optzoo.adam(0.1), 0.1, ("w",))), 0.9
+        optzoo.multitask(
+            optzoo.decoupled_weight_decay(optzoo.adam(0.1), weight_decay_per_step=0.1, mask=("w",))
+        ),
+        0.9,
     ),
     "parts of one": optax.partition(
         {"a": optzoo.adam(0.1), "b": optzoo.adam(0.01)}, {"enc": "a", "w": "b"}
