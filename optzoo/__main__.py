@@ -1,22 +1,14 @@
 """The command ``optzoo``."""
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
+
+from .core.pipes import until_closed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
-    try:
-        try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # as in optzoo list | head
-        # Python flushes once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + getattr(signal, "SIGPIPE", 13)
+    return until_closed(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(argv: list[str]) -> int:

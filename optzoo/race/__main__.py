@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
+from ..core.pipes import until_closed
 from ..race import report, session
 from .advice import advice
 from .entrants import REPLICAS
@@ -288,6 +289,4 @@ def _minutes(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    from ..__main__ import main as optzoo
-
-    sys.exit(optzoo(["race", *sys.argv[1:]]))
+    sys.exit(until_closed(main))

@@ -106,12 +106,15 @@ def moving_average(
     tx = fitting(optax.GradientTransformationExtraArgs(both.init, update))
     if sleeper is None:
         return tx
-    decays = decay_at if num_updates == "count" else None
-    constant = average_decay
-    if decays is None and num_updates is not None:  # as in each step, in float32
-        n = np.float32(num_updates)
-        constant = min(np.float32(average_decay), (1 + n) / (10 + n))
-    return sleeping(tx, lambda dense: _with_average(sleeper(dense), constant, decays))
+
+    def law_of_both(dense):
+        decay = average_decay
+        if num_updates is not None and num_updates != "count":  # as in each step, in float32
+            n = np.float32(num_updates)
+            decay = min(np.float32(average_decay), (1 + n) / (10 + n))
+        return _with_average(sleeper(dense), decay, decay_at if num_updates == "count" else None)
+
+    return sleeping(tx, law_of_both)
 
 
 def _with_average(
