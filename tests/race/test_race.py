@@ -333,7 +333,8 @@ def test_tables_fit_a_narrow_terminal(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_race_as_ctrl_c_does(name, tmp_path, monkeypatch, capsys):
     number, run_one = getattr(signal, name), session.run_one
-    before = signal.getsignal(number)
+    before = signal.SIG_DFL  # whatever this process has inherited: nohup ignores SIGHUP
+    inherited = signal.signal(number, before)
 
     def run(start, optimizer, entrant):
         if optimizer == "ftrl":
@@ -343,8 +344,11 @@ def test_a_signal_ends_a_race_as_ctrl_c_does(name, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(session, "run_one", run)
     arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
-    assert main(["race", *arguments.split(), str(tmp_path)]) == 128 + number
-    assert signal.getsignal(number) == before
+    try:
+        code = main(["race", *arguments.split(), str(tmp_path)])
+    finally:
+        after = signal.signal(number, inherited)
+    assert (code, after) == (128 + number, before)
     assert "Interrupted: 1 of 2 runs are finished." in (tmp_path / "index.html").read_text()
     assert "index.html shows the finished runs" in capsys.readouterr().out
 
