@@ -26,9 +26,12 @@ race: $(VENV)/race.installed
 	$(BIN)/optzoo race $(ARGS)
 
 # The tests keep compiled programs in $(VENV)/jax_programs (tests/README.md). ARGS="-k adam" selects.
+# FILES=tests/first_order/test_adam.py runs some files alone: in one process, without lint and types.
+FILES ?=
 test: TESTS ?= not full
-test test-full: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(if $(TESTS),-m "$(TESTS)") $(ARGS)
+test test-full: $(if $(FILES),$(VENV)/dev.installed,lint)
+	$(BIN)/python -m pytest -q $(or $(FILES),-n $(WORKERS) --dist worksteal) \
+	  $(if $(TESTS),-m "$(TESTS)") $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -12,6 +12,11 @@ import pytest
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+from .costs import (  # noqa: F401 (hooks)
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+    pytest_terminal_summary,
+)
 from .selection import mark_costly
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
