@@ -50,10 +50,14 @@ def sums_of_squares(gradients: Iterable[Any]) -> list[Array]:
         ValueError: if rows of the gradient come in other rounds, and their sum is not known.
     """
     gs = list(gradients)
-    square = lambda g: jnp.sum(jnp.square(upcast(g.values if is_rows(g) else jnp.asarray(g))))
-    sums = [g.squares if _is_known(g) else square(g) for g in gs]
+    sums = [g.squares if _is_known(g) else squares_of_device(g) for g in gs]
     # Sums of all tables over the same axes together.
     return over_shards([None if _is_known(g) else g for g in gs], sums, lax.psum)
+
+
+def squares_of_device(g: Any) -> Array:
+    """The sum of the squares of the elements that this device has; in float32 at least."""
+    return jnp.sum(jnp.square(upcast(g.values if is_rows(g) else jnp.asarray(g))))
 
 
 def _is_known(g: Any) -> bool:

@@ -136,9 +136,9 @@ class SparseRows(metaclass=_HintInErrors):
         """Other values with the same indices."""
         return self._same(values, squares=None)
 
-    def with_rows(self, indices: Any, values: Array, coalesced: bool = False) -> "SparseRows":
+    def with_rows(self, indices: Any, values: Array) -> "SparseRows":
         """Other rows of the same table."""
-        return self._same(values, ids=protect(indices), coalesced=coalesced, squares=None)
+        return self._same(values, ids=protect(indices), coalesced=False, squares=None)
 
     def with_squares(self, squares: Array | None) -> "SparseRows":
         """The same rows, with the sum of squares of the whole gradient."""

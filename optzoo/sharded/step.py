@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.compat import gather_invarying, vary, varying
-from ..core.norms import clipped_by_global_norm
+from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..distributed.engine.collectives import Replicas, divide_gradients
@@ -244,10 +244,10 @@ class Step(NamedTuple):
 def _squares(run: Callable[..., Any], gradients: Gradients, tables: list[int]) -> dict[int, Array]:
     """For some tables the sum of the squares of the whole gradient, on all devices."""
     which = [list(gradients.parts).index(i) for i in tables]
-    square = lambda g: jnp.sum(jnp.square(upcast(g.coalesce().values)))
 
     def add(arrived, sums):
-        return [total + square(arrived[k]) for k, total in zip(which, sums, strict=True)]
+        more = [squares_of_device(arrived[k].coalesce()) for k in which]
+        return [total + of_round for total, of_round in zip(sums, more, strict=True)]
 
     axes = [gradients.parts[i].sharding.axes for i in tables]
     zeros = [upcast(jnp.zeros([], gradients.rows[k].dtype)) for k in which]
