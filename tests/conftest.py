@@ -139,12 +139,11 @@ def few_programs():
         gc.collect()
 
 
-@pytest.fixture
-def quick_to_compile():
-    """Programs are less optimized and compile faster: for tests of values alone."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture(autouse=True)
+def optimizations(request):
+    """Compiles quickly, with fewer optimizations, but for tests with the mark ``optimized``."""
+    quickly = request.node.get_closest_marker("optimized") is None
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_amsgrad():
     assert online["amsgrad"]["regret"] < online["adam"]["regret"]
 
 
-def test_easgd(quick_to_compile):
+def test_easgd():
     """The bound is exact with three replicas; beyond it, and there alone, training is unstable."""
     easgd = PAPERS["easgd"]
     result = easgd.run(replicas=(1, 3), points=16)
@@ -51,7 +51,7 @@ def test_easgd(quick_to_compile):
     assert all(r["unstable, eta below 2"] == 0 for r in result["after"].values())
 
 
-def test_a_round_of_easgd(quick_to_compile):
+def test_a_round_of_easgd():
     """The map is that of the paper, replica after replica."""
     eta, alpha, state = 0.3, 0.4, np.array([1.0, -2.0, 3.0, 0.5])
     step = PAPERS["easgd"].a_round(eta, alpha, 3, "same")
@@ -63,7 +63,7 @@ def test_a_round_of_easgd(quick_to_compile):
     np.testing.assert_allclose(got, state, rtol=1e-6)
 
 
-def test_ftrl(quick_to_compile):
+def test_ftrl():
     ftrl = PAPERS["ftrl"]
     sizes = {"steps": 200, "size": 2**12, "tests": 4000}
     result = ftrl.run(rates=(0.3, 0.3), l1s=(1, 10), **sizes)
@@ -85,7 +85,7 @@ def test_auc():
     )
 
 
-def test_adagrad(quick_to_compile):
+def test_adagrad():
     """A lower loss on text, and smaller errors of the weights of rare features."""
     adagrad = PAPERS["adagrad"]
     losses = adagrad.text((0.03, 0.3, 3.0), steps=200, size=2**12, tests=4000)
@@ -99,7 +99,7 @@ def test_adagrad(quick_to_compile):
     assert rare.pop("Adagrad") < 0.9 * min(rare.values())
 
 
-def test_ill_conditioned(quick_to_compile):
+def test_ill_conditioned():
     module = PAPERS["ill_conditioned"]
     methods = ("gradient descent", "Adam", "GGT", "Shampoo")
     result = module.run(methods, steps=200, rates=(0.3, 1.0, 3.0, 30.0))["methods"]
@@ -121,7 +121,7 @@ def test_diloco():
     assert len(losses) == 128 / 8 and losses[-1] < 0.4 < 2 < losses[0]
 
 
-def test_backup_workers(quick_to_compile):
+def test_backup_workers():
     workers = PAPERS["backup_workers"]
     times, masks = workers.simulate(workers.WORKERS, 200)
     # All fresh: the time of an update is the largest of 40 independent delays.

@@ -33,6 +33,7 @@ def has_matrices(entry):
     return entry.factory in (optzoo.blocked_shampoo, optzoo.shampoo, optzoo.soap)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 def test_sharded(entry, kind, params):
     tx = entry.make()

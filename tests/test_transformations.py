@@ -187,7 +187,6 @@ MIXED = {"w": "float32", "b": "float64", "c": "float64", "d": "bfloat16"}
 OTHERS = {"w": "float64", "b": "float32", "c": "float32", "d": "float32"}
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", quick(ALL, (*QUICK, *STORED)))
 def test_values(name, x64):
     """With float64; gradients are wider and narrower than the parameters."""
@@ -271,7 +270,6 @@ def forward_and_reverse(name, dtype="float64"):
     return forward, call(at, at)[2]
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(
     "name", quick([*PLAIN, *EVERY_STEP], [*QUICK, "elastic_average, exchange"])
 )
@@ -302,7 +300,6 @@ def test_derivatives_in_float32(name, x64):
             np.testing.assert_allclose(got, want, rtol=0.05, atol=1e-3)
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("name", STORED)
 def test_derivatives_of_stored_slots(name, x64):
     """They pass straight through the rounding, or are refused."""

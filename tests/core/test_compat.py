@@ -63,6 +63,7 @@ def scoped(x):
         return jnp.sin(x) + CONSTANT, 3.0
 
 
+@pytest.mark.optimized
 def test_evaluate():
     must = fix("evaluate", "give the outputs of a jaxpr, in its name scopes", "value_and_grad")
     closed = jax.make_jaxpr(scoped)(X)

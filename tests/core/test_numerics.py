@@ -94,6 +94,7 @@ def test_derivatives_of_a_power(exponent, at_zero):
     np.testing.assert_allclose(by_exponent, [0, 4.0**exponent * np.log(4)], rtol=1e-6)
 
 
+@pytest.mark.optimized
 def test_roots_change_no_program():
     """Their derivatives cost the update itself nothing."""
     programs = [jax.jit(f).lower(jnp.ones(3)).compile() for f in (sqrt, jnp.sqrt)]

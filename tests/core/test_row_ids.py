@@ -207,6 +207,7 @@ def test_shapes_stand_for_rows():
     assert jax.tree.structure(specs) == jax.tree.structure(ROWS)
 
 
+@pytest.mark.optimized
 def test_protection_costs_nothing():
     """The compiled program is that of plain ids."""
     table = jnp.ones((1000, 8))

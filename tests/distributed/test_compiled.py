@@ -14,6 +14,8 @@ from optzoo.distributed.engine.collectives import Replicas
 
 from . import cases
 
+pytestmark = pytest.mark.optimized
+
 PERIODIC = [m for m in cases.METHODS if not m.startswith(("sync", "drop", "diloco, streaming"))]
 COLLECTIVE = (
     r"= .*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("

@@ -58,7 +58,6 @@ def run(method, of_params, of_grads, masked):
 in_float32 = functools.cache(functools.partial(run, of_params="float32", of_grads="float32"))
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_dtypes_mix(method, mix, x64):

@@ -11,8 +11,6 @@ from optzoo.state.types import SharedParamsState
 from ..selection import quick
 from . import cases
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 # Every method in one way, with masks; one for each kind of exchange in every way.
 KINDS = ("elastic_average", "model_average, of slots", "sync_replicas")
 

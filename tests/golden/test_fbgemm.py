@@ -24,7 +24,7 @@ def test_all_records_are_there():
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_float32(name, quick_to_compile):
+def test_float32(name):
     """The error of the formulas in float32 is below 3e-5 in all records."""
     arrays, meta = load(name)
     found = follow(by_name(meta, arrays), meta, arrays)
@@ -32,7 +32,7 @@ def test_float32(name, quick_to_compile):
 
 
 @pytest.mark.parametrize("name", quick(SINGLE, FORMULAS))
-def test_float64_is_the_formula(name, x64, quick_to_compile):
+def test_float64_is_the_formula(name, x64):
     """So errors are those of the formulas, case by case."""
     arrays, meta = load(name)
     with x64(True):

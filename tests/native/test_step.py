@@ -117,6 +117,7 @@ def test_arrays(name):
     check_close(expected, got)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", quick(sorted(EQUAL), {"adam", "momentum", "gradient_descent"}))
 def test_arrays_are_equal_to_the_bit(name):
     expected, got = both(make(name), arrays(99), arrays)
@@ -281,6 +282,7 @@ def pointers(tree):
     return [a.unsafe_buffer_pointer() for a in jax.tree.leaves(tree) if a.ndim]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("draw", [rows, arrays])
 def test_donated_arrays_are_updated_in_place(draw):
     params = jax.tree.map(jnp.copy, table() if draw is rows else arrays(9))
@@ -316,6 +318,7 @@ def test_gradients_that_are_the_parameters():
     check_close(expected, got)
 
 
+@pytest.mark.optimized
 def test_in_place_slots():
     """The new parameters then have memory of their own, beside the old ones."""
     tx, params = optzoo.adam(0.1), arrays(0)
@@ -391,6 +394,7 @@ def mesh_of(*shape):
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 def test_sharded_arrays_need_no_communication(shape):
     mesh = mesh_of(*shape)
@@ -421,6 +425,7 @@ def test_a_table_that_xla_shards_is_left_to_xla():
     check_close(expected, program(params, state, grads))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("axes", [{"x", "y"}, {"x"}])
 def test_inside_of_shard_map(axes):
     mesh, tx = mesh_of(2, 4), optzoo.lazy_adam(0.1)

@@ -11,6 +11,8 @@ import optzoo
 from optzoo import CATALOG, SparseRows, leafwise, zeros
 from optzoo.first_order.adam import AdamSlots
 
+pytestmark = pytest.mark.optimized
+
 
 def like_optax_adam(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
     """The exact arithmetic of ``optax.adam`` as a rule."""

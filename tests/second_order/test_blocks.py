@@ -205,6 +205,7 @@ def calls(x, **options):
     return len(re.findall(r'custom_call_target="lapack_ssyevd', compiled.as_text()))
 
 
+@pytest.mark.optimized
 def test_one_root_in_the_program_for_each_size_and_rank():
     """However many parameters and blocks there are."""
     x = {"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3)), "c": [jnp.ones((3, 2))] * 2}

@@ -203,6 +203,7 @@ def compiled(tx, x, donate=(0, 1)):
     return jax.jit(train, donate_argnums=donate).lower(x, tx.init(x), x).compile()
 
 
+@pytest.mark.optimized
 def test_window_lies_in_place_and_is_read_twice():
     """One row of the Gram matrix, and one sum of rows: four operations for each element."""
     x, tx = {"a": jnp.ones((100, 100)), "b": jnp.ones((50, 10, 20))}, ggt(window=20)
@@ -217,6 +218,7 @@ def test_window_lies_in_place_and_is_read_twice():
         assert where((x, state[0].slots)) == before
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded(axis_type):
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)

@@ -332,6 +332,7 @@ def always(bodies, name):
 WORK = {"eigh": "lapack_ssyevd", "newton": r" while\("}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("root", WORK)
 @pytest.mark.parametrize("stagger", [False, True])
 def test_a_step_without_refresh_has_no_root(root, stagger):
@@ -348,6 +349,7 @@ def test_a_step_without_refresh_has_no_root(root, stagger):
         assert sorted(map(works, branches)) == [False, True]
 
 
+@pytest.mark.optimized
 def test_every_step_has_its_root_outside_of_conditionals():
     """That is what the test above would find."""
     tx, x = optzoo.scale_by_shampoo(), jnp.ones((2, 2))

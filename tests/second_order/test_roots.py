@@ -227,6 +227,7 @@ def text(method):
     return compiled(method, 4, 1e-6, True).lower(jnp.zeros((2, 3, 3))).compile().as_text()
 
 
+@pytest.mark.optimized
 def test_on_the_cpu_auto_is_eigh_alone():
     assert "lapack_ssyevd" in text("auto") and " while(" not in text("auto")
     assert " while(" in text("newton") and "lapack" not in text("newton")

@@ -395,6 +395,7 @@ def test_rows_alone(block_size, grafting):
     np.testing.assert_allclose(dense[touched], 0.9 * old.momentum[touched] + p, rtol=1e-5)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_rows_do_not_cost_what_the_table_costs(block_size):
     tx = optzoo.shampoo(

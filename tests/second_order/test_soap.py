@@ -253,6 +253,7 @@ def test_a_step_is_in_place():
         assert where(x, state) == before
 
 
+@pytest.mark.optimized
 def test_nothing_of_the_size_of_a_matrix_is_copied_without_need():
     """Of the state only ``m``; the rest of the temporaries are gradient and step in the basis."""
     tx, x = optzoo.soap(), jnp.ones((64, 64))

@@ -16,7 +16,7 @@ from optzoo.state.types import CaughtUpState
 from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
 from .test_minimize import W, loss, start
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile", "several_rounds")
+pytestmark = pytest.mark.usefixtures("several_rounds")
 
 RATE, STEPS = optax.linear_schedule(0.1, 0.02, 40), 24
 ADAM = optzoo.adam(RATE)
@@ -227,6 +227,7 @@ def test_a_replicated_table_read_as_a_whole():
     check(optzoo.eval_params(*carry), one, SHARDING)
 
 
+@pytest.mark.optimized
 def test_no_pass_over_a_shard():
     """The step, in rounds too, and a flush need little memory besides the tables, in place."""
     s, rows = optzoo.RowSharding(64_000, 4, multiple=1), lambda ids: jnp.ones((len(ids), 16))

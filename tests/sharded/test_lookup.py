@@ -13,8 +13,6 @@ import optzoo
 
 from .cases import ROWS, ids_of, mesh_of, of_ids, shards, whole
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 
 def sharded_gradients(loss, mesh, tables, *batch):
     """The mean loss of all devices, and the dense gradients of the tables."""

@@ -13,7 +13,7 @@ from optzoo.state.fit import StateError
 
 from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile", "several_rounds")
+pytestmark = pytest.mark.usefixtures("several_rounds")
 
 W = np.random.default_rng(1).normal(size=(WIDTH, WIDTH)).astype(np.float32)
 

@@ -16,7 +16,7 @@ from optzoo.state.sleeping.tables import has_sleepers
 from .cases import ROWS, mesh_of, of_ids, shards, whole
 from .test_minimize import batches, check, loss, start, train, train_on_one
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile", "several_rounds")
+pytestmark = pytest.mark.usefixtures("several_rounds")
 
 MESH, SHARDING = mesh_of(4), optzoo.RowSharding(ROWS, 4, multiple=16)
 SGD, LAZY, ADAM = optzoo.gradient_descent(1.0), optzoo.lazy_adam(0.01), optzoo.adam(0.01, eps=1e-3)

@@ -14,8 +14,6 @@ import optzoo
 
 from .cases import mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 # Both tables have 8 stored rows on 2 shards, and so have two kernels.
 TABLES = {
     "emb": optzoo.RowSharding(8, 2, multiple=1),

@@ -502,6 +502,7 @@ def test_what_a_step_needs():
         optzoo.minimize(of_rows, tx)(p, state, ids)
 
 
+@pytest.mark.optimized
 def test_large_tables_and_slots_stay_where_they_are():
     tx = optzoo.caught_up(packed(optzoo.adam()))
     x = {"table": jnp.ones((50_000, 16)), "layer": jnp.ones(3)}

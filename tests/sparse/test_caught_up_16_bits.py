@@ -130,6 +130,7 @@ def test_what_is_refused(x64):
             optzoo.caught_up(adam, tables=True).init(both)
 
 
+@pytest.mark.optimized
 def test_words_of_two_slots_stay_where_they_are():
     """No pass over the table for the random bits either."""
     slots = optzoo.slots_dtype(optzoo.adam(), "bfloat16", stochastic=True, packed=True)

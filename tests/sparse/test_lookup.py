@@ -123,6 +123,7 @@ def test_a_cast_table_that_is_tied():
         optzoo.value_and_grad(loss)(TABLE, IDS)
 
 
+@pytest.mark.optimized
 def test_no_dense_array_of_a_cast_table():
     loss = lambda table, ids: weigh(lookup(table.astype("bfloat16"), ids).astype("float32"))
     table, ids = jnp.zeros((100_000, 16)), jnp.zeros((8, 8), int)
@@ -630,6 +631,7 @@ def test_a_failed_loss_leaves_no_trace():
     check(lambda table: weigh(lookup(table, IDS)), TABLE, jitted=[False])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
 def test_no_array_as_large_as_the_table(mapped):
     def loss(table, ids):

@@ -560,6 +560,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_touched_rows_are_updated_in_place(name):
     inner, memory = IN_PLACE[name]

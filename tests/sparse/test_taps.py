@@ -220,6 +220,7 @@ LARGE = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", LARGE)
 def test_no_array_as_large_as_the_table(case):
     table, ids = jnp.zeros((100_000, 16)), jnp.zeros((8, 8), int)
@@ -269,6 +270,7 @@ def test_the_settings_of_a_checkpoint_are_kept():
     assert text.count("= sin ") + text.count(":= sin ") == 2
 
 
+@pytest.mark.optimized
 def test_name_scopes_are_kept():
     def loss(table, ids):
         with jax.named_scope("embed"):

@@ -232,6 +232,7 @@ def test_a_cycle_of_one_keeps_rows():
     assert isinstance(updates["table"], SparseRows) and state.sums == ()
 
 
+@pytest.mark.optimized
 def test_rows_cost_no_array_as_large_as_the_table():
     x = {"table": jnp.zeros((100_000, 16))}
     tx = accumulate(optzoo.gradient_descent(0.1), 4, rows={".*": 8})

@@ -390,6 +390,7 @@ def test_packed_slots_are_saved_as_plain_arrays(tmp_path):
     chex.assert_trees_all_equal(step(tx, x, x, restored), step(tx, x, x, state))
 
 
+@pytest.mark.optimized
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then copied a slot in 16 bits")
 @pytest.mark.parametrize("options", [{"stochastic": True}, BOTH], ids=["apart", "packed"])
 def test_no_copy_of_the_slots(options):
@@ -422,6 +423,7 @@ def touched_sums(rule):
     return lambda g, x, s, t, **scheduled: optzoo.lazy(rule)(g, x, s, t, **scheduled)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
     """Nothing of the table's size is made: only the touched rows are loaded."""

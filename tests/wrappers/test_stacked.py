@@ -172,7 +172,6 @@ def test_sums_over_all_parameters_are_right_without_the_check(name):
 # The check of the values
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("make", OPTAX.values(), ids=list(OPTAX))
 def test_check_passes_element_wise_optimizers_of_optax(make):
     check_stacked(make(), params(4), max_members=3)
@@ -182,7 +181,6 @@ def test_check_passes_element_wise_optimizers_of_optax(make):
 QUICK = {*WHOLE, "adam", "ftrl", "rmsprop"}
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in sorted(optzoo.CATALOG)],
@@ -196,7 +194,6 @@ def test_check_passes_the_catalogue_or_names_the_difference(name):
         check()
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(
     "inner",
     [*(inner for name, (inner, _) in REFUSED.items() if name not in SAME), *DIFFERENT.values()],
