@@ -17,7 +17,7 @@ from .costs import (  # noqa: F401 (hooks)
     pytest_runtest_protocol,
     pytest_terminal_summary,
 )
-from .selection import mark_costly
+from .selection import select
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 jax.config.update("jax_num_cpu_devices", 8)
@@ -34,62 +34,6 @@ for name, value in {
 }.items():
     chosen = os.environ.setdefault(name.upper(), str(value))
     jax.config.update(name, type(value)(chosen))
-
-# The conformance tests that do not apply.
-EXCEPT = {
-    # A norm of all parameters flattened into one is another norm.
-    "tests/test_contract.py::test_flatten[lars]",
-    "tests/test_contract.py::test_flatten[normalized_sgd]",
-    # Flattened, every element is a row.
-    "tests/test_contract.py::test_flatten[counter_row_wise_adagrad]",
-    "tests/test_contract.py::test_flatten[cowclip_row_wise_adagrad]",
-    "tests/test_contract.py::test_flatten[global_decay_row_wise_adagrad]",
-    "tests/test_contract.py::test_flatten[lamb]",
-    "tests/test_contract.py::test_flatten[partial_row_wise_adam]",
-    "tests/test_contract.py::test_flatten[partial_row_wise_lamb]",
-    "tests/test_contract.py::test_flatten[row_wise_adagrad]",
-    "tests/test_contract.py::test_flatten[row_wise_lars]",
-    "tests/test_contract.py::test_flatten[row_wise_rmsprop]",
-    # The rule of LARS for rows is another: momentum.
-    "tests/test_contract.py::test_rows_equal_the_dense_gradient_where_they_touch[lars]",
-    "tests/test_contract.py::test_rows_of_other_ranks[lars]",
-    # A tensor flattened into a vector has one large matrix in the place of one for each dimension.
-    "tests/test_contract.py::test_flatten[shampoo]",
-    # And with SOAP a vector takes Adam's steps.
-    "tests/test_contract.py::test_flatten[soap]",
-    # These look into slots that have the shape of the parameter; of its dimensions there are
-    # tuples of matrices. tests/second_order/test_shampoo.py has the same for them.
-    "tests/test_contract.py::test_no_gradient_no_change[blocked_shampoo]",
-    "tests/test_contract.py::test_no_gradient_no_change[shampoo]",
-    "tests/test_contract.py::test_no_gradient_no_change[soap]",
-    "tests/test_contract.py::test_rows_equal_the_dense_gradient_where_they_touch[blocked_shampoo]",
-    "tests/test_contract.py::test_rows_equal_the_dense_gradient_where_they_touch[shampoo]",
-    "tests/test_contract.py::test_rows_equal_the_dense_gradient_where_they_touch[soap]",
-    "tests/test_contract.py::test_untouched_rows[blocked_shampoo]",
-    "tests/test_contract.py::test_untouched_rows[shampoo]",
-    "tests/test_contract.py::test_untouched_rows[soap]",
-    # GGT sees all parameters as one vector, on purpose: what is done to a part of them is another
-    # problem, and NaN is everywhere. Its window has one more axis.
-    "tests/test_contract.py::test_composes_with_optax[ggt-partition]",
-    "tests/test_contract.py::test_composes_with_optax_on_rows[ggt]",
-    "tests/test_contract.py::test_masked_leaves_pass[ggt]",
-    "tests/test_contract.py::test_nan_stays_in_its_leaf[ggt-dense]",
-    "tests/test_contract.py::test_nan_stays_in_its_leaf[ggt-rows]",
-    "tests/test_contract.py::test_no_gradient_no_change[ggt]",
-    "tests/test_contract.py::test_untouched_rows[ggt]",
-    # tests/second_order/test_ggt.py has one for the window and the Gram matrix.
-    "tests/test_sharding.py::test_sharded[ggt-dense]",
-    "tests/test_sharding.py::test_sharded[ggt-rows]",
-    # Counters stay in float32: in 16 bits they would end at 256.
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[counter_row_wise_adagrad-float32-bfloat16]",
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[cowclip_row_wise_adagrad-float32-bfloat16]",
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[global_decay_row_wise_adagrad-float32-bfloat16]",
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[row_wise_rmsprop-float32-bfloat16]",
-    # Statistics stay in float32, as tests/second_order/test_shampoo.py says.
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[blocked_shampoo-float32-bfloat16]",
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[shampoo-float32-bfloat16]",
-    "tests/wrappers/test_slots_dtype.py::test_slots_keep_their_dtype[soap-float32-bfloat16]",
-}
 
 
 def pytest_configure(config):
@@ -113,13 +57,10 @@ def pytest_sessionstart(session):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Takes out what does not apply, rather than to skip it at run time; marks long tests."""
-    mark_costly(items)
-    out = [item for item in items if item.nodeid in EXCEPT]
-    items[:] = [item for item in items if item.nodeid not in EXCEPT]
-    config.hook.pytest_deselected(items=out)
+    config.hook.pytest_deselected(items=select(items))
 
 
-@pytest.fixture(params=sorted(CATALOG))
+@pytest.fixture(params=sorted(CATALOG), scope="module")
 def entry(request):
     """Each optimizer of the catalogue in turn, with a step count where it needs one."""
     entry = CATALOG[request.param]

@@ -121,6 +121,9 @@ def times(factor, rate):
     return (lambda k: factor * rate(k)) if callable(rate) else factor * rate
 
 
+# Plain `make test` runs the suite on these: one for each kind of state and of need for parameters.
+QUICK = ("adam", "counter_row_wise_adagrad", "ftrl", "ggt", "lars", "shampoo")
+
 # Tests that take long. Plain `make test` leaves them out.
 FULL = [
     "AccumulationTest.test_multi_steps",

@@ -14,9 +14,8 @@ import optzoo
 from optzoo import CATALOG
 from optzoo.testing import samples
 
-from ..selection import KINDS
 from .loader import load
-from .tables import AS_SGD, DESCENT, EXCLUDED, FULL, SLOW, WRAPPERS, times
+from .tables import AS_SGD, DESCENT, EXCLUDED, FULL, QUICK, SLOW, WRAPPERS, times
 
 if optax.__version__ != "0.2.8":
     reason = f"replaces private names of optax 0.2.8; this is {optax.__version__}"
@@ -110,7 +109,7 @@ for name in CATALOG:
                 TESTS[name].append(test)
                 if matches(test, out):
                     delattr(case, method)
-                elif name not in KINDS or matches(test, FULL):
+                elif name not in QUICK or matches(test, FULL):
                     pytest.mark.full(getattr(case, method))
             globals()[f"{case.__name__}_{name}"] = case
 del case  # otherwise pytest finds the last one twice
