@@ -11,6 +11,8 @@ import optzoo
 from optzoo import CATALOG, SparseRows, leafwise, zeros
 from optzoo.first_order.adam import AdamSlots
 
+from ..selection import KINDS, quick
+
 pytestmark = pytest.mark.optimized
 
 
@@ -63,7 +65,7 @@ def test_adam_costs_what_optax_adam_costs(num_leaves):
 IN_PLACE = [name for name, entry in CATALOG.items() if entry.rows in ("lazy", "linear")]
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("name", quick(IN_PLACE, KINDS & {*IN_PLACE}))
 def test_touched_rows_are_updated_in_place(name):
     tx = CATALOG[name].make()
 

@@ -62,6 +62,7 @@ def lower(spec, width):
     return jax.jit(spec.custom_computation_fn).lower(*rows).as_text(dialect="stablehlo")
 
 
+@functools.cache
 def compiled(stablehlo):
     """A module of StableHLO as a function of arrays, compiled by XLA for the CPU."""
     with mlir.make_ir_context():
