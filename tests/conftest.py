@@ -22,6 +22,7 @@ from .selection import select
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_filtering", "off")  # it takes a third of the time of an error
 
 # Compiled programs are kept in the environment, for all workers and runs. The variables of JAX
 # take precedence; processes that tests start inherit them.
@@ -58,6 +59,12 @@ def pytest_sessionstart(session):
 def pytest_collection_modifyitems(config, items):
     """Takes out what does not apply, rather than to skip it at run time; marks long tests."""
     config.hook.pytest_deselected(items=select(items))
+
+
+def pytest_collection_finish(session):
+    """What is there now stays: garbage is looked for in what tests make, and less often."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(params=sorted(CATALOG), scope="module")
