@@ -12,6 +12,7 @@ from optzoo import SparseRows
 from optzoo.testing import samples
 from optzoo.testing.samples import dense_grads, params, step
 
+pytestmark = pytest.mark.usefixtures("eager")
 INNER = {
     "momentum": optzoo.momentum(0.1, 0.9),  # lazy
     "adam": optzoo.adam(0.1),  # dense
@@ -55,10 +56,9 @@ def test_zero_rows_change_nothing(inner):
     inner, x = INNER[inner], params()
     tx = optzoo.multitask(inner)
     x, state = step(tx, dense_grads(x), x)
-    train = jax.jit(lambda table: step(tx, {**dense_grads(x), "table": table}, x, state))
     want = step(inner, {**dense_grads(x), "table": jnp.zeros((5, 2))}, x, state)
     for zero in ZERO_ROWS.values():
-        check(x, state, train(of_rows(*zero)), want)
+        check(x, state, step(tx, {**dense_grads(x), "table": of_rows(*zero)}, x, state), want)
 
 
 def check(x, state, got, want):
