@@ -1,6 +1,5 @@
 """GGT against its formula in NumPy, and what it costs."""
 
-import functools
 import re
 
 import chex

@@ -244,8 +244,14 @@ def train(tx, *gradients):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", SEVERAL_SLOTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(("bfloat16", name) for name in SEVERAL_SLOTS),
+        ("float32", "lazy_adam"),
+        ("float32", "rmsprop"),
+    ],
+)
 def test_packed_slots_are_those_that_are_not(name, dtype):
     grads = dense_grads(params()), row_grads(params())
     options = {"stochastic": dtype == "bfloat16"}
@@ -279,16 +285,15 @@ def test_a_start_that_is_not_zero_is_packed():
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_updates_are_of_the_slots_as_kept(options):
     """In bfloat16; in float16 of the slots before they are rounded."""
-    x, g = jnp.ones(64), jax.random.normal(jax.random.key(1), (64,))
-    updates, state = slots_dtype(optzoo.adam(0.1), "bfloat16", **options).update(
-        g, slots_dtype(optzoo.adam(0.1), "bfloat16", **options).init(x), x
-    )
-    m, v = (optzoo.get_slot(state, name).astype(jnp.float32) for name in "mv")
-    want = -0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (jnp.sqrt(v) + 1e-8)
+    x, g = jnp.ones(64), np.random.default_rng(1).normal(size=64).astype("float32")
+    small = np.float32(1e-4) * g  # squares that float16 takes for zero
+    update = lambda tx, g: jax.jit(tx.update)(g, tx.init(x), x)
+    updates, state = update(slots_dtype(optzoo.adam(0.1), "bfloat16", **options), g)
+    m, v = (np.float32(optzoo.get_slot(state, name)) for name in "mv")
+    want = -0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (np.sqrt(v) + 1e-8)
     np.testing.assert_allclose(updates, want, rtol=1e-4)
-    tx = slots_dtype(optzoo.adam(0.1), "float16", **options)
-    updates, _ = tx.update(1e-4 * g, tx.init(x), x)  # squares that float16 takes for zero
-    want, _ = optzoo.adam(0.1).update(1e-4 * g, optzoo.adam(0.1).init(x), x)
+    updates, _ = update(slots_dtype(optzoo.adam(0.1), "float16", **options), small)
+    want, _ = update(optzoo.adam(0.1), small)
     np.testing.assert_allclose(updates, want, rtol=1e-6)
 
 
@@ -310,15 +315,16 @@ def test_rows_are_rounded_as_in_the_dense_gradient_and_others_are_unchanged():
 
 def test_a_run_repeats_whatever_it_runs_under():
     tx = slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH)
-    x, gs = jnp.ones((8, 4)), jax.random.normal(jax.random.key(0), (3, 8, 4))
+    x, gs = jnp.ones((8, 4)), np.random.default_rng(0).normal(size=(3, 8, 4)).astype("float32")
 
     def steps(x, gs):
         body = lambda carry, g: (step(tx, g, *carry), None)
         return jax.lax.scan(body, (x, tx.init(x)), gs)[0]
 
     want = (x, tx.init(x))
-    for g in gs:
-        want = step(tx, g, *want)
+    with jax.disable_jit():
+        for g in gs:
+            want = step(tx, g, *want)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
     lanes = jax.jit(jax.vmap(steps))(np.stack([x + 1, x]), np.stack([gs, gs]))
@@ -341,15 +347,15 @@ def test_seeds_differ_and_can_be_given_for_a_step():
 
 
 def test_parameters_of_equal_shape_are_rounded_apart():
-    x = {"a": jnp.ones(64), "b": jnp.ones(64)}
-    g = jax.tree.map(lambda a: a * jnp.linspace(0.1, 1, 64), x)
+    x = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    g = jax.tree.map(lambda a: a * np.linspace(0.1, 1, 4096, dtype="float32"), x)
     _, state = step(slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH), g, x)
     for name in "mv":
         slot = optzoo.get_slot(state, name)
         assert (slot["a"] != slot["b"]).any()
     m, v = (optzoo.get_slot(state, name)["a"].astype(jnp.float32) for name in "mv")
     up = (m > 0.1 * g["a"]), (v > 0.001 * g["a"] ** 2)
-    assert 0.2 < (up[0] == up[1]).mean() < 0.8  # and so are the two slots
+    assert 0.45 < (up[0] == up[1]).mean() < 0.55  # and so are the two slots
 
 
 # multitask tells apart the live arrays of a state, one for each parameter and slot.
@@ -519,26 +525,26 @@ def after_two_steps(tx):
 
 @pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.momentum(lr, 0.9)])
 def test_derivatives_pass_straight_through_random_rounding(make):
-    g = jnp.linspace(0.5, 1.5, 8)
-    want = jax.grad(after_two_steps(make(0.1)))(g)
-    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "bfloat16", stochastic=True)))(g)
+    g = np.linspace(0.5, 1.5, 8, dtype="float32")
+    rounded = slots_dtype(make(0.1), "bfloat16", stochastic=True)
+    got, want = (jax.jit(jax.grad(after_two_steps(tx)))(g) for tx in (rounded, make(0.1)))
     # The derivatives at slots that are rounded to 1/256.
-    np.testing.assert_allclose(got, want, atol=0.1 * jnp.max(jnp.abs(want)))
+    np.testing.assert_allclose(got, want, atol=0.1 * np.max(np.abs(want)))
 
 
 @pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.ftrl(lr)])
 def test_derivatives_pass_through_slots_packed_in_float32(make):
-    g = jnp.linspace(0.5, 1.5, 8)
-    want = jax.grad(after_two_steps(make(0.1)))(g)
-    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "float32", packed=True)))(g)
+    g = np.linspace(0.5, 1.5, 8, dtype="float32")
+    packed = slots_dtype(make(0.1), "float32", packed=True)
+    got, want = (jax.jit(jax.grad(after_two_steps(tx)))(g) for tx in (packed, make(0.1)))
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, BOTH], ids=["nearest", "random"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_derivatives_through_words_are_refused(dtype, options):
-    g, tx = jnp.linspace(0.5, 1.5, 8), slots_dtype(optzoo.adam(0.1), dtype, **options)
+    g, tx = np.ones(8, "float32"), slots_dtype(optzoo.adam(0.1), dtype, **options)
     with pytest.raises(TypeError, match=r"packed in 16 bits .* no derivative.*packed=False"):
-        jax.grad(after_two_steps(tx))(g)
+        jax.eval_shape(jax.grad(after_two_steps(tx)), g)
     with pytest.raises(TypeError, match="packed in 16 bits"):
-        jax.jvp(after_two_steps(tx), (g,), (g,))
+        jax.eval_shape(lambda g: jax.jvp(after_two_steps(tx), (g,), (g,)), g)
