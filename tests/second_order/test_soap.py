@@ -143,7 +143,9 @@ def test_one_side():
 def test_weight_decay():
     x, mask = jax.tree.map(lambda g: jnp.ones(g.shape[1:]), gradients(1)), ("w",)
     tx, plain = optzoo.soap(0.1, weight_decay=0.5, mask=mask), optzoo.soap(0.1)
-    updates, without = (t.update(x, t.init(x), x)[0] for t in (tx, plain))
+    updates, without = (
+        jax.jit(lambda x, t=t: t.update(x, t.init(x), x)[0])(x) for t in (tx, plain)
+    )
     close(updates["w"] - without["w"], -0.05 * x["w"])
     close((updates["v"], updates["s"]), (without["v"], without["s"]))
     with pytest.raises(ValueError, match="params"):
