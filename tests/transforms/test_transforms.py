@@ -39,7 +39,7 @@ def dense(tree):
 
 
 def once(tx, grads):
-    return tx.update(grads, tx.init(params()))[0]
+    return jax.jit(tx.update)(grads, tx.init(params()))[0]
 
 
 # All transformations
