@@ -249,7 +249,8 @@ def test_weight_decay():
         for leaf, decay in zip("wvs", decayed, strict=True):
             close(got[name][leaf], got["none"][leaf] - 0.5 * 0.1 * decay)
     with pytest.raises(ValueError, match="requires the current value of parameters"):
-        txs["all"].update({"w": grads["w"][0]}, txs["all"].init({"w": grads["w"][0]}))
+        update = lambda g: txs["all"].update(g, txs["all"].init(g))
+        jax.eval_shape(update, {"w": grads["w"][0]})
 
 
 def test_zero_gradients_give_zero_steps():

@@ -50,7 +50,7 @@ def test_psum(over):
     (one, two), stacked = replicas()
     total = functools.partial(optzoo.psum, axis_name="r")
     if over == "vmap":
-        got = jax.tree.map(lambda a: a[0], jax.vmap(total, axis_name="r")(stacked))
+        got = jax.tree.map(lambda a: a[0], jax.jit(jax.vmap(total, axis_name="r"))(stacked))
     else:
         mesh = Mesh(np.array(jax.devices()[:2]), "r")
         local = lambda g: total(jax.tree.map(lambda a: a[0], g))
@@ -68,7 +68,7 @@ def test_psum_keeps_dtypes_and_exact_integers():
         "no": None,
         "rows": SparseRows(jnp.array([[1], [1]]), jnp.ones((2, 1), "float16"), 3),
     }
-    got = jax.vmap(lambda g: optzoo.psum(g, "r"), axis_name="r")(tree)
+    got = jax.jit(jax.vmap(lambda g: optzoo.psum(g, "r"), axis_name="r"))(tree)
     assert got["no"] is None
     assert [got[k].dtype for k in ("half", "count", "rows")] == ["bfloat16", "int32", "float16"]
     np.testing.assert_array_equal(got["count"], [[2**25 + 2]] * 2)

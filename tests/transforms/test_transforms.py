@@ -39,7 +39,7 @@ def dense(tree):
 
 
 def once(tx, grads):
-    return tx.update(grads, tx.init(params()))[0]
+    return jax.jit(tx.update)(grads, tx.init(params()))[0]
 
 
 # All transformations
@@ -243,8 +243,7 @@ def test_check_works_after_an_error_and_takes_a_step_and_a_word():
     assert state.count == 2
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("inside", "jit"), [(False, lambda f: f), (True, jax.jit)])
 def test_check_names_the_replica(inside, jit):
     check, x = check_numerics(), params()
     average = lambda tx: optzoo.elastic_average(tx, 8)
@@ -252,9 +251,9 @@ def test_check_names_the_replica(inside, jit):
     tx = average(optax.chain(check, sgd)) if inside else optax.chain(check, average(sgd))
     step = jit(optzoo.map_over_replicas(lambda x, state, g: tx.update(g, state, x)))
     replicated = optzoo.replicate(x, tx.init(x), 8)
-    grads = jax.tree.map(lambda a: jnp.stack([a] * 8), dense_grads(x))
+    grads = jax.tree.map(lambda a: np.stack([a] * 8), dense_grads(x))
     jax.block_until_ready(step(*replicated, grads))
-    grads["layer"] = (grads["layer"][0].at[5, 1].set(NAN), grads["layer"][1])
+    grads["layer"][0][5, 1] = NAN
     message = r"gradient of parameter 'layer/0' is NaN at step 0 on replica 5; 1 of 3 leaves"
     with pytest.raises((FloatingPointError, jax.errors.JaxRuntimeError), match=message):
         jax.block_until_ready(step(*replicated, grads))
@@ -263,14 +262,14 @@ def test_check_names_the_replica(inside, jit):
 @pytest.mark.parametrize(("axis", "where"), [("replica", " on replica 1"), ("members", "")])
 def test_check_names_the_replica_along_its_axis_alone(axis, where):
     tx = check_numerics()
-    update = jax.vmap(lambda g: tx.update(g, tx.init(params())), axis_name=axis)
-    grads = jax.tree.map(lambda a: jnp.stack([jnp.ones_like(a), a]), with_value(NAN))
-    with pytest.raises(FloatingPointError, match=f"is NaN at step 0{where}; 1 of 3"):
+    update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(params())), axis_name=axis))
+    grads = jax.tree.map(lambda a: np.stack([np.ones_like(a), a]), with_value(NAN))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 3"):
         jax.block_until_ready(update(grads))
     other = check_numerics(axis_name="members")
-    update = jax.vmap(lambda g: other.update(g, other.init(params())), axis_name=axis)
+    update = jax.jit(jax.vmap(lambda g: other.update(g, other.init(params())), axis_name=axis))
     where = {"replica": "", "members": " on replica 1"}[axis]
-    with pytest.raises(FloatingPointError, match=f"is NaN at step 0{where}; 1 of 3"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 3"):
         jax.block_until_ready(update(grads))
 
 

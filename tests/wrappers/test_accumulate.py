@@ -1,5 +1,6 @@
 """Accumulation: sums over a cycle, and an inner optimizer that runs at its end only."""
 
+import functools
 import math
 
 import chex
@@ -15,8 +16,10 @@ from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 from optzoo.transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
 from optzoo.wrappers.accumulate import accumulate
 
-X = jnp.array([1.0, -2.0, 4.0])
-GRADS = jnp.array([[0.5, 0.1, -1], [1, 2, 3], [-2, 0.3, 1], [4, 1, 1], [0, 1, 0], [2, 2, -5.0]])
+X = np.array([1.0, -2.0, 4.0], "float32")
+GRADS = np.array(
+    [[0.5, 0.1, -1], [1, 2, 3], [-2, 0.3, 1], [4, 1, 1], [0, 1, 0], [2, 2, -5]], "float32"
+)
 
 
 def run(tx, grads=GRADS, x=X, **extra):
@@ -31,13 +34,24 @@ def run(tx, grads=GRADS, x=X, **extra):
     return path, state
 
 
+def one_step(tx, grads, x):
+    return jax.jit(lambda g, x: step(tx, g, x)[0])(grads, x)
+
+
+def two_steps(tx, grads, x):
+    """Those of a cycle."""
+    train = jax.jit(functools.partial(step, tx))
+    return train(grads, *train(grads, x, tx.init(x)))
+
+
 @pytest.mark.parametrize("use_mean", [False, True])
 def test_one_update_of_the_sum_in_each_cycle(use_mean):
     path, state = run(accumulate(optzoo.adam(0.1), 3, use_mean=use_mean))
-    sums = jnp.stack([GRADS[:3].sum(0), GRADS[3:].sum(0)]) / (3 if use_mean else 1)
+    sums = np.stack([GRADS[:3].sum(0), GRADS[3:].sum(0)]) / np.float32(3 if use_mean else 1)
     want, inner = run(optzoo.adam(0.1), sums)
-    np.testing.assert_array_equal(path[:2], jnp.stack([X, X]))
-    np.testing.assert_allclose(path[jnp.array([2, 5])], want, rtol=1e-6)
+    path = np.asarray(path)
+    np.testing.assert_array_equal(path[:2], np.stack([X, X]))
+    np.testing.assert_allclose(path[[2, 5]], want, rtol=1e-6)
     np.testing.assert_array_equal(path[3], path[2])
     chex.assert_trees_all_close(state.inner, inner, rtol=1e-6)
     assert state.count == 6
@@ -58,7 +72,7 @@ def test_the_inner_optimizer_runs_once_in_a_cycle():
         return jax.tree.map(lambda g: -jnp.tanh(g), updates), state
 
     tx = accumulate(optax.GradientTransformation(lambda params: optax.EmptyState(), update), 3)
-    jax.block_until_ready(run(tx, jnp.concatenate([GRADS, GRADS[:2]])))
+    jax.block_until_ready(run(tx, np.concatenate([GRADS, GRADS[:2]])))
     jax.effects_barrier()
     assert len(calls) == 2
     jaxpr = jax.make_jaxpr(tx.update)(X, tx.init(X), X)
@@ -67,20 +81,21 @@ def test_the_inner_optimizer_runs_once_in_a_cycle():
 
 
 def test_updates_within_a_cycle_are_zero_for_all_gradients():
-    spoilt = GRADS.at[0, 0].set(jnp.nan).at[4, 1].set(jnp.inf)
-    tx, state = accumulate(optax.sgd(1.0), 2), None
-    state = tx.init(X)
-    updates = []
+    spoilt = np.array(GRADS)
+    spoilt[0, 0], spoilt[4, 1] = np.nan, np.inf
+    tx, updates = accumulate(optax.sgd(1.0), 2), []
+    update, state = jax.jit(tx.update), tx.init(X)
     for g in spoilt:
-        u, state = tx.update(g, state, X)
-        updates.append(u)
-    np.testing.assert_array_equal(jnp.stack(updates)[::2], jnp.zeros((3, 3)))
-    assert jnp.isnan(updates[1][0]) and jnp.all(jnp.isfinite(updates[1][1:]))
+        u, state = update(g, state, X)
+        updates.append(np.asarray(u))
+    np.testing.assert_array_equal(np.stack(updates)[::2], np.zeros((3, 3)))
+    assert np.isnan(updates[1][0]) and np.all(np.isfinite(updates[1][1:]))
     np.testing.assert_array_equal(updates[3], -(GRADS[2] + GRADS[3]))
 
 
 def test_micro_steps_that_are_not_finite_can_be_skipped():
-    spoilt = GRADS.at[1, 0].set(jnp.nan)
+    spoilt = GRADS.copy()
+    spoilt[1, 0] = np.nan
     tx = optax.chain(zero_if_norm_exceeds(math.inf), accumulate(optax.sgd(1.0), 3))
     path, _ = run(tx, spoilt)
     np.testing.assert_allclose(path[2], X - GRADS[0] - GRADS[2], rtol=1e-6)
@@ -111,10 +126,9 @@ def test_extra_arguments_reach_the_inner_optimizer():
 
 def test_rows_become_dense():
     tx, x = accumulate(optzoo.lazy_adam(0.1), 2), params()
-    moved, state = step(tx, row_grads(x), *step(tx, row_grads(x), x))
-    twice = jax.tree.map(lambda a: 2 * a, row_grads(x)["table"].to_dense())
-    want, _ = step(optzoo.lazy_adam(0.1), {**row_grads(x), "table": twice, "layer": jax.tree.map(
-        lambda a: 2 * a, row_grads(x)["layer"])}, x)  # fmt: skip
+    moved, state = two_steps(tx, row_grads(x), x)
+    dense = {**row_grads(x), "table": row_grads(x)["table"].to_dense()}
+    want = one_step(optzoo.lazy_adam(0.1), jax.tree.map(lambda a: 2 * np.asarray(a), dense), x)
     chex.assert_trees_all_close(moved, want, rtol=1e-6)
     assert avals(state) == avals(tx.init(x))
 
@@ -132,14 +146,14 @@ def test_a_cycle_of_one_is_the_inner_optimizer_without_a_buffer():
 def test_missing_and_masked_gradients_stay():
     tx, x = accumulate(optzoo.adam(0.1), 2), params()
     some = {"table": None, "layer": (None, jnp.ones(()))}
-    state = tx.init(x)
+    state, update = tx.init(x), jax.jit(tx.update)
     for _ in range(2):
-        updates, state = tx.update(some, state, x)
+        updates, state = update(some, state, x)
     assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
     masked = optax.masked(tx, {"table": False, "layer": True})
-    moved, state = step(masked, dense_grads(x), *step(masked, dense_grads(x), x))
+    moved, state = two_steps(masked, dense_grads(x), x)
     assert avals(state) == avals(masked.init(x))
-    want, state = step(tx, dense_grads(x), *step(tx, dense_grads(x), x))
+    want, state = two_steps(tx, dense_grads(x), x)
     chex.assert_trees_all_equal(moved["layer"], want["layer"])
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     assert marked.count is state.count and set(jax.tree.leaves(marked.sums)) == {"slot"}
@@ -148,20 +162,20 @@ def test_missing_and_masked_gradients_stay():
 def test_half_precision_sums_in_float32():
     x = jnp.zeros(2, jnp.float16)
     tx = accumulate(optzoo.gradient_descent(1.0), 3)
-    state = tx.init(x)
+    state, update = tx.init(x), jax.jit(tx.update)
     assert avals(jax.eval_shape(tx.init, x)) == avals(state)
-    small = jnp.array([2048, 1], jnp.float16)
-    for g in (small, small / 2048, small / 2048):
-        updates, state = tx.update(g, state, x)
+    small = np.array([2048, 1], "float16")
+    for g in (small, small / np.float16(2048), small / np.float16(2048)):
+        updates, state = update(g, state, x)
         assert avals(state) == avals(tx.init(x)) and updates.dtype == jnp.float16
     np.testing.assert_array_equal(updates, jnp.array([-2050, -1.001], jnp.float16))
 
 
 def test_vmap():
     tx = accumulate(optzoo.momentum(0.1, 0.9), 2)
-    many = jnp.stack([GRADS, 2 * GRADS])
-    got, _ = jax.vmap(lambda g: run(tx, g))(many)
-    want = jnp.stack([run(tx, g)[0] for g in many])
+    many = np.stack([GRADS, 2 * GRADS])
+    got, _ = jax.jit(jax.vmap(lambda g: run(tx, g)))(many)
+    want = np.stack([run(tx, g)[0] for g in many])
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -178,39 +192,41 @@ def test_bad_arguments():
 # Rows that stay rows
 
 
-@pytest.mark.parametrize("use_mean", [False, True])
-@pytest.mark.parametrize("inner", ["lazy_adam", "adam", "adagrad"])
+@pytest.mark.parametrize(
+    ("inner", "use_mean"),
+    [("lazy_adam", False), ("lazy_adam", True), ("adam", True), ("adagrad", False)],
+)
 def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
     """Steps with fewer rows than there is room for, repeated ids, padding; two cycles."""
-    inner = optzoo.CATALOG[inner].make()
+    inner, x = optzoo.CATALOG[inner].make(), {"table": params()["table"]}
+    ids = np.array([[1, 3, 1], [3, 5, 5], [5, 5, 5], [0, 5, 5], [2, 2, 2], [0, 5, 5]])
+    values = np.cos(np.arange(36.0)).reshape(6, 3, 2).astype("float32")
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def path(tx, ids, values):
+        body = lambda carry, g: 2 * (step(tx, {"table": SparseRows(*g, 5)}, *carry),)
+        return jax.lax.scan(body, (x, tx.init(x)), (ids, values))
+
     tx = accumulate(inner, 3, use_mean=use_mean, rows={"table": 4})
-    x = {"table": params()["table"]}
-    moved, state = x, tx.init(x)
-    want, wanted = x, inner.init(x)
-    for cycle in ([[1, 3, 1, 5], [3], []], [[0], [2, 2, 2, 2], [0, 5]]):
-        rows = []
-        for i, ids in enumerate(cycle):
-            before = moved
-            values = jnp.cos(i + jnp.arange(2.0 * len(ids))).reshape(-1, 2)
-            rows.append(SparseRows(jnp.array(ids, int), values, 5))
-            moved, state = step(tx, {"table": rows[-1]}, moved, state)
-            assert avals(state) == avals(tx.init(x))
-            if i < 2:
-                chex.assert_trees_all_equal(moved, before)
-        total = sum(rows[1:], rows[0])
-        total = total.with_values(total.values / (3 if use_mean else 1))
-        want, wanted = step(inner, {"table": total}, want, wanted)
-        chex.assert_trees_all_close((moved, state.inner), (want, wanted), rtol=1e-5, atol=1e-7)
+    (_, state), (moved, _) = path(tx, ids, values)
+    totals = values.reshape(2, 9, 2) / (3 if use_mean else 1)
+    (_, wanted), (want, _) = path(inner, ids.reshape(2, 9), totals)
+    start, first, last = (np.stack(3 * [a]) for a in (x["table"], *want["table"]))
+    path_of_all = np.concatenate([start[:2], first, last[:1]])
+    np.testing.assert_allclose(moved["table"], path_of_all, rtol=1e-5, atol=1e-7)
+    for still, before in ((0, x["table"]), (1, x["table"]), (3, moved["table"][2])):
+        np.testing.assert_array_equal(moved["table"][still], before)
+    np.testing.assert_array_equal(moved["table"][4], moved["table"][3])
+    chex.assert_trees_all_close(state.inner, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_rows_and_dense_parameters_together():
     x = params()
     tx = accumulate(optzoo.lazy_adam(0.1), 2, rows={"table": 8})
-    state = tx.init(x)
-    moved, state = step(tx, row_grads(x), *step(tx, row_grads(x), x, state))
-    twice = jax.tree.map(lambda a: 2 * a, row_grads(x)["layer"])
+    moved, state = two_steps(tx, row_grads(x), x)
+    twice = jax.tree.map(lambda a: 2 * np.asarray(a), row_grads(x)["layer"])
     table = row_grads(x)["table"]
-    want, _ = step(optzoo.lazy_adam(0.1), {"table": table + table, "layer": twice}, x)
+    want = one_step(optzoo.lazy_adam(0.1), {"table": table + table, "layer": twice}, x)
     chex.assert_trees_all_close(moved, want, rtol=1e-5)
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     assert set(jax.tree.leaves(marked.sums)) == {"slot"}
@@ -219,10 +235,10 @@ def test_rows_and_dense_parameters_together():
 def test_a_step_without_a_gradient_adds_no_rows():
     """Nor does it keep the rows of the cycle before."""
     x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, rows={"table": 1})
-    state, rows = tx.init(x), lambda i: SparseRows(jnp.array([i]), jnp.ones((1, 2)), 5)
-    updates = None
+    rows = lambda i: SparseRows(np.array([i]), np.ones((1, 2), "float32"), 5)
+    state, update, updates = tx.init(x), jax.jit(tx.update), None
     for g in (rows(0), rows(1), None, rows(2)):
-        updates, state = tx.update({"table": g, "layer": (None, None)}, state, x)
+        updates, state = update({"table": g, "layer": (None, None)}, state, x)
     np.testing.assert_array_equal(updates["table"].to_dense()[:, 0], [0, 0, -1, 0, 0])
 
 
@@ -246,10 +262,10 @@ def test_rows_cost_no_array_as_large_as_the_table():
 def test_half_precision_rows_sum_in_float32():
     x = {"t": jnp.zeros((4, 1), jnp.float16)}
     tx = accumulate(optzoo.gradient_descent(1.0), 3, rows={"t": 1})
-    state = tx.init(x)
+    state, update = tx.init(x), jax.jit(tx.update)
     for value in (2048.0, 1.0, 1.0):
-        g = {"t": SparseRows(jnp.array([2]), jnp.full((1, 1), value, jnp.float16), 4)}
-        updates, state = tx.update(g, state, x)
+        g = {"t": SparseRows(np.array([2]), np.full((1, 1), value, "float16"), 4)}
+        updates, state = update(g, state, x)
     np.testing.assert_array_equal(updates["t"].to_dense()[:, 0], [0, 0, -2050, 0])
 
 

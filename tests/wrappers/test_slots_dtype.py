@@ -56,16 +56,17 @@ def leafwise_states(state):
     return nodes_of(LeafwiseState, state)
 
 
+@pytest.mark.usefixtures("eager")
 def test_half_precision_parameters_train_with_the_slots_of_single_precision(entry):
     """Step by step what the same numbers give in float32; only the update is rounded."""
     tx, wide = slots_dtype(entry.make(), "float32"), entry.make()
     x = cast(params(), "bfloat16")
+    x["layer"] = (x["table"] + 1, x["layer"][1])  # few shapes: few programs
     state, wide_state = tx.init(x), wide.init(cast(x, "float32"))
     # LARS has a transformation, and so a rounding, before its slots.
     rtol = 1e-2 if entry.factory is optzoo.lars else 1e-6
-    for grads in (dense_grads(x), cast(ROWS, "bfloat16"), dense_grads(x)):
-        if isinstance(grads["table"], SparseRows):
-            grads["table"] = grads["table"].coalesce()
+    for table in (dense_grads(x)["table"], ROWS["table"].astype("bfloat16")):
+        grads = {**dense_grads(x), "table": table}
         wide_grads = {**cast(grads, "float32"), "table": grads["table"].astype("float32")}
         updates, state = tx.update(grads, state, x)
         wanted, wide_state = wide.update(wide_grads, wide_state, cast(x, "float32"))
@@ -201,19 +202,22 @@ def test_a_slow_mean_moves_only_at_random(dtype):
     assert np.median(abs(at_random / want - 1)) < spread
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
-def test_state_keeps_its_type_with_options(entry, options):
+def test_state_keeps_its_type_with_options(entry):
+    """With both options; with one of them the values below."""
     x = params()
-    tx = slots_dtype(entry.make(), "bfloat16", **options)
+    tx = slots_dtype(entry.make(), "bfloat16", **BOTH)
     state = jax.eval_shape(tx.init, x)
-    if "packed" not in options:
-        assert avals(state) == avals(slots_dtype(entry.make(), "bfloat16").init(x))
     for grads in (dense_grads(x), row_grads(x)):
         updates, after = jax.eval_shape(tx.update, grads, state, x)
         assert avals(after) == avals(state)
         assert dtypes(updates) == {jnp.dtype("float32")}
+    # Rounding at random alone changes nothing of the state.
+    plain, at_random = (
+        jax.eval_shape(slots_dtype(entry.make(), "bfloat16", stochastic=s).init, x)
+        for s in (False, True)
+    )
+    assert avals(at_random) == avals(plain)
     # Each slot by itself, in the dtype and the shape that it has when it is not packed.
-    plain = jax.eval_shape(slots_dtype(entry.make(), "bfloat16").init, x)
     assert optzoo.slot_names(state) == optzoo.slot_names(plain)
     for name in optzoo.slot_names(plain):
         assert avals(optzoo.get_slot(state, name)) == avals(optzoo.get_slot(plain, name))
@@ -230,19 +234,24 @@ SEVERAL_SLOTS = {
 
 
 def train(tx, *gradients):
-    """Under jit, all at once."""
-
-    def run(x, gradients):
-        state = tx.init(x)
-        for grads in gradients:
-            x, state = step(tx, {"table": grads["table"]}, x, state)
-        return x, {name: optzoo.get_slot(state, name) for name in optzoo.slot_names(state)}
-
-    return jax.jit(run)({"table": params()["table"]}, gradients)
+    """The table and its slots, after steps whose states have the type of the first."""
+    x = {"table": params()["table"]}
+    state = first = tx.init(x)
+    for grads in gradients:
+        x, state = step(tx, {"table": grads["table"]}, x, state)
+        assert avals(state) == avals(first)
+    return x, {name: optzoo.get_slot(state, name) for name in optzoo.slot_names(state)}
 
 
-@pytest.mark.parametrize("name", SEVERAL_SLOTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(("bfloat16", name) for name in SEVERAL_SLOTS),
+        ("float32", "lazy_adam"),
+        ("float32", "rmsprop"),
+    ],
+)
 def test_packed_slots_are_those_that_are_not(name, dtype):
     grads = dense_grads(params()), row_grads(params())
     options = {"stochastic": dtype == "bfloat16"}
@@ -250,9 +259,8 @@ def test_packed_slots_are_those_that_are_not(name, dtype):
         train(slots_dtype(SEVERAL_SLOTS[name], dtype, **options, packed=p), *grads)
         for p in (False, True)
     )
-    if dtype == "bfloat16":  # which does not show that it is another program, fused otherwise
-        chex.assert_trees_all_equal(packed, apart)
-    chex.assert_trees_all_close((packed, y), (apart, x), rtol=1e-6)
+    chex.assert_trees_all_equal(packed, apart)
+    chex.assert_trees_all_close(y, x, rtol=1e-6)
 
 
 def test_two_slots_take_one_word():
@@ -277,19 +285,19 @@ def test_a_start_that_is_not_zero_is_packed():
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_updates_are_of_the_slots_as_kept(options):
     """In bfloat16; in float16 of the slots before they are rounded."""
-    x, g = jnp.ones(64), jax.random.normal(jax.random.key(1), (64,))
-    updates, state = slots_dtype(optzoo.adam(0.1), "bfloat16", **options).update(
-        g, slots_dtype(optzoo.adam(0.1), "bfloat16", **options).init(x), x
-    )
-    m, v = (optzoo.get_slot(state, name).astype(jnp.float32) for name in "mv")
-    want = -0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (jnp.sqrt(v) + 1e-8)
+    x, g = jnp.ones(64), np.random.default_rng(1).normal(size=64).astype("float32")
+    small = np.float32(1e-4) * g  # squares that float16 takes for zero
+    update = lambda tx, g: jax.jit(tx.update)(g, tx.init(x), x)
+    updates, state = update(slots_dtype(optzoo.adam(0.1), "bfloat16", **options), g)
+    m, v = (np.float32(optzoo.get_slot(state, name)) for name in "mv")
+    want = -0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * m / (np.sqrt(v) + 1e-8)
     np.testing.assert_allclose(updates, want, rtol=1e-4)
-    tx = slots_dtype(optzoo.adam(0.1), "float16", **options)
-    updates, _ = tx.update(1e-4 * g, tx.init(x), x)  # squares that float16 takes for zero
-    want, _ = optzoo.adam(0.1).update(1e-4 * g, optzoo.adam(0.1).init(x), x)
+    updates, _ = update(slots_dtype(optzoo.adam(0.1), "float16", **options), small)
+    want, _ = update(optzoo.adam(0.1), small)
     np.testing.assert_allclose(updates, want, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("eager")
 def test_rows_are_rounded_as_in_the_dense_gradient_and_others_are_unchanged():
     tx = slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", **BOTH)
     x, warm = step(tx, dense_grads(params()), params())
@@ -307,20 +315,20 @@ def test_rows_are_rounded_as_in_the_dense_gradient_and_others_are_unchanged():
 
 def test_a_run_repeats_whatever_it_runs_under():
     tx = slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH)
-    x, gs = jnp.ones((8, 4)), jax.random.normal(jax.random.key(0), (3, 8, 4))
+    x, gs = jnp.ones((8, 4)), np.random.default_rng(0).normal(size=(3, 8, 4)).astype("float32")
 
     def steps(x, gs):
         body = lambda carry, g: (step(tx, g, *carry), None)
         return jax.lax.scan(body, (x, tx.init(x)), gs)[0]
 
     want = (x, tx.init(x))
-    for g in gs:
-        want = step(tx, g, *want)
+    with jax.disable_jit():
+        for g in gs:
+            want = step(tx, g, *want)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
-    lanes = jax.tree.map(
-        lambda a: a[1], jax.vmap(steps)(jnp.stack([x + 1, x]), jnp.stack([gs, gs]))
-    )
+    lanes = jax.jit(jax.vmap(steps))(np.stack([x + 1, x]), np.stack([gs, gs]))
+    lanes = jax.tree.map(lambda a: a[1], lanes)
     for got in (jax.jit(steps)(x, gs), jax.jit(steps)(jax.device_put(x, split), gs), lanes):
         chex.assert_trees_all_close(got[0], want[0], rtol=1e-5)
         for name in "mv":
@@ -339,15 +347,15 @@ def test_seeds_differ_and_can_be_given_for_a_step():
 
 
 def test_parameters_of_equal_shape_are_rounded_apart():
-    x = {"a": jnp.ones(64), "b": jnp.ones(64)}
-    g = jax.tree.map(lambda a: a * jnp.linspace(0.1, 1, 64), x)
+    x = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    g = jax.tree.map(lambda a: a * np.linspace(0.1, 1, 4096, dtype="float32"), x)
     _, state = step(slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH), g, x)
     for name in "mv":
         slot = optzoo.get_slot(state, name)
         assert (slot["a"] != slot["b"]).any()
     m, v = (optzoo.get_slot(state, name)["a"].astype(jnp.float32) for name in "mv")
     up = (m > 0.1 * g["a"]), (v > 0.001 * g["a"] ** 2)
-    assert 0.2 < (up[0] == up[1]).mean() < 0.8  # and so are the two slots
+    assert 0.45 < (up[0] == up[1]).mean() < 0.55  # and so are the two slots
 
 
 # multitask tells apart the live arrays of a state, one for each parameter and slot.
@@ -517,26 +525,26 @@ def after_two_steps(tx):
 
 @pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.momentum(lr, 0.9)])
 def test_derivatives_pass_straight_through_random_rounding(make):
-    g = jnp.linspace(0.5, 1.5, 8)
-    want = jax.grad(after_two_steps(make(0.1)))(g)
-    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "bfloat16", stochastic=True)))(g)
+    g = np.linspace(0.5, 1.5, 8, dtype="float32")
+    rounded = slots_dtype(make(0.1), "bfloat16", stochastic=True)
+    got, want = (jax.jit(jax.grad(after_two_steps(tx)))(g) for tx in (rounded, make(0.1)))
     # The derivatives at slots that are rounded to 1/256.
-    np.testing.assert_allclose(got, want, atol=0.1 * jnp.max(jnp.abs(want)))
+    np.testing.assert_allclose(got, want, atol=0.1 * np.max(np.abs(want)))
 
 
 @pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.ftrl(lr)])
 def test_derivatives_pass_through_slots_packed_in_float32(make):
-    g = jnp.linspace(0.5, 1.5, 8)
-    want = jax.grad(after_two_steps(make(0.1)))(g)
-    got = jax.grad(after_two_steps(slots_dtype(make(0.1), "float32", packed=True)))(g)
+    g = np.linspace(0.5, 1.5, 8, dtype="float32")
+    packed = slots_dtype(make(0.1), "float32", packed=True)
+    got, want = (jax.jit(jax.grad(after_two_steps(tx)))(g) for tx in (packed, make(0.1)))
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, BOTH], ids=["nearest", "random"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_derivatives_through_words_are_refused(dtype, options):
-    g, tx = jnp.linspace(0.5, 1.5, 8), slots_dtype(optzoo.adam(0.1), dtype, **options)
+    g, tx = np.ones(8, "float32"), slots_dtype(optzoo.adam(0.1), dtype, **options)
     with pytest.raises(TypeError, match=r"packed in 16 bits .* no derivative.*packed=False"):
-        jax.grad(after_two_steps(tx))(g)
+        jax.eval_shape(jax.grad(after_two_steps(tx)), g)
     with pytest.raises(TypeError, match="packed in 16 bits"):
-        jax.jvp(after_two_steps(tx), (g,), (g,))
+        jax.eval_shape(lambda g: jax.jvp(after_two_steps(tx), (g,), (g,)), g)

@@ -162,6 +162,7 @@ def test_slots_of_other_shapes_are_refused(x):
         stacked(optax.scale_by_factored_rms(), check=False).init(x)
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", sorted(SAME))
 def test_sums_over_all_parameters_are_right_without_the_check(name):
     inner, _ = REFUSED[name]
@@ -172,21 +173,23 @@ def test_sums_over_all_parameters_are_right_without_the_check(name):
 # The check of the values
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("make", OPTAX.values(), ids=list(OPTAX))
 def test_check_passes_element_wise_optimizers_of_optax(make):
-    check_stacked(make(), params(4), max_members=3)
+    check_stacked(make(), params(3), max_members=2)
 
 
 # Of the others, test_equals_every_optimizer_of_the_catalogue_or_refuses has the values.
-QUICK = {*WHOLE, "adam", "ftrl", "rmsprop"}
+QUICK = {"adam", "blocked_shampoo", "ftrl", "lamb", "normalized_sgd", "rmsprop", "row_wise_adagrad"}
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in sorted(optzoo.CATALOG)],
 )
 def test_check_passes_the_catalogue_or_names_the_difference(name):
-    check = lambda: check_stacked(samples.make(optzoo.CATALOG[name]), params(4), missing=True)
+    check = lambda: check_stacked(samples.make(optzoo.CATALOG[name]), params(3), missing=True)
     if name not in WHOLE:
         check()
         return
@@ -194,6 +197,7 @@ def test_check_passes_the_catalogue_or_names_the_difference(name):
         check()
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "inner",
     [*(inner for name, (inner, _) in REFUSED.items() if name not in SAME), *DIFFERENT.values()],
