@@ -5,6 +5,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 (bfloat16 for NumPy)
 import numpy as np
 import optax
 import pytest
@@ -33,12 +34,12 @@ MIXES = [
 def run(method, of_params, of_grads, masked):
     """Parameters of each replica and those to evaluate, after a scan over some ticks."""
     tx = cases.METHODS[method](optzoo.adam(0.1), cases.REPLICAS)
-    params = {"a": jnp.ones((2, 3), of_params), "b": jnp.zeros(4, of_params)}
+    params = {"a": np.ones((2, 3), of_params), "b": np.zeros(4, of_params)}
     shapes = {"a": (TICKS, cases.REPLICAS, 2, 3), "b": (TICKS, cases.REPLICAS, 4)}
     rng = np.random.default_rng(0)
-    eighths = lambda shape: jnp.asarray(rng.integers(-8, 9, shape) / 8, of_grads)  # exact in all
+    eighths = lambda shape: (rng.integers(-8, 9, shape) / 8).astype(of_grads)  # exact in all
     grads = {name: eighths(shape) for name, shape in shapes.items()}
-    takes_part = jnp.asarray(rng.random((TICKS, cases.REPLICAS)) < 0.7)
+    takes_part = rng.random((TICKS, cases.REPLICAS)) < 0.7
 
     def step(params, state, grads, takes_part):
         masks = {"active": takes_part, "arrived": takes_part} if masked else {}
