@@ -12,9 +12,20 @@ import pytest
 
 import optzoo
 
+from ..selection import quick
 from . import cases
 
 TICKS = 7
+# Those with all of what the others have.
+QUICK = [
+    "elastic_average, round robin",
+    "agn, round robin",
+    "model_average, of slots",
+    "diloco, streaming",
+    "sync_replicas, backup",
+    "sync_replicas, several ticks",
+    "drop_stale_gradient",
+]
 # Whether there is float64; the dtypes of parameters and gradients; whether some are inactive.
 MIXES = [
     (False, "float32", "bfloat16", True),
@@ -60,7 +71,7 @@ in_float32 = functools.cache(functools.partial(run, of_params="float32", of_grad
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-@pytest.mark.parametrize("method", cases.METHODS)
+@pytest.mark.parametrize("method", quick(cases.METHODS, QUICK))
 def test_dtypes_mix(method, mix, x64):
     enabled, of_params, of_grads, masked = mix
     with x64(False):

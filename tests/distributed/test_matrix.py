@@ -19,8 +19,6 @@ QUICK = {
     ("agn, round robin", "shard_map", True),
     ("diloco, streaming", "shard_map", True),
     ("drop_stale_gradient", "shard_map", True),
-    ("elastic_average", "shard_map", True),
-    ("model_average, of slots", "shard_map", True),
     ("sync_replicas, several ticks", "shard_map", True),
     ("elastic_average", "sharded jit", False),
     ("model_average, of slots", "pmap", False),
