@@ -5,7 +5,6 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401 (bfloat16 for NumPy)
 import numpy as np
 import optax
 import pytest

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optzoo
 from optzoo.state.fit import StateError
 
+from ..selection import quick
 from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
@@ -138,13 +139,7 @@ def test_meshes(name, factor):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "adam",
-        "moving_average",
-        pytest.param("momentum", marks=FULL),
-        pytest.param("nadam", marks=FULL),
-    ],
+    "name", quick(["adam", "momentum", "nadam", "moving_average"], ["adam", "moving_average"])
 )
 def test_all_optimizers_in_one_round(name):
     tx = {

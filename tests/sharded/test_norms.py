@@ -15,8 +15,9 @@ from optzoo.core.rows import Shard
 from optzoo.sparse.primitive import bind_lookup, is_lookup
 from optzoo.state.sleeping.tables import has_sleepers
 
+from ..selection import quick
 from .cases import ROWS, mesh_of, of_ids, shards, whole
-from .test_minimize import FULL, batches, check, loss, shapes, train, train_on_one
+from .test_minimize import batches, check, loss, shapes, train, train_on_one
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
@@ -41,6 +42,7 @@ IN_ROUNDS = {
         optzoo.clip_by_global_norm(0.01), optzoo.caught_up(ADAM, tables=("table",))
     ),
 }
+CLIP = "clip_by_global_norm"
 IN_ONE_ROUND = {
     "after clip": clipped(optzoo.on_values(optax.clip(0.01)), optzoo.clip_by_global_norm(0.02)),
     "variable_clipping": optzoo.variable_clipping(SGD, {"table": (0,), "small": (0, 1)}, 1.0),
@@ -60,17 +62,14 @@ def compare(tx, factor):
 
 
 # "two" has this clip as well.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=FULL) if n == "clip_by_norm" else n for n in IN_ROUNDS],
-)
+@pytest.mark.parametrize("name", quick(IN_ROUNDS, IN_ROUNDS.keys() - {"clip_by_norm"}))
 def test_norms_of_gradients_in_rounds(name):
     compare(IN_ROUNDS[name], ROUNDS)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["clip_by_global_norm", pytest.param("normalized_sgd", marks=FULL), *IN_ONE_ROUND],
+    quick(["normalized_sgd", *IN_ONE_ROUND, CLIP], [*IN_ONE_ROUND, CLIP]),
 )
 def test_norms_in_one_round(name):
     compare((IN_ROUNDS | IN_ONE_ROUND)[name], ONE_ROUND)
