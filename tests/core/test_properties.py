@@ -62,7 +62,7 @@ def train(name, grads, x, state):
 
 
 # Few shapes, for each has to be compiled: how many rows are listed, and how many there are.
-SHAPES = st.sampled_from([(0, 5), (1, 1), (4, 5), (7, 1), (7, 5)])
+SHAPES = st.sampled_from([(0, 5), (7, 1), (7, 5)])
 
 
 class Case(NamedTuple):

@@ -38,7 +38,13 @@ WAYS = ["vmap", "sharded jit", "pmap", "shard_map", "shard_map unchecked"]
 
 
 def params():
-    return {"table": jnp.arange(1.0, 11).reshape(5, 2) / 10, "bias": jnp.ones(3)}
+    table = np.arange(1, 11, dtype=np.float32).reshape(5, 2) / 10
+    return {"table": table, "bias": np.ones(3, np.float32)}
+
+
+# One object for each, so that its compiled steps are used again.
+make = functools.cache(lambda method, inner, n=REPLICAS: METHODS[method](inner, n))
+lazy_adam = functools.cache(lambda: optzoo.lazy_adam(0.1))
 
 
 def batches(ticks=TICKS, replicas=REPLICAS):
@@ -47,7 +53,7 @@ def batches(ticks=TICKS, replicas=REPLICAS):
     ids = rng.integers(0, 6, (ticks, replicas, 3))  # 5 is padding
     target = rng.normal(size=(ticks, replicas, 3)).astype(np.float32)
     takes_part = rng.random((ticks, replicas)) < 0.7
-    return jax.tree.map(jnp.asarray, (ids, target, takes_part))
+    return ids, target, takes_part
 
 
 def loss_fn(params, ids, target):
@@ -73,6 +79,7 @@ def mesh(replicas=REPLICAS):
     return jax.make_mesh((replicas,), ("replica",), auto, devices=jax.devices()[:replicas])
 
 
+@functools.cache
 def start(tx, way="vmap", replicas=REPLICAS):
     """Parameters and state of all replicas, where this way needs them."""
     places = None if way in ("vmap", "pmap") else mesh(replicas)
@@ -93,12 +100,11 @@ def over(way, step, tx, replicas=REPLICAS):
 
 def run(method, way="vmap", masked=False, inner=None, ticks=TICKS):
     """Parameters, state and losses after some ticks."""
-    tx = METHODS[method](inner or optzoo.lazy_adam(0.1), REPLICAS)
+    tx = make(method, inner or lazy_adam())
     train = over(way, train_step(tx, masked=masked), tx)
     x, state = start(tx, way)
     losses = []
-    for tick in range(ticks):
-        batch = jax.tree.map(lambda a, tick=tick: a[tick], batches())
+    for batch in list(zip(*batches(), strict=True))[:ticks]:
         x, state, value = train(x, state, *batch)
         losses.append(value)
     return x, state, np.stack(losses)

@@ -38,6 +38,22 @@ METHODS = {
 }
 
 
+@functools.cache
+def compiled(method, way, skip_nonfinite):
+    """The step of all replicas, and where it starts."""
+    tx = METHODS[method](optzoo.momentum(0.1, 0.9), skip_nonfinite=skip_nonfinite)
+
+    def step(params, state, ids, target, factor, masks):
+        loss = lambda x: factor * cases.loss_fn(x, ids, target)
+        _, grads = optzoo.value_and_grad(loss)(optzoo.per_replica(params))
+        updates, state = tx.update(grads, state, params, **masks)
+        return optax.apply_updates(params, updates), state
+
+    mesh = None if way == "vmap" else cases.mesh(N)
+    start = optzoo.replicate(cases.params(), tx.init(cases.params()), N, mesh=mesh)
+    return jax.jit(optzoo.map_over_replicas(step, mesh=mesh)), start
+
+
 def run(method, factors=None, way="vmap", skip_nonfinite=True, arrived=None):
     """Parameters of all replicas and those to evaluate, after each tick; and the last state.
 
@@ -48,23 +64,13 @@ def run(method, factors=None, way="vmap", skip_nonfinite=True, arrived=None):
         skip_nonfinite: the option.
         arrived: for each tick and replica; None to give none.
     """
-    inner = optzoo.momentum(0.1, 0.9)
-    tx = METHODS[method](inner, skip_nonfinite=skip_nonfinite)
-    factors = jnp.ones((TICKS, N)) if factors is None else jnp.asarray(factors, jnp.float32)
-    masks = {} if arrived is None else {"arrived": jnp.asarray(arrived)}
-
-    def step(params, state, ids, target, factor, masks):
-        loss = lambda x: factor * cases.loss_fn(x, ids, target)
-        _, grads = optzoo.value_and_grad(loss)(optzoo.per_replica(params))
-        updates, state = tx.update(grads, state, params, **masks)
-        return optax.apply_updates(params, updates), state
-
-    mesh = None if way == "vmap" else cases.mesh(N)
-    train = jax.jit(optzoo.map_over_replicas(step, mesh=mesh))
-    x, state = optzoo.replicate(cases.params(), tx.init(cases.params()), N, mesh=mesh)
+    factors = np.ones((TICKS, N)) if factors is None else factors
+    masks = {} if arrived is None else {"arrived": arrived}
+    train, (x, state) = compiled(method, way, skip_nonfinite)
     visited, (ids, target, _) = [], cases.batches(TICKS, N)
     for tick in range(TICKS):
-        batch = jax.tree.map(lambda a, tick=tick: a[tick], (ids, target, factors, masks))
+        now = ids, target, factors.astype(np.float32), masks
+        batch = jax.tree.map(lambda a, tick=tick: a[tick], now)
         x, state = train(x, state, *batch)
         visited.append(jax.device_get((x, optzoo.eval_params(x, state))))
     return visited, state
@@ -96,7 +102,7 @@ def breaks_no_other(method, way):
         assert np.any(slot[0] != 0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick(METHODS, METHODS.keys() - {"agn", "sync_replicas"}))
 def test_a_replica_that_breaks_for_good_breaks_no_other(method):
     breaks_no_other(method, "vmap")
 
@@ -137,19 +143,18 @@ def alone(method):
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith("sync")])
-@pytest.mark.parametrize("value", [np.nan, 1.0])
-def test_parameters_without_a_gradient_and_in_16_bits(method, value):
+def test_parameters_without_a_gradient_and_in_16_bits(method):
     tx = METHODS[method](optzoo.adam(0.1), axis_name=None, skip_nonfinite=True, **alone(method))
-    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2)}
+    params = {"a": np.ones(3, jnp.bfloat16), "b": np.ones(2, np.float32)}
     state = tx.init(params)
-    grads = {"a": jnp.full(3, value, jnp.bfloat16), "b": None}
-    updates, new = jax.jit(tx.update, static_argnames="exchange")(
-        grads, state, params, exchange=True
-    )
-    assert updates["b"] is None and updates["a"].dtype == jnp.bfloat16
-    assert np.all((updates["a"] == 0) == np.isnan(value))
-    chex.assert_tree_all_finite(new)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+    update = jax.jit(tx.update, static_argnames="exchange")
+    for value in (np.nan, 1.0):
+        grads = {"a": np.full(3, value, jnp.bfloat16), "b": None}
+        updates, new = update(grads, state, params, exchange=True)
+        assert updates["b"] is None and updates["a"].dtype == jnp.bfloat16
+        assert np.all((updates["a"] == 0) == np.isnan(value))
+        chex.assert_tree_all_finite(new)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
 
 
 def test_rows_of_a_replica_that_is_left_out_are_not_touched():
@@ -166,11 +171,12 @@ def test_rows_of_a_replica_that_is_left_out_are_not_touched():
         updates, state = tx.update(grads, state, x)
         return optax.apply_updates(x, updates), state
 
-    x, state = optzoo.replicate(jnp.ones((3, 2)), tx.init(jnp.ones((3, 2))), 3)
-    ids = jnp.array([[0], [1], [2]])
+    table = np.ones((3, 2), np.float32)
+    x, state = optzoo.replicate(table, tx.init(table), 3)
+    ids = np.array([[0], [1], [2]])
     visited = []
     for factors in ([1.0, 1.0, 1.0], [1.0, np.nan, 1.0]):
-        x, state = train(x, state, ids, jnp.array(factors))
+        x, state = train(x, state, ids, np.array(factors, np.float32))
         visited.append(np.asarray(optzoo.eval_params(x, state)).reshape(-1, 3, 2)[0])
     first, second = visited
     assert np.all(first[:2] < 1) and np.all(second[0] < first[0])

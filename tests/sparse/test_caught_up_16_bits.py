@@ -95,12 +95,12 @@ def test_tables_in_16_bits(dtype):
 def test_minimize_with_a_table_in_16_bits():
     """As in float32 from the same start, up to the roundings of a step."""
     half = lambda p: {**p, "users": p["users"].astype(jnp.float16)}
-    inner = optzoo.slots_dtype(optzoo.adam(cases.SCHEDULE), "float32", packed=True)
-    ends = []
+    tx = optzoo.caught_up(cases.packed(cases.ADAM), tables=("users",))
+    fn = lambda p, ids: cases.few_loss({**p, "users": p["users"].astype(jnp.float32)}, ids)
+    step, ends = optzoo.minimize(fn, tx), []
     for of_start in (half, lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), half(p))):
-        tx, p = optzoo.caught_up(inner, tables=cases.TABLES), of_start(cases.params())
-        fn = lambda p, ids: cases.loss({**p, "users": p["users"].astype(jnp.float32)}, ids)
-        step, state = optzoo.minimize(fn, tx), tx.init(p)
+        p = of_start(cases.few_params())
+        state = tx.init(p)
         for ids in cases.batches(20):
             p, state, value = step(p, state, ids)
         ends.append((optzoo.eval_params(p, state), value))
