@@ -61,7 +61,8 @@ class Case:
         """The compiled step, from the first parameters by default; nothing is donated."""
         params = samples.params() if params is None else params
         state = self.tx.init(params) if state is None else state
-        return self.compiled(grads, *jax.tree.map(jnp.array, (params, state)))
+        with jax.disable_jit(False):
+            return self.compiled(grads, *jax.tree.map(jnp.array, (params, state)))
 
     @functools.cached_property
     def warm(self):
@@ -83,6 +84,13 @@ def case(entry):
     return Case(entry)
 
 
+@pytest.fixture(autouse=True)
+def eager():
+    """Compiles only what a test says: without jit a condition would be compiled at each call."""
+    with jax.disable_jit():
+        yield
+
+
 # Types
 
 
@@ -90,8 +98,9 @@ def test_compiles_once_and_takes_donated_buffers(case, grads):
     params = samples.params()
     state = case.tx.init(params)
     first = avals(state)
-    for _ in range(3):
-        params, state = case.compiled(grads, params, state)
+    with jax.disable_jit(False):
+        for _ in range(3):
+            params, state = case.compiled(grads, params, state)
     assert case.compiled._cache_size() <= len(GRADS)
     assert avals(state) == first
     chex.assert_tree_all_finite(params)
@@ -210,7 +219,8 @@ def test_rows_of_other_ranks(case):
     rows = {k: SparseRows(ids, jnp.ones((3, *x.shape[1:])), len(x)) for k, x in params.items()}
     dense = {k: g.to_dense() for k, g in rows.items()}
     both = jax.jit(lambda *grads: [step(case.tx, g, params)[0] for g in grads])
-    chex.assert_trees_all_close(*both(rows, dense), rtol=1e-6)
+    with jax.disable_jit(False):
+        chex.assert_trees_all_close(*both(rows, dense), rtol=1e-6)
 
 
 # Unusual trees
@@ -276,7 +286,8 @@ def test_vmap(case):
     lanes = [(row_grads(samples.params())["table"], params), (other, params + 1)]
     stack = lambda *trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
     grads, xs = stack(*lanes)
-    got = jax.jit(jax.vmap(functools.partial(step, tx)))(grads, xs, jax.vmap(tx.init)(xs))
+    with jax.disable_jit(False):
+        got = jax.jit(jax.vmap(functools.partial(step, tx)))(grads, xs, jax.vmap(tx.init)(xs))
     chex.assert_trees_all_close(got, stack(*(step(tx, *lane) for lane in lanes)), rtol=1e-6)
 
 
@@ -299,10 +310,11 @@ def bowl(x):
 
 def test_goes_downhill(case):
     x = samples.params()
-    state, (first, _) = case.tx.init(x), bowl(x)
-    for _ in range(200):
-        x, state = case.compiled(bowl(x)[1], x, state)
-    assert bowl(x)[0] < 0.5 * first
+    with jax.disable_jit(False):
+        state, (first, _) = case.tx.init(x), bowl(x)
+        for _ in range(200):
+            x, state = case.compiled(bowl(x)[1], x, state)
+        assert bowl(x)[0] < 0.5 * first
 
 
 # Compositions
@@ -496,4 +508,4 @@ def test_orbax_round_trip(entry, case, tmp_path):
     chex.assert_trees_all_equal_structs(restored, state)
 
 
-__all__ = ["case", "grads", *(name for name in dir() if name.startswith("test_"))]
+__all__ = ["case", "eager", "grads", *(name for name in dir() if name.startswith("test_"))]
