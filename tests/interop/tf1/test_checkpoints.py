@@ -72,6 +72,7 @@ def assert_same(got, want):
 
 
 # ------------------------------------------------------------- against TensorFlow itself
+@pytest.mark.optimized  # the last bits count: without multiply-add they are others
 @pytest.mark.parametrize("name", CASES)
 def test_training_resumes_as_in_tensorflow(name, theirs):
     case, tx = CASES[name], tf1_cases.make(CASES[name])
@@ -96,6 +97,7 @@ def test_training_resumes_as_in_tensorflow(name, theirs):
         assert variable_error(name, variable, saved[variable], end[variable]) < 5e-6, variable
 
 
+@pytest.mark.optimized  # the last bits count: without multiply-add they are others
 @pytest.mark.parametrize("name", CASES)
 def test_tensorflow_resumes_as_we_do(name, theirs):
     case = CASES[name]
