@@ -44,3 +44,12 @@ def test_no_momentum_is_momentum_of_zero_without_its_slot(centered):
     path = lambda tx: trajectory(tx, jnp.zeros(2), lambda _, g: g, grads)
     np.testing.assert_allclose(path(none), path(zero), rtol=1e-6)
     assert {*none.init(G).slots._fields} == {*zero.init(G).slots._fields} - {"momentum"}
+
+
+@pytest.mark.parametrize(("eps", "want"), [(0.0, 0.0), (0.04, -0.5)])
+def test_a_variance_below_zero_is_zero(eps, want):
+    """Rounding may make it so; without an epsilon there is no step, rather than NaN."""
+    tx, x = optzoo.rmsprop(0.1, decay=0.5, eps=eps, centered=True), jnp.ones(1)
+    state = optzoo.set_slot(tx.init(x), "mg", x)
+    state = optzoo.set_slot(state, "rms", 0.99 * x)
+    np.testing.assert_allclose(tx.update(x, state)[0], [want], rtol=1e-6)
