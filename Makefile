@@ -5,6 +5,7 @@
 # make test-oldest runs the tests on the oldest versions admitted
 # make test-matrix runs the tests on every Python found and on every line of JAX; make test-states only
 #             checks that a state saved on one of them is restored on each
+# make mutants changes the code in one place at a time, and looks whether a test fails
 # make colabs executes the notebooks
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
 #             (make docs then puts them into docs/performance.md)
@@ -19,7 +20,7 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states colabs bench bench-full docs dist
+.PHONY: race test lint test-full test-oldest test-matrix test-states mutants colabs bench bench-full docs dist
 .PHONY: site site-check clean
 
 race: $(VENV)/race.installed
@@ -47,6 +48,10 @@ test-oldest:
 # Environments, logs and saved states are in .venv-matrix. ARGS="--only python3.13,jax0.8 -k adam".
 test-matrix test-states:
 	$(or $(PYTHON),python3) tests/versions/matrix.py $(if $(filter test-states,$@),--states,-n $(WORKERS)) $(ARGS)
+
+# ARGS="--number 50 --seed 3 optzoo/sparse"; results are kept in $(VENV)/mutants.
+mutants: $(VENV)/mutants.installed
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb

@@ -1,0 +1,98 @@
+"""Which tests run which lines, and how long each test takes: recorded once, with coverage."""
+
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import coverage
+
+from .sites import statement
+
+_ROUNDS = ((2, 3.0), (12, 25.0))  # tests of each file, and seconds in all; then the others
+
+
+class Record:
+    """What was recorded of a tree."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+        data = coverage.CoverageData(str(folder / "coverage"))
+        data.read()
+        self._lines: dict[str, dict[int, list[str]]] = {}
+        for file in data.measured_files():
+            name = file[file.rindex("/optzoo/") + 1 :] if "/optzoo/" in file else file
+            self._lines[name] = data.contexts_by_lineno(file)
+
+    @classmethod
+    def of(cls, copy: pathlib.Path, folder: pathlib.Path, *, old: bool, workers: int) -> "Record":
+        """The record of a copy of the project; made now if there is none for these files."""
+        stamp = folder / "of.txt"
+        now = _fingerprint(copy)
+        if not stamp.exists() or (stamp.read_text() != now and not old):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            print("recording which tests run which lines ...", flush=True)
+            subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal",
+                 "-p", "tests.mutants.plugin", "-m", "not full",
+                 "--cov=optzoo", "--cov-context=test", "--cov-report="],
+                cwd=copy, check=True, stdout=(folder / "log.txt").open("w"),
+                env=dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1",
+                         COVERAGE_FILE=str(folder / "coverage"),
+                         MUTANTS_SECONDS=str(folder / "seconds.json")),
+            )  # fmt: skip
+            stamp.write_text(now)
+        return cls(folder)
+
+    def rounds(self, path: str, code: str, line: int) -> list[list[str]]:
+        """The tests of a line in rounds: the cheapest ones of each file first.
+
+        A line that is run when the file is imported has all tests that run any line of the file.
+        A test that shares a compiled program runs no line of it, so all tests of the same files
+        are a last round.
+        """
+        lines = self._lines.get(path, {})
+        tests = _tests(lines.get(i, ()) for i in statement(code, line))
+        if not tests:
+            tests = _tests(lines.values()) or set(self._seconds)
+        files = {name.partition("::")[0] for name in tests}
+        others = {name for name in self._seconds if name.partition("::")[0] in files} - tests
+        rounds = []
+        for number, seconds in _ROUNDS:
+            taken, spent = collections.Counter[str](), 0.0
+            rounds.append([])
+            for name in sorted(tests, key=self._cost):
+                file = name.partition("::")[0]
+                if taken[file] < number and spent < seconds:
+                    taken[file] += 1
+                    spent += self._cost(name)
+                    rounds[-1].append(name)
+            tests -= set(rounds[-1])
+        rounds += [list(tests), list(others)]
+        return [sorted(names, key=self._by_file) for names in rounds if names]
+
+    def _cost(self, name):
+        return self._seconds.get(name, 0.0)
+
+    def _by_file(self, name):
+        return name.partition("::")[0], self._cost(name)
+
+
+def _tests(contexts) -> set[str]:
+    """Of contexts such as ``tests/a.py::test_b|call``."""
+    return {name.rpartition("|")[0] for names in contexts for name in names if name}
+
+
+def _fingerprint(copy):
+    digest = hashlib.sha256()
+    for file in sorted([*copy.glob("optzoo/**/*.py"), *copy.glob("tests/**/*.py")]):
+        if file.parent.name == "mutants":
+            continue
+        digest.update(str(file.relative_to(copy)).encode() + file.read_bytes())
+    return digest.hexdigest()
