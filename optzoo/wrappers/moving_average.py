@@ -33,7 +33,7 @@ def moving_average(
     :func:`optzoo.swap` exchanges them with the parameters. Every step updates the averages of all
     rows of a table, also with row-sparse gradients, so its cost grows with the size of the table;
     ``caught_up(moving_average(optimizer))`` catches up the averages of rows that sleep as well
-    (:func:`optzoo.caught_up`).
+    (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
 
     It must be the last transformation of a chain: it averages the parameters plus this update.
 
