@@ -1,4 +1,7 @@
-"""The public names, and who may import whom."""
+"""The public names, their arguments and defaults, and who may import whom.
+
+``python -m tests.test_api`` writes ``signatures.txt`` anew.
+"""
 
 import ast
 import graphlib
@@ -72,6 +75,45 @@ def test_docstrings_of_wrappers_are_complete(name):
 def test_no_docstring_of_a_wrapper_is_forgotten(folder, names):
     files = {path.stem for path in (PACKAGE / folder).glob("[a-z]*.py")}
     assert {getattr(optzoo, name).__module__.rsplit(".", 1)[1] for name in names} == files
+
+
+SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt")
+
+
+def signatures():
+    """The arguments and defaults of all that is public, and what the tables say."""
+    things = {n: getattr(optzoo, n) for n in optzoo.__all__}
+    things |= {f"rules.{n}": thing for n, thing in vars(optzoo.rules).items() if n[0] != "_"}
+    others = ("sgd", "nadam_keras", "EmbOptimType.ADAM")  # all modes of FBGEMM have the same
+    things |= {f"create({n!r})": optzoo.registry.factory_of(n) for n in others}
+    takes = lambda thing: inspect.isfunction(thing) or hasattr(thing, "_fields")
+    lines = [f"{name}{signature(thing)}" for name, thing in sorted(things.items()) if takes(thing)]
+    tables = {**optzoo.CATALOG, **optzoo.DISTRIBUTED, **optzoo.WRAPPERS}
+    for name, entry in sorted(tables.items()):
+        if not entry.factory.__module__.startswith("optzoo."):
+            continue  # registered by another test
+        fields = entry._replace(factory=entry.factory.__name__)._asdict()
+        if "sized" in fields:  # arguments by a function of the number of replicas
+            fields["sized"] = list(fields["sized"])
+        lines.append(f"{type(entry).__name__} {name}: {fields}")
+    return "\n".join(lines) + "\n"
+
+
+def signature(thing):
+    """Without annotations; a default that is a function by its name."""
+    empty = inspect.Parameter.empty
+    parameters = []
+    for parameter in inspect.signature(thing).parameters.values():
+        default = parameter.default
+        if default is not empty:
+            default = getattr(default, "__name__", default)
+        parameters.append(parameter.replace(annotation=empty, default=default))
+    return inspect.Signature(parameters)
+
+
+def test_arguments_and_defaults_are_those_that_are_promised():
+    """A change of a line is a change for users: it belongs in the changelog."""
+    assert signatures().splitlines() == SIGNATURES.read_text().splitlines()
 
 
 def imports(path):
@@ -154,3 +196,7 @@ def test_no_file_imports_itself_by_others():
 
 def test_families_are_all_known():
     assert {entry.family for entry in optzoo.CATALOG.values()} <= set(FAMILIES)
+
+
+if __name__ == "__main__":
+    SIGNATURES.write_text(signatures())

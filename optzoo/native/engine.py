@@ -36,7 +36,7 @@ def problem() -> str | None:
 @functools.cache
 def warn_once(reason: str) -> None:
     """Warns that XLA takes the place of native code."""
-    warnings.warn(f"{reason}. XLA computes the same", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"{reason}. XLA computes the same", RuntimeWarning, stacklevel=2)
 
 
 def test_itself() -> None:

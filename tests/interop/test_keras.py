@@ -210,6 +210,18 @@ def test_slots_by_name():
     assert state.slots["adam_velocities"]["b"].shape == (2,)
 
 
+def test_by_name_with_all_arguments():
+    theirs = keras.optimizers.Nadam(0.1, beta_1=0.5, beta_2=0.7, epsilon=0.1)
+    ours = optzoo.create("nadam_keras", learning_rate=0.1, b1=0.5, b2=0.7, eps=0.1)
+    x = params()
+
+    def two_steps(tx):
+        moved, state = step(tx, dense_grads(x), x)
+        return step(tx, dense_grads(x), moved, state)[0]
+
+    chex.assert_trees_all_equal(two_steps(ours), two_steps(keras_optimizer(theirs)))
+
+
 def test_a_rate_is_no_state():
     trees = [keras_optimizer(K.Adam(rate)).init(params()) for rate in (0.1, S.CosineDecay(1.0, 9))]
     chex.assert_trees_all_equal(*trees)

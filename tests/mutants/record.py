@@ -51,7 +51,7 @@ class Record:
         return cls(folder)
 
     def rounds(self, path: str, code: str, line: int) -> list[list[str]]:
-        """The tests of a line in rounds: the cheapest ones of each file first.
+        """The tests of a line in rounds: the cheapest ones of each file, those near to it, all.
 
         A line that is run when the file is imported has all tests that run any line of the file.
         A test that shares a compiled program runs no line of it, so all tests of the same files
@@ -74,7 +74,8 @@ class Record:
                     spent += self._cost(name)
                     rounds[-1].append(name)
             tests -= set(rounds[-1])
-        rounds += [list(tests), list(others)]
+        near = {name for name in tests if _is_near(path, name)}
+        rounds += [near, tests - near, others]
         return [sorted(names, key=self._by_file) for names in rounds if names]
 
     def _cost(self, name):
@@ -82,6 +83,13 @@ class Record:
 
     def _by_file(self, name):
         return name.partition("::")[0], self._cost(name)
+
+
+def _is_near(path: str, test: str) -> bool:
+    """Whether a test is in a folder, or a file, with the name of the file or of its folder."""
+    file = pathlib.PurePath(path)
+    parts = pathlib.PurePath(test.partition("::")[0]).with_suffix("").parts
+    return bool({file.stem, f"test_{file.stem}", file.parent.name} & set(parts))
 
 
 def _tests(contexts) -> set[str]:

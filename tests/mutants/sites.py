@@ -28,6 +28,7 @@ _LIKELY = {
     "RShift": ("LShift",),
 }
 _BINARY = "ReplaceBinaryOperator_"
+_GUARD = "strict="  # of zip: it guards the code itself and changes no result
 _LEFT_OUT = ("core/ExceptionReplacer",)  # it fails for names with a dot
 
 
@@ -54,9 +55,8 @@ class DropKeyword(Operator):
 
 
 def _keywords(arglist):
-    """Those that change what is computed; ``strict=`` of ``zip`` only guards the code itself."""
     named = (c for c in arglist.children if c.type == "argument" and c.children[1] == "=")
-    return [c for c in named if c.children[0].value != "strict"]
+    return [c for c in named if c.children[0].value != _GUARD[:-1]]
 
 
 class Site(NamedTuple):
@@ -99,6 +99,8 @@ def sites(root: pathlib.Path, path: str) -> list[Site]:
     result = []
     for (line, column), choices in sorted(places.items()):
         text = lines[line - 1]
+        if text[:column].endswith(_GUARD):
+            continue
         name = (path, text.strip(), column - len(text) + len(text.lstrip()))
         seen[name] += 1
         result.append(Site(path, line, column, _hash(*name, seen[name]), tuple(choices)))

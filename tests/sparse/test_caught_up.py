@@ -14,6 +14,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.sparse import sleepers_step
+from optzoo.state.sleeping import tables
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)
 TABLES = ("users", "items", "bias")
@@ -92,6 +93,16 @@ def train_few(tx, steps, **extra_args):
 
 
 FEW_ASLEEP = optzoo.caught_up(ADAM, tables=("users",), horizon=1)
+
+
+def test_flush_in_blocks(monkeypatch):
+    """In blocks of which the last one overlaps, the same as at once."""
+    p, state, _ = train(ASLEEP, 12)
+    assert any((np.asarray(last) < 12).any() for last in jax.tree.leaves(state.last))
+    with jax.disable_jit():
+        at_once = optzoo.flush(p, state)
+        monkeypatch.setattr(tables, "_BLOCK", 16)
+        chex.assert_trees_all_equal(optzoo.flush(p, state), at_once)
 
 
 @pytest.mark.parametrize("layout", ["plain", "packed, as on an accelerator"])

@@ -216,7 +216,7 @@ def _with_tag(options: ParamOptions) -> ParamOptions:
 
 def _fill_from_outer(layers: dict[str, ParamOptions], found: Mapping[str, Any]) -> None:
     """A layer inside of another inherits what it does not set itself."""
-    for name in sorted(layers, key=len):
+    for name in sorted(layers):  # a layer comes before those inside of it
         outer = _innermost([other for other in layers if other != name], name)
         if outer is None:
             continue
