@@ -277,6 +277,7 @@ def test_arguments_of_updates_are_checked(name):
 def test_other_arguments_of_updates_pass(name):
     tx = UPDATES[name]
     others = {"value": 1.0, "loss_fn": None, "step": 3, "rate": "x", "learning_rate_fn": None}
+    others |= {"learning": 1, "global_norm": 2.0}  # only alike
 
     def update(rate, step):
         given = {"learning_rate": rate, "global_step": step, **others}

@@ -111,7 +111,7 @@ def plain(inner, want, known):
 @pairs(
     every=[1, 2, 3],
     use_mean=[False, True],
-    rows=[None, 4],
+    rows=[None, 4, 6],
     kind=["rows", "dense"],
     inner=sorted(INNER),
     counted=[True, False],
