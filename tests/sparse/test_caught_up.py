@@ -15,6 +15,7 @@ from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.sparse import sleepers_step
 from optzoo.state.sleeping import tables
+from optzoo.testing.samples import with_global_step
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)
 TABLES = ("users", "items", "bias")
@@ -404,6 +405,7 @@ FOLLOWED = {
     "inside": lambda tx: optax.chain(optzoo.scale(1.0), optax.chain(tx, optzoo.scale(0.5))),
     "groups": lambda tx: optzoo.groups({".*": optax.chain(tx, optzoo.scale(0.5))}),
     "twice": lambda tx: optax.chain(tx, tx),
+    "counted": lambda tx: with_global_step(optax.chain)(tx, optzoo.scale(0.5)),
     "wrapper": lambda tx: optax.GradientTransformation(
         tx.init,
         lambda g, s, p: optzoo.scale(0.5).update(*(done := tx.update(g, s, p)))[:1] + done[1:],
