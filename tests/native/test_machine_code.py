@@ -7,13 +7,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
 
 import optzoo
 from optzoo.native import engine, machine
-from optzoo.native.call_frame import version_of_jaxlib
+from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.calls import leaf_kernel
 from optzoo.native.groups import Leaf
 from optzoo.native.operations import is_elementwise
@@ -91,6 +92,7 @@ def test_the_check_finds_calls():
             check(name, text)
 
 
+INF, NAN = float("inf"), float("nan")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int32", "uint32", "int64", "uint64", "uint16"]
 OPERATIONS = {
@@ -104,16 +106,19 @@ OPERATIONS = {
 }
 
 
-def kernel_of(f, dtype):
-    """The kernel of what is known to the native engine of the results of ``f`` of two arrays."""
-    aval = jax.ShapeDtypeStruct((8,), dtype)
+def leaf_of(f, dtype, size=8):
+    """What is known to the native engine of the results of ``f`` of two arrays."""
+    aval = jax.ShapeDtypeStruct((size,), dtype)
     program = read_program(jax.make_jaxpr(f)(aval, aval).jaxpr)
     known = [op for op in program.operations if is_elementwise(op)]
     made = {v for op in known for v in op.outs} | {*program.inputs}
     outs = [v for v in program.results if v in made]
     assert all(v in made or v.literal is not None for op in known for v in op.ins)
-    leaf = Leaf(program.inputs, outs, known, {}, [], program.inputs)
-    return leaf_kernel("kernel", leaf, version_of_jaxlib())
+    return Leaf(program.inputs, outs, known, {}, [], program.inputs)
+
+
+def kernel_of(f, dtype):
+    return leaf_kernel("kernel", leaf_of(f, dtype), version_of_jaxlib())
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -126,3 +131,79 @@ def test_operations_call_no_library(name, x64):
             check(name, kernel_of(conversions(dtype), dtype))
         for dtype in FLOATS:
             check(name, kernel_of(computed, dtype))
+
+
+SPECIAL = {
+    # With two that are halfway between two numbers of bfloat16.
+    "float": [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        2.5,
+        3.5,
+        1 + 2**-8,
+        1 + 3 * 2**-8,
+        -1e-3,
+        1e-6,
+        300.0,
+        65504.0,
+        INF,
+        -INF,
+        NAN,
+    ],
+    "int": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1],
+    "uint": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1],
+    "bool": [False, True],
+}
+
+
+def values(dtype):
+    """All pairs of special values of a dtype."""
+    kind = dtype.rstrip("0123456789").removeprefix("b") if dtype != "bool" else dtype
+    some = np.array(SPECIAL[kind], jnp.dtype(dtype))
+    if dtype == "float32":
+        some[-1:].view("uint32")[:] = 0x7FFFFFFF  # NaN; rounded as a number it would be -0
+    return np.repeat(some, len(some)), np.tile(some, len(some))
+
+
+def computed(f, x, y):
+    """The results of the native engine, called as XLA calls it."""
+    leaf = leaf_of(f, str(x.dtype), len(x))
+    place = machine.address(lambda name: leaf_kernel(name, leaf, version_of_jaxlib()))[1]
+    results = [np.zeros(len(x), v.dtype) for v in leaf.outs]
+    call_as_xla(place, [x, y], results)
+    return results
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_operations_compute_what_xla_does(dtype, x64):
+    """Of special values as well, and rounded to 16 bits once."""
+    with x64(True):
+        x, y = values(dtype)
+        tiny = float(jnp.finfo(dtype).smallest_subnormal)
+        close = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 3e-7, "float64": 1e-15}[dtype]
+        for name, f in OPERATIONS.items():
+            [got] = computed(lambda x, y, f=f: [f(x, y)], x, y)
+            want = np.asarray(f(jnp.asarray(x), jnp.asarray(y)))
+            got, want = got.astype("float64"), want.astype("float64")
+            np.testing.assert_allclose(got, want, close, tiny, err_msg=name)
+            exact = name in ("compare", "extremes", "sign")
+            assert not exact or (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all(), name
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+def test_conversions_are_those_of_xla(dtype, x64):
+    with x64(True):
+        x, y = values(dtype)
+        for other in (*FLOATS, *INTEGERS, "bool"):
+            if other == dtype:
+                continue
+            some = x
+            if dtype in FLOATS and other in INTEGERS:  # of others C++ does not say what they are
+                some = np.where((x >= 0) & (x < 1e3), x, 0).astype(x.dtype)
+            convert = lambda x, y, other=other: [lax.convert_element_type(x, other)]
+            for got in computed(convert, some, y):  # none, if the engine leaves it to XLA
+                want = np.asarray(lax.convert_element_type(some, other))
+                got, want = (a.astype("float64") for a in (got, want))
+                np.testing.assert_array_equal(got, want, err_msg=other)
