@@ -132,6 +132,15 @@ def test_a_config_in_a_config():
     np.testing.assert_array_equal(updates["w"], -(f32(0.2) * f32(0.5)) * params["w"])
 
 
+def test_a_multiplier_of_a_schedule():
+    rate = lambda step: 0.1 / (1.0 + step)
+    tx = create("GradientDescent", learning_rate=rate, learning_rate_multiplier=0.5)
+    x = jnp.array([1.0, -2.0])
+    first, state = tx.update(x, tx.init(x))
+    second, _ = tx.update(x, state)
+    np.testing.assert_allclose((first, second), (-0.05 * x, -0.025 * x), rtol=1e-6)
+
+
 def test_a_decay_has_the_name_of_the_original():
     """It is not rounded either: the original keeps it in double precision."""
     rate, size = float(np.float32(0.1)), float(np.float32(0.9))
@@ -244,6 +253,18 @@ def test_list_shows_arguments_and_defaults(capsys):
     assert main(["list", "Prox"]) == 0
     only = capsys.readouterr().out
     assert "proximal_adagrad(" in only and "adam(" not in only
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [([], 2), (["-h"], 0), (["--help"], 0), (["zzz"], 2), (["list", "a", "b"], 2)],
+)
+def test_usage(argv, status, capsys):
+    """Asked for, it is no error."""
+    assert main(argv) == status
+    printed = capsys.readouterr()
+    shown, other = (printed.err, printed.out) if status else (printed.out, printed.err)
+    assert shown.startswith("usage: optzoo race") and other == ""
 
 
 def test_list_of_an_unknown_name(capsys):

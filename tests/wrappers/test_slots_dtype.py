@@ -1,5 +1,6 @@
 """Slots in another dtype than the parameters, for every optimizer."""
 
+import collections
 import functools
 
 import chex
@@ -13,6 +14,7 @@ import optzoo
 from optzoo import CATALOG, LeafwiseState, SparseRows, slots_dtype
 from optzoo.core.compat import inner_jaxprs
 from optzoo.first_order.adam import AdamSlots, adam_rule
+from optzoo.state import packing
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
@@ -274,6 +276,21 @@ def test_two_slots_take_one_word():
     # A slot without a partner stays alone.
     state = slots_dtype(optzoo.momentum(0.1, 0.9), "float16", packed=True).init(x)
     assert dtypes(state[0].slots) == {jnp.dtype("float16")}
+
+
+def test_slots_of_other_shapes_and_dtypes_stay_apart():
+    """Those of the same shape and dtype find each other, whatever is between."""
+    slots = collections.namedtuple("Slots", "a b c d e f")(
+        *(jnp.arange(n, dtype=dtype) for n, dtype in [
+            (3, "float32"), (2, "bfloat16"), (3, "float32"),
+            (3, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"),
+        ])
+    )  # fmt: skip
+    packed = packing.pack(slots, "bfloat16")
+    kept = [name for name in slots._fields if jax.tree.leaves(getattr(packed, name))]
+    assert kept in (["a", "b", "c", "d", "e"], ["a", "b", "c", "d", "f"])
+    chex.assert_trees_all_equal(packing.unpack(packed), slots)
+    assert not packing.is_packed(slots) and packing.is_packed(packed)
 
 
 def test_a_start_that_is_not_zero_is_packed():
