@@ -159,7 +159,7 @@ def worst(got, want):
     return max(jax.tree.leaves(jax.tree.map(error, jax.device_get(got), want)))
 
 
-@pytest.mark.parametrize("name", quick(CASES, BUILT_IN))
+@pytest.mark.parametrize("name", quick(CASES, [*BUILT_IN, "weight_decay"]))
 def test_equals_fit(name):
     theirs, ours = CASES[name](), CASES[name]()
     want = fit(theirs)
