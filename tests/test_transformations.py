@@ -10,6 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optzoo
@@ -70,6 +71,32 @@ WRAPPED = {
     "stacked": lambda inner: optzoo.stacked(inner),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {"w": (1,)}, 0.9),
 }
+TRANSFORMS = {
+    "clip_by_average_norm": optzoo.clip_by_average_norm(0.2),
+    "clip_by_global_norm": optzoo.clip_by_global_norm(2.0),
+    "clip_by_norm": optzoo.clip_by_norm(1.5),
+    "gradient_nan_inf_filter": optzoo.gradient_nan_inf_filter(),
+    "gradient_summaries": optzoo.gradient_summaries(),
+    "scale": optzoo.scale(0.5),
+    "scale_by_schedule": optzoo.scale_by_schedule(lambda step: 1 / (1 + step)),
+    "zero_if_norm_exceeds": optzoo.zero_if_norm_exceeds(9.0),
+}
+RETURNN = {
+    "gradient_clip_norm": 1.5,
+    "gradient_clip_avg_norm": 0.2,
+    "gradient_clip_global_norm": 2.0,
+    "grad_norm_to_clip_to_zero": 9.0,
+    "gradient_nan_inf_filter": True,
+}
+WRAPPED |= {
+    name: lambda inner, transform=transform: optax.chain(transform, inner)
+    for name, transform in TRANSFORMS.items()
+}
+WRAPPED["transforms"] = lambda inner: optax.chain(*TRANSFORMS.values(), inner)
+WRAPPED["returnn"] = lambda inner: optax.chain(
+    optzoo.returnn_updater({"optimizer": {"class": "GradientDescent"}, **RETURNN}, layers={}),
+    inner,
+)
 PERIODS = {
     "agn": {"communication_period": 2},
     "diloco": {"communication_period": 2},
@@ -103,12 +130,20 @@ ALL = [*PLAIN, *STORED]
 QUICK = (
     "adam", "adam, eps=0", "add_sign", "adagrad", "blocked_shampoo, newton", "ftrl", "ftrl, power",
     "ggt", "lars", "rmsprop, centered", "shampoo", "accumulate", "moving_average", "stacked",
-    "variable_clipping", "elastic_average", "sync_replicas",
+    "variable_clipping", "elastic_average", "sync_replicas", "transforms", "returnn",
 )  # fmt: skip
 
 
 def test_nothing_is_left_out():
     assert {*CATALOG, *WRAPPERS, *DISTRIBUTED} <= {*ALL}
+    made = {getattr(optzoo, name) for name in TRANSFORMS}
+    of_gradients = (v for v in vars(optzoo).values() if _makes_transformation(v))
+    assert made | {optzoo.check_numerics} == set(of_gradients)  # which has no value
+
+
+def _makes_transformation(thing):
+    folder = getattr(thing, "__module__", "").startswith("optzoo.transforms")
+    return folder and "GradientTransformation" in str(thing.__annotations__.get("return"))
 
 
 # Parameters and gradients
@@ -283,6 +318,7 @@ def test_derivatives_are_difference_quotients(name, x64):
         if name in FORWARD:
             with pytest.raises(TypeError, match="Pass exchange="):
                 jax.eval_shape(jax.grad(functools.partial(after, name, "float64")), AT)
+    assert np.isfinite(want).all()  # two NaN would be equal
     if name in AT_CORNERS:
         want[2] *= AT_CORNERS[name]
     np.testing.assert_allclose(forward, want, rtol=1e-4, atol=1e-7)

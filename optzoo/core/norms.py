@@ -26,11 +26,20 @@ def global_norm(gradients: Iterable[Any]) -> Array:
     return sqrt(sum(squares, jnp.zeros([], jnp.float32)))
 
 
+def clipping_factor(norm: Any, max_norm: Any) -> Array:
+    """What a gradient is multiplied by so that its norm is at most ``max_norm``.
+
+    The derivative is 0 where nothing is clipped, also at a norm of zero.
+    """
+    fits = norm <= max_norm
+    return jnp.where(fits, 1, max_norm / jnp.where(fits, 1, norm))
+
+
 def clipped_by_global_norm(updates: Any, max_norm: Any) -> Any:
     """A tree of gradients, in which rows are merged, whose global norm is at most ``max_norm``."""
     updates = map_rows(SparseRows.coalesce, updates)
     gradients = jax.tree.leaves(updates, is_leaf=is_rows)
-    factor = max_norm / jnp.maximum(global_norm(gradients), max_norm)
+    factor = clipping_factor(global_norm(gradients), max_norm)
     return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)
 
 

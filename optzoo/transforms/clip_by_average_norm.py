@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.norms import norm, times
+from ..core.norms import clipping_factor, norm, times
 from ..core.rows import is_rows
 from ._per_leaf import on_each
 
 
 def clipped_by_average_norm(g: Any, size: int, max_norm: Any) -> Any:
     """An array, or rows as they are listed, whose norm is at most ``max_norm`` times ``size``."""
-    return times(jnp.minimum(max_norm * size / norm(g), 1), g)
+    return times(clipping_factor(norm(g), max_norm * size), g)
 
 
 def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:

@@ -2,17 +2,16 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_positive
-from ..core.norms import norm, times
+from ..core.norms import clipping_factor, norm, times
 from ._per_leaf import on_each
 
 
 def clipped_by_norm(g: Any, max_norm: Any) -> Any:
     """An array, or rows as they are listed, whose norm is at most ``max_norm``."""
-    return times(jnp.minimum(max_norm / norm(g), 1), g)
+    return times(clipping_factor(norm(g), max_norm), g)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:

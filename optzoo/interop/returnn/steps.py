@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ...core.norms import clipping_factor
 from ...core.numerics import upcast
 from ...core.paths import path_name
 from ...core.rows import is_rows, is_sparse_or_none
@@ -72,7 +73,7 @@ def _clip_global_norm(g: Any, name: str, o: ParamOptions, context: StepContext) 
     if not c:
         return g
     norm = context.norms[o.gradient_clip_global_norm_tag]
-    factor = jnp.where(jnp.isfinite(norm), jnp.minimum(c / norm, 1), jnp.nan)
+    factor = jnp.where(jnp.isfinite(norm), clipping_factor(norm, c), jnp.nan)
     return on_listed(lambda v: v * factor.astype(v.dtype), g)
 
 
