@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax
 import optax
 
 from .core.compat import COLLECTIVES, inner_jaxprs, turns
-from .core.paths import out_of_box, path_name
+from .core.paths import out_of_box, path_name, value_by_name
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.slots import get_slot, slot_names
 
@@ -193,6 +192,7 @@ def _tables(
             "how many ids a device looks up in a step"
         )
     shardings = shardings_by_leaf(tables, params)
+    number_of = value_by_name("ids", ids, params)
     of_slots = [
         {out_of_box(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in slots.values()
@@ -200,7 +200,7 @@ def _tables(
     for (path, x), s in zip(jax.tree_util.tree_leaves_with_path(params), shardings, strict=True):
         if s is None:
             continue
-        [number] = [ids[pattern] for pattern in tables if re.fullmatch(pattern, path_name(path))]
+        number = number_of[path_name(path)]
         row, capacity = _nbytes(x) // s.stored_rows, s.capacity(number, capacity_factor)
         mine = [slot[out_of_box(path)] for slot in of_slots if out_of_box(path) in slot]
         of_slots_of_row = sum(

@@ -1,7 +1,8 @@
 """Names of parameters, and masks by their paths."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jax.tree_util import GetAttrKey
 from .rows import is_sparse_or_none, map_rows
 
 _BOXED = GetAttrKey("value")
+T = TypeVar("T")
 
 
 def path_name(path: Any) -> str:
@@ -66,6 +68,42 @@ def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
     """
     prefixes = (path[:end] for end in range(len(path), -1, -1))
     return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
+
+
+def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[str, list[str]]:
+    """For the name of each leaf the regular expressions that match the whole of it.
+
+    Args:
+        argument: what the patterns were given as, for the error.
+        patterns: regular expressions.
+        tree: parameters or gradients.
+
+    Raises:
+        ValueError: if a pattern matches no name, unless ``optax.masked`` or ``optax.partition``
+            hides parameters here.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
+    names = [path_name(path) for path, _ in paths]
+    found = {name: [p for p in patterns if re.fullmatch(p, name)] for name in names}
+    unused = sorted({*patterns}.difference(*found.values()))
+    if unused and names and not hides_leaves(tree):
+        raise ValueError(
+            f"{argument}: no parameter matches {unused}; the parameters are {[*found]}"
+        )
+    return found
+
+
+def value_by_name(argument: str, values: Mapping[str, T], tree: Any) -> dict[str, T]:
+    """For the name of each leaf that a pattern matches, the value of the pattern.
+
+    Raises:
+        ValueError: if two patterns match a name, or as :func:`patterns_by_name`.
+    """
+    found = patterns_by_name(argument, values, tree)
+    for name, patterns in found.items():
+        if len(patterns) > 1:
+            raise ValueError(f"{argument}: {patterns} all match parameter '{name}'")
+    return {name: values[patterns[0]] for name, patterns in found.items() if patterns}
 
 
 def is_masked(x: Any) -> bool:

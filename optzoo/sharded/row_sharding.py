@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
-from ..core.paths import path_name
+from ..core.paths import path_name, value_by_name
 from ..core.rows import Shard
 
 Partition = Literal["mod", "div"]
@@ -169,21 +168,13 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
         ValueError: if a pattern matches no parameter or two match one, or if a parameter does not
             have the rows of its sharding.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [path_name(path) for path, _ in leaves]
-    found, unused = list[RowSharding | None](), set(tables)
-    for name, (_, x) in zip(names, leaves, strict=True):
-        patterns = [pattern for pattern in tables if re.fullmatch(pattern, name)]
-        if len(patterns) > 1:
-            raise ValueError(f"tables: {patterns} all match parameter '{name}'")
-        s = tables[patterns[0]] if patterns else None
-        found.append(s)
-        unused -= set(patterns)
-        if s is not None and jnp.shape(x)[:1] != (s.stored_rows,):
+    by_name = value_by_name("tables", tables, params)
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        found.append(by_name.get(path_name(path)))
+        if found[-1] is not None and jnp.shape(x)[:1] != (found[-1].stored_rows,):
             raise ValueError(
-                f"parameter '{name}' must have the {s.stored_rows} stored rows of its "
-                f"sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
+                f"parameter '{path_name(path)}' must have the {found[-1].stored_rows} stored rows "
+                f"of its sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
             )
-    if unused:
-        raise ValueError(f"tables: no parameter matches {sorted(unused)}; there are {names}")
     return found

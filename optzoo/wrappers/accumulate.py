@@ -1,6 +1,5 @@
 """Gradient accumulation around any optimizer."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.numerics import saturating_cast, wide_dtype
-from ..core.paths import hides_leaves, path_name, without_boxes
+from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
@@ -163,38 +162,27 @@ def _total(g: Any, a: Any, scale: float) -> Any:
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
 
 
-def _size(sizes: Mapping[str, int], path: Any) -> int | None:
-    """How many rows a step can have; None for a parameter whose gradients become dense."""
-    matching = [pattern for pattern in sizes if re.fullmatch(pattern, path_name(path))]
-    if len(matching) > 1:
-        raise ValueError(f"rows: {matching} all match parameter '{path_name(path)}'")
-    return sizes[matching[0]] if matching else None
-
-
 def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
     """The sums, or the rows, before the first step."""
+    size_of = value_by_name("rows", sizes, params)
 
     def zeros(path, x):
-        size = _size(sizes, path)
+        size = size_of.get(path_name(path))
         if size is None:
             return wide_zeros_like(x)
         dtype = canonicalize_dtype(jnp.int64)
         ids = jnp.full(every * size, jnp.iinfo(dtype).max, dtype)
         return RowsOfCycle(ids, jnp.zeros((every * size, *jnp.shape(x)[1:]), wide_dtype(x)))
 
-    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    unused = [p for p in sizes if not any(re.fullmatch(p, name) for name in names)]
-    # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and names and not hides_leaves(params):
-        raise ValueError(f"rows: no parameter matches {unused}; the parameters are {names}")
     return jax.tree_util.tree_map_with_path(zeros, params)
 
 
 def _densify_others(sizes: Mapping[str, int], updates: Any) -> Any:
     """The gradients, dense but for those of the tables in ``rows``, which are checked."""
+    size_of = value_by_name("rows", sizes, updates)
 
     def convert(path, g):
-        size = _size(sizes, path)
+        size = size_of.get(path_name(path))
         if size is None:
             return g.to_dense() if is_rows(g) else g
         name = f"parameter '{path_name(path)}'"

@@ -1,7 +1,6 @@
 """Clips the norms of parameters, around any optimizer."""
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
 from ..core.norms import over_shards
 from ..core.numerics import sqrt, upcast
-from ..core.paths import hides_leaves, is_masked, path_name
+from ..core.paths import is_masked, path_name, patterns_by_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
 
@@ -107,13 +106,12 @@ def variable_clipping(
 
 def _axes(dims: Any, params: Any) -> Any:
     """A tree like ``params`` of sorted tuples of axes, or None."""
-    unused = set(dims) if _are_patterns(dims) else set()
+    by_name = patterns_by_name("dims", dims, params) if _are_patterns(dims) else {}
 
     def of_patterns(path, x):
         if is_masked(x):
             return x
-        matching = [p for p in dims if re.fullmatch(p, path_name(path))]
-        unused.difference_update(matching)
+        matching = by_name[path_name(path)]
         found = {_checked(dims[p], path, x) for p in matching}
         if len(found) > 1:
             raise ValueError(f"dims: {matching} all match parameter '{path_name(path)}'")
@@ -125,12 +123,7 @@ def _axes(dims: Any, params: Any) -> Any:
         return None if axes is None else _checked(axes, path, x)
 
     walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
-    axes = walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
-    # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and not hides_leaves(params):
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        raise ValueError(f"dims: no parameter matches {sorted(unused)}; the parameters are {names}")
-    return axes
+    return walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
 
 
 def _are_patterns(dims: Any) -> bool:

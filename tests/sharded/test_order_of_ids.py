@@ -179,7 +179,7 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
     ("words", "tree", "tables", "params"),
     [
         (
-            r"no parameter matches \['em'\]; there are \['emb', 'mlp/",
+            r"no parameter matches \['em'\]; the parameters are \['emb', 'mlp/",
             values(0),
             {"em": ALONE},
             None,
