@@ -595,6 +595,9 @@ def test_a_part_of_nothing_is_refused(theirs):
 def test_exponents():
     assert estimate_exponent(0.0, 0.9) is None and estimate_exponent(0.5, 0.0) is None
     assert round(estimate_exponent(0.9**7, 0.9), 6) == 7
+    # Rounded many times, a power does not tell the number of its factors any more.
+    assert estimate_exponent(0.99999**90_000, 0.99999) is not None
+    assert estimate_exponent(0.99999**110_000, 0.99999) is None
     assert [is_integer_exponent(n) for n in (0.0, 0.9, 1.0, 6.9999, 7.01)] == [
         False,
         False,

@@ -1,0 +1,158 @@
+"""Long runs: counts are moved ahead, near the greatest that there is, rather than reached by steps.
+
+A count matters only by what is periodic in it, by schedules, and by bias corrections, which do not
+change any more after so many steps.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optzoo
+from optzoo import SparseRows
+from optzoo.testing import samples
+
+from .selection import quick
+from .test_transformations import PERIODS, WRAPPED, everywhere, gradients, make, params
+
+LAST = 2**31 - 2  # the greatest count that can still be increased
+STEPS = 6
+# Multiples of 12, as are all periods.
+AHEAD = (0, 99_996, 999_996, LAST - STEPS)
+COUNTS = ("count", "global_step", "local_step", "last")
+# Their bias corrections are functions of the count, so the first steps are others.
+OF_COUNT = (
+    *("adam_gs", "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad"),
+    *("ggt", "global_decay_row_wise_adagrad", "lazy_adam_gs", "lazy_adamw"),
+    *("partial_row_wise_adam", "row_wise_rmsprop", "soap"),
+)
+BY_SCHEDULE = {"scale_by_schedule", "transforms"}
+CHEAP = [
+    name
+    for name in (*optzoo.CATALOG, *WRAPPED, *PERIODS, "drop_stale_gradient")
+    if name not in BY_SCHEDULE | {"blocked_shampoo", "shampoo", "soap"}
+]
+CASES = [*CHEAP, "blocked_shampoo", "shampoo", "soap"]
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    with jax.disable_jit():
+        yield
+
+
+def ahead(state, steps):
+    """The state with all counts of steps so much greater."""
+
+    def move(path, a):
+        names = {getattr(key, "name", "") for key in path}
+        return (
+            jnp.asarray(np.minimum(np.int64(a) + steps, LAST + 1), a.dtype)
+            if names & {*COUNTS}
+            else a
+        )
+
+    return jax.tree_util.tree_map_with_path(move, state)
+
+
+def path_of(tx, x, grads, state):
+    """The parameters after each step, and the last state."""
+    path = []
+    for g in grads:
+        x, state = samples.step(tx, g, x, state)
+        path.append(x)
+    return path, state
+
+
+def counts(state):
+    return [a.tolist() for a in jax.tree.leaves(state) if np.issubdtype(a.dtype, np.integer)]
+
+
+def assert_equal(got, want, **tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("name", quick(CASES, CHEAP))
+def test_a_count_is_only_a_count(name):
+    tx, x = make(name), params(everywhere("float32"))
+    all_grads = gradients(everywhere("float32"))
+    grads = [jax.tree.map(lambda g, t=t: g[t % len(g)], all_grads) for t in range(STEPS)]
+    begun = [steps for steps in AHEAD if steps or name not in OF_COUNT]
+    paths = [path_of(tx, x, grads, ahead(tx.init(x), steps)) for steps in begun]
+    want, last = paths[0]
+    for (path, state), steps in zip(paths[1:], begun[1:], strict=True):
+        assert_equal(path, want, rtol=1e-6, atol=1e-7)
+        assert counts(state) == counts(ahead(last, steps - begun[0]))
+
+
+def test_rows_that_sleep():
+    """As from the start, whatever the clock shows: also a row that sleeps for a long time."""
+    tx = optzoo.caught_up(optzoo.adam(0.1, b1=0.5, b2=0.9), tables=("table",), horizon=64)
+    first, ids = {"table": jnp.ones((4, 2))}, np.array([0, 3] + [0, 1, 2] * 20 + [3])
+
+    def step(carry, row):
+        x, state = optzoo.catch_up(*carry, {"table": row[None]})
+        g = {"table": SparseRows(row[None], jnp.ones((1, 2)), 4)}
+        return samples.step(tx, g, x, state), None
+
+    def run(state):
+        return optzoo.flush(*jax.lax.scan(step, (first, state), ids)[0])
+
+    with jax.disable_jit(False):
+        run, begun = jax.jit(run), (0, 99_999, LAST - len(ids))
+        (want, at_start), *others = [run(ahead(tx.init(first), steps)) for steps in begun]
+    for (x, state), steps in zip(others, begun[1:], strict=True):
+        assert_equal(x, want, rtol=1e-6)
+        assert_equal(state.last, ahead(at_start, steps).last)
+
+
+@pytest.mark.parametrize("count", [10**5, 10**6, 2**24 + 1, LAST])
+def test_a_schedule_sees_the_count_itself(count):
+    """Not one that was rounded to float32."""
+    rate = lambda step: jnp.where(step == count, 1.0, 0.0)
+    g, x = jnp.ones(2), jnp.ones(2)
+    for tx in (
+        optzoo.gradient_descent(rate),
+        optzoo.adam(rate),
+        optzoo.scale_by_schedule(rate),
+        optzoo.moving_average(optzoo.momentum(rate, 0.9)),
+        optzoo.slots_dtype(optzoo.adagrad(rate), "bfloat16"),
+    ):
+        moved = []
+        for steps in (count - 1, count):
+            updates, state = tx.update(g, ahead(tx.init(x), steps), x)
+            moved.append(bool(np.any(updates)))
+            [*_, last] = (a for a in jax.tree.leaves(state) if a.dtype == np.int32)
+            assert last == steps + 1
+        assert moved == [False, True]
+
+
+@pytest.mark.parametrize("steps", [10**5, 10**6, LAST])
+def test_a_decay_by_the_count(steps):
+    tx = optzoo.moving_average(optax.sgd(0.0), average_decay=0.9999999, num_updates="count")
+    x = jnp.zeros(1)
+    state = ahead(tx.init(jnp.ones(1)), steps)
+    _, state = tx.update(jnp.zeros(1), state, x)
+    n = steps + 1
+    want = min(np.float64(np.float32(0.9999999)), (1 + n) / (10 + n))
+    np.testing.assert_allclose(optzoo.eval_params(x, state), want, rtol=1e-7)
+
+
+@pytest.mark.parametrize("steps", [10**5, 10**6, LAST])
+@pytest.mark.parametrize("name", ["adam", "lazy_adam", "adam_gs", "lazy_adam_gs", "nadam"])
+def test_bias_corrections_end(name, steps):
+    """Powers are zero, so the update is that of the moments."""
+    x, g = jnp.ones(2), jnp.array([0.5, -2.0])
+    b1, b2, eps = 0.9, 0.999, 1e-8
+    tx = samples.make(optzoo.CATALOG[name], 0.1, b1=b1, b2=b2, eps=eps)
+    state = ahead(tx.init(x), steps)
+    zero = lambda path, a: a * 0 if "power" in jax.tree_util.keystr(path) else a
+    state = jax.tree_util.tree_map_with_path(zero, state)
+    updates, _ = tx.update(g, state, x)
+    m, v = (1 - b1) * np.float64(g), (1 - b2) * np.float64(g) ** 2
+    if name == "nadam":
+        m = b1 * m + (1 - b1) * np.float64(g)
+    np.testing.assert_allclose(updates, -0.1 * m / (np.sqrt(v) + eps), rtol=2e-6)
