@@ -512,6 +512,48 @@ def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     check_close(expected, got)
 
 
+def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
+    """An optimizer of two slots, the second one of another shape or dtype."""
+
+    def update(g, state, params=None):
+        g = g.coalesce() if merged else g
+        sums, others = state
+        new = g.gather(sums) + g.values
+        written = g.scatter(sums, new)
+        return g.with_values(-new), (
+            g.scatter(written, g.values) if twice else written,
+            g.scatter(others, g.gather(others) + 1),
+        )
+
+    def init(x):
+        return jnp.zeros_like(x), jnp.zeros((len(x) + more, width or x.shape[1]), dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"merged": False}, "its rows may repeat, and are not merged"),
+        ({"twice": True}, "is used elsewhere, too|its rows are written twice"),
+        ({"width": 5}, "its slots have rows of several shapes"),
+        ({"more": 1}, "its slots have other numbers of rows"),
+        ({"dtype": jnp.int8}, "the dtype int8 is not known"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_rows_that_a_kernel_cannot_update(options, reason):
+    tx, x = optax.with_extra_args_support(of_rows(**options)), table()
+    trace = lambda: jax.make_jaxpr(optzoo.native_step(tx, required=True))(x, tx.init(x), rows(1))
+    if reason is None:
+        trace()
+    else:
+        with pytest.raises(ValueError, match=reason):
+            trace()
+    check_close(*both(tx, x, rows, steps=2, required=False))
+
+
 def test_arguments():
     with pytest.raises(TypeError, match="tx must be"):
         optzoo.native_step(0.1)

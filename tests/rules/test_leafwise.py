@@ -188,6 +188,20 @@ def test_a_gradient_that_does_not_fit_its_slots():
         tx.update(jnp.ones((1, 3)), state)
 
 
+def test_a_rule_keeps_the_shapes_of_its_slots():
+    tx = leafwise(lambda g, x, s, t: (g, Slots(g[:1], g)), slots=Slots(optzoo.zeros, optzoo.zeros))
+    with pytest.raises(ValueError, match=r"made an array of shape \(1,\) of one of shape \(2,\)"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_shared_arrays_are_those_of_the_optimizer():
+    tx = optzoo.scale_by_adam()
+    state = tx.init(jnp.ones(2))
+    other = state._replace(shared={**state.shared, "beta1_power": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"shared arrays of shapes .*\(2,\)"):
+        tx.update(jnp.ones(2), other)
+
+
 def test_slots_are_a_named_tuple_of_functions():
     for wrong in ({"m": optzoo.zeros}, (optzoo.zeros,), Slots):
         with pytest.raises(TypeError, match=r"slots must be a named tuple of initializers, got"):

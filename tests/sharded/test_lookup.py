@@ -213,3 +213,8 @@ def test_bad_input():
 def test_bad_bags(arguments, words):
     with pytest.raises(ValueError, match=words):
         optzoo.lookup_sparse(whole(), **{"ids": [[1, 2]], **arguments})
+
+
+def test_bags_are_numbered():
+    with pytest.raises(TypeError, match="segment_ids must be integers, got dtype float32"):
+        optzoo.lookup_sparse(whole(), [1, 2], segment_ids=[0.0, 1.0], num_segments=2)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optzoo
+from optzoo.core.rows import is_rows
 from optzoo.state.fit import StateError
 
 from ..selection import quick
@@ -250,6 +251,26 @@ def refused(words, tx=None, fn=loss, tables=None, error=ValueError, **options):
 )
 def test_optimizers_that_need_one_round_are_refused_in_several(tx):
     refused("capacity_factor=None", tx, capacity_factor=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: jax.lax.map(lambda row: 2 * row, rows), "`scan` goes over the rows"),
+        (lambda rows: jax.lax.pmean(rows, "shard"), "`psum.*` mixes the rows of several shards"),
+        (
+            lambda rows: rows - jnp.mean(rows, 0, keepdims=True),
+            "`sub` uses what a device computes from the rows of its own shard",
+        ),
+    ],
+    ids=["loop", "collective", "mean"],
+)
+def test_changes_of_rows_that_a_shard_cannot_make(change, words):
+    on_tables = lambda g: g.with_values(change(g.values)) if is_rows(g) else g
+    changed = optax.stateless(
+        lambda updates, params: jax.tree.map(on_tables, updates, is_leaf=is_rows)
+    )
+    refused(words, optax.chain(changed, optzoo.lazy_adam(0.01)))
 
 
 def test_bad_input():

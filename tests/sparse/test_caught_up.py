@@ -367,6 +367,8 @@ def test_what_may_sleep():
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
         optzoo.caught_up(masked, dense=True)
+    with pytest.raises(TypeError, match="must be Python numbers, not traced ones"):
+        jax.eval_shape(lambda b1: optzoo.caught_up(optzoo.adam(0.1, b1)).init({}), 0.9)
     with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):
         short = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
         optzoo.caught_up(short).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})

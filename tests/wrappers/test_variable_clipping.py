@@ -128,6 +128,11 @@ def test_bad_dims(dims, message):
         step(clip(dims), x, x)
 
 
+def test_axes_are_tuples():
+    with pytest.raises(ValueError, match=r"dims must hold tuples of axes such as \(1,\), got"):
+        clip({"table": 1})
+
+
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
 def test_bad_bound(max_norm):
     with pytest.raises(ValueError, match="max_norm must be positive, got"):
