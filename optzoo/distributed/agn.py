@@ -135,6 +135,10 @@ def agn(
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
         before = jax.tree.map(pick, center_inner, counters, is_slot)
         updates, after = inner.update(pushed, before, center, **extra_args)
+        # Each replica counts the push by its own counters: of this update nothing else is used.
+        own = jax.tree.map(lambda a, c, is_slot: c if is_slot else a, state, before, is_slot)
+        ours = replicas.vary((pushed, own, center))
+        _, counted = inner.update(*ours, **extra_args)
         moved = apply_not_none(center, updates)
         some = number > 0
         replicated = replicated._replace(
@@ -144,7 +148,7 @@ def agn(
         )
         count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, c.astype(a.dtype), a)
         per_replica = per_replica._replace(
-            inner=jax.tree.map(count, state, after, is_slot),
+            inner=jax.tree.map(count, state, counted, is_slot),
             method=AGNPerReplica(zero_unless(~pushes, accumulated), jnp.where(pushes, 0, since)),
         )
         pulled = map_not_none(lambda x, c: jnp.where(pushes, c, x), params, moved)

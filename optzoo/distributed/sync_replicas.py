@@ -79,7 +79,8 @@ def sync_replicas(
     ``local_step`` (int per replica: :math:`t_i`; by default a replica reads the parameters after
     the update that used its last gradient, or at once if that gradient was dropped). Without
     ``arrived`` and ``local_step`` all gradients are available and fresh. If they are enough for
-    an update, they make it alone, and gradients accumulated before are dropped.
+    an update, they make it alone, and gradients accumulated before are dropped (with
+    ``skip_nonfinite`` they are a part of it).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -182,14 +183,14 @@ class _SyncReplicas:
         self.replicas.check_per_replica(updates)
         self.replicas.check_replicated(params)
         old, (last_read, waiting) = state
+        all_of_them = arrived is None and local_step is None
         # Known when traced: this tick makes an update by itself.
-        complete = arrived is None and local_step is None and self.total >= self.aggregate
-        complete = complete and not self.skip_nonfinite
+        complete = all_of_them and self.total >= self.aggregate and not self.skip_nonfinite
         arrived = jnp.asarray(True if arrived is None else arrived)
         accumulates = self.hold and not complete
 
         read_at = last_read if local_step is None else local_step
-        accepted = arrived if complete else arrived & (read_at >= old.global_step)
+        accepted = arrived if all_of_them else arrived & (read_at >= old.global_step)
         if self.skip_nonfinite:
             accepted &= all_finite(updates)
         if not (complete and self.total == self.aggregate):
@@ -202,6 +203,7 @@ class _SyncReplicas:
         apply = lambda: self.inner.update(mean, old.inner, params, **extra_args)
         if complete:
             fire, (updates, of_inner) = True, apply()
+            dropped += old.count  # what was accumulated before
         else:
             fire = number >= self.aggregate
             nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), old.inner)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.numerics import upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.averages import wide_zeros_like
 from .collectives import divide_gradients
@@ -36,10 +37,13 @@ def init_accumulator(params: Any) -> GradientAccumulator:
 
 
 def append_row_counts(updates: Any) -> Any:
-    """SparseRows with their rows as vectors, each with a last element: one, zero at padding."""
+    """SparseRows with their rows as vectors, each with a last element: one, zero at padding.
+
+    They are in float32 at least, so that repeated rows are not rounded before they are summed.
+    """
 
     def append(g):
-        g = g.coalesce()
+        g = upcast(g).coalesce()
         is_real = (g.indices < g.num_rows).astype(g.dtype)
         return g.with_values(_append(g.values, is_real))
 

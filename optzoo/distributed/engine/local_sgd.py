@@ -36,7 +36,8 @@ class Method(NamedTuple):
         due: ``due(steps)`` gives for each exchange whether it is due after that many steps.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
-            (updates, per_replica)``, called before the inner optimizer.
+            (updates, per_replica)``, called before the inner optimizer; ``arrived`` is false for
+            an inactive replica.
         lockstep: whether ``due`` counts ticks, so that all replicas exchange in the same tick,
             inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
             the steps of each replica, and a replica that is not active takes no part.
@@ -125,7 +126,9 @@ class _Driver:
 
         before = per_replica
         if self.method.before_step is not None:
-            now = {"count": replicated.count, "exchange": exchange, "arrived": arrived}
+            # A replica that makes no step has no gradient.
+            gives = arrived if active is None else jnp.logical_and(arrived, active)
+            now = {"count": replicated.count, "exchange": exchange, "arrived": gives}
             updates, before = self.method.before_step(updates, params, per_replica, **now)
         updates, inner = self.inner.update(updates, before.inner, params, **extra_args)
         after = before._replace(local_step=before.local_step + 1, inner=inner)

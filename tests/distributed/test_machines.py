@@ -1,0 +1,414 @@
+"""Every method through random histories, compared with its model in NumPy after each tick.
+
+A history has ticks with masks and gradients that are not finite, exchanges that are due or forced,
+more and fewer replicas, and states that are saved and restored. A covering array chooses the
+options of a method: any two of them with any of their values are in one case.
+"""
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+from allpairspy import AllPairs
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import optzoo
+from optzoo import SparseRows
+
+from . import models
+
+MOST, FEWER = 3, 2  # replicas
+ROWS = 2  # of the table in the gradient of a replica
+SETTINGS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=6,
+    stateful_step_count=10,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Method(NamedTuple):
+    make: Callable[..., Any]  # the method of optzoo for a number of replicas
+    model: Callable[..., Any]
+    options: dict[str, list]
+    masks: tuple[str, ...]
+    is_valid: Callable[[dict], bool] = lambda options: True
+
+
+def _elastic(inner, n, period, **options):
+    return optzoo.elastic_average(inner, n, communication_period=period, **options)
+
+
+def _agn(inner, n, period, **options):
+    return optzoo.agn(inner, communication_period=period, **options)
+
+
+def _average(inner, n, period, **options):
+    return optzoo.model_average(inner, interval_steps=period, **options)
+
+
+def _diloco(inner, n, period, outer_rate, outer_decay, **options):
+    outer = None
+    if outer_decay != 0.9:
+        outer = optax.sgd(outer_rate, outer_decay, nesterov=True)
+    return optzoo.diloco(inner, outer, communication_period=period, **options)
+
+
+def _sync(inner, n, aggregate, **options):
+    return optzoo.sync_replicas(inner, aggregate, n, **options)
+
+
+def _drop(inner, n, staleness):
+    return optzoo.drop_stale_gradient(inner, staleness)
+
+
+# How a history goes on: by the count of steps, with another number of replicas at times; or by
+# ``exchange=``. What is compiled for a case is what these need.
+DRIVES = ["counted", "forced"]
+METHODS = {
+    "elastic_average": Method(
+        _elastic,
+        models.ElasticAverage,
+        {
+            "drive": DRIVES,
+            "order": ["simultaneous", "round_robin"],
+            "rho": [0.0, 0.3],
+            "skip_nonfinite": [True, False],
+            "moving_rate": [None, 0.4],
+            "period": [2],
+        },
+        ("active",),
+    ),
+    "agn": Method(
+        _agn,
+        models.AGN,
+        {
+            "drive": DRIVES,
+            "order": ["simultaneous", "round_robin"],
+            "skip_nonfinite": [True, False],
+            "period": [2],
+        },
+        ("active",),
+    ),
+    "model_average": Method(
+        _average,
+        models.ModelAverage,
+        {
+            "slots": ["keep", "average", "reset"],
+            "drive": DRIVES,
+            "skip_nonfinite": [True, False],
+            "period": [2],
+        },
+        ("active", "arrived"),
+    ),
+    "diloco": Method(
+        _diloco,
+        models.DiLoCo,
+        {
+            "drive": DRIVES,
+            "fragments": [1, 2],
+            "warmup_steps": [0, 2],
+            "skip_nonfinite": [True, False],
+            "outer_decay": [0.9, 0.5],
+            "outer_rate": [0.7],
+            "period": [3],
+        },
+        ("active", "arrived"),
+    ),
+    "sync_replicas": Method(
+        _sync,
+        models.SyncReplicas,
+        {
+            "given": ["arrived", "all", "sometimes"],
+            "aggregate": [1, 2, 3],
+            "hold": [True, False],
+            "rows_divisor": ["count", "touches"],
+            "skip_nonfinite": [True, False],
+        },
+        ("arrived",),
+        lambda o: (
+            (o.get("given"), o.get("skip_nonfinite")) != ("sometimes", True)
+            and (o.get("hold", True) or o.get("aggregate") != 3)
+        ),
+    ),
+    "drop_stale_gradient": Method(
+        _drop,
+        models.DropStale,
+        {"given": ["masks", "all"], "staleness": [0, 1]},
+        ("active",),
+    ),
+}
+
+
+class Case(NamedTuple):
+    method: str
+    options: tuple[tuple[str, Any], ...]
+    drive: str  # one of DRIVES, or which masks are given
+
+    def __str__(self):
+        shown = (f"{name}={value}" for name, value in self.options if len(self.choices(name)) > 1)
+        return ", ".join([self.method, self.drive, *shown])
+
+    def choices(self, name):
+        return METHODS[self.method].options[name]
+
+    def model(self, n):
+        return METHODS[self.method].model(n, **dict(self.options))
+
+
+def cases():
+    for name, method in METHODS.items():
+        names = list(method.options)
+        fits = lambda row, names=names, method=method: method.is_valid(
+            dict(zip(names, row, strict=False))
+        )
+        for values in AllPairs(list(method.options.values()), filter_func=fits):
+            options = dict(zip(names, values, strict=True))
+            drive = options.pop("drive", None) or options.pop("given")
+            yield Case(name, tuple(options.items()), drive)
+
+
+@functools.cache
+def transformation(case, n):
+    inner = optzoo.momentum(models.rate, models.DECAY)
+    return METHODS[case.method].make(inner, n, **dict(case.options))
+
+
+PARAMS = {name: x.astype(np.float32) for name, x in models.PARAMS.items()}
+
+
+@functools.cache
+def start(case, n):
+    with jax.disable_jit():
+        return optzoo.replicate(PARAMS, transformation(case, n).init(PARAMS), n)
+
+
+@functools.cache
+def train(case, n, **static):
+    """The compiled step of all replicas."""
+    tx = transformation(case, n)
+
+    def step(params, state, ids, values, layer, masks):
+        gradient = {"layer": layer, "table": SparseRows(ids, values, len(PARAMS["table"]))}
+        updates, state = tx.update(gradient, state, params, **masks, **static)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(optzoo.map_over_replicas(step))
+
+
+# What is drawn
+
+
+class Tick(NamedTuple):
+    seed: int
+    active: tuple[bool, ...]
+    arrived: tuple[bool, ...]
+    priority: tuple[int, ...]
+    behind: tuple[int, ...]  # how many updates ago a replica read its parameters
+    spoilt: tuple[int, str, float] | None  # the replica, the parameter, the value
+    exchange: int  # one of those that the case has
+
+
+of_each = lambda strategy: st.tuples(*[strategy] * MOST)
+everyone = st.just((True,) * MOST)
+masks = st.one_of(everyone, of_each(st.booleans()), of_each(st.booleans()))
+spoilt = st.tuples(
+    st.integers(0, MOST - 1),
+    st.sampled_from(["layer", "table"]),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+)
+ticks = st.builds(
+    Tick,
+    seed=st.integers(0, 999),
+    active=masks,
+    arrived=masks,
+    priority=of_each(st.integers(0, 2)),
+    behind=of_each(st.sampled_from([0, 1, 0, 2, -1])),
+    spoilt=st.one_of(st.none(), spoilt),
+    exchange=st.integers(0, 5),
+)
+
+
+class Gradients(NamedTuple):
+    """Of all replicas in a tick."""
+
+    ids: np.ndarray
+    values: np.ndarray
+    layer: np.ndarray
+
+
+def gradients(seed, n):
+    rng = np.random.default_rng(seed)
+    rows = len(PARAMS["table"])
+    ids = rng.integers(0, rows + 1, (n, ROWS))  # the last one is padding
+    ids[:, 0] %= rows
+    values = rng.normal(size=(n, ROWS, 2)).astype(np.float32)
+    return Gradients(ids, values, rng.normal(size=(n, 3)).astype(np.float32))
+
+
+def known(given, n):
+    """What the model gets: the gradient of each replica."""
+
+    def of_one(i):
+        table, rows = np.zeros((9, 2)), np.zeros(9, bool)
+        np.add.at(table, given.ids[i], given.values[i].astype(float))
+        rows[given.ids[i]] = True
+        dense = {"layer": given.layer[i].astype(float), "table": table[:8]}
+        return models.Gradient(dense, {"layer": np.ones(3, bool), "table": rows[:8]})
+
+    return [of_one(i) for i in range(n)]
+
+
+class Machine(RuleBasedStateMachine):
+    """A case beside its model."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case, self.n = case, MOST
+        self.model = case.model(self.n)
+        self.now = start(case, self.n)
+        self.save()
+
+    @rule(ticks=st.lists(ticks, min_size=1, max_size=4))
+    def train(self, ticks):
+        for tick in ticks:
+            self.tick(tick)
+            self.compare()
+
+    def tick(self, tick):
+        static = self.static(tick)
+        names = () if self.case.drive == "sometimes" and tick.exchange % 2 else self.given()
+        masks = self.masks(tick, names)._replace(**static)
+        given = gradients(tick.seed, self.n)
+        if tick.spoilt is not None:
+            self.spoil(given, masks, *tick.spoilt)
+        arrays = {name: np.asarray(getattr(masks, name)) for name in names}
+        self.now = train(self.case, self.n, **static)(*self.now, *given, arrays)
+        with np.errstate(invalid="ignore"):
+            self.model.tick(known(given, self.n), masks)
+
+    def given(self):
+        """The names of the masks that are given."""
+        more = {"sync_replicas": ("priority", "local_step"), "drop_stale_gradient": ("local_step",)}
+        masks = METHODS[self.case.method].masks
+        return masks + more[self.case.method] if self.case.drive == "all" else masks
+
+    def static(self, tick):
+        if self.case.drive != "forced":
+            return {}
+        choices = [{"exchange": False}, {"exchange": True}]
+        if dict(self.case.options).get("fragments", 1) > 1:
+            choices.append({"exchange": True, "fragment": 0})
+        return choices[tick.exchange % len(choices)]
+
+    def masks(self, tick, names):
+        drawn = {name: np.array(getattr(tick, name))[: self.n] for name in Tick._fields[1:4]}
+        drawn["local_step"] = self.model.global_step - np.array(tick.behind)[: self.n]
+        everyone = np.ones(self.n, bool)
+        masks = models.Masks(everyone, everyone, np.arange(self.n), None, not names)
+        return masks._replace(**{name: drawn[name] for name in names})
+
+    def spoil(self, given, masks, who, name, value):
+        """NaN or infinity, in the gradient of a replica that is left out, or does not take part."""
+        who %= self.n
+        if not dict(self.case.options).get("skip_nonfinite"):
+            mask = masks.arrived if self.case.method == "sync_replicas" else masks.active
+            if mask[who]:
+                return
+        if name == "layer":
+            given.layer[who, 1] = value
+        else:
+            given.values[who, 0, 1] = value
+
+    @precondition(lambda self: self.case.drive != "forced")
+    @rule()
+    def resize(self):
+        self.n = FEWER if self.n == MOST else MOST
+        with jax.disable_jit():
+            self.now = optzoo.resize_replicas(transformation(self.case, self.n), *self.now, self.n)
+        self.model.resized(self.n)
+
+    @rule()
+    def save(self):
+        file = io.BytesIO()
+        np.savez(file, *jax.tree.leaves(self.now))
+        self.saved = self.n, file.getvalue(), copy.deepcopy(self.model)
+
+    @rule()
+    def restore(self):
+        self.n, data, model = self.saved
+        leaves = list(np.load(io.BytesIO(data)).values())
+        self.now = jax.tree.unflatten(jax.tree.structure(start(self.case, self.n)), leaves)
+        self.model = copy.deepcopy(model)
+
+    @invariant()
+    def compare(self):
+        agree(shown(*self.now), self.model.shown())
+
+
+def shown(params, state):
+    """What a model shows, of optzoo."""
+    replicated, per_replica = state
+    inner = getattr(per_replica, "inner", None) or replicated.inner
+    seen = {
+        "params": params,
+        "global_step": replicated.global_step,
+        "local_step": per_replica.local_step,
+        "momentum": optzoo.get_slot(inner, "momentum"),
+        "count": inner[0].count,
+    }
+    for name in ("dropped", "stale_counter"):
+        if hasattr(replicated, name):
+            seen["dropped"] = getattr(replicated, name)
+    if hasattr(replicated, "center"):
+        seen["center"] = optzoo.eval_params(params, state)
+        for name, value in getattr(per_replica.method, "_asdict", dict)().items():
+            seen[name] = value
+    if hasattr(per_replica, "waiting"):
+        seen["waiting"] = per_replica.waiting
+        if replicated.accumulator != ():
+            seen["held"] = replicated.count
+    of_method = getattr(replicated, "method", ())
+    if hasattr(of_method, "center_inner"):
+        seen["beside_center"] = optzoo.get_slot(of_method.center_inner, "momentum")
+    if hasattr(of_method, "outer"):
+        seen["outer"] = dict(zip(PARAMS, jax.tree.leaves(of_method.outer), strict=True))
+    return seen
+
+
+def agree(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        a, b = got[name], value
+        pairs = (
+            [(name, a, b)]
+            if not isinstance(b, dict)
+            else [(f"{name} of {k}", a[k], b[k]) for k in b]
+        )
+        for what, a, b in pairs:
+            a, b = np.asarray(a), np.asarray(b)
+            assert a.shape == b.shape, what
+            if not np.allclose(a, b, rtol=1e-5, atol=1e-5):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=what)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_every_history_is_that_of_the_model(case):
+    run_state_machine_as_test(functools.partial(Machine, case), settings=SETTINGS)
