@@ -267,7 +267,7 @@ class Table:
         """The table with other rows; ids out of range are ignored."""
         n = len(self.arrays[2])
         ids = jnp.where((ids >= 0) & (ids < n), ids, n)
-        put = lambda a, r: a.at[ids].set(
+        put = lambda a, r: jnp.asarray(a).at[ids].set(
             r, mode="drop", wrap_negative_indices=False, unique_indices=unique
         )
         return self.with_arrays(jax.tree.map(put, self.arrays, rows))
