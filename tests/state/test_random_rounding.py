@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
@@ -137,6 +137,10 @@ def test_bits_of_updates(dtype, number):
 MESH = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
 
 
+def spec_of(x):
+    return PartitionSpec("d") if x.ndim and len(x) == ROWS else PartitionSpec()
+
+
 def rows_of_shard(values):
     shard = Shard(("d",), DEVICES * len(values), False)
     return SparseRows(jnp.arange(len(values)), values, len(values), shard=shard)
@@ -193,7 +197,10 @@ def slots_of(state):
 
 
 def test_bits_of_rows_that_wake():
-    """Of rows, elements, slots, tables and steps."""
+    """Of rows, elements, slots, tables and steps; the same if the rows are in shards."""
     slots = [slots_of(optzoo.flush(*asleep(count))[1]) for count in (0, 5)]
     assert len(np.unique(slots)) == 2
     check_random((np.concatenate(slots) > START * KEPT**ASLEEP).astype(int), 1)
+    place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
+    _, state = optzoo.flush(*jax.tree.map(place, asleep(0)))
+    np.testing.assert_array_equal(slots_of(state), slots[0])
