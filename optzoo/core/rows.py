@@ -347,6 +347,11 @@ def is_rows(g: object) -> bool:
     return isinstance(g, SparseRows)
 
 
+def axes_of_rows(g: SparseRows) -> tuple[str, ...]:
+    """The mesh axes over which the rows of the table are divided; none if it is in one part."""
+    return () if g.shard is None else g.shard.axes
+
+
 def is_sparse_or_none(g: object) -> bool:
     """Whether ``g`` is a gradient of one parameter that is not an array: SparseRows or None."""
     return g is None or is_rows(g)

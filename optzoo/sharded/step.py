@@ -16,6 +16,7 @@ from ..core.compat import gather_invarying, vary, varying
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.paths import path_name
+from ..core.rows import axes_of_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..native.step import Native
 from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss, value_and_aux
@@ -114,7 +115,10 @@ class Step(NamedTuple):
         """
         tables, asleep = self._tables, sleeping_leaves(params, state)
         if self.sleepers is not None:
-            sweep = lambda i, t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
+            axes = {i: s.axes for i, s in tables.items()}
+            sweep = lambda i, t: swept(
+                t.divided(axes.get(i, ())), turn(t.motion, t.clock, len(t.arrays[2]))
+            )
             params, state = map_tables(params, state, sweep)
         asleep -= tables.keys()
         if not asleep:
@@ -210,7 +214,12 @@ class Step(NamedTuple):
                 return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
             if has_sleepers(state_in):
                 given = treedef.flatten_up_to(gs)
-                wake = lambda i, t: by_ids(t, given[i].indices) if i in gradients.parts else t
+
+                def wake(i, t):
+                    if i not in gradients.parts:
+                        return t
+                    return by_ids(t.divided(axes_of_rows(given[i])), given[i].indices)
+
                 params_in, state_in = map_tables(params_in, state_in, wake)
             apply = applied(options.native)
             return apply(self.tx, params_in, state_in, gs, extra_args)

@@ -17,7 +17,7 @@ from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
-from ..core.rows import is_rows
+from ..core.rows import axes_of_rows, is_rows
 from ..rules.frame import at_step
 from ..state.fit import StateError
 from ..state.packing import unpack
@@ -138,6 +138,7 @@ class Sleepers(NamedTuple):
             if not is_rows(g):
                 continue
             gs[i] = g = g.coalesce()
+            table = table.divided(axes_of_rows(g))
             places = turn(table.motion, table.clock, g.num_rows)
             # Not those that this step has updated, in an earlier round on sharded tables.
             is_later = table.gather(places)[2] == table.clock.count + 1

@@ -13,7 +13,7 @@ from jax import Array
 from ..core.merge import elect
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
-from ..core.rows import is_rows
+from ..core.rows import axes_of_rows, is_rows
 from ..state.sleeping.tables import (
     Table,
     by_ids,
@@ -123,7 +123,8 @@ def update_asleep(
     for i, table in tables.items():
         if is_rows(gs[i]):
             g = gs[i].coalesce()
-            parts[i] = Part(table, g.indices, table.read(g.indices), g.values)
+            rows = table.divided(axes_of_rows(g)).read(g.indices)
+            parts[i] = Part(table, g.indices, rows, g.values)
     return _update(sleepers, treedef, params, state, gs, tables, parts, extra_args)
 
 

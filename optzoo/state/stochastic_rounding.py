@@ -33,6 +33,20 @@ def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:
     return start + lax.iota(jnp.uint32, shape[0]) * np.uint32(math.prod(shape[1:]) % 2**32)
 
 
+def first_place_in_shard(start: Array, axes: tuple[str, ...], shape: tuple[int, ...]) -> Array:
+    """The same for the part of an array that this device has, so that no two parts are alike.
+
+    Args:
+        start: of the whole array, from :func:`first_place`.
+        axes: the mesh axes over which its rows are divided; of an array in one part none.
+        shape: of the part.
+    """
+    if not axes:
+        return start
+    size = np.uint32(math.prod(shape) % 2**32)
+    return start + lax.axis_index(axes).astype(jnp.uint32) * size
+
+
 def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
     """32 random bits for each element: a hash of its place, the same in every program.
 

@@ -4,7 +4,6 @@
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
 """
 
-import math
 import zlib
 from typing import Any, NamedTuple
 
@@ -15,11 +14,12 @@ from jax import Array
 
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.paths import path_name
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import axes_of_rows, is_rows, is_sparse_or_none
 from .packing import is_packed, pack_like, unpack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
+    first_place_in_shard,
     first_places_of_rows,
     random_bits,
     round_at_random,
@@ -83,9 +83,7 @@ def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step:
         first = first_place(state.count.seed, step, name)
         if not is_rows(g):
             return first
-        if g.shard is not None:  # so that the shards do not have the same bits
-            size = np.uint32(math.prod(g.shape) % 2**32)
-            first = first + jax.lax.axis_index(g.shard.axes).astype(jnp.uint32) * size
+        first = first_place_in_shard(first, axes_of_rows(g), g.shape)
         return first_places_of_rows(first, g.shape)
 
     return [StoredSlots(row, start(g, n)) for row, g, n in zip(rows, gs, names, strict=True)]

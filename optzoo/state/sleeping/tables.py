@@ -16,7 +16,7 @@ from ...core.compat import vary, varying
 from ...core.numerics import upcast
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
-from ..stochastic_rounding import DTYPES, first_place
+from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard
 from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
@@ -156,7 +156,18 @@ def _flush(params: Any, state: Any) -> tuple[Any, Any]:
 @functools.cache
 def _flush_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
     tree = treedef.unflatten(specs)
-    return jax.jit(jax.shard_map(_flush, mesh=mesh, in_specs=tree, out_specs=tree))
+
+    def flush(params, state):
+        # The parameters are the first of the leaves.
+        awake = lambda i, table: whole(table.divided(_axes_of(specs[i])))
+        return map_tables(params, state, awake)
+
+    return jax.jit(jax.shard_map(flush, mesh=mesh, in_specs=tree, out_specs=tree))
+
+
+def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes over which an array is divided."""
+    return tuple(a for each in spec for a in ((each,) if isinstance(each, str) else each or ()))
 
 
 def has_sleepers(state: Any) -> bool:
@@ -250,14 +261,26 @@ def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
 class Table:
     """A table, its slots as they are stored, and for each row the step that it is as of."""
 
-    def __init__(self, motion: Motion, clock: Clock, number: int, arrays: Any):
+    def __init__(
+        self,
+        motion: Motion,
+        clock: Clock,
+        number: int,
+        arrays: Any,
+        axes: tuple[str, ...] = (),
+    ):
         self.motion, self.clock = motion, clock
         self.number = number  # of the parameter
         self.arrays = arrays  # x, slots, last
+        self.axes = axes  # of the mesh, over which the table is divided, if this is known
 
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
-        return Table(self.motion, self.clock, self.number, arrays)
+        return Table(self.motion, self.clock, self.number, arrays, self.axes)
+
+    def divided(self, axes: tuple[str, ...]) -> "Table":
+        """The same table, of which each device along these mesh axes has another part."""
+        return Table(self.motion, self.clock, self.number, self.arrays, axes)
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
@@ -267,8 +290,10 @@ class Table:
         """The table with other rows; ids out of range are ignored."""
         n = len(self.arrays[2])
         ids = jnp.where((ids >= 0) & (ids < n), ids, n)
-        put = lambda a, r: a.at[ids].set(
-            r, mode="drop", wrap_negative_indices=False, unique_indices=unique
+        put = lambda a, r: (
+            jnp.asarray(a)
+            .at[ids]
+            .set(r, mode="drop", wrap_negative_indices=False, unique_indices=unique)
         )
         return self.with_arrays(jax.tree.map(put, self.arrays, rows))
 
@@ -311,6 +336,7 @@ class Table:
         new, awake = wake(self.motion, self.clock, upcast(x), wide, last)
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.number)
+            start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
             ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
             start = start + ids * np.uint32(math.prod(x.shape[1:]) % 2**32)
             awake = {

@@ -1,0 +1,241 @@
+"""What optzoo chooses by platform runs here for every platform: alone and in whole updates."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optzoo
+from optzoo import SparseRows, lookup
+from tests.platforms import HERE, OTHER, choices, on_all, on_platform, uses_in_sources
+
+# The helper
+
+
+def three(x):
+    inner = functools.partial(
+        lax.platform_dependent, cpu=lambda x: 2 * x, tpu=lambda x: 3 * x, default=lambda x: 5 * x
+    )
+    return lax.platform_dependent(
+        x, cpu=lambda x: x, tpu=lambda x: x + inner(x), cuda=lambda x: 7 * x, rocm=lambda x: 9 * x
+    )
+
+
+def in_bodies(x):
+    """``three(x)`` in the bodies of other transformations, and its derivative."""
+    twice = lambda f: lambda c: (c[0] + 1, f(x))
+    return {
+        "jit": jax.jit(three)(x),
+        "vmap": jax.vmap(three)(x),
+        "scan": lax.scan(lambda _, y: (0.0, three(y)), 0.0, x)[1],
+        "cond": lax.cond(x[0] > 0, three, lambda x: -x, x),
+        "while": lax.while_loop(lambda c: c[0] < 2, twice(three), (0, x))[1],
+        "checkpoint": jax.checkpoint(three)(x),
+        "slope": x * jax.grad(lambda x: jnp.sum(jax.checkpoint(three)(x)))(x),
+    }
+
+
+def test_branches_of_any_platform():
+    x = np.array([1.0, 2], "float32")
+    factors = {"cpu": 1, "tpu": 4, "cuda": 7, "rocm": 9}
+    each = {name: on_platform(in_bodies, name) for name in factors}
+    for name, got in jax.jit(lambda x: {k: f(x) for k, f in each.items()})(x).items():
+        for case, y in got.items():
+            np.testing.assert_array_equal(y, factors[name] * x, err_msg=f"{name}, {case}")
+    assert set.union(*(names for names, _ in choices(in_bodies, x))) == factors.keys()
+    assert on_all(lambda x: x, x).keys() == {HERE, OTHER}
+
+
+# Rows
+
+NUM_ROWS, RATE, DECAY = 5, 0.1, 0.9
+SHAPES = {
+    "scalars": (7, ()),
+    "vectors": (7, (2,)),
+    "matrices": (7, (2, 3)),
+    "one": (1, (2,)),
+    "none": (0, (2,)),
+}  # how many ids, and the shape of a row
+IDS = {
+    "repeated": [1, 3, 1, 1, 3, 0, 1],
+    "distinct": [4, 0, 3, 1, 2, 5, 5],
+    "padded": [5, 4, 5, 0, 5, 4, 0],
+    "negative": [-1, 2, -5, 0, 2, -6, -1],
+    "too large": [6, 4, 9, 4, 2**31 - 1, 0, 6],
+    "nothing": [5, -1, 6, 5, -(2**31), 5, 5],
+    "equal": [0] * 7,
+}
+CLIP = optax.chain(optzoo.clip_by_global_norm(2.0), optzoo.momentum(RATE, DECAY))
+OF_EACH = optax.chain(optzoo.clip_by_norm(2.0), optzoo.gradient_descent(RATE))
+FIXED = optax.chain(optzoo.coalesce(deterministic=True), CLIP)
+
+
+def arrays(shape_of, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: rng.normal(size=shape).astype("float32")
+    return {name: draw(shape_of(*SHAPES[name])) for name in SHAPES}
+
+
+TABLES = arrays(lambda n, row: (NUM_ROWS, *row))
+SUMS = arrays(lambda n, row: (NUM_ROWS, *row), 1)  # the slots
+VALUES = arrays(lambda n, row: (n, *row), 2)
+
+
+def updated(tx, ids, values):
+    """The tables after an update by rows; ``tx`` may keep the slots of momentum."""
+    grads = {k: SparseRows(ids[: len(v)], v, NUM_ROWS) for k, v in values.items()}
+    state = tx.init(TABLES)
+    if optzoo.slot_names(state):
+        state = optzoo.set_slot(state, "momentum", SUMS)
+    return optax.apply_updates(TABLES, tx.update(grads, state, TABLES)[0])
+
+
+def updates(ids, values):
+    return {
+        "global": updated(CLIP, ids, values),
+        "of each": updated(OF_EACH, ids, values),
+        "fixed order": updated(FIXED, ids, values),
+        "merged": SparseRows(ids, values["vectors"], NUM_ROWS).coalesce().values,
+        "elected": optzoo.core.merge.elect(ids),
+    }
+
+
+def summed(ids, values):
+    """By NumPy the dense gradients, and which rows are touched."""
+    dense, touched = {k: np.zeros_like(x) for k, x in TABLES.items()}, {}
+    for k, v in values.items():
+        real = [(i, g) for i, g in zip(ids, v, strict=False) if 0 <= i < NUM_ROWS]
+        for i, g in real:
+            dense[k][i] += g
+        touched[k] = np.isin(np.arange(NUM_ROWS), [i for i, _ in real])
+    return dense, touched
+
+
+def clipped(dense, together):
+    norm = lambda arrays: np.sqrt(sum(np.sum(np.square(g)) for g in arrays))
+    scale = lambda arrays: min(1.0, 2.0 / max(norm(arrays), 1e-30))
+    return {k: g * scale(dense.values() if together else [g]) for k, g in dense.items()}
+
+
+@functools.cache
+def compiled_updates():
+    ids = np.zeros(7, np.int32)
+    each = on_all(updates, ids, VALUES)
+    assert len(each) == 2  # another branch for another accelerator needs a case here
+    return jax.jit(lambda *args: {name: f(*args) for name, f in each.items()})
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+@pytest.mark.parametrize("case", IDS)
+def test_rows_of_all_kinds(case, scale):
+    """A norm counts no padding, and rows move that are touched, whatever their gradient."""
+    ids, values = np.array(IDS[case], np.int32), {k: scale * v for k, v in VALUES.items()}
+    values["one"], values["vectors"][2] = 0 * values["one"], 0
+    dense, touched = summed(ids, values)
+    moved = {k: TABLES[k] - RATE * (DECAY * SUMS[k] + g) for k, g in clipped(dense, True).items()}
+    lazy = {k: np.where(expand(touched[k], x), moved[k], x) for k, x in TABLES.items()}
+    alone = {k: TABLES[k] - RATE * g for k, g in clipped(dense, False).items()}
+    for got in compiled_updates()(ids, values).values():
+        for name, want in {"global": lazy, "of each": alone, "fixed order": lazy}.items():
+            for k, x in got[name].items():
+                np.testing.assert_allclose(x, want[k], rtol=1e-5, atol=1e-6, err_msg=name)
+        # Each sum once, and zeros beside them.
+        total = lambda a: np.sort(np.sum(a, 1)[np.any(a, 1)])
+        np.testing.assert_allclose(
+            total(got["merged"]), total(dense["vectors"]), rtol=1e-5, atol=1e-6
+        )
+        elected = got["elected"]
+        np.testing.assert_array_equal(ids[elected], ids)
+        assert len({*elected.tolist()}) == len({*ids.tolist()})
+
+
+def expand(mask, x):
+    return mask.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+# Rows that sleep
+
+ASLEEP = optzoo.caught_up(optzoo.adam(RATE), tables=True)
+WEIGHTS = np.random.default_rng(3).normal(size=(7, 2)).astype("float32")
+STEP = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), ASLEEP)
+
+
+def step_asleep(x, state, ids):
+    x, state, _ = STEP(x, state, ids)
+    return x, state, optzoo.flush(x, state)[0]
+
+
+def dense_adam(batches):
+    """By NumPy the table after each step."""
+    x, m, v = TABLES["vectors"].astype(float), 0.0, 0.0
+    for t, ids in enumerate(batches, 1):
+        g = summed(ids, {"vectors": WEIGHTS})[0]["vectors"]
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        x = x - RATE * np.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (np.sqrt(v) + 1e-8)
+        yield x
+
+
+def test_rows_that_sleep():
+    batches = [np.array(IDS[case], np.int32) for case in ("padded", "repeated", "equal", "padded")]
+    x = jnp.asarray(TABLES["vectors"])
+    start = x, ASLEEP.init(x)
+    each = on_all(step_asleep, *start, batches[0])
+    run = jax.jit(lambda states, ids: {k: f(*states[k], ids) for k, f in each.items()})
+    states = dict.fromkeys(each, start)
+    for ids, want in zip(batches, dense_adam(batches), strict=True):
+        done = run(states, ids)
+        for name, (*_, got) in done.items():
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=name)
+        states = {name: state[:2] for name, state in done.items()}
+
+
+# Roots
+
+GRADS = np.random.default_rng(4).normal(size=(2, 4, 3)).astype("float32")
+
+
+def two_steps(root, relative):
+    tx = optzoo.shampoo(RATE, root=root, relative_epsilon=relative, epsilon=1e-3)
+
+    def run(gs):
+        x = jnp.ones(gs.shape[1:])
+        return lax.scan(lambda s, g: tx.update(g, s, x)[::-1], tx.init(x), gs)[1]
+
+    return run
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_roots(relative):
+    auto = two_steps("auto", relative)
+    each = on_all(auto, GRADS) | {k: two_steps(k, relative) for k in ("eigh", "newton")}
+    got = jax.jit(lambda gs: {k: f(gs) for k, f in each.items()})(GRADS)
+    assert len(got) == 4
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    close(got[HERE], got["eigh"])
+    close(got[OTHER], got["newton"])
+    np.testing.assert_allclose(got["newton"], got["eigh"], rtol=1e-3, atol=1e-4)
+    texts = {k: jax.jit(each[k]).lower(GRADS).as_text() for k in (HERE, OTHER)}
+    assert "syevd" in texts[HERE] and "syevd" not in texts[OTHER]
+
+
+# What is above is all there is.
+
+
+def test_every_choice_runs_for_every_platform():
+    """By the lines of the choices in the programs of the tests above."""
+    ids, x = np.zeros(7, np.int32), jnp.asarray(TABLES["vectors"])
+    made = [
+        *choices(updates, ids, VALUES),
+        *choices(step_asleep, x, ASLEEP.init(x), ids),
+        *choices(two_steps("auto", False), GRADS),
+    ]
+    seen = set()
+    for _, line in made:
+        path, _, function = line.replace("\\", "/").rpartition("/optzoo/")[2].partition(" ")
+        names = [name for name in function.strip("()").split(".") if name[:1] != "<"]
+        seen.add(f"{path.partition(':')[0]} {names[-1]}")
+    assert seen == uses_in_sources()
