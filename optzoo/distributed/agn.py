@@ -116,7 +116,7 @@ def agn(
         accumulated, since = per_replica.method
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
         accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
-        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1))
+        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1)), None
 
     def push(pushes, params, replicated, per_replica, **extra_args):
         accumulated, since = per_replica.method

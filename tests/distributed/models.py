@@ -1,10 +1,11 @@
 """The methods with replicas, in NumPy: one replica after the other, as the docstrings say.
 
-Each model has ``tick``, ``resized``, and ``shown``: what a user sees of the parameters and of the
-state, by name.
+Each model has ``tick``; ``resized``; ``taken``, the ranks of the replicas whose gradients a tick
+uses; and ``shown``, what a user sees of the parameters and of the state.
 """
 
 import copy
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +117,7 @@ class LocalSGD:
         return g
 
     def of_warm_up(self, gradients, masks):
+        """The gradients of the replicas in a tick; None for a replica that makes no step."""
         return gradients
 
     def is_due(self, fragment, steps):
@@ -125,12 +127,15 @@ class LocalSGD:
         """An exchange between some replicas, which are in the order of ranks."""
         raise NotImplementedError
 
+    def taken(self, gradients, masks):
+        return list(np.flatnonzero(masks.active))
+
     def tick(self, gradients, masks):
         self.ticks += 1
         gradients = self.of_warm_up(gradients, masks)
         unsound = []
         for replica, g, active in zip(self.replicas, gradients, masks.active, strict=True):
-            if active and not self.stepped(replica, g):
+            if active and g is not None and not self.stepped(replica, g):
                 unsound.append(replica)
         if masks.exchange is not False:
             chosen = range(self.fragments) if masks.fragment is None else [masks.fragment]
@@ -174,9 +179,9 @@ class LocalSGD:
             "params": stacked([replica.x for replica in self.replicas]),
             "center": self.center,
             "global_step": self.global_step,
-            "local_step": [replica.steps for replica in self.replicas],
+            "local_step": np.array([replica.steps for replica in self.replicas]),
             "momentum": stacked([replica.inner.slots for replica in self.replicas]),
-            "count": [replica.inner.count for replica in self.replicas],
+            "count": np.array([replica.inner.count for replica in self.replicas]),
         }
 
 
@@ -242,7 +247,7 @@ class AGN(LocalSGD):
         return {
             **super().shown(),
             "accumulated": stacked([each["accumulated"] for each in own]),
-            "since": [each["since"][""] for each in own],
+            "since": np.array([each["since"][""] for each in own]),
             "beside_center": self.beside_center.slots,
         }
 
@@ -289,7 +294,9 @@ class DiLoCo(LocalSGD):
             if here and not (self.skip and not is_finite(g.dense))
         ]
         total = sum_of(taken)
-        mean = total._replace(dense=each(lambda a: a / max(len(taken), 1), total.dense))
+        if not taken:
+            return [None] * len(gradients)
+        mean = total._replace(dense=each(lambda a: a / len(taken), total.dense))
         return [mean] * len(gradients)
 
     def is_due(self, fragment, steps):
@@ -334,7 +341,7 @@ class SharedParams:
             "params": self.x,
             "global_step": self.global_step,
             "dropped": self.dropped,
-            "local_step": self.read_at,
+            "local_step": np.array(self.read_at),
             "momentum": self.inner.slots,
             "count": self.inner.count,
         }
@@ -347,27 +354,28 @@ class SyncReplicas(SharedParams):
         self.skip = skip_nonfinite
         self.held, self.waiting = [], [False] * n
 
-    def accepted(self, gradients, masks):
-        """The ranks of the gradients that are taken."""
-        n = len(gradients)
+    def is_alone(self, masks):
+        """Whether a tick makes an update without the gradients of earlier ticks."""
+        return masks.all_of_them and not self.skip and len(self.read_at) >= self.aggregate
+
+    def taken(self, gradients, masks):
         read_at = self.read_at if masks.local_step is None else masks.local_step
         is_fresh = lambda i: masks.all_of_them or read_at[i] >= self.global_step
-        fresh = [i for i in range(n) if masks.arrived[i] and is_fresh(i)]
+        fresh = [i for i in np.flatnonzero(masks.arrived) if is_fresh(i)]
         if self.skip:
             fresh = [i for i in fresh if is_finite(gradients[i].dense)]
         fresh.sort(key=lambda i: (masks.priority[i], i))
-        return fresh[: max(self.aggregate - len(self.held), 0)]
+        return fresh[: self.aggregate - (0 if self.is_alone(masks) else len(self.held))]
 
     def tick(self, gradients, masks):
-        n = len(gradients)
-        if masks.all_of_them and not self.skip and n >= self.aggregate:
+        taken, ranks = self.taken(gradients, masks), range(len(gradients))
+        if self.is_alone(masks):
             self.dropped += len(self.held)
             self.held = []
-        accepted = self.accepted(gradients, masks)
-        self.dropped += sum(masks.arrived) - len(accepted)
-        self.held = self.held + [gradients[i] for i in accepted]
-        self.waiting = [w or (self.hold and i in accepted) for i, w in enumerate(self.waiting)]
-        fires = len(self.held) >= self.aggregate
+        self.dropped += sum(masks.arrived) - len(taken)
+        self.held = self.held + [gradients[i] for i in taken]
+        self.waiting = [self.waiting[i] or (self.hold and i in taken) for i in ranks]
+        fires = len(self.held) == self.aggregate
         if fires:
             self.x = self.inner.moved(self.x, self.mean())
             self.global_step += 1
@@ -375,18 +383,22 @@ class SyncReplicas(SharedParams):
             self.dropped += len(self.held)
         if fires or not self.hold:
             self.held = []
-        reads = [masks.arrived[i] or (self.waiting[i] and fires) for i in range(n)]
-        self.read_at = [
-            self.global_step if r else t for r, t in zip(reads, self.read_at, strict=True)
-        ]
-        self.waiting = [w and not fires for w in self.waiting]
+        # Who waits reads after the update, and others at once.
+        reads = [masks.arrived[i] or (self.waiting[i] and fires) for i in ranks]
+        self.read_at = [self.global_step if reads[i] else self.read_at[i] for i in ranks]
+        self.waiting = [waits and not fires for waits in self.waiting]
+
+    def counts(self):
+        """How many of the gradients that are held have each row."""
+        none = each(lambda x: np.zeros(len(x), int), PARAMS)
+        return functools.reduce(lambda counts, g: each(np.add, counts, g.rows), self.held, none)
 
     def mean(self):
         total, number = sum_of(self.held), len(self.held)
         divided = each(lambda a: a / number, total.dense)
         if self.rows_divisor == "touches":
-            touches = sum(g.rows["table"].astype(int) for g in self.held)
-            divided["table"] = total.dense["table"] / np.maximum(touches, 1)[:, None]
+            touches = np.maximum(self.counts()["table"], 1)
+            divided["table"] = total.dense["table"] / touches[:, None]
         return Gradient(divided, total.rows)
 
     def resized(self, n):
@@ -394,8 +406,11 @@ class SyncReplicas(SharedParams):
         super().resized(n)
 
     def shown(self):
-        held = {"held": len(self.held)} if self.hold else {}
-        return {**super().shown(), "waiting": self.waiting, **held}
+        shown = {**super().shown(), "waiting": np.array(self.waiting)}
+        if self.hold:
+            shown |= {"held": len(self.held), "sums": sum_of(self.held).dense}
+            shown["counts"] = self.counts()
+        return shown
 
 
 class DropStale(SharedParams):
@@ -403,16 +418,20 @@ class DropStale(SharedParams):
         super().__init__(n)
         self.staleness = staleness
 
-    def tick(self, gradients, masks):
+    def taken(self, gradients, masks):
         read_at = self.read_at if masks.local_step is None else masks.local_step
-        for i, g in enumerate(gradients):
-            if not masks.active[i]:
-                continue
-            if self.global_step - read_at[i] <= self.staleness:
-                self.x = self.inner.moved(self.x, g)
-                self.global_step += 1
-            else:
-                self.dropped += 1
+        taken = []
+        for i in np.flatnonzero(masks.active):
+            if self.global_step + len(taken) - read_at[i] <= self.staleness:
+                taken.append(i)
+        return taken
+
+    def tick(self, gradients, masks):
+        taken = self.taken(gradients, masks)
+        for i in taken:
+            self.x = self.inner.moved(self.x, gradients[i])
+        self.global_step += len(taken)
+        self.dropped += sum(masks.active) - len(taken)
         # They read after the last update of the tick.
         reads = zip(masks.active, self.read_at, strict=True)
         self.read_at = [self.global_step if active else t for active, t in reads]
