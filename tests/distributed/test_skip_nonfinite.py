@@ -181,3 +181,14 @@ def test_rows_of_a_replica_that_is_left_out_are_not_touched():
     first, second = visited
     assert np.all(first[:2] < 1) and np.all(second[0] < first[0])
     np.testing.assert_array_equal(second[1], first[1])
+
+
+def test_a_sum_of_gradients_that_overflows_is_left_out():
+    """Of finite gradients, with finite parameters."""
+    tx = optzoo.agn(optzoo.gradient_descent(1e-3), axis_name=None, skip_nonfinite=True)
+    x, g = np.zeros(2, np.float32), np.full(2, 2e38, np.float32)
+    update, state = jax.jit(functools.partial(tx.update, exchange=False)), tx.init(x)
+    for _ in range(2):
+        updates, state = update(g, state, x)
+    assert not np.any(updates)
+    np.testing.assert_array_equal(state.per_replica.method.accumulated, g)
