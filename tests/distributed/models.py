@@ -15,6 +15,7 @@ PARAMS = {  # in the order of their names, which is that of fragments
     "table": np.random.default_rng(3).normal(size=(8, 2)),
 }
 DECAY = 0.9
+OUTER_RATE = 0.7
 
 
 class Gradient(NamedTuple):
@@ -95,7 +96,18 @@ class Inner:
 class Replica:
     def __init__(self, own):
         self.x, self.inner, self.steps = PARAMS, Inner(), 0
-        self.own = own  # what the method keeps for each replica
+        self.own = own  # what the method keeps for each replica, by name
+
+    def copied(self):
+        """A copy that can be changed; arrays never are."""
+        new = copy.copy(self)
+        new.inner = copy.copy(self.inner)
+        return new
+
+
+def mean_of(who, of):
+    """The mean of a tree of each replica."""
+    return each(lambda *a: sum(a) / len(a), *map(of, who))
 
 
 class LocalSGD:
@@ -145,9 +157,9 @@ class LocalSGD:
     def stepped(self, replica, g):
         """A local step; False if it is left out."""
         replica.steps += 1
-        new = copy.deepcopy(replica)
+        new = replica.copied()
         new.x = new.inner.moved(replica.x, self.changed(new, g))
-        if self.skip and not all(map(is_finite, (new.x, *new.own.values()))):
+        if self.skip and not (is_finite(new.x) and is_finite(new.own)):
             return False
         replica.__dict__.update(new.__dict__)
         return True
@@ -170,7 +182,7 @@ class LocalSGD:
 
     def resized(self, n):
         old = self.replicas
-        self.replicas = [copy.deepcopy(old[i % len(old)]) for i in range(n)]
+        self.replicas = [old[i % len(old)].copied() for i in range(n)]
         for replica in self.replicas[len(old) :]:
             replica.x, replica.own = self.center, self.fresh()
 
@@ -191,13 +203,13 @@ class ElasticAverage(LocalSGD):
         super().__init__(n, **options)
 
     def fresh(self):
-        return {"local_center": self.center}
+        return self.center
 
     def changed(self, replica, g):
         if self.rho == 0:
             return g
         pull = lambda g, x, c: g + self.rho * (x - c)
-        dense = each(pull, g.dense, replica.x, replica.own["local_center"])
+        dense = each(pull, g.dense, replica.x, replica.own)
         return Gradient(dense, each(np.ones_like, g.rows))
 
     def exchanged(self, fragment, who):
@@ -205,13 +217,13 @@ class ElasticAverage(LocalSGD):
         before = self.center
         for replica in who:
             d = each(lambda x, c: alpha * (x - c), replica.x, before)
-            replica.own = {"local_center": before}
+            replica.own = before
             replica.x = each(np.subtract, replica.x, d)
             self.center = each(np.add, self.center, d)
             self.global_step += 1
 
     def shown(self):
-        seen = stacked([replica.own["local_center"] for replica in self.replicas])
+        seen = stacked([replica.own for replica in self.replicas])
         return {**super().shown(), "local_center": seen}
 
 
@@ -221,18 +233,16 @@ class AGN(LocalSGD):
         self.beside_center = Inner()
 
     def fresh(self):
-        return {"accumulated": zeros(), "since": {"": np.zeros(())}}
+        return {**zeros(), "since": 0}
 
     def changed(self, replica, g):
-        sums, since = replica.own.values()
-        replica.own = {"accumulated": each(np.add, sums, g.dense), "since": {"": since[""] + 1}}
+        replica.own = {**each(np.add, replica.own, g.dense), "since": replica.own["since"] + 1}
         return g
 
     def exchanged(self, fragment, who):
         if not who:
             return
-        pushes = [each(lambda a, r=r: a / r.own["since"][""], r.own["accumulated"]) for r in who]
-        mean = each(lambda *a: sum(a) / len(a), *pushes)
+        mean = mean_of(who, lambda r: each(lambda a: a / r.own["since"], r.own))
         # The count of steps is that of the replica, the slots are those of the center.
         self.beside_center.count = who[0].inner.count
         everywhere = {name: np.ones(len(x), bool) for name, x in PARAMS.items()}
@@ -243,17 +253,12 @@ class AGN(LocalSGD):
             self.global_step += 1
 
     def shown(self):
-        own = [replica.own for replica in self.replicas]
         return {
             **super().shown(),
-            "accumulated": stacked([each["accumulated"] for each in own]),
-            "since": np.array([each["since"][""] for each in own]),
+            "accumulated": stacked([replica.own for replica in self.replicas]),
+            "since": np.array([replica.own["since"] for replica in self.replicas]),
             "beside_center": self.beside_center.slots,
         }
-
-
-def mean_of(who, of):
-    return each(lambda *a: sum(a) / len(a), *map(of, who))
 
 
 class ModelAverage(LocalSGD):
@@ -276,27 +281,24 @@ class ModelAverage(LocalSGD):
 
 
 class DiLoCo(LocalSGD):
-    """With the outer optimizer ``optax.sgd(rate, momentum, nesterov=True)``."""
+    """With the outer optimizer ``optax.sgd(0.7, decay, nesterov=True)``."""
 
     lockstep = True
 
-    def __init__(self, n, *, outer_rate, outer_decay, warmup_steps, fragments, **options):
-        self.outer_rate, self.outer_decay, self.outer = outer_rate, outer_decay, zeros()
+    def __init__(self, n, *, outer_decay, warmup_steps, fragments, **options):
+        self.outer_decay, self.outer = outer_decay, zeros()
         self.warmup_steps, self.fragments = warmup_steps, fragments
         super().__init__(n, **options)
 
     def of_warm_up(self, gradients, masks):
         if self.ticks > self.warmup_steps or masks.exchange is False:
             return gradients
-        taken = [
-            g
-            for g, here in zip(gradients, masks.arrived & masks.active, strict=True)
-            if here and not (self.skip and not is_finite(g.dense))
-        ]
-        total = sum_of(taken)
-        if not taken:
+        here = [gradients[i] for i in np.flatnonzero(masks.arrived & masks.active)]
+        here = [g for g in here if not self.skip or is_finite(g.dense)]
+        if not here:
             return [None] * len(gradients)
-        mean = total._replace(dense=each(lambda a: a / len(taken), total.dense))
+        total = sum_of(here)
+        mean = Gradient(each(lambda a: a / len(here), total.dense), total.rows)
         return [mean] * len(gradients)
 
     def is_due(self, fragment, steps):
@@ -306,20 +308,23 @@ class DiLoCo(LocalSGD):
     def exchanged(self, fragment, who):
         if not who:
             return
-        mean = mean_of(who, lambda replica: replica.x)
-        self.center = dict(self.center)
-        for name in PARAMS if self.fragments == 1 else [sorted(PARAMS)[fragment]]:
-            if self.ticks <= self.warmup_steps:
-                self.center[name] = mean[name]
-                continue
-            delta = self.center[name] - mean[name]
-            self.outer[name] = self.outer_decay * self.outer[name] + delta
-            ahead = delta + self.outer_decay * self.outer[name]
-            self.center[name] = self.center[name] - self.outer_rate * ahead
+        mean, names = mean_of(who, lambda replica: replica.x), list(PARAMS)
+        if self.fragments == 2:  # the second one is the table
+            names = names[fragment : fragment + 1]
+        new = {name: self.after(name, mean[name]) for name in names}
+        self.center = {**self.center, **new}
         for replica in self.replicas:
-            moved = PARAMS if self.fragments == 1 else [sorted(PARAMS)[fragment]]
-            replica.x = {**replica.x, **{name: self.center[name] for name in moved}}
+            replica.x = {**replica.x, **new}
         self.global_step += fragment == self.fragments - 1
+
+    def after(self, name, mean):
+        """A parameter of the center after an exchange."""
+        if self.ticks <= self.warmup_steps:
+            return mean
+        delta = self.center[name] - mean
+        slot = self.outer_decay * self.outer[name] + delta
+        self.outer = {**self.outer, name: slot}
+        return self.center[name] - OUTER_RATE * (delta + self.outer_decay * slot)
 
     def shown(self):
         return {**super().shown(), "outer": self.outer}

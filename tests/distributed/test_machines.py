@@ -8,6 +8,7 @@ options of a method: any two of them with any of their values are in one case.
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,46 +40,30 @@ SETTINGS = settings(
 
 
 class Method(NamedTuple):
-    make: Callable[..., Any]  # the method of optzoo for a number of replicas
+    """A method of optzoo, for an inner optimizer and a number of replicas; and its model."""
+
+    make: Callable[..., Any]
     model: Callable[..., Any]
     options: dict[str, list]
-    masks: tuple[str, ...]
-    is_valid: Callable[[dict], bool] = lambda options: True
+    masks: tuple[str, ...]  # the arguments of update
+    more_masks: tuple[str, ...] = ()  # that are not always given
+    is_valid: Callable[..., bool] = lambda **options: True
 
 
-def _elastic(inner, n, period, **options):
-    return optzoo.elastic_average(inner, n, communication_period=period, **options)
-
-
-def _agn(inner, n, period, **options):
-    return optzoo.agn(inner, communication_period=period, **options)
-
-
-def _average(inner, n, period, **options):
-    return optzoo.model_average(inner, interval_steps=period, **options)
-
-
-def _diloco(inner, n, period, outer_rate, outer_decay, **options):
-    outer = None
-    if outer_decay != 0.9:
-        outer = optax.sgd(outer_rate, outer_decay, nesterov=True)
-    return optzoo.diloco(inner, outer, communication_period=period, **options)
-
-
-def _sync(inner, n, aggregate, **options):
-    return optzoo.sync_replicas(inner, aggregate, n, **options)
-
-
-def _drop(inner, n, staleness):
-    return optzoo.drop_stale_gradient(inner, staleness)
-
-
-# How a history goes on: by the count of steps, with another number of replicas at times; or by
-# ``exchange=``. What is compiled for a case is what these need.
+# How a history goes on: by the count of steps, and with another number of replicas at times; or by
+# ``exchange=``. Each needs two programs for a case.
 DRIVES = ["counted", "forced"]
+
+
+def sgd(decay):
+    return None if decay == 0.9 else optax.sgd(models.OUTER_RATE, decay, nesterov=True)
+
+
 METHODS = {
     "elastic_average": Method(
-        _elastic,
+        lambda inner, n, period, **options: optzoo.elastic_average(
+            inner, n, communication_period=period, **options
+        ),
         models.ElasticAverage,
         {
             "drive": DRIVES,
@@ -91,7 +76,7 @@ METHODS = {
         ("active",),
     ),
     "agn": Method(
-        _agn,
+        lambda inner, period, **options: optzoo.agn(inner, communication_period=period, **options),
         models.AGN,
         {
             "drive": DRIVES,
@@ -102,18 +87,22 @@ METHODS = {
         ("active",),
     ),
     "model_average": Method(
-        _average,
+        lambda inner, period, **options: optzoo.model_average(
+            inner, interval_steps=period, **options
+        ),
         models.ModelAverage,
         {
-            "slots": ["keep", "average", "reset"],
             "drive": DRIVES,
+            "slots": ["keep", "average", "reset"],
             "skip_nonfinite": [True, False],
             "period": [2],
         },
         ("active", "arrived"),
     ),
     "diloco": Method(
-        _diloco,
+        lambda inner, period, outer_decay, **options: optzoo.diloco(
+            inner, sgd(outer_decay), communication_period=period, **options
+        ),
         models.DiLoCo,
         {
             "drive": DRIVES,
@@ -121,68 +110,71 @@ METHODS = {
             "warmup_steps": [0, 2],
             "skip_nonfinite": [True, False],
             "outer_decay": [0.9, 0.5],
-            "outer_rate": [0.7],
             "period": [3],
         },
         ("active", "arrived"),
     ),
     "sync_replicas": Method(
-        _sync,
+        lambda inner, n, aggregate, **options: optzoo.sync_replicas(inner, aggregate, n, **options),
         models.SyncReplicas,
         {
-            "given": ["arrived", "all", "sometimes"],
-            "aggregate": [1, 2, 3],
-            "hold": [True, False],
-            "rows_divisor": ["count", "touches"],
-            "skip_nonfinite": [True, False],
+            "given": ["sometimes", "all", "arrived"],
+            "aggregate": [3, 2, 1],
+            "hold": [False, True],
+            "rows_divisor": ["touches", "count"],
+            "skip_nonfinite": [False, True],
         },
         ("arrived",),
-        lambda o: (
-            (o.get("given"), o.get("skip_nonfinite")) != ("sometimes", True)
-            and (o.get("hold", True) or o.get("aggregate") != 3)
-        ),
+        ("priority", "local_step"),
+        # Without hold, FEWER replicas would be too few.
+        lambda hold=True, aggregate=0, **options: hold or aggregate <= FEWER,
     ),
     "drop_stale_gradient": Method(
-        _drop,
+        optzoo.drop_stale_gradient,
         models.DropStale,
-        {"given": ["masks", "all"], "staleness": [0, 1]},
+        {"given": ["active", "all"], "staleness": [0, 1]},
         ("active",),
+        ("local_step",),
     ),
 }
 
 
 class Case(NamedTuple):
     method: str
-    options: tuple[tuple[str, Any], ...]
     drive: str  # one of DRIVES, or which masks are given
+    options: tuple[tuple[str, Any], ...]
 
     def __str__(self):
-        shown = (f"{name}={value}" for name, value in self.options if len(self.choices(name)) > 1)
+        all_options = METHODS[self.method].options
+        shown = (f"{name}={value}" for name, value in self.options if len(all_options[name]) > 1)
         return ", ".join([self.method, self.drive, *shown])
 
-    def choices(self, name):
-        return METHODS[self.method].options[name]
+    def masks(self):
+        _, _, _, masks, more, _ = METHODS[self.method]
+        return masks + more if self.drive == "all" else masks
 
     def model(self, n):
         return METHODS[self.method].model(n, **dict(self.options))
 
 
 def cases():
+    found = []
     for name, method in METHODS.items():
-        names = list(method.options)
-        fits = lambda row, names=names, method=method: method.is_valid(
-            dict(zip(names, row, strict=False))
-        )
-        for values in AllPairs(list(method.options.values()), filter_func=fits):
-            options = dict(zip(names, values, strict=True))
-            drive = options.pop("drive", None) or options.pop("given")
-            yield Case(name, tuple(options.items()), drive)
+        named = lambda values, method=method: dict(zip(method.options, values, strict=False))
+        is_valid = lambda values, named=named, method=method: method.is_valid(**named(values))
+        for values in AllPairs(list(method.options.values()), filter_func=is_valid):
+            drive, *options = named(values).items()
+            found.append(Case(name, drive[1], tuple(options)))
+    return found
 
 
 @functools.cache
 def transformation(case, n):
     inner = optzoo.momentum(models.rate, models.DECAY)
-    return METHODS[case.method].make(inner, n, **dict(case.options))
+    make, options = METHODS[case.method].make, dict(case.options)
+    if case.method in ("elastic_average", "sync_replicas"):
+        return make(inner, n, **options)
+    return make(inner, **options)
 
 
 PARAMS = {name: x.astype(np.float32) for name, x in models.PARAMS.items()}
@@ -218,27 +210,24 @@ class Tick(NamedTuple):
     priority: tuple[int, ...]
     behind: tuple[int, ...]  # how many updates ago a replica read its parameters
     spoilt: tuple[int, str, float] | None  # the replica, the parameter, the value
-    exchange: int  # one of those that the case has
+    exchange: int  # which of those that the case has
 
 
-of_each = lambda strategy: st.tuples(*[strategy] * MOST)
-everyone = st.just((True,) * MOST)
-masks = st.one_of(everyone, of_each(st.booleans()), of_each(st.booleans()))
-spoilt = st.tuples(
-    st.integers(0, MOST - 1),
-    st.sampled_from(["layer", "table"]),
-    st.sampled_from([np.nan, np.inf, -np.inf]),
-)
+# Few numbers for each tick, because each that is drawn takes time.
+masks = st.sampled_from([(True,) * MOST] * 4 + list(itertools.product([False, True], repeat=MOST)))
 ticks = st.builds(
     Tick,
-    first=st.sampled_from([None] * 5 + ["save", "restore", "resize"]),
+    first=st.sampled_from([None] * 6 + ["save", "restore", "resize"]),
     seed=st.integers(0, 999),
     active=masks,
     arrived=masks,
-    priority=of_each(st.integers(0, 2)),
-    behind=of_each(st.sampled_from([0, 1, 0, 2, -1])),
-    spoilt=st.one_of(st.none(), spoilt),
-    exchange=st.integers(0, 5),
+    priority=st.sampled_from(list(itertools.product(range(3), repeat=MOST))),
+    behind=st.sampled_from([(0,) * MOST, *itertools.product([0, 1, 2, -1], repeat=MOST)]),
+    spoilt=st.sampled_from(
+        [None] * 9
+        + list(itertools.product(range(MOST), ["layer", "table"], [np.nan, np.inf, -np.inf]))
+    ),
+    exchange=st.integers(0, 11),
 )
 
 
@@ -290,7 +279,7 @@ class Pair:
 
     def tick(self, tick):
         static = self.static(tick)
-        names = () if self.case.drive == "sometimes" and tick.exchange % 2 else self.given()
+        names = () if self.case.drive == "sometimes" and tick.exchange % 2 else self.case.masks()
         masks = self.masks(tick, names)._replace(**static)
         given = gradients(tick.seed, self.n)
         if tick.spoilt is not None:
@@ -300,18 +289,12 @@ class Pair:
         with np.errstate(invalid="ignore"):
             self.model.tick(known(given, self.n), masks)
 
-    def given(self):
-        """The names of the masks that are given."""
-        more = {"sync_replicas": ("priority", "local_step"), "drop_stale_gradient": ("local_step",)}
-        masks = METHODS[self.case.method].masks
-        return masks + more[self.case.method] if self.case.drive == "all" else masks
-
     def static(self, tick):
         if self.case.drive != "forced":
             return {}
         choices = [{"exchange": False}, {"exchange": True}]
         if dict(self.case.options).get("fragments", 1) > 1:
-            choices.append({"exchange": True, "fragment": 0})
+            choices += [{"exchange": True, "fragment": fragment} for fragment in range(2)]
         return choices[tick.exchange % len(choices)]
 
     def masks(self, tick, names):
@@ -405,7 +388,7 @@ def agree(got, want):
             np.testing.assert_allclose(a, b, rtol=ERROR, atol=ERROR, err_msg=name)
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", cases(), ids=str)
 def test_every_history_is_that_of_the_model(case):
     @SETTINGS
     @given(st.data())
