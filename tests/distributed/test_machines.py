@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.testing import samples
 
 from . import models
 
@@ -186,6 +187,12 @@ def start(case, n):
         return optzoo.replicate(PARAMS, transformation(case, n).init(PARAMS), n)
 
 
+def keeps_rows(case, exchange=None, fragment=None):
+    """Whether the updates of rows are rows."""
+    shares_params = case.method in ("sync_replicas", "drop_stale_gradient")
+    return shares_params or (exchange is False and not dict(case.options).get("rho"))
+
+
 @functools.cache
 def train(case, n, **static):
     """The compiled step of all replicas."""
@@ -194,6 +201,7 @@ def train(case, n, **static):
     def step(params, state, ids, values, layer, masks):
         gradient = {"layer": layer, "table": SparseRows(ids, values, len(PARAMS["table"]))}
         updates, state = tx.update(gradient, state, params, **masks, **static)
+        assert isinstance(updates["table"], SparseRows) == keeps_rows(case, **static)
         return optax.apply_updates(params, updates), state
 
     return jax.jit(optzoo.map_over_replicas(step))
@@ -322,6 +330,7 @@ class Pair:
         self.n = FEWER if self.n == MOST else MOST
         with jax.disable_jit():
             self.now = optzoo.resize_replicas(transformation(self.case, self.n), *self.now, self.n)
+        assert samples.avals(self.now) == samples.avals(start(self.case, self.n))
         self.model.resized(self.n)
 
     def save(self):
