@@ -57,9 +57,10 @@ def agn(
     :math:`u_i` and :math:`u_c` are the updates of ``inner`` with the slots of the replica and
     with those of the center, and :math:`n` replicas push at once. A push leaves the slots of the
     replica unchanged. The other state of ``inner`` (step counts, Adam's powers) belongs to the
-    replica: its values are used for the push and count it, as in the original.
-    :func:`optzoo.eval_params` gives the center. Row-sparse gradients make row-sparse local steps
-    with ``exchange=False`` and are accumulated at their rows; a push is of whole tables.
+    replica: its values are used for the push and count it, as in the original. If several push at
+    once, those of the first are used. :func:`optzoo.eval_params` gives the center. Row-sparse
+    gradients make row-sparse local steps with ``exchange=False`` and are accumulated at their
+    rows; a push is of whole tables.
 
     It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
     whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
@@ -116,7 +117,7 @@ def agn(
         accumulated, since = per_replica.method
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
         accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
-        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1))
+        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1)), None
 
     def push(pushes, params, replicated, per_replica, **extra_args):
         accumulated, since = per_replica.method

@@ -83,7 +83,7 @@ def diloco(
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
         warmup_steps: the number of first steps with synchronous training: gradients are averaged
             before ``inner``, ``outer`` is not used, and the parameters of all replicas stay equal;
-            static. It has no effect in steps with ``exchange=False``.
+            static. Without a gradient there is no step. No effect in steps with ``exchange=False``.
         fragments: the number of fragments, at most ``communication_period``. The parameters are
             cut, in their order, into fragments of about the same size. Each is exchanged once in
             a period, one after the other, so that less is sent at a time ("streaming"); static.
@@ -123,12 +123,15 @@ def diloco(
 
     def synchronous(updates, params, per_replica, *, count, exchange, arrived):
         if warmup_steps == 0 or exchange is False:
-            return updates, per_replica
+            return updates, per_replica, None
+        everyone = arrived is True and not skip_nonfinite
         if skip_nonfinite:
             arrived = arrived & all_finite(updates)
         branches = replicas.mean_gradients, replicas.spread_gradients
-        means = lax.cond(count <= warmup_steps, *branches, updates, jnp.asarray(arrived))
-        return means, per_replica
+        of_warmup = count <= warmup_steps
+        means, some = lax.cond(of_warmup, *branches, updates, jnp.asarray(arrived))
+        # Without any gradient there is no step: one of zeros would move parameters by their slots.
+        return means, per_replica, None if everyone else some
 
     def exchange(fragment, arrived, params, replicated, per_replica, **_):
         center, states = replicated.center, list(replicated.method.outer)

@@ -108,7 +108,7 @@ def elastic_average(
     def pull(updates, params, per_replica, **_):
         replicas.check_size(num_workers=num_workers)
         if isinstance(rho, float | int) and rho == 0:
-            return updates, per_replica
+            return updates, per_replica, None
 
         def towards_center(g, x, center):
             if g is None:
@@ -118,7 +118,7 @@ def elastic_average(
 
         center = per_replica.method.local_center
         pulled = jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none)
-        return pulled, per_replica
+        return pulled, per_replica, None
 
     def exchange(participates, params, replicated, per_replica, **_):
         center, last_seen = replicated.center, per_replica.method.local_center

@@ -1,10 +1,11 @@
 """The methods with replicas, in NumPy: one replica after the other, as the docstrings say.
 
-Each model has ``tick``, ``resized``, and ``shown``: what a user sees of the parameters and of the
-state, by name.
+Each model has ``tick``; ``resized``; ``taken``, the ranks of the replicas whose gradients a tick
+uses; and ``shown``, what a user sees of the parameters and of the state.
 """
 
 import copy
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ PARAMS = {  # in the order of their names, which is that of fragments
     "table": np.random.default_rng(3).normal(size=(8, 2)),
 }
 DECAY = 0.9
+OUTER_RATE = 0.7
 
 
 class Gradient(NamedTuple):
@@ -94,7 +96,18 @@ class Inner:
 class Replica:
     def __init__(self, own):
         self.x, self.inner, self.steps = PARAMS, Inner(), 0
-        self.own = own  # what the method keeps for each replica
+        self.own = own  # what the method keeps for each replica, by name
+
+    def copied(self):
+        """A copy that can be changed; arrays never are."""
+        new = copy.copy(self)
+        new.inner = copy.copy(self.inner)
+        return new
+
+
+def mean_of(who, of):
+    """The mean of a tree of each replica."""
+    return each(lambda *a: sum(a) / len(a), *map(of, who))
 
 
 class LocalSGD:
@@ -116,6 +129,7 @@ class LocalSGD:
         return g
 
     def of_warm_up(self, gradients, masks):
+        """The gradients of the replicas in a tick; None for a replica that makes no step."""
         return gradients
 
     def is_due(self, fragment, steps):
@@ -125,12 +139,15 @@ class LocalSGD:
         """An exchange between some replicas, which are in the order of ranks."""
         raise NotImplementedError
 
+    def taken(self, gradients, masks):
+        return list(np.flatnonzero(masks.active))
+
     def tick(self, gradients, masks):
         self.ticks += 1
         gradients = self.of_warm_up(gradients, masks)
         unsound = []
         for replica, g, active in zip(self.replicas, gradients, masks.active, strict=True):
-            if active and not self.stepped(replica, g):
+            if active and g is not None and not self.stepped(replica, g):
                 unsound.append(replica)
         if masks.exchange is not False:
             chosen = range(self.fragments) if masks.fragment is None else [masks.fragment]
@@ -140,9 +157,9 @@ class LocalSGD:
     def stepped(self, replica, g):
         """A local step; False if it is left out."""
         replica.steps += 1
-        new = copy.deepcopy(replica)
+        new = replica.copied()
         new.x = new.inner.moved(replica.x, self.changed(new, g))
-        if self.skip and not all(map(is_finite, (new.x, *new.own.values()))):
+        if self.skip and not (is_finite(new.x) and is_finite(new.own)):
             return False
         replica.__dict__.update(new.__dict__)
         return True
@@ -165,7 +182,7 @@ class LocalSGD:
 
     def resized(self, n):
         old = self.replicas
-        self.replicas = [copy.deepcopy(old[i % len(old)]) for i in range(n)]
+        self.replicas = [old[i % len(old)].copied() for i in range(n)]
         for replica in self.replicas[len(old) :]:
             replica.x, replica.own = self.center, self.fresh()
 
@@ -174,9 +191,9 @@ class LocalSGD:
             "params": stacked([replica.x for replica in self.replicas]),
             "center": self.center,
             "global_step": self.global_step,
-            "local_step": [replica.steps for replica in self.replicas],
+            "local_step": np.array([replica.steps for replica in self.replicas]),
             "momentum": stacked([replica.inner.slots for replica in self.replicas]),
-            "count": [replica.inner.count for replica in self.replicas],
+            "count": np.array([replica.inner.count for replica in self.replicas]),
         }
 
 
@@ -186,13 +203,13 @@ class ElasticAverage(LocalSGD):
         super().__init__(n, **options)
 
     def fresh(self):
-        return {"local_center": self.center}
+        return self.center
 
     def changed(self, replica, g):
         if self.rho == 0:
             return g
         pull = lambda g, x, c: g + self.rho * (x - c)
-        dense = each(pull, g.dense, replica.x, replica.own["local_center"])
+        dense = each(pull, g.dense, replica.x, replica.own)
         return Gradient(dense, each(np.ones_like, g.rows))
 
     def exchanged(self, fragment, who):
@@ -200,13 +217,13 @@ class ElasticAverage(LocalSGD):
         before = self.center
         for replica in who:
             d = each(lambda x, c: alpha * (x - c), replica.x, before)
-            replica.own = {"local_center": before}
+            replica.own = before
             replica.x = each(np.subtract, replica.x, d)
             self.center = each(np.add, self.center, d)
             self.global_step += 1
 
     def shown(self):
-        seen = stacked([replica.own["local_center"] for replica in self.replicas])
+        seen = stacked([replica.own for replica in self.replicas])
         return {**super().shown(), "local_center": seen}
 
 
@@ -216,18 +233,16 @@ class AGN(LocalSGD):
         self.beside_center = Inner()
 
     def fresh(self):
-        return {"accumulated": zeros(), "since": {"": np.zeros(())}}
+        return {**zeros(), "since": 0}
 
     def changed(self, replica, g):
-        sums, since = replica.own.values()
-        replica.own = {"accumulated": each(np.add, sums, g.dense), "since": {"": since[""] + 1}}
+        replica.own = {**each(np.add, replica.own, g.dense), "since": replica.own["since"] + 1}
         return g
 
     def exchanged(self, fragment, who):
         if not who:
             return
-        pushes = [each(lambda a, r=r: a / r.own["since"][""], r.own["accumulated"]) for r in who]
-        mean = each(lambda *a: sum(a) / len(a), *pushes)
+        mean = mean_of(who, lambda r: each(lambda a: a / r.own["since"], r.own))
         # The count of steps is that of the replica, the slots are those of the center.
         self.beside_center.count = who[0].inner.count
         everywhere = {name: np.ones(len(x), bool) for name, x in PARAMS.items()}
@@ -238,17 +253,12 @@ class AGN(LocalSGD):
             self.global_step += 1
 
     def shown(self):
-        own = [replica.own for replica in self.replicas]
         return {
             **super().shown(),
-            "accumulated": stacked([each["accumulated"] for each in own]),
-            "since": [each["since"][""] for each in own],
+            "accumulated": stacked([replica.own for replica in self.replicas]),
+            "since": np.array([replica.own["since"] for replica in self.replicas]),
             "beside_center": self.beside_center.slots,
         }
-
-
-def mean_of(who, of):
-    return each(lambda *a: sum(a) / len(a), *map(of, who))
 
 
 class ModelAverage(LocalSGD):
@@ -271,25 +281,24 @@ class ModelAverage(LocalSGD):
 
 
 class DiLoCo(LocalSGD):
-    """With the outer optimizer ``optax.sgd(rate, momentum, nesterov=True)``."""
+    """With the outer optimizer ``optax.sgd(0.7, decay, nesterov=True)``."""
 
     lockstep = True
 
-    def __init__(self, n, *, outer_rate, outer_decay, warmup_steps, fragments, **options):
-        self.outer_rate, self.outer_decay, self.outer = outer_rate, outer_decay, zeros()
+    def __init__(self, n, *, outer_decay, warmup_steps, fragments, **options):
+        self.outer_decay, self.outer = outer_decay, zeros()
         self.warmup_steps, self.fragments = warmup_steps, fragments
         super().__init__(n, **options)
 
     def of_warm_up(self, gradients, masks):
         if self.ticks > self.warmup_steps or masks.exchange is False:
             return gradients
-        taken = [
-            g
-            for g, here in zip(gradients, masks.arrived & masks.active, strict=True)
-            if here and not (self.skip and not is_finite(g.dense))
-        ]
-        total = sum_of(taken)
-        mean = total._replace(dense=each(lambda a: a / max(len(taken), 1), total.dense))
+        here = [gradients[i] for i in np.flatnonzero(masks.arrived & masks.active)]
+        here = [g for g in here if not self.skip or is_finite(g.dense)]
+        if not here:
+            return [None] * len(gradients)
+        total = sum_of(here)
+        mean = Gradient(each(lambda a: a / len(here), total.dense), total.rows)
         return [mean] * len(gradients)
 
     def is_due(self, fragment, steps):
@@ -299,20 +308,23 @@ class DiLoCo(LocalSGD):
     def exchanged(self, fragment, who):
         if not who:
             return
-        mean = mean_of(who, lambda replica: replica.x)
-        self.center = dict(self.center)
-        for name in PARAMS if self.fragments == 1 else [sorted(PARAMS)[fragment]]:
-            if self.ticks <= self.warmup_steps:
-                self.center[name] = mean[name]
-                continue
-            delta = self.center[name] - mean[name]
-            self.outer[name] = self.outer_decay * self.outer[name] + delta
-            ahead = delta + self.outer_decay * self.outer[name]
-            self.center[name] = self.center[name] - self.outer_rate * ahead
+        mean, names = mean_of(who, lambda replica: replica.x), list(PARAMS)
+        if self.fragments == 2:  # the second one is the table
+            names = names[fragment : fragment + 1]
+        new = {name: self.after(name, mean[name]) for name in names}
+        self.center = {**self.center, **new}
         for replica in self.replicas:
-            moved = PARAMS if self.fragments == 1 else [sorted(PARAMS)[fragment]]
-            replica.x = {**replica.x, **{name: self.center[name] for name in moved}}
+            replica.x = {**replica.x, **new}
         self.global_step += fragment == self.fragments - 1
+
+    def after(self, name, mean):
+        """A parameter of the center after an exchange."""
+        if self.ticks <= self.warmup_steps:
+            return mean
+        delta = self.center[name] - mean
+        slot = self.outer_decay * self.outer[name] + delta
+        self.outer = {**self.outer, name: slot}
+        return self.center[name] - OUTER_RATE * (delta + self.outer_decay * slot)
 
     def shown(self):
         return {**super().shown(), "outer": self.outer}
@@ -334,7 +346,7 @@ class SharedParams:
             "params": self.x,
             "global_step": self.global_step,
             "dropped": self.dropped,
-            "local_step": self.read_at,
+            "local_step": np.array(self.read_at),
             "momentum": self.inner.slots,
             "count": self.inner.count,
         }
@@ -347,27 +359,28 @@ class SyncReplicas(SharedParams):
         self.skip = skip_nonfinite
         self.held, self.waiting = [], [False] * n
 
-    def accepted(self, gradients, masks):
-        """The ranks of the gradients that are taken."""
-        n = len(gradients)
+    def is_alone(self, masks):
+        """Whether a tick makes an update without the gradients of earlier ticks."""
+        return masks.all_of_them and not self.skip and len(self.read_at) >= self.aggregate
+
+    def taken(self, gradients, masks):
         read_at = self.read_at if masks.local_step is None else masks.local_step
         is_fresh = lambda i: masks.all_of_them or read_at[i] >= self.global_step
-        fresh = [i for i in range(n) if masks.arrived[i] and is_fresh(i)]
+        fresh = [i for i in np.flatnonzero(masks.arrived) if is_fresh(i)]
         if self.skip:
             fresh = [i for i in fresh if is_finite(gradients[i].dense)]
         fresh.sort(key=lambda i: (masks.priority[i], i))
-        return fresh[: max(self.aggregate - len(self.held), 0)]
+        return fresh[: self.aggregate - (0 if self.is_alone(masks) else len(self.held))]
 
     def tick(self, gradients, masks):
-        n = len(gradients)
-        if masks.all_of_them and not self.skip and n >= self.aggregate:
+        taken, ranks = self.taken(gradients, masks), range(len(gradients))
+        if self.is_alone(masks):
             self.dropped += len(self.held)
             self.held = []
-        accepted = self.accepted(gradients, masks)
-        self.dropped += sum(masks.arrived) - len(accepted)
-        self.held = self.held + [gradients[i] for i in accepted]
-        self.waiting = [w or (self.hold and i in accepted) for i, w in enumerate(self.waiting)]
-        fires = len(self.held) >= self.aggregate
+        self.dropped += sum(masks.arrived) - len(taken)
+        self.held = self.held + [gradients[i] for i in taken]
+        self.waiting = [self.waiting[i] or (self.hold and i in taken) for i in ranks]
+        fires = len(self.held) == self.aggregate
         if fires:
             self.x = self.inner.moved(self.x, self.mean())
             self.global_step += 1
@@ -375,18 +388,22 @@ class SyncReplicas(SharedParams):
             self.dropped += len(self.held)
         if fires or not self.hold:
             self.held = []
-        reads = [masks.arrived[i] or (self.waiting[i] and fires) for i in range(n)]
-        self.read_at = [
-            self.global_step if r else t for r, t in zip(reads, self.read_at, strict=True)
-        ]
-        self.waiting = [w and not fires for w in self.waiting]
+        # Who waits reads after the update, and others at once.
+        reads = [masks.arrived[i] or (self.waiting[i] and fires) for i in ranks]
+        self.read_at = [self.global_step if reads[i] else self.read_at[i] for i in ranks]
+        self.waiting = [waits and not fires for waits in self.waiting]
+
+    def counts(self):
+        """How many of the gradients that are held have each row."""
+        none = each(lambda x: np.zeros(len(x), int), PARAMS)
+        return functools.reduce(lambda counts, g: each(np.add, counts, g.rows), self.held, none)
 
     def mean(self):
         total, number = sum_of(self.held), len(self.held)
         divided = each(lambda a: a / number, total.dense)
         if self.rows_divisor == "touches":
-            touches = sum(g.rows["table"].astype(int) for g in self.held)
-            divided["table"] = total.dense["table"] / np.maximum(touches, 1)[:, None]
+            touches = np.maximum(self.counts()["table"], 1)
+            divided["table"] = total.dense["table"] / touches[:, None]
         return Gradient(divided, total.rows)
 
     def resized(self, n):
@@ -394,8 +411,11 @@ class SyncReplicas(SharedParams):
         super().resized(n)
 
     def shown(self):
-        held = {"held": len(self.held)} if self.hold else {}
-        return {**super().shown(), "waiting": self.waiting, **held}
+        shown = {**super().shown(), "waiting": np.array(self.waiting)}
+        if self.hold:
+            shown |= {"held": len(self.held), "sums": sum_of(self.held).dense}
+            shown["counts"] = self.counts()
+        return shown
 
 
 class DropStale(SharedParams):
@@ -403,16 +423,20 @@ class DropStale(SharedParams):
         super().__init__(n)
         self.staleness = staleness
 
-    def tick(self, gradients, masks):
+    def taken(self, gradients, masks):
         read_at = self.read_at if masks.local_step is None else masks.local_step
-        for i, g in enumerate(gradients):
-            if not masks.active[i]:
-                continue
-            if self.global_step - read_at[i] <= self.staleness:
-                self.x = self.inner.moved(self.x, g)
-                self.global_step += 1
-            else:
-                self.dropped += 1
+        taken = []
+        for i in np.flatnonzero(masks.active):
+            if self.global_step + len(taken) - read_at[i] <= self.staleness:
+                taken.append(i)
+        return taken
+
+    def tick(self, gradients, masks):
+        taken = self.taken(gradients, masks)
+        for i in taken:
+            self.x = self.inner.moved(self.x, gradients[i])
+        self.global_step += len(taken)
+        self.dropped += sum(masks.active) - len(taken)
         # They read after the last update of the tick.
         reads = zip(masks.active, self.read_at, strict=True)
         self.read_at = [self.global_step if active else t for active, t in reads]

@@ -91,14 +91,6 @@ def test_one_replica_is_the_inner_optimizer(method):
     close(run(ALONE[method](momentum())), run(momentum()))
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_all_masked_but_one_is_that_one(who):
-    mask = {"arrived": np.arange(N) == who}
-    x, _ = trajectory(optzoo.sync_replicas(momentum(), 1, N), masks=[mask] * 5)
-    gradient = lambda x, _: jax.grad(quadratic)(x, CENTERS[who])
-    close(x, samples.trajectory(momentum(), START, gradient, jnp.arange(5)))
-
-
 def test_replicas_without_an_exchange_are_independent():
     x, _ = trajectory(optzoo.elastic_average(momentum(), N, communication_period=100))
     y, _ = trajectory(optzoo.model_average(momentum(), interval_steps=100))
@@ -162,108 +154,6 @@ def test_a_pull_holds_replicas_together():
         trajectory(optzoo.elastic_average(momentum(), N, rho=rho), 40)[0]["b"][-1], axis=0
     )
     assert np.all(spread(1.0) < 0.6 * spread(0.0))
-
-
-def test_slots_after_an_average():
-    """Momenta of the replicas differ before it."""
-    momenta = {
-        slots: trajectory(optzoo.model_average(momentum(), interval_steps=3, slots=slots), 3)[1]
-        for slots in ("keep", "average", "reset")
-    }
-    inner = {slots: state.per_replica.inner for slots, state in momenta.items()}
-    kept, averaged, reset = (samples.slots(state)[0]["b"] for state in inner.values())
-    assert np.ptp(kept, axis=0).min() > 0.1
-    close(averaged, jnp.broadcast_to(kept.mean(axis=0), kept.shape))
-    assert np.all(reset == 0)
-    counts = [state[0].count for state in inner.values()]
-    assert np.all(np.stack(counts) == 3)  # go on
-
-
-def test_warm_up_is_synchronous():
-    tx = optzoo.diloco(momentum(), communication_period=3, warmup_steps=4)
-    x, state = trajectory(tx, 4)
-    synchronous, _ = trajectory(optzoo.sync_replicas(momentum(), N), 4)
-    close(x, jax.tree.map(lambda a: np.repeat(a[:, None], N, axis=1), synchronous))
-    close(optzoo.eval_params(x, state), jax.tree.map(lambda a: a[-1], synchronous))
-    outer = [np.asarray(a) for a in jax.tree.leaves(state.replicated.method.outer)]
-    assert all(np.all(a == 0) for a in outer)  # it has not begun
-    later, _ = trajectory(tx, 5)
-    assert np.ptp(later["b"][4], axis=0).min() > 0.1
-
-
-def test_fragments_are_exchanged_in_turn():
-    outer = optax.sgd(1.0)
-    tx = optzoo.diloco(momentum(), outer, communication_period=4, fragments=2)
-    x, state = trajectory(tx, 4)
-    together = lambda a: np.ptp(a, axis=0).max() < 1e-6
-    assert [together(b) for b in x["b"]] == [False, True, False, False]
-    assert [together(w) for w in x["w"]] == [False, False, False, True]
-    assert state.replicated.global_step == 1
-    alone, _ = trajectory(optzoo.model_average(momentum(), interval_steps=100), 2)
-    close(x["b"][1], np.repeat(alone["b"][1].mean(axis=0, keepdims=True), N, axis=0))
-
-
-def test_one_fragment_can_be_chosen():
-    tx = optzoo.diloco(momentum(), communication_period=4, fragments=2)
-    x, _ = trajectory(tx, 1, exchange=True, fragment=1)
-    assert np.ptp(x["w"][0], axis=0).max() == 0 and np.ptp(x["b"][0], axis=0).max() > 0.1
-
-
-def test_the_first_to_arrive_make_the_update():
-    of = lambda **mask: {name: np.array(values) for name, values in mask.items()}
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
-    moved = lambda mask: trajectory(tx, masks=[mask])[0]["b"][0]
-    # A step of 1 goes to the mean of the accepted.
-    np.testing.assert_allclose(moved({}), np.mean(CENTERS[:2]))
-    np.testing.assert_allclose(moved(of(priority=[3, 0, 2, 1])), np.mean(CENTERS[[1, 3]]))
-    late = of(arrived=[False, True, True, True], priority=[0, 2, 1, 3])
-    np.testing.assert_allclose(moved(late), np.mean(CENTERS[1:3]))
-    _, state = trajectory(tx, masks=[late])
-    assert state.replicated.dropped == 1 and list(state.per_replica.local_step) == [0, 1, 1, 1]
-
-
-def test_late_gradients_are_stale():
-    """Who missed an update has its next gradient dropped, and is fresh again."""
-    who = lambda *ranks: {"arrived": np.isin(np.arange(N), ranks)}
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
-    x, state = trajectory(tx, masks=[who(0, 1), who(2), who(2), who(3), who(3)])
-    assert state.replicated.dropped == 2 and state.replicated.global_step == 2
-    np.testing.assert_allclose(x["b"][-1], np.mean(CENTERS[2:]))
-
-
-def test_gradients_wait_for_one_another_or_are_dropped():
-    who = lambda rank: {"arrived": np.arange(N) == rank, "local_step": np.zeros(N, int)}
-    masks = [who(3), who(1)]
-    held = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N)
-    x, state = trajectory(held, masks=masks)
-    np.testing.assert_array_equal(x["b"][0], START["b"])
-    np.testing.assert_allclose(x["b"][1], (CENTERS[1] + CENTERS[3]) / 2)
-    dropping = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 2, N, hold=False)
-    x, state = trajectory(dropping, masks=masks)
-    np.testing.assert_array_equal(x["b"][1], START["b"])
-    assert state.replicated.dropped == 2 and state.replicated.accumulator == ()
-
-
-def test_what_was_held_is_forgotten_after_an_update_without_masks():
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), N)
-    _, state = trajectory(tx, masks=[{"arrived": np.arange(N) < 2}])
-    x, state = train_of(tx)(START, state, CENTERS, {})
-    np.testing.assert_allclose(x["b"], np.mean(CENTERS))
-    assert state.replicated.count == 0
-    # Nor does it come back.
-    _, state = train_of(tx)(x, state, CENTERS, {"arrived": np.arange(N) == 3})
-    np.testing.assert_allclose(state.replicated.accumulator.sum["b"], np.mean(CENTERS) - CENTERS[3])
-
-
-def test_stale_gradients_are_dropped_by_rank():
-    tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
-    x, state = trajectory(tx, masks=[{}])
-    np.testing.assert_allclose(x["b"][0], START["b"] - np.sum(START["b"][0] - CENTERS[:2]))
-    assert state.replicated.stale_counter == N - 2 and state.replicated.global_step == 2
-    old = {"local_step": np.array([0, -1, -2, 0]), "active": np.array([False, True, True, True])}
-    _, state = trajectory(tx, masks=[old])
-    assert state.replicated.stale_counter == 1 and state.replicated.global_step == 2
-    assert list(state.per_replica.local_step) == [0, 2, 2, 2]
 
 
 def test_a_moving_average_belongs_inside():
@@ -351,69 +241,6 @@ def test_a_center_of_parameters_in_16_bits_moves():
     assert 0 < jnp.max(jnp.abs(state.replicated.center["w"])) < 1e-2
 
 
-# Rows
-
-
-IDS = np.array([[0, 2, 2], [2, 5, 6], [5, 2, 0]])  # 6 is padding
-VALUES = np.arange(1, 10, dtype=np.float32).reshape(3, 3)
-
-
-def update_rows(tx, masks):
-    """Updates of a table of six rows in each tick; and the last state."""
-    table = np.zeros((6, 1), np.float32)
-
-    def step(x, state, ids, values, mask):
-        rows = optzoo.SparseRows(ids, values[:, None], 6)
-        u, state = tx.update(rows, state, x, **mask)
-        assert isinstance(u, optzoo.SparseRows)
-        return -u.to_dense()[:, 0], state
-
-    _, state = optzoo.replicate(table, tx.init(table), 3)
-    updates, train = [], jax.jit(optzoo.map_over_replicas(step))
-    for mask in masks:
-        u, state = train(table, state, IDS, VALUES, mask)
-        updates.append(np.asarray(u))
-    return updates, state
-
-
-ALL = np.array([1 + 9, 0, 2 + 3 + 4 + 8, 0, 0, 5 + 7])
-
-
-def test_rows_stay_rows_and_are_divided_by_the_count_or_by_their_touches():
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3)
-    [got], _ = update_rows(tx, [{}])
-    np.testing.assert_allclose(got, ALL / 3)
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3, rows_divisor="touches")
-    [got], _ = update_rows(tx, [{}])
-    np.testing.assert_allclose(got, ALL / np.array([2, 1, 3, 1, 1, 2]))
-
-
-@pytest.mark.parametrize(("divisor", "of"), [("count", 3), ("touches", [2, 1, 3, 1, 1, 2])])
-def test_rows_wait_for_one_another(divisor, of):
-    tx = optzoo.sync_replicas(optzoo.gradient_descent(1.0), 3, rows_divisor=divisor)
-    masks = [{"arrived": np.arange(3) == i} for i in (1, 0, 2)]
-    (first, second, third, *_, again), state = update_rows(tx, masks * 2)
-    assert not first.any() and not second.any()
-    np.testing.assert_allclose(third, ALL / np.array(of))
-    np.testing.assert_allclose(again, third)  # nothing is left over
-    assert state.replicated.global_step == 2
-
-
-def test_only_touched_rows_move_through_a_lazy_optimizer():
-    tx = optzoo.sync_replicas(optzoo.lazy_adam(0.1), 2, 3)
-    masks = [{"arrived": np.arange(3) == 0}, {"arrived": np.arange(3) == 1}] * 2
-    (_, first, _, second), state = update_rows(tx, masks)
-    assert list(np.flatnonzero(first)) == [0, 2, 5] == list(np.flatnonzero(second))
-    assert state.replicated.inner[0].count == 2
-
-
-def test_rows_are_dropped_by_staleness_as_rows():
-    tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(1.0), 1)
-    [got], state = update_rows(tx, [{}])
-    np.testing.assert_allclose(got, [1, 0, 2 + 3 + 4, 0, 0, 5])
-    assert state.replicated.stale_counter == 1
-
-
 # Replicas as such
 
 
@@ -436,26 +263,3 @@ def test_swap_is_an_involution(method):
     chex.assert_trees_all_equal(center, state.replicated.center)
     chex.assert_trees_all_equal(optzoo.eval_params(x, state), center)
     chex.assert_trees_all_equal(optzoo.swap(center, swapped), (x, state))
-
-
-@pytest.mark.parametrize("number", [2, 6])
-@pytest.mark.parametrize("method", ["elastic_average", "agn", "sync_replicas", "diloco"])
-def test_fewer_and_more_replicas_go_on(method, number):
-    x, state = five_ticks(method)
-    shares = method == "sync_replicas"
-    x = jax.tree.map(lambda a: a[-1], x)
-    tx = cases.make(method, momentum(), number)
-    y, resized = optzoo.resize_replicas(tx, x, state, number)
-    chex.assert_trees_all_equal(resized.replicated, state.replicated)
-    first = lambda tree: jax.tree.map(lambda a: a[: min(N, number)], tree)
-    chex.assert_trees_all_equal(first(resized.per_replica), first(state.per_replica))
-    if shares:
-        chex.assert_trees_all_equal(y, x)
-    else:
-        chex.assert_trees_all_equal(first(y), first(x))
-        for new in range(N, number):
-            chex.assert_trees_all_equal(
-                jax.tree.map(lambda a, new=new: a[new], y), state.replicated.center
-            )
-    fresh = optzoo.replicate(START, tx.init(START), number)
-    assert samples.avals((y, resized)) == samples.avals(fresh)

@@ -68,12 +68,14 @@ def dense(g):
 def test_gradients_of_replicas(dtype):
     replicas, g, values = Replicas(), numbers((N, ELEMENTS), dtype), numbers((N, 3, 2), dtype)
     mask = np.arange(N) != 5
+    g[5], values[5] = np.inf, np.nan  # of one that is left out
 
     def of_one(g, ids, values, mask):
         tree = {"layer": g, "table": SparseRows(ids, values, TABLE)}
-        return replicas.sum_gradients(tree, mask)[0], replicas.mean_gradients(tree, mask)
+        return replicas.sum_gradients(tree, mask)[0], replicas.mean_gradients(tree, mask)[0]
 
     sums, means = on_all(of_one, g, IDS, values, mask)
+    assert all(np.isfinite(exactly(tree["table"].values)).all() for tree in (sums, means))
     total = exactly(g)[mask].sum(0)
     close(sums["layer"], total)
     rounded_once(means["layer"], total / (N - 1), dtype)

@@ -99,31 +99,11 @@ def spoil(tree):
     return jax.tree.map(lambda a: np.where(is_spoilt(a), np.float32(np.nan), a), tree)
 
 
-@pytest.mark.parametrize("method", cases.METHODS)
-def test_a_nan_in_a_dropped_replica_reaches_nobody_else(method):
-    tx, grads = cases.make(method, MOMENTUM), gradients()
-    got, want = (ticks(tx, *[SPOILT] * 4, grads=each) for each in (spoil(grads), grads))
-    chex.assert_tree_all_finite(got)
-    chex.assert_trees_all_equal(got, want)
-
-
 def test_parameters_that_are_nan_do_not_reach_an_average_without_them():
     tx = optzoo.model_average(MOMENTUM, interval_steps=1)
     x, state = cases.start(tx)
     x, state = train_of(tx)(spoil(x), state, gradients(0.0), {"arrived": SPOILT["arrived"]})
     chex.assert_trees_all_close(optzoo.eval_params(x, state), cases.params())
-
-
-@pytest.mark.parametrize("method", cases.METHODS)
-def test_nobody_there_nothing_changes(method):
-    tx = cases.make(method, MOMENTUM)
-    nobody = {"active": np.zeros(N, bool), "arrived": np.zeros(N, bool)}
-    before, after = ticks(tx), ticks(tx, *[nobody] * 4)
-    chex.assert_trees_all_equal(after[0], before[0])
-    counts = {"count": 0, "any_inactive": 0}  # of ticks
-    still = lambda state: {**state.replicated._asdict(), **counts}
-    chex.assert_trees_all_equal(still(after[1]), still(before[1]))
-    chex.assert_trees_all_equal(after[1].per_replica, before[1].per_replica)
 
 
 def test_masks_may_come_and_go():

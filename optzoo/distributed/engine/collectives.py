@@ -111,12 +111,16 @@ class Replicas:
         gs = [self.gather_rows(g, mask) if is_rows(g) else g for g in gs]
         return treedef.unflatten([dense.get(i, g) for i, g in enumerate(gs)]), more
 
-    def mean_gradients(self, updates: Any, mask: Any) -> Any:
-        """The mean over the replicas where ``mask`` is true, typed as what may differ."""
-        sums, number = self.sum_gradients(updates, mask, jnp.asarray(mask, jnp.int32))
-        return self.vary(divide_gradients(sums, jnp.maximum(number, 1), updates))
+    def mean_gradients(self, updates: Any, mask: Any) -> tuple[Any, Array]:
+        """The mean over the replicas where ``mask`` is true, and whether there are any.
 
-    def spread_gradients(self, updates: Any, mask: Any) -> Any:
+        Typed as what may differ.
+        """
+        sums, number = self.sum_gradients(updates, mask, jnp.asarray(mask, jnp.int32))
+        mean = divide_gradients(sums, jnp.maximum(number, 1), updates)
+        return self.vary((mean, number > 0))
+
+    def spread_gradients(self, updates: Any, mask: Any) -> tuple[Any, Array]:
         """The gradients of this replica, in arrays of the shapes of :meth:`mean_gradients`."""
         del mask
 
@@ -127,7 +131,7 @@ class Replicas:
             )
             return SparseRows(pad(g.indices, g.num_rows), pad(g.values, 0), g.num_rows)
 
-        return map_rows(spread, updates)
+        return map_rows(spread, updates), self.vary(jnp.asarray(True))
 
     def gather_rows(self, g: SparseRows, mask: Any) -> SparseRows:
         """The rows of the replicas where ``mask`` is true, and padding for those of the others."""

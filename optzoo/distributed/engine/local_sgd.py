@@ -36,8 +36,8 @@ class Method(NamedTuple):
         due: ``due(steps)`` gives for each exchange whether it is due after that many steps.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
-            (updates, per_replica)``, called before the inner optimizer; ``arrived`` is false for
-            an inactive replica.
+            (updates, per_replica, makes_step)``, called before the inner optimizer; ``arrived`` is
+            false for an inactive replica. ``makes_step`` is a mask, as ``active`` is, or None.
         lockstep: whether ``due`` counts ticks, so that all replicas exchange in the same tick,
             inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
             the steps of each replica, and a replica that is not active takes no part.
@@ -49,7 +49,7 @@ class Method(NamedTuple):
     exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
     due: Callable[[Array], Sequence[Array]]
     init: Callable[[Any], tuple[Any, Any]] = lambda center: ((), ())
-    before_step: Callable[..., tuple[Any, LocalSGDPerReplica]] | None = None
+    before_step: Callable[..., tuple[Any, LocalSGDPerReplica, Array | None]] | None = None
     lockstep: bool = False
     order: Order = "simultaneous"
     skip_nonfinite: bool = False
@@ -129,7 +129,10 @@ class _Driver:
             # A replica that makes no step has no gradient.
             gives = arrived if active is None else jnp.logical_and(arrived, active)
             now = {"count": replicated.count, "exchange": exchange, "arrived": gives}
-            updates, before = self.method.before_step(updates, params, per_replica, **now)
+            before_step = self.method.before_step
+            updates, before, makes_step = before_step(updates, params, per_replica, **now)
+            if makes_step is not None:
+                active = makes_step if active is None else active & makes_step
         updates, inner = self.inner.update(updates, before.inner, params, **extra_args)
         after = before._replace(local_step=before.local_step + 1, inner=inner)
         is_sound = None
