@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 from optzoo import SparseRows
 from optzoo.core.rows import Shard
+from optzoo.sparse.sleepers import sleepers_of
+from optzoo.sparse.sleepers_step import update_asleep
 from optzoo.state.types import LeafwiseState, map_nodes
 
 ROWS, WIDTH = 32, 32
@@ -204,3 +206,16 @@ def test_bits_of_rows_that_wake():
     place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
     _, state = optzoo.flush(*jax.tree.map(place, asleep(0)))
     np.testing.assert_array_equal(slots_of(state), slots[0])
+
+
+def test_bits_of_rows_that_wake_for_an_update():
+    """Rows of shards are rounded as they wake, and again by the update: no two alike."""
+    before = asleep(0)
+
+    def update(params, state):
+        zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}
+        return update_asleep(sleepers_of(TX), params, state, zeros, {})[1]
+
+    specs = jax.tree.map(spec_of, before)
+    mapped = jax.shard_map(update, mesh=MESH, in_specs=specs, out_specs=specs[1])
+    check_apart(slots_of(jax.jit(mapped)(*before))[:, None])
