@@ -90,7 +90,8 @@ def vmap(f, table, ids, bits):
 
 def while_loop(f, table, ids, bits):
     """It has no gradient, and touches nothing; it is a part of the value."""
-    once = lambda c: (c[0] - 1, c[1] + f(lax.stop_gradient(table), following(ids), bits))
+    still = lax.stop_gradient(table)
+    once = lambda c: (c[0] - 1, c[1] + f(still, following(ids), bits))
     return f(table, ids, bits) + lax.while_loop(lambda c: c[0] > 0, once, (2, 0.0))[1]
 
 
