@@ -217,8 +217,11 @@ def test_roots(relative):
     close(got[HERE], got["eigh"])
     close(got[OTHER], got["newton"])
     np.testing.assert_allclose(got["newton"], got["eigh"], rtol=1e-3, atol=1e-4)
-    texts = {k: jax.jit(each[k]).lower(GRADS).as_text() for k in (HERE, OTHER)}
+    # The other branch is not in the program.
+    texts = {k: jax.jit(f).lower(GRADS).as_text() for k, f in each.items()}
+    loops = {k: text.count(".while") for k, text in texts.items()}
     assert "syevd" in texts[HERE] and "syevd" not in texts[OTHER]
+    assert loops[HERE] == loops["eigh"] < loops["newton"] == loops[OTHER]
 
 
 # What is above is all there is.
