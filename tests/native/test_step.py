@@ -256,7 +256,7 @@ def test_ids_of_the_last_bucket():
     num_rows = 2000
     buckets = np.arange(num_rows, dtype=np.uint64) * 2654435761 % 2**32 >> 26
     last, first = (np.flatnonzero(buckets == k) for k in (63, 0))
-    ids = np.concatenate([last[:8], first[:4], last[:8], first[:4]]).astype(np.int32)
+    ids = np.concatenate([first[:4], last[:8], first[:4], last[:8]]).astype(np.int32)
     assert len(ids) == IDS
     grads = SparseRows(jnp.asarray(ids), rows(0).values[:, :1], num_rows)
     params = table(shape=(num_rows, 1))
