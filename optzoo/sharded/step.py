@@ -16,7 +16,6 @@ from ..core.compat import gather_invarying, vary, varying
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.paths import path_name
-from ..core.rows import axes_of_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..native.step import Native
 from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss, value_and_aux
@@ -115,11 +114,8 @@ class Step(NamedTuple):
         """
         tables, asleep = self._tables, sleeping_leaves(params, state)
         if self.sleepers is not None:
-            axes = {i: s.axes for i, s in tables.items()}
-            sweep = lambda i, t: swept(
-                t.divided(axes.get(i, ())), turn(t.motion, t.clock, len(t.arrays[2]))
-            )
-            params, state = map_tables(params, state, sweep)
+            sweep = lambda i, t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
+            params, state = self._map_tables(params, state, sweep)
         asleep -= tables.keys()
         if not asleep:
             return params, state
@@ -129,7 +125,14 @@ class Step(NamedTuple):
         for i in asleep:
             ids[i] = gather_invarying(vary(ids[i], self._axes), self._axes)
         wake = lambda i, t: whole(t) if reads[i] else by_ids(t, ids[i])
-        return map_tables(params, state, lambda i, t: wake(i, t) if i in asleep else t)
+        return self._map_tables(params, state, lambda i, t: wake(i, t) if i in asleep else t)
+
+    def _map_tables(
+        self, params: Any, state: Any, change: Callable[[int, Table], Table]
+    ) -> tuple[Any, Any]:
+        """As :func:`map_tables`; the tables know over which axes they are divided."""
+        axes = {i: s.axes for i, s in self._tables.items()}
+        return map_tables(params, state, lambda i, t: change(i, t.divided(axes.get(i, ()))))
 
     def _reads(self, params: Any, state: Any, parts: Iterable[int]) -> list[Read]:
         """How to read the rows of each sharded table."""
@@ -214,13 +217,8 @@ class Step(NamedTuple):
                 return update_asleep(self.sleepers, params_in, state_in, gs, extra_args)
             if has_sleepers(state_in):
                 given = treedef.flatten_up_to(gs)
-
-                def wake(i, t):
-                    if i not in gradients.parts:
-                        return t
-                    return by_ids(t.divided(axes_of_rows(given[i])), given[i].indices)
-
-                params_in, state_in = map_tables(params_in, state_in, wake)
+                wake = lambda i, t: by_ids(t, given[i].indices) if i in gradients.parts else t
+                params_in, state_in = self._map_tables(params_in, state_in, wake)
             apply = applied(options.native)
             return apply(self.tx, params_in, state_in, gs, extra_args)
 

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
-from ..core.rows import axes_of_rows, is_rows
+from ..core.rows import SparseRows, axes_of_rows, is_rows
 from ..rules.frame import at_step
 from ..state.fit import StateError
 from ..state.packing import unpack
@@ -32,7 +32,7 @@ from ..state.sleeping.tables import (
     with_slots_by_leaf,
 )
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import count_of
+from ..state.storage import count_of, gathered
 from ..state.types import CaughtUpState, Clock
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
@@ -85,7 +85,12 @@ class Sleepers(NamedTuple):
             )
 
     def advance(
-        self, state: CaughtUpState, treedef: Any, leaves: Sequence[Any], extra_args: Any
+        self,
+        state: CaughtUpState,
+        treedef: Any,
+        leaves: Sequence[Any],
+        extra_args: Any,
+        rows: Mapping[int, SparseRows],
     ) -> tuple[list[Any], Any, Clock]:
         """The updates, the inner state and the clock after a step.
 
@@ -95,14 +100,15 @@ class Sleepers(NamedTuple):
             leaves: for each parameter the gradient, the values and the slots; those of a table may
                 be of a few rows, all awake.
             extra_args: of ``update``.
+            rows: by their positions the gradients that are of a few rows.
         """
         gs, xs, slots = ([leaf[k] for leaf in leaves] for k in range(3))
         if self.dense:
             gs = [g.to_dense() if is_rows(g) else g for g in gs]
         few = with_slots_by_leaf(state.inner, treedef, slots)
-        us, inner = self.inner.update(
-            treedef.unflatten(gs), few, treedef.unflatten(xs), **extra_args
-        )
+        params = treedef.unflatten(xs)
+        with gathered({_name(params, i): g for i, g in rows.items()}):
+            us, inner = self.inner.update(treedef.unflatten(gs), few, params, **extra_args)
         node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
         count = count_of(node)
         step = extra_args.get("global_step")
@@ -149,7 +155,8 @@ class Sleepers(NamedTuple):
             tables[i] = table.with_arrays((x, *rest))
             few_x, few_slots, _ = tables[i].gather(g.indices)
             leaves[i] = g.values, few_x, few_slots
-        us, inner, clock = self.advance(state, treedef, leaves, extra_args)
+        rows = {i: gs[i] for i in sweeps}
+        us, inner, clock = self.advance(state, treedef, leaves, extra_args, rows)
         new_slots, lasts = slots_by_leaf(inner, treedef), treedef.flatten_up_to(state.last)
         for i, table in tables.items():
             g, (_, old_slots, last) = gs[i], table.arrays

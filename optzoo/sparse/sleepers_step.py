@@ -13,7 +13,7 @@ from jax import Array
 from ..core.merge import elect
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
-from ..core.rows import axes_of_rows, is_rows
+from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..state.sleeping.tables import (
     Table,
     by_ids,
@@ -123,8 +123,8 @@ def update_asleep(
     for i, table in tables.items():
         if is_rows(gs[i]):
             g = gs[i].coalesce()
-            rows = table.divided(axes_of_rows(g)).read(g.indices)
-            parts[i] = Part(table, g.indices, rows, g.values)
+            table = table.divided(axes_of_rows(g))
+            parts[i] = Part(table, g.indices, table.read(g.indices), g.values)
     return _update(sleepers, treedef, params, state, gs, tables, parts, extra_args)
 
 
@@ -211,6 +211,12 @@ def _merged(table: Table, ids: Array, rows: Any, gs: Sequence[Array]) -> Part:
     return Part(table, places, rows, g.astype(rows[0].dtype))
 
 
+def _rows_of(part: Part) -> SparseRows:
+    """The gradient of a part."""
+    n, axes = len(part.table.arrays[2]), part.table.axes
+    return SparseRows(part.places, part.g, n, shard=Shard(axes, n, False) if axes else None)
+
+
 def _update(
     sleepers: Sleepers,
     treedef: Any,
@@ -234,7 +240,8 @@ def _update(
         leaves[i] = grads[i], *table.arrays[:2]
     for i, part in parts.items():
         leaves[i] = part.g, *part.rows[:2]
-    us, inner, clock = sleepers.advance(state, treedef, leaves, extra_args)
+    rows = {i: _rows_of(part) for i, part in parts.items()}
+    us, inner, clock = sleepers.advance(state, treedef, leaves, extra_args, rows)
     slots, lasts = slots_by_leaf(inner, treedef), treedef.flatten_up_to(state.last)
     xs = [leaf[1] for leaf in leaves]
     new: Any = optax.apply_updates(xs, us)

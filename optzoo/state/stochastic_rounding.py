@@ -30,7 +30,12 @@ def first_place(seed: Any, step: Any, name: int) -> Array:
 
 def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:
     """The same for each row of an array: a row has the same bits alone and in the array."""
-    return start + lax.iota(jnp.uint32, shape[0]) * np.uint32(math.prod(shape[1:]) % 2**32)
+    return places_of_rows(start, lax.iota(jnp.uint32, shape[0]), shape)
+
+
+def places_of_rows(start: Array, ids: Array, shape: tuple[int, ...]) -> Array:
+    """The same for the rows of these ids."""
+    return start + ids.astype(jnp.uint32) * np.uint32(math.prod(shape[1:]) % 2**32)
 
 
 def first_place_in_shard(start: Array, axes: tuple[str, ...], shape: tuple[int, ...]) -> Array:

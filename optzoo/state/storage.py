@@ -4,7 +4,10 @@
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
 """
 
+import contextlib
+import contextvars
 import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +17,14 @@ from jax import Array
 
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.paths import path_name
-from ..core.rows import axes_of_rows, is_rows, is_sparse_or_none
+from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .packing import is_packed, pack_like, unpack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
     first_place_in_shard,
     first_places_of_rows,
+    places_of_rows,
     random_bits,
     round_at_random,
 )
@@ -64,6 +68,24 @@ def with_count(state: Any, count: Array) -> Any:
     return old._replace(count=count) if isinstance(old, RandomRounding) else count
 
 
+# By the paths of parameters the rows of which the gradients are arrays.
+_gathered = contextvars.ContextVar[Mapping[str, SparseRows] | None]("gathered", default=None)
+
+
+@contextlib.contextmanager
+def gathered(rows: Mapping[str, SparseRows]) -> Iterator[None]:
+    """In the body the gradients of these paths, and the slots, are arrays of rows of tables.
+
+    Each row is rounded by the random bits that it has in its table, and not by those of its place
+    in the array, which a row of another shard may have too.
+    """
+    token = _gathered.set(rows)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+
+
 def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step: Array) -> Any:
     """The slots of each parameter with what their storage needs; plain slots as they are.
 
@@ -77,14 +99,17 @@ def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step:
     if not isinstance(state.count, RandomRounding):
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
     paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
-    names = [zlib.crc32(path_name(path).encode()) for path, _ in paths]
+    names, tables = [path_name(path) for path, _ in paths], _gathered.get() or {}
 
     def start(g, name):
-        first = first_place(state.count.seed, step, name)
-        if not is_rows(g):
+        first = first_place(state.count.seed, step, zlib.crc32(name.encode()))
+        table = g if is_rows(g) else tables.get(name)
+        if table is None:
             return first
-        first = first_place_in_shard(first, axes_of_rows(g), g.shape)
-        return first_places_of_rows(first, g.shape)
+        first = first_place_in_shard(first, axes_of_rows(table), table.shape)
+        if is_rows(g):
+            return first_places_of_rows(first, table.shape)
+        return places_of_rows(first, table.indices, table.shape)
 
     return [StoredSlots(row, start(g, n)) for row, g, n in zip(rows, gs, names, strict=True)]
 

@@ -48,6 +48,8 @@ def test_tree_operations_forget_that_rows_are_coalesced():
     assert merged.coalesced and not treedef.unflatten(leaves).coalesced
     assert treedef == jax.tree.structure(SOME)
     assert [leaf.shape for leaf in leaves] == [(4,), (4, 2)]
+    for other in (merged.with_rows(SOME.indices, SOME.values), merged + SOME, SOME + merged):
+        assert not other.coalesced  # it may have an index twice
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(SOME)]
     assert paths == [".ids", ".values"]
 

@@ -251,6 +251,21 @@ def test_ids_outside_of_the_table_are_ignored():
     assert changed.tolist() == [3]
 
 
+def test_ids_of_the_last_bucket():
+    """The hash table of the distinct ids has 64 buckets, and after the last one comes the first."""
+    num_rows = 2000
+    buckets = np.arange(num_rows, dtype=np.uint64) * 2654435761 % 2**32 >> 26
+    last, first = (np.flatnonzero(buckets == k) for k in (63, 0))
+    ids = np.concatenate([first[:4], last[:8], first[:4], last[:8]]).astype(np.int32)
+    assert len(ids) == IDS
+    grads = SparseRows(jnp.asarray(ids), rows(0).values[:, :1], num_rows)
+    params = table(shape=(num_rows, 1))
+    expected, got = both(optzoo.adagrad(0.1), params, lambda seed: grads)
+    check_close(expected, got)
+    changed = np.flatnonzero((got[0] != params).any(axis=1))
+    np.testing.assert_array_equal(changed, np.unique(ids))
+
+
 def test_sums_of_repeated_rows_are_repeatable():
     tx, params = optzoo.adagrad(0.1), table(shape=(3, WIDTH))
     step, grads = jax.jit(optzoo.native_step(tx)), rows(0, (3, WIDTH), 1000)

@@ -11,7 +11,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.second_order.shampoo.roots import METHODS
 
-# Of which "auto" is one: see below.
+# Of which "auto" is one: tests/core/test_platforms.py.
 EXACT = ["eigh", "newton"]
 ALL = [*EXACT, "two_iterations"]
 ROUNDING = 2.0**-24
@@ -225,19 +225,6 @@ def test_a_second_derivative_is_refused(method):
     f = lambda s: jnp.sum(METHODS[method](s * jnp.eye(3)[None], 4, 1e-6, True)[0])
     with pytest.raises(NotImplementedError, match="shampoo has first derivatives only"):
         jax.eval_shape(jax.hessian(f), 16.0)
-
-
-def text(method):
-    return compiled(method, 4, 1e-6, True).lower(jnp.zeros((2, 3, 3))).compile().as_text()
-
-
-@pytest.mark.optimized
-def test_on_the_cpu_auto_is_eigh_alone():
-    assert "lapack_ssyevd" in text("auto") and " while(" not in text("auto")
-    assert " while(" in text("newton") and "lapack" not in text("newton")
-    a = jnp.asarray(matrices(5, -2))
-    got, want = (compiled(method, 4, 1e-6, True)(a)[0] for method in ("auto", "eigh"))
-    np.testing.assert_array_equal(got, want)
 
 
 # Precision: on accelerators anything less would compute in bfloat16.

@@ -281,8 +281,9 @@ def test_ids_out_of_range_and_foreign():
     tx = optzoo.caught_up(optzoo.adam(0.1), tables=True)
     table = jnp.ones((5, 2))
     step = optzoo.minimize(lambda x, ids: jnp.sum(optzoo.lookup(x, ids)), tx)
-    x, state, value = step(table, tx.init(table), jnp.array([0, 7]))
-    assert np.isnan(value) and not np.isnan(x).any()
+    for bad in (-1, 7):
+        x, state, value = step(+table, tx.init(table), jnp.array([0, bad]))
+        assert np.isnan(value) and not np.isnan(x).any()
     x, state = optzoo.catch_up(x, state, jnp.array([[0, -1], [9, 3]]))
     assert state.last.tolist() == [1, 0, 0, 1, 0]
     with pytest.raises(TypeError, match="must be integers"):

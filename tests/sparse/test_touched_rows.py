@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 import optzoo
@@ -89,12 +90,18 @@ def vmap(f, table, ids, bits):
 
 def while_loop(f, table, ids, bits):
     """It has no gradient, and touches nothing; it is a part of the value."""
-    once = lambda c: (c[0] - 1, c[1] + f(lax.stop_gradient(table), following(ids), bits))
+    still = lax.stop_gradient(table)
+    once = lambda c: (c[0] - 1, c[1] + f(still, following(ids), bits))
     return f(table, ids, bits) + lax.while_loop(lambda c: c[0] > 0, once, (2, 0.0))[1]
 
 
 def calls_of_while(ids, bits):
     return [(ids, bits, True), *2 * [(following(ids), bits, False)]]
+
+
+def call(transform, f, table, ids, bits):
+    """The table is not among the arguments."""
+    return transform(lambda ids, bits: f(table, ids, bits))(ids, bits)
 
 
 def following(ids):
@@ -109,8 +116,8 @@ CONTAINERS = {
     "map": Container(map_, twice),
     "vmap": Container(vmap, lambda ids, bits: [(half, bits, True) for half in halves(ids)]),
     "while_loop": Container(while_loop, calls_of_while),
-    "jit": Container(lambda f, *args: jax.jit(f)(*args), through),
-    "checkpoint": Container(lambda f, *args: jax.checkpoint(f)(*args), through),
+    "jit": Container(functools.partial(call, jax.jit), through),
+    "checkpoint": Container(functools.partial(call, jax.checkpoint), through),
 }
 CASES = [(outer, inner) for outer in CONTAINERS for inner in CONTAINERS]
 NUM_ROWS = BLOCK * -(-len(CASES) // 2)
@@ -189,7 +196,9 @@ def train(tx, state, some):
 
 def test_lazy():
     rate, decay = 1e-3, 0.9
-    tx, some, sums = optzoo.momentum(rate, decay), range(len(CASES)), arrays(1)
+    some, sums, counts = range(len(CASES)), arrays(1), []
+    count = optax.stateless(lambda gs, _: counts.extend(len(g.ids) for g in gs) or gs)
+    tx = optax.chain(count, optzoo.momentum(rate, decay))
     state = optzoo.set_slot(tx.init(arrays(0)), "momentum", [jnp.array(a) for a in sums])
     for before, after, _, values, batch in train(tx, state, some):
         wanted, gradients, touched = expected(some, before, *batch)
@@ -200,6 +209,9 @@ def test_lazy():
             mask = expand(touched[k], x)
             sums[k] = np.where(mask, decay * sums[k] + gradients[k], sums[k])
             np.testing.assert_allclose(new, np.where(mask, x - rate * sums[k], x), rtol=1e-5)
+    # The program has a row for each id: four of each case, and of each of two branches.
+    rows = [4 * 2 ** names.count("switch") for names in CASES]
+    assert counts == [sum(rows[::2]), sum(rows[1::2])]
 
 
 def test_asleep():

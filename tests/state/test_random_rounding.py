@@ -18,6 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 from optzoo import SparseRows
 from optzoo.core.rows import Shard
+from optzoo.sharded.step import Step
+from optzoo.sparse.sleepers import sleepers_of
+from optzoo.sparse.sleepers_step import update_asleep
+from optzoo.state.sleeping.tables import whole
 from optzoo.state.types import LeafwiseState, map_nodes
 
 ROWS, WIDTH = 32, 32
@@ -196,11 +200,36 @@ def slots_of(state):
     return np.stack([np.float32(slot[k]).reshape(SIZE) for slot in slots for k in TABLES])
 
 
+@functools.cache
+def awake(count):
+    """The slots after all rows have been caught up."""
+    return slots_of(optzoo.flush(*asleep(count))[1])
+
+
 def test_bits_of_rows_that_wake():
-    """Of rows, elements, slots, tables and steps; the same if the rows are in shards."""
-    slots = [slots_of(optzoo.flush(*asleep(count))[1]) for count in (0, 5)]
+    """Of rows, elements, slots, tables and steps."""
+    slots = [awake(count) for count in (0, 5)]
     assert len(np.unique(slots)) == 2
     check_random((np.concatenate(slots) > START * KEPT**ASLEEP).astype(int), 1)
+
+
+def test_bits_of_shards_that_wake():
+    """As in one piece. Rounded as they wake, and again by an update, no two are alike."""
+    params, state = asleep(0)
     place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
-    _, state = optzoo.flush(*jax.tree.map(place, asleep(0)))
-    np.testing.assert_array_equal(slots_of(state), slots[0])
+    flushed = optzoo.flush(*jax.tree.map(place, (params, state)))[1]
+    sharding = optzoo.RowSharding(ROWS, DEVICES, "div", "d", multiple=1)
+    step = Step(None, TX, None, [sharding] * 2, None, None)
+
+    def on_device(params, state):
+        zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}
+        updated = update_asleep(sleepers_of(TX), params, state, zeros, {})[1]
+        return updated, step._map_tables(params, state, lambda _, table: whole(table))[1]
+
+    specs = jax.tree.map(spec_of, (params, state))
+    out_specs = (specs[1], specs[1])
+    mapped = jax.shard_map(on_device, mesh=MESH, in_specs=specs, out_specs=out_specs)
+    updated, caught_up = jax.jit(mapped)(params, state)
+    for got in (flushed, caught_up):
+        np.testing.assert_array_equal(slots_of(got), awake(0))
+    check_apart(slots_of(updated)[:, None])

@@ -363,18 +363,6 @@ def test_seeds_differ_and_can_be_given_for_a_step():
     np.testing.assert_array_equal(after(make(0), rounding_seed=1), after(make(1)))
 
 
-def test_parameters_of_equal_shape_are_rounded_apart():
-    x = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
-    g = jax.tree.map(lambda a: a * np.linspace(0.1, 1, 4096, dtype="float32"), x)
-    _, state = step(slots_dtype(optzoo.adam(0.1), "bfloat16", **BOTH), g, x)
-    for name in "mv":
-        slot = optzoo.get_slot(state, name)
-        assert (slot["a"] != slot["b"]).any()
-    m, v = (optzoo.get_slot(state, name)["a"].astype(jnp.float32) for name in "mv")
-    up = (m > 0.1 * g["a"]), (v > 0.001 * g["a"] ** 2)
-    assert 0.45 < (up[0] == up[1]).mean() < 0.55  # and so are the two slots
-
-
 # multitask tells apart the live arrays of a state, one for each parameter and slot.
 OF_PACKED = {name: nested for name, nested in NESTED.items() if name != "multitask"}
 

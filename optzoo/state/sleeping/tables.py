@@ -1,7 +1,6 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from ...core.compat import vary, varying
 from ...core.numerics import upcast
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
-from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard
+from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..storage import count_of, rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
@@ -338,7 +337,7 @@ class Table:
             start = first_place(_SEED, self.clock.count, self.number)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
             ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
-            start = start + ids * np.uint32(math.prod(x.shape[1:]) % 2**32)
+            start = places_of_rows(start, ids, self.arrays[0].shape)
             awake = {
                 name: rounded(a, awake[name], start, k)
                 for k, (name, a) in enumerate(stored.items())
