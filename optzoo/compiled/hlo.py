@@ -19,8 +19,8 @@ _BODIES += ("true_computation", "false_computation")
 # Their results lie where an operand lies, or are computed by other operations of the program.
 _IN_PLACE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain"),
-    *("while", "conditional", "call", "async-start", "async-update", "async-done", "after-all"),
-    *("scatter", "dynamic-update-slice", "copy-done", "add-dependency"),
+    *("while", "conditional", "call", "after-all", "add-dependency"),
+    *("scatter", "dynamic-update-slice"),
 }
 _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
@@ -31,7 +31,7 @@ class Operation:
 
     name: str
     opcode: str
-    sizes: tuple[int, ...]  # bytes of each array of the result
+    sizes: tuple[int, ...]  # bytes of each array of the result, also where it is only begun
     operands: tuple[str, ...]  # names
     attributes: str
     is_root: bool
@@ -89,11 +89,11 @@ class Program:
 
         If XLA has inserted the operation, it is the name of the first operand that has one.
         """
-        inside = self._inside[operation.name]
-        while operation is not None:
-            if name := operation.attribute(r'op_name="((?:\\.|[^"])*)"'):
+        inside, now = self._inside[operation.name], operation
+        while now is not None:
+            if name := now.attribute(r'op_name="((?:\\.|[^"])*)"'):
                 return name.replace("\\", "")
-            operation = inside.get(next(iter(operation.operands), ""))
+            now = inside.get(next(iter(now.operands), ""))
         return ""
 
     def operations(self) -> Iterator[Place]:
@@ -103,7 +103,7 @@ class Program:
     def _operations(self, name: str, in_loop: bool) -> Iterator[Place]:
         for operation in self._computations[name].values():
             yield Place(operation, in_loop)
-            if operation.opcode in ("while", "conditional", "call") or "async" in operation.opcode:
+            if operation.opcode in ("while", "conditional", "call"):
                 inside = in_loop or operation.opcode == "while"
                 for body in itertools.chain(*operation.bodies.values()):
                     yield from self._operations(body, inside)
@@ -120,17 +120,15 @@ class Program:
         """
         if self._is_in_place(operation):
             return 0
-        sizes = operation.sizes
-        if operation.opcode == "copy-start":  # the copy, and beside it the operand
-            sizes = sizes[:1]
-        large = sum(size >= at_least for size in sizes)
+        large = sum(size >= at_least for size in operation.sizes)
         return max(0, large - self._reused.get(operation.name, 0))
 
     def _is_in_place(self, operation: Operation) -> bool:
         if operation.opcode == "custom-call":
             return "output_to_operand_aliasing=" in operation.attributes
         if operation.opcode != "fusion":
-            return operation.opcode in _IN_PLACE
+            # An operation that runs beside others makes its result where it starts.
+            return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
         inside = self._computations[operation.bodies["calls"][0]]
         root = next(op for op in inside.values() if op.is_root)
         results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -169,9 +167,11 @@ def _operation(line: str) -> Operation | None:
     end = _closing(rest, 1)
     inside, attributes = rest[: end - 1], rest[end:]
     operands = re.findall(r"%([\w.\-]+)", inside) or [s for s in inside.split(", ") if s]
-    return Operation(
-        head[2], opcode.strip(), _sizes(result), tuple(operands), attributes, bool(head[1])
-    )
+    sizes, opcode = _sizes(result), opcode.strip()
+    if opcode.endswith("-start") and len(sizes) > len(operands):
+        # Beside the results stand the operands, and numbers that identify it.
+        sizes = tuple(size for size in sizes[len(operands) :] if size > 4)
+    return Operation(head[2], opcode, sizes, tuple(operands), attributes, bool(head[1]))
 
 
 def _split_type(text: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,7 +165,9 @@ def compile_report(
     devices = devices_of(device)
     args, kwargs = _placed((args, kwargs), devices)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    lowered = jitted.lower(*args, **kwargs)
+    with warnings.catch_warnings():  # the report says it, with names
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        lowered = jitted.lower(*args, **kwargs)
     begun = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -180,6 +183,7 @@ def compile_report(
     costs = _costs(compiled)
     estimate = lambda name: value if (value := costs.get(name, 0)) > 0 else None
     cycles = [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', text)]
+    has_cycles = cycles and max(cycles) < 2**62  # what is greater means that there is no estimate
     return CompileReport(
         device=device,
         num_devices=_number_of_devices(compiled),
@@ -194,7 +198,7 @@ def compile_report(
         estimated_bytes=estimate("bytes accessed"),
         estimated_flops=estimate("flops"),
         estimated_seconds=estimate("optimal_seconds"),
-        estimated_cycles=sum(cycles) or None,
+        estimated_cycles=sum(cycles) if has_cycles else None,
         compile_seconds=seconds,
         text=text,
     )
@@ -202,7 +206,7 @@ def compile_report(
 
 def _placed(tree: Any, devices: list[Any]) -> Any:
     """Shapes on the devices in the place of arrays."""
-    here = lambda x: getattr(x, "sharding", None)
+    here: Callable[[Any], Any] = lambda x: getattr(x, "sharding", None)
     on_devices = lambda x: here(x) is not None and here(x).device_set <= set(devices)
     is_sharded = any(on_devices(x) and len(here(x).device_set) > 1 for x in jax.tree.leaves(tree))
     first = None if is_sharded else SingleDeviceSharding(devices[0])
@@ -223,12 +227,13 @@ def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
     for i, (path, info) in enumerate(jax.tree_util.tree_leaves_with_path(lowered.args_info)):
         if not info.donated:
             continue
-        name, size = jax.tree_util.keystr(path), _nbytes(info)
-        if is_kept := i in kept:
-            number = kept.index(i)
-            parameter = program.parameters[number]
-            name, size = program.name_in_jax(parameter) or name, sum(parameter.sizes)
-        found[name] = size, is_kept and number in taken
+        if i not in kept:
+            found[_name(path)] = _nbytes(info), False
+            continue
+        number = kept.index(i)
+        parameter = program.parameters[number]
+        name = program.name_in_jax(parameter) or _name(path)
+        found[name] = sum(parameter.sizes), number in taken
     return found
 
 
@@ -254,23 +259,15 @@ def _collectives(program: Program) -> Iterator[Collectives]:
     found = collections.defaultdict(list)
     for operation, in_loop in program.operations():
         if kind := _kind(operation):
-            found[kind, in_loop].append(_sent(operation))
+            found[kind, in_loop].append(sum(operation.sizes))
     for (kind, in_loop), sizes in sorted(found.items()):
         yield Collectives(kind, in_loop, len(sizes), sum(sizes))
 
 
 def _kind(operation: Operation) -> str | None:
-    """Of a collective; one that runs beside others has two operations, which count once."""
+    """Of a collective; what ends one that runs beside other operations is none."""
     kind = operation.opcode.removesuffix("-start")
     return kind if kind in _COLLECTIVES else None
-
-
-def _sent(operation: Operation) -> int:
-    """The size of the results; at the start of a collective its operands stand beside them."""
-    sizes = operation.sizes
-    if operation.opcode in ("all-gather-start", "collective-permute-start"):
-        sizes = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]
-    return sum(sizes)
 
 
 def _costs(compiled: Any) -> dict[str, float]:
@@ -287,16 +284,21 @@ def _too_large(error: Exception, device: str, lowered: Any) -> Exception:
     """The error of a program that needs more memory than there is, or the error itself."""
     if "RESOURCE_EXHAUSTED" not in str(error):
         return error
-    reason = re.search(r"(Used [^.]*\.\d*\w? of [^.]*\.\d*\w? \w+)", str(error))
+    reason = str(error).partition("\n")[0].partition(": ")[2]
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
-    sizes = {jax.tree_util.keystr(path): _nbytes(info) for path, info in infos}
+    sizes = {_name(path): _nbytes(info) for path, info in infos}
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-    shown = ", ".join(f"{name} {sizes[name] / 1e9:.2f} GB" for name in largest)
+    shown = ", ".join(f"{name} {sizes[name] / 1e9:.3g} GB" for name in largest)
     return MemoryError(
-        f"the step does not fit into the memory of one device of {device!r}"
-        f"{': ' + reason[1] if reason else ''}. The largest arguments, of all devices together, "
-        f"are {shown}"
+        f"the step does not fit into the memory of {device!r}: the largest arguments, of all "
+        f"devices together, are {shown}. The compiler says: {reason}"
     )
+
+
+def _name(path: Any) -> str:
+    """Of an argument: ``args[0]['table']``."""
+    kind, *rest = path
+    return f"{'kwargs' if kind.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def _shown(report: CompileReport) -> Iterator[str]:
