@@ -166,6 +166,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_norm",
     "coalesce",
+    "compile_report",
     "cosine_sign_decay",
     "counter_row_wise_adagrad",
     "cowclip_row_wise_adagrad",

@@ -94,3 +94,18 @@ def test_what_does_not_fit():
 def test_slices_that_do_not_exist():
     with pytest.raises(ValueError, match="device='v5e:7x1' is not known to its compiler"):
         optzoo.devices_of("v5e:7x1")
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.row_wise_adagrad(0.1),
+        optzoo.row_wise_rmsprop(0.1),
+        optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", stochastic=True, packed=True),
+    ],
+    ids=["row_wise_adagrad", "row_wise_rmsprop", "packed"],
+)
+def test_no_lookup_is_repeated_after_the_update(tx):
+    """XLA for GPUs would copy the table twice."""
+    found = report_of(tx, "h100")
+    assert found.large == () and found.temporaries < 14e6
