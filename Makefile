@@ -5,6 +5,7 @@
 # make test-oldest runs the tests on the oldest versions admitted
 # make test-matrix runs the tests on every Python found and on every line of JAX; make test-states only
 #             checks that a state saved on one of them is restored on each
+# make test-accelerators compiles for TPUs and GPUs, which need not be there
 # make mutants changes the code in one place at a time, and looks whether a test fails
 # make colabs executes the notebooks
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
@@ -20,7 +21,7 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states mutants colabs bench bench-full docs dist
+.PHONY: race test lint test-full test-oldest test-matrix test-states test-accelerators mutants colabs bench bench-full docs dist
 .PHONY: site site-check clean
 
 race: $(VENV)/race.installed
@@ -48,6 +49,13 @@ test-oldest:
 # Environments, logs and saved states are in .venv-matrix. ARGS="--only python3.13,jax0.8 -k adam".
 test-matrix test-states:
 	$(or $(PYTHON),python3) tests/versions/matrix.py $(if $(filter test-states,$@),--states,-n $(WORKERS)) $(ARGS)
+
+# Compiles for TPUs and GPUs, with compilers that need neither; in an environment of its own, because
+# JAX looks for a device where they are installed.
+test-accelerators:
+	$(MAKE) .venv-accelerators/accelerators.installed VENV=.venv-accelerators
+	JAX_PLATFORMS=cpu .venv-accelerators/bin/python -m pytest -q -p no:cacheprovider \
+	  --confcutdir=tests/accelerators tests/accelerators $(ARGS)
 
 # ARGS="--number 50 --seed 3 optzoo/sparse"; results are kept in $(VENV)/mutants.
 mutants: $(VENV)/mutants.installed

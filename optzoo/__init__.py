@@ -7,6 +7,9 @@ from .catalog import Entry as Entry
 from .catalog import Method as Method
 from .catalog import Wrapper as Wrapper
 from .cite import cite
+from .compiled.devices import devices_of as devices_of
+from .compiled.report import CompileReport as CompileReport
+from .compiled.report import compile_report as compile_report
 from .core.rows import SparseRows, coalesce, densify, on_values
 from .describe import Description as Description
 from .describe import describe
@@ -163,6 +166,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_norm",
     "coalesce",
+    "compile_report",
     "cosine_sign_decay",
     "counter_row_wise_adagrad",
     "cowclip_row_wise_adagrad",
@@ -172,6 +176,7 @@ __all__ = [
     "decoupled_weight_decay",
     "densify",
     "describe",
+    "devices_of",
     "diloco",
     "drop_stale_gradient",
     "elastic_average",

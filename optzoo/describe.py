@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from .core.columns import columns
 from .core.compat import COLLECTIVES, inner_jaxprs, turns
 from .core.paths import out_of_box, path_name, value_by_name
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
@@ -92,7 +93,7 @@ class Description:
             f"a dense step reads and writes at least {self.moved:,} bytes",
             f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
         ]
-        lines = [*_columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
+        lines = [*columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
         if self.tables:
             head = ("table", "owners", "kept", "capacity", "sent in a round", "moved")
             sizes = lambda t: [f"{n:,}" for n in (t.kept, t.capacity, t.sent, t.moved)]
@@ -100,7 +101,7 @@ class Description:
                 (t.parameter, f"{t.sharding.num_shards} ({t.sharding.partition})", *sizes(t))
                 for t in self.tables
             ]
-            lines += ["sharded by rows, bytes of one device:", *_columns([head, *tables])]
+            lines += ["sharded by rows, bytes of one device:", *columns([head, *tables])]
         return "\n".join(lines)
 
 
@@ -236,9 +237,3 @@ def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
 
 def _nbytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(row).rstrip() for row in padded]

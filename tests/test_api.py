@@ -16,9 +16,9 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 FAMILIES = ["first_order", "proximal", "second_order"]
 
 
-# At home in optzoo.rules, optzoo.catalog, optzoo.describe and optzoo.interop.
+# At home in optzoo.rules, optzoo.catalog, optzoo.compiled, optzoo.describe and optzoo.interop.
 ALIASES = {"dense", "full", "lazy", "linear", "touched", "zeros", "Entry", "Method", "Wrapper"}
-ALIASES |= {"Description", "LearningRateControl", "tf1_variables"}
+ALIASES |= {"CompileReport", "Description", "LearningRateControl", "tf1_variables"}
 
 
 def test_public_names_are_listed():
@@ -131,7 +131,7 @@ def imports(path):
 # docs/architecture.md: a room imports from those before it, and none from its own line.
 ROOMS = [
     ["core"],
-    ["native"],
+    ["native", "compiled"],
     ["state"],
     ["rules", "distributed"],
     ["sparse"],

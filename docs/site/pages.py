@@ -29,6 +29,7 @@ GROUPS = {
     "Gradients before the optimizer": ["optzoo.transforms"],
     "Row-sparse gradients": ["optzoo.core", "optzoo.sparse"],
     "Native code": ["optzoo.native"],
+    "Compiled programs": ["optzoo.compiled"],
     "Sharded tables": ["optzoo.sharded"],
     "Replicas": ["optzoo.distributed"],
     "States": ["optzoo.state"],

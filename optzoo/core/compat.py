@@ -386,6 +386,14 @@ def text_of(program: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False, width=100))
 
 
+def kept_arguments(lowered: Any) -> list[int]:
+    """Which arguments of a lowered function its program has, by position: not those it never reads.
+
+    In JAX 0.12, ``jax.stages.Lowered`` has no public name for it.
+    """
+    return sorted(lowered._lowering.compile_args["kept_var_idx"])
+
+
 def turns(eqn: Any) -> int | None:
     """How often a ``scan`` runs its body; None for any other equation."""
     return eqn.params["length"] if eqn.primitive.name == "scan" else None

@@ -85,6 +85,7 @@ def minimize(
             if has_sleepers(state):
                 params, state = catch_up_for(call(batch), params, state, sparse)
             out, grads = differentiate(params, *batch)
+        params, grads = _in_this_order(params, grads)
         check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
@@ -92,6 +93,18 @@ def minimize(
         return (params, state, *out) if has_aux else (params, state, out)
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
+    """The same; on GPUs all gradients are computed before a parameter changes.
+
+    XLA for GPUs would repeat the gather of a lookup inside of the gradient of another parameter,
+    after the update of the table, and copy the table for that. On TPUs this costs cycles.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(
+        (params, grads), cuda=barrier, rocm=barrier, default=lambda both: both
+    )
 
 
 def check_all_differentiable(tx: Any, state: Any, params: Any) -> None:

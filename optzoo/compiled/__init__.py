@@ -1,0 +1,1 @@
+"""What compilers report of a step, for devices that need not be there."""

@@ -1,0 +1,246 @@
+"""Reads what XLA prints of a compiled program: its operations, loops, aliases and lines."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_LAYOUT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
+_OPERATION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"(\w+)=(?:%([\w.\-]+)|\{(%[^{}]*)\})")
+_BODIES = ("calls", "to_apply", "body", "condition", "branch_computations", "called_computations")
+_BODIES += ("true_computation", "false_computation")
+# Their results lie where an operand lies, or are computed by other operations of the program.
+_IN_PLACE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain"),
+    *("while", "conditional", "call", "after-all", "add-dependency"),
+    *("scatter", "dynamic-update-slice"),
+}
+_SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of a compiled program."""
+
+    name: str
+    opcode: str
+    sizes: tuple[int, ...]  # bytes of each array of the result, also where it is only begun
+    operands: tuple[str, ...]  # names
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def bodies(self) -> Mapping[str, tuple[str, ...]]:
+        """The computations that it calls, by the name of the attribute."""
+        found = {key: (one or many) for key, one, many in _CALLED.findall(self.attributes)}
+        names = lambda text: tuple(name.strip(" %") for name in text.split(","))
+        return {key: names(text) for key, text in found.items() if key in _BODIES}
+
+    def attribute(self, pattern: str) -> str | None:
+        """The group of a pattern in the attributes."""
+        found = re.search(pattern, self.attributes)
+        return found and found[1]
+
+
+class Place(NamedTuple):
+    """An operation, and whether a loop runs it."""
+
+    operation: Operation
+    in_loop: bool
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+        aliases: by the number of a result the number of the parameter whose memory it takes.
+    """
+
+    def __init__(self, text: str):
+        lines = text.splitlines()
+        self._computations: dict[str, dict[str, Operation]] = {}
+        self._entry, inside = "", dict[str, Operation]()
+        for line in lines:
+            if head := _COMPUTATION.match(line):
+                inside = self._computations[head[2]] = {}
+                self._entry = head[2] if head[1] else self._entry
+            elif operation := _operation(line):
+                inside[operation.name] = operation
+        self._inside = {name: ops for ops in self._computations.values() for name in ops}
+        self.aliases = _aliases(lines[0])
+        self._lines = _Lines(lines)
+
+    @functools.cached_property
+    def parameters(self) -> list[Operation]:
+        """The arguments in their order."""
+        inside = self._computations[self._entry].values()
+        found = [operation for operation in inside if operation.opcode == "parameter"]
+        return sorted(found, key=lambda operation: int(operation.operands[0]))
+
+    def name_in_jax(self, operation: Operation) -> str:
+        """Such as ``jit(step)/mul``, and of a parameter ``params['w']``.
+
+        If XLA has inserted the operation, it is the name of the first operand that has one.
+        """
+        inside, now = self._inside[operation.name], operation
+        while now is not None:
+            if name := now.attribute(r'op_name="((?:\\.|[^"])*)"'):
+                return name.replace("\\", "")
+            now = inside.get(next(iter(now.operands), ""))
+        return ""
+
+    def operations(self) -> Iterator[Place]:
+        """Those that run, with those of loops, branches and calls, but not the parts of fusions."""
+        yield from self._operations(self._entry, False)
+
+    def _operations(self, name: str, in_loop: bool) -> Iterator[Place]:
+        for operation in self._computations[name].values():
+            yield Place(operation, in_loop)
+            if operation.opcode in ("while", "conditional", "call"):
+                inside = in_loop or operation.opcode == "while"
+                for body in itertools.chain(*operation.bodies.values()):
+                    yield from self._operations(body, inside)
+
+    def lines(self, operation: Operation) -> tuple[str, ...]:
+        """The source lines of an operation, the innermost first: ``file.py:12 (function)``."""
+        return tuple(self._lines.of(operation))
+
+    def new_arrays(self, operation: Operation, at_least: int) -> int:
+        """How many arrays of so many bytes an operation makes in memory of their own.
+
+        Those that lie where an operand lies are not counted: updates of rows, and results that take
+        the memory of an argument that the operation reads.
+        """
+        if self._is_in_place(operation):
+            return 0
+        large = sum(size >= at_least for size in operation.sizes)
+        return max(0, large - self._reused.get(operation.name, 0))
+
+    def _is_in_place(self, operation: Operation) -> bool:
+        if operation.opcode == "custom-call":
+            return "output_to_operand_aliasing=" in operation.attributes
+        if operation.opcode != "fusion":
+            # An operation that runs beside others makes its result where it starts.
+            return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
+        inside = self._computations[operation.bodies["calls"][0]]
+        root = next(op for op in inside.values() if op.is_root)
+        results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        return all(self._source(op, inside).opcode in _UPDATES for op in results)
+
+    def _source(self, operation: Operation, inside: Mapping[str, Operation]) -> Operation:
+        """The operation whose result an operation passes on."""
+        while operation.opcode in _SAME and operation.operands[0] in inside:
+            operation = inside[operation.operands[0]]
+        return operation
+
+    @functools.cached_property
+    def _reused(self) -> dict[str, int]:
+        """By operation, how many of its results take the memory of an argument that it reads."""
+        inside, found = self._computations[self._entry], dict[str, int]()
+        root = next(op for op in inside.values() if op.is_root)
+        results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        for number, result in enumerate(results):
+            maker = self._source(result, inside)
+            read = [self._source(inside[name], inside) for name in maker.operands if name in inside]
+            numbers = {int(op.operands[0]) for op in read if op.opcode == "parameter"}
+            if self.aliases.get(number) in numbers:
+                found[maker.name] = found.get(maker.name, 0) + 1
+        return found
+
+
+_UPDATES = ("scatter", "dynamic-update-slice", "parameter")
+
+
+def _operation(line: str) -> Operation | None:
+    head = _OPERATION.match(line)
+    if head is None:
+        return None
+    result, rest = _split_type(line[head.end() :])
+    opcode, _, rest = rest.partition("(")
+    end = _closing(rest, 1)
+    inside, attributes = rest[: end - 1], rest[end:]
+    operands = re.findall(r"%([\w.\-]+)", inside) or [s for s in inside.split(", ") if s]
+    sizes, opcode = _sizes(result), opcode.strip()
+    if opcode.endswith("-start") and len(sizes) > len(operands):
+        # Beside the results stand the operands, and numbers that identify it.
+        sizes = tuple(size for size in sizes[len(operands) :] if size > 4)
+    return Operation(head[2], opcode, sizes, tuple(operands), attributes, bool(head[1]))
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    """The type of a result, and what follows it."""
+    end = _closing(text[1:], 1) + 1 if text.startswith("(") else text.index(" ")
+    return text[:end], text[end:].lstrip()
+
+
+def _closing(text: str, depth: int) -> int:
+    """Where parentheses end that are open so deep."""
+    for at, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return at + 1
+    return len(text)
+
+
+def _sizes(result: str) -> tuple[int, ...]:
+    arrays = _ARRAY.findall(_LAYOUT.sub("", result))
+    return tuple(math.ceil(_bits(dtype) * _elements(dims) / 8) for dtype, dims in arrays)
+
+
+def _bits(dtype: str) -> int:
+    """Of an element: the first number in the name of its type, such as 16 of ``bf16``."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+def _elements(dims: str) -> int:
+    return math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+
+
+def _aliases(head: str) -> dict[int, int]:
+    found = re.findall(r"\{(\d*)\}: \((\d+), \{\}", head)
+    return {int(result or 0): int(parameter) for result, parameter in found}
+
+
+class _Lines:
+    """The source lines of a program: beside each operation, or in tables before the program."""
+
+    def __init__(self, lines: list[str]):
+        self._tables = {}
+        for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            rows = {}
+            if name in lines:
+                after = lines[lines.index(name) + 1 :]
+                for line in itertools.takewhile(str.strip, after):
+                    number, _, value = line.partition(" ")
+                    rows[int(number)] = value
+            self._tables[name] = rows
+
+    def of(self, operation: Operation) -> Iterator[str]:
+        if (frame := operation.attribute(r"stack_frame_id=(\d+)")) is not None:
+            yield from self._frames(int(frame))
+        elif file := operation.attribute(r'source_file="([^"]*)"'):
+            line = operation.attribute(r"source_line=(\d+)")
+            yield f"{file}:{line}"
+
+    def _frames(self, frame: int) -> Iterator[str]:
+        while frame in self._tables["StackFrames"]:
+            ids = _fields(self._tables["StackFrames"][frame])
+            at = _fields(self._tables["FileLocations"][ids["file_location_id"]])
+            file = self._tables["FileNames"][at["file_name_id"]].strip('"')
+            function = self._tables["FunctionNames"][at["function_name_id"]].strip('"')
+            yield f"{file}:{at['line']} ({function})"
+            frame = ids.get("parent_frame_id", 1) - 1  # XLA writes one more, and 1 for none
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}

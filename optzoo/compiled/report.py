@@ -1,0 +1,336 @@
+"""Compiles a train step for a device, and reports what the program keeps, copies and sends."""
+
+import collections
+import dataclasses
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from ..core.columns import columns
+from ..core.compat import kept_arguments
+from .devices import devices_of
+from .hlo import Operation, Program
+
+_COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+_SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeOperation:
+    """An operation whose result is as large as a table or a slot, in memory of its own.
+
+    Attributes:
+        operation: what it does, such as ``copy``, and of a fusion its name.
+        nbytes: the size of its result.
+        in_loop: whether a loop runs it.
+        of: what JAX calls it, such as ``jit(step)/mul``; of a change of layout the argument.
+        lines: its source lines, the innermost first.
+    """
+
+    operation: str
+    nbytes: int
+    in_loop: bool
+    of: str
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collectives:
+    """The collective operations of one kind.
+
+    Attributes:
+        kind: such as ``all-reduce``.
+        in_loop: whether a loop runs them; then they are counted once.
+        number: how many there are.
+        nbytes: the size of all their results on one device.
+    """
+
+    kind: str
+    in_loop: bool
+    number: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """The result of :func:`optzoo.compile_report`. All sizes are bytes of one device.
+
+    ``str`` of it is a table, and ``dataclasses.asdict`` of it is data.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> step = jax.jit(lambda x: x + 1, donate_argnums=0)
+        >>> optzoo.compile_report(step, jnp.ones(8), device="cpu").arguments
+        32
+
+    Attributes:
+        device: the name that was given.
+        num_devices: how many devices the program runs on.
+        arguments: the size of the arguments.
+        results: that of the results.
+        reused: that of the arguments whose memory results take.
+        temporaries: what the program needs beside arguments and results.
+        not_reused: the donated arguments whose memory no result takes, with their sizes.
+        large: the operations that copy or compute as much as a table or a slot, elsewhere than in
+            the memory of a donated argument that they read.
+        at_least: from how many bytes on a result is large.
+        collectives: what the devices send to each other.
+        estimated_bytes: the compiler's estimate of what is read and written; None if it has none.
+            The body of a loop is counted once, as in the other estimates.
+        estimated_flops: the same of floating-point operations.
+        estimated_seconds: the same of the time; None if it has none.
+        estimated_cycles: the sum over the operations, which only the compiler for TPUs estimates.
+        compile_seconds: how long it took to compile here. This is measured.
+        text: the program, as XLA prints it.
+    """
+
+    device: str
+    num_devices: int
+    arguments: int
+    results: int
+    reused: int
+    temporaries: int
+    not_reused: dict[str, int]
+    large: tuple[LargeOperation, ...]
+    at_least: int
+    collectives: tuple[Collectives, ...]
+    estimated_bytes: float | None
+    estimated_flops: float | None
+    estimated_seconds: float | None
+    estimated_cycles: int | None
+    compile_seconds: float
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(_shown(self))
+
+
+def compile_report(
+    step: Callable[..., Any], *args: Any, device: str, at_least: int | None = None, **kwargs: Any
+) -> CompileReport:
+    """Compiles a train step for a device, which need not be there, and reports on the program.
+
+    .. code-block:: python
+
+        step = optzoo.minimize(loss, tx)
+        print(optzoo.compile_report(step, params, tx.init(params), *batch, device="v5e:1x1"))
+
+    Nothing is run, and no array is moved. Memory, copies, aliases and collectives are what the
+    compiler decided, so they are facts of the program; bytes read and written, seconds and cycles
+    are its estimates.
+
+    A step on several devices is made for a mesh of :func:`optzoo.devices_of`, and takes arguments
+    with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``). If no
+    argument has one, the step is compiled for the first device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> loss = lambda params, x: jnp.sum((params["w"] - x) ** 2)
+        >>> params = {"w": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
+        >>> step = optzoo.minimize(loss, tx)
+        >>> state = jax.eval_shape(tx.init, params)
+        >>> report = optzoo.compile_report(step, params, state, params["w"], device="cpu")
+        >>> report.not_reused, report.collectives
+        ({}, ())
+
+    Args:
+        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is compiled
+            without donation.
+        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each.
+        device: ``"cpu"``, a TPU slice such as ``"v5e:4x4"``, ``"h100"`` or ``"h100:8"``.
+        at_least: from how many bytes on a result counts as large; None for the smallest donated
+            array that has at least an eighth of the bytes of the largest one.
+        **kwargs: further arguments of the step.
+
+    Raises:
+        ImportError: if the compiler for the device is not installed: the extras ``tpu`` and
+            ``gpu``.
+        MemoryError: if the step does not fit into the memory of a device, with the largest
+            arguments.
+        TypeError: if ``step`` is not a function.
+        ValueError: if the device is not known.
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function, got {step!r}")
+    devices = devices_of(device)
+    args, kwargs = _placed((args, kwargs), devices)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    with warnings.catch_warnings():  # the report says it, with names
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        lowered = jitted.lower(*args, **kwargs)
+    begun = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise _too_large(error, device, lowered) from error
+    seconds = time.perf_counter() - begun
+    text = compiled.as_text()
+    program, memory = Program(text), compiled.memory_analysis()
+    donated = _donated(lowered, program)
+    sizes = [size for size, _ in donated.values()] or [memory.argument_size_in_bytes]
+    if at_least is None:
+        at_least = max(1, min(size for size in sizes if size >= _SMALL * max(sizes)))
+    costs = _costs(compiled)
+    estimate = lambda name: value if (value := costs.get(name, 0)) > 0 else None
+    cycles = [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', text)]
+    has_cycles = cycles and max(cycles) < 2**62  # what is greater means that there is no estimate
+    return CompileReport(
+        device=device,
+        num_devices=_number_of_devices(compiled),
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        reused=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        not_reused={name: size for name, (size, is_reused) in donated.items() if not is_reused},
+        large=tuple(_large(program, at_least)),
+        at_least=at_least,
+        collectives=tuple(_collectives(program)),
+        estimated_bytes=estimate("bytes accessed"),
+        estimated_flops=estimate("flops"),
+        estimated_seconds=estimate("optimal_seconds"),
+        estimated_cycles=sum(cycles) if has_cycles else None,
+        compile_seconds=seconds,
+        text=text,
+    )
+
+
+def _placed(tree: Any, devices: list[Any]) -> Any:
+    """Shapes on the devices in the place of arrays."""
+    here: Callable[[Any], Any] = lambda x: getattr(x, "sharding", None)
+    on_devices = lambda x: here(x) is not None and here(x).device_set <= set(devices)
+    is_sharded = any(on_devices(x) and len(here(x).device_set) > 1 for x in jax.tree.leaves(tree))
+    first = None if is_sharded else SingleDeviceSharding(devices[0])
+
+    def place(x):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        sharding = here(x) if on_devices(x) and is_sharded else first
+        weak = getattr(x, "weak_type", False)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(place, tree)
+
+
+def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
+    """By the name of a donated argument its size on a device, and whether a result takes it."""
+    kept, taken, found = kept_arguments(lowered), set(program.aliases.values()), {}
+    for i, (path, info) in enumerate(jax.tree_util.tree_leaves_with_path(lowered.args_info)):
+        if not info.donated:
+            continue
+        if i not in kept:
+            found[_name(path)] = _nbytes(info), False
+            continue
+        number = kept.index(i)
+        parameter = program.parameters[number]
+        name = program.name_in_jax(parameter) or _name(path)
+        found[name] = sum(parameter.sizes), number in taken
+    return found
+
+
+def _nbytes(info: Any) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
+    for operation, in_loop in program.operations():
+        number = program.new_arrays(operation, at_least)
+        if number:
+            kind = operation.opcode
+            yield LargeOperation(
+                f"{kind} {operation.name}" if kind in ("fusion", "custom-call") else kind,
+                sum(sorted(operation.sizes)[-number:]),
+                in_loop,
+                program.name_in_jax(operation),
+                program.lines(operation),
+            )
+
+
+def _collectives(program: Program) -> Iterator[Collectives]:
+    found = collections.defaultdict(list)
+    for operation, in_loop in program.operations():
+        if kind := _kind(operation):
+            found[kind, in_loop].append(sum(operation.sizes))
+    for (kind, in_loop), sizes in sorted(found.items()):
+        yield Collectives(kind, in_loop, len(sizes), sum(sizes))
+
+
+def _kind(operation: Operation) -> str | None:
+    """Of a collective; what ends one that runs beside other operations is none."""
+    kind = operation.opcode.removesuffix("-start")
+    return kind if kind in _COLLECTIVES else None
+
+
+def _costs(compiled: Any) -> dict[str, float]:
+    costs = compiled.cost_analysis()  # by some backends in a list, by others not at all
+    return (costs[0] if isinstance(costs, list) else costs) or {}
+
+
+def _number_of_devices(compiled: Any) -> int:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return max((len(s.device_set) for s in shardings), default=1)
+
+
+def _too_large(error: Exception, device: str, lowered: Any) -> Exception:
+    """The error of a program that needs more memory than there is, or the error itself."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    reason = str(error).partition("\n")[0].partition(": ")[2]
+    infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
+    sizes = {_name(path): _nbytes(info) for path, info in infos}
+    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
+    shown = ", ".join(f"{name} {sizes[name] / 1e9:.3g} GB" for name in largest)
+    return MemoryError(
+        f"the step does not fit into the memory of {device!r}: the largest arguments, of all "
+        f"devices together, are {shown}. The compiler says: {reason}"
+    )
+
+
+def _name(path: Any) -> str:
+    """Of an argument: ``args[0]['table']``."""
+    kind, *rest = path
+    return f"{'kwargs' if kind.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _shown(report: CompileReport) -> Iterator[str]:
+    mega = lambda nbytes: f"{nbytes / 1e6:,.1f} MB"
+    of = f"one of {report.num_devices} devices" if report.num_devices > 1 else "one device"
+    yield f"compiled for {report.device}, {of}, in {report.compile_seconds:.1f} s"
+    sizes = ("arguments", "results", "reused", "temporaries")
+    yield from columns([(name, mega(getattr(report, name))) for name in sizes])
+    yield f"donated and not reused: {len(report.not_reused) or 'none'}"
+    yield from columns([(f"  {name}", mega(size)) for name, size in report.not_reused.items()])
+    yield f"new arrays of {mega(report.at_least)} or more: {len(report.large) or 'none'}"
+    for found in report.large:
+        loop = ", in a loop" if found.in_loop else ""
+        yield f"  {found.operation}, {mega(found.nbytes)}{loop}: {found.of or 'unknown'}"
+        yield from (f"    {line}" for line in dict.fromkeys([*found.lines[:1], *found.lines[-1:]]))
+    yield f"collectives: {len(report.collectives) or 'none'}"
+    yield from columns(
+        [
+            (f"  {c.number} {c.kind}", mega(c.nbytes), "in a loop" if c.in_loop else "")
+            for c in report.collectives
+        ]
+    )
+    yield "estimates of the compiler:"
+    if report.estimated_bytes is not None:
+        yield f"  {mega(report.estimated_bytes)} read and written"
+    if report.estimated_flops is not None:
+        yield f"  {report.estimated_flops:,.0f} floating-point operations"
+    if report.estimated_seconds is not None:
+        yield f"  {report.estimated_seconds:.2e} s"
+    if report.estimated_cycles is not None:
+        yield f"  {report.estimated_cycles:,} cycles"
+    if all(
+        v is None for v in (report.estimated_bytes, report.estimated_flops, report.estimated_cycles)
+    ):
+        yield "  none"

@@ -1,0 +1,111 @@
+"""What ``compile_report`` says of programs for TPUs and GPUs that are not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optzoo
+
+ROWS, WIDTH, IDS = 1_000_000, 128, 4096
+TABLE = 4 * ROWS * WIDTH  # bytes
+ONE = ["v5e:1x1", "v6e:1x1", "h100"]
+of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+
+def loss(params, ids, y):
+    return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
+
+
+def report_of(tx, device):
+    params = {"table": of(ROWS, WIDTH), "w": of(WIDTH)}
+    batch = of(IDS, dtype=jnp.int32), of(IDS)
+    state = jax.eval_shape(tx.init, params)
+    return optzoo.compile_report(optzoo.minimize(loss, tx), params, state, *batch, device=device)
+
+
+@pytest.mark.parametrize("device", ONE)
+def test_rows_of_128_in_place(device):
+    found = report_of(optzoo.lazy_adam(1e-3), device)
+    assert found.large == () and found.not_reused == {} and found.at_least == TABLE
+    assert found.temporaries < 0.02 * found.arguments
+    assert 3 * TABLE < found.reused < found.arguments < 3.01 * TABLE
+    has_estimates = device != "h100"
+    assert (found.estimated_bytes is not None) == has_estimates
+    assert (found.estimated_cycles is not None) == (device == "v5e:1x1")
+    assert f"compiled for {device}, one device" in str(found)
+
+
+@pytest.mark.parametrize("device", ONE)
+def test_a_dense_gradient(device):
+    found = report_of(optzoo.adam(1e-3), device)
+    assert found.temporaries >= TABLE
+    assert any("to_dense" in line for op in found.large for line in op.lines)
+    assert any(__file__ in line for op in found.large for line in op.lines)
+
+
+@pytest.mark.parametrize("device", ONE)
+def test_another_layout_and_a_donation_that_is_lost(device):
+    def step(params, ids):
+        return {"t": params["t"].astype(jnp.bfloat16)}, params["t"][ids].sum()
+
+    jitted = jax.jit(step, donate_argnums=0)
+    args = {"t": of(ROWS, 64)}, of(8, dtype=jnp.int32)
+    found = optzoo.compile_report(jitted, *args, device=device, at_least=1000 * 64 * 4)
+    assert found.not_reused == {"params['t']": 4 * ROWS * 64}
+    assert found.large and "params['t']" in str(found)
+
+
+@pytest.mark.parametrize("device", ["v5e:2x2", "h100:4"])
+def test_sharded_tables(device):
+    mesh = Mesh(np.array(optzoo.devices_of(device)), ("shard",))
+    sharding = optzoo.RowSharding(4 * ROWS, 4)
+    tx = optzoo.lazy_adam(1e-3)
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
+    rows, all_of = PartitionSpec("shard"), PartitionSpec()
+    place = lambda x, spec: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    by_rows = lambda x: place(x, rows if x.shape[:1] == (sharding.stored_rows,) else all_of)
+    params = {"table": of(sharding.stored_rows, WIDTH), "w": of(WIDTH)}
+    args = jax.tree.map(by_rows, (params, jax.eval_shape(tx.init, params)))
+    batch = place(of(4 * IDS, dtype=jnp.int32), rows), place(of(4 * IDS), rows)
+    found = optzoo.compile_report(step, *args, *batch, device=device)
+    assert found.num_devices == 4 and found.large == () and found.not_reused == {}
+    assert found.temporaries < 0.02 * found.arguments
+    assert found.arguments == pytest.approx(3 * 4 * sharding.rows_per_shard * WIDTH, rel=0.01)
+    sent = {(c.kind, c.in_loop): c for c in found.collectives}
+    assert sent["all-to-all", True].number == 4
+    # Ids and rows there, rows and ids back.
+    assert 2 * IDS * WIDTH * 4 <= sent["all-to-all", True].nbytes < 3 * IDS * WIDTH * 4
+
+
+def test_what_does_not_fit():
+    tx, params = optax.adam(1e-3), {"table": of(40 * ROWS, 128)}
+    state = jax.eval_shape(tx.init, params)
+    update = jax.jit(lambda g, s, x: tx.update(g, s, x), donate_argnums=(1, 2))
+    words = r"of 'v5e:1x1': the largest .* args\[0\]\['table'\] 20\.5 GB"
+    with pytest.raises(MemoryError, match=words):
+        optzoo.compile_report(update, params, state, params, device="v5e:1x1")
+
+
+def test_slices_that_do_not_exist():
+    with pytest.raises(ValueError, match="device='v5e:7x1' is not known to its compiler"):
+        optzoo.devices_of("v5e:7x1")
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.row_wise_adagrad(0.1),
+        optzoo.row_wise_rmsprop(0.1),
+        optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", stochastic=True, packed=True),
+    ],
+    ids=["row_wise_adagrad", "row_wise_rmsprop", "packed"],
+)
+def test_no_lookup_is_repeated_after_the_update(tx):
+    """XLA for GPUs would copy the table twice."""
+    found = report_of(tx, "h100")
+    assert found.large == () and found.temporaries < 14e6

@@ -1,0 +1,141 @@
+"""What ``compile_report`` says of programs for the CPU; for others: tests/accelerators."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optzoo
+
+pytestmark = pytest.mark.optimized
+
+ROWS, WIDTH = 4096, 8
+TABLE = 4 * ROWS * WIDTH  # bytes
+report = functools.partial(optzoo.compile_report, device="cpu")
+of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+
+def loss(params, ids, y):
+    return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
+
+
+def report_of(tx, **options):
+    params = {"table": of(ROWS, WIDTH), "w": of(WIDTH)}
+    batch = of(64, dtype=jnp.int32), of(64)
+    step = optzoo.minimize(loss, tx)
+    return report(step, params, jax.eval_shape(tx.init, params), *batch, **options)
+
+
+def test_a_step_in_place():
+    found = report_of(optzoo.lazy_adam(1e-3))
+    assert found.num_devices == 1 and found.large == () and found.not_reused == {}
+    # The table and two slots, one vector with its slots, the count, two powers and the batch.
+    assert found.arguments == 3 * (TABLE + 4 * WIDTH) + 3 * 4 + 2 * 64 * 4
+    assert found.reused == found.arguments - 2 * 64 * 4
+    assert found.temporaries < TABLE and found.at_least == TABLE
+    assert found.estimated_bytes > 0 and found.compile_seconds > 0
+    assert str(found).startswith("compiled for cpu, one device, in ")
+    assert dataclasses.asdict(found)["collectives"] == ()
+
+
+def test_an_operation_as_large_as_the_table():
+    found = report_of(optzoo.adam(1e-3))
+    assert found.temporaries >= TABLE
+    assert any("to_dense" in line for line in found.large[0].lines)
+    assert found.large[0].lines[0] in str(found)
+    assert not found.large[0].in_loop and found.large[0].nbytes == TABLE
+    assert report_of(optzoo.adam(1e-3), at_least=2 * TABLE).large == ()
+
+
+def test_the_memory_of_arguments():
+    def step(params, ids, unused, *, rate):
+        moved = params["w"] - rate
+        return {"w": moved, "table": params["table"].at[ids].add(1.0)}, jnp.sum(params["gone"])
+
+    jitted = jax.jit(step, donate_argnames=("params", "unused"))
+    params = {"w": jnp.ones(7), "table": of(ROWS, WIDTH), "gone": of(31, 3)}
+    found = report(jitted, params, of(5, dtype=jnp.int32), of(100), rate=jnp.float32(2))
+    assert found.not_reused == {"params['gone']": 4 * 93, "args[2]": 400}
+    assert "donated and not reused: 2" in str(found) and "args[2]" in str(found)
+    assert found.reused == TABLE + 4 * 7
+
+
+def test_a_result_in_the_memory_of_what_it_reads():
+    """It is computed as a whole, but no memory of this size is made."""
+    step = jax.jit(lambda x, y: (x * 2, y + 1), donate_argnums=(0, 1))
+    assert report(step, of(1000), of(1000)).large == ()
+    crossed = jax.jit(lambda x, y: (y + 1, x * 2 + jnp.roll(y, 3)), donate_argnums=(0, 1))
+    assert report(crossed, of(1000), of(1000)).temporaries > 0
+    kept = report(lambda x: x * 2, of(1000))
+    assert [(op.nbytes, op.in_loop) for op in kept.large] == [(4000, False)]
+
+
+def test_operations_in_loops():
+    def step(x, y):
+        turn = lambda i, x: jnp.sin(x[::-1]) + i
+        return jax.lax.fori_loop(0, 5, turn, x), y
+
+    found = report(jax.jit(step, donate_argnums=(0, 1)), of(1000), of(3))
+    assert {op.in_loop for op in found.large} == {True}
+    assert "in a loop" in str(found)
+
+
+def test_collectives():
+    mesh = Mesh(np.array(optzoo.devices_of("cpu")[:4]), ("x",))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
+    )
+    def step(x):
+        mean = lambda i, x: x + jax.lax.pmean(x, "x")
+        return jax.lax.fori_loop(0, 3, mean, x) * jax.lax.psum(jnp.sum(x), "x")
+
+    x = jax.ShapeDtypeStruct((64, 2), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    found = report(step, x)
+    assert found.num_devices == 4 and found.arguments == 4 * 64 * 2 / 4
+    shown = {(c.kind, c.in_loop): (c.number, c.nbytes) for c in found.collectives}
+    assert shown == {("all-reduce", True): (1, 128), ("all-reduce", False): (1, 4)}
+    assert "one of 4 devices" in str(found) and "1 all-reduce" in str(found)
+
+
+def test_nothing_is_run():
+    def step(x):
+        jax.debug.callback(lambda: 1 / 0)
+        return x + 1
+
+    assert report(step, jnp.ones(3)).results == 12
+    tx = optax.adam(1e-3)
+    big = {"w": of(2**20, 2**14)}
+    update = jax.jit(tx.update, donate_argnums=(0, 1))
+    assert report(update, big, jax.eval_shape(tx.init, big)).arguments > 2**37
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "words"),
+    [
+        ("v9:2x2", ValueError, r"device must be .* got 'v9:2x2'.*v5e: 1x1, 2x2, 2x4, 4x4"),
+        ("v5e", ValueError, r"a TPU slice, got 'v5e'"),
+        ("gpu", ValueError, "'h100:8'"),
+        (3, TypeError, "device must be a string such as 'v5e:4x4', got 3"),
+        ("v5e:2x2", ImportError, r"device='v5e:2x2' needs libtpu: pip install 'optzoo\[tpu\]'"),
+        ("h100", ImportError, r"needs jax_cuda12_plugin: pip install 'optzoo\[gpu\]'"),
+    ],
+)
+def test_devices_that_are_not_known(device, error, words, monkeypatch):
+    from optzoo.compiled import devices
+
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    devices._devices_of.cache_clear()
+    with pytest.raises(error, match=words):
+        optzoo.compile_report(lambda x: x, jnp.ones(1), device=device)
+
+
+def test_steps_that_are_none():
+    with pytest.raises(TypeError, match="step must be a function, got 3"):
+        report(3)
