@@ -192,6 +192,34 @@ def test_rows_that_sleep():
         states = {name: state[:2] for name, state in done.items()}
 
 
+# A step by rows
+
+OF_ROWS = optzoo.momentum(RATE, DECAY)
+STEP_OF_ROWS = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), OF_ROWS)
+
+
+def step_of_rows(x, state, ids):
+    return STEP_OF_ROWS(x, state, ids)[:2]
+
+
+def test_a_step_by_rows():
+    x, sums = TABLES["vectors"].astype(float), np.zeros_like(TABLES["vectors"])
+    start = jnp.asarray(TABLES["vectors"]), OF_ROWS.init(TABLES["vectors"])
+    first = np.array(IDS["padded"], np.int32)
+    each = on_all(step_of_rows, *start, first)
+    assert {*each} == {HERE, OTHER, "cuda", "rocm"}
+    run = jax.jit(lambda states, ids: {k: f(*states[k], ids) for k, f in each.items()})
+    states = dict.fromkeys(each, start)
+    for ids in (first, np.array(IDS["repeated"], np.int32)):
+        dense, touched = summed(ids, {"vectors": WEIGHTS})
+        rows = touched["vectors"]
+        sums[rows] = (DECAY * sums + dense["vectors"])[rows]
+        x[rows] -= RATE * sums[rows]
+        states = run(states, ids)
+        for name, (got, _) in states.items():
+            np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 # Roots
 
 GRADS = np.random.default_rng(4).normal(size=(2, 4, 3)).astype("float32")
@@ -234,6 +262,7 @@ def test_every_choice_runs_for_every_platform():
         *choices(updates, ids, VALUES),
         *choices(step_asleep, x, ASLEEP.init(x), ids),
         *choices(two_steps("auto", False), GRADS),
+        *choices(step_of_rows, x, OF_ROWS.init(x), ids),
     ]
     seen = set()
     for _, line in made:
