@@ -334,3 +334,21 @@ def test_what_does_not_belong_together(name):
             if got != "ours" and not (got == "accepted" and is_accepted(name, case)):
                 wrong.append((case, got, error))
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.counter_row_wise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="adagradw"),
+        optzoo.lazy_adamw(0.1, weight_decay=0.1),
+        optzoo.partial_row_wise_adam(0.1, weight_decay=0.1),
+        optzoo.row_wise_adagrad(0.1, weight_decay=0.1),
+        optzoo.row_wise_rmsprop(0.1, weight_decay=0.1),
+    ],
+    ids=["counter_row_wise", "lazy_adamw", "partial_adam", "row_wise_adagrad", "row_wise_rmsprop"],
+)
+def test_a_decay_needs_the_parameters(tx):
+    """Those of no other optimizer are optional; the contract has them without a decay."""
+    x = jnp.ones((3, 2))
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        tx.update(x, tx.init(x))
