@@ -108,7 +108,7 @@ METHODS = {
         {
             "drive": DRIVES,
             "fragments": [1, 2],
-            "warmup_steps": [0, 2],
+            "warmup_steps": [0, 4],
             "skip_nonfinite": [True, False],
             "outer_decay": [0.9, 0.5],
             "period": [3],
