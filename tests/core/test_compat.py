@@ -427,3 +427,48 @@ def test_no_params_msg():
     with pytest.raises(ValueError) as caught:
         tx.update(X, tx.init(X), None)
     assert str(caught.value) == compat.NO_PARAMS_MSG, must
+
+
+def of_results(f, marked, number=3):
+    """Which results of the last equation of ``f`` depend on its marked arguments."""
+
+    def walk(body, inputs):
+        known = {v for v, mark in zip(body.invars, inputs, strict=True) if mark}
+        has = lambda v: not compat.is_literal(v) and v in known
+        for eqn in body.eqns:
+            if any(map(has, eqn.invars)):
+                known.update(eqn.outvars)
+        return [has(v) for v in body.outvars]
+
+    jaxpr = jax.make_jaxpr(f)(*map(float, range(number))).jaxpr
+    eqn = jaxpr.eqns[-1]
+    arguments = [not compat.is_literal(v) and v in jaxpr.invars for v in eqn.invars]
+    inputs = [
+        m and jaxpr.invars.index(v) in marked for v, m in zip(eqn.invars, arguments, strict=True)
+    ]
+    return compat.through_call(eqn, inputs, walk)
+
+
+def test_what_spreads_through_calls():
+    """In a loop from one value that is carried to the next, in each turn by one place."""
+    shift = lambda c: (c[1], c[2], 2 * c[2])
+    scan = lambda a, b, c: jax.lax.scan(lambda x, _: (shift(x), x[0] + 1), (a, b, c), length=4)
+    loop = lambda a, b, c: jax.lax.while_loop(lambda x: x[0] < 9, shift, (a, b, c))
+    by_last = lambda a, b, c: jax.lax.while_loop(
+        lambda x: x[2] < 9, lambda x: (x[1], x[0], x[2] + 1), (a, b, c)
+    )
+    either = lambda a, b, c: jax.lax.cond(
+        a > 0, lambda b, c: (b + 1, b), lambda b, c: (c + 1, b), b, c
+    )
+    assert of_results(scan, {2}) == [True] * 4
+    assert of_results(scan, {1}) == [True, True, False, True]
+    assert of_results(scan, set()) == [False] * 4
+    assert of_results(loop, {2}) is None  # its number of turns depends on it
+    assert of_results(by_last, {0}) == [True, True, False]
+    assert of_results(by_last, {2}) is None
+    assert of_results(either, {2}) == [True, False]
+    assert of_results(either, {1}) == [True, True]
+    assert of_results(lambda a, b, c: jax.jit(lambda a, b, c: (a + b, c))(a, b, c), {1}) == [
+        True,
+        False,
+    ]
