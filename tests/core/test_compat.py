@@ -458,7 +458,7 @@ def test_what_spreads_through_calls():
         lambda x: x[2] < 9, lambda x: (x[1], x[0], x[2] + 1), (a, b, c)
     )
     either = lambda a, b, c: jax.lax.cond(
-        a > 0, lambda b, c: (b + 1, b), lambda b, c: (c + 1, b), b, c
+        a > 0, lambda b, c: (b + 1, 2 * b), lambda b, c: (c + 1, 3 * b), b, c
     )
     assert of_results(scan, {2}) == [True] * 4
     assert of_results(scan, {1}) == [True, True, False, True]
