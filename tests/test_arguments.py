@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 from . import selection
 from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
@@ -352,3 +353,26 @@ def test_a_decay_needs_the_parameters(tx):
     x = jnp.ones((3, 2))
     with pytest.raises(ValueError, match="requires the current value of parameters"):
         tx.update(x, tx.init(x))
+
+
+DECAYS = {
+    name: sorted({"b1", "b2"} & {*inspect.signature(entry.factory).parameters})
+    for name, entry in optzoo.CATALOG.items()
+}
+
+
+@pytest.mark.parametrize("name", [name for name, decays in DECAYS.items() if decays])
+def test_decays_that_16_bits_round_to_one_are_below_one(name):
+    """With a mean that never changes there would be no step, or one of NaN."""
+    with jax.disable_jit():
+        for decay in DECAYS[name]:
+            tx = samples.make(optzoo.CATALOG[name], **{decay: jnp.bfloat16(0.999)})
+            x = {"w": jnp.ones((3, 2))}
+            g = {"w": jnp.full((3, 2), 2.0)}
+            _, state = tx.update(g, tx.init(x), x)  # the first step of SOAP is none
+            updates, state = tx.update(g, state, x)
+            assert np.all(np.isfinite(updates["w"])), decay
+            means = {"m", "v"} & {name.rpartition("/")[2] for name in optzoo.slot_names(state)}
+            for mean in means:
+                leaves = jax.tree.leaves(optzoo.get_slot(state, mean))
+                assert any(np.any(leaf) for leaf in leaves), (decay, mean)
