@@ -12,7 +12,7 @@ from ..core.checks import check_size
 from ..core.paths import path_name
 from ..sparse.lookup import lookup
 from ..sparse.primitive import bind_lookup
-from .exchange import exchange, first_positions
+from .exchange import exchange, first_positions, to_transport
 from .lookup import check_shard, sharded_lookup
 from .row_sharding import RowSharding
 
@@ -246,7 +246,7 @@ def _sums_of_owners(
         )
         sums = jax.ops.segment_sum(rows, to, num_segments=s.num_shards * b.number)
         sums = sums.reshape(s.num_shards, b.number, *rows.shape[1:])
-        parts.append(sums if transport is None else sums.astype(transport))
+        parts.append(to_transport(sums, transport))
     arrived = exchange(parts, shardings)
     out = []
     for table, b, a, sums in zip(tables, bags, asked, arrived, strict=True):

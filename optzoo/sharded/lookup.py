@@ -13,7 +13,7 @@ from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.paths import path_name
 from ..sparse.primitive import bind_lookup
-from .exchange import Bucket, Route, exchange, make_bucket, make_route
+from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
 from .row_sharding import RowSharding
 
 Read = Callable[[Array], Array]  # the rows of some ids of a shard, zeros for padding
@@ -108,8 +108,7 @@ def ask_owners(reads: Sequence[Read], buckets: list[Bucket], shardings: Any, tra
     asked = exchange([b.local for b in buckets], shardings)
     flat = [read(a.reshape(-1)) for read, a in zip(reads, asked, strict=True)]
     rows = [r.reshape(*a.shape, *r.shape[1:]) for r, a in zip(flat, asked, strict=True)]
-    sent = [r if transport is None else r.astype(transport) for r in rows]
-    arrived = exchange(sent, shardings)
+    arrived = exchange([to_transport(r, transport) for r in rows], shardings)
     return [a.astype(r.dtype) for a, r in zip(arrived, rows, strict=True)]
 
 

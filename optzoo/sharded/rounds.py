@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from ..core.compat import gather_invarying, vary
 from ..core.rows import Shard, SparseRows
-from .exchange import Route, exchange, first_positions, make_bucket
+from .exchange import Route, exchange, first_positions, make_bucket, to_transport
 from .lookup import Read, ask_owners
 from .row_sharding import RowSharding
 
@@ -113,7 +113,7 @@ def update_in_rounds(
             bucket, high = _rows_of_round(p, low, axes)
             values = jnp.take(gradient, bucket.positions, axis=0, mode="fill", fill_value=0)
             buckets.append(bucket.local)
-            sent.append(values if transport is None else values.astype(transport))
+            sent.append(to_transport(values, transport))
             highs.append(high)
         local, values = exchange(buckets, shardings), exchange(sent, shardings)
         rows = []

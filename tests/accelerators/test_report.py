@@ -58,12 +58,12 @@ def test_another_layout_and_a_donation_that_is_lost(device):
     assert found.large and "params['t']" in str(found)
 
 
-@pytest.mark.parametrize("device", ["v5e:2x2", "h100:4"])
-def test_sharded_tables(device):
+def report_of_sharded(device, **options):
+    """Of a step whose table has ``ROWS`` rows on each of four devices, and of its sharding."""
     mesh = Mesh(np.array(optzoo.devices_of(device)), ("shard",))
     sharding = optzoo.RowSharding(4 * ROWS, 4)
     tx = optzoo.lazy_adam(1e-3)
-    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
     rows, all_of = PartitionSpec("shard"), PartitionSpec()
     place = lambda x, spec: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
@@ -72,7 +72,12 @@ def test_sharded_tables(device):
     params = {"table": of(sharding.stored_rows, WIDTH), "w": of(WIDTH)}
     args = jax.tree.map(by_rows, (params, jax.eval_shape(tx.init, params)))
     batch = place(of(4 * IDS, dtype=jnp.int32), rows), place(of(4 * IDS), rows)
-    found = optzoo.compile_report(step, *args, *batch, device=device)
+    return optzoo.compile_report(step, *args, *batch, device=device), sharding
+
+
+@pytest.mark.parametrize("device", ["v5e:2x2", "h100:4"])
+def test_sharded_tables(device):
+    found, sharding = report_of_sharded(device)
     assert found.num_devices == 4 and found.large == () and found.not_reused == {}
     assert found.temporaries < 0.02 * found.arguments
     assert found.arguments == pytest.approx(3 * 4 * sharding.rows_per_shard * WIDTH, rel=0.01)
@@ -80,6 +85,16 @@ def test_sharded_tables(device):
     assert sent["all-to-all", True].number == 4
     # Ids and rows there, rows and ids back.
     assert 2 * IDS * WIDTH * 4 <= sent["all-to-all", True].nbytes < 3 * IDS * WIDTH * 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_transport_in_16_bits_converts_what_is_sent(dtype):
+    """Not the whole shard, which is a temporary of 256 MB (XLA's choice for bfloat16 on TPUs)."""
+    found, _ = report_of_sharded("v5e:2x2", transport=dtype)
+    assert found.large == () and found.temporaries < 0.02 * found.arguments
+    assert found.estimated_bytes < 0.4 * found.arguments
+    [sent] = [c for c in found.collectives if c.kind == "all-to-all" and c.in_loop]
+    assert IDS * WIDTH * 4 <= sent.nbytes < 1.5 * IDS * WIDTH * 4
 
 
 def test_what_does_not_fit():

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optzoo
+from optzoo.sharded.exchange import to_transport
 
 from .cases import ROWS, ids_of, mesh_of, of_ids, shards, whole
 
@@ -177,6 +178,37 @@ def test_transport_in_16_bits():
     assert rows.dtype == jnp.float32
     expected = whole()[np.asarray(ids)]
     np.testing.assert_array_equal(rows, expected.astype(jnp.bfloat16).astype(np.float32))
+
+
+def bits_of_all_exponents():
+    """float32 with each sign and exponent, and mantissas around all kinds of ties."""
+    high = np.array([0, 1, 2, 0x3F, 0x40, 0x7E, 0x7F], np.uint32)[:, None] << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    exponents = np.arange(512, dtype=np.uint32)[:, None] << 23
+    return (exponents | (high | low).reshape(-1)).reshape(-1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_transport_is_a_cast(dtype):
+    """Bit by bit, with subnormals, signed zeros, infinities and NaN; so is its derivative."""
+    x = bits_of_all_exponents().view(np.float32)
+    words = lambda a: np.asarray(a).view(np.uint16)
+
+    def both(x):
+        cast, back = jax.vjp(lambda a: to_transport(a, dtype), x)
+        return cast, back(cast)[0]
+
+    cast, cotangent = jax.jit(both)(x)
+    expected = jax.jit(lambda a: a.astype(dtype))(x)
+    assert len(np.unique(words(expected))) > 1000
+    np.testing.assert_array_equal(words(cast), words(expected))
+    wide = jax.jit(lambda a: a.astype(jnp.float32))(expected)
+    np.testing.assert_array_equal(np.asarray(cotangent), np.asarray(wide))
+    numbers = ~np.isnan(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        by_numpy = x.astype(dtype)
+    np.testing.assert_array_equal(words(cast)[numbers], words(by_numpy)[numbers])
+    np.testing.assert_array_equal(np.isnan(np.asarray(cast, np.float32)), ~numbers)
 
 
 def test_bad_input():
