@@ -2,8 +2,12 @@
 
 import inspect
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import optzoo
 from optzoo import CATALOG
 from optzoo.testing import samples
 
@@ -28,6 +32,19 @@ def test_params_are_needed_only_where_they_are_read(entry):
             without()
     else:
         assert without()
+
+
+def test_rates_are_those_of_small_problems(entry):
+    """A first step by a gradient of ones; the race begins with these rates."""
+    # Dual averaging forgets where it begins: the first step from elsewhere is to there.
+    begins_at_zero = entry.factory in (optzoo.adagrad_da, optzoo.ftrl)
+    params = {"w": jnp.full((2, 2), 0.0 if begins_at_zero else 1.0)}
+    with jax.disable_jit():
+        tx = entry.make()
+        state = tx.init(params)
+        for _ in range(2):  # the first step of SOAP is none
+            updates, state = tx.update({"w": jnp.ones((2, 2))}, state, params)
+    assert 1e-3 < np.max(np.abs(updates["w"])) < 0.3
 
 
 NAN = float("nan")

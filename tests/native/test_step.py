@@ -553,6 +553,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "something else needs a result between"),
         ({"width": 5}, "its slots have rows of several shapes"),
+        ({"width": 2}, "its slots have rows of several shapes"),
         ({"more": 1}, "its slots have other numbers of rows"),
         ({"dtype": jnp.int8}, "the dtype int8 is not known"),
     ],
