@@ -12,7 +12,7 @@ from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..core.reads import note_reads
 from ..state.fit import SlotShapes
-from ..state.storage import count_of, stored_arrays, stored_slots, with_count
+from ..state.storage import GATHERED, count_of, stored_arrays, stored_slots, with_count
 from ..state.types import LeafwiseState
 
 NO_GLOBAL_STEP_MSG = (
@@ -70,7 +70,7 @@ def frame(
         t = jnp.asarray(optax.safe_increment(count))
         gs, xs, treedef = flatten_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
-        stored = stored_slots(state, rows, updates, gs, t)
+        stored = stored_slots(state, rows, updates, gs, t, extra_args.get(GATHERED))
         done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
         news = [stored_arrays(new) for _, new in done]
         trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]

@@ -32,7 +32,7 @@ from ..state.sleeping.tables import (
     with_slots_by_leaf,
 )
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import count_of, gathered
+from ..state.storage import GATHERED, count_of
 from ..state.types import CaughtUpState, Clock
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
@@ -107,8 +107,8 @@ class Sleepers(NamedTuple):
             gs = [g.to_dense() if is_rows(g) else g for g in gs]
         few = with_slots_by_leaf(state.inner, treedef, slots)
         params = treedef.unflatten(xs)
-        with gathered({_name(params, i): g for i, g in rows.items()}):
-            us, inner = self.inner.update(treedef.unflatten(gs), few, params, **extra_args)
+        now = {**extra_args, GATHERED: {_name(params, i): g for i, g in rows.items()}}
+        us, inner = self.inner.update(treedef.unflatten(gs), few, params, **now)
         node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
         count = count_of(node)
         step = extra_args.get("global_step")

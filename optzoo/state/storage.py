@@ -4,10 +4,8 @@
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
 """
 
-import contextlib
-import contextvars
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +27,8 @@ from .stochastic_rounding import (
     round_at_random,
 )
 
+# The argument by which ``caught_up`` gives an update the rows that its arrays are of.
+GATHERED = "gathered_rows"
 _STREAM = 0x9E3779B9  # keeps the bits of one pair of slots apart from those of the next
 
 
@@ -68,25 +68,14 @@ def with_count(state: Any, count: Array) -> Any:
     return old._replace(count=count) if isinstance(old, RandomRounding) else count
 
 
-# By the paths of parameters the rows of which the gradients are arrays.
-_gathered = contextvars.ContextVar[Mapping[str, SparseRows] | None]("gathered", default=None)
-
-
-@contextlib.contextmanager
-def gathered(rows: Mapping[str, SparseRows]) -> Iterator[None]:
-    """In the body the gradients of these paths, and the slots, are arrays of rows of tables.
-
-    Each row is rounded by the random bits that it has in its table, and not by those of its place
-    in the array, which a row of another shard may have too.
-    """
-    token = _gathered.set(rows)
-    try:
-        yield
-    finally:
-        _gathered.reset(token)
-
-
-def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step: Array) -> Any:
+def stored_slots(
+    state: Any,
+    rows: list[Any],
+    updates: Any,
+    gs: list[Any],
+    step: Array,
+    gathered: Mapping[str, SparseRows] | None = None,
+) -> Any:
     """The slots of each parameter with what their storage needs; plain slots as they are.
 
     Args:
@@ -95,11 +84,14 @@ def stored_slots(state: Any, rows: list[Any], updates: Any, gs: list[Any], step:
         updates: the tree of gradients.
         gs: its leaves.
         step: the number of this update.
+        gathered: by the paths of parameters whose gradients and slots are arrays of some rows of a
+            table, these rows. Each is rounded by the random bits that it has in its table, and not
+            by those of its place in the array, which a row of another shard may have too.
     """
     if not isinstance(state.count, RandomRounding):
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
     paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
-    names, tables = [path_name(path) for path, _ in paths], _gathered.get() or {}
+    names, tables = [path_name(path) for path, _ in paths], gathered or {}
 
     def start(g, name):
         first = first_place(state.count.seed, step, zlib.crc32(name.encode()))
