@@ -97,7 +97,8 @@ class _Columns(NamedTuple):
 
     def broadcast(self, a: Any) -> Array:
         """A row from a row, or from one number."""
-        return jnp.broadcast_to(jnp.reshape(a, (1, -1)), (1, self.padded))
+        shape = (1, self.padded)
+        return a if np.shape(a) == shape else lax.broadcast_in_dim(a, shape, range(np.ndim(a)))
 
     def with_padding(self, a: Array, value: Any) -> Array:
         """``a`` with a number as padding, whatever was there, and not one other bit changed."""
