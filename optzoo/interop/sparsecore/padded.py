@@ -82,7 +82,7 @@ class _Columns(NamedTuple):
 
     def is_row(self, shape: Sequence[int]) -> bool:
         """Whether an array of the program has the columns of a row."""
-        return self.width > 1 and tuple(shape) in ((1, self.width), (self.width,))
+        return tuple(shape) in ((1, self.width), (self.width,))
 
     def constant(self, a: Any) -> Any:
         """A constant of the program in the form that it has here."""
@@ -98,7 +98,9 @@ class _Columns(NamedTuple):
     def broadcast(self, a: Any) -> Array:
         """A row from a row, or from one number."""
         shape = (1, self.padded)
-        return a if np.shape(a) == shape else lax.broadcast_in_dim(a, shape, range(np.ndim(a)))
+        return (
+            a if np.shape(a) == shape else lax.broadcast_in_dim(a, shape, tuple(range(np.ndim(a))))
+        )
 
     def with_padding(self, a: Array, value: Any) -> Array:
         """``a`` with a number as padding, whatever was there, and not one other bit changed."""
