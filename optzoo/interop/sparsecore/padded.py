@@ -98,9 +98,9 @@ class _Columns(NamedTuple):
     def broadcast(self, a: Any) -> Array:
         """A row from a row, or from one number."""
         shape = (1, self.padded)
-        return (
-            a if np.shape(a) == shape else lax.broadcast_in_dim(a, shape, tuple(range(np.ndim(a))))
-        )
+        if np.shape(a) == shape:
+            return a
+        return lax.broadcast_in_dim(a, shape, tuple(range(np.ndim(a))))
 
     def with_padding(self, a: Array, value: Any) -> Array:
         """``a`` with a number as padding, whatever was there, and not one other bit changed."""
@@ -122,9 +122,12 @@ class _Columns(NamedTuple):
         if self.is_row(shape) or shape in ((1,), (1, 1)):
             if name in _RESHAPES:
                 return [self.broadcast(operands[0])]
-            if name in _IDENTITIES and operands[0].dtype == jnp.float32:
+            if name in _IDENTITIES and self._can_reduce(operands[0].dtype):
                 return [self._reduced(eqn, operands[0])]
         raise NotRowWise(f"`{name}` ({line_of(eqn)}) cannot be done for many rows at once")
+
+    def _can_reduce(self, dtype: Any) -> bool:
+        return self.width == self.padded or dtype == jnp.float32
 
     def _reduced(self, eqn: Any, a: Array) -> Array:
         """A reduction over the columns of a row; or of a number, which it does not change."""
