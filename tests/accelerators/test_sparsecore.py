@@ -65,7 +65,7 @@ def compiled_step(spec, width):
         (optzoo.row_wise_adagrad(0.1), 32, True),
         (optzoo.global_decay_row_wise_adagrad(0.1), 30, True),
         (optzoo.partial_row_wise_lamb(0.1), 32, True),
-        (optzoo.lamb(0.1), 38, True),
+        (optzoo.lamb(0.1), 30, True),
     ],
     ids=["ftrl", "nadamw", "row_wise_adagrad", "global_decay_row_wise_adagrad", "partial", "lamb"],
 )
