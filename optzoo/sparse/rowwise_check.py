@@ -29,7 +29,7 @@ def _names(text: str) -> frozenset[str]:
 # Primitives of JAX by their names, for not every version has all of them. Those in no list are
 # unknown to the check: tests/sparse/test_on_rows.py finds the ones that optax uses. CALLS are
 # row-wise if the jaxprs inside are.
-_ELEMENTWISE = _names(
+ELEMENTWISE = _names(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
@@ -242,7 +242,7 @@ def check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
     if not sizes:
         return
     rows = f"the rows of parameter '{names[sizes[0]]}'"
-    if name not in _ELEMENTWISE | _KEEPS_AXES | CALLS | _MIXES:
+    if name not in ELEMENTWISE | _KEEPS_AXES | CALLS | _MIXES:
         raise NotRowWise(
             f"`{name}` ({line}) is unknown to its check, which cannot tell whether it mixes {rows}",
             _CHECK_HINT,

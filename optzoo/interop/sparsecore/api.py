@@ -73,11 +73,12 @@ def sparsecore(
         TypeError: if ``tx`` is no transformation, or ``width`` no int; in ``get_hyperparameters``,
             if its argument is no ``Shared``.
         ValueError: if ``tx`` does not update each touched row by itself; if a slot is not of
-            float32, does not fit the table, or starts from the parameters; if ``width`` is needed.
+            float32, does not fit the table, or starts from the parameters; if ``width`` is needed;
+            if an operation cannot be done for many rows at once.
 
     References:
-        `jax-tpu-embedding <https://github.com/jax-ml/jax-tpu-embedding>`_. Tested as far as its
-        public wheel goes on a CPU: ``docs/sparsecore.md``.
+        `jax-tpu-embedding <https://github.com/jax-ml/jax-tpu-embedding>`_. Compiled for TPUs, and
+        run on a CPU: ``docs/sparsecore.md``.
     """
     check_transformation(tx=tx)
     if width is not None:

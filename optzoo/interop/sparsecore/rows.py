@@ -14,6 +14,7 @@ from ...core.paths import path_name
 from ...core.rows import SparseRows
 from ...sharded.update_check import NotAlone, prove_alone
 from ...sparse.rowwise_check import NotRowWise, rows_of_state
+from .padded import run_padded
 from .split import Split, mixes_elements, split
 
 _NAME = "table"
@@ -55,12 +56,13 @@ class RowOptimizer:
         self.slot_names = _short(names)
         self._check_slots(names)
         self._split = self._split_at(width or _WIDTH)
-        if width is None and mixes_elements(self._split, self._row_avals(_WIDTH)):
+        if width is None and mixes_elements(self._split.row):
             raise Refused(
                 "the elements of a row depend on each other, and SparseCore pads rows with zeros",
                 "Give the number of columns of the table: optzoo.sparsecore(tx, width=...)",
             )
         self._check_rule()
+        self._check_form()
 
     def initializers(self) -> list[Callable[..., Array]]:
         """For each slot a function of a random key and of the shape of the padded table."""
@@ -84,11 +86,11 @@ class RowOptimizer:
         at_width = self._split if width == (self._width or _WIDTH) else self._split_at(width)
         if len(at_width.dtypes) != self.num_scalars:
             raise Refused("what it computes once in a step depends on the width of the table")
-        typed = [a.astype(dtype) for a, dtype in zip(scalars, at_width.dtypes, strict=False)]
-        avals = self._row_avals(width)
-        inputs = [_unpadded(a, aval.shape) for a, aval in zip(padded, avals, strict=True)]
-        outs = at_width.row([a[:, :width] for a in typed], *inputs)
-        return tuple(_padded(a, row.shape) for a in outs)
+        needed = scalars[: self.num_scalars]
+        try:
+            return tuple(run_padded(at_width.row, width, needed, padded))
+        except NotRowWise as error:
+            raise Refused(error.reason) from None
 
     def first_shared(self, step: Any) -> Shared:
         """What is kept for all rows together before the first update."""
@@ -165,6 +167,13 @@ class RowOptimizer:
             if not jnp.allclose(a, b, rtol=1e-4, atol=1e-5):
                 raise Refused("its rule for SparseRows is another than that for arrays")
 
+    def _check_form(self) -> None:
+        """Raises if the function of a row cannot be written without slices."""
+        padded = -(-(self._width or _WIDTH) // 8) * 8
+        row = jax.ShapeDtypeStruct((1, padded), jnp.float32)
+        number = 2 + len(self.slot_names) + self.num_scalars
+        jax.eval_shape(self.update_row, *[row] * number)
+
     def _divided(self, state: Any) -> tuple[list[Any], list[Any]]:
         """The slots of a state, and its other arrays."""
         leaves = list(zip(self._treedef.flatten_up_to(state), self._is_slot, strict=True))
@@ -203,18 +212,12 @@ class RowOptimizer:
 
 
 def _padded(a: Array, shape: tuple[int, ...]) -> Array:
-    """A slot, or a row, in the shape of the padded table."""
+    """A slot in the shape of the padded table."""
     if a.ndim == 1:
         a = a[:, None]
     if a.shape[1] == 1:
         return jnp.broadcast_to(a, shape)
     return jnp.pad(a, ((0, 0), (0, shape[1] - a.shape[1]))) if a.shape != shape else a
-
-
-def _unpadded(a: Array, shape: tuple[int, ...]) -> Array:
-    width = shape[1] if len(shape) == 2 else 1
-    a = a if a.shape[1] == width else a[:, :width]
-    return a if a.shape == shape else a.reshape(shape)
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ...core.compat import (
     CALLS,
@@ -15,14 +14,10 @@ from ...core.compat import (
     line_of,
 )
 from ...sparse.rowwise_check import NotRowWise, check_operation
+from .padded import RowProgram
 
 # Calls that are inlined. The bodies of branches and loops are left as they are.
 _INLINED = CALLS - {"cond", "scan", "while"}
-# Primitives of JAX that take a scalar or an array of the shape of the other operands.
-_WIDENING = {
-    "add", "add_any", "and", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "or",
-    "pow", "select_n", "sub", "xor",
-}  # fmt: skip
 
 
 class Split(NamedTuple):
@@ -31,14 +26,13 @@ class Split(NamedTuple):
     Attributes:
         scalars: of the shared arrays: the scalars that the rows need, computed once in a step.
         shared: of the shared arrays: these arrays after the step.
-        row: ``row(scalars, *inputs)`` gives the outputs for a row. The scalars may be given as
-            arrays of the shape of a row, all of whose elements are equal.
+        row: of the scalars and the inputs: the outputs for a row.
         dtypes: of the scalars.
     """
 
     scalars: Callable[[Sequence[Any]], list[Any]]
     shared: Callable[[Sequence[Any]], list[Any]]
-    row: Callable[..., list[Any]]
+    row: RowProgram
     dtypes: tuple[Any, ...]
 
 
@@ -65,41 +59,31 @@ def split(update: Callable[..., Any], row: Sequence[Any], shared: Sequence[Any])
     def of_step(wanted, values):
         env = known | dict(zip(shared_inputs, values, strict=True))
         for eqn in once:
-            env.update(zip(eqn.outvars, _evaluated(jaxpr, eqn, env, {}), strict=True))
+            env.update(zip(eqn.outvars, _evaluated(jaxpr, eqn, env), strict=True))
         return [_value(v, env) for v in wanted]
-
-    def of_row(scalars, *values):
-        env = known | dict(zip(inputs, values, strict=True))
-        wide = dict(zip(crossing, scalars, strict=True))
-        env |= {v: a if jnp.ndim(a) == 0 else a[0, 0] for v, a in wide.items()}
-        for eqn in each:
-            env.update(zip(eqn.outvars, _evaluated(jaxpr, eqn, env, wide), strict=True))
-        return [_value(v, env) for v in outputs]
 
     return Split(
         scalars=lambda values: of_step(crossing, values),
         shared=lambda values: of_step(shared_outputs, values),
-        row=of_row,
+        row=RowProgram(jaxpr, each, known, inputs, crossing, outputs),
         dtypes=tuple(v.aval.dtype for v in crossing),
     )
 
 
-def mixes_elements(split: Split, inputs: Sequence[Any]) -> bool:
+def mixes_elements(program: RowProgram) -> bool:
     """Whether an element of a row depends on the others, for rows of shape ``(1, a prime)``."""
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in split.dtypes]
-    jaxpr: Any = jax.make_jaxpr(split.row)(scalars, *inputs)
-    width = inputs[0].shape[1]
+    width = program.inputs[0].aval.shape[1]
     try:
-        _check_elements(jaxpr.jaxpr, {width: "row"})
+        _check_elements(program.equations, {width: "row"})
     except NotRowWise:
         return True
-    return any(v.aval.shape != (1, width) for v in jaxpr.jaxpr.outvars)
+    return any(v.aval.shape != (1, width) for v in program.outputs)
 
 
-def _check_elements(jaxpr: Any, names: dict[int, str]) -> None:
-    for eqn in jaxpr.eqns:
+def _check_elements(equations: Sequence[Any], names: dict[int, str]) -> None:
+    for eqn in equations:
         for inner in inner_jaxprs(eqn) if eqn.primitive.name in CALLS else ():
-            _check_elements(inner, names)
+            _check_elements(inner.eqns, names)
         check_operation(eqn, names, line_of(eqn))
 
 
@@ -118,7 +102,7 @@ def _run_inlined(jaxpr: Any, consts: Sequence[Any], values: Iterable[Any]) -> li
             [(inner, inner_consts)] = closed_jaxprs(eqn)
             outs = _run_inlined(inner, inner_consts, [_value(v, env) for v in eqn.invars])
         else:
-            outs = _evaluated(jaxpr, eqn, env, {})
+            outs = _evaluated(jaxpr, eqn, env)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_value(v, env) for v in jaxpr.outvars]
 
@@ -159,9 +143,5 @@ def _needed(
     return each, [v for v in order if v in crossing]
 
 
-def _evaluated(jaxpr: Any, eqn: Any, env: dict[Any, Any], wide: dict[Any, Any]) -> list[Any]:
-    """The outputs of an equation; scalars are as wide as a row where the primitive permits it."""
-    operands = {v.aval.shape for v in eqn.invars if v.aval.shape}
-    if eqn.primitive.name in _WIDENING and operands == {v.aval.shape for v in eqn.outvars}:
-        env = env | {v: a for v, a in wide.items() if jnp.shape(a) in operands}
+def _evaluated(jaxpr: Any, eqn: Any, env: dict[Any, Any]) -> list[Any]:
     return evaluate_equation(jaxpr, eqn, [_value(v, env) for v in eqn.invars])

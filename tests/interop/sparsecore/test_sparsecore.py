@@ -120,6 +120,27 @@ def test_only_elementwise_operations(name):
     assert len(arguments) == 2 + len(spec.slot_variables_initializers()) + num_scalars
 
 
+# XLA makes functions of many rows of programs of these; not of slices, iota, dot, pad, reshape.
+FOR_MANY_ROWS = {
+    "abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "compare", "constant", "convert",
+    "divide", "exponential", "maximum", "minimum", "multiply", "negate", "or", "power", "reduce",
+    "select", "sign", "sqrt", "subtract",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*AS_THEY_ARE, *(f"on_rows({name})" for name in ON_ROWS)])
+def test_the_function_of_a_row_can_become_one_of_many_rows(name):
+    """It has no slice, also where the table is padded; ``tests/accelerators`` compiles some."""
+    for width in (8, 6) if name in WIDTHS else (None,):
+        spec = optzoo.sparsecore(CASES[name](), width=width)
+        text = lowered.lower(spec, 8)
+        assert set(re.findall(r"stablehlo\.([a-z_]+)", text)) <= FOR_MANY_ROWS
+        shapes = set(re.findall(r"tensor<([\dx]*)[a-z]+\d+>", text))
+        assert shapes <= {"1x8x", "8x", "1x", ""}  # a mask is of shape (8,), a sum (1,)
+        reduced = re.findall(r"dimensions = (\[.*?\]) : \(tensor<(.*?)>", text)
+        assert set(reduced) <= {("[1]", "1x8xf32")}
+
+
 @pytest.mark.parametrize("name", ["lazy_adam", "ftrl", "schedule", "row_wise_adagrad"])
 def test_all_is_float32(name, x64):
     """Also where float64 is available."""
@@ -211,20 +232,74 @@ def test_slots_have_names_and_initial_values():
     assert len(set(two.slot_variables_initializers()._fields)) == 2
 
 
-def test_a_padded_table():
+@pytest.mark.parametrize("width", [6, 1])
+def test_a_padded_table(width):
     """Rows of 6 numbers in a table of 8: their mean does not see the padding."""
     tx = optzoo.row_wise_adagrad(0.1)
-    spec = optzoo.sparsecore(tx, width=6)
-    x, gradients, ids = data(6)
-    pad = lambda a: np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 2)])
+    spec = optzoo.sparsecore(tx, width=width)
+    x, gradients, ids = data(width)
+    pad = lambda a: np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 8 - width)])
     (got, slot), _ = follow(spec, lowered.lower(spec, 8), pad(x), pad(gradients), ids)
     params, state = jnp.asarray(x), tx.init(x)
     for g, rows in zip(gradients, ids, strict=True):
         updates, state = tx.update(SparseRows(jnp.asarray(rows), jnp.asarray(g), 5), state, params)
         params = params + updates
-    np.testing.assert_allclose(got[:, :6], params, rtol=1e-6)
+    np.testing.assert_allclose(got[:, :width], params, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(got[:, width:], 0)
+    np.testing.assert_allclose(slot[:, 0], optzoo.get_slot(state, "accumulator"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["global_decay_row_wise_adagrad", "lamb", "partial_row_wise_lamb"])
+def test_other_padded_tables(name):
+    """With scalars and numbers for each row, and slots of the width of the table."""
+    tx = CASES[name]()
+    spec, (x, gradients, ids) = optzoo.sparsecore(tx, width=6), data(6)
+    pad = lambda a: np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 2)])
+    [got, *_], _ = follow(spec, lowered.lower(spec, 8), pad(x), pad(gradients), ids)
+    params, state = jnp.asarray(x), tx.init(x)
+    for g, rows in zip(gradients, ids, strict=True):
+        updates, state = tx.update(SparseRows(jnp.asarray(rows), jnp.asarray(g), 5), state, params)
+        params = params + updates
+    np.testing.assert_allclose(got[:, :6], params, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(got[:, 6:], 0)
-    np.testing.assert_allclose(slot[:, 3], optzoo.get_slot(state, "accumulator"), rtol=1e-6)
+
+
+EDGES = np.array([np.nan, np.inf, -np.inf, -2.5, -0.0, 0.0, 1e-40, 3e38], np.float32)
+
+
+def test_numbers_are_kept_bit_by_bit():
+    """One number a row, whatever it is; and scalars of the step."""
+    keep = optax.GradientTransformation(
+        lambda x: jnp.zeros(len(x)),
+        lambda g, s, x=None: (jnp.where(s[:, None] == -2.5, g, -g), s),
+    )
+    spec = optzoo.sparsecore(optzoo.on_rows(keep), width=3)
+    run = lowered.compiled(lowered.lower(spec, 8))
+    g, x, unused = np.full((1, 8), 0.5), np.zeros((1, 8)), np.zeros((1, 8))
+    for value in EDGES:
+        new, slot = run(*(np.float32(a) for a in (g, x, np.full((1, 8), value), unused)))
+        np.testing.assert_array_equal(slot.view(np.int32), value.view(np.int32))
+        np.testing.assert_array_equal(new[0, :3], 0.5 if value == -2.5 else -0.5)
+
+
+def test_padding_is_not_seen_whatever_is_there():
+    """Each reduction has its own padding; the values of a row are not changed by one bit."""
+    operations = jnp.sum, jnp.max, jnp.min, jnp.prod
+    sums = lambda g: sum(f(g, 1, keepdims=True) for f in operations)
+    mix = lambda g, s, x=None: (g * jnp.array([[1.0, 2, 3]]) + sums(g), s + g)
+    tx = optax.GradientTransformation(jnp.zeros_like, mix)
+    spec = optzoo.sparsecore(optzoo.on_rows(tx), width=3)
+    run = lowered.compiled(lowered.lower(spec, 8))
+    zeros = np.zeros((1, 8), np.float32)
+    for row in (*EDGES[None].repeat(2, 0), [2, 3, 4], [-2, -3, -4]):
+        for padding in (0.0, np.nan, np.inf, -7.0):
+            g = np.full((1, 8), padding, np.float32)
+            g[0, :3] = row[:3]
+            new, slot, *_ = run(g, zeros, zeros, zeros)
+            wanted = mix(jnp.asarray(g[:, :3]), zeros[:, :3])[0]
+            np.testing.assert_allclose(new[:, :3], wanted, rtol=1e-6)
+            np.testing.assert_array_equal(slot[:, :3], g[:, :3])
+            np.testing.assert_array_equal((new[:, 3:], slot[:, 3:]), 0)
 
 
 # Bad input
@@ -250,6 +325,13 @@ def test_refuses_another_rule_for_rows():
     tx = optzoo.leafwise(lambda g, x, s, t: (-g, s), rows=halved)
     with pytest.raises(ValueError, match="its rule for SparseRows is another than that for arrays"):
         optzoo.sparsecore(tx)
+
+
+def test_refuses_what_cannot_be_done_for_many_rows():
+    product = lambda g, s, x=None: (g * jnp.einsum("ij,ij->i", g, g)[:, None], s)
+    tx = optax.GradientTransformation(lambda x: (), product)
+    with pytest.raises(ValueError, match=r"`dot_general` \(.*\) cannot be done for many rows"):
+        optzoo.sparsecore(optzoo.on_rows(tx), width=8)
 
 
 def test_refuses_arguments():
