@@ -202,6 +202,9 @@ def test_shapes_stand_for_rows():
     assert made.ids == shapes.ids and jax.eval_shape(lambda g: g, made).ids == shapes.ids
     assert jax.jit(lambda g: g.to_dense()).lower(made).compile()(ROWS).shape == (5, 2)
     assert np.all(zeros_like_update(shapes).indices == -1)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    placed = SparseRows(jax.ShapeDtypeStruct((6,), jnp.int32, sharding=here), shapes.values, 5)
+    assert placed.indices.sharding == here
     specs = SparseRows(PartitionSpec("r"), PartitionSpec(), 5)
     assert specs.indices == PartitionSpec("r")
     assert jax.tree.structure(specs) == jax.tree.structure(ROWS)

@@ -210,3 +210,14 @@ def test_a_schedule():
     path, _ = follow(tx, jnp.zeros(2), jnp.ones((3, 2)))
     want = optzoo.ftrl(lambda step: 0.1 / (1 + step), initial_accumulator_value=0.0)
     np.testing.assert_array_equal(path, follow(want, jnp.zeros(2), jnp.ones((3, 2)))[0])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "rate"), [("keras", 0.001), ("sparsecore", 0.01), ("dynamicemb", 0.01)]
+)
+def test_rates_where_none_is_given(dialect, rate):
+    """TensorFlow 1 has none."""
+    x, g = jnp.zeros(2), jnp.array([0.5, -2.0])
+    first = lambda tx: tx.update(g, tx.init(x), x)[0]
+    given = first(optzoo.ftrl_from(dialect, learning_rate=rate))
+    np.testing.assert_array_equal(first(optzoo.ftrl_from(dialect)), given)
