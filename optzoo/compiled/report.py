@@ -122,7 +122,7 @@ def compile_report(
     .. code-block:: python
 
         step = optzoo.minimize(loss, tx)
-        print(optzoo.compile_report(step, params, tx.init(params), *batch, device="v5e:1x1"))
+        print(optzoo.compile_report(step, params, tx.init(params), *batch, device="v5e:2x2"))
 
     Nothing is run, and no array is moved. Memory, copies, aliases and collectives are what the
     compiler decided, so they are facts of the program; bytes read and written, seconds and cycles

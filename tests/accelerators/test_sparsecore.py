@@ -9,7 +9,7 @@ from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
 import optzoo
 
-DEVICE, SETTINGS = "v6e:1x1", {"global_device_count": 1, "num_sc_per_device": 2}
+DEVICE, SETTINGS = "v6e:2x2", {"global_device_count": 1, "num_sc_per_device": 2}
 ROWS, EXAMPLES, IDS = 65536, 256, 64
 
 
