@@ -376,3 +376,13 @@ def test_decays_that_16_bits_round_to_one_are_below_one(name):
             for mean in means:
                 leaves = jax.tree.leaves(optzoo.get_slot(state, mean))
                 assert any(np.any(leaf) for leaf in leaves), (decay, mean)
+
+
+@pytest.mark.parametrize("wrapper", [optzoo.ema_in_place, optzoo.ensemble])
+def test_coefficients_of_averages(wrapper):
+    inner = optzoo.gradient_descent(0.1)
+    for coefficient in (0.0, 1.0):
+        wrapper(inner, coefficient=coefficient)
+    for coefficient in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"coefficient must be in \[0, 1\], got"):
+            wrapper(inner, coefficient=coefficient)
