@@ -170,7 +170,7 @@ def expand(mask, x):
 
 
 def steps():
-    """All bits that decide, each with ids of its own; now and then padding, or row 0 alone."""
+    """All bits that decide, each with ids of its own; at times padding, or row 0 alone."""
     rng = np.random.default_rng(0)
     ids = rng.integers(1, BLOCK, (16, 4))
     ids[rng.random(ids.shape) < 0.1] = PADDING
