@@ -130,9 +130,7 @@ class Program:
             # An operation that runs beside others makes its result where it starts.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
         inside = self._computations[operation.bodies["calls"][0]]
-        root = next(op for op in inside.values() if op.is_root)
-        results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        return all(self._source(op, inside).opcode in _UPDATES for op in results)
+        return all(self._source(op, inside).opcode in _UPDATES for op in _results(inside))
 
     def _source(self, operation: Operation, inside: Mapping[str, Operation]) -> Operation:
         """The operation whose result an operation passes on."""
@@ -144,9 +142,7 @@ class Program:
     def _reused(self) -> dict[str, int]:
         """By operation, how many of its results take the memory of an argument that it reads."""
         inside, found = self._computations[self._entry], dict[str, int]()
-        root = next(op for op in inside.values() if op.is_root)
-        results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        for number, result in enumerate(results):
+        for number, result in enumerate(_results(inside)):
             maker = self._source(result, inside)
             read = [self._source(inside[name], inside) for name in maker.operands if name in inside]
             numbers = {int(op.operands[0]) for op in read if op.opcode == "parameter"}
@@ -156,6 +152,12 @@ class Program:
 
 
 _UPDATES = ("scatter", "dynamic-update-slice", "parameter")
+
+
+def _results(inside: Mapping[str, Operation]) -> list[Operation]:
+    """What makes the results of a computation."""
+    root = next(op for op in inside.values() if op.is_root)
+    return [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
 def _operation(line: str) -> Operation | None:
