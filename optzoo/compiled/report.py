@@ -158,12 +158,12 @@ def compile_report(
         MemoryError: if the step does not fit into the memory of a device, with the largest
             arguments.
         TypeError: if ``step`` is not a function.
-        ValueError: if the device is not known.
+        ValueError: if the device is not known, or an argument is sharded over other devices.
     """
     if not callable(step):
         raise TypeError(f"step must be a function, got {step!r}")
     devices = devices_of(device)
-    args, kwargs = _placed((args, kwargs), devices)
+    args, kwargs = _placed((args, kwargs), devices, device)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with warnings.catch_warnings():  # the report says it, with names
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -172,7 +172,9 @@ def compile_report(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        raise _too_large(error, device, lowered) from error
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(_too_large(error, device, lowered)) from error
     seconds = time.perf_counter() - begun
     text = compiled.as_text()
     program, memory = Program(text), compiled.memory_analysis()
@@ -204,11 +206,17 @@ def compile_report(
     )
 
 
-def _placed(tree: Any, devices: list[Any]) -> Any:
+def _placed(tree: Any, devices: list[Any], device: str) -> Any:
     """Shapes on the devices in the place of arrays."""
     here: Callable[[Any], Any] = lambda x: getattr(x, "sharding", None)
     on_devices = lambda x: here(x) is not None and here(x).device_set <= set(devices)
     is_sharded = any(on_devices(x) and len(here(x).device_set) > 1 for x in jax.tree.leaves(tree))
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if here(x) is not None and len(here(x).device_set) > 1 and not on_devices(x):
+            raise ValueError(
+                f"{_name(path)} is sharded over other devices than those of {device!r}: give its "
+                f"shape with a sharding over a mesh of optzoo.devices_of({device!r})"
+            )
     first = None if is_sharded else SingleDeviceSharding(devices[0])
 
     def place(x):
@@ -280,16 +288,14 @@ def _number_of_devices(compiled: Any) -> int:
     return max((len(s.device_set) for s in shardings), default=1)
 
 
-def _too_large(error: Exception, device: str, lowered: Any) -> Exception:
-    """The error of a program that needs more memory than there is, or the error itself."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return error
+def _too_large(error: Exception, device: str, lowered: Any) -> str:
+    """The message about a program that needs more memory than there is."""
     reason = str(error).partition("\n")[0].partition(": ")[2]
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     sizes = {_name(path): _nbytes(info) for path, info in infos}
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
     shown = ", ".join(f"{name} {sizes[name] / 1e9:.3g} GB" for name in largest)
-    return MemoryError(
+    return (
         f"the step does not fit into the memory of {device!r}: the largest arguments, of all "
         f"devices together, are {shown}. The compiler says: {reason}"
     )

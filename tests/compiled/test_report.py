@@ -136,6 +136,18 @@ def test_devices_that_are_not_known(device, error, words, monkeypatch):
         optzoo.compile_report(lambda x: x, jnp.ones(1), device=device)
 
 
+def test_arguments_on_other_devices(monkeypatch):
+    """They would be counted as if they were on one device."""
+    from optzoo.compiled import report as module
+
+    here, mesh = jax.devices()[:4], Mesh(np.array(jax.devices()[4:6]), ("x",))
+    monkeypatch.setattr(module, "devices_of", lambda name: here)
+    x = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
+    words = r"args\[1\]\['w'\] is sharded over other devices than those of 'cpu': give its shape"
+    with pytest.raises(ValueError, match=words):
+        report(lambda x, y: x, jnp.ones(1), {"w": x})
+
+
 def test_steps_that_are_none():
     with pytest.raises(TypeError, match="step must be a function, got 3"):
         report(3)
