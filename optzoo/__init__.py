@@ -103,6 +103,7 @@ from .sparse.caught_up import caught_up, take_over
 from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
 from .sparse.minimize import minimize
 from .sparse.on_rows import on_rows
+from .sparse.row_major import row_major
 from .state.averages import eval_params, swap
 from .state.sharding import state_sharding
 from .state.sleeping.tables import catch_up, flush
@@ -241,6 +242,7 @@ __all__ = [
     "restart_sign_decay",
     "returnn_updater",
     "rmsprop",
+    "row_major",
     "row_wise_adagrad",
     "row_wise_lars",
     "row_wise_rmsprop",

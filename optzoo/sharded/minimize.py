@@ -15,6 +15,7 @@ from ..core.paths import path_name
 from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
 from ..sparse.minimize import check_all_differentiable, check_native_sleepers
+from ..sparse.row_major import row_major
 from ..sparse.sleepers import sleepers_of
 from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
@@ -149,7 +150,7 @@ def sharded_minimize(
             out_specs=(specs, state_specs, P(), *[P(mesh.axis_names)] * has_aux),
         )(params, state, batch, extra_args)
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(row_major(step), donate_argnums=(0, 1))
 
 
 def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:

@@ -15,6 +15,7 @@ from ..native.step import Native, apply_natively, check_native
 from ..state.inner import explained, fitting
 from ..state.sleeping.tables import check_no_guard, has_sleepers
 from .lookup import Sparse, check_differentiable, value_and_aux, value_and_grad
+from .row_major import row_major
 from .sleepers import Sleepers, sleepers_of, updates_that_are_final
 from .sleepers_step import catch_up_for, train_step
 
@@ -92,7 +93,7 @@ def minimize(
         params, state = apply(tx, params, state, grads, extra_args)
         return (params, state, *out) if has_aux else (params, state, out)
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(row_major(step), donate_argnums=(0, 1))
 
 
 def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
@@ -155,4 +156,4 @@ def _step_of_sleepers(
             )
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(row_major(step), donate_argnums=(0, 1))
