@@ -10,6 +10,7 @@ from .cite import cite
 from .compiled.devices import devices_of as devices_of
 from .compiled.report import CompileReport as CompileReport
 from .compiled.report import compile_report as compile_report
+from .core.lines import Lines, from_lines, to_lines
 from .core.rows import SparseRows, coalesce, densify, on_values
 from .describe import Description as Description
 from .describe import describe
@@ -136,6 +137,7 @@ __all__ = [
     "DenseGradientWarning",
     "InitialValueWarning",
     "LeafwiseState",
+    "Lines",
     "LocalSGDState",
     "ReplicaState",
     "RowSharding",
@@ -187,6 +189,7 @@ __all__ = [
     "fbgemm_optimizer",
     "fbgemm_state_dict",
     "flush",
+    "from_lines",
     "from_order_of_ids",
     "ftrl",
     "ftrl_from",
@@ -291,6 +294,7 @@ __all__ = [
     "swap",
     "sync_replicas",
     "take_over",
+    "to_lines",
     "treewise",
     "uniform_rows",
     "value_and_grad",

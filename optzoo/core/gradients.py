@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .paths import path_name
-from .rows import is_rows, is_sparse_or_none
+from .rows import fits, is_rows, is_sparse_or_none
 
 
 def check_gradients(updates: Any, params: Any = None, *, allow_complex: bool = False) -> None:
@@ -45,7 +45,7 @@ def flatten_gradients(
             raise TypeError(f"{_name(updates, i)} has dtype {jnp.result_type(x)}: {fix}")
         if _is_complex(dtype) and not _is_complex(jnp.result_type(x)):
             raise TypeError(f"{_name(updates, i)} is real but its gradient of dtype {dtype}")
-        if jnp.shape(x) != jnp.shape(g):
+        if not fits(g, x):
             raise ValueError(
                 f"{_name(updates, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
             )

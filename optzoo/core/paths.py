@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
+from .lines import Lines
 from .rows import is_sparse_or_none, map_rows
 
 _BOXED = GetAttrKey("value")
@@ -54,7 +55,7 @@ def unboxed(tree: Any) -> Any:
 
     def in_box(x):  # nothing if it is none
         children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
-        is_box = [path for path, _ in children] == [(_BOXED,)] and not isinstance(x, tuple)
+        is_box = [path for path, _ in children] == [(_BOXED,)] and not isinstance(x, tuple | Lines)
         return [child for _, child in children] if is_box else []
 
     out = lambda x: next(iter(in_box(x)), x)

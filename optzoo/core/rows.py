@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from .checks import check_transformation
 from .compat import vary, varying
+from .lines import add_rows, are_lines, put_rows, take_rows
 from .marks import marked
 from .merge import merge
 from .numerics import upcast
@@ -166,7 +167,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     def __add__(self, other: Any) -> Any:
         """``other`` with the rows added to it; the sum of rows and rows is rows."""
-        if jnp.shape(other) != self.shape:
+        if not fits(self, other):
             raise ValueError(
                 f"rows of an array of shape {self.shape} do not fit {jnp.shape(other)}"
             )
@@ -181,7 +182,10 @@ class SparseRows(metaclass=_HintInErrors):
         dense = jnp.asarray(other)
         if self.rounds_once and self.coalesced and upcast(dense).dtype == self.dtype != dense.dtype:
             return self.scatter(dense, upcast(self.gather(dense)) + self.values)
-        return _add(dense, self.indices, self.values.astype(dense.dtype), unique=self.coalesced)
+        values = self.values.astype(dense.dtype)
+        if are_lines(dense, self.shape):
+            return add_rows(dense, self.indices, values, self.shape)
+        return _add(dense, self.indices, values, unique=self.coalesced)
 
     __radd__ = __add__
 
@@ -225,10 +229,14 @@ class SparseRows(metaclass=_HintInErrors):
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if self.num_rows == 0:
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
+        if are_lines(dense, self.shape):
+            return take_rows(dense, self.indices, self.shape)
         return _gather(dense, self.indices)
 
     def scatter(self, dense: Array, rows: Array) -> Array:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
+        if are_lines(dense, self.shape):
+            return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
         return _scatter(dense, self.indices, rows.astype(dense.dtype))
 
     def drop_padding(self) -> "SparseRows":
@@ -345,6 +353,11 @@ jax.tree_util.register_pytree_with_keys(SparseRows, _flatten_with_keys, _unflatt
 def is_rows(g: object) -> bool:
     """Whether ``g`` is a row-sparse gradient."""
     return isinstance(g, SparseRows)
+
+
+def fits(g: Any, x: Any) -> bool:
+    """Whether an array has the shape of a gradient; of a row-sparse one it may be in lines."""
+    return jnp.shape(x) == jnp.shape(g) or (is_rows(g) and are_lines(x, g.shape))
 
 
 def axes_of_rows(g: SparseRows) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from jax import Array
 
 from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
+from ..core.lines import in_lines, is_lines
 from ..core.reads import note_reads
 from ..state.fit import SlotShapes
 from ..state.storage import GATHERED, count_of, stored_arrays, stored_slots, with_count
@@ -52,7 +53,8 @@ def frame(
     shapes = SlotShapes(slots, shared)
 
     def init(params):
-        trees = [jax.tree.map(initializer, params) for initializer in slots]
+        slot = lambda f: jax.tree.map(in_lines(f), params, is_leaf=is_lines)
+        trees = list(map(slot, slots))
         return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees), shared())
 
     def update(updates, state, params=None, **extra_args):

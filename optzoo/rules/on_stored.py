@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..core.lines import are_lines
 from ..core.numerics import saturating_cast_like, upcast
+from ..core.rows import is_rows
 from ..state.storage import load, read_back, save
 from .policies import Rule
 
@@ -34,9 +36,21 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for all parameters, as :func:`optzoo.treewise` takes it, on stored slots."""
 
     def on_stored(leaves, shared, t, **scheduled):
+        _check_matrices(leaves)
         loaded = [leaf._replace(slots=load(leaf.slots)) for leaf in leaves]
         done, shared = rule(loaded, shared, t, **scheduled)
         pairs = zip(leaves, done, strict=True)
         return [(u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
 
     return on_stored
+
+
+def _check_matrices(leaves: Any) -> None:
+    """Raises ``ValueError`` for a table in lines, which is not the matrix that it stands for."""
+    for leaf in leaves:
+        if is_rows(leaf.g) and leaf.x is not None and are_lines(leaf.x, leaf.g.shape):
+            raise ValueError(
+                f"a table of shape {leaf.g.shape} is in lines, but the rule of this optimizer sees "
+                "whole parameters: give the table as an array (optzoo.from_lines), or an "
+                "optimizer for tables, such as optzoo.lazy_adam"
+            )

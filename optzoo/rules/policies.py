@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
+from ..core.lines import on_plain
 from ..core.rows import SparseRows
 
 
@@ -100,7 +101,7 @@ def dense(rule: Rule) -> RowsRule:
         >>> print(updates.ravel())  # rows 0 and 1 have a gradient of zero
         [-1. -1. -2.]
     """
-    return lambda g, x, s, t, **scheduled: rule(g.to_dense(), x, s, t, **scheduled)
+    return lambda g, *args, **scheduled: on_plain(rule, g.shape)(g.to_dense(), *args, **scheduled)
 
 
 def touched(rule: Rule) -> RowsRule:
@@ -117,7 +118,7 @@ def touched(rule: Rule) -> RowsRule:
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
-        u, new = rule(g.to_dense(), x, s, t, **scheduled)
+        u, new = on_plain(rule, g.shape)(g.to_dense(), x, s, t, **scheduled)
         return g.with_values(g.gather(u)).drop_padding(), new
 
     return on_rows

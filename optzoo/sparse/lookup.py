@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from ..core.compat import evaluate, needed_part, used_inputs
+from ..core.lines import is_lines
 from ..core.paths import path_name
 from ..core.rows import SparseRows
 from . import taps as taps_of
@@ -81,7 +82,8 @@ def lookup(table: Any, ids: Any) -> Array:
             if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a concrete id is out of range.
     """
-    table = _array_of(table)
+    in_lines = table.shape if is_lines(table) else None
+    table = table.value if is_lines(table) else _array_of(table)
     if isinstance(ids, list | tuple):
         known = not any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids))
         ids = np.asarray(ids) if known else jnp.asarray(ids)
@@ -90,8 +92,8 @@ def lookup(table: Any, ids: Any) -> Array:
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
     if not isinstance(ids, jax.core.Tracer):
-        _check_range(ids, len(table))
-    return bind_lookup(table, jnp.asarray(ids))
+        _check_range(ids, (in_lines or table.shape)[0])
+    return bind_lookup(table, jnp.asarray(ids), in_lines=in_lines)
 
 
 def value_and_grad(
@@ -250,11 +252,12 @@ class Loss(NamedTuple):
         taps = [given.get(k, zeros) for k, zeros in enumerate(_zeros(flat, self.lookups))]
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
         for i in self._copies(flat):
-            x, looked_up = flat[i], [k for k, f in enumerate(self.lookups) if f.leaf == i]
+            looked_up = [k for k, f in enumerate(self.lookups) if f.leaf == i]
+            num_rows, *row_shape = self.lookups[looked_up[0]].table
             rows_of_leaf = SparseRows(
                 jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
-                jnp.concatenate([of_taps[k].reshape(-1, *x.shape[1:]) for k in looked_up]),
-                x.shape[0],
+                jnp.concatenate([of_taps[k].reshape(-1, *row_shape) for k in looked_up]),
+                num_rows,
                 shard=next((self.lookups[k].shard for k in looked_up), None),
             )
             # Rows added to the gradient of the other uses: the correct dense gradient.
@@ -348,8 +351,7 @@ def _copies(
 def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:
     """The taps."""
     # zeros_like keeps the type inside shard_map: along which axes the table varies.
-    tables = [(flat[found.leaf], found) for found in lookups]
-    return [jnp.zeros_like(table, shape=found.rows_of(table)) for table, found in tables]
+    return [jnp.zeros_like(flat[found.leaf], shape=found.rows) for found in lookups]
 
 
 def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:

@@ -9,10 +9,17 @@ from jax import Array
 from jax.dtypes import canonicalize_dtype
 
 from ..core.compat import make_primitive
+from ..core.lines import take_rows
 from ..core.rows import Shard
 
 
-def bind_lookup(table: Array, ids: Array, batch_dims: int = 0, shard: Shard | None = None) -> Array:
+def bind_lookup(
+    table: Array,
+    ids: Array,
+    batch_dims: int = 0,
+    shard: Shard | None = None,
+    in_lines: tuple[int, ...] | None = None,
+) -> Array:
     """The rows of a table; one equation in a jaxpr.
 
     Args:
@@ -20,9 +27,10 @@ def bind_lookup(table: Array, ids: Array, batch_dims: int = 0, shard: Shard | No
         ids: integers, after the batch axes of any shape.
         batch_dims: how many leading axes table and ids share, each pair with its own lookup.
         shard: of which sharded table these are the rows of this device; its gradient knows it.
+        in_lines: the shape of the table if the array is that of its lines (``core/lines.py``).
     """
     ids = ids.astype(canonicalize_dtype(jnp.promote_types(ids.dtype, jnp.int32)))
-    return _lookup_p.bind(table, ids, batch_dims=batch_dims, shard=shard)
+    return _lookup_p.bind(table, ids, batch_dims=batch_dims, shard=shard, in_lines=in_lines)
 
 
 def is_lookup(eqn: Any) -> bool:
@@ -30,43 +38,63 @@ def is_lookup(eqn: Any) -> bool:
     return eqn.primitive is _lookup_p
 
 
+def shape_of_table(eqn: Any) -> tuple[int, ...]:
+    """The shape of the table that a lookup reads."""
+    return eqn.params["in_lines"] or eqn.invars[0].aval.shape
+
+
 def _read(
-    table: Array, ids: Array, *, batch_dims: int, shard: Any, fill: float | None = None
+    table: Array,
+    ids: Array,
+    *,
+    batch_dims: int,
+    shard: Any,
+    in_lines: Any,
+    fill: float | None = None,
 ) -> Array:
     del shard
-    read = functools.partial(_read_one, fill=fill)
+    read = functools.partial(_read_one, fill=fill, in_lines=in_lines)
     for _ in range(batch_dims):
         read = jax.vmap(read)
     return read(table, ids)
 
 
-def _read_one(table: Array, ids: Array, fill: float | None) -> Array:
-    num_rows = table.shape[0]
+def _read_one(table: Array, ids: Array, fill: float | None, in_lines: Any) -> Array:
+    num_rows = (in_lines or table.shape)[0]
     wrong = jnp.where(ids < 0, num_rows + 1, ids)
-    rows = jnp.take(table, wrong, axis=0, mode="fill", fill_value=fill)
-    is_padding = (ids == num_rows).reshape(ids.shape + (1,) * (table.ndim - 1))
-    return jnp.where(is_padding, 0, rows)
+    if in_lines:
+        rows = _rows_in_lines(table, wrong, fill, in_lines)
+    else:
+        rows = jnp.take(table, wrong, axis=0, mode="fill", fill_value=fill)
+    wide = lambda which: which.reshape(ids.shape + (1,) * (rows.ndim - ids.ndim))
+    return jnp.where(wide(ids == num_rows), 0, rows)
 
 
-def _tangent(tangent: Array, table: Array, ids: Array, *, batch_dims: int, shard: Any) -> Array:
+def _rows_in_lines(lines: Array, ids: Array, fill: float | None, shape: tuple[int, ...]) -> Array:
+    rows = take_rows(lines, ids.reshape(-1), shape).reshape(*ids.shape, *shape[1:])
+    is_out = (ids > shape[0]).reshape(ids.shape + (1,) * len(shape[1:]))
+    return jnp.where(is_out, jnp.nan if fill is None else fill, rows)
+
+
+def _tangent(tangent: Array, table: Array, ids: Array, **about: Any) -> Array:
     del table
-    return _read(tangent, ids, batch_dims=batch_dims, shard=shard, fill=0)
+    return _read(tangent, ids, **about, fill=0)
 
 
 def _batch(
-    args: tuple[Array, Array], axes: Any, *, batch_dims: int, shard: Any
+    args: tuple[Array, Array], axes: Any, *, batch_dims: int, **about: Any
 ) -> tuple[Array, int]:
     (table, ids), (of_table, of_ids) = args, axes
     if of_table is None:
         # One lookup of the ids of all members.
         ids = jnp.moveaxis(ids, of_ids, batch_dims)
-        return bind_lookup(table, ids, batch_dims, shard), batch_dims
+        return bind_lookup(table, ids, batch_dims, **about), batch_dims
     table = jnp.moveaxis(table, of_table, 0)
     if of_ids is None:
         ids = jnp.broadcast_to(ids, (len(table), *ids.shape))
     else:
         ids = jnp.moveaxis(ids, of_ids, 0)
-    return bind_lookup(table, ids, batch_dims + 1, shard), 0
+    return bind_lookup(table, ids, batch_dims + 1, **about), 0
 
 
 _lookup_p = make_primitive("optzoo_lookup", _read, _tangent, _batch)

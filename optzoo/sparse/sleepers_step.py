@@ -159,7 +159,7 @@ def _differentiate(
         x, start = _as_looked_up(rows[i][0], ids[i], len(flat[i])), 0
         for k in [k for k, found in enumerate(lookups) if found.leaf == i]:
             end = start + math.prod(lookups[k].shape)
-            given[k] = x[start:end].reshape(lookups[k].rows_of(flat[i]))
+            given[k] = x[start:end].reshape(lookups[k].rows)
             start = end
     value, aux, grads, of_lookups = loss.differentiate(flat, given)
     parts = {}

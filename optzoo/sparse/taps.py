@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from ..core import compat
-from .primitive import bind_lookup, is_lookup
+from .primitive import bind_lookup, is_lookup, shape_of_table
 
 
 class Table(NamedTuple):
@@ -31,12 +31,13 @@ class Lookup(NamedTuple):
     leaf: int
     shape: tuple[int, ...]  # of its ids, after the axes of the loops around it
     dtype: Any  # of its ids
-    num_rows: int  # of the table
+    table: tuple[int, ...]  # the shape of the table
     shard: Any = None  # what is known of it if it is a part of a sharded table
 
-    def rows_of(self, table: Array) -> tuple[int, ...]:
+    @property
+    def rows(self) -> tuple[int, ...]:
         """The shape of the rows."""
-        return (*self.shape, *table.shape[1:])
+        return (*self.shape, *self.table[1:])
 
 
 class DenseReads(NamedTuple):
@@ -158,15 +159,15 @@ def _of_lookup(eqn: Any, table: Table | None) -> _Step | None:
     def run(values, copies, taps):
         copy, ids, rows = copies.get(table.leaf), jnp.asarray(values[1], aval.dtype), taps[0]
         if copy is not None:
-            rows = bind_lookup(copy, ids)
+            rows = bind_lookup(copy, ids, in_lines=eqn.params["in_lines"])
             _check_varying(rows, copy)
             rows = rows + taps[0]
         for dtype in table.casts:
             rows = rows.astype(dtype)
         return [rows], [ids]
 
-    num_rows = eqn.invars[0].aval.shape[0]
-    found = Lookup(table.leaf, aval.shape, aval.dtype, num_rows, eqn.params["shard"])
+    of = shape_of_table(eqn), eqn.params["shard"]
+    found = Lookup(table.leaf, aval.shape, aval.dtype, *of)
     return _Step([found], [None], run)
 
 
@@ -264,7 +265,7 @@ def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
 
         def run(values, copies, taps):
             # The lookups of the other branches read padding.
-            ids = [jnp.full(x.shape, x.num_rows, x.dtype) for x in lookups]
+            ids = [jnp.full(x.shape, x.table[0], x.dtype) for x in lookups]
             outputs, ids[mine] = evaluate(plans[k], bodies[k][1], values, copies, taps[mine])
             return outputs, ids
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.lines import are_lines
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from .packing import is_packed
@@ -94,7 +95,7 @@ class SlotShapes:
             raise misfit(f"slots of the parameters {_few(names)}", _few(others)) from error
         rows = list(map(make, zip(*columns, strict=True))) if columns else [self.slots] * len(gs)
         for i, (row, g, x) in enumerate(zip(rows, gs, xs, strict=True)):
-            like = g if x is None else x
+            like = g if x is None or is_rows(g) else x
             if like is not None and columns:
                 self._check(row, like, updates, i)
         return rows
@@ -107,7 +108,7 @@ class SlotShapes:
             self.known[shape, dtype] = [_arrays(_abstract(init, x)) for init in self.slots]
         packed = is_packed(row)
         for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
-            got = _arrays(slot)
+            got = _arrays(slot, shape if is_rows(like) else None)
             if expected is None or expected == got or (packed and _is_half(expected, got)):
                 continue
             path, _ = _paths(updates)[i]
@@ -115,9 +116,17 @@ class SlotShapes:
             raise misfit(f"{_written(expected)} as {of}", _written(got))
 
 
-def _arrays(slot: Any) -> list[Any] | None:
-    """The kinds of the arrays of a slot; None if it is unknown."""
-    return None if slot is None else list(map(_kind, jax.tree.leaves(slot)))
+def _arrays(slot: Any, of: tuple[int, ...] | None = None) -> list[Any] | None:
+    """The kinds of the arrays of a slot; None if it is unknown.
+
+    Args:
+        slot: a tree of arrays.
+        of: the shape of a table that has sparse gradients; its slots may be in lines.
+    """
+    if slot is None:
+        return None
+    in_lines = lambda a: of is not None and are_lines(a, of)
+    return [(of, _kind(a)[1]) if in_lines(a) else _kind(a) for a in jax.tree.leaves(slot)]
 
 
 def _is_half(expected: list[Any], got: list[Any] | None) -> bool:

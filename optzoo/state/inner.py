@@ -14,7 +14,7 @@ from ..core.compat import used_inputs
 from ..core.gradients import check_gradients
 from ..core.paths import path_name
 from ..core.reads import unread
-from ..core.rows import is_sparse_or_none
+from ..core.rows import fits, is_sparse_or_none
 from .fit import SWAPPED, StateError, find_misfit, kinds_of
 
 
@@ -74,7 +74,7 @@ def _check_shapes(updates: Any, new: Any) -> None:
     if len(gs) != len(us):
         return
     for i, (g, u) in enumerate(zip(gs, us, strict=True)):
-        if g is not None and u is not None and jnp.shape(g) != jnp.shape(u):
+        if g is not None and u is not None and not fits(g, u):
             path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
             raise ValueError(
                 f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, which its "
