@@ -62,13 +62,22 @@ def is_lines(x: object) -> bool:
     return isinstance(x, Lines)
 
 
+def rows_per_line(row_shape: Sequence[int]) -> int:
+    """How many rows of a table of rows of this shape are in a line."""
+    width = math.prod(row_shape)
+    return max(1, _lanes(width) // max(1, width))
+
+
 def shape_of_lines(shape: Sequence[int]) -> tuple[int, int]:
     """The shape of the array of lines of a table of this shape."""
-    width = math.prod(shape[1:])
+    return -(-shape[0] // rows_per_line(shape[1:])), _lanes(math.prod(shape[1:]))
+
+
+def _lanes(width: int) -> int:
     lanes = _LANES
     while width and lanes // width * width * _WASTE < lanes:
         lanes += _LANES
-    return -(-shape[0] // max(1, lanes // max(1, width))), lanes
+    return lanes
 
 
 def to_lines(table: Any, like: Any = None) -> Any:

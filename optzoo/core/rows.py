@@ -220,10 +220,11 @@ class SparseRows(metaclass=_HintInErrors):
     __abs__ = __pow__ = __rpow__ = __rtruediv__ = _refuse
     __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
-    def to_dense(self) -> Array:
-        """The whole array, zero where no row is listed."""
+    def to_dense(self, like: Any = None) -> Array:
+        """The whole array, zero where no row is listed; in lines if ``like`` is."""
         wide = upcast(self.values)
-        return (jnp.zeros(self.shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
+        shape = jnp.shape(like) if are_lines(like, self.shape) else self.shape
+        return (jnp.zeros(shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Array) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
@@ -416,7 +417,13 @@ def densify() -> optax.GradientTransformation:
          [0. 0.]
          [1. 1.]]
     """
-    return optax.stateless(lambda updates, _: map_rows(SparseRows.to_dense, updates))
+
+    def densified(updates, params):
+        like = updates if params is None else params
+        dense = lambda g, x: g.to_dense(x) if is_rows(g) else g
+        return jax.tree.map(dense, updates, like, is_leaf=is_sparse_or_none)
+
+    return optax.stateless(densified)
 
 
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

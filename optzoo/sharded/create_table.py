@@ -1,6 +1,7 @@
 """Tables made shard by shard."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from ..core.checks import check_size
+from ..core.checks import check_flags, check_size
+from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from .row_sharding import RowSharding
 
 
@@ -18,7 +20,8 @@ def create_table(
     rows_of: Callable[[Array], Array],
     *,
     chunk: int = 1 << 14,
-) -> Array:
+    lines: bool = False,
+) -> Any:
     """A table sharded by rows, made shard by shard: no process ever holds the whole table.
 
     A device holds its own shard, and one chunk more while it makes it.
@@ -39,15 +42,30 @@ def create_table(
             depend on the number of shards. It is compiled, and gets ids of at least ``num_rows``
             for the rows that only fill up the shards.
         chunk: the number of rows to make at once.
+        lines: whether the table is in lines, which take less memory on TPUs
+            (:func:`optzoo.to_lines`). The number of rows of a shard must be a multiple of those of
+            a line.
 
     Raises:
-        ValueError: if the mesh does not have the axes of the sharding, of the size ``num_shards``.
+        ValueError: if the mesh does not have the axes of the sharding, of the size ``num_shards``,
+            or if lines do not divide a shard.
+
+    Returns:
+        An array; or :class:`optzoo.Lines`.
     """
     check_mesh(mesh, sharding)
+    check_flags(lines=lines)
     size = sharding.rows_per_shard
     chunk = min(check_size(1, chunk=chunk), size)
     dtype = jnp.int64 if sharding.stored_rows >= 2**31 else jnp.int32
     like = jax.eval_shape(rows_of, jax.ShapeDtypeStruct((chunk,), dtype))
+    per_line = rows_per_line(like.shape[1:]) if lines else 1
+    if size % per_line:
+        raise ValueError(
+            f"lines: a line has {per_line} rows, which do not divide the {size} rows of a shard: "
+            f"give RowSharding(..., multiple={per_line * sharding.num_shards}), or a multiple of it"
+        )
+    chunk = max(1, chunk // per_line) * per_line
 
     def shard():
         first = jax.lax.axis_index(sharding.axes).astype(dtype) * size
@@ -56,14 +74,18 @@ def create_table(
             start = jnp.minimum(i * chunk, size - chunk)  # the last chunk overlaps the one before
             places = first + start + jnp.arange(chunk, dtype=dtype)
             some = rows_of(sharding.ids_of(places))
+            if lines:
+                some, start = to_lines(some).value, start // per_line
             return jax.lax.dynamic_update_slice_in_dim(rows, some, start, 0)
 
-        empty = jnp.zeros((size, *like.shape[1:]), like.dtype)
+        shape = (size, *like.shape[1:])
+        empty = jnp.zeros(shape_of_lines(shape) if lines else shape, like.dtype)
         return jax.lax.fori_loop(0, -(-size // chunk), fill, empty)
 
     # Nothing is differentiated here, so nothing depends on the check of replication.
     make = jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=sharding.spec, check_vma=False)
-    return jax.jit(make, out_shardings=NamedSharding(mesh, sharding.spec))()
+    table = jax.jit(make, out_shardings=NamedSharding(mesh, sharding.spec))()
+    return Lines(table, (sharding.stored_rows, *like.shape[1:])) if lines else table
 
 
 def uniform_rows(

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
+from ..core.lines import is_lines
 from ..core.paths import path_name, value_by_name
 from ..core.rows import Shard
 
@@ -170,7 +171,7 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
     """
     by_name = value_by_name("tables", tables, params)
     found = []
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines):
         found.append(by_name.get(path_name(path)))
         if found[-1] is not None and jnp.shape(x)[:1] != (found[-1].stored_rows,):
             raise ValueError(

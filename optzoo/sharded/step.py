@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.compat import gather_invarying, vary, varying
+from ..core.lines import Lines, is_lines
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.paths import path_name
@@ -93,12 +94,13 @@ class Step(NamedTuple):
         self, params: Any, batch: Sequence[Any], elsewhere: Iterable[int]
     ) -> tuple[Loss, list[Array]]:
         """The loss of this device, and its leaves; :func:`trace_loss` describes the arguments."""
-        leaves, treedef = jax.tree.flatten(params)
+        tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
         # In the loss a table has the shape of all its rows. This array is never made.
-        stand_in = lambda x, s: jnp.zeros_like(x, shape=(s.num_rows, *x.shape[1:]))
+        stand_in = lambda x, s, of: jnp.zeros_like(x, shape=(s.num_rows, *of.shape[1:]))
+        leaves = Replicas(self._axes).vary(jax.tree.leaves(params))
         flat = [
-            x if s is None else stand_in(x, s)
-            for x, s in zip(Replicas(self._axes).vary(leaves), self.shardings, strict=True)
+            x if s is None else stand_in(x, s, table)
+            for x, s, table in zip(leaves, self.shardings, tables, strict=True)
         ]
 
         def call(leaves):
@@ -139,13 +141,19 @@ class Step(NamedTuple):
         asleep = dict[int, Table]()
         for node in nodes_of(CaughtUpState, state):
             asleep |= tables_of(node, params)[0]
-        leaves = jax.tree.leaves(params)
+        shards = self._shards(params)
         return [
             functools.partial(look_up, asleep[i])
             if i in asleep
-            else functools.partial(lookup, leaves[i])
+            else functools.partial(lookup, shards[i])
             for i in parts
         ]
+
+    def _shards(self, params: Any) -> dict[int, Any]:
+        """What this device has of each sharded table: an array, or lines."""
+        leaves = jax.tree.leaves(params, is_leaf=is_lines)
+        local = lambda x, s: Lines(x.value, (s.rows_per_shard, *x.shape[1:])) if is_lines(x) else x
+        return {i: local(leaves[i], s) for i, s in self._tables.items()}
 
     def _differentiate(
         self, params: Any, state: Any, batch: Sequence[Any]
@@ -158,8 +166,7 @@ class Step(NamedTuple):
         ids = list(zip(lookups, loss.ids(flat), strict=True))
         of_leaf = lambda leaf: [each for found, each in ids if found.leaf == leaf]
         parts = {i: self._part(of_leaf(i), s) for i, s in tables.items()}
-        leaves = jax.tree.leaves(params)
-        shards, reads = [leaves[i] for i in parts], self._reads(params, state, parts)
+        shards, reads = list(self._shards(params).values()), self._reads(params, state, parts)
         rows = read_rows(list(parts.values()), shards, reads, self._axes, options.transport)
         of_ids = {i: p.route.of_ids(x) for (i, p), x in zip(parts.items(), rows, strict=True)}
         given = _rows_of_lookups(lookups, of_ids, parts)

@@ -29,6 +29,7 @@ from ..core.compat import (
     turns,
     used_inputs,
 )
+from ..core.lines import is_lines
 from ..core.rows import Shard, SparseRows, is_rows
 from ..sparse.rowwise_check import NotRowWise, check_operation, primes, row_axes
 
@@ -124,7 +125,7 @@ def trace_update(
         extra_args: of the update.
         shards: of those tables that are sharded, inside of ``shard_map`` over their axes.
     """
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.leaves(params, is_leaf=is_lines), jax.tree.structure(params)
     taken = {d for x in leaves for d in x.shape}
     # As many rows as there are: an optimizer may choose by size.
     start = max([11, *(leaves[i].shape[0] for i in tables)])

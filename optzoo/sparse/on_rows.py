@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
+from ..core.lines import are_lines
 from ..core.rows import is_rows, is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
@@ -114,7 +115,7 @@ def _shapes(tree: Any) -> Any:
 def _gather(g: Any, x: Any) -> Any:
     if not is_rows(g):
         return x
-    if jnp.shape(x)[:1] != (g.num_rows,):
+    if jnp.shape(x)[:1] != (g.num_rows,) and not are_lines(x, g.shape):
         raise ValueError(f"a gradient of {g.num_rows} rows does not fit an array of {jnp.shape(x)}")
     return g.gather(x)
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.compat import CALLS, inner_jaxprs, line_of, literals, turns
+from ..core.lines import are_lines
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none
 
@@ -150,7 +151,8 @@ def _resized(
     def abstract(i, a):
         shape, dtype = (a.shape, a.dtype) if is_rows(a) else (jnp.shape(a), jnp.result_type(a))
         if i in num_rows:
-            shape = (num_rows[i], *shape[1:])
+            table = gs[i].shape if are_lines(a, gs[i].shape) else shape
+            shape = (num_rows[i], *table[1:])
         return jax.ShapeDtypeStruct(shape, dtype)
 
     abstract_tree = lambda i, tree: jax.tree.map(lambda a: abstract(i, a), tree, is_leaf=is_rows)

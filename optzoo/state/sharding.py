@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..core.lines import is_lines, shape_of_lines
 from ..core.paths import out_of_box, path_name
 from .slots import map_slot_trees
 
@@ -49,7 +50,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         TypeError: if a parameter has no sharding.
         ValueError: if there is no parameter, or if the parameters are on different devices.
     """
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
 
@@ -73,7 +74,7 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
         raise ValueError("params must contain an array, whose devices the state uses; got none")
     shardings = dict[str, Sharding]()
     for path, x in owners.items():
-        sharding = getattr(x, "sharding", None)
+        sharding = _sharding(x)
         if not isinstance(sharding, Sharding):
             raise TypeError(
                 f"parameter '{path_name(path)}' has no sharding: give an array on devices, or "
@@ -93,11 +94,12 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
 
 def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
     """The sharding of a slot by that of its parameter, if their shapes show the common axes."""
-    if shape == x.shape:
-        return x.sharding
-    if not isinstance(x.sharding, NamedSharding):
+    sharding = _sharding(x)
+    if shape == x.shape or (is_lines(x) and shape == shape_of_lines(x.shape)):
+        return sharding
+    if not isinstance(sharding, NamedSharding):
         return None
-    axes = (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
+    axes = (*sharding.spec, *(None,) * (len(x.shape) - len(sharding.spec)))
     more = len(shape) - len(x.shape)
     if more > 0 and shape[more:] == x.shape:
         axes = (*(None,) * more, *axes)
@@ -105,4 +107,9 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
         axes = axes[: len(shape)]
     else:
         return None
-    return x.sharding.update(spec=PartitionSpec(*axes))
+    return sharding.update(spec=PartitionSpec(*axes))
+
+
+def _sharding(x: Any) -> Any:
+    """Of a parameter, which may be a table in lines."""
+    return getattr(x.value if is_lines(x) else x, "sharding", None)

@@ -1,5 +1,6 @@
 """Gradient accumulation around any optimizer."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax.dtypes import canonicalize_dtype
 
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
+from ..core.lines import in_lines, is_lines
 from ..core.numerics import saturating_cast, wide_dtype
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.reads import note_reads
@@ -106,7 +108,7 @@ def accumulate(
         check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
         note_reads(["global_step"])
-        updates = _densify_others(sizes, updates)
+        updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -174,17 +176,18 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
         ids = jnp.full(every * size, jnp.iinfo(dtype).max, dtype)
         return RowsOfCycle(ids, jnp.zeros((every * size, *jnp.shape(x)[1:]), wide_dtype(x)))
 
-    return jax.tree_util.tree_map_with_path(zeros, params)
+    of_each = lambda path, x: in_lines(functools.partial(zeros, path))(x)
+    return jax.tree_util.tree_map_with_path(of_each, params, is_leaf=is_lines)
 
 
-def _densify_others(sizes: Mapping[str, int], updates: Any) -> Any:
+def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
     """The gradients, dense but for those of the tables in ``rows``, which are checked."""
     size_of = value_by_name("rows", sizes, updates)
 
-    def convert(path, g):
+    def convert(path, g, a):
         size = size_of.get(path_name(path))
         if size is None:
-            return g.to_dense() if is_rows(g) else g
+            return g.to_dense(a) if is_rows(g) else g
         name = f"parameter '{path_name(path)}'"
         if g is not None and not is_rows(g):
             raise TypeError(
@@ -202,4 +205,4 @@ def _densify_others(sizes: Mapping[str, int], updates: Any) -> Any:
             )
         return g
 
-    return jax.tree_util.tree_map_with_path(convert, updates, is_leaf=is_sparse_or_none)
+    return jax.tree_util.tree_map_with_path(convert, updates, sums, is_leaf=is_sparse_or_none)

@@ -81,7 +81,7 @@ def moving_average(
         return u, MovingAverageSlots(s.average - (s.average - (x + u)) * (1 - average_decay))
 
     def rows(rule):
-        return lambda u, x, s, t, **decay: (u, rule(u.to_dense(), x, s, t, **decay)[1])
+        return lambda u, x, s, t, **decay: (u, rule(u.to_dense(x), x, s, t, **decay)[1])
 
     average = leafwise(
         rule,
