@@ -11,6 +11,8 @@ from jax import lax
 
 import optzoo
 from optzoo import SparseRows, lookup
+from optzoo.second_order.bases import by_qr
+from optzoo.second_order.eigh import decompose
 from tests.platforms import HERE, OTHER, choices, on_all, on_platform, uses_in_sources
 
 # The helper
@@ -252,6 +254,50 @@ def test_roots(relative):
     assert loops[HERE] == loops["eigh"] < loops["newton"] == loops[OTHER]
 
 
+# Eigenvectors
+
+
+def decomposed(a):
+    """With the vectors, of which each has any sign, as the matrices that they make."""
+    values, v = decompose(a)
+    return values, jnp.matmul(v * values[:, None], v.mT)
+
+
+def orthogonal(a):
+    """A basis nearer to eigenvectors, and its product with itself."""
+    basis, _ = by_qr(a, jnp.broadcast_to(jnp.eye(a.shape[-1]), a.shape))
+    return basis, jnp.matmul(basis.mT, basis)
+
+
+def symmetric():
+    drawn = np.random.default_rng(5).normal(size=(2, 257, 257)).astype("float32")
+    return drawn + drawn.swapaxes(1, 2)
+
+
+def test_orthogonal_factors():
+    """Above 256 a TPU decomposes one matrix after the other."""
+    a = symmetric()
+    each = on_all(orthogonal, a)
+    assert {*each} == {HERE, OTHER, "tpu"}
+    got = jax.jit(lambda a: {k: f(a) for k, f in each.items()})(a)
+    for name, (basis, product) in got.items():
+        np.testing.assert_allclose(basis, got[HERE][0], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(product, [np.eye(257)] * 2, atol=1e-5, err_msg=name)
+
+
+def test_eigenvectors():
+    """Above 256 an algorithm of TPUs is named, which the CPU does not have."""
+    a = symmetric()
+    each = on_all(decomposed, a)
+    assert {*each} == {HERE, OTHER, "tpu"}
+    want = np.linalg.eigvalsh(a.astype("float64"))
+    for name, (values, product) in jax.jit(lambda a: {k: f(a) for k, f in each.items()})(a).items():
+        np.testing.assert_allclose(values, want, rtol=1e-4, atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(product, a, rtol=1e-4, atol=1e-3, err_msg=name)
+    for size in (256, 769):
+        assert choices(decompose, np.zeros((1, size, size), "float32")) == []
+
+
 # What is above is all there is.
 
 
@@ -262,6 +308,8 @@ def test_every_choice_runs_for_every_platform():
         *choices(updates, ids, VALUES),
         *choices(step_asleep, x, ASLEEP.init(x), ids),
         *choices(two_steps("auto", False), GRADS),
+        *choices(decomposed, symmetric()),
+        *choices(orthogonal, symmetric()),
         *choices(step_of_rows, x, OF_ROWS.init(x), ids),
     ]
     seen = set()
