@@ -412,10 +412,11 @@ COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatt
 # Linear algebra
 
 
-def eigh_by_jacobi(a: Array, **options: bool) -> tuple[Array, Array]:
+def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which the CPU does not have."""
     if not hasattr(lax.linalg, "EighImplementation"):  # before JAX 0.8 none can be chosen
-        return tuple(jnp.linalg.eigh(a, **options))
+        values, vectors = jnp.linalg.eigh(a, **options)
+        return values, vectors
     jacobi = lax.linalg.EighImplementation.JACOBI
     vectors, values = lax.linalg.eigh(a, implementation=jacobi, **options)
     return values, vectors

@@ -1,6 +1,7 @@
 """Eigenvectors, also inside of a derivative."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from ..core.compat import eigh_by_jacobi
 _QDWH, _KERNEL = 256, 768
 
 
-def decompose(a: Array, **options: bool) -> tuple[Array, Array]:
+def decompose(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh``, but quickly compiled for TPUs."""
     usual = lambda a: tuple(jnp.linalg.eigh(a, **options))
     if not _QDWH < a.shape[-1] <= _KERNEL:
