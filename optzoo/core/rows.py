@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from .checks import check_transformation
 from .compat import vary, varying
 from .marks import marked
-from .merge import merge
+from .merge import add, merge
 from .numerics import upcast
 from .row_ids import HINT, is_protected, plain, protect
 
@@ -272,7 +272,9 @@ def _scatter(dense: Array, ids: Array, rows: Array) -> Array:
 
 @marked("rows_add")
 def _add(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
-    return dense.at[ids].add(rows, **_DROP, unique_indices=unique)
+    return (
+        dense.at[ids].add(rows, **_DROP, unique_indices=True) if unique else add(dense, ids, rows)
+    )
 
 
 _merge = marked("rows_merge")(merge)
