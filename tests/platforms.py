@@ -2,7 +2,8 @@
 
 A choice by platform is in a jaxpr as the equation ``platform_index``, whose parameter names the
 platforms of each branch, and a ``cond`` of its result with the same names. Where the names are
-exchanged, JAX lowers another branch for the CPU. Nothing of JAX is replaced.
+exchanged, JAX lowers another branch for the CPU. Nothing of JAX is replaced, but for the algorithm
+of eigenvectors: the CPU has one only.
 """
 
 import ast
@@ -51,6 +52,8 @@ def _choices(jaxpr):
 
 
 def _for_platform(platform, eqn):
+    if eqn.primitive.name == "eigh":
+        return eqn.replace(params={**eqn.params, **dict.fromkeys({"algorithm"} & {*eqn.params})})
     name = _NAMES.get(eqn.primitive.name)
     branches = eqn.params.get(name)
     if branches is None:

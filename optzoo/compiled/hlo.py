@@ -130,7 +130,12 @@ class Program:
             # An operation that runs beside others makes its result where it starts.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
         inside = self._computations[operation.bodies["calls"][0]]
-        return all(self._source(op, inside).opcode in _UPDATES for op in _results(inside))
+        makers = [self._source(operation, inside) for operation in _results(inside)]
+        # A fusion of a TPU may contain others.
+        return all(
+            self._is_in_place(op) if op.opcode == "fusion" else op.opcode in _UPDATES
+            for op in makers
+        )
 
     def _source(self, operation: Operation, inside: Mapping[str, Operation]) -> Operation:
         """The operation whose result an operation passes on."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
@@ -406,6 +407,19 @@ CALLS = {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "c
 CALLS |= {"custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"}
 COLLECTIVES = {"all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"}
 COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"}
+
+
+# Linear algebra
+
+
+def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
+    """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which the CPU does not have."""
+    if not hasattr(lax.linalg, "EighImplementation"):  # before JAX 0.8 none can be chosen
+        values, vectors = jnp.linalg.eigh(a, **options)
+        return values, vectors
+    jacobi = lax.linalg.EighImplementation.JACOBI
+    vectors, values = lax.linalg.eigh(a, implementation=jacobi, **options)
+    return values, vectors
 
 
 # Types of arrays that refuse arithmetic

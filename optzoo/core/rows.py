@@ -16,7 +16,7 @@ from .checks import check_transformation
 from .compat import vary, varying
 from .lines import add_rows, are_lines, put_rows, take_rows
 from .marks import marked
-from .merge import merge
+from .merge import add, merge
 from .numerics import upcast
 from .row_ids import HINT, is_protected, plain, protect
 
@@ -281,7 +281,9 @@ def _scatter(dense: Array, ids: Array, rows: Array) -> Array:
 
 @marked("rows_add")
 def _add(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
-    return dense.at[ids].add(rows, **_DROP, unique_indices=unique)
+    return (
+        dense.at[ids].add(rows, **_DROP, unique_indices=True) if unique else add(dense, ids, rows)
+    )
 
 
 _merge = marked("rows_merge")(merge)

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .eigh import eigh
+from .eigh import decompose, eigh
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 EQUAL = 1e-6  # eigenvalues that differ by less, relative to the largest, count as equal
+# Above this size matrices are decomposed one after the other on a TPU: XLA needs four to five times
+# as long to compile a QR decomposition of several matrices of 512 or 768 as of one.
+ONE_BY_ONE = 256
 
 
 def by_eigh(a: Array, old: Array) -> tuple[Array, Array]:
@@ -57,7 +60,7 @@ def _finite(a: Array) -> Array:
 
 @jax.custom_jvp
 def _eigenvectors(a: Array) -> Array:
-    return jnp.linalg.eigh(a)[1]
+    return decompose(a)[1]
 
 
 @_eigenvectors.defjvp
@@ -73,7 +76,10 @@ def _(primals, tangents):
 @jax.custom_jvp
 def _orthogonal(a: Array) -> Array:
     """The orthogonal factor of a QR decomposition."""
-    return jnp.linalg.qr(a)[0]
+    factor = lambda a: jnp.linalg.qr(a)[0]
+    if a.shape[-1] <= ONE_BY_ONE:
+        return factor(a)
+    return jax.lax.platform_dependent(a, tpu=lambda a: jax.lax.map(factor, a), default=factor)
 
 
 @_orthogonal.defjvp

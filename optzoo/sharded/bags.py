@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.checks import check_size
+from ..core.merge import segment_sum
 from ..core.paths import path_name
 from ..sparse.lookup import lookup
 from ..sparse.primitive import bind_lookup
@@ -197,7 +198,7 @@ def _times(rows: Array, weights: Array | None) -> Array:
 
 def _total(x: Array, bags: _Bags) -> Array:
     """The sum of each bag."""
-    return jax.ops.segment_sum(x, bags.segments, num_segments=bags.number)
+    return segment_sum(x, bags.segments, bags.number)
 
 
 def _divide(total: Array, bags: _Bags, combiner: Combiner) -> Array:
@@ -244,7 +245,7 @@ def _sums_of_owners(
         to = (jnp.arange(s.num_shards, dtype=segment.dtype)[:, None] * b.number + segment).reshape(
             -1
         )
-        sums = jax.ops.segment_sum(rows, to, num_segments=s.num_shards * b.number)
+        sums = segment_sum(rows, to, s.num_shards * b.number)
         sums = sums.reshape(s.num_shards, b.number, *rows.shape[1:])
         parts.append(to_transport(sums, transport))
     arrived = exchange(parts, shardings)

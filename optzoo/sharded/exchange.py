@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.compat import vary, varying
+from ..core.merge import segment_sum
 from .row_sharding import RowSharding
 
 
@@ -29,11 +30,7 @@ class Route(NamedTuple):
         """The sum of what belongs to the ids of each place."""
         if self.inverse is None:
             return of_ids
-        return (
-            jnp.zeros_like(of_ids, shape=(len(self.places), *of_ids.shape[1:]))
-            .at[self.inverse]
-            .add(of_ids)
-        )
+        return segment_sum(of_ids, self.inverse, len(self.places))
 
 
 def make_route(places: Array, s: RowSharding) -> Route:

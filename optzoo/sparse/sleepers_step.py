@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.merge import elect
-from ..core.numerics import upcast, wide_dtype
+from ..core.merge import elect, segment_sum
+from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..state.sleeping.tables import (
@@ -206,8 +206,7 @@ def _merged(table: Table, ids: Array, rows: Any, gs: Sequence[Array]) -> Part:
         return Part(table, ids, rows, jnp.zeros_like(rows[0]))
     elected = elect(ids)
     places = jnp.where(elected == jnp.arange(len(ids), dtype=ids.dtype), ids, n)
-    g = jnp.zeros_like(rows[0], dtype=wide_dtype(rows[0]))
-    g = g.at[elected].add(upcast(jnp.concatenate(gs)))
+    g = segment_sum(upcast(jnp.concatenate(gs)), elected, len(ids))
     return Part(table, places, rows, g.astype(rows[0].dtype))
 
 

@@ -11,6 +11,9 @@ from jax import lax
 
 import optzoo
 from optzoo import SparseRows, lookup
+from optzoo.core.merge import segment_sum
+from optzoo.second_order.bases import by_qr
+from optzoo.second_order.eigh import decompose
 from tests.platforms import HERE, OTHER, choices, on_all, on_platform, uses_in_sources
 
 # The helper
@@ -99,6 +102,7 @@ def updates(ids, values):
         "global": updated(CLIP, ids, values),
         "of each": updated(OF_EACH, ids, values),
         "fixed order": updated(FIXED, ids, values),
+        "linear": updated(optzoo.gradient_descent(RATE), ids, values),
         "merged": SparseRows(ids, values["vectors"], NUM_ROWS).coalesce().values,
         "elected": optzoo.core.merge.elect(ids),
     }
@@ -138,8 +142,10 @@ def test_rows_of_all_kinds(case, scale):
     moved = {k: TABLES[k] - RATE * (DECAY * SUMS[k] + g) for k, g in clipped(dense, True).items()}
     lazy = {k: np.where(expand(touched[k], x), moved[k], x) for k, x in TABLES.items()}
     alone = {k: TABLES[k] - RATE * g for k, g in clipped(dense, False).items()}
+    linear = {k: TABLES[k] - RATE * g for k, g in dense.items()}
     for got in compiled_updates()(ids, values).values():
-        for name, want in {"global": lazy, "of each": alone, "fixed order": lazy}.items():
+        wanted = {"global": lazy, "of each": alone, "fixed order": lazy, "linear": linear}
+        for name, want in wanted.items():
             for k, x in got[name].items():
                 np.testing.assert_allclose(x, want[k], rtol=1e-5, atol=1e-6, err_msg=name)
         # Each sum once, and zeros beside them.
@@ -154,6 +160,42 @@ def test_rows_of_all_kinds(case, scale):
 
 def expand(mask, x):
     return mask.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+# Sums over ids that are repeated as those of clicks are
+
+
+def sums_of(ids, values, table):
+    """The sums of the rows of each id, in four ways, and the slope of one of them."""
+    merged = SparseRows(ids, values, len(table)).coalesce()
+    sums = lambda values: segment_sum(values, ids, len(table))
+    return {
+        "merged": jnp.zeros_like(table).at[merged.indices].set(merged.values, mode="drop"),
+        "added": table + SparseRows(ids, values, len(table)) - table,
+        "dense": SparseRows(ids, values, len(table)).to_dense(),
+        "segments": sums(values),
+        "slope": jax.vjp(sums, values)[1](table)[0],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_zipf_ids(dtype):
+    rng, rows = np.random.default_rng(6), 50
+    ids = np.minimum(rng.zipf(1.3, 700) - 1, rows).astype(dtype)  # the last one is padding
+    values = rng.normal(size=(700, 3)).astype("float32")
+    table = rng.normal(size=(rows, 3)).astype("float32")
+    want = np.zeros((rows + 1, 3))
+    np.add.at(want, ids, values.astype("float64"))
+    slope = np.concatenate([table, np.zeros((1, 3))])[ids]
+    each = on_all(sums_of, ids, values, table)
+    assert {*each} == {HERE, OTHER, "cuda", "rocm"}
+    for platform, got in jax.jit(lambda *a: {k: f(*a) for k, f in each.items()})(
+        ids, values, table
+    ).items():
+        np.testing.assert_array_equal(got.pop("slope"), slope.astype("float32"), platform)
+        for name, sums in got.items():
+            message = f"{platform}, {name}"
+            np.testing.assert_allclose(sums, want[:-1], rtol=1e-5, atol=1e-5, err_msg=message)
 
 
 # Rows that sleep
@@ -252,6 +294,50 @@ def test_roots(relative):
     assert loops[HERE] == loops["eigh"] < loops["newton"] == loops[OTHER]
 
 
+# Eigenvectors
+
+
+def decomposed(a):
+    """With the vectors, of which each has any sign, as the matrices that they make."""
+    values, v = decompose(a)
+    return values, jnp.matmul(v * values[:, None], v.mT)
+
+
+def orthogonal(a):
+    """A basis nearer to eigenvectors, and its product with itself."""
+    basis, _ = by_qr(a, jnp.broadcast_to(jnp.eye(a.shape[-1]), a.shape))
+    return basis, jnp.matmul(basis.mT, basis)
+
+
+def symmetric():
+    drawn = np.random.default_rng(5).normal(size=(2, 257, 257)).astype("float32")
+    return drawn + drawn.swapaxes(1, 2)
+
+
+def test_orthogonal_factors():
+    """Above 256 a TPU decomposes one matrix after the other."""
+    a = symmetric()
+    each = on_all(orthogonal, a)
+    assert {*each} == {HERE, OTHER, "tpu"}
+    got = jax.jit(lambda a: {k: f(a) for k, f in each.items()})(a)
+    for name, (basis, product) in got.items():
+        np.testing.assert_allclose(basis, got[HERE][0], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(product, [np.eye(257)] * 2, atol=1e-5, err_msg=name)
+
+
+def test_eigenvectors():
+    """Above 256 an algorithm of TPUs is named, which the CPU does not have."""
+    a = symmetric()
+    each = on_all(decomposed, a)
+    assert {*each} == {HERE, OTHER, "tpu"}
+    want = np.linalg.eigvalsh(a.astype("float64"))
+    for name, (values, product) in jax.jit(lambda a: {k: f(a) for k, f in each.items()})(a).items():
+        np.testing.assert_allclose(values, want, rtol=1e-4, atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(product, a, rtol=1e-4, atol=1e-3, err_msg=name)
+    for size in (256, 769):
+        assert choices(decompose, np.zeros((1, size, size), "float32")) == []
+
+
 # What is above is all there is.
 
 
@@ -260,8 +346,11 @@ def test_every_choice_runs_for_every_platform():
     ids, x = np.zeros(7, np.int32), jnp.asarray(TABLES["vectors"])
     made = [
         *choices(updates, ids, VALUES),
+        *choices(sums_of, ids, VALUES["vectors"], TABLES["vectors"]),
         *choices(step_asleep, x, ASLEEP.init(x), ids),
         *choices(two_steps("auto", False), GRADS),
+        *choices(decomposed, symmetric()),
+        *choices(orthogonal, symmetric()),
         *choices(step_of_rows, x, OF_ROWS.init(x), ids),
     ]
     seen = set()

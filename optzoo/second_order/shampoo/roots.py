@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..eigh import eigh
+from ..eigh import decompose, eigh
 
 Method = Callable[[Array, Any, Any, bool], tuple[Array, Array]]
 
@@ -32,7 +32,7 @@ matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Array]:
     r"""By eigenvalues, :math:`V \max(\lambda + r, r)^{-1/p} V^\top`: the cheapest on the CPU."""
-    eigenvalues, v = jnp.linalg.eigh(a)
+    eigenvalues, v = decompose(a)
     largest = eigenvalues[:, -1:]
     ridge = _ridge(largest, epsilon, relative)
     powers = jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, a.dtype)
