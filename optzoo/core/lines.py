@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import GetAttrKey
 
-from .merge import elect
+from .merge import add, elect, segment_sum
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -108,6 +108,8 @@ def to_lines(table: Any, like: Any = None) -> Any:
         ValueError: if the table is a scalar, or an array is not of the shape of its table.
     """
     if like is None:
+        if not jnp.ndim(table):
+            raise ValueError(f"table: a table has at least one axis, got {table!r}")
         return _in_lines(jnp.asarray(table), jnp.shape(table))
     make = lambda old, x: _in_lines(x, old.shape) if is_lines(old) else x
     return jax.tree.map(make, like, table, is_leaf=is_lines)
@@ -198,7 +200,7 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
     """
     line, part, per_line, width = _places(lines, ids, shape)
     found = jnp.take(lines, line, axis=0, mode="clip")[:, : per_line * width]
-    is_mine = part[:, None] == jnp.arange(per_line)
+    is_mine = _one_hot(part, per_line)
     found = found.reshape(-1, per_line, width)
     # A sum of one row and zeros: quicker on a TPU than to gather it.
     rows = jnp.sum(jnp.where(is_mine[..., None], found, 0), axis=1, dtype=lines.dtype)
@@ -208,26 +210,21 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
     line, part, per_line, width = _places(lines, ids, shape)
-    elected = elect(line)
-    own = jnp.zeros_like(lines, shape=(len(ids), lines.shape[1]))
-    own = own.at[elected].add(_in_lanes(rows, part, per_line, lines))
-    is_mine = (
-        jnp.zeros((len(ids), per_line), jnp.int32)
-        .at[elected]
-        .add((part[:, None] == jnp.arange(per_line)).astype(jnp.int32))
-    )
-    is_new = jnp.repeat(is_mine > 0, width, axis=1)
-    is_new = jnp.pad(is_new, ((0, 0), (0, lines.shape[1] - is_new.shape[1])))
+    # All new rows of a line come together at one of their positions.
+    elected, number = elect(line), len(ids)
+    own = segment_sum(_in_lanes(rows, part, lines), elected, number)
+    is_new = segment_sum(_one_hot(part, per_line).astype(jnp.int32), elected, number) > 0
+    is_new = _padded(jnp.repeat(is_new, width, axis=1), lines)
     new = jnp.where(is_new, own, jnp.take(lines, line, axis=0, mode="clip"))
-    is_first = elected == jnp.arange(len(ids), dtype=elected.dtype)
-    to = jnp.where(is_first, line, len(lines))
+    is_elected = elected == jnp.arange(number, dtype=elected.dtype)
+    to = jnp.where(is_elected, line, len(lines))
     return lines.at[to].set(new, mode="drop", unique_indices=True)
 
 
 def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with rows added to those of some ids, which may repeat."""
-    line, part, per_line, _ = _places(lines, ids, shape)
-    return lines.at[line].add(_in_lanes(rows, part, per_line, lines), mode="drop")
+    line, part, _, _ = _places(lines, ids, shape)
+    return add(lines, line, _in_lanes(rows, part, lines))
 
 
 def _places(lines: Array, ids: Array, shape: tuple[int, ...]) -> tuple[Array, Array, int, int]:
@@ -238,9 +235,17 @@ def _places(lines: Array, ids: Array, shape: tuple[int, ...]) -> tuple[Array, Ar
     return jnp.where(is_in, ids // per_line, len(lines)), ids % per_line, per_line, width
 
 
-def _in_lanes(rows: Array, part: Array, per_line: int, lines: Array) -> Array:
-    """Lines with each row in its part, and zeros."""
+def _in_lanes(rows: Array, part: Array, lines: Array) -> Array:
+    """A line for each row, with the row in its part and zeros elsewhere."""
     rows = rows.reshape(len(rows), 1, -1)
-    parts = jnp.where(part[:, None, None] == jnp.arange(per_line)[:, None], rows, 0)
-    parts = parts.reshape(len(rows), -1).astype(lines.dtype)
-    return jnp.pad(parts, ((0, 0), (0, lines.shape[1] - parts.shape[1])))
+    is_mine = _one_hot(part, lines.shape[1] // rows.shape[2])
+    found = jnp.where(is_mine[..., None], rows, 0)
+    return _padded(found.reshape(len(rows), -1).astype(lines.dtype), lines)
+
+
+def _one_hot(part: Array, per_line: int) -> Array:
+    return part[:, None] == jnp.arange(per_line)[None]
+
+
+def _padded(x: Array, lines: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, lines.shape[1] - x.shape[1])))

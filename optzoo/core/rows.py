@@ -223,7 +223,8 @@ class SparseRows(metaclass=_HintInErrors):
     def to_dense(self, like: Any = None) -> Array:
         """The whole array, zero where no row is listed; in lines if ``like`` is."""
         wide = upcast(self.values)
-        shape = jnp.shape(like) if are_lines(like, self.shape) else self.shape
+        is_like = like is not None and are_lines(like, self.shape)
+        shape = jnp.shape(like) if is_like else self.shape
         return (jnp.zeros(shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Array) -> Array:

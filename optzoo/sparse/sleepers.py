@@ -15,6 +15,7 @@ from jax import Array
 from ..core.checks import check_params
 from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
+from ..core.lines import is_lines
 from ..core.numerics import wide_dtype
 from ..core.paths import path_name, resolve_mask
 from ..core.rows import SparseRows, axes_of_rows, is_rows
@@ -54,6 +55,13 @@ class Sleepers(NamedTuple):
 
     def init(self, params: Any) -> CaughtUpState:
         """The state at the start."""
+        for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines):
+            if is_lines(x):
+                raise ValueError(
+                    f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
+                    "cannot sleep: give it as an array (optzoo.from_lines), or take an optimizer "
+                    "of touched rows for it by optzoo.groups"
+                )
         state = self.inner.init(params)
         marks = _marks(self.tables, params)
         dtype = _dtype(params, marks, state, self.sleeper)

@@ -1,0 +1,240 @@
+"""Tables in lines: the same numbers as in an array of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optzoo
+from optzoo.core.lines import add_rows, put_rows, shape_of_lines, take_rows
+
+ROWS, WIDTH = 45, 16  # 8 rows in a line, and the last line has 3 of them free
+# Repeated ids, rows of one line, padding, and of the last line.
+IDS = jnp.array([2, 3, 2, 44, ROWS, 17, 0, 16])
+
+
+def table(shape=(ROWS, WIDTH), dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(0), shape).astype(dtype)
+
+
+def both(dtype=jnp.float32):
+    """Parameters with a plain table, and with lines."""
+    x, w = table(dtype=dtype), jnp.arange(1.0, WIDTH + 1) / WIDTH
+    return {"table": x, "w": w}, {"table": optzoo.to_lines(x), "w": w + 0}
+
+
+def loss(params, ids):
+    return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - 1) ** 2)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 16, 24, 32, 48, 64, 96, 100, 127, 128, 200, 256])
+def test_shapes(width):
+    lines, lanes = shape_of_lines((3000, width))
+    assert lanes % 128 == 0
+    assert 3000 * width <= lines * lanes <= 1.15 * 3000 * width + lanes
+    x = table((31, width))
+    kept = optzoo.to_lines(x)
+    assert kept.value.shape == shape_of_lines(x.shape) and kept.shape == x.shape and len(kept) == 31
+    np.testing.assert_array_equal(optzoo.from_lines(kept), x)
+
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (7, 100), (9, 2, 12), (5, 200), (300, 1)])
+def test_rows_of_all_kinds(shape):
+    """Those out of range are ignored; no row but those of the ids changes."""
+    x = table(shape)
+    lines = optzoo.to_lines(x).value
+    ids = jnp.array([3, 0, -1, shape[0], 4, shape[0] + 130, -200, 1])
+    is_in = (ids >= 0) & (ids < shape[0])
+    found = take_rows(lines, ids, shape)
+    np.testing.assert_array_equal(found[is_in], x[ids[is_in]])
+    rows = jax.random.normal(jax.random.key(1), found.shape)
+    back = lambda value: optzoo.from_lines(optzoo.Lines(value, shape))
+    ignored = jnp.where(is_in, ids, shape[0])
+    want = x.at[ignored].set(rows, mode="drop")
+    np.testing.assert_array_equal(back(put_rows(lines, ids, rows, shape)), want)
+    repeated = ids.at[-1].set(3)
+    want = x.at[jnp.where(is_in, repeated, shape[0])].add(rows, mode="drop")
+    np.testing.assert_allclose(back(add_rows(lines, repeated, rows, shape)), want, rtol=1e-6)
+
+
+def test_nan_stays_in_its_row():
+    x = table().at[3].set(jnp.nan)
+    lines = optzoo.to_lines(x).value
+    found = take_rows(lines, jnp.arange(ROWS), x.shape)
+    np.testing.assert_array_equal(found, x)
+    rows = jnp.full((1, WIDTH), jnp.nan)
+    new = optzoo.Lines(put_rows(lines, jnp.array([5]), rows, x.shape), x.shape)
+    np.testing.assert_array_equal(optzoo.from_lines(new), x.at[5].set(jnp.nan))
+
+
+def test_lookups():
+    plain, lines = both()
+    for ids in (IDS, IDS.reshape(2, 4), jnp.int32(3)):
+        read = jax.jit(lambda p, ids: optzoo.lookup(p["table"], ids))
+        np.testing.assert_array_equal(read(lines, ids), read(plain, ids))
+    wrong = jnp.array([-1, ROWS + 1, ROWS])
+    found = jax.jit(optzoo.lookup)(lines["table"], wrong)
+    assert np.isnan(found[:2]).all() and not found[2].any()
+    with pytest.raises(IndexError, match="got 46"):
+        optzoo.lookup(lines["table"], [46])
+    mapped = jax.vmap(lambda ids: optzoo.lookup(lines["table"], ids))(IDS.reshape(2, 4))
+    np.testing.assert_array_equal(mapped.reshape(-1, WIDTH), optzoo.lookup(plain["table"], IDS))
+    half = optzoo.lookup(lines["table"].astype(jnp.bfloat16), IDS)
+    want = optzoo.lookup(plain["table"].astype(jnp.bfloat16), IDS)
+    np.testing.assert_array_equal(half, want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients(tied):
+    def of(params, ids):
+        more = jnp.sum(optzoo.from_lines(params)["table"] ** 2) if tied else 0.0
+        return loss(params, ids) + jnp.sum(optzoo.lookup(params["table"], ids[:2]) ** 3) + more
+
+    plain, lines = both()
+    value_and_grad = optzoo.value_and_grad(of, sparse="allow" if tied else "require")
+    want_value, want = value_and_grad(plain, IDS)
+    value, found = value_and_grad(lines, IDS)
+    assert value == want_value
+    assert isinstance(found["table"].value, optzoo.SparseRows) != tied
+    found = optzoo.from_lines(found)["table"]
+    dense = lambda g: g.to_dense() if isinstance(g, optzoo.SparseRows) else g
+    np.testing.assert_allclose(dense(found), dense(want["table"]), rtol=1e-5, atol=1e-7)
+
+
+def trained(tx, params, steps=3, dtype=None, **extra):
+    step = optzoo.minimize(loss, tx, sparse="require")
+    state = tx.init(params)
+    for k in range(steps):
+        ids = IDS if k != 1 else (IDS * 7 + 1) % ROWS
+        params, state, value = step(params, state, ids, **extra)
+    return optzoo.from_lines((params, state, value))
+
+
+def assert_equal(found, want):
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    wide = lambda x: np.asarray(x).astype(np.complex128)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(wide(a), wide(b), rtol=2e-5, atol=1e-7)
+
+
+SECOND_ORDER = ("shampoo", "blocked_shampoo", "soap", "ggt")
+
+
+@pytest.mark.parametrize("name", [n for n in optzoo.CATALOG if n not in SECOND_ORDER])
+def test_every_optimizer(name):
+    plain, lines = both()
+    tx = optzoo.CATALOG[name].make()
+    extra = {"global_step": jnp.int32(5)} if name.endswith("_gs") else {}
+    assert_equal(trained(tx, lines, **extra), trained(tx, plain, **extra))
+
+
+adam = lambda: optzoo.lazy_adam(0.1)
+WRAPPED = {
+    "chain": lambda: optax.chain(optzoo.clip_by_global_norm(1e-3), adam()),
+    "groups": lambda: optzoo.groups({"table": adam(), "w": optax.adam(1e-3)}),
+    "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
+    "accumulate": lambda: optzoo.accumulate(adam(), 2),
+    "accumulate_rows": lambda: optzoo.accumulate(adam(), 2, rows={"table": 8}),
+    "moving_average": lambda: optzoo.moving_average(adam(), 0.9),
+    "bfloat16": lambda: optzoo.slots_dtype(adam(), "bfloat16"),
+    "packed": lambda: optzoo.slots_dtype(adam(), "float32", packed=True),
+    "random": lambda: optzoo.slots_dtype(adam(), "bfloat16", stochastic=True),
+    "random_packed": lambda: optzoo.slots_dtype(adam(), "bfloat16", stochastic=True, packed=True),
+    "apply_if_finite": lambda: optax.apply_if_finite(adam(), 3),
+    "weight_decay": lambda: optzoo.decoupled_weight_decay(adam(), weight_decay_per_step=0.01),
+    "densify": lambda: optax.chain(optzoo.densify(), optax.adam(0.1)),
+    "on_values": lambda: optax.chain(optzoo.on_values(optax.scale(2.0)), adam()),
+    "partition": lambda: optax.partition(
+        {"a": adam(), "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
+    ),
+    "inject": lambda: optax.inject_hyperparams(optzoo.lazy_adam)(learning_rate=0.1),
+    "max_norm": lambda: optax.chain(optzoo.zero_if_norm_exceeds(1e3), adam()),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers(name):
+    """Rows are rounded by the same random bits, too."""
+    plain, lines = both()
+    assert_equal(trained(WRAPPED[name](), lines, 4), trained(WRAPPED[name](), plain, 4))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+def test_other_dtypes(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        plain, lines = both(dtype)
+        found, want = (trained(optzoo.row_wise_adagrad(0.1), p) for p in (lines, plain))
+        assert found[0]["table"].dtype == dtype
+        assert_equal(found, want)
+
+
+def test_a_loop_by_hand():
+    tx = optzoo.ftrl(0.1)
+
+    @jax.jit
+    def step(params, state, ids):
+        _, grads = optzoo.value_and_grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    results = [step(p, tx.init(p), IDS) for p in both()]
+    assert_equal(optzoo.from_lines(results[1]), results[0])
+
+
+def test_a_state_of_rows_goes_on_in_lines():
+    plain, lines = both()
+    tx = optzoo.partial_row_wise_adam(0.1)
+    step = optzoo.minimize(loss, tx)
+    plain, state, _ = step(plain, tx.init(plain), IDS)
+    like = lines, tx.init(lines)
+    copies = jax.tree.map(jnp.copy, (plain, state))
+    lines, in_lines = optzoo.to_lines(copies, like=like)
+    assert jax.tree.structure((lines, in_lines)) == jax.tree.structure(like)
+    want = step(plain, state, IDS[:4])
+    assert_equal(optzoo.from_lines(step(lines, in_lines, IDS[:4])), want)
+
+
+@pytest.mark.parametrize("name", SECOND_ORDER)
+def test_matrices_are_refused(name):
+    _, lines = both()
+    with pytest.raises(ValueError, match=r"a table of shape \(45, 16\) is in lines"):
+        trained(optzoo.CATALOG[name].make(), lines)
+
+
+def test_errors():
+    _, lines = both()
+    with pytest.raises(ValueError, match=r"optzoo\.caught_up"):
+        optzoo.caught_up(optzoo.adam(), tables=("table",)).init(lines)
+    with pytest.raises(ValueError, match="a table has at least one axis"):
+        optzoo.to_lines(1.0)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    with pytest.raises(ValueError, match=r"8 rows, .* the 20 rows of a shard.*multiple=16"):
+        optzoo.create_table(optzoo.RowSharding(40, 2, multiple=1), mesh, rows, lines=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1e-3, "transport": jnp.bfloat16}])
+@pytest.mark.parametrize("name", ["lazy_adam", "row_wise_adagrad", "gradient_descent"])
+def test_sharded_tables(name, options):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    sharding = optzoo.RowSharding(ROWS, 2, multiple=32)
+    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    tx = optzoo.CATALOG[name].make()
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
+
+    def run(lines):
+        x = optzoo.create_table(sharding, mesh, rows, chunk=11, lines=lines)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        params = {"table": x, "w": jax.device_put(jnp.ones(WIDTH), everywhere)}
+        placed = optzoo.state_sharding(tx, params)
+        state = jax.jit(tx.init, out_shardings=placed)(params)
+        for k in range(2):
+            params, state, value = step(params, state, jnp.tile(IDS + k, 2).clip(max=ROWS))
+        large = [a for a in jax.tree.leaves((params, state)) if a.size > WIDTH]
+        assert all(a.sharding.spec == PartitionSpec("shard") for a in large) and large
+        return optzoo.from_lines((params, state, value))
+
+    assert_equal(run(True), run(False))
