@@ -133,6 +133,13 @@ def from_lines(tree: Any) -> Any:
     return jax.tree.map(lambda x: plain(x) if is_lines(x) else x, tree, is_leaf=is_lines)
 
 
+def to_lines_of(like: Any, tx: Any, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Parameters and a state of ``tx``, in lines where the parameters ``like`` are."""
+    if not any(map(is_lines, jax.tree.leaves(like, is_leaf=is_lines))):
+        return pair
+    return to_lines(pair, like=(like, jax.eval_shape(tx.init, like)))
+
+
 def plain(table: Lines) -> Any:
     """The array itself."""
     return jax.tree.map(lambda a: _parted(a, table.shape), table.value, is_leaf=_has_shape)

@@ -197,6 +197,32 @@ def test_a_state_of_rows_goes_on_in_lines():
     assert_equal(optzoo.from_lines(step(lines, in_lines, IDS[:4])), want)
 
 
+def test_checkpoints_of_tensorflow_and_fbgemm(tmp_path):
+    """Files hold rows; so a file of a plain table is read into lines, and written from them."""
+    plain, lines = both()
+    tx = optzoo.lazy_adam(0.1)
+    step = optzoo.minimize(loss, tx)
+    plain, state, _ = step(plain, tx.init(plain), IDS)
+    like = lines, tx.init(lines)
+    names = dict(optimizer_name="Adam")
+    optzoo.save_tf1_state(str(tmp_path / "rows.npz"), plain, state, **names)
+    read = optzoo.load_tf1_state(tx, lines, str(tmp_path / "rows.npz"), **names)
+    assert jax.tree.structure(read) == jax.tree.structure(like)
+    assert_equal(optzoo.from_lines(read), (plain, state))
+    optzoo.save_tf1_state(str(tmp_path / "lines.npz"), *read, **names)
+    again = optzoo.load_tf1_state(tx, plain, str(tmp_path / "lines.npz"), **names)
+    assert_equal(again, (plain, state))
+    tx = optzoo.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD")
+    state = tx.init(plain)
+    plain, state, _ = optzoo.minimize(loss, tx)(plain, state, IDS)
+    like = lines, tx.init(lines)
+    of_rows = optzoo.fbgemm_state_dict(plain, state)
+    read = optzoo.load_fbgemm_state(tx, lines, of_rows)
+    assert jax.tree.structure(read) == jax.tree.structure(like)
+    for name, a in optzoo.fbgemm_state_dict(*read).items():
+        np.testing.assert_array_equal(a, of_rows[name])
+
+
 @pytest.mark.parametrize("name", SECOND_ORDER)
 def test_matrices_are_refused(name):
     _, lines = both()

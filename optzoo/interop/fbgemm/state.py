@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from ...core.checks import check_transformation
+from ...core.lines import from_lines, to_lines_of
 from ...core.paths import path_name
 from ...first_order.adagrad import AdagradSlots
 from ...first_order.adam import AdamSlots
@@ -102,6 +103,7 @@ def load_fbgemm_state(
     """
     check_transformation(tx=tx)
     given = _flat(_read(state_dict))
+    like, params = params, from_lines(params)
     name_of = _names_of(tables)
     problems: list[str] = []
     used = {"max_counter"} & given.keys()
@@ -127,7 +129,7 @@ def load_fbgemm_state(
     problems += [f"left over: {key}" for key in sorted(given.keys() - used)]
     if problems:
         raise ValueError("state_dict does not fit: " + "; ".join(problems))
-    return params, filled
+    return to_lines_of(like, tx, (params, filled))
 
 
 def save_fbgemm_state(
@@ -191,6 +193,7 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
         ValueError: if the state is not that of an optimizer that FBGEMM has, or if its parts
             counted different numbers of updates.
     """
+    params, state = from_lines((params, state))
     name_of = _names_of(tables)
     steps = {int(node.count) for node in _counting_nodes(state)}
     if len(steps) != 1:

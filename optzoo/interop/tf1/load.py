@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from ...core.lines import from_lines, to_lines_of
 from . import files
 from .build import build_state
 from .check import check_load
@@ -84,6 +85,7 @@ def load_tf1_state(
     # Plan. Averages and centers start as copies of the parameters, so the state is made again from
     # the loaded ones. Its structure, its shapes and its betas are the same before.
     choices = Choices(optimizer_name, scope, variables or {}, swapped, is_initial=True)
+    like, params = params, from_lines(params)
     start = unpack_state(tx.init(params))
     plan = make_plan(params, start, given, names, choices)
     steps = plan_steps(plan, arrays_by_path(start), given, global_step)
@@ -91,4 +93,4 @@ def load_tf1_state(
     # Check.
     check_load(plan, steps, given, partial=partial)
     # Build.
-    return build_state(plan, steps, given, params, tx.init)
+    return to_lines_of(like, tx, build_state(plan, steps, given, params, tx.init))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.lines import from_lines
 from ...state.sleeping.tables import check_awake
 from . import files
 from .build import build_variables
@@ -109,6 +110,7 @@ def tf1_variables(
         ['beta1_power', 'beta2_power', 'global_step', 'w', 'w/Adam', 'w/Adam_1']
     """
     check_awake(state, "save_tf1_state")
+    params, state = from_lines((params, state))
     # Read.
     given = None if like is None else files.read(like)
     # Plan.
