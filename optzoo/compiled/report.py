@@ -286,10 +286,16 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
 
 
 def _collectives(program: Program) -> Iterator[Collectives]:
-    found = collections.defaultdict(list)
+    found, fused = collections.defaultdict(list), set[str | None]()
     for operation, in_loop in program.operations():
-        if kind := _kind(operation):
-            found[kind, in_loop].append(sum(operation.sizes))
+        for part in (operation, *program.fused(operation)):
+            if kind := _kind(part):
+                number = part.attribute(r"channel_id=(\d+)")
+                # On TPUs several fusions begin, do and end the one that is a part of each.
+                if part is operation or number is None or number not in fused:
+                    found[kind, in_loop].append(sum(part.sizes))
+                if part is not operation:
+                    fused.add(number)
     for (kind, in_loop), sizes in sorted(found.items()):
         yield Collectives(kind, in_loop, len(sizes), sum(sizes))
 
