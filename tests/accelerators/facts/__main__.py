@@ -1,6 +1,7 @@
 """Records what has changed: ``python -m tests.accelerators.facts``, which is ``make facts``.
 
-It can be interrupted, and then goes on where it was. Cases that exist no more are removed.
+It can be interrupted, and then goes on where it was. With other versions of the compilers nothing
+of the record is kept. Cases that exist no more are removed.
 """
 
 import argparse
@@ -29,25 +30,24 @@ def record_anew(only: str, also_unchanged: bool, workers: int) -> None:
     if facts.get("versions") != record.versions():
         facts, programs = {}, {}
     known = {} if also_unchanged else programs
-    begun, done, chosen = (
-        time.perf_counter(),
-        0,
-        [key for key in cases.ALL if _is_chosen(key, only)],
-    )
+    chosen = [key for key in cases.ALL if _is_chosen(key, only)]
+    begun = time.perf_counter()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
-        pending = {pool.submit(record.anew, key, known.get(key)) for key in chosen}
-        for future in concurrent.futures.as_completed(pending):
-            key, program, now = future.result()
-            done += 1
-            if now is None:
-                continue
-            seconds = time.perf_counter() - begun
-            print(f"{done}/{len(chosen)} {key} ({seconds:.0f} s)", flush=True)
-            for line in record.differences(facts[key], now) if key in facts else ():
-                print(f"    {line}", flush=True)
-            facts[key], programs[key] = now, program
-            write(facts, programs)
+        pending = [pool.submit(record.anew, key, known.get(key)) for key in chosen]
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
+                key, program, now = future.result()
+                if now is None:
+                    continue
+                seconds = time.perf_counter() - begun
+                print(f"{done}/{len(chosen)} {key} ({seconds:.0f} s)", flush=True)
+                for line in record.differences(facts[key], now) if key in facts else ():
+                    print(f"    {line}", flush=True)
+                facts[key], programs[key] = now, program
+                write(facts, programs)
+        finally:
+            pool.shutdown(cancel_futures=True)
     write(facts, programs)
 
 

@@ -42,7 +42,9 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 def write(path: pathlib.Path, lines: Mapping[str, Any]) -> None:
     """One line for each entry, so that a difference shows the case."""
     shown = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in lines.items())
-    path.write_text("{\n" + ",\n".join(shown) + "\n}\n")
+    new = path.with_suffix(".new")  # an interruption leaves the old file
+    new.write_text("{\n" + ",\n".join(shown) + "\n}\n")
+    new.replace(path)
 
 
 def anew(key: str, known: str | None) -> tuple[str, str, Facts | None]:
