@@ -13,17 +13,23 @@ READ = functools.cache(lambda: record.read(record.FACTS))
 
 
 def mega(key: str, name: str) -> str:
-    """A number of the record in millions, to three digits; nothing where there is none."""
-    if name not in (facts := READ()[key]):
-        return ""
-    millions = facts[name] / 1e6
-    return f"{millions:,.0f}" if millions >= 99.95 else f"{millions:.3g}"
+    """A number of the record in millions; nothing where there is none."""
+    facts = READ()[key]
+    return in_millions(facts[name]) if name in facts else ""
+
+
+def in_millions(x: int) -> str:
+    """To three digits, or three places."""
+    if x >= 99_950_000:
+        return f"{x / 1e6:,.0f}"
+    return f"{x / 1e6:#.3g}" if x >= 100_000 else f"{x / 1e6:.3f}" if x else "0"
 
 
 def table(*lines: Iterable[str]) -> str:
     head, *rest = ([*line] for line in lines)
-    shown = [head, ["---"] * len(head), *rest]
-    return "".join(f"| {' | '.join(line)} |\n" for line in shown).replace("|  |", "| |")
+    shown = "".join(f"| {' | '.join(line)} |\n".replace("  ", " ") for line in (head, *rest))
+    first, after = shown.split("\n", 1)
+    return f"{first}\n|{'---|' * len(head)}\n{after}"
 
 
 def by_width(device: str, name: str) -> str:
@@ -77,9 +83,10 @@ def _in_words(name: str) -> str:
 
 
 def _sent(key: str) -> str:
-    """The collectives of a step, with what they send in millions of bytes."""
+    """The collectives of a step, with what they send in millions of bytes if it is much."""
     sent = READ()[key].get("sent", {})
-    return "; ".join(f"{n} {kind}, {nbytes / 1e6:.2g}" for kind, (n, nbytes) in sent.items())
+    size = lambda nbytes: f", {in_millions(nbytes)}" if nbytes >= 1000 else ""
+    return "; ".join(f"{n} {kind}{size(nbytes)}" for kind, (n, nbytes) in sent.items())
 
 
 TABLES: dict[str, Callable[[], str]] = {
