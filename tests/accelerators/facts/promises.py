@@ -7,7 +7,7 @@ import optzoo
 from .cases import CASES, Case
 from .record import TO_HOST, Facts
 
-# Beside what a program of O(rows) keeps of the batch, or 2 % of its arguments if that is more.
+# Bytes that a step on few rows may need, or 2 % of its arguments if that is more.
 TEMPORARIES = {"gpu": 14_000_000, "tpu": 8_000_000}
 # Their messages have room for any ids.
 ONE_ROUND = ("adam, one round", "own step")
