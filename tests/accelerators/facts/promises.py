@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import optzoo
 
-from .cases import CASES, Case
+from .cases import CASES, ROWS, Case
 from .record import TO_HOST, Facts
 
 # Bytes that a step on few rows may need, or 2 % of its arguments if that is more.
@@ -45,6 +45,11 @@ def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
         yield f"{facts['large']} operations as large as a table"
     if (sent := sum(nbytes for _, nbytes in facts.get("sent", {}).values())) > limit:
         yield f"sends {sent:,} bytes"
+    # An operation on all rows in the memory of its argument is no large one. The estimate for v6e
+    # counts whole tables for what its SparseCores gather and scatter.
+    all_rows = 2 * 4 * ROWS * _width(case)
+    if case.device.startswith("v5e") and facts["bytes"] >= all_rows:
+        yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
 
 
 def _moves_few_rows(case: Case) -> bool:
@@ -57,4 +62,8 @@ def _moves_few_rows(case: Case) -> bool:
 
 def _is_promised(case: Case) -> bool:
     # Today XLA for TPUs changes the layout of tables of other widths in each step, and back.
-    return case.platform == "gpu" or int(case.name.split("/")[-1]) % 128 == 0
+    return case.platform == "gpu" or _width(case) % 128 == 0
+
+
+def _width(case: Case) -> int:
+    return int(case.name.split("/")[-1])
