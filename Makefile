@@ -6,6 +6,7 @@
 # make test-matrix runs the tests on every Python found and on every line of JAX; make test-states only
 #             checks that a state saved on one of them is restored on each
 # make test-accelerators compiles for TPUs and GPUs, which need not be there
+# make facts  records what these programs do, where it has changed
 # make mutants changes the code in one place at a time, and looks whether a test fails
 # make colabs executes the notebooks
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
@@ -21,7 +22,7 @@ WORKERS ?= 2
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states test-accelerators mutants colabs bench bench-full docs dist
+.PHONY: race test lint test-full test-oldest test-matrix test-states test-accelerators facts mutants colabs bench bench-full docs dist
 .PHONY: site site-check clean
 
 race: $(VENV)/race.installed
@@ -56,6 +57,11 @@ test-accelerators:
 	$(MAKE) .venv-accelerators/accelerators.installed VENV=.venv-accelerators
 	JAX_PLATFORMS=cpu .venv-accelerators/bin/python -m pytest -q -p no:cacheprovider \
 	  --confcutdir=tests/accelerators tests/accelerators $(ARGS)
+
+# Recorded in tests/accelerators/facts; make docs then puts it into the pages. ARGS="--only lazy_adam --all".
+facts:
+	$(MAKE) .venv-accelerators/accelerators.installed VENV=.venv-accelerators
+	JAX_PLATFORMS=cpu .venv-accelerators/bin/python -m tests.accelerators.facts $(ARGS)
 
 # ARGS="--number 50 --seed 3 optzoo/sparse"; results are kept in $(VENV)/mutants.
 mutants: $(VENV)/mutants.installed

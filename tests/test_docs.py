@@ -12,6 +12,7 @@ import pytest
 
 import optzoo
 from optzoo import catalog
+from tests.accelerators.facts.tables import TABLES as FACTS
 from tests.blocks import run_blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -50,6 +51,7 @@ GENERATED = {
     "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
     "papers": runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["table"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
+    **FACTS,
 }
 
 

@@ -108,6 +108,13 @@ class Program:
                 for body in itertools.chain(*operation.bodies.values()):
                     yield from self._operations(body, inside)
 
+    def fused(self, operation: Operation) -> Iterator[Operation]:
+        """The parts of a fusion."""
+        if operation.opcode == "fusion":
+            for part in self._computations[operation.bodies["calls"][0]].values():
+                yield part
+                yield from self.fused(part)
+
     def lines(self, operation: Operation) -> tuple[str, ...]:
         """The source lines of an operation, the innermost first: ``file.py:12 (function)``."""
         return tuple(self._lines.of(operation))

@@ -6,10 +6,11 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from ..core.columns import columns
@@ -130,7 +131,9 @@ def compile_report(
 
     A step on several devices is made for a mesh of :func:`optzoo.devices_of`, and takes arguments
     with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``). If no
-    argument has one, the step is compiled for the first device.
+    argument has one, the step is compiled for the first device. A shape may also have a layout
+    (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``); without one it has
+    that which the compiler takes.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -160,14 +163,24 @@ def compile_report(
         TypeError: if ``step`` is not a function.
         ValueError: if the device is not known, or an argument is sharded over other devices.
     """
+    return report_of(lowered_for(step, args, kwargs, device), device, at_least)
+
+
+def lowered_for(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
+) -> Any:
+    """The program of a step for a device, before it is compiled: a ``jax.stages.Lowered``."""
     if not callable(step):
         raise TypeError(f"step must be a function, got {step!r}")
-    devices = devices_of(device)
-    args, kwargs = _placed((args, kwargs), devices, device)
+    args, kwargs = _placed((args, kwargs), devices_of(device), device)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with warnings.catch_warnings():  # the report says it, with names
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        lowered = jitted.lower(*args, **kwargs)
+        return jitted.lower(*args, **kwargs)
+
+
+def report_of(lowered: Any, device: str, at_least: int | None = None) -> CompileReport:
+    """Compiles what :func:`lowered_for` gives, and reports on it."""
     begun = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -224,9 +237,18 @@ def _placed(tree: Any, devices: list[Any], device: str) -> Any:
             return x
         sharding = here(x) if on_devices(x) and is_sharded else first
         weak = getattr(x, "weak_type", False)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=_in_layout(x, sharding), weak_type=weak
+        )
 
     return jax.tree.map(place, tree)
+
+
+def _in_layout(x: Any, sharding: Any) -> Any:
+    """The sharding, with the layout that a shape was given; that of an array is its device's."""
+    given = getattr(x, "format", None) if isinstance(x, jax.ShapeDtypeStruct) else None
+    layout = getattr(given, "layout", None)
+    return sharding if layout is None else Format(layout, sharding)
 
 
 def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
@@ -264,10 +286,16 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
 
 
 def _collectives(program: Program) -> Iterator[Collectives]:
-    found = collections.defaultdict(list)
+    found, fused = collections.defaultdict(list), set[str | None]()
     for operation, in_loop in program.operations():
-        if kind := _kind(operation):
-            found[kind, in_loop].append(sum(operation.sizes))
+        for part in (operation, *program.fused(operation)):
+            if kind := _kind(part):
+                number = part.attribute(r"channel_id=(\d+)")
+                # On TPUs several fusions begin, do and end the one that is a part of each.
+                if part is operation or number is None or number not in fused:
+                    found[kind, in_loop].append(sum(part.sizes))
+                if part is not operation:
+                    fused.add(number)
     for (kind, in_loop), sizes in sorted(found.items()):
         yield Collectives(kind, in_loop, len(sizes), sum(sizes))
 

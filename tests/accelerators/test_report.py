@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optzoo
 
@@ -56,6 +57,21 @@ def test_another_layout_and_a_donation_that_is_lost(device):
     found = optzoo.compile_report(jitted, *args, device=device, at_least=1000 * 64 * 4)
     assert found.not_reused == {"params['t']": 4 * ROWS * 64}
     assert found.large and "params['t']" in str(found)
+
+
+def test_arguments_with_a_layout():
+    """By rows, as results can be asked to be: nothing is copied. XLA's own choice is by columns."""
+    device = "v5e:2x2"
+    by_rows = Format(Layout((0, 1)), SingleDeviceSharding(optzoo.devices_of(device)[0]))
+    table = jax.ShapeDtypeStruct((ROWS, 64), jnp.float32, sharding=by_rows)
+    add = lambda table, ids: table.at[ids].add(1.0)
+    kept = jax.jit(add, donate_argnums=0, out_shardings=by_rows)
+    found = optzoo.compile_report(kept, table, of(8, dtype=jnp.int32), device=device)
+    assert found.large == () and found.not_reused == {}
+    assert found.arguments == pytest.approx(2 * 4 * ROWS * 64, rel=0.01)  # lanes of 128
+    lost = jax.jit(add, donate_argnums=0)
+    found = optzoo.compile_report(lost, table, of(8, dtype=jnp.int32), device=device)
+    assert found.large != () and list(found.not_reused) == ["table"]
 
 
 def report_of_sharded(device, **options):

@@ -3,6 +3,7 @@
 import pathlib
 
 from optzoo.compiled.hlo import Program
+from optzoo.compiled.report import Collectives, _collectives
 
 TEXT = pathlib.Path(__file__).with_name("tpu.hlo").read_text()
 TABLE = 4 * 100 * 64
@@ -41,3 +42,30 @@ def test_names_and_lines():
     assert program.lines(by_name["fusion.1"]) == lines
     assert program.lines(by_name["fusion.2"]) == ("model.py:12",)
     assert program.lines(by_name["copy.1"]) == ()
+
+
+FUSED = """HloModule jit_step, is_scheduled=true
+
+%begin (x: f32[8]) -> f32[32] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %all-gather.1 = f32[32]{0} all-gather(%x), channel_id=7, dimensions={0}
+}
+
+%end (y: f32[8], z: f32[32]) -> f32[32] {
+  %y = f32[8]{0} parameter(0)
+  %z = f32[32]{0} parameter(1)
+  %all-gather.2 = f32[32]{0} all-gather(%y), channel_id=7, dimensions={0}
+  ROOT %done = f32[32]{0} custom-call(%z, %all-gather.2), custom_call_target="Done"
+}
+
+ENTRY %main (a: f32[8]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %start.1 = f32[32]{0} fusion(%a), kind=kCustom, calls=%begin
+  ROOT %done.1 = f32[32]{0} fusion(%a, %start.1), kind=kCustom, calls=%end
+}
+"""
+
+
+def test_a_collective_that_fusions_begin_and_end():
+    """It is one."""
+    assert [*_collectives(Program(FUSED))] == [Collectives("all-gather", False, 1, 128)]

@@ -1,0 +1,1 @@
+"""What the compilers make of each optimizer, wrapper and method: recorded, and compared."""

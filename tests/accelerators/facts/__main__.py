@@ -1,0 +1,67 @@
+"""Records what has changed: ``python -m tests.accelerators.facts``, which is ``make facts``.
+
+It can be interrupted, and then goes on where it was. With other versions of the compilers nothing
+of the record is kept. Cases that exist no more are removed.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import re
+import time
+from typing import Any
+
+from . import cases, record
+
+
+def main() -> None:
+    """Compiles in several processes, and writes after each program."""
+    parser = argparse.ArgumentParser(prog=record.COMMAND, description=__doc__)
+    parser.add_argument("--only", default="", help="a pattern of cases: 'rows/.*/64/v5e'")
+    parser.add_argument("--all", action="store_true", help="also those that have not changed")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    record_anew(given.only, given.all, given.workers)
+
+
+def record_anew(only: str, also_unchanged: bool, workers: int) -> None:
+    """Records the cases that match a pattern."""
+    facts, programs = record.read(record.FACTS), record.read(record.PROGRAMS)
+    if facts.get("versions") != record.versions():
+        facts, programs = {}, {}
+    known = {} if also_unchanged else programs
+    chosen = [key for key in cases.ALL if _is_chosen(key, only)]
+    begun = time.perf_counter()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool:
+        pending = [pool.submit(record.anew, key, known.get(key)) for key in chosen]
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
+                key, program, now = future.result()
+                if now is None:
+                    continue
+                seconds = time.perf_counter() - begun
+                print(f"{done}/{len(chosen)} {key} ({seconds:.0f} s)", flush=True)
+                for line in record.differences(facts[key], now) if key in facts else ():
+                    print(f"    {line}", flush=True)
+                facts[key], programs[key] = now, program
+                write(facts, programs)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    write(facts, programs)
+
+
+def write(facts: dict[str, Any], programs: dict[str, str]) -> None:
+    """Both files, in the order of the cases."""
+    in_order = lambda entries: {key: entries[key] for key in cases.ALL if key in entries}
+    record.write(record.FACTS, {"versions": record.versions(), **in_order(facts)})
+    record.write(record.PROGRAMS, in_order(programs))
+
+
+def _is_chosen(key: str, only: str) -> bool:
+    """Whether a case matches the pattern; slow ones must be asked for."""
+    return bool(re.search(only, key)) and (key in cases.CASES or bool(only))
+
+
+if __name__ == "__main__":
+    main()

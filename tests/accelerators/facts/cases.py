@@ -1,0 +1,264 @@
+"""The steps whose programs are recorded."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import optzoo
+from optzoo.compiled.report import lowered_for
+from optzoo.testing import samples
+from tests.mismatches import WRAPPERS as OF_ONE
+
+ROWS, IDS, STEPS = 1_000_000, 4096, 8  # the rows of a table on each device, and the ids in a step
+WIDTHS = (8, 16, 32, 64, 96, 100, 128, 200)
+FEW_WIDTHS = (64, 128)
+ONE = ("v5e:2x2", "v6e:2x2", "h100")
+FOUR = ("v5e:2x2", "v6e:2x2", "h100:4")
+LEAVES = (256, 512), (512,), (3, 3, 64, 64)
+
+# Compiling these takes minutes: they are compiled only where a pattern asks for them.
+SLOW = {f"dense/{name}/{tpu}" for name in ("shampoo", "soap") for tpu in ("v5e:2x2", "v6e:2x2")}
+
+of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Case(NamedTuple):
+    """A step for a device."""
+
+    name: str  # such as "rows/lazy_adam/64"
+    device: str
+    make: Callable[[str], tuple[Any, tuple[Any, ...]]]  # the step and its arguments for the device
+
+    @property
+    def key(self) -> str:
+        """Its name in the record."""
+        return f"{self.name}/{self.device}"
+
+    @property
+    def platform(self) -> str:
+        """What it is lowered for; programs of all TPUs are the same until they are compiled."""
+        return "gpu" if self.device.startswith("h100") else "tpu"
+
+    def lowered(self) -> Any:
+        """The program before it is compiled."""
+        step, args = self.make(self.device)
+        return lowered_for(step, args, {}, self.device)
+
+
+def loss(params, ids, y):
+    return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
+
+
+def parameters(width: int, rows: int = ROWS) -> dict[str, Any]:
+    return {"table": of(rows, width), "w": of(width)}
+
+
+# One device
+
+
+def rows(tx: Any, width: int, device: str, *, steady: bool = False):
+    """A step on a table; steady if tables and slots already are in the layout of rows."""
+    params = parameters(width)
+    args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
+    at = Format(Layout((0, 1)), SingleDeviceSharding(optzoo.devices_of(device)[0]))
+    by_rows = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    is_table = lambda x: len(x.shape) == 2 and len(x) == ROWS
+    args = jax.tree.map(lambda x: by_rows(x) if steady and is_table(x) else x, args)
+    return optzoo.minimize(loss, tx), args
+
+
+def loop(tx: Any, width: int, device: str):
+    """Several steps in one program."""
+    step, (*args, ids, y) = rows(tx, width, device)
+
+    def steps(params, state, *batches):
+        body = lambda carry, batch: ((new := step(*carry, *batch))[:2], new[2])
+        return jax.lax.scan(body, (params, state), batches)
+
+    batches = of(STEPS, *ids.shape, dtype=ids.dtype), of(STEPS, *y.shape)
+    return jax.jit(steps, donate_argnums=(0, 1)), (*args, *batches)
+
+
+def dense(tx: Any, device: str):
+    """An update of arrays whose gradients are dense."""
+    del device
+    params = [of(*shape) for shape in LEAVES]
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = params, jax.eval_shape(tx.init, params), params
+    return jax.jit(step, donate_argnums=(0, 1)), args
+
+
+# Several devices
+
+
+def placed(tree: Any, mesh: Mesh, shardings: Any) -> Any:
+    """Shapes on a mesh; the tree of specs may be a prefix."""
+    at = lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(functools.partial(at, spec), part), shardings, tree
+    )
+
+
+def mesh_of(device: str, **axes: int) -> Mesh:
+    return Mesh(np.array(optzoo.devices_of(device)[:4]).reshape(*axes.values()), tuple(axes))
+
+
+def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), **options):
+    """A step on a table that is sharded by rows."""
+    mesh = mesh_of(device, **(axes or {"shard": 4}))
+    sharding = optzoo.RowSharding(ROWS * mesh.shape["shard"], mesh.shape["shard"])
+    params = parameters(width, sharding.stored_rows)
+    specs = {"table": sharding.spec, "w": PartitionSpec()}
+    params = placed(params, mesh, specs)
+    state = jax.eval_shape(tx.init, params)
+    state = placed(state, mesh, jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params)))
+    batch = of(4 * ids[0], *ids[1:], dtype=jnp.int32), of(4 * ids[0])
+    batch = placed(batch, mesh, PartitionSpec(mesh.axis_names))
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
+    return step, (params, state, *batch)
+
+
+def loss_of_bags(params, ids, y):
+    return jnp.mean((optzoo.lookup_sparse(params["table"], ids) @ params["w"] - y) ** 2)
+
+
+def own_step(tx: Any, width: int, device: str):
+    """A lookup in a sharded table inside of ``shard_map``."""
+    mesh = mesh_of(device, shard=4)
+    sharding = optzoo.RowSharding(4 * ROWS, 4)
+    table = of(sharding.stored_rows, width)
+    by_rows = PartitionSpec("shard")
+
+    def step(table, ids):
+        def loss(table):
+            read = optzoo.sharded_lookup(table, ids, sharding)
+            return jax.lax.pmean(jnp.mean(read**2), "shard")
+
+        value, grads = optzoo.value_and_grad(loss)(table)
+        updates, _ = tx.update(grads, tx.init(table), table)
+        return optax.apply_updates(table, updates), value
+
+    specs = {"in_specs": by_rows, "out_specs": (by_rows, PartitionSpec())}
+    step = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
+    return step, placed((table, of(4 * IDS, dtype=jnp.int32)), mesh, (by_rows, by_rows))
+
+
+def replicas(method: str, device: str, *, form: str):
+    """A step, a step without exchange, or a round of steps with one, on four replicas."""
+    mesh, by_replica = mesh_of(device, replica=4), PartitionSpec("replica")
+    tx = optzoo.DISTRIBUTED[method].make(optzoo.adam(1e-3), 4)
+
+    def step(params, state, x, **when):
+        of_one = lambda w: jnp.mean((x @ w) ** 2)
+        value, grads = jax.value_and_grad(of_one)(optzoo.per_replica(params))
+        updates, state = tx.update(grads, state, params, **when)
+        return optax.apply_updates(params, updates), state, value
+
+    forms = {
+        "step": step,
+        "quiet": functools.partial(step, exchange=False),
+        "round": optzoo.scan_local_steps(step),
+    }
+    start = lambda: optzoo.replicate(w := jnp.zeros((1024, 1024)), tx.init(w), 4)
+    args = jax.eval_shape(start)
+    specs = optzoo.replica_specs(*args, PartitionSpec(), by_replica)
+    batch = of(4, *((STEPS,) if form == "round" else ()), 32, 1024)
+    args = *placed(args, mesh, specs), placed(batch, mesh, by_replica)
+    mapped = optzoo.map_over_replicas(forms[form], mesh=mesh)
+    return jax.jit(mapped, donate_argnums=(0, 1)), args
+
+
+# All of them
+
+lazy_adam = lambda: optzoo.lazy_adam(1e-3)
+ADAM = "optax.adam"  # with dense gradients, for comparison
+OPTIMIZERS = {name: functools.partial(samples.make, e) for name, e in optzoo.CATALOG.items()}
+OPTIMIZERS[ADAM] = lambda: optax.chain(optzoo.densify(), optax.adam(1e-3))
+WITHOUT_ROWS = {name for name, e in optzoo.CATALOG.items() if e.family == "second_order"}
+
+WRAPPERS: dict[str, Callable[[], Any]] = {
+    **{name: lambda wrap=wrap: wrap(lazy_adam()) for name, wrap in OF_ONE.items()},
+    "ema_in_place": lambda: optzoo.ema_in_place(lazy_adam(), 3),
+    "slots_dtype": lambda: optzoo.slots_dtype(lazy_adam(), "bfloat16"),
+    "slots_dtype, stochastic, packed": lambda: optzoo.slots_dtype(
+        lazy_adam(), "bfloat16", stochastic=True, packed=True
+    ),
+    "slots_dtype, float32, packed": lambda: optzoo.slots_dtype(lazy_adam(), "float32", packed=True),
+    "caught_up": lambda: optzoo.caught_up(optzoo.adam(1e-3)),
+    "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
+    "clip_by_global_norm": lambda: optax.chain(optzoo.clip_by_global_norm(1.0), lazy_adam()),
+}
+LOOPS = {name: OPTIMIZERS[name] for name in ("lazy_adam", "row_wise_adagrad", "adam")}
+
+SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "lazy_adam": (lazy_adam, {}),
+    "gradient_descent": (OPTIMIZERS["gradient_descent"], {}),
+    "row_wise_adagrad, max_norm": (OPTIMIZERS["row_wise_adagrad"], {"max_norm": 1.0}),
+    "clip_by_global_norm": (WRAPPERS["clip_by_global_norm"], {}),
+    "slots_dtype": (WRAPPERS["slots_dtype"], {}),
+    "on_rows": (WRAPPERS["on_rows"], {}),
+    "caught_up": (WRAPPERS["caught_up"], {}),
+    "adam, one round": (OPTIMIZERS["adam"], {"capacity_factor": None}),
+    "transport=bfloat16": (lazy_adam, {"transport": jnp.bfloat16}),
+    "transport=float16": (lazy_adam, {"transport": jnp.float16}),
+    "bags": (lazy_adam, {"loss": loss_of_bags, "ids": (IDS // 4, 4)}),
+    "two axes": (lazy_adam, {"axes": {"data": 2, "shard": 2}}),
+}
+PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
+
+
+def _all() -> Iterator[Case]:
+    for name, tx in OPTIMIZERS.items():
+        for width in WIDTHS if name not in WITHOUT_ROWS else ():
+            make = lambda device, tx=tx, width=width: rows(tx(), width, device)
+            yield from _on(ONE, f"rows/{name}/{width}", make)
+    for name, tx in OPTIMIZERS.items():
+        yield from _on(ONE, f"dense/{name}", lambda device, tx=tx: dense(tx(), device))
+    for width in FEW_WIDTHS:
+        for name, tx in WRAPPERS.items():
+            make = lambda device, tx=tx, width=width: rows(tx(), width, device)
+            yield from _on(ONE, f"wrapper/{name}/{width}", make)
+        for name, tx in LOOPS.items():
+            make = lambda device, tx=tx, width=width: loop(tx(), width, device)
+            yield from _on(ONE, f"loop/{name}/{width}", make)
+        for name, (tx, options) in SHARDED.items():
+            make = lambda device, tx=tx, width=width, options=options: sharded(
+                tx(), width, device, **options
+            )
+            yield from _on(FOUR, f"sharded/{name}/{width}", make)
+        make = lambda device, width=width: own_step(optzoo.gradient_descent(0.1), width, device)
+        yield from _on(FOUR, f"sharded/own step/{width}", make)
+    for method in optzoo.DISTRIBUTED:
+        for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):
+            make = functools.partial(replicas, method, form=form)
+            yield from _on(("v5e:2x2", "h100:4"), f"replicas/{method}, {form}", make)
+
+
+def _on(devices: tuple[str, ...], name: str, make: Any) -> Iterator[Case]:
+    return (Case(name, device, make) for device in devices)
+
+
+ALL = {case.key: case for case in _all()}
+CASES = {key: case for key, case in ALL.items() if key not in SLOW}
+
+
+def sample() -> dict[str, Case]:
+    """Each optimizer, width and device at least once, and some of each other kind."""
+    with_rows = [name for name in OPTIMIZERS if name not in WITHOUT_ROWS]
+    # Eight widths and three devices: in turns all pairs of them.
+    turns = [(WIDTHS[i % len(WIDTHS)], ONE[i % len(ONE)]) for i in range(len(with_rows))]
+    chosen = [f"rows/{name}/{w}/{d}" for name, (w, d) in zip(with_rows, turns, strict=True)]
+    chosen += [f"dense/{name}/h100" for name in sorted(WITHOUT_ROWS)]
+    chosen += [key for key in CASES if not key.startswith(("rows", "dense"))][::7]
+    return {key: CASES[key] for key in chosen}

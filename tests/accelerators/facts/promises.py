@@ -1,0 +1,69 @@
+"""What holds of a program on any version of the compilers."""
+
+from collections.abc import Iterator
+
+import optzoo
+
+from .cases import CASES, ROWS, Case
+from .record import TO_HOST, Facts
+
+# Bytes that a step on few rows may need, or 2 % of its arguments if that is more.
+TEMPORARIES = {"gpu": 14_000_000, "tpu": 8_000_000}
+# Their messages have room for any ids.
+ONE_ROUND = ("adam, one round", "own step")
+
+
+def broken(key: str, facts: Facts) -> list[str]:
+    """The promises that the facts of a case break."""
+    case = CASES[key]
+    found = [*_of_all(facts)]
+    if case.name.startswith("replicas/") and case.name.endswith(", quiet"):
+        found += _of_quiet_steps(facts)
+    if _moves_few_rows(case) and _is_promised(case):
+        found += _of_few_rows(case, facts)
+    return found
+
+
+def _of_all(facts: Facts) -> Iterator[str]:
+    if names := facts.get("not_reused"):
+        yield f"donated and not reused: {', '.join(names)}"
+    if names := [name for name in facts.get("calls", ()) if name in TO_HOST or "callback" in name]:
+        yield f"sends data to the host: {', '.join(names)}"
+
+
+def _of_quiet_steps(facts: Facts) -> Iterator[str]:
+    if "sent" in facts:
+        yield f"a step without an exchange sends {facts['sent']}"
+
+
+def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
+    limit = max(TEMPORARIES[case.platform], 0.02 * facts["arguments"])
+    limit *= 2 if case.name.startswith("sharded/") else 1  # with messages
+    if facts["temporaries"] > limit:
+        yield f"temporaries of {facts['temporaries']:,} bytes, more than {limit:,.0f}"
+    if "large" in facts:
+        yield f"{facts['large']} operations as large as a table"
+    if (sent := sum(nbytes for _, nbytes in facts.get("sent", {}).values())) > limit:
+        yield f"sends {sent:,} bytes"
+    # An operation on all rows in the memory of its argument is no large one. The estimate for v6e
+    # counts whole tables for what its SparseCores gather and scatter.
+    all_rows = 2 * 4 * ROWS * _width(case)
+    if case.device.startswith("v5e") and facts["bytes"] >= all_rows:
+        yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
+
+
+def _moves_few_rows(case: Case) -> bool:
+    """Whether a step of the case computes with the rows that the batch names, and no others."""
+    kind, name, *_ = case.name.split("/")
+    if kind in ("rows", "loop"):
+        return name in optzoo.CATALOG and optzoo.CATALOG[name].rows in ("lazy", "linear")
+    return kind == "sharded" and name not in ONE_ROUND
+
+
+def _is_promised(case: Case) -> bool:
+    # Today XLA for TPUs changes the layout of tables of other widths in each step, and back.
+    return case.platform == "gpu" or _width(case) % 128 == 0
+
+
+def _width(case: Case) -> int:
+    return int(case.name.split("/")[-1])

@@ -1,0 +1,103 @@
+"""The record as tables of docs/accelerators.md and docs/accelerator_facts.md."""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import optzoo
+
+from . import cases, record
+
+V5E, H100 = "v5e:2x2", "h100"
+SHORT = ("lazy_adam", "row_wise_adagrad", "gradient_descent", "adam", cases.ADAM)
+READ = functools.cache(lambda: record.read(record.FACTS))
+
+
+def mega(key: str, name: str) -> str:
+    """A number of the record in millions; nothing where there is none."""
+    facts = READ()[key]
+    return in_millions(facts[name]) if name in facts else ""
+
+
+def in_millions(x: int) -> str:
+    """To three digits, or three places."""
+    if x >= 99_950_000:
+        return f"{x / 1e6:,.0f}"
+    return f"{x / 1e6:#.3g}" if x >= 100_000 else f"{x / 1e6:.3f}" if x else "0"
+
+
+def table(*lines: Iterable[str]) -> str:
+    head, *rest = ([*line] for line in lines)
+    shown = "".join(f"| {' | '.join(line)} |\n".replace("  ", " ") for line in (head, *rest))
+    first, after = shown.split("\n", 1)
+    return f"{first}\n|{'---|' * len(head)}\n{after}"
+
+
+def by_width(device: str, name: str) -> str:
+    """One number of each optimizer at each width."""
+    policy = lambda tx: optzoo.CATALOG[tx].rows if tx in optzoo.CATALOG else "dense"
+    of = lambda tx: [mega(f"rows/{tx}/{width}/{device}", name) for width in cases.WIDTHS]
+    names = [tx for tx in cases.OPTIMIZERS if tx not in cases.WITHOUT_ROWS]
+    lines = ([f"`{tx}`", policy(tx), *of(tx)] for tx in names)
+    return table(["optimizer", "rows", *map(str, cases.WIDTHS)], *lines)
+
+
+def some() -> str:
+    """Some optimizers at two widths."""
+    columns = (V5E, "temporaries"), (V5E, "bytes"), (V5E, "cycles"), (H100, "temporaries")
+    of = lambda tx, width: [mega(f"rows/{tx}/{width}/{device}", name) for device, name in columns]
+    head = ["optimizer", "width", "v5e: temporaries", "read and written", "cycles"]
+    lines = ([f"`{tx}`", str(w), *of(tx, w)] for tx in SHORT for w in cases.FEW_WIDTHS)
+    return table([*head, "H100: temporaries"], *lines)
+
+
+def of_arrays() -> str:
+    """Updates of arrays with dense gradients."""
+    key = lambda tx, device: f"dense/{tx}/{device}"
+    of = lambda tx: [
+        *(mega(key(tx, V5E), name) for name in ("temporaries", "bytes", "cycles")),
+        mega(key(tx, H100), "temporaries"),
+    ]
+    lines = ([f"`{tx}`", *of(tx)] for tx in cases.OPTIMIZERS if key(tx, V5E) in READ())
+    head = ["optimizer", "v5e: temporaries", "read and written", "cycles", "H100: temporaries"]
+    return table(head, *lines)
+
+
+def of_steps(kind: str) -> str:
+    """Wrappers, loops and sharded tables at two widths; or replicas."""
+    gpu = "h100" if kind in ("wrapper", "loop") else "h100:4"
+    names = [c.name for c in cases.CASES.values() if c.device == V5E and c.name.startswith(kind)]
+    of = lambda name: [
+        *(mega(f"{name}/{V5E}", what) for what in ("temporaries", "bytes", "cycles")),
+        mega(f"{name}/{gpu}", "temporaries"),
+        _sent(f"{name}/{V5E}"),
+    ]
+    head = ["step", "v5e: temporaries", "read and written", "cycles", "H100: temporaries", "sent"]
+    has_sent = gpu == "h100:4"
+    lines = ([_in_words(name), *of(name)] for name in names)
+    return table(*(line if has_sent else line[:-1] for line in [head, *lines]))
+
+
+def _in_words(name: str) -> str:
+    """``sharded/lazy_adam/64`` as ``lazy_adam, 64``."""
+    return ", ".join(name.split("/")[1:])
+
+
+def _sent(key: str) -> str:
+    """The collectives of a step, with what they send in millions of bytes if it is much."""
+    sent = READ()[key].get("sent", {})
+    size = lambda nbytes: f", {in_millions(nbytes)}" if nbytes >= 1000 else ""
+    return "; ".join(f"{n} {kind}{size(nbytes)}" for kind, (n, nbytes) in sent.items())
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "facts, some": some,
+    "facts, v5e temporaries": lambda: by_width(V5E, "temporaries"),
+    "facts, v5e bytes": lambda: by_width(V5E, "bytes"),
+    "facts, v5e cycles": lambda: by_width(V5E, "cycles"),
+    "facts, H100 temporaries": lambda: by_width(H100, "temporaries"),
+    "facts, arrays": of_arrays,
+    "facts, wrappers": lambda: of_steps("wrapper"),
+    "facts, loops": lambda: of_steps("loop"),
+    "facts, sharded": lambda: of_steps("sharded"),
+    "facts, replicas": lambda: of_steps("replicas"),
+}
