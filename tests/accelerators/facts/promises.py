@@ -48,7 +48,7 @@ def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
     # An operation on all rows in the memory of its argument is no large one. The estimate for v6e
     # counts whole tables for what its SparseCores gather and scatter.
     all_rows = 2 * 4 * ROWS * _width(case)
-    if case.device.startswith("v5e") and facts["bytes"] >= all_rows:
+    if case.device.startswith("v5e") and facts.get("bytes", 0) >= all_rows:
         yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
 
 
