@@ -10,7 +10,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from ..core.compat import CALLS, inner_jaxprs, is_literal, scan_sizes
 
 _SCATTERS = {"scatter", "scatter-add", "scatter_add"}
-_SAME = {"copy", "copy_p", "optimization_barrier", "pcast", "pvary", "sharding_constraint"}
+_SAME = {"copy", "copy_p", "layout_constraint", "optimization_barrier", "pcast", "pvary"}
+_SAME |= {"sharding_constraint"}
 
 
 def row_major(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,6 +150,19 @@ def test_which_results_are_arguments_with_other_rows(f, want):
     assert changed_rows(jax.make_jaxpr(f)(TABLE, TABLE).jaxpr) == want
 
 
+def test_steps_in_a_loop():
+    """Of a function that runs steps of ``minimize``, too."""
+    tx, x = optzoo.lazy_adam(), params()
+    step, state = optzoo.minimize(loss, tx), tx.init(x)
+
+    def steps(params, state, batches):
+        body = lambda carry, ids: (step(*carry, ids)[:2], None)
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    found = row_major_results(jax.jit(optzoo.row_major(steps)), x, state, IDS[None])
+    assert found == of_table(x, state)
+
+
 def test_a_step_by_hand():
     tx = optzoo.row_wise_adagrad(0.1)
 

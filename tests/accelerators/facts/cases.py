@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import optzoo
 from optzoo.compiled.report import lowered_for
+from optzoo.sparse.row_major import changed_rows
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
 
@@ -22,9 +23,6 @@ FEW_WIDTHS = (64, 128)
 ONE = ("v5e:2x2", "v6e:2x2", "h100")
 FOUR = ("v5e:2x2", "v6e:2x2", "h100:4")
 LEAVES = (256, 512), (512,), (3, 3, 64, 64)
-
-# Compiling these takes minutes: they are compiled only where a pattern asks for them.
-SLOW = {f"dense/{name}/{tpu}" for name in ("shampoo", "soap") for tpu in ("v5e:2x2", "v6e:2x2")}
 
 of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
 
@@ -60,30 +58,50 @@ def parameters(width: int, rows: int = ROWS) -> dict[str, Any]:
     return {"table": of(rows, width), "w": of(width)}
 
 
+def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
+    """A step and its arguments as they are after the first step: tables and slots by rows."""
+    leaves, treedef = jax.tree.flatten(args)
+    by_rows = changed_rows(jax.make_jaxpr(step)(*args).jaxpr)  # parameters and state come first
+
+    def place(x, is_by_rows):
+        at = getattr(x, "sharding", None) or SingleDeviceSharding(optzoo.devices_of(device)[0])
+        at = Format(Layout(tuple(range(x.ndim))), at)
+        is_wide = is_by_rows and x.ndim > 1 and x.size > len(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) if is_wide else x
+
+    placed = [place(x, i < len(by_rows) and by_rows[i]) for i, x in enumerate(leaves)]
+    return step, treedef.unflatten(placed)
+
+
 # One device
 
 
-def rows(tx: Any, width: int, device: str, *, steady: bool = False):
-    """A step on a table; steady if tables and slots already are in the layout of rows."""
+def first(tx: Any, width: int, device: str, *, in_lines: bool = False):
+    """The first step on a table; in lines all steps are like it."""
+    del device
     params = parameters(width)
+    if in_lines:
+        params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
-    at = Format(Layout((0, 1)), SingleDeviceSharding(optzoo.devices_of(device)[0]))
-    by_rows = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-    is_table = lambda x: len(x.shape) == 2 and len(x) == ROWS
-    args = jax.tree.map(lambda x: by_rows(x) if steady and is_table(x) else x, args)
     return optzoo.minimize(loss, tx), args
+
+
+def rows(tx: Any, width: int, device: str):
+    """A step on a table."""
+    return later(*first(tx, width, device), device)
 
 
 def loop(tx: Any, width: int, device: str):
     """Several steps in one program."""
-    step, (*args, ids, y) = rows(tx, width, device)
+    step, (*args, ids, y) = first(tx, width, device)
 
     def steps(params, state, *batches):
         body = lambda carry, batch: ((new := step(*carry, *batch))[:2], new[2])
         return jax.lax.scan(body, (params, state), batches)
 
     batches = of(STEPS, *ids.shape, dtype=ids.dtype), of(STEPS, *y.shape)
-    return jax.jit(steps, donate_argnums=(0, 1)), (*args, *batches)
+    steps = jax.jit(optzoo.row_major(steps), donate_argnums=(0, 1))
+    return later(steps, (*args, *batches), device)
 
 
 def dense(tx: Any, device: str):
@@ -114,11 +132,13 @@ def mesh_of(device: str, **axes: int) -> Mesh:
     return Mesh(np.array(optzoo.devices_of(device)[:4]).reshape(*axes.values()), tuple(axes))
 
 
-def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), **options):
+def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), in_lines=False, **options):
     """A step on a table that is sharded by rows."""
     mesh = mesh_of(device, **(axes or {"shard": 4}))
     sharding = optzoo.RowSharding(ROWS * mesh.shape["shard"], mesh.shape["shard"])
     params = parameters(width, sharding.stored_rows)
+    if in_lines:
+        params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
     specs = {"table": sharding.spec, "w": PartitionSpec()}
     params = placed(params, mesh, specs)
     state = jax.eval_shape(tx.init, params)
@@ -126,7 +146,7 @@ def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), **options):
     batch = of(4 * ids[0], *ids[1:], dtype=jnp.int32), of(4 * ids[0])
     batch = placed(batch, mesh, PartitionSpec(mesh.axis_names))
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
-    return step, (params, state, *batch)
+    return later(step, (params, state, *batch), device)
 
 
 def loss_of_bags(params, ids, y):
@@ -150,8 +170,9 @@ def own_step(tx: Any, width: int, device: str):
         return optax.apply_updates(table, updates), value
 
     specs = {"in_specs": by_rows, "out_specs": (by_rows, PartitionSpec())}
-    step = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
-    return step, placed((table, of(4 * IDS, dtype=jnp.int32)), mesh, (by_rows, by_rows))
+    step = optzoo.row_major(jax.shard_map(step, mesh=mesh, **specs))
+    args = placed((table, of(4 * IDS, dtype=jnp.int32)), mesh, (by_rows, by_rows))
+    return later(jax.jit(step, donate_argnums=0), args, device)
 
 
 def replicas(method: str, device: str, *, form: str):
@@ -185,6 +206,9 @@ lazy_adam = lambda: optzoo.lazy_adam(1e-3)
 ADAM = "optax.adam"  # with dense gradients, for comparison
 OPTIMIZERS = {name: functools.partial(samples.make, e) for name, e in optzoo.CATALOG.items()}
 OPTIMIZERS[ADAM] = lambda: optax.chain(optzoo.densify(), optax.adam(1e-3))
+# Those of which a step moves the rows that a batch names.
+FEW_ROWS = {name: e for name, e in optzoo.CATALOG.items() if e.rows in ("lazy", "linear")}.keys()
+SOME = {"lazy_adam": None, "row_wise_adagrad": None, "gradient_descent": None}.keys()
 WITHOUT_ROWS = {name for name, e in optzoo.CATALOG.items() if e.family == "second_order"}
 
 WRAPPERS: dict[str, Callable[[], Any]] = {
@@ -214,6 +238,7 @@ SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "transport=float16": (lazy_adam, {"transport": jnp.float16}),
     "bags": (lazy_adam, {"loss": loss_of_bags, "ids": (IDS // 4, 4)}),
     "two axes": (lazy_adam, {"axes": {"data": 2, "shard": 2}}),
+    "lines": (lazy_adam, {"in_lines": True}),
 }
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
@@ -223,6 +248,17 @@ def _all() -> Iterator[Case]:
         for width in WIDTHS if name not in WITHOUT_ROWS else ():
             make = lambda device, tx=tx, width=width: rows(tx(), width, device)
             yield from _on(ONE, f"rows/{name}/{width}", make)
+    for name in SOME:
+        for width in (width for width in WIDTHS if width % 128):
+            make = lambda device, name=name, width=width: first(OPTIMIZERS[name](), width, device)
+            yield from _on(ONE[:1], f"first/{name}/{width}", make)
+            make = lambda device, name=name, width=width: first(
+                OPTIMIZERS[name](), width, device, in_lines=True
+            )
+            yield from _on(ONE, f"lines/{name}/{width}", make)
+    for name in FEW_ROWS - SOME:
+        make = lambda device, name=name: first(OPTIMIZERS[name](), 16, device, in_lines=True)
+        yield from _on(ONE[:1], f"lines/{name}/16", make)
     for name, tx in OPTIMIZERS.items():
         yield from _on(ONE, f"dense/{name}", lambda device, tx=tx: dense(tx(), device))
     for width in FEW_WIDTHS:
@@ -249,8 +285,7 @@ def _on(devices: tuple[str, ...], name: str, make: Any) -> Iterator[Case]:
     return (Case(name, device, make) for device in devices)
 
 
-ALL = {case.key: case for case in _all()}
-CASES = {key: case for key, case in ALL.items() if key not in SLOW}
+CASES = {case.key: case for case in _all()}
 
 
 def sample() -> dict[str, Case]:

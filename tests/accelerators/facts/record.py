@@ -14,7 +14,7 @@ import jax
 from optzoo.compiled.hlo import Program
 from optzoo.compiled.report import CompileReport, report_of
 
-from .cases import ALL
+from .cases import CASES
 
 Facts = dict[str, Any]
 COMMAND = "make facts"
@@ -49,7 +49,7 @@ def write(path: pathlib.Path, lines: Mapping[str, Any]) -> None:
 
 def anew(key: str, known: str | None) -> tuple[str, str, Facts | None]:
     """The program of a case and its facts; None for them if the program is the known one."""
-    case = ALL[key]
+    case = CASES[key]
     if known is not None and known == program_of(case.name, case.platform):
         return key, known, None
     lowered = case.lowered()
@@ -59,7 +59,7 @@ def anew(key: str, known: str | None) -> tuple[str, str, Facts | None]:
 @functools.cache
 def program_of(name: str, platform: str) -> str:
     """The fingerprint of a case; all TPUs have the same programs until they are compiled."""
-    first = next(c for c in ALL.values() if (c.name, c.platform) == (name, platform))
+    first = next(c for c in CASES.values() if (c.name, c.platform) == (name, platform))
     return fingerprint(first.lowered())
 
 
