@@ -24,7 +24,7 @@ def multitask(
     for each parameter :math:`x` with its slots :math:`s`. If several tasks are trained in turns,
     the layers that the current task does not use are unchanged: their momentum does not move them.
     State that belongs to no single parameter (the step count, the powers of Adam) is updated in
-    every step. Row-sparse gradients work, too; they cost one pass over the slots of the table.
+    every step. Row-sparse gradients work, too; each step copies the slots of the table.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
