@@ -44,6 +44,29 @@ def test_the_record_keeps_the_promises():
     assert not {key: lines for key, lines in found.items() if lines}
 
 
+V5E = "v5e:2x2"
+NARROW = [width for width in cases.WIDTHS if width < 128]
+of = lambda case, name: FACTS[f"{case}/{V5E}"][name]
+
+
+@pytest.mark.parametrize("name", cases.FEW_ROWS)
+def test_rows_of_each_width_cost_what_rows_cost(name):
+    """In cycles, which the compiler estimates; with a dense gradient they are 40 times as many."""
+    most = 4 * of(f"rows/{name}/128", "cycles")
+    assert all(of(f"rows/{name}/{width}", "cycles") <= most for width in cases.WIDTHS)
+
+
+@pytest.mark.parametrize("name", cases.FEW_ROWS)
+def test_lines_are_not_padded(name):
+    widths = NARROW if name in cases.SOME else [16]
+    for width in widths:
+        rows, lines = (of(f"{kind}/{name}/{width}", "arguments") for kind in ("rows", "lines"))
+        elements = rows * width / 128  # the others are padding
+        assert lines <= 1.15 * elements + 20 * cases.ROWS  # with numbers for each row
+        dense = of(f"rows/{cases.ADAM}/{width}", "cycles")
+        assert of(f"lines/{name}/{width}", "cycles") <= dense / 4
+
+
 def test_the_record_has_no_other_cases():
     assert {*FACTS} - {"versions"} == {*PROGRAMS} <= {*cases.CASES}
 

@@ -76,10 +76,10 @@ def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any
 # One device
 
 
-def first(tx: Any, width: int, device: str, *, in_lines: bool = False):
+def first(tx: Any, width: int, device: str, *, in_lines: bool = False, rows: int = ROWS):
     """The first step on a table; in lines all steps are like it."""
     del device
-    params = parameters(width)
+    params = parameters(width, rows)
     if in_lines:
         params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)

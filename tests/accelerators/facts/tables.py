@@ -8,6 +8,7 @@ import optzoo
 from . import cases, record
 
 V5E, H100 = "v5e:2x2", "h100"
+DENSE = f"rows/{cases.ADAM}"
 SHORT = ("lazy_adam", "row_wise_adagrad", "gradient_descent", "adam", cases.ADAM)
 READ = functools.cache(lambda: record.read(record.FACTS))
 
@@ -48,6 +49,22 @@ def some() -> str:
     head = ["optimizer", "width", "v5e: temporaries", "read and written", "cycles"]
     lines = ([f"`{tx}`", str(w), *of(tx, w)] for tx in SHORT for w in cases.FEW_WIDTHS)
     return table([*head, "H100: temporaries"], *lines)
+
+
+def of_layouts() -> str:
+    """One optimizer at each width: by rows, in lines, and what it is compared with."""
+
+    def line(width):
+        of = lambda case, *names: [
+            mega(key, n) if (key := f"{case}/{width}/{V5E}") in READ() else "" for n in names
+        ]
+        rows = of("rows/lazy_adam", "arguments", "bytes", "cycles")
+        lines = of("lines/lazy_adam", "arguments", "bytes", "cycles")
+        return [str(width), *rows, *lines, *of("first/lazy_adam", "cycles"), *of(DENSE, "cycles")]
+
+    head = ["width", "by rows: memory", "read and written", "cycles"]
+    head += ["in lines: memory", "read and written", "cycles", "first step: cycles"]
+    return table([*head, "`optax.adam`: cycles"], *map(line, cases.WIDTHS))
 
 
 def of_arrays() -> str:
@@ -91,6 +108,7 @@ def _sent(key: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "facts, some": some,
+    "facts, layouts": of_layouts,
     "facts, v5e temporaries": lambda: by_width(V5E, "temporaries"),
     "facts, v5e bytes": lambda: by_width(V5E, "bytes"),
     "facts, v5e cycles": lambda: by_width(V5E, "cycles"),

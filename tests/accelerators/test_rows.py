@@ -1,0 +1,44 @@
+"""What a step on rows costs does not depend on how many rows there are."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optzoo
+from tests.accelerators.facts.cases import first, later, loss, of, parameters
+
+V5E = "v5e:2x2"
+
+
+@pytest.mark.parametrize("width", [16, 100])
+@pytest.mark.parametrize("name", ["lazy_adam", "gradient_descent", "row_wise_adagrad"])
+def test_three_times_as_many_rows_take_the_same_cycles(name, width):
+    tx = optzoo.CATALOG[name].make()
+
+    def cycles(rows, in_lines):
+        made = first(tx, width, V5E, in_lines=in_lines, rows=rows)
+        step, args = made if in_lines else later(*made, V5E)
+        return optzoo.compile_report(step, *args, device=V5E).estimated_cycles
+
+    for in_lines in (False, True):
+        assert cycles(3_000_000, in_lines) <= 1.1 * cycles(1_000_000, in_lines)
+
+
+def test_a_step_by_hand():
+    """It does the same if ``row_major`` is around it, and copies tables if not."""
+    tx, params = optzoo.lazy_adam(1e-3), parameters(64)
+
+    def step(params, state, ids, y):
+        value, grads = optzoo.value_and_grad(loss)(params, ids, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    args = params, jax.eval_shape(tx.init, params), of(4096, dtype=jnp.int32), of(4096)
+    by_rows = jax.jit(optzoo.row_major(step), donate_argnums=(0, 1))
+    _, in_rows = later(by_rows, args, V5E)
+    found = optzoo.compile_report(by_rows, *in_rows, device=V5E)
+    assert found.large == () and found.not_reused == {}
+    assert found.temporaries < 8e6 and found.estimated_bytes < 300e6
+    plain = optzoo.compile_report(jax.jit(step, donate_argnums=(0, 1)), *args, device=V5E)
+    assert len(plain.large) == 6
