@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import optzoo
+from optzoo.compiled.report import lowered_for
 
 of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -34,3 +35,15 @@ def test_a_qr_decomposition_is_of_one_matrix():
     of_blocks = r"f32\[([\d,]+)\]\S*, \S+\) custom-call\(.*QrDecompositionBlock"
     large = {shape for shape in re.findall(of_blocks, text) if len(shape) > 5}
     assert large == {"512,128", "384,128", "256,128", "128,128"}
+
+
+@pytest.mark.parametrize("name", ["shampoo", "blocked_shampoo", "soap", "ggt"])
+def test_products_in_full_precision(name):
+    """TPUs multiply in bfloat16 by default."""
+    params = [of(24, 32), of(16), of(3, 3, 8, 8)]
+    tx = optzoo.CATALOG[name].make()
+    args = params, jax.eval_shape(tx.init, params), params
+    text = lowered_for(jax.jit(tx.update), args, {}, "v5e:2x2").as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) > 2
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
