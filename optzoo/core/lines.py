@@ -62,6 +62,11 @@ def is_lines(x: object) -> bool:
     return isinstance(x, Lines)
 
 
+def has_lines(tree: Any) -> bool:
+    """Whether a table in a tree is in lines."""
+    return any(map(is_lines, jax.tree.leaves(tree, is_leaf=is_lines)))
+
+
 def rows_per_line(row_shape: Sequence[int]) -> int:
     """How many rows of a table of rows of this shape are in a line."""
     width = math.prod(row_shape)
@@ -130,14 +135,14 @@ def from_lines(tree: Any) -> Any:
     Args:
         tree: parameters, a state, or any tree.
     """
+    if not has_lines(tree):
+        return tree
     return jax.tree.map(lambda x: plain(x) if is_lines(x) else x, tree, is_leaf=is_lines)
 
 
 def to_lines_of(like: Any, tx: Any, pair: tuple[Any, Any]) -> tuple[Any, Any]:
     """Parameters and a state of ``tx``, in lines where the parameters ``like`` are."""
-    if not any(map(is_lines, jax.tree.leaves(like, is_leaf=is_lines))):
-        return pair
-    return to_lines(pair, like=(like, jax.eval_shape(tx.init, like)))
+    return to_lines(pair, like=(like, jax.eval_shape(tx.init, like))) if has_lines(like) else pair
 
 
 def plain(table: Lines) -> Any:
@@ -147,7 +152,8 @@ def plain(table: Lines) -> Any:
 
 def in_lines(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of arrays, for tables in lines too: what it makes for one belongs to it."""
-    return lambda x: _in_lines(f(plain(x)), x.shape) if is_lines(x) else f(x)
+    # What optax masks has no array.
+    return lambda x: _in_lines(jax.tree.map(f, plain(x)), x.shape) if is_lines(x) else f(x)
 
 
 def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:

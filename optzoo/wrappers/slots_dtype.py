@@ -49,8 +49,9 @@ def slots_dtype(
     rows of 16 bits through a float32 copy of the whole array, but words in place. Complex numbers
     halve the number of rows that a sparse update looks up, which takes most of its time
     (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``); with dense gradients XLA copies
-    them at every step, and on TPUs, which have no complex numbers, in any case. A slot without a partner of its shape is stored as it is.
-    :func:`optzoo.get_slot` and :func:`optzoo.set_slot` give each slot separately.
+    them at every step, and on TPUs, which have no complex numbers, in any case. A slot without a
+    partner of its shape is stored as it is. :func:`optzoo.get_slot` and :func:`optzoo.set_slot`
+    give each slot separately.
 
     With either option and 16 bits, an update is computed from the slots as they are stored if these
     are in bfloat16, and from the slots before they are rounded if in float16.

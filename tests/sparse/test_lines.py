@@ -134,7 +134,7 @@ def test_every_optimizer(name):
 adam = lambda: optzoo.lazy_adam(0.1)
 WRAPPED = {
     "chain": lambda: optax.chain(optzoo.clip_by_global_norm(1e-3), adam()),
-    "groups": lambda: optzoo.groups({"table": adam(), "w": optax.adam(1e-3)}),
+    "groups": lambda: optzoo.groups({"table": adam(), "w": optzoo.adam(1e-3)}),
     "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
     "accumulate": lambda: optzoo.accumulate(adam(), 2),
     "accumulate_rows": lambda: optzoo.accumulate(adam(), 2, rows={"table": 8}),
