@@ -236,6 +236,8 @@ def test_errors():
         optzoo.caught_up(optzoo.adam(), tables=("table",)).init(lines)
     with pytest.raises(ValueError, match="a table has at least one axis"):
         optzoo.to_lines(1.0)
+    with pytest.raises(ValueError, match=r"shapes \[\(3, 16\)\] do not belong .*\(45, 16\)"):
+        optzoo.to_lines({**lines, "table": jnp.ones((3, WIDTH))}, like=lines)
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
     rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
     with pytest.raises(ValueError, match=r"8 rows, .* the 20 rows of a shard.*multiple=16"):
