@@ -56,7 +56,7 @@ test-matrix test-states:
 test-accelerators:
 	$(MAKE) .venv-accelerators/accelerators.installed VENV=.venv-accelerators
 	JAX_PLATFORMS=cpu .venv-accelerators/bin/python -m pytest -q -p no:cacheprovider \
-	  --confcutdir=tests/accelerators tests/accelerators $(ARGS)
+	  -n $(WORKERS) --dist worksteal --confcutdir=tests/accelerators tests/accelerators $(ARGS)
 
 # Recorded in tests/accelerators/facts; make docs then puts it into the pages. ARGS="--only lazy_adam --all".
 facts:
