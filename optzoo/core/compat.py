@@ -14,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
 from jax.extend.core import Literal, Primitive, Var
@@ -407,6 +408,19 @@ CALLS = {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "c
 CALLS |= {"custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"}
 COLLECTIVES = {"all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"}
 COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"}
+
+
+# Layouts
+
+# Before JAX 0.11.1 to demand the layout of a result is an error if an argument is donated.
+DEMANDS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
+
+
+def in_row_major(x: Array) -> Array:
+    """The array; as a result of a program it is row-major."""
+    if not DEMANDS_LAYOUTS:
+        return x
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 # Linear algebra

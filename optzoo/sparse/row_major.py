@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from ..core.compat import CALLS, inner_jaxprs, is_literal, scan_sizes
+from ..core.compat import CALLS, in_row_major, inner_jaxprs, is_literal, scan_sizes
 
 _SCATTERS = {"scatter", "scatter-add", "scatter_add"}
 _SAME = {"copy", "copy_p", "layout_constraint", "optimization_barrier", "pcast", "pvary"}
@@ -25,6 +24,8 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 
     :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` do this already. It is for a step of
     your own, inside of its ``jit``. On CPUs and GPUs all arrays are row-major, and nothing changes.
+    Before JAX 0.11.1 nothing changes either: there a result whose layout is demanded cannot take
+    the memory of a donated argument.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -60,9 +61,7 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_rows(x: Any, has_changed_rows: bool) -> Any:
     is_wide = x.ndim > 1 and x.size > len(x)
-    if not (has_changed_rows and is_wide):
-        return x
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return in_row_major(x) if has_changed_rows and is_wide else x
 
 
 def changed_rows(jaxpr: Any) -> list[bool]:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.sparse.row_major import changed_rows
 
 ROWS, WIDTH = 11, 3
@@ -25,10 +26,21 @@ def params():
 
 
 def row_major_results(step, *args):
-    """The shapes of the results that are row-major by demand, in their order."""
+    """The shapes of the results that are row-major by demand, in their order.
+
+    Before JAX 0.11.1 there are none: then it is the results of which rows are changed.
+    """
     jaxpr = jax.make_jaxpr(step)(*args).jaxpr
     while jaxpr.eqns[-1].primitive.name in ("jit", "pjit"):
         jaxpr = jaxpr.eqns[-1].params["jaxpr"].jaxpr
+    if not DEMANDS_LAYOUTS:
+        assert not any(eqn.primitive.name == "layout_constraint" for eqn in jaxpr.eqns)
+        shapes = [v.aval.shape for v in jaxpr.outvars]
+        is_wide = [
+            is_by_rows and len(shape) > 1
+            for is_by_rows, shape in zip(changed_rows(jaxpr), shapes, strict=True)
+        ]
+        return [shape if wide else None for shape, wide in zip(shapes, is_wide, strict=True)]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     demands = [made.get(v) for v in jaxpr.outvars]
     is_demand = lambda eqn: eqn is not None and eqn.primitive.name == "layout_constraint"

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from optzoo.core.compat import DEMANDS_LAYOUTS
+
 from .cases import CASES, FEW_ROWS, ROWS, Case
 from .record import TO_HOST, Facts
 
@@ -17,7 +19,7 @@ def broken(key: str, facts: Facts) -> list[str]:
     found = [*_of_all(case, facts)]
     if case.name.startswith("replicas/") and case.name.endswith(", quiet"):
         found += _of_quiet_steps(facts)
-    if _moves_few_rows(case):
+    if _moves_few_rows(case) and _is_promised(case):
         found += _of_few_rows(case, facts)
     return found
 
@@ -57,6 +59,12 @@ def _moves_few_rows(case: Case) -> bool:
     if kind in ("rows", "loop", "lines"):
         return name in FEW_ROWS
     return kind == "sharded" and name not in ONE_ROUND
+
+
+def _is_promised(case: Case) -> bool:
+    # Before JAX 0.11.1 XLA for TPUs changes the layout of other tables in each step, and back.
+    is_by_rows = case.platform == "gpu" or _width(case) % 128 == 0
+    return is_by_rows or DEMANDS_LAYOUTS or "lines" in case.name
 
 
 def _width(case: Case) -> int:
