@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import optzoo
 from optzoo.compiled.report import lowered_for
+from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.sparse.row_major import changed_rows
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
@@ -60,6 +61,8 @@ def parameters(width: int, rows: int = ROWS) -> dict[str, Any]:
 
 def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
     """A step and its arguments as they are after the first step: tables and slots by rows."""
+    if not DEMANDS_LAYOUTS:  # all steps are like the first
+        return step, args
     leaves, treedef = jax.tree.flatten(args)
     by_rows = changed_rows(jax.make_jaxpr(step)(*args).jaxpr)  # parameters and state come first
 
