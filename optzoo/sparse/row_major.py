@@ -61,7 +61,9 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_rows(x: Any, has_changed_rows: bool) -> Any:
     is_wide = x.ndim > 1 and x.size > len(x)
-    return in_row_major(x) if has_changed_rows and is_wide else x
+    # TPUs have no elements of 64 bits: the compiler splits such arrays, and takes no demand there.
+    is_split = x.dtype.itemsize > 4
+    return in_row_major(x) if has_changed_rows and is_wide and not is_split else x
 
 
 def changed_rows(jaxpr: Any) -> list[bool]:

@@ -44,3 +44,13 @@ def test_a_step_by_hand():
     assert found.temporaries < 8e6 and found.estimated_bytes < 300e6
     plain = optzoo.compile_report(jax.jit(step, donate_argnums=(0, 1)), *args, device=V5E)
     assert len(plain.large) == 6
+
+
+def test_elements_of_64_bits():
+    """They are two arrays on a TPU; their steps compile, and copy tables."""
+    with jax.enable_x64(True):
+        tx, params = optzoo.lazy_adam(1e-3), {"table": of(1000, 16, dtype=jnp.float64)}
+        loss = lambda params, ids: jnp.sum(optzoo.lookup(params["table"], ids) ** 2)
+        args = params, jax.eval_shape(tx.init, params), of(8, dtype=jnp.int32)
+        found = optzoo.compile_report(optzoo.minimize(loss, tx), *args, device=V5E)
+    assert found.arguments > 3 * 8 * 1000 * 16
