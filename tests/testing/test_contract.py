@@ -47,10 +47,25 @@ def one_norm(inner, g, s, p):
     return inner.update(jax.tree.map(lambda g: g / norm, g), s, p)
 
 
+def one_nan_in_all_updates(inner, g, s, p):
+    u, new = inner.update(g, s, p)
+    nan = 0 * optax.tree.norm(g)
+    return jax.tree.map(lambda a: a + nan, u), new
+
+
 def short_slots(inner, g, s, p):
     u, new = inner.update(g, s, p)
     is_real = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
     return u, jax.tree.map(lambda a: a.astype(jnp.bfloat16) if is_real(a) else a, new)
+
+
+def twice_without_params(inner, g, s, p):
+    u, new = inner.update(g, s, p)
+    return (u if p is not None else jax.tree.map(lambda a: 2 * a, u)), new
+
+
+def number_as_rate(inner, g, s, p):
+    return inner.update(g, s, p)
 
 
 def same_arrays(init, params):
@@ -127,10 +142,13 @@ FAULTS = {
     "test_rows_equal_the_dense_gradient_where_they_touch": [other_values, last_of_equal_ids],
     "test_no_rows_are_as_good_as_padding": [padding_counts],
     "test_no_gradient_no_change": [missing_as_zero],
-    "test_nan_stays_in_its_leaf": [one_norm],
+    "test_nan_stays_in_its_leaf": [one_norm, one_nan_in_all_updates],
+    "test_cond_and_scan_accept_the_old_state": [short_slots],
     "test_goes_downhill": [uphill],
+    "test_injected_hyperparameters_are_traced": [number_as_rate],
     "test_rate_can_be_overridden_for_a_step": [fixed_rate],
     "test_unknown_extra_args_are_ignored": [few_arguments],
+    "test_without_params_the_same_or_an_error": [twice_without_params],
 }  # fmt: skip
 
 
@@ -138,7 +156,8 @@ def run(name, change):
     """A test of the contract, with dense gradients, on momentum with a change."""
 
     def factory(learning_rate):
-        inner = optzoo.momentum(learning_rate, 0.9)
+        rate = float(learning_rate) if change is number_as_rate else learning_rate
+        inner = optzoo.momentum(rate, 0.9)
         if change is same_arrays:
             return inner._replace(init=functools.partial(change, inner.init))
         update = lambda g, s, p=None, **extra_args: change(inner, g, s, p, **extra_args)
