@@ -15,7 +15,16 @@ import optzoo
 from optzoo.testing import samples
 
 from . import selection
-from .mismatches import KINDS, METHODS, WRAPPERS, is_accepted, outcome, transformations, update
+from .mismatches import (
+    KINDS,
+    METHODS,
+    WRAPPERS,
+    is_accepted,
+    is_promised,
+    outcome,
+    transformations,
+    update,
+)
 
 NAN, INF = float("nan"), float("inf")
 ADAM = optzoo.adam(0.1)
@@ -332,9 +341,22 @@ def test_what_does_not_belong_together(name):
     for cases in KINDS.values():
         for case, call in cases(TRANSFORMATIONS[name]):
             got, error = outcome(call)
-            if got != "ours" and not (got == "accepted" and is_accepted(name, case)):
+            accepted = got == "accepted" and is_accepted(name, case)
+            refused = got == "ours" and not is_promised(name, case)
+            if not (accepted or refused):
                 wrong.append((case, got, error))
     assert wrong == []
+
+
+def test_a_state_of_other_parameters_is_told_by_its_names():
+    tx, some, more = optzoo.multitask(optax.adam(0.1)), {"a": 1.0}, {"a": 1.0, "z": 1.0}
+    for of_state, params, expected in (
+        (some, more, r"expected arrays at \['0/mu/z', '0/nu/z'\], got a state of other"),
+        (more, some, r"expected no arrays at \['0/mu/z', '0/nu/z'\], got a state of other"),
+    ):
+        of_state, params = (jax.tree.map(jnp.asarray, tree) for tree in (of_state, params))
+        with pytest.raises(ValueError, match=expected):
+            tx.update(params, tx.init(of_state), params)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,12 @@ def test_adam():
     assert (found.sent, found.sent_at_times) == (0, 0)
 
 
+def test_no_parameters():
+    """Of which the counters alone are state: there is no element to divide it by."""
+    found = describe(optzoo.adam(), {})
+    assert (found.elements, found.state, found.state_per_parameter) == (0, 12, 0)
+
+
 def test_other_dtypes_and_shapes():
     abstract = jax.eval_shape(lambda: PARAMS)
     half = describe(optzoo.slots_dtype(optzoo.momentum(0.1, 0.9), "bfloat16"), abstract)

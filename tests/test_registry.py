@@ -185,6 +185,12 @@ def test_keras_sgd_has_the_rate_inside_its_momentum():
         np.testing.assert_allclose(params, x, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("momentum", "shapes"), [(0.0, []), (0.5, [(3,)]), (1.0, [(3,)])])
+def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
+    state = create("sgd", momentum=momentum).init(jnp.ones(3))
+    assert [a.shape for a in jax.tree.leaves(state) if a.ndim] == shapes
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

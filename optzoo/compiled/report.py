@@ -364,7 +364,11 @@ def _shown(report: CompileReport) -> Iterator[str]:
         yield f"  {report.estimated_seconds:.2e} s"
     if report.estimated_cycles is not None:
         yield f"  {report.estimated_cycles:,} cycles"
-    if all(
-        v is None for v in (report.estimated_bytes, report.estimated_flops, report.estimated_cycles)
-    ):
+    estimates = (
+        report.estimated_bytes,
+        report.estimated_flops,
+        report.estimated_seconds,
+        report.estimated_cycles,
+    )
+    if all(value is None for value in estimates):
         yield "  none"

@@ -352,12 +352,20 @@ def test_hyperparameters_injected_into_16_bits(entry, case):
     chex.assert_trees_all_close(moved, step(case.tx, grads, params)[0], rtol=1e-2)
 
 
+def test_injected_hyperparameters_are_traced(entry):
+    """In a compiled step their values are not known, and no branch may depend on them."""
+    params, tx = samples.params(), inject(entry, entry.rate)
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, dense_grads(params), state, params)
+    assert avals(after) == avals(state)
+    assert avals(updates) == avals(params)
+
+
 @pytest.mark.parametrize("compose", COMPOSITIONS.values(), ids=list(COMPOSITIONS))
 def test_composes_with_optax(entry, case, compose):
     params, tx = samples.params(), compose(entry)
     grads = dense_grads(params)
     state = tx.init(params)
-    jax.eval_shape(tx.update, grads, state, params)  # injected values are traced here
     moved, after = step(tx, grads, params, state)
     assert avals(after) == avals(state)
     # An injected rate is a float32 array; a Python number is not rounded.

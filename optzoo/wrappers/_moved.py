@@ -3,7 +3,6 @@
 from typing import Any
 
 from ..core.numerics import upcast
-from ..core.rows import is_rows
 
 
 def moved_update(u: Any, moved: Any, x: Any) -> Any:
@@ -16,5 +15,5 @@ def moved_update(u: Any, moved: Any, x: Any) -> Any:
     """
     if moved is x or u is None:
         return u
-    new = moved + (u if is_rows(u) else upcast(u))
+    new = moved + u
     return (new - upcast(x)).astype(u.dtype)  # their sum then has the rounding of the new ones

@@ -43,6 +43,22 @@ def test_a_step_in_place():
     assert dataclasses.asdict(found)["collectives"] == ()
 
 
+def test_estimates_that_are_shown():
+    """Those that a compiler makes: not each makes all."""
+    found = report(lambda x: x + 1, of(1000))
+    shown = {
+        "estimated_bytes": (4e6, "4.0 MB read and written"),
+        "estimated_flops": (3000.0, "3,000 floating-point operations"),
+        "estimated_seconds": (0.5, "5.00e-01 s"),
+        "estimated_cycles": (7000, "7,000 cycles"),
+    }
+    nothing = dict.fromkeys(shown)
+    last = lambda **given: str(dataclasses.replace(found, **nothing | given)).splitlines()[-1]
+    assert last().strip() == "none"
+    for name, (value, words) in shown.items():
+        assert last(**{name: value}).strip() == words
+
+
 def test_an_operation_as_large_as_the_table():
     found = report_of(optzoo.adam(1e-3))
     assert found.temporaries >= TABLE

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.state.types import SharedParamsState
@@ -190,6 +191,20 @@ def test_the_type_of_the_state_tells_whether_parameters_are_replicated(method):
     assert of_params == ("replicated" if shares_params else "per replica")
     assert isinstance(state, SharedParamsState) == shares_params
     assert of_state == type(state)("replicated", "per replica")
+
+
+@pytest.mark.parametrize("method", ["sync_replicas", "model_average"])
+def test_replicas_are_put_on_the_devices_of_a_mesh(method):
+    tx, mesh = make(method), cases.mesh(2)
+    replicas = optzoo.replicate(START, tx.init(START), 2, mesh=mesh)
+    of = {"replicated": PartitionSpec(), "per replica": PartitionSpec("replica")}
+    for params, state in (replicas, optzoo.resize_replicas(tx, *replicas, 4, mesh=mesh)):
+        marks = optzoo.replica_specs(params, state, "replicated", "per replica")
+        is_there = lambda mark, tree: all(
+            a.sharding.is_equivalent_to(NamedSharding(mesh, of[mark]), a.ndim)
+            for a in jax.tree.leaves(tree)
+        )
+        assert jax.tree.all(jax.tree.map(is_there, marks, (params, state)))
 
 
 # Parameters without gradients, and in 16 bits

@@ -70,6 +70,14 @@ def global_decay(s, g, x, t, start=3, least=0.965):
     return row_wise_adagrad(s, g, x, t, WD)
 
 
+def counter_sgd(s, g, x, t):
+    """Of rows that came more than floor(2.5 N) times; N is 1 before the counters are read."""
+    s["n"] = s.get("n", 0) + 1
+    s["v"] = s["v"] + np.mean(g * g)
+    root = np.sqrt(0.7 * s["n"] if s["n"] > 2 else s["v"])
+    return x - LR / (root + EPS) * g
+
+
 ADAM = {"beta1": B1, "beta2": B2, "eps": EPS, "weight_decay": WD}
 PLAIN = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": WD}
 DECOUPLE = {"eps": EPS, "weight_decay": WD, "weight_decay_mode": "DECOUPLE"}
@@ -118,6 +126,27 @@ CASES = {
         },
         lambda: optzoo.global_decay_row_wise_adagrad(LR, EPS, WD, 3, 0.965),
         global_decay,
+    ),
+    "counter sgd": (
+        "EXACT_ROWWISE_ADAGRAD",
+        {
+            "eps": EPS,
+            "weight_decay_mode": "COUNTER",
+            "counter_based_regularization": {
+                "learning_rate_mode": "COUNTER_SGD",
+                "adjustment_ub": 0.7,
+                "tail_id_threshold": {"val": 2.5, "is_ratio": True},
+            },
+        },
+        lambda: optzoo.counter_row_wise_adagrad(
+            LR,
+            EPS,
+            adjustment_ub=0.7,
+            learning_rate_mode="counter_sgd",
+            tail_threshold=2.5,
+            is_ratio=True,
+        ),
+        counter_sgd,
     ),
 }
 

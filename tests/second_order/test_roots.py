@@ -172,6 +172,14 @@ def test_float64(method, tolerance, x64):
             assert roots.dtype == jnp.float64 and jnp.all(ok)
 
 
+@pytest.mark.parametrize("method", ALL)
+def test_float32_where_float64_is_enabled(method, x64):
+    with x64(True):
+        a = jax.ShapeDtypeStruct((2, 3, 3), jnp.float32)
+        roots, _ = jax.eval_shape(lambda a: METHODS[method](a, 4, 1e-2, True), a)
+        assert (roots.shape, roots.dtype) == (a.shape, a.dtype)
+
+
 # Derivatives
 
 

@@ -368,6 +368,9 @@ def test_what_may_sleep():
     optzoo.caught_up(masked)
     with pytest.raises(ValueError, match="no law for dense"):
         optzoo.caught_up(masked, dense=True)
+    for init in (lambda p: (), lambda p: (plain.init(p), plain.init(p))):
+        with pytest.raises(TypeError, match="must be one optimizer of optzoo with slots"):
+            optzoo.caught_up(plain._replace(init=init)).init({})
     with pytest.raises(TypeError, match="must be Python numbers, not traced ones"):
         jax.eval_shape(lambda b1: optzoo.caught_up(optzoo.adam(0.1, b1)).init({}), 0.9)
     with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):

@@ -204,6 +204,19 @@ def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
             np.testing.assert_allclose(slots["v"][k - 1][real], v[real], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("b1", "b2", "reason"),
+    [
+        (0.9, 0.8, "the mean must decay faster than the denominator"),
+        (0.99, 0.9901**2, "too long to sleep"),
+        (0.9, 0.91**2, "more than 256 terms. Increase the decay of the denominator"),
+    ],
+)
+def test_decays_too_near_to_each_other(b1, b2, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_motion(Law((("m", b1), ("v", b2)), "m", "v"), "float32", 500)
+
+
 def test_the_longest_sleep_has_a_bound():
     motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 500)
     assert motion.horizon == 500 and motion.window < 250
@@ -214,6 +227,16 @@ def test_the_longest_sleep_has_a_bound():
     last = (5000 - ages).astype(np.int32)
     x, _ = jax.jit(functools.partial(wake, motion))(clock, np.zeros((4, 1), "f"), slots, last)
     assert np.isnan(x)[:, 0].tolist() == [False, False, True, True]
+
+
+def test_powers_are_products_from_short_tables():
+    """Which are constants of the program."""
+    motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 5000)
+    ages = np.array([0, 1, 255, 256, motion.horizon + motion.window - 1])
+    decay = lambda ages: motion.decay(0.999, ages)
+    np.testing.assert_allclose(decay(jnp.asarray(ages)), 0.999**ages, rtol=1e-6)
+    tables = jax.make_jaxpr(decay)(ages).consts
+    assert 256 < sum(map(np.size, tables)) < 300
 
 
 @pytest.mark.parametrize(

@@ -468,8 +468,9 @@ def test_the_step_is_found():
     assert counts(load_tf1_state(tx, PARAMS, renamed, global_step="step")[1]) == {3}
     with pytest.raises(ValueError, match=r"has no whole number called 'steps'"):
         load_tf1_state(tx, PARAMS, renamed, global_step="steps")
-    with pytest.raises(ValueError, match=r"global_step must be in \[0, 2\*\*31\), got -1"):
-        load_tf1_state(tx, PARAMS, saved, global_step=-1)
+    for step in (-1, 2**31, 2**31 + 1):
+        with pytest.raises(ValueError, match=rf"global_step must be in \[0, 2\*\*31\), got {step}"):
+            load_tf1_state(tx, PARAMS, saved, global_step=step)
     two = saved | {"a/global_step": np.int64(1), "b/global_step": np.int64(2)}
     del two["global_step"]
     with pytest.raises(ValueError, match=r"may be any of \['a/global_step', 'b/global_step'\]"):
