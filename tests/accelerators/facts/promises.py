@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 
 from optzoo.core.compat import DEMANDS_LAYOUTS
+from optzoo.core.lines import shape_of_lines
 
-from .cases import CASES, FEW_ROWS, ROWS, Case
+from .cases import CASES, FEW_ROWS, IDS, ROWS, Case
 from .record import TO_HOST, Facts
 
 # Bytes that a step on few rows may need, or 2 % of its arguments if that is more.
 TEMPORARIES = {"gpu": 14_000_000, "tpu": 8_000_000}
+# XLA for TPUs brings a table whole to the fast memory of a v5e or v6e if it fits.
+FAST_MEMORY = 2**27
 # Their messages have room for any ids.
 ONE_ROUND = ("adam, one round", "own step")
 
@@ -40,16 +43,21 @@ def _of_quiet_steps(facts: Facts) -> Iterator[str]:
 def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
     limit = max(TEMPORARIES[case.platform], 0.02 * facts["arguments"])
     limit *= 2 if case.name.startswith("sharded/") else 1  # with messages
+    if "lines" in case.name:  # a few arrays with a line for each id
+        _, lanes = shape_of_lines((ROWS, _width(case)))
+        limit = max(limit, 10 * 4 * IDS * lanes)
     if facts["temporaries"] > limit:
         yield f"temporaries of {facts['temporaries']:,} bytes, more than {limit:,.0f}"
-    if "large" in facts:
+    table = _nbytes_of_table(case)
+    is_brought = case.platform == "tpu" and table <= FAST_MEMORY
+    # Slots with one number for each row are small, and may be brought there, too.
+    if facts.get("large_bytes", 0) >= 4 * ROWS * _width(case) and not is_brought:
         yield f"{facts['large']} operations as large as a table"
     if (sent := sum(nbytes for _, nbytes in facts.get("sent", {}).values())) > limit:
         yield f"sends {sent:,} bytes"
     # An operation on all rows in the memory of its argument is no large one. The estimate for v6e
     # counts whole tables for what its SparseCores gather and scatter.
-    all_rows = 2 * 4 * ROWS * _width(case)
-    if case.device.startswith("v5e") and facts.get("bytes", 0) >= all_rows:
+    if case.device.startswith("v5e") and not is_brought and facts.get("bytes", 0) >= 4 * table:
         yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
 
 
@@ -65,6 +73,11 @@ def _is_promised(case: Case) -> bool:
     # Before JAX 0.11.1 XLA for TPUs changes the layout of other tables in each step, and back.
     is_by_rows = case.platform == "gpu" or _width(case) % 128 == 0
     return is_by_rows or DEMANDS_LAYOUTS or "lines" in case.name
+
+
+def _nbytes_of_table(case: Case) -> int:
+    width = _width(case)
+    return 4 * ROWS * (width if "lines" in case.name else -(-width // 128) * 128)
 
 
 def _width(case: Case) -> int:
