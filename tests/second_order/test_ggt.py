@@ -11,7 +11,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optzoo import SparseRows
-from optzoo.second_order.ggt import ggt, scale_by_ggt
+from optzoo.second_order.ggt import (
+    _divided_differences,
+    _of_eigenvalues,
+    ggt,
+    scale_by_ggt,
+)
 from optzoo.testing.samples import avals, step
 
 # In float32 the tail magnifies rounding as the root of svd_eps says.
@@ -319,6 +324,22 @@ def after(steps, size, scale, rate, epsilons):
 
     (x, _), _ = jax.lax.scan(body, (x, tx.init(x)), jnp.arange(steps))
     return jnp.sum(jnp.sin(x * (1 + i)))
+
+
+@pytest.mark.parametrize("eps", [1e-4, 0.5])
+def test_divided_differences(x64, eps):
+    """With the last term of the formula, and without it where the least eigenvalue is below eps."""
+    with x64(True):
+        epsilons, values = (eps, 1e-2, 1e-2), jnp.array([0.0, 0.3, 0.3, 2.0])
+        f = lambda v: _of_eigenvalues(v, values[0], epsilons)
+        found = _divided_differences(values, epsilons)
+        slopes = jax.vmap(jax.grad(lambda v: f(v[None])[0]))(values)
+        v, w = values[:, None], values[None]
+        quotients = (f(values)[:, None] - f(values)[None]) / jnp.where(v == w, 1, v - w)
+        want = jnp.where(v == w, slopes[:, None], quotients)
+        is_zero = jnp.isnan(want)  # the root of 0 has no slope
+        assert is_zero.sum() == 1
+        np.testing.assert_allclose(found[~is_zero], want[~is_zero], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "size"), [(1, 8), (2, 3), (5, 3), (8, 8)])

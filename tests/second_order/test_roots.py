@@ -9,7 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.second_order.shampoo.roots import METHODS
+from optzoo.second_order.shampoo.roots import METHODS, _newton
 
 # Of which "auto" is one: tests/core/test_platforms.py.
 EXACT = ["eigh", "newton"]
@@ -159,6 +159,33 @@ def test_opposite_rows(method):
     """Gradients of the logits of two classes are opposite: the sums of the rows are zero."""
     a = np.array([[[1, -1], [-1, 1]]], "float32")
     assert error(method, a, 4, 1e-6, True) < 1e-2
+
+
+def newton_in_float64(a, p, growth=1.2):
+    """The inverse root of the paper's iteration, and the errors of its steps."""
+    identity = np.eye(len(a))
+    z = (1 + p) / (2 * np.linalg.norm(a))
+    m, h = z * a, identity * z ** (1 / p)
+    errors = [np.inf, np.abs(m - identity).max()]
+    while len(errors) < 100 and 1e-6 < errors[-1] < growth * errors[-2]:
+        c = (1 + 1 / p) * identity - m / p
+        m, h = np.linalg.matrix_power(c, p) @ m, h @ c
+        errors.append(np.abs(m - identity).max())
+    return h, errors
+
+
+def test_newton_gives_up_where_the_error_grows_by_a_fifth():
+    """As the original does, though the iteration would converge for this matrix."""
+    rng = np.random.default_rng(0)
+    q = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    a = (q * np.r_[np.ones(5), 1e-3]) @ q.T
+    _, errors = newton_in_float64(a, 6)
+    assert 1.22 < errors[-1] / errors[-2] < 2 and min(errors) > 0.2
+    h, errors = newton_in_float64(a, 6, growth=2.2)
+    assert errors[-1] < 1e-6
+    np.testing.assert_allclose(np.linalg.matrix_power(h, 6) @ a, np.eye(6), atol=1e-6)
+    _, ok = _newton(jnp.asarray(a, jnp.float32), 6)
+    assert not ok
 
 
 @pytest.mark.parametrize(("method", "tolerance"), [("eigh", 1e-12), ("newton", 1e-6)])
