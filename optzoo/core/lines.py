@@ -27,6 +27,12 @@ class Lines:
 
     It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it.
 
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> table = optzoo.to_lines(jnp.ones((1000, 16)))
+        >>> table.shape, table.value.shape
+        ((1000, 16), (125, 128))
+
     Attributes:
         value: the array, of shape ``(number of lines, lanes)``; of a slot with one number for each
             row, and of other slots that are not in lines, as it is.
