@@ -123,7 +123,13 @@ def assert_equal(found, want):
 SECOND_ORDER = ("shampoo", "blocked_shampoo", "soap", "ggt")
 
 
-@pytest.mark.parametrize("name", [n for n in optzoo.CATALOG if n not in SECOND_ORDER])
+# Each policy, slots with one number for each row, norms of rows, and what needs the number of rows.
+FEW = ["adam", "counter_row_wise_adagrad", "gradient_descent", "grad_variance_scaled", "lamb"]
+FEW += ["lazy_adam", "nadam", "partial_row_wise_adam", "row_wise_adagrad", "row_wise_lars"]
+OTHERS = [n for n in optzoo.CATALOG if n not in (*FEW, *SECOND_ORDER)]
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)])
 def test_every_optimizer(name):
     plain, lines = both()
     tx = optzoo.CATALOG[name].make()
