@@ -60,10 +60,15 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_rows(x: Any, has_changed_rows: bool) -> Any:
-    is_wide = x.ndim > 1 and x.size > len(x)
-    # TPUs have no elements of 64 bits: the compiler splits such arrays, and takes no demand there.
-    is_split = x.dtype.itemsize > 4
-    return in_row_major(x) if has_changed_rows and is_wide and not is_split else x
+    return in_row_major(x) if has_changed_rows and can_be_row_major(x) else x
+
+
+def can_be_row_major(x: Any) -> bool:
+    """Whether an array has rows of several elements, and a TPU has such elements.
+
+    Those of 64 bits are split by the compiler for TPUs, which takes no demand of a layout there.
+    """
+    return x.ndim > 1 and x.size > len(x) and x.dtype.itemsize <= 4
 
 
 def changed_rows(jaxpr: Any) -> list[bool]:
@@ -71,8 +76,7 @@ def changed_rows(jaxpr: Any) -> list[bool]:
 
     This may happen in calls, loops and branches.
     """
-    found = [_followed(jaxpr, result) for result in jaxpr.outvars]
-    return [origin is not None and origin.is_changed for origin in found]
+    return [origin is not None and origin.is_changed for origin in _origins(jaxpr)]
 
 
 class _Origin(NamedTuple):
@@ -82,21 +86,26 @@ class _Origin(NamedTuple):
     is_changed: bool  # whether some rows may differ
 
 
-def _followed(jaxpr: Any, v: Any) -> _Origin | None:
-    """The input of a jaxpr that one of its variables comes from, or None."""
+def _origins(jaxpr: Any) -> list[_Origin | None]:
+    """For each result of a jaxpr the input that it comes from, or None."""
     makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
-    is_changed = False
-    while not is_literal(v) and v in makers:
-        origin = _before(makers[v], makers[v].outvars.index(v))
-        if origin is None:
-            return None
-        is_changed |= origin.is_changed
-        v = makers[v].invars[origin.position]
-    is_input = not is_literal(v) and v in jaxpr.invars
-    return _Origin(jaxpr.invars.index(v), is_changed) if is_input else None
+    inputs = {v: i for i, v in enumerate(jaxpr.invars)}
+    of_bodies = functools.cache(_origins)  # a call has several results
+
+    def follow(v):
+        is_changed = False
+        while not is_literal(v) and v in makers:
+            origin = _before(makers[v], makers[v].outvars.index(v), of_bodies)
+            if origin is None:
+                return None
+            is_changed |= origin.is_changed
+            v = makers[v].invars[origin.position]
+        return None if is_literal(v) or v not in inputs else _Origin(inputs[v], is_changed)
+
+    return [follow(v) for v in jaxpr.outvars]
 
 
-def _before(eqn: Any, k: int) -> _Origin | None:
+def _before(eqn: Any, k: int, of_bodies: Callable[[Any], list[_Origin | None]]) -> _Origin | None:
     """The input of an equation that its ``k``-th output comes from, or None."""
     name = eqn.primitive.name
     if name in _SCATTERS:
@@ -108,7 +117,7 @@ def _before(eqn: Any, k: int) -> _Origin | None:
     if name not in CALLS and name != "shard_map":
         return None
     bodies, first, carry = _bodies(eqn)
-    origins = [_followed(body, body.outvars[k]) for body in bodies]
+    origins = [of_bodies(body)[k] for body in bodies]
     found = [(first + o.position, o.is_changed) for o in origins if o is not None]
     positions = {position for position, _ in found}
     # What a loop carries has to come back to its place.

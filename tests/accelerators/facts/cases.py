@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import optzoo
 from optzoo.compiled.report import lowered_for
 from optzoo.core.compat import DEMANDS_LAYOUTS
-from optzoo.sparse.row_major import changed_rows
+from optzoo.sparse.row_major import can_be_row_major, changed_rows
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
 
@@ -69,8 +69,8 @@ def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any
     def place(x, is_by_rows):
         at = getattr(x, "sharding", None) or SingleDeviceSharding(optzoo.devices_of(device)[0])
         at = Format(Layout(tuple(range(x.ndim))), at)
-        is_wide = is_by_rows and x.ndim > 1 and x.size > len(x) and x.dtype.itemsize <= 4
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) if is_wide else x
+        is_placed = is_by_rows and can_be_row_major(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) if is_placed else x
 
     placed = [place(x, i < len(by_rows) and by_rows[i]) for i, x in enumerate(leaves)]
     return step, treedef.unflatten(placed)
