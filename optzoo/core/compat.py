@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def make_replaceable(
     f: Callable[..., Sequence[Array]],
     *,
     types: Callable[..., list[Any] | None] = lambda *avals, **params: None,
-    on_cpu: Callable[..., Callable[..., Any]] | None = None,
+    on: Mapping[str, Callable[..., Callable[..., Any]]] | None = None,
     check_others: Callable[..., None] = lambda platforms, **params: None,
 ) -> Any:
     """A primitive with several results that computes ``f(*args, **params)``.
@@ -69,7 +69,8 @@ def make_replaceable(
         name: of the primitive, in jaxprs.
         f: of arrays, and of keywords that are static.
         types: ``types(*avals, **params)`` are the types of the results, if they are known.
-        on_cpu: ``on_cpu(ctx, **params)`` is the function that takes the place of ``f`` on the CPU.
+        on: by platforms, such as ``cpu``, what gives the function that takes the place of ``f``
+            there: ``on[platform](ctx, **params)``.
         check_others: ``check_others(platforms, **params)`` raises an error if ``f`` may not run on
             other platforms, in the program that is lowered for them.
     """
@@ -102,12 +103,12 @@ def make_replaceable(
         return mlir.lower_fun(f, multiple_results=True)(ctx, *args, **params)
 
     mlir.register_lowering(primitive, lower_plainly)
-    if on_cpu is not None:
+    for platform, make in (on or {}).items():
 
-        def lower(ctx, *args, **params):
-            return mlir.lower_fun(on_cpu(ctx, **params), multiple_results=True)(ctx, *args)
+        def lower(ctx, *args, make=make, **params):
+            return mlir.lower_fun(make(ctx, **params), multiple_results=True)(ctx, *args)
 
-        mlir.register_lowering(primitive, lower, platform="cpu")
+        mlir.register_lowering(primitive, lower, platform=platform)
         _prim_requires_devices.add(primitive)
     return primitive
 

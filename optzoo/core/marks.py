@@ -12,6 +12,7 @@ from typing import Any
 
 from .compat import make_replaceable
 
+WRITES = {"rows_scatter", "rows_add"}  # the marks of what changes rows of its first operand
 _names: dict[Any, str] = {}  # of the marked functions, by their primitives
 _is_on = contextvars.ContextVar("marking", default=False)
 

@@ -1,7 +1,7 @@
 """Native calls in a program of JAX: one primitive, which knows the operations it stands for.
 
-On the CPU it is lowered to a call of the native function. Elsewhere, under ``vmap`` and in
-derivatives, it is the operations themselves.
+On a CPU it is lowered to a call of the native function, and on a TPU rows are lowered to a Pallas
+kernel. Elsewhere, under ``vmap`` and in derivatives, it is the operations themselves.
 """
 
 import functools
@@ -18,13 +18,9 @@ from ..core.compat import (
     number_of_partitions,
     partitioned_by_first,
 )
-from . import machine
-from .call_frame import version_of_jaxlib
-from .engine import warn_once
-from .groups import Group, Leaf, Rows
-from .leaf_kernel import leaf_kernel
+from .engine import NAME, problem, warn_once
+from .groups import Group, Leaf, Rows, Unsupported
 from .program import Operation, Value
-from .rows_kernel import rows_kernel
 
 
 class Call:
@@ -47,6 +43,12 @@ class Call:
         }
         self.operations: list[Operation] = [op for part in parts for op in part.operations]
 
+    @property
+    def tables(self) -> dict[int, int]:
+        """By the positions of outputs that are tables with other rows those of the inputs."""
+        is_rows = isinstance(self.parts[0], Rows)
+        return {o: i for i, o in self.aliases.items()} if is_rows else {}
+
     def run(self, known: dict[Value, Any]) -> None:
         """Computes the outputs from what is known, and adds them."""
         args = [jnp.asarray(known[v] if v.literal is None else v.literal) for v in self.ins]
@@ -59,16 +61,17 @@ class Call:
             op.run(known)
         return tuple(known[v] for v in self.outs)
 
-    def lowered(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
-        """The function for the CPU, in a program that is lowered."""
+    def on_cpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
+        """The function for CPUs, in a program that is lowered."""
+        if reason := problem():
+            return self._without(reason)
         is_divided = number_of_partitions(ctx) > 1
         if is_divided and (isinstance(self.parts[0], Rows) or not can_partition(ctx)):
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
         except Exception as error:  # whatever LLVM says: XLA can do the same
-            warn_once(f"native code cannot be compiled: {type(error).__name__}: {error}")
-            return self.reference
+            return self._without(f"native code cannot be compiled: {type(error).__name__}: {error}")
         if not is_divided:
             return self._native
         arrays = [len(p.arrays) for p in self.parts if isinstance(p, Leaf)]
@@ -76,9 +79,35 @@ class Call:
         outs = [len(p.outs) for p in self.parts]
         return partitioned_by_first(self._native, self.shared, shapes, arrays, outs)
 
+    def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
+        """The function for TPUs, of which XLA makes one loop for each leaf by itself."""
+        from .tpu_kernel import tpu_kernel
+
+        rows = self.parts[0]
+        if not isinstance(rows, Rows) or number_of_partitions(ctx) > 1:
+            return self.reference
+        try:
+            return tpu_kernel(rows)
+        except Unsupported as error:
+            if self.required:
+                raise RuntimeError(f"native code is required, but {error}") from error
+            return self.reference
+
+    def _without(self, reason: str) -> Callable[..., tuple[Array, ...]]:
+        """The operations themselves, where native code for CPUs cannot run."""
+        if self.required:
+            raise RuntimeError(f"native code is required: {reason}")
+        warn_once(reason)
+        return self.reference
+
     @functools.cached_property
     def name(self) -> str:
-        """That of the native function, which is compiled."""
+        """That of the native function for CPUs, which is compiled."""
+        from . import machine
+        from .call_frame import version_of_jaxlib
+        from .leaf_kernel import leaf_kernel
+        from .rows_kernel import rows_kernel
+
         part, version = self.parts[0], version_of_jaxlib()
         if isinstance(part, Rows):
             return machine.register(lambda name: rows_kernel(name, part, version))
@@ -121,17 +150,21 @@ def _types(*avals: Any, call: Call) -> list[Any] | None:
 
 def _check_platforms(platforms: Sequence[str], call: Call) -> None:
     if call.required:
-        others = ", ".join(p for p in platforms if p != "cpu")
+        others = ", ".join(p for p in platforms if p not in _NATIVE_ON)
         raise RuntimeError(
             f"native code is required, but the program is compiled for {others}: native code is "
-            "for the CPU"
+            "for CPUs and TPUs"
         )
 
 
+_NATIVE_ON = {
+    "cpu": lambda ctx, call: call.on_cpu(ctx),
+    "tpu": lambda ctx, call: call.on_tpu(ctx),
+}
 _native_p = make_replaceable(
-    "optzoo_native",
+    NAME,
     lambda *args, call: call.reference(*args),
     types=_types,
-    on_cpu=lambda ctx, call: call.lowered(ctx),
+    on=_NATIVE_ON,
     check_others=_check_platforms,
 )

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.extras import how_to_install
 
+NAME = "optzoo_native"  # of the primitive of native calls
 _PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64")}
 
 
@@ -31,6 +32,15 @@ def problem() -> str | None:
     except Exception as error:  # whatever is wrong: XLA can do the same
         return f"native code does not work here: {type(error).__name__}: {error}"
     return None
+
+
+def has_half() -> bool:
+    """Whether native code for the processor of this machine can convert float16."""
+    if problem() is not None:
+        return True  # there is none
+    from . import machine
+
+    return machine.has_half()
 
 
 @functools.cache

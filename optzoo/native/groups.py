@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import operations
+from ..core.marks import WRITES
+from .elementwise import DTYPES, PARTS, is_elementwise
 from .program import Operation, Program, Value, needed
 
-_MARKS_OF_WRITES = {"rows_scatter", "rows_add"}
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
 
@@ -89,7 +89,7 @@ def find_rows(
     """
     by_ids: dict[Value, list[Operation]] = {}
     for op in program.operations:
-        if op.name in _MARKS_OF_WRITES and op.ins[0] in tables:
+        if op.name in WRITES and op.ins[0] in tables:
             by_ids.setdefault(op.ins[1], []).append(op)
     found, readers = [], program.readers()
     for ids, writes in by_ids.items():
@@ -229,7 +229,7 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     if len({t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}) > 1:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
-        if v.dtype not in operations.DTYPES or (not v.shape and v.dtype in operations.PARTS):
+        if v.dtype not in DTYPES or (not v.shape and v.dtype in PARTS):
             raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
     if part.ids.dtype not in ("int32", "int64") or len(part.ids.shape) != 1:
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
@@ -239,7 +239,7 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
 
 def is_known(op: Operation) -> bool:
     """Whether a group of rows can do an operation: one that computes each row from the same row."""
-    if not {v.dtype for v in (*op.ins, *op.outs)} <= operations.DTYPES:
+    if not {v.dtype for v in (*op.ins, *op.outs)} <= DTYPES:
         return False
     if op.inside:
         return all(map(is_known, op.inside))
@@ -254,7 +254,7 @@ def is_known(op: Operation) -> bool:
     if op.name in REDUCTIONS:
         is_row = 0 not in op.eqn.params["axes"] and math.prod(op.outs[0].shape[1:]) == 1
         return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
-    return operations.is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
+    return is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
 
 
 def _fits(v: Value, out: Value) -> bool:
@@ -292,7 +292,7 @@ def find_leaves(
         leaf = _leaf(ops, outs, places, in_place)
         given = all(v in places or v not in made for v in leaf.arrays)
         updates = any(v in places for v in leaf.arrays)
-        plain = not any(v.dtype in operations.PARTS for v in leaf.scalars)
+        plain = not any(v.dtype in PARTS for v in leaf.scalars)
         if given and updates and plain and set(outs) <= results:
             found.append(leaf)
     done = {v for leaf in found for v in leaf.outs}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from .elementwise import COMPARISONS, INTEGERS, NARROW, PARTS, SAME, SIZES, UNSIGNED
 from .program import Operation
 
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -17,60 +18,10 @@ TYPES = {
     "bool": BOOL, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
     "bfloat16": I16, "float16": F16, "float32": F32, "float64": F64,
 }  # fmt: skip
-PARTS = {"complex64": "float32", "complex128": "float64"}
-DTYPES = {*TYPES, *PARTS}
-_NARROW, _WIDE = {"bfloat16", "float16"}, {"float32": F32, "float64": F64}
-_UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
-_INTEGERS = {"int32", "int64", *_UNSIGNED}
-_FLOATS = {*_NARROW, *_WIDE}
-_SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
-_SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
 _CONTRACT = ("contract",)
-_SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-_ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
-_OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs"}
 _BITS = {"and": "and_", "or": "or_", "xor": "xor"}
 _SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
-_ELEMENTWISE = {*_SAME, *_COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
-_ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
-_ELEMENTWISE |= {"real", "imag", "complex"}
-
-
-def is_elementwise(op: Operation) -> bool:
-    """Whether :func:`compute` can do an operation."""
-    name, kinds = op.name, [v.dtype for v in op.ins]
-    if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
-        return False
-    kind, out = kinds[0], op.outs[0].dtype
-    if name in ("real", "imag", "complex") or name in _SAME:
-        return True
-    if PARTS.keys() & {*kinds, out}:
-        return False
-    if name in _SHIFTS:  # by less than the bits that there are
-        amount = op.ins[1].literal
-        return amount is not None and 0 <= int(amount) < _SIZES[kind]
-    if name == "convert_element_type":
-        if (kind, out) == ("float64", "float16"):  # a call of a library on x86-64
-            return False
-        return not (kind in _FLOATS and out in _INTEGERS and out != "bool")
-    if name == "bitcast_convert_type":
-        return _SIZES[kind] == _SIZES[out] and "bool" not in (kind, out)
-    if name in _ARITHMETIC or name == "clamp":
-        return kind != "bool"
-    if name in _OF_FLOATS:
-        return kind in _FLOATS
-    if name in _BITS or name == "not":
-        return kind in _INTEGERS
-    if name in ("neg", "square"):
-        return kind not in _UNSIGNED
-    return name != "select_n" or (len(kinds) == 3 and kind == "bool")
-
-
-def uses_half(op: Operation) -> bool:
-    """Whether an operation needs float16."""
-    return any(v.dtype == "float16" for v in (*op.ins, *op.outs))
 
 
 def constant(dtype: str, value: Any) -> Any:
@@ -80,13 +31,13 @@ def constant(dtype: str, value: Any) -> Any:
     if dtype in PARTS:
         element = complex(value)
         return constant(PARTS[dtype], element.real), constant(PARTS[dtype], element.imag)
-    return TYPES[dtype](int(value) if dtype in _INTEGERS else float(value))
+    return TYPES[dtype](int(value) if dtype in INTEGERS else float(value))
 
 
 def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
     """The result of an elementwise operation on elements."""
     kind, out = op.ins[0].dtype, op.outs[0].dtype
-    if op.name in _SAME:
+    if op.name in SAME:
         return args[0]
     if op.name in ("real", "imag"):
         return args[0][op.name == "imag"]
@@ -104,10 +55,10 @@ def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
         return b.not_(args[0])
     if op.name in _BITS:
         return getattr(b, _BITS[op.name])(*args)
-    if kind in _INTEGERS:
+    if kind in INTEGERS:
         return _of_integers(b, op.name, kind, args)
     # As XLA does, in float32, rounded after each operation.
-    wide = "float32" if kind in _NARROW else kind
+    wide = "float32" if kind in NARROW else kind
     args = [convert(b, a, kind, wide) for a in args]
     made = _of_floats(b, op, wide, args)
     return made if out == "bool" else convert(b, made, wide, out)
@@ -115,11 +66,11 @@ def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
 
 def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
     """The sum of two elements of a dtype."""
-    if dtype in _INTEGERS:
+    if dtype in INTEGERS:
         return b.add(x, y)
     if dtype in PARTS:
         return tuple(add(b, PARTS[dtype], *pair) for pair in zip(x, y, strict=True))
-    wide = "float32" if dtype in _NARROW else dtype
+    wide = "float32" if dtype in NARROW else dtype
     x, y = (convert(b, a, dtype, wide) for a in (x, y))
     return convert(b, b.fadd(x, y, flags=_CONTRACT), wide, dtype)
 
@@ -132,11 +83,11 @@ def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
 
 
 def _of_integers(b: ir.IRBuilder, name: str, kind: str, args: Sequence[Any]) -> Any:
-    compare = b.icmp_unsigned if kind in _UNSIGNED else b.icmp_signed
+    compare = b.icmp_unsigned if kind in UNSIGNED else b.icmp_signed
     larger = lambda x, y: b.select(compare(">=", x, y), x, y)
     smaller = lambda x, y: b.select(compare("<=", x, y), x, y)
-    if name in _COMPARISONS:
-        return compare(_COMPARISONS[name], *args)
+    if name in COMPARISONS:
+        return compare(COMPARISONS[name], *args)
     if name == "square":
         return b.mul(args[0], args[0])
     if name == "clamp":
@@ -147,9 +98,9 @@ def _of_integers(b: ir.IRBuilder, name: str, kind: str, args: Sequence[Any]) -> 
 
 def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -> Any:
     name, x, t = op.name, args[0], TYPES[kind]
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         compare = b.fcmp_unordered if name == "ne" else b.fcmp_ordered
-        return compare(_COMPARISONS[name], *args)
+        return compare(COMPARISONS[name], *args)
     if name == "is_finite":
         return b.fcmp_ordered("<", _intrinsic(b, "fabs", x), t(float("inf")))
     if name == "integer_pow":
@@ -210,19 +161,19 @@ def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
     if out == "bfloat16":
         return _to_bfloat16(b, convert(b, x, kind, "float32"))
     if out == "bool":
-        if kind in _INTEGERS:
+        if kind in INTEGERS:
             return b.icmp_unsigned("!=", x, TYPES[kind](0))
         return b.fcmp_unordered("!=", x, TYPES[kind](0.0))
     t = TYPES[out]
-    if kind in _INTEGERS and out in _INTEGERS:
-        if _SIZES[kind] == _SIZES[out]:
+    if kind in INTEGERS and out in INTEGERS:
+        if SIZES[kind] == SIZES[out]:
             return x
-        if kind != "bool" and _SIZES[kind] > _SIZES[out]:
+        if kind != "bool" and SIZES[kind] > SIZES[out]:
             return b.trunc(x, t)
-        return b.zext(x, t) if kind in _UNSIGNED else b.sext(x, t)
-    if kind in _INTEGERS:
-        return b.uitofp(x, t) if kind in _UNSIGNED else b.sitofp(x, t)
-    return b.fpext(x, t) if _SIZES[kind] < _SIZES[out] else b.fptrunc(x, t)
+        return b.zext(x, t) if kind in UNSIGNED else b.sext(x, t)
+    if kind in INTEGERS:
+        return b.uitofp(x, t) if kind in UNSIGNED else b.sitofp(x, t)
+    return b.fpext(x, t) if SIZES[kind] < SIZES[out] else b.fptrunc(x, t)
 
 
 def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:

@@ -4,9 +4,9 @@ import graphlib
 from collections.abc import Sequence
 from typing import Any
 
-from . import groups, machine
+from . import engine, groups
 from .calls import Call
-from .operations import uses_half
+from .elementwise import uses_half
 from .program import Operation, Program, Value
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
@@ -83,6 +83,6 @@ def _refusal(program: Program) -> str | None:
     """Why nothing of a program is given to native code."""
     if program.has_effects:
         return "the update has side effects"
-    if not machine.has_half() and any(map(uses_half, program.operations)):
+    if any(map(uses_half, program.operations)) and not engine.has_half():
         return "this processor does not convert float16"
     return None

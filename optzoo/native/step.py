@@ -12,7 +12,6 @@ from jax.sharding import AxisType, get_abstract_mesh
 from ..core.checks import check_flags, check_transformation
 from ..core.marks import marking
 from ..core.paths import path_name
-from . import engine
 
 InPlace = Literal["all", "slots"]
 Native = bool | Literal["require"]  # whether a step is native, or must be
@@ -169,13 +168,12 @@ def _refusal(required: bool) -> str | None:
     For which platform it is compiled is known when it is lowered, which raises an error then if
     native code is required.
     """
-    if jax.default_backend() != "cpu" and not required:
-        return f"the default backend is {jax.default_backend()}, and native code is for the CPU"
+    backend = jax.default_backend()
+    if backend not in ("cpu", "tpu") and not required:
+        return f"the default backend is {backend}, and native code is for CPUs and TPUs"
     if AxisType.Explicit in (get_abstract_mesh().axis_types or ()):
         return "native code does not know explicit shardings"
-    if reason := engine.problem():
-        engine.warn_once(reason)
-    return reason
+    return None
 
 
 def _check_all(plan: Any, results: list[Any], paths: list[Any]) -> None:

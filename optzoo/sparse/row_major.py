@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.compat import CALLS, in_row_major, inner_jaxprs, is_literal, scan_sizes
+from ..core.marks import WRITES, mark_of
+from ..native.engine import NAME
 
 _SCATTERS = {"scatter", "scatter-add", "scatter_add"}
 _SAME = {"copy", "copy_p", "layout_constraint", "optimization_barrier", "pcast", "pvary"}
@@ -107,13 +109,18 @@ def _origins(jaxpr: Any) -> list[_Origin | None]:
 
 def _before(eqn: Any, k: int, of_bodies: Callable[[Any], list[_Origin | None]]) -> _Origin | None:
     """The input of an equation that its ``k``-th output comes from, or None."""
-    name = eqn.primitive.name
+    name = mark_of(eqn) or eqn.primitive.name
+    if name in WRITES:
+        return _Origin(0, True)
     if name in _SCATTERS:
         is_by_rows = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims == (0,)
         is_one_row = eqn.invars[1].aval.ndim == 1  # XLA writes it in any layout
         return _Origin(0, not is_one_row) if is_by_rows else None
     if name in _SAME:
         return _Origin(k, False)
+    if name == NAME:
+        table = eqn.params["call"].tables.get(k)
+        return None if table is None else _Origin(table, True)
     if name not in CALLS and name != "shard_map":
         return None
     bodies, first, carry = _bodies(eqn)

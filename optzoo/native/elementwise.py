@@ -1,0 +1,56 @@
+"""Which operations of JAX compute each element from the same element of their operands."""
+
+from .program import Operation
+
+PARTS = {"complex64": "float32", "complex128": "float64"}
+SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
+SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}  # in bits
+DTYPES = {*SIZES, *PARTS}
+NARROW = {"bfloat16", "float16"}
+UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
+INTEGERS = {"int32", "int64", *UNSIGNED}
+SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_FLOATS = {*NARROW, "float32", "float64"}
+_ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
+_OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs"}
+_BITS = {"and", "or", "xor"}
+_SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
+_ELEMENTWISE = {*SAME, *COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
+_ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
+_ELEMENTWISE |= {"real", "imag", "complex"}
+
+
+def is_elementwise(op: Operation) -> bool:
+    """Whether the native engine knows an operation, and it is one."""
+    name, kinds = op.name, [v.dtype for v in op.ins]
+    if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
+        return False
+    kind, out = kinds[0], op.outs[0].dtype
+    if name in ("real", "imag", "complex") or name in SAME:
+        return True
+    if PARTS.keys() & {*kinds, out}:
+        return False
+    if name in _SHIFTS:  # by less than the bits that there are
+        amount = op.ins[1].literal
+        return amount is not None and 0 <= int(amount) < SIZES[kind]
+    if name == "convert_element_type":
+        if (kind, out) == ("float64", "float16"):  # a call of a library on x86-64
+            return False
+        return not (kind in _FLOATS and out in INTEGERS and out != "bool")
+    if name == "bitcast_convert_type":
+        return SIZES[kind] == SIZES[out] and "bool" not in (kind, out)
+    if name in _ARITHMETIC or name == "clamp":
+        return kind != "bool"
+    if name in _OF_FLOATS:
+        return kind in _FLOATS
+    if name in _BITS or name == "not":
+        return kind in INTEGERS
+    if name in ("neg", "square"):
+        return kind not in UNSIGNED
+    return name != "select_n" or (len(kinds) == 3 and kind == "bool")
+
+
+def uses_half(op: Operation) -> bool:
+    """Whether an operation needs float16."""
+    return any(v.dtype == "float16" for v in (*op.ins, *op.outs))
