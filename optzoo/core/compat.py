@@ -496,6 +496,16 @@ def vary(x: Array, axes: Iterable[str]) -> Array:
     return cast_varying(x, missing) if missing else x
 
 
+def shape_varying(shape: tuple[int, ...], dtype: Any, axes: Iterable[str]) -> Any:
+    """The shape of an array that may differ along these mesh axes."""
+    axes = frozenset(axes)
+    if hasattr(jax.sharding, "ManualAxisType"):
+        kind: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
+    else:  # in older versions of JAX
+        kind = {"vma": axes}
+    return jax.ShapeDtypeStruct(shape, dtype, **kind)
+
+
 def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:
     """The arrays of all devices along mesh axes joined, typed as the same on all of them."""
     # Before JAX 0.10 it is only a function without a public name.

@@ -19,6 +19,8 @@ from optzoo.core.compat import bind_equation
 from optzoo.native import calls, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.groups import Rows
+from optzoo.native.leaf_kernel import leaf_kernel
+from optzoo.native.rows_kernel import rows_kernel
 from optzoo.testing.samples import with_global_step
 
 PAGE = mmap.PAGESIZE
@@ -86,7 +88,7 @@ def native_calls(tx, params, grads):
 def text_of(call, name="kernel"):
     """The kernel of a call in LLVM's language."""
     part, version = call.parts[0], version_of_jaxlib()
-    write = calls.rows_kernel if isinstance(part, Rows) else calls.leaf_kernel
+    write = rows_kernel if isinstance(part, Rows) else leaf_kernel
     return write(name, part, version)
 
 
