@@ -1,6 +1,6 @@
 """Operations of JAX on single elements, in LLVM's language.
 
-A value of a dtype is a value of LLVM: bfloat16 as its bits, a complex element as a pair.
+A value of a dtype is a value of LLVM: bfloat16 as its bits.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,6 @@ TYPES = {
     "bool": BOOL, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
     "bfloat16": I16, "float16": F16, "float32": F32, "float64": F64,
 }  # fmt: skip
-PARTS = {"complex64": "float32", "complex128": "float64"}
-DTYPES = {*TYPES, *PARTS}
 _NARROW, _WIDE = {"bfloat16", "float16"}, {"float32": F32, "float64": F64}
 _UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
 _INTEGERS = {"int32", "int64", *_UNSIGNED}
@@ -35,19 +33,16 @@ _BITS = {"and": "and_", "or": "or_", "xor": "xor"}
 _SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
 _ELEMENTWISE = {*_SAME, *_COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
 _ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
-_ELEMENTWISE |= {"real", "imag", "complex"}
 
 
 def is_elementwise(op: Operation) -> bool:
     """Whether :func:`compute` can do an operation."""
     name, kinds = op.name, [v.dtype for v in op.ins]
-    if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
+    if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= TYPES.keys():
         return False
     kind, out = kinds[0], op.outs[0].dtype
-    if name in ("real", "imag", "complex") or name in _SAME:
+    if name in _SAME:
         return True
-    if PARTS.keys() & {*kinds, out}:
-        return False
     if name in _SHIFTS:  # by less than the bits that there are
         amount = op.ins[1].literal
         return amount is not None and 0 <= int(amount) < _SIZES[kind]
@@ -77,9 +72,6 @@ def constant(dtype: str, value: Any) -> Any:
     """A constant of a dtype."""
     if dtype == "bfloat16":
         return I16(int(np.asarray(value, np.float32).view(np.uint32)) >> 16)
-    if dtype in PARTS:
-        element = complex(value)
-        return constant(PARTS[dtype], element.real), constant(PARTS[dtype], element.imag)
     return TYPES[dtype](int(value) if dtype in _INTEGERS else float(value))
 
 
@@ -88,10 +80,6 @@ def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
     kind, out = op.ins[0].dtype, op.outs[0].dtype
     if op.name in _SAME:
         return args[0]
-    if op.name in ("real", "imag"):
-        return args[0][op.name == "imag"]
-    if op.name == "complex":
-        return tuple(args)
     if op.name == "select_n":
         return b.select(args[0], args[2], args[1])
     if op.name == "convert_element_type":
@@ -117,8 +105,6 @@ def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
     """The sum of two elements of a dtype."""
     if dtype in _INTEGERS:
         return b.add(x, y)
-    if dtype in PARTS:
-        return tuple(add(b, PARTS[dtype], *pair) for pair in zip(x, y, strict=True))
     wide = "float32" if dtype in _NARROW else dtype
     x, y = (convert(b, a, dtype, wide) for a in (x, y))
     return convert(b, b.fadd(x, y, flags=_CONTRACT), wide, dtype)
@@ -238,15 +224,12 @@ def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def stored_type(dtype: str) -> Any:
-    """The type of an element in memory; of a complex number that of a part."""
-    return I8 if dtype == "bool" else TYPES[PARTS.get(dtype, dtype)]
+    """The type of an element in memory."""
+    return I8 if dtype == "bool" else TYPES[dtype]
 
 
 def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
     """The element at an index of an array."""
-    if dtype in PARTS:
-        first = b.shl(at, I64(1))
-        return tuple(load(b, PARTS[dtype], pointer, b.add(first, I64(n))) for n in (0, 1))
     t = stored_type(dtype)
     x = b.load(b.gep(pointer, [at], source_etype=t), typ=t)
     return b.icmp_unsigned("!=", x, I8(0)) if dtype == "bool" else x
@@ -254,11 +237,6 @@ def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
 
 def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
     """Writes the element at an index of an array."""
-    if dtype in PARTS:
-        first = b.shl(at, I64(1))
-        for n in (0, 1):
-            store(b, PARTS[dtype], pointer, b.add(first, I64(n)), x[n])
-        return
     t = stored_type(dtype)
     b.store(b.zext(x, t) if dtype == "bool" else x, b.gep(pointer, [at], source_etype=t))
 
@@ -268,4 +246,4 @@ def bytes_of(dtype: str) -> int:
     width = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
     t = stored_type(dtype)
     bits = t.width if isinstance(t, ir.IntType) else width[type(t)]
-    return bits // 8 * (2 if dtype.startswith("complex") else 1)
+    return bits // 8
