@@ -80,8 +80,9 @@ class Elements:
             long = iter([i for i, d in zip(index, value.shape, strict=True) if d != 1])
             return self.of(inner, tuple(ZERO if d == 1 else next(long) for d in inner.shape))
         if op.name == "slice":
-            starts = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
-            return self.of(inner, tuple(i if d == e else self.in_part(i, s) for i, s, d, e in starts))
+            axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
+            in_inner = lambda i, start, d, e: i if d == e else self.in_part(i, start)
+            return self.of(inner, tuple(in_inner(*axis) for axis in axes))
         if op.name == "concatenate":
             return self._concatenated(op, index)
         return compute(self.b, op, [self.of(v, _narrowed(index, value, v)) for v in op.ins])

@@ -45,6 +45,8 @@ def pack(slots: Any, dtype: DTypeLike) -> Any:
     """
     dtype = jnp.dtype(dtype)
     upper = _UPPER.get(dtype, SecondHalf)
+    fits = lambda a: upper is not SecondHalf or (a.ndim > 1 and a.size > len(a))
+    mark = lambda a: upper() if fits(a) else a
     trees, free = list(slots), []
     for j, tree in enumerate(trees):
         dtypes = {jnp.dtype(a.dtype) for a in jax.tree.leaves(tree)}
@@ -58,9 +60,7 @@ def pack(slots: Any, dtype: DTypeLike) -> Any:
             free.append(j)
             continue
         i = partners[-1]
-        fits = lambda a: upper is not SecondHalf or (a.ndim > 1 and a.size > len(a))
-        marks = jax.tree.map(lambda a: upper() if fits(a) else a, tree)
-        trees[i], trees[j] = _packed(trees[i], tree, marks)
+        trees[i], trees[j] = _packed(trees[i], tree, jax.tree.map(mark, tree))
         free = []  # no other words come between two that belong together
     return type(slots)._make(trees)
 
@@ -96,10 +96,10 @@ def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
     """The places of the arrays of two slots, and of the markers."""
     words = halves = 0
     for j, tree in enumerate(slots):
-        marks = {type(x) for x in jax.tree.leaves(tree, is_leaf=_is_mark)} & {SecondHalf, *_DTYPE_OF}
-        dtypes = [jnp.dtype(a.dtype) for a in jax.tree.leaves(tree) if hasattr(a, "dtype")]
-        if marks:
-            yield (halves if SecondHalf in marks else words), j
+        leaves = jax.tree.leaves(tree, is_leaf=_is_mark)
+        dtypes = [jnp.dtype(a.dtype) for a in leaves if hasattr(a, "dtype")]
+        if marks := [x for x in leaves if _is_mark(x)]:
+            yield (halves if type(marks[0]) is SecondHalf else words), j
         elif jnp.dtype(jnp.uint32) in dtypes:
             words = j
         elif any(map(_is_inexact, dtypes)):
