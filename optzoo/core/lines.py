@@ -34,8 +34,9 @@ class Lines:
         ((1000, 16), (125, 128))
 
     Attributes:
-        value: the array, of shape ``(number of lines, lanes)``; of a slot with one number for each
-            row, and of other slots that are not in lines, as it is.
+        value: the array, of shape ``(number of lines, lanes)``; of two slots side by side of shape
+            ``(number of lines, 2 * lanes)``; of a slot with one number for each row, and of other
+            slots that are not in lines, as it is.
         shape: of the table, ``(num_rows, *row_shape)``.
     """
 
@@ -190,8 +191,21 @@ def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., 
 
 
 def are_lines(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array is that of the lines of a table of this shape."""
-    return jnp.shape(x) != shape and jnp.shape(x) == shape_of_lines(shape)
+    """Whether an array is that of the lines of a table of this shape, or of two slots of it."""
+    lines = shape_of_lines(shape)
+    return lines != shape and jnp.shape(x) in (lines, doubled(lines))
+
+
+def doubled(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array of two arrays of this shape, side by side."""
+    return (*shape[:-1], 2 * shape[-1]) if shape else shape
+
+
+def _each(f: Callable[[Array], Array], x: Array, number: int) -> Array:
+    """``f`` of each of ``number`` arrays that are side by side; the results side by side."""
+    if number == 1:
+        return f(x)
+    return jnp.concatenate([f(part) for part in jnp.split(x, number, axis=-1)], axis=-1)
 
 
 def _has_shape(x: Any) -> bool:
@@ -206,7 +220,11 @@ def _in_lines(tree: Any, shape: tuple[int, ...]) -> Lines:
 def _joined(x: Array, shape: tuple[int, ...]) -> Array:
     """The lines of an array of the shape of the table; any other array as it is."""
     (lines, lanes), width = shape_of_lines(shape), math.prod(shape[1:])
-    if jnp.shape(x) != shape or shape == (lines, lanes):
+    if shape == (lines, lanes):
+        return x
+    if len(shape) > 1 and jnp.shape(x) == doubled(shape):
+        return _each(lambda half: _joined(half, shape), x, 2)
+    if jnp.shape(x) != shape:
         return x
     per_line = lanes // width
     rows = jnp.pad(x.reshape(-1, width), ((0, lines * per_line - shape[0]), (0, 0)))
@@ -217,6 +235,8 @@ def _parted(x: Array, shape: tuple[int, ...]) -> Array:
     """The other direction."""
     if not are_lines(x, shape):
         return x
+    if (number := _side_by_side(x, shape)) > 1:
+        return _each(lambda half: _parted(half, shape), x, number)
     width = math.prod(shape[1:])
     return x[:, : x.shape[1] // width * width].reshape(-1, *shape[1:])[: shape[0]]
 
@@ -230,24 +250,28 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
         shape: of the table.
     """
     line, part, per_line, width = _places(lines, ids, shape)
-    found = jnp.take(lines, line, axis=0, mode="clip")[:, : per_line * width]
     is_mine = _one_hot(part, per_line)
-    found = found.reshape(-1, per_line, width)
-    # A sum of one row and zeros: quicker on a TPU than to gather it.
-    rows = jnp.sum(jnp.where(is_mine[..., None], found, 0), axis=1, dtype=lines.dtype)
-    return rows.reshape(-1, *shape[1:])
+
+    def rows_of(found):
+        found = found[:, : per_line * width].reshape(-1, per_line, width)
+        # A sum of one row and zeros: quicker on a TPU than to gather it.
+        rows = jnp.sum(jnp.where(is_mine[..., None], found, 0), axis=1, dtype=lines.dtype)
+        return rows.reshape(-1, *shape[1:])
+
+    return _each(rows_of, jnp.take(lines, line, axis=0, mode="clip"), _side_by_side(lines, shape))
 
 
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
     line, part, per_line, width = _places(lines, ids, shape)
     # All new rows of a line come together at one of their positions.
-    elected, number = elect(line), len(ids)
-    own = segment_sum(_in_lanes(rows, part, lines), elected, number)
-    is_new = segment_sum(_one_hot(part, per_line).astype(jnp.int32), elected, number) > 0
-    is_new = _padded(jnp.repeat(is_new, width, axis=1), lines)
+    elected, count = elect(line), len(ids)
+    own = segment_sum(_in_lanes(rows, part, lines, shape), elected, count)
+    is_new = segment_sum(_one_hot(part, per_line).astype(jnp.int32), elected, count) > 0
+    is_new = _padded(jnp.repeat(is_new, width, axis=1), shape)
+    is_new = jnp.tile(is_new, (1, _side_by_side(lines, shape)))
     new = jnp.where(is_new, own, jnp.take(lines, line, axis=0, mode="clip"))
-    is_elected = elected == jnp.arange(number, dtype=elected.dtype)
+    is_elected = elected == jnp.arange(count, dtype=elected.dtype)
     to = jnp.where(is_elected, line, len(lines))
     return lines.at[to].set(new, mode="drop", unique_indices=True)
 
@@ -255,28 +279,37 @@ def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
 def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with rows added to those of some ids, which may repeat."""
     line, part, _, _ = _places(lines, ids, shape)
-    return add(lines, line, _in_lanes(rows, part, lines))
+    return add(lines, line, _in_lanes(rows, part, lines, shape))
+
+
+def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:
+    """How many lines are side by side: two, of two slots, or one."""
+    return lines.shape[1] // shape_of_lines(shape)[1]
 
 
 def _places(lines: Array, ids: Array, shape: tuple[int, ...]) -> tuple[Array, Array, int, int]:
     """The line of each id, its part of the line, how many parts there are, and their width."""
     width = math.prod(shape[1:])
-    per_line = lines.shape[1] // width
+    per_line = shape_of_lines(shape)[1] // width
     is_in = (ids >= 0) & (ids < shape[0])
     return jnp.where(is_in, ids // per_line, len(lines)), ids % per_line, per_line, width
 
 
-def _in_lanes(rows: Array, part: Array, lines: Array) -> Array:
+def _in_lanes(rows: Array, part: Array, lines: Array, shape: tuple[int, ...]) -> Array:
     """A line for each row, with the row in its part and zeros elsewhere."""
-    rows = rows.reshape(len(rows), 1, -1)
-    is_mine = _one_hot(part, lines.shape[1] // rows.shape[2])
-    found = jnp.where(is_mine[..., None], rows, 0)
-    return _padded(found.reshape(len(rows), -1).astype(lines.dtype), lines)
+    is_mine = _one_hot(part, shape_of_lines(shape)[1] // math.prod(shape[1:]))
+
+    def line_of(rows):
+        rows = rows.reshape(len(rows), 1, -1)
+        found = jnp.where(is_mine[..., None], rows, 0)
+        return _padded(found.reshape(len(rows), -1).astype(lines.dtype), shape)
+
+    return _each(line_of, rows, _side_by_side(lines, shape))
 
 
 def _one_hot(part: Array, per_line: int) -> Array:
     return part[:, None] == jnp.arange(per_line)[None]
 
 
-def _padded(x: Array, lines: Array) -> Array:
-    return jnp.pad(x, ((0, 0), (0, lines.shape[1] - x.shape[1])))
+def _padded(x: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.pad(x, ((0, 0), (0, shape_of_lines(shape)[1] - x.shape[1])))

@@ -5,14 +5,15 @@ between the operations of a group.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 
 from .loops import ZERO
-from .operations import compute, constant, convert
-from .program import Value
+from .operations import I64, compute, constant, convert
+from .program import Operation, Value
 
 Index = tuple[Any, ...]  # an integer for each axis
 
@@ -35,6 +36,8 @@ class Elements:
     ):
         self.b, self.known, self.constant_of = b, known, constant_of
         self._made: list[dict[Any, Any]] = [{}]
+        # Of indices in a part of an axis: the index in the part, and where the part begins.
+        self._parts: dict[Any, tuple[Any, int]] = {}
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -76,7 +79,38 @@ class Elements:
         if op.name in ("reshape", "squeeze", "expand_dims"):
             long = iter([i for i, d in zip(index, value.shape, strict=True) if d != 1])
             return self.of(inner, tuple(ZERO if d == 1 else next(long) for d in inner.shape))
+        if op.name == "slice":
+            axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
+            in_inner = lambda i, start, d, e: i if d == e else self.in_part(i, start)
+            return self.of(inner, tuple(in_inner(*axis) for axis in axes))
+        if op.name == "concatenate":
+            return self._concatenated(op, index)
         return compute(self.b, op, [self.of(v, _narrowed(index, value, v)) for v in op.ins])
+
+    def in_part(self, i: Any, start: int) -> Any:
+        """An index in a part of an axis, which begins at ``start``, as an index of the axis."""
+        for made in self._made:
+            if ("part", id(i), start) in made:
+                return made["part", id(i), start]
+        found = self._made[-1]["part", id(i), start] = self.b.add(i, I64(start))
+        self._parts[found] = i, start
+        return found
+
+    def _concatenated(self, op: Operation, index: Index) -> Any:
+        axis = op.eqn.params["dimension"]
+        i, ends = index[axis], list(itertools.accumulate(v.shape[axis] for v in op.ins))
+        starts = [0, *ends[:-1]]
+        at = lambda j: (*index[:axis], j, *index[axis + 1 :])
+        inside, first = self._parts.get(i, (None, None))
+        if first in starts:
+            return self.of(op.ins[starts.index(first)], at(inside))
+        found = None
+        for v, start, end in zip(op.ins, starts, ends, strict=True):
+            is_after = self.b.icmp_signed(">=", i, I64(start))
+            is_in = self.b.and_(is_after, self.b.icmp_signed("<", i, I64(end)))
+            element = self.of(v, at(self.b.select(is_in, self.b.sub(i, I64(start)), ZERO)))
+            found = element if found is None else self.b.select(is_in, element, found)
+        return found
 
 
 def _narrowed(index: Index, value: Value, operand: Value) -> Index:

@@ -2,10 +2,9 @@
 
 from .program import Operation
 
-PARTS = {"complex64": "float32", "complex128": "float64"}
 SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
 SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}  # in bits
-DTYPES = {*SIZES, *PARTS}
+DTYPES = {*SIZES}
 NARROW = {"bfloat16", "float16"}
 UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
 INTEGERS = {"int32", "int64", *UNSIGNED}
@@ -18,7 +17,6 @@ _BITS = {"and", "or", "xor"}
 _SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
 _ELEMENTWISE = {*SAME, *COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
 _ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
-_ELEMENTWISE |= {"real", "imag", "complex"}
 
 
 def is_elementwise(op: Operation) -> bool:
@@ -27,10 +25,8 @@ def is_elementwise(op: Operation) -> bool:
     if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
         return False
     kind, out = kinds[0], op.outs[0].dtype
-    if name in ("real", "imag", "complex") or name in SAME:
+    if name in SAME:
         return True
-    if PARTS.keys() & {*kinds, out}:
-        return False
     if name in _SHIFTS:  # by less than the bits that there are
         amount = op.ins[1].literal
         return amount is not None and 0 <= int(amount) < SIZES[kind]

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.lines import doubled
 from ..core.marks import WRITES
-from .elementwise import DTYPES, PARTS, is_elementwise
+from .elementwise import DTYPES, is_elementwise
 from .program import Operation, Program, Value, needed
 
 _MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+_PARTS = {"slice", "concatenate"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
 
 
@@ -226,10 +228,12 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
-    if len({t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}) > 1:
+    shapes = {t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}
+    shortest = min(shapes, key=math.prod, default=())
+    if not shapes <= {shortest, doubled(shortest)}:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
-        if v.dtype not in DTYPES or (not v.shape and v.dtype in PARTS):
+        if v.dtype not in DTYPES:
             raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
     if part.ids.dtype not in ("int32", "int64") or len(part.ids.shape) != 1:
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
@@ -251,6 +255,12 @@ def is_known(op: Operation) -> bool:
         return same and (op.name != "reshape" or op.eqn.params["dimensions"] is None)
     if op.name == "iota":
         return not op.ins
+    if op.name == "slice":
+        starts, strides = op.eqn.params["start_indices"], op.eqn.params["strides"]
+        is_whole = starts[0] == 0 and op.outs[0].shape[0] == op.ins[0].shape[0]
+        return is_whole and (strides is None or set(strides) == {1})
+    if op.name == "concatenate":
+        return op.eqn.params["dimension"] > 0 and all(0 not in v.shape for v in op.ins)
     if op.name in REDUCTIONS:
         is_row = 0 not in op.eqn.params["axes"] and math.prod(op.outs[0].shape[1:]) == 1
         return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
@@ -292,8 +302,7 @@ def find_leaves(
         leaf = _leaf(ops, outs, places, in_place)
         given = all(v in places or v not in made for v in leaf.arrays)
         updates = any(v in places for v in leaf.arrays)
-        plain = not any(v.dtype in PARTS for v in leaf.scalars)
-        if given and updates and plain and set(outs) <= results:
+        if given and updates and set(outs) <= results:
             found.append(leaf)
     done = {v for leaf in found for v in leaf.outs}
     for v in program.results:
@@ -367,7 +376,7 @@ def _is_fusible(op: Operation) -> bool:
     if any(v.shape not in ((), op.outs[0].shape) for v in op.ins):
         return False
     is_single = lambda each: _is_fusible(each) or not each.outs[0].shape
-    return op.name not in _MOVES | REDUCTIONS | {"iota"} and all(map(is_single, op.inside))
+    return op.name not in _MOVES | _PARTS | REDUCTIONS | {"iota"} and all(map(is_single, op.inside))
 
 
 def _stages(program: Program, fusible: Collection[Operation]) -> dict[Operation, int]:

@@ -1,6 +1,6 @@
 """Operations of JAX on single elements, in LLVM's language.
 
-A value of a dtype is a value of LLVM: bfloat16 as its bits, a complex element as a pair.
+A value of a dtype is a value of LLVM: bfloat16 as its bits.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from .elementwise import COMPARISONS, INTEGERS, NARROW, PARTS, SAME, SIZES, UNSIGNED
+from .elementwise import COMPARISONS, INTEGERS, NARROW, SAME, SIZES, UNSIGNED
 from .program import Operation
 
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -28,9 +28,6 @@ def constant(dtype: str, value: Any) -> Any:
     """A constant of a dtype."""
     if dtype == "bfloat16":
         return I16(int(np.asarray(value, np.float32).view(np.uint32)) >> 16)
-    if dtype in PARTS:
-        element = complex(value)
-        return constant(PARTS[dtype], element.real), constant(PARTS[dtype], element.imag)
     return TYPES[dtype](int(value) if dtype in INTEGERS else float(value))
 
 
@@ -39,10 +36,6 @@ def compute(b: ir.IRBuilder, op: Operation, args: Sequence[Any]) -> Any:
     kind, out = op.ins[0].dtype, op.outs[0].dtype
     if op.name in SAME:
         return args[0]
-    if op.name in ("real", "imag"):
-        return args[0][op.name == "imag"]
-    if op.name == "complex":
-        return tuple(args)
     if op.name == "select_n":
         return b.select(args[0], args[2], args[1])
     if op.name == "convert_element_type":
@@ -68,8 +61,6 @@ def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
     """The sum of two elements of a dtype."""
     if dtype in INTEGERS:
         return b.add(x, y)
-    if dtype in PARTS:
-        return tuple(add(b, PARTS[dtype], *pair) for pair in zip(x, y, strict=True))
     wide = "float32" if dtype in NARROW else dtype
     x, y = (convert(b, a, dtype, wide) for a in (x, y))
     return convert(b, b.fadd(x, y, flags=_CONTRACT), wide, dtype)
@@ -189,15 +180,12 @@ def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def stored_type(dtype: str) -> Any:
-    """The type of an element in memory; of a complex number that of a part."""
-    return I8 if dtype == "bool" else TYPES[PARTS.get(dtype, dtype)]
+    """The type of an element in memory."""
+    return I8 if dtype == "bool" else TYPES[dtype]
 
 
 def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
     """The element at an index of an array."""
-    if dtype in PARTS:
-        first = b.shl(at, I64(1))
-        return tuple(load(b, PARTS[dtype], pointer, b.add(first, I64(n))) for n in (0, 1))
     t = stored_type(dtype)
     x = b.load(b.gep(pointer, [at], source_etype=t), typ=t)
     return b.icmp_unsigned("!=", x, I8(0)) if dtype == "bool" else x
@@ -205,11 +193,6 @@ def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
 
 def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
     """Writes the element at an index of an array."""
-    if dtype in PARTS:
-        first = b.shl(at, I64(1))
-        for n in (0, 1):
-            store(b, PARTS[dtype], pointer, b.add(first, I64(n)), x[n])
-        return
     t = stored_type(dtype)
     b.store(b.zext(x, t) if dtype == "bool" else x, b.gep(pointer, [at], source_etype=t))
 
@@ -219,4 +202,4 @@ def bytes_of(dtype: str) -> int:
     width = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
     t = stored_type(dtype)
     bits = t.width if isinstance(t, ir.IntType) else width[type(t)]
-    return bits // 8 * (2 if dtype.startswith("complex") else 1)
+    return bits // 8

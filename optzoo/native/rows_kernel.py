@@ -63,14 +63,24 @@ class _Row:
         single = lambda write: math.prod(write.ins[0].shape[1:]) == 1
         several = [write for write in self.rows.writes if not single(write)]
         if several:
-            with self._elements(several[0].ins[0].shape) as (index, flat):
-                self._store([(write, index) for write in several], flat)
+            shape = min((write.ins[0].shape for write in several), key=math.prod)
+            with self._elements(shape) as (index, _):
+                self._store([each for w in several for each in self._parts(w, index, shape)])
         axes = lambda write: len(write.ins[0].shape) - 1
         rest = filter(single, self.rows.writes)
-        self._store([(write, (self.position, *[ZERO] * axes(write))) for write in rest], ZERO)
+        self._store([(write, (self.position, *[ZERO] * axes(write))) for write in rest])
         self.b.ret_void()
 
-    def _store(self, writes: Sequence[tuple[Operation, Index]], flat: Any) -> None:
+    def _parts(
+        self, write: Operation, index: Index, shape: Sequence[int]
+    ) -> list[tuple[Operation, Index]]:
+        """The elements of a row that are written for one of a shape: two, of slots side by side."""
+        if write.ins[0].shape == shape:
+            return [(write, index)]
+        starts = 0, shape[-1]
+        return [(write, (*index[:-1], self.elements.in_part(index[-1], s))) for s in starts]
+
+    def _store(self, writes: Sequence[tuple[Operation, Index]]) -> None:
         """Replaces an element of each table, or adds to it, once all of them are computed."""
         made = []
         for write, index in writes:
@@ -79,9 +89,10 @@ class _Row:
                 old = self.elements.of(table, (self.row, *index[1:]))
                 new = add(self.b, table.dtype, old, new)
             made.append(new)
-        for (write, _), new in zip(writes, made, strict=True):
+        for (write, index), new in zip(writes, made, strict=True):
             table = write.ins[0]
-            store(self.b, table.dtype, self.given[table], flat, new)
+            at = self._offset(table.shape[1:], index[1:])
+            store(self.b, table.dtype, self.given[table], at, new)
 
     @contextlib.contextmanager
     def _elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, Any]]:

@@ -115,10 +115,20 @@ class _Block:
         if op.name in ("reshape", "squeeze", "expand_dims"):
             return self._as_matrix(value, self.of(first, by_rows, in_table), by_rows)
         if op.name in _REDUCE:
-            array = self.of(first, by_rows, in_table)
-            columns = jnp.broadcast_to(array, (len(array), _width(first, by_rows)))
+            columns = self._columns(first, by_rows, in_table)
             return _REDUCE[op.name](columns, axis=1, keepdims=True)
+        if op.name == "slice":
+            start, end = params["start_indices"][-1], params["limit_indices"][-1]
+            return self._columns(first, by_rows, in_table)[:, start:end]
+        if op.name == "concatenate":
+            parts = [self._columns(v, by_rows, in_table) for v in op.ins]
+            return jnp.concatenate(parts, axis=1)
         return self._by_element(op, value, by_rows, in_table)
+
+    def _columns(self, value: Value, by_rows: bool, in_table: bool) -> Array:
+        """A value with all of its columns."""
+        array = self.of(value, by_rows, in_table)
+        return jnp.broadcast_to(array, (len(array), _width(value, by_rows)))
 
     def _by_element(self, op: Operation, value: Value, by_rows: bool, in_table: bool) -> Array:
         has_rows = lambda v: by_rows and bool(v.shape) and v.shape[0] == value.shape[0]

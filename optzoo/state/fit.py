@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.lines import are_lines
+from ..core.lines import are_lines, doubled
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from .packing import is_packed
@@ -130,9 +130,13 @@ def _arrays(slot: Any, of: tuple[int, ...] | None = None) -> list[Any] | None:
 
 
 def _is_half(expected: list[Any], got: list[Any] | None) -> bool:
-    """Whether packed slots fit: words of another dtype hold two, and the second is empty."""
+    """Whether packed slots fit: an array of two has other words or is twice as wide.
+
+    The second slot is empty.
+    """
     shapes = lambda kinds: [shape for shape, _ in kinds]
-    return not got or shapes(got) == shapes(expected)
+    twice = [(doubled(shape), numbers) for shape, numbers in expected]
+    return not got or shapes(got) == shapes(expected) or got == twice
 
 
 def _written(kinds: list[Any] | None) -> str:

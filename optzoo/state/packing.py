@@ -1,7 +1,7 @@
-"""Two slots in one array: 16-bit slots in words of 32 bits, others in complex numbers.
+"""Two slots in one array: 16-bit slots in words of 32 bits, others side by side.
 
-A state shows its storage: where two slots of a parameter are packed, the words take the place of
-the first, and a marker, an empty NamedTuple, replaces the second.
+A state shows its storage: where two slots of a parameter are packed, the array of both takes the
+place of the first, and a marker, an empty NamedTuple, replaces the second.
 """
 
 import functools
@@ -25,39 +25,42 @@ class UpperFloat16(NamedTuple):
     """In the place of a slot in float16 that is the upper half of the words before it."""
 
 
-class ImaginaryFloat32(NamedTuple):
-    """In the place of a slot in float32 that is the imaginary part of the words before it."""
+class SecondHalf(NamedTuple):
+    """In the place of a slot that is the second half of the last axis of the array before it."""
 
 
-class ImaginaryFloat64(NamedTuple):
-    """In the place of a slot in float64 that is the imaginary part of the words before it."""
-
-
-_IN_COMPLEX = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
-PACKABLE = (*DTYPES, *_IN_COMPLEX)
-_UPPER = dict(
-    zip(PACKABLE, (UpperBfloat16, UpperFloat16, ImaginaryFloat32, ImaginaryFloat64), strict=True)
-)
+_SIDE_BY_SIDE = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
+PACKABLE = (*DTYPES, *_SIDE_BY_SIDE)
+_UPPER = dict(zip(DTYPES, (UpperBfloat16, UpperFloat16), strict=True))
 _DTYPE_OF = {upper: dtype for dtype, upper in _UPPER.items()}
-_WORDS = tuple(map(jnp.dtype, (jnp.uint32, jnp.complex64, jnp.complex128)))
 
 
 # Of a named tuple of arrays, or of trees of arrays.
 
 
 def pack(slots: Any, dtype: DTypeLike) -> Any:
-    """Two slots in one where they have this dtype, one of ``PACKABLE``, and the same shapes."""
+    """Two slots in one where they have this dtype, one of ``PACKABLE``, and the same shapes.
+
+    In 32 and 64 bits that is where arrays have rows of several elements.
+    """
+    dtype = jnp.dtype(dtype)
+    upper = _UPPER.get(dtype, SecondHalf)
+    fits = lambda a: upper is not SecondHalf or (a.ndim > 1 and a.size > len(a))
+    mark = lambda a: upper() if fits(a) else a
     trees, free = list(slots), []
     for j, tree in enumerate(trees):
-        if {jnp.dtype(a.dtype) for a in jax.tree.leaves(tree)} != {jnp.dtype(dtype)}:
+        dtypes = {jnp.dtype(a.dtype) for a in jax.tree.leaves(tree)}
+        if dtypes != {dtype}:
+            # The array of both is found as the last one before the marker.
+            free = [] if upper is SecondHalf and any(map(_is_inexact, dtypes)) else free
             continue
+        free = free[-1:] if upper is SecondHalf else free
         partners = [i for i in free if _avals(trees[i]) == _avals(tree)]
         if not partners:
             free.append(j)
             continue
-        i, upper = partners[-1], _UPPER[jnp.dtype(dtype)]
-        trees[i] = jax.tree.map(lambda a, b: _words(a, b, a.dtype), trees[i], tree)
-        trees[j] = jax.tree.map(lambda _, upper=upper: upper(), tree)
+        i = partners[-1]
+        trees[i], trees[j] = _packed(trees[i], tree, jax.tree.map(mark, tree))
         free = []  # no other words come between two that belong together
     return type(slots)._make(trees)
 
@@ -66,10 +69,9 @@ def unpack(slots: Any) -> Any:
     """The opposite: each slot in its own arrays."""
     trees = list(slots)
     for i, j in _pairs(slots):
-        words, uppers = slots[i], slots[j]
+        both, marks = slots[i], slots[j]
         trees[i], trees[j] = (
-            jax.tree.map(lambda w, u, n=n: _part(w, n, _DTYPE_OF[type(u)]), words, uppers)
-            for n in (0, 1)
+            jax.tree.map(lambda a, mark, n=n: _part(a, n, mark), both, marks) for n in (0, 1)
         )
     return type(slots)._make(trees)
 
@@ -81,28 +83,35 @@ def pack_like(packed: Any, slots: Any) -> Any:
     """
     trees = list(slots)
     for i, j in _pairs(packed):
-        join = lambda a, b, upper: _words(a, b, _DTYPE_OF[type(upper)])
-        trees[i], trees[j] = jax.tree.map(join, slots[i], slots[j], packed[j]), packed[j]
+        trees[i], trees[j] = _packed(slots[i], slots[j], packed[j])
     return type(packed)._make(trees)
 
 
 def is_packed(slots: Any) -> bool:
-    """Whether there are words of two slots among them."""
+    """Whether there are arrays of two slots among them."""
     return any(True for _ in _pairs(slots))
 
 
 def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
-    """The places of the words and of what stands for their upper halves."""
-    words = 0
+    """The places of the arrays of two slots, and of the markers."""
+    words = halves = 0
     for j, tree in enumerate(slots):
-        if any(map(_is_upper, jax.tree.leaves(tree, is_leaf=_is_upper))):
-            yield words, j
-        elif any(getattr(a, "dtype", None) in _WORDS for a in jax.tree.leaves(tree)):
+        leaves = jax.tree.leaves(tree, is_leaf=_is_mark)
+        dtypes = [jnp.dtype(a.dtype) for a in leaves if hasattr(a, "dtype")]
+        if marks := [x for x in leaves if _is_mark(x)]:
+            yield (halves if type(marks[0]) is SecondHalf else words), j
+        elif jnp.dtype(jnp.uint32) in dtypes:
             words = j
+        elif any(map(_is_inexact, dtypes)):
+            halves = j
 
 
-def _is_upper(x: Any) -> bool:
-    return type(x) in _DTYPE_OF
+def _is_mark(x: Any) -> bool:
+    return type(x) is SecondHalf or type(x) in _DTYPE_OF
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _avals(tree: Any) -> Any:
@@ -110,37 +119,59 @@ def _avals(tree: Any) -> Any:
     return treedef, [(a.shape, a.dtype) for a in leaves]
 
 
-def _words(lower: Any, upper: Any, dtype: DTypeLike) -> Any:
-    join = lambda a, b: _joined(a, b, jnp.dtype(dtype))
-    is_abstract = isinstance(lower, jax.ShapeDtypeStruct)
-    return jax.eval_shape(join, lower, upper) if is_abstract else join(lower, upper)
+def _packed(firsts: Any, seconds: Any, marks: Any) -> tuple[Any, Any]:
+    """The trees in the places of two slots; at a leaf without a marker they are as they were."""
+    joined = jax.tree.map(_joined, firsts, seconds, marks)
+    kept = jax.tree.map(lambda b, mark: mark if _is_mark(mark) else b, seconds, marks)
+    return joined, kept
+
+
+def _joined(first: Any, second: Any, mark: Any) -> Any:
+    if not _is_mark(mark):
+        return first
+    if type(mark) is SecondHalf:
+        join = lambda *parts: lax.concatenate(list(map(jnp.asarray, parts)), first.ndim - 1)
+    else:
+        join = lambda *parts: _words(*parts, _DTYPE_OF[type(mark)])
+    is_abstract = isinstance(first, jax.ShapeDtypeStruct)
+    return jax.eval_shape(join, first, second) if is_abstract else join(first, second)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _joined(lower: Array, upper: Array, dtype: Any) -> Array:
+def _words(lower: Array, upper: Array, dtype: Any) -> Array:
     def bits(a):
         if a.dtype == jnp.float32 and dtype == jnp.bfloat16:  # saves the CPU a slow conversion
             return lax.bitcast_convert_type(a, jnp.uint32) >> np.uint32(16)
         return lax.bitcast_convert_type(a.astype(dtype), jnp.uint16).astype(jnp.uint32)
 
-    if dtype in _IN_COMPLEX:
-        return lax.complex(jnp.asarray(lower, dtype), jnp.asarray(upper, dtype))
     return bits(lower) | bits(upper) << np.uint32(16)
 
 
-@_joined.defjvp
+@_words.defjvp
 def _(dtype, primals, tangents):
-    if dtype not in _IN_COMPLEX:
-        raise TypeError(
-            "slots packed in 16 bits are integers, which have no derivative: to differentiate "
-            "through an update use optzoo.slots_dtype(..., packed=False)"
-        )
-    return tuple(_joined(*parts, dtype) for parts in (primals, tangents))
+    raise TypeError(
+        "slots packed in 16 bits are integers, which have no derivative: to differentiate "
+        "through an update use optzoo.slots_dtype(..., packed=False)"
+    )
 
 
-def _part(words: Any, n: int, dtype: DTypeLike) -> Any:
-    half = lambda w: (jnp.asarray(w) >> np.uint32(16 * n)).astype(jnp.uint16)
-    cut = lambda w: lax.bitcast_convert_type(half(w), dtype)
-    if dtype in _IN_COMPLEX:
-        cut = jnp.imag if n else jnp.real
-    return jax.eval_shape(cut, words) if isinstance(words, jax.ShapeDtypeStruct) else cut(words)
+def _part(both: Any, n: int, mark: Any) -> Any:
+    """A slot of an array of two, or without a marker the ``n``-th of the array and the mark."""
+    if not _is_mark(mark):
+        return mark if n else both
+    if type(mark) is SecondHalf:
+        if jnp.issubdtype(both.dtype, jnp.complexfloating):
+            raise ValueError(_COMPLEX)
+        width = both.shape[-1] // 2
+        cut = lambda a: lax.slice_in_dim(jnp.asarray(a), n * width, (n + 1) * width, axis=-1)
+    else:
+        half = lambda w: (jnp.asarray(w) >> np.uint32(16 * n)).astype(jnp.uint16)
+        cut = lambda w: lax.bitcast_convert_type(half(w), _DTYPE_OF[type(mark)])
+    return jax.eval_shape(cut, both) if isinstance(both, jax.ShapeDtypeStruct) else cut(both)
+
+
+_COMPLEX = (
+    "the state has two slots in one array of complex numbers, as optzoo.slots_dtype(..., "
+    "packed=True) stored them in the past: give the real and the imaginary parts to "
+    "optzoo.set_slot(tx.init(params), name, parts)"
+)

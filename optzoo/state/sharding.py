@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.lines import is_lines, shape_of_lines
+from ..core.lines import doubled, is_lines, shape_of_lines
 from ..core.paths import out_of_box, path_name
 from .slots import map_slot_trees
 
@@ -19,10 +19,10 @@ _HINT = (
 def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     """A tree like ``tx.init(params)`` with the sharding of each array.
 
-    A slot with the shape of its parameter has the same sharding. If it has additional leading axes
-    (a window of gradients), these are not sharded; if it has only the first axes of the parameter
-    (a value for each row), it is sharded like these. All other arrays are replicated: counts,
-    matrices of Shampoo.
+    A slot with the shape of its parameter has the same sharding, and so do two slots side by side
+    (:func:`optzoo.slots_dtype`). If it has additional leading axes (a window of gradients), these
+    are not sharded; if it has only the first axes of the parameter (a value for each row), it is
+    sharded like these. All other arrays are replicated: counts, matrices of Shampoo.
 
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is
@@ -95,7 +95,8 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
 def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
     """The sharding of a slot by that of its parameter, if their shapes show the common axes."""
     sharding = _sharding(x)
-    if shape == x.shape or (is_lines(x) and shape == shape_of_lines(x.shape)):
+    stored = shape_of_lines(x.shape) if is_lines(x) else x.shape
+    if shape in (x.shape, stored, doubled(stored)):
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None

@@ -45,13 +45,15 @@ def slots_dtype(
     part. The state holds no random key: it has the same structure with and without ``stochastic``.
 
     ``packed`` stores two slots of a parameter, ``m`` and ``v`` of Adam, in one array: 16-bit slots
-    in words of 32 bits, others in complex numbers. On the CPU words are much faster: XLA scatters
-    rows of 16 bits through a float32 copy of the whole array, but words in place. Complex numbers
-    halve the number of rows that a sparse update looks up, which takes most of its time
-    (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``); with dense gradients XLA copies
-    them at every step, and on TPUs, which have no complex numbers, in any case. A slot without a
-    partner of its shape is stored as it is. :func:`optzoo.get_slot` and :func:`optzoo.set_slot`
-    give each slot separately.
+    in words of 32 bits, others side by side along the last axis, of shape ``(..., 2 * width)``. On
+    the CPU words are much faster: XLA scatters rows of 16 bits through a float32 copy of the whole
+    array, but words in place. Slots side by side halve the number of rows that a sparse update
+    looks up, which takes most of its time on the CPU
+    (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``), and on a TPU two narrow rows share
+    128 lanes. With dense gradients XLA copies them at every step; and if the last axis is sharded,
+    each step moves them between devices. A slot without a partner of its shape is stored as it is,
+    and in 32 and 64 bits one of fewer than two axes or one column, too. :func:`optzoo.get_slot`
+    and :func:`optzoo.set_slot` give each slot separately.
 
     With either option and 16 bits, an update is computed from the slots as they are stored if these
     are in bfloat16, and from the slots before they are rounded if in float16.
@@ -81,7 +83,8 @@ def slots_dtype(
         TypeError: if ``dtype`` is not a floating-point dtype, or the seed is not an int; when an
             update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
-            has no slots of this library.
+            has no slots of this library; by ``update``, if the state has slots in complex numbers,
+            as they were packed in the past.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision

@@ -10,6 +10,7 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows
+from optzoo.interop.tf1.storage import unpack_state
 from optzoo.native import engine
 from optzoo.testing.samples import with_global_step
 
@@ -151,15 +152,9 @@ def plain_step(tx):
     return step
 
 
-def parts(x):
-    """An array in float64; of complex numbers, which hold two slots, both parts."""
-    x = np.asarray(x)
-    each = (x.real, x.imag) if np.iscomplexobj(x) else (x,)
-    return [part.astype(np.float64) for part in each]
-
-
 def check_close(case, expected, got):
     assert jax.tree.structure(expected) == jax.tree.structure(got), case
+    expected, got = map(unpack_state, (expected, got))  # each slot has a scale of its own
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), case
         if not jnp.issubdtype(a.dtype, jnp.inexact):
@@ -167,11 +162,11 @@ def check_close(case, expected, got):
             wrong = np.mean(np.asarray(a) != np.asarray(b)) if a.ndim and a.size > 9 else 0.0
             assert wrong < 0.6, case
             continue
-        for x, y in zip(parts(a), parts(b), strict=True):
-            scale = np.sqrt(np.mean(x**2)) if x.size else 0.0
-            np.testing.assert_allclose(
-                x, y, rtol=case.limit, atol=case.limit * scale, err_msg=str(case)
-            )
+        x, y = (np.asarray(part, np.float64) for part in (a, b))
+        scale = np.sqrt(np.mean(x**2)) if x.size else 0.0
+        np.testing.assert_allclose(
+            x, y, rtol=case.limit, atol=case.limit * scale, err_msg=str(case)
+        )
 
 
 def values_of(trees):

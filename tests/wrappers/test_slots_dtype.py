@@ -271,11 +271,51 @@ def test_two_slots_take_one_word():
     words, nothing = state[0].slots
     assert avals(words) == avals(jax.tree.map(lambda a: a.astype(jnp.uint32), x))
     assert jax.tree.leaves(nothing) == []
-    state = slots_dtype(optzoo.adam(), "float32", packed=True).init(x)
-    assert dtypes(state[0].slots) == {jnp.dtype("complex64")}
     # A slot without a partner stays alone.
     state = slots_dtype(optzoo.momentum(0.1, 0.9), "float16", packed=True).init(x)
     assert dtypes(state[0].slots) == {jnp.dtype("float16")}
+
+
+def test_two_slots_lie_side_by_side():
+    """Those of arrays that have rows of several elements; others are as they were."""
+    x = {"table": jnp.ones((5, 3)), "b": jnp.ones(4), "column": jnp.ones((5, 1)), "c": jnp.ones(())}
+    tx = slots_dtype(optzoo.adam(), "float32", packed=True)
+    state = tx.init(x)
+    both, second = state[0].slots
+    assert avals(both) == avals({**x, "table": jnp.ones((5, 6))})
+    assert avals(second) == avals({**x, "table": packing.SecondHalf()})
+    rows = SparseRows(jnp.array([3]), jnp.full((1, 3), 2.0), 5)
+    _, state = jax.jit(tx.update)({**x, "table": rows}, state, x)
+    both = state[0].slots.m["table"]
+    for name, half in (("m", both[:, :3]), ("v", both[:, 3:])):
+        np.testing.assert_array_equal(optzoo.get_slot(state, name)["table"], half)
+    assert (both[3, :3] > 0.1).all() and (both[3, 3:] < 0.1).all()
+
+
+def test_a_third_slot_between_two():
+    """The array of two is the last one before the marker, so that the marker finds it."""
+    of = lambda *shape: jnp.arange(float(np.prod(shape))).reshape(shape)
+    make = collections.namedtuple("Slots", "a b c d e")
+    packed = packing.pack(slots := make(of(2, 3), of(4, 5), of(2, 3), of(2, 3), of(2)), "float32")
+    assert packed.d == packing.SecondHalf() and packed.c.shape == (2, 6)
+    chex.assert_trees_all_equal(packing.unpack(packed), slots)
+    apart = packing.pack(make(of(2, 3), of(4, 5), of(2, 3), of(1), of(2, 3)), "float32")
+    assert not packing.is_packed(apart)
+
+
+def test_slots_in_complex_numbers_are_refused():
+    """As they were stored in the past."""
+    tx, x = slots_dtype(optzoo.adam(), "float32", packed=True), jnp.ones((2, 3))
+    state = tx.init(x)
+    past = state[0]._replace(
+        slots=AdamSlots(jnp.full((2, 3), 1 + 2j, jnp.complex64), state[0].slots.v)
+    )
+    for use in (lambda s: tx.update(x, s, x), lambda s: optzoo.get_slot(s, "m")):
+        with pytest.raises(ValueError, match=r"complex numbers.*set_slot\(tx\.init"):
+            use((past, *state[1:]))
+    now = optzoo.set_slot(state, "m", past.slots.m.real)
+    now = optzoo.set_slot(now, "v", past.slots.m.imag)
+    np.testing.assert_array_equal(optzoo.get_slot(now, "v"), jnp.full((2, 3), 2.0))
 
 
 def test_slots_of_other_shapes_and_dtypes_stay_apart():
@@ -539,7 +579,7 @@ def test_derivatives_pass_straight_through_random_rounding(make):
 
 @pytest.mark.parametrize("make", [optzoo.adam, lambda lr: optzoo.ftrl(lr)])
 def test_derivatives_pass_through_slots_packed_in_float32(make):
-    g = np.linspace(0.5, 1.5, 8, dtype="float32")
+    g = np.linspace(0.5, 1.5, 8, dtype="float32").reshape(2, 4)
     packed = slots_dtype(make(0.1), "float32", packed=True)
     got, want = (jax.jit(jax.grad(after_two_steps(tx)))(g) for tx in (packed, make(0.1)))
     np.testing.assert_allclose(got, want, rtol=1e-5)
