@@ -79,19 +79,27 @@ def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any
 # One device
 
 
-def first(tx: Any, width: int, device: str, *, in_lines: bool = False, rows: int = ROWS):
+def first(
+    tx: Any,
+    width: int,
+    device: str,
+    *,
+    in_lines: bool = False,
+    rows: int = ROWS,
+    native: bool = False,
+):
     """The first step on a table; in lines all steps are like it."""
     del device
     params = parameters(width, rows)
     if in_lines:
         params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
-    return optzoo.minimize(loss, tx), args
+    return optzoo.minimize(loss, tx, native=native), args
 
 
-def rows(tx: Any, width: int, device: str):
+def rows(tx: Any, width: int, device: str, *, native: bool = False):
     """A step on a table."""
-    return later(*first(tx, width, device), device)
+    return later(*first(tx, width, device, native=native), device)
 
 
 def loop(tx: Any, width: int, device: str):
@@ -211,6 +219,10 @@ OPTIMIZERS = {name: functools.partial(samples.make, e) for name, e in optzoo.CAT
 OPTIMIZERS[ADAM] = lambda: optax.chain(optzoo.densify(), optax.adam(1e-3))
 # Those of which a step moves the rows that a batch names.
 FEW_ROWS = {name: e for name, e in optzoo.CATALOG.items() if e.rows in ("lazy", "linear")}.keys()
+NATIVE = [
+    *((name, 64) for name in sorted(FEW_ROWS - {"lazy_adam"})),
+    *(("lazy_adam", w) for w in WIDTHS),
+]
 SOME = {"lazy_adam": None, "row_wise_adagrad": None, "gradient_descent": None}.keys()
 WITHOUT_ROWS = {name for name, e in optzoo.CATALOG.items() if e.family == "second_order"}
 
@@ -242,6 +254,7 @@ SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "bags": (lazy_adam, {"loss": loss_of_bags, "ids": (IDS // 4, 4)}),
     "two axes": (lazy_adam, {"axes": {"data": 2, "shard": 2}}),
     "lines": (lazy_adam, {"in_lines": True}),
+    "native": (lazy_adam, {"native": True}),
 }
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
@@ -262,6 +275,11 @@ def _all() -> Iterator[Case]:
     for name in sorted(FEW_ROWS - SOME):
         make = lambda device, name=name: first(OPTIMIZERS[name](), 16, device, in_lines=True)
         yield from _on(ONE[:1], f"lines/{name}/16", make)
+    for name, width in NATIVE:
+        make = lambda device, name=name, width=width: rows(
+            OPTIMIZERS[name](), width, device, native=True
+        )
+        yield from _on(ONE[:2], f"native/{name}/{width}", make)
     for name, tx in OPTIMIZERS.items():
         yield from _on(ONE, f"dense/{name}", lambda device, tx=tx: dense(tx(), device))
     for width in FEW_WIDTHS:
