@@ -143,21 +143,23 @@ def _elect_by_sort(ids: Array) -> Array:
 
 
 def _by_hash(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    """Elects one position for each distinct id, then sums into the elected positions."""
     elected = _elect_by_hash(ids)
-    # Padding is dropped here, which saves a copy of the values with zeros in its place.
-    to = jnp.where(ids < num_rows, elected, ids.shape[0])
-    summed = jnp.zeros_like(values).at[to].add(values, mode="drop")
     # Not by jnp.where: XLA would recompute it for each element of the rows it is used for.
-    return jnp.full_like(ids, num_rows).at[elected].set(ids), summed
+    merged = jnp.full_like(ids, num_rows).at[elected].set(ids)
+    return merged, _sum_into(elected, ids, values, num_rows)
 
 
 def _by_sort(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    n = ids.shape[0]
-    merged, position = jnp.unique(ids, size=n, fill_value=num_rows, return_inverse=True)
-    to = jnp.where(ids < num_rows, position.reshape(-1), n)
-    summed = jax.ops.segment_sum(values, to, num_segments=n, mode="drop")
-    return merged.astype(ids.dtype), summed
+    elected = _elect_by_sort(ids)
+    is_elected = elected == jnp.arange(ids.shape[0], dtype=ids.dtype)
+    return jnp.where(is_elected, ids, num_rows), _sum_into(elected, ids, values, num_rows)
+
+
+def _sum_into(elected: Array, ids: Array, values: Array, num_rows: int) -> Array:
+    """The sum of the values of each id at its elected position, zeros at all others."""
+    # Padding is dropped here, which saves a copy of the values with zeros in its place.
+    to = jnp.where(ids < num_rows, elected, ids.shape[0])
+    return jnp.zeros_like(values).at[to].add(values, mode="drop")
 
 
 def _by_sort_and_doubling(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:

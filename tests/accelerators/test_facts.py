@@ -28,7 +28,7 @@ def numbers():
 def test_facts(key, numbers):
     assert key in FACTS, f"{key} is not recorded: {record.COMMAND}"
     case = cases.CASES[key]
-    if IS_COMPARABLE and PROGRAMS[key] == record.program_of(case.name, case.platform):
+    if IS_COMPARABLE and PROGRAMS[key] == record.program_of(case.name, case.target):
         if key not in SAMPLE:
             return
     elif IS_COMPARABLE and next(numbers) > MOST:

@@ -1,5 +1,6 @@
 """The steps whose programs are recorded."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -42,13 +43,31 @@ class Case(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """What it is lowered for; programs of all TPUs are the same until they are compiled."""
+        """The kind of the device."""
         return "gpu" if self.device.startswith("h100") else "tpu"
+
+    @property
+    def target(self) -> str:
+        """What it is lowered for: without kernels the programs of all TPUs are the same."""
+        return self.device if "native" in self.name else self.platform
 
     def lowered(self) -> Any:
         """The program before it is compiled."""
         step, args = self.make(self.device)
-        return lowered_for(step, args, {}, self.device)
+        with _without_folders():
+            return lowered_for(step, args, {}, self.device)
+
+
+@contextlib.contextmanager
+def _without_folders() -> Iterator[None]:
+    """Source files without their folders: a program has those of its kernels in it."""
+    name = "jax_hlo_source_file_canonicalization_regex"
+    before = getattr(jax.config, name)
+    jax.config.update(name, ".*/")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def loss(params, ids, y):

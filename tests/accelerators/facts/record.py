@@ -50,16 +50,16 @@ def write(path: pathlib.Path, lines: Mapping[str, Any]) -> None:
 def anew(key: str, known: str | None) -> tuple[str, str, Facts | None]:
     """The program of a case and its facts; None for them if the program is the known one."""
     case = CASES[key]
-    if known is not None and known == program_of(case.name, case.platform):
+    if known is not None and known == program_of(case.name, case.target):
         return key, known, None
     lowered = case.lowered()
     return key, fingerprint(lowered), facts_of(report_of(lowered, case.device))
 
 
 @functools.cache
-def program_of(name: str, platform: str) -> str:
-    """The fingerprint of a case; all TPUs have the same programs until they are compiled."""
-    first = next(c for c in CASES.values() if (c.name, c.platform) == (name, platform))
+def program_of(name: str, target: str) -> str:
+    """The fingerprint of a case."""
+    first = next(c for c in CASES.values() if (c.name, c.target) == (name, target))
     return fingerprint(first.lowered())
 
 
