@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from ..core.optimizer import About, Optimizer
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -54,10 +55,15 @@ def groups(
     """
     by_pattern = _checked(transforms)
     partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
-    return fitting(partition)
+    abouts = [tx.about for tx in by_pattern.values()]
+    reads = frozenset[str]().union(*(about.reads for about in abouts))
+    policies = {about.rows for about in abouts}
+    rows = policies.pop() if len(policies) == 1 else None
+    about = About(rows, all(about.row_wise for about in abouts), reads=reads)
+    return fitting(Optimizer(*partition, about))
 
 
-def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
+def _checked(transforms: Any) -> dict[Any, Optimizer]:
     """The transformations by patterns, checked."""
     if not isinstance(transforms, Mapping):
         raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")
