@@ -26,6 +26,7 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
+from .types import LeafwiseState, nodes_of
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"
@@ -66,6 +67,11 @@ def split_seed(state: Any) -> tuple[Any, Any]:
     shared = dict(state.shared)
     seed = shared.pop(_SEED, None)
     return (state if seed is None else state._replace(shared=shared)), seed
+
+
+def has_seed(state: Any) -> bool:
+    """Whether some part of a state has a seed."""
+    return any(split_seed(node)[1] is not None for node in nodes_of(LeafwiseState, state))
 
 
 def stored_slots(

@@ -13,7 +13,7 @@ from ..core.optimizer import Optimizer
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import split_seed, with_seed
+from ..state.storage import has_seed, split_seed, with_seed
 from ..state.types import LeafwiseState, map_nodes, nodes_of
 
 
@@ -116,7 +116,7 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, **extra_args):
-        if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
+        if not stochastic or has_seed(state):  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)
         given = extra_args.get("rounding_seed")
         given = jnp.asarray(seed if given is None else given).astype(jnp.uint32)
@@ -152,7 +152,3 @@ def _stored(dtype: DTypeLike, state: Any, wider: Any) -> Any:
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
-
-
-def _has_seed(state: Any) -> bool:
-    return any(split_seed(s)[1] is not None for s in nodes_of(LeafwiseState, state))
