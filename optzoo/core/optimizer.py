@@ -56,6 +56,11 @@ def about_of(tx: Any) -> About:
     return tx.about if isinstance(tx, Optimizer) else About()
 
 
+def reads_of(*txs: Any) -> frozenset[str]:
+    """The keywords that several transformations read together."""
+    return frozenset[str]().union(*(about_of(tx).reads for tx in txs))
+
+
 def known(tx: optax.GradientTransformation, **facts: Any) -> Optimizer:
     """The same transformation, of which more is known."""
     return Optimizer(tx.init, tx.update, about_of(tx)._replace(**facts))

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from ..core.checks import check_rate
-from ..core.optimizer import About, Optimizer, about_of, known
+from ..core.optimizer import About, Optimizer, about_of, known, reads_of
 from ..state.inner import fitting
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
@@ -60,11 +60,9 @@ def row_wise(tx: Optimizer) -> Optimizer:
 
 def _about_chain(*members: optax.GradientTransformation) -> About:
     """What is known of the members of a chain together."""
-    abouts = list(map(about_of, members))
-    policies = {about.rows for about in abouts} - {linear}
+    policies = {about_of(tx).rows for tx in members} - {linear}
     rows = next(iter(policies), linear) if len(policies) < 2 else None
-    reads = frozenset[str]().union(*(about.reads for about in abouts))
-    return About(rows, rows in (lazy, linear), reads=reads)
+    return About(rows, rows in (lazy, linear), reads=reads_of(*members))
 
 
 def descend(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, reads_of
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -55,11 +55,10 @@ def groups(
     """
     by_pattern = _checked(transforms)
     partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
-    abouts = [tx.about for tx in by_pattern.values()]
-    reads = frozenset[str]().union(*(about.reads for about in abouts))
-    policies = {about.rows for about in abouts}
+    txs = by_pattern.values()
+    policies = {tx.about.rows for tx in txs}
     rows = policies.pop() if len(policies) == 1 else None
-    about = About(rows, all(about.row_wise for about in abouts), reads=reads)
+    about = About(rows, all(tx.about.row_wise for tx in txs), reads=reads_of(*txs))
     return fitting(Optimizer(*partition, about))
 
 

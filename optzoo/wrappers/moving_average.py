@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer
+from ..core.optimizer import About, Optimizer, reads_of
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
@@ -110,8 +110,8 @@ def moving_average(
             decay = min(np.float32(average_decay), (1 + n) / (10 + n))
         return _with_average(sleeper, decay, decay_at if num_updates == "count" else None)
 
-    reads = inner.about.reads | average.about.reads
-    about = inner.about.with_law(law_of_both)._replace(rows=None, row_wise=False, reads=reads)
+    law = inner.about.with_law(law_of_both).law
+    about = About(law=law, reads=reads_of(inner, average))
     return fitting(Optimizer(both.init, update, about))
 
 
