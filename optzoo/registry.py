@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
+from .core.optimizer import Optimizer, about_of
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
 
 
@@ -401,7 +402,7 @@ def _with_override_times(
             extra_args["learning_rate"] = _times(multiplier, extra_args["learning_rate"])
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return Optimizer(tx.init, update, about_of(tx)._replace(law=None))
 
 
 def _as_written(parameter: inspect.Parameter) -> str:

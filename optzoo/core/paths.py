@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from .lines import Lines
+from .optimizer import Optimizer, about_of
 from .rows import is_sparse_or_none, map_rows
 
 _BOXED = GetAttrKey("value")
@@ -31,20 +32,20 @@ def out_of_box(path: Any) -> Any:
     return path[:-1] if path and path[-1] == _BOXED else path
 
 
-def without_boxes(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
     """The same transformation, which sees arrays in the place of Flax's boxes.
 
     So its state has none. It is for states with several arrays for one parameter: a variable of nnx
     that holds a tuple of arrays holds a dictionary after an update.
     """
-    tx = optax.with_extra_args_support(tx)
+    about, tx = about_of(tx), optax.with_extra_args_support(tx)
 
     def update(updates, state, params=None, **extra_args):
         boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
         new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
         return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(unboxed(params)), update)
+    return Optimizer(lambda params: tx.init(unboxed(params)), update, about)
 
 
 def unboxed(tree: Any) -> Any:

@@ -1,27 +1,25 @@
 """Which keyword arguments of an update are read."""
 
-import contextvars
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from .checks import right_name
 from .compat import used_inputs
+from .optimizer import UNKNOWN, Notes, about_of, note
 
-# What the transformations of this library noted in the trace of `find_reads`.
-_NOTED = contextvars.ContextVar[set[str] | None]("noted", default=None)
+# The keyword by which an update is given the notes of :func:`unread`.
+_READS = "optzoo_reads"
 
 
-def note_reads(names: Iterable[str]) -> None:
+def note_reads(extra_args: Mapping[str, Any], reads: frozenset[str]) -> None:
     """Notes the keywords that a transformation reads, given or not, for :func:`unread`.
 
     It is needed for those on which no result depends, such as the global step of a constant rate.
     """
-    noted = _NOTED.get()
-    if noted is not None:
-        noted.update(names)
+    note(extra_args, _READS, reads)
 
 
 def unread(
@@ -36,23 +34,35 @@ def unread(
         update: ``update(**extra_args)`` returns a tree of arrays.
         extra_args: trees of arrays, by keyword. One without arrays (None) is not looked for.
     """
-    token = _NOTED.set(noted := set[str]())
-    try:
-        jaxpr = jax.make_jaxpr(lambda given: update(**given))(dict(extra_args))
-    finally:
-        _NOTED.reset(token)
+    notes = Notes()
+    jaxpr = jax.make_jaxpr(lambda given: update(**given, **{_READS: notes}))(dict(extra_args))
+    known = frozenset[str]().union(*notes.of) - {UNKNOWN}
     used = iter(used_inputs(jaxpr.jaxpr))
     found = []
     for name in sorted(extra_args):  # the order of the inputs
         uses = [next(used) for _ in jax.tree.leaves(extra_args[name])]
-        if uses and not any(uses) and name not in noted:
+        if uses and not any(uses) and name not in known:
             found.append(name)
-    return found, sorted(noted)
+    return found, sorted(known)
 
 
-def check_all_read(update: Callable[..., Any], extra_args: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` if nothing in an update reads one of the keywords given."""
-    names, known = unread(update, extra_args) if extra_args else ([], [])
+def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` if nothing in a transformation reads one of the keywords given.
+
+    Args:
+        tx: the transformation.
+        update: ``update(**extra_args)`` returns a tree of arrays. It is traced if it is not known
+            of ``tx`` what it reads.
+        extra_args: trees of arrays, by keyword.
+    """
+    reads, names = about_of(tx).reads, [k for k, v in extra_args.items() if jax.tree.leaves(v)]
+    if reads.issuperset(names):
+        return
+    names, known = (
+        unread(update, extra_args)
+        if UNKNOWN in reads
+        else (sorted({*names} - reads), sorted(reads))
+    )
     if names:
         [name, *_] = names
         near = difflib.get_close_matches(name, known, n=1)

@@ -18,6 +18,7 @@ from .lines import add_rows, are_lines, put_rows, take_rows
 from .marks import marked
 from .merge import add, merge
 from .numerics import upcast
+from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
 
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
@@ -241,6 +242,11 @@ class SparseRows(metaclass=_HintInErrors):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
         return _scatter(dense, self.indices, rows.astype(dense.dtype))
 
+    def rows_if(self, wanted: Array) -> "SparseRows":
+        """The same rows if a condition holds, and otherwise padding alone."""
+        ids = jnp.where(wanted, self.indices, self.num_rows)
+        return self._same(jnp.where(wanted, self.values, 0), ids=protect(ids))
+
     def drop_padding(self) -> "SparseRows":
         """The same rows with zero values at padding."""
         real = self._row_ids() < self.num_rows
@@ -447,7 +453,7 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
         inner: a transformation without params-shaped state that reads no parameters.
     """
     check_transformation(inner=inner)
-    inner = optax.with_extra_args_support(inner)
+    reads, inner = about_of(inner).reads, optax.with_extra_args_support(inner)
 
     def update(updates, state, params=None, **extra_args):
         del params  # a row has no parameter of its own shape
@@ -457,4 +463,4 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
         rebuild = lambda g, v: g.with_values(v).drop_padding() if is_rows(g) else v
         return jax.tree.map(rebuild, updates, values, is_leaf=is_rows), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return Optimizer(inner.init, update, About(reads=reads))

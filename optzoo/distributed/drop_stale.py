@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
+from ..core.optimizer import About, Optimizer
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
@@ -142,4 +143,5 @@ def drop_stale_gradient(
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
         return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    about = About(reads=inner.about.reads).reading("active", "local_step")
+    return fitting(Optimizer(init, update, about))

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
-from ..core.reads import note_reads
+from ..core.optimizer import About, Optimizer
 from ..core.rows import zeros_like_update
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
@@ -138,7 +138,8 @@ def sync_replicas(
     driver = _SyncReplicas(
         inner, replicas, aggregate, total, hold, rows_divisor == "touches", skip_nonfinite
     )
-    return fitting(optax.GradientTransformationExtraArgs(driver.init, driver.update))
+    about = About(reads=inner.about.reads).reading("arrived", "priority", "local_step")
+    return fitting(Optimizer(driver.init, driver.update, about))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,6 @@ class _SyncReplicas:
         local_step=None,
         **extra_args,
     ):
-        note_reads(["arrived", "priority", "local_step"])
         if (size := self.replicas.size) != self.total:
             raise ValueError(
                 f"total_num_replicas must be the size of the axis {self.replicas.axis_name!r}, "

@@ -9,10 +9,11 @@ from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..state.sleeping.law import Law, Sleeper
 from ..state.types import Slot
 
 
@@ -136,7 +137,7 @@ def adam(
         on; in the original both become NaN one step later.
     """
     tx = descend(learning_rate, scale_by_adam(b1, b2, eps))
-    return sleeping(tx, lambda dense: adam_sleeper(learning_rate, b1, b2, eps))
+    return known(tx, law=lambda dense: adam_sleeper(learning_rate, b1, b2, eps))
 
 
 def lazy_adam(

@@ -7,9 +7,10 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..state.sleeping.law import Law, Sleeper
 from ..state.types import Slot
 
 
@@ -92,4 +93,4 @@ def adamax(
         size = lambda rate, t, powers: rate / (1 - powers["beta1_power"])
         return Sleeper(law, learning_rate, size) if dense else None
 
-    return sleeping(descend(learning_rate, scale_by_adamax(b1, b2, eps)), sleeper)
+    return known(descend(learning_rate, scale_by_adamax(b1, b2, eps)), law=sleeper)

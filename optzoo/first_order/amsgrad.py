@@ -7,10 +7,10 @@ import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
-from ..rules.learning_rate import scale_by_learning_rate
-from ..state.inner import fitting
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..rules.learning_rate import chain, scale_by_learning_rate
+from ..state.sleeping.law import Law, Sleeper
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 
@@ -111,4 +111,4 @@ def amsgrad(
         size = lambda rate, t, powers: rate / (jnp.sqrt(t.astype(rate.dtype)) if decay else 1)
         return Sleeper(law, learning_rate, size) if dense else None
 
-    return sleeping(fitting(optax.chain(direction, scale_by_learning_rate(learning_rate))), sleeper)
+    return known(chain(direction, scale_by_learning_rate(learning_rate)), law=sleeper)

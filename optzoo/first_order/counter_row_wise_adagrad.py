@@ -10,8 +10,9 @@ from jax import Array
 
 from ..core.checks import check_flags, check_not_negative, check_positive, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
-from ..core.reads import note_reads
+from ..core.optimizer import About, Optimizer
 from ..rules.leafwise import leafwise
+from ..rules.learning_rate import row_wise
 from ..rules.policies import Rule
 from ..state.inner import fitting
 from ..state.slots import get_slot
@@ -166,7 +167,7 @@ def counter_row_wise_adagrad(
         scheduled={"learning_rate": learning_rate} | ({"max_counter": 1.0} if needs_max else {}),
         needs_params=weight_decay_mode != "none",
     )
-    return _with_max_counter(tx, every) if needs_max else tx
+    return _with_max_counter(tx, every) if needs_max else row_wise(tx)
 
 
 class _Options(NamedTuple):
@@ -271,16 +272,13 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
 
 
-def _with_max_counter(
-    inner: optax.GradientTransformationExtraArgs, every: int
-) -> optax.GradientTransformationExtraArgs:
+def _with_max_counter(inner: Optimizer, every: int) -> optax.GradientTransformationExtraArgs:
     """Gives the inner update the largest counter, which is found anew at every ``every``-th."""
 
     def init(params):
         return MaxCounterState(jnp.ones([], jnp.float32), inner.init(params))
 
     def update(updates, state, params=None, *, max_counter=None, **extra_args):
-        note_reads(["max_counter"])
         found = jax.lax.cond(
             (state.inner.count + 1) % every == 0,
             lambda: _largest(get_slot(state.inner, "row_counter")) + 1,
@@ -290,7 +288,7 @@ def _with_max_counter(
         updates, new = inner.update(updates, state.inner, params, max_counter=used, **extra_args)
         return updates, MaxCounterState(found, new)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    return fitting(Optimizer(init, update, About(reads=inner.about.reads)))
 
 
 def _largest(counters: Any) -> Array:

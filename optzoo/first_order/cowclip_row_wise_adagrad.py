@@ -8,6 +8,7 @@ import optax
 from ..core.checks import check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
+from ..rules.learning_rate import row_wise
 from .counter_row_wise_adagrad import CounterSlots, check_choice, counter_slots, next_counter
 from .row_wise import gap_since, of_rows, row_means, row_norms, shrunk_and_moved
 
@@ -98,9 +99,10 @@ def cowclip_row_wise_adagrad(
             u = shrunk_and_moved(x, 1 - weight_decay * by, M, g)
         return u, CounterSlots(a, jnp.maximum(s.prev_iter, now), n)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=counter_slots(),
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+    return row_wise(tx)

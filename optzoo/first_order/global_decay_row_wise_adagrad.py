@@ -8,6 +8,7 @@ import optax
 from ..core.checks import check, check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .row_wise import count_for_each_row, row_means, shrunk_and_moved, zero_for_each_row
 
@@ -89,9 +90,10 @@ def global_decay_row_wise_adagrad(
         prev_iter = jnp.where(is_on, jnp.maximum(s.prev_iter, now), s.prev_iter)
         return u, GlobalDecaySlots(a, prev_iter)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=GlobalDecaySlots(zero_for_each_row, count_for_each_row),
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+    return row_wise(tx)

@@ -2,7 +2,7 @@
 
 import optax
 
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import row_wise, scale_by_learning_rate
 
 
 def gradient_descent(
@@ -35,4 +35,4 @@ def gradient_descent(
         Robbins and Monro, `A Stochastic Approximation Method
         <https://doi.org/10.1214/aoms/1177729586>`_, 1951.
     """
-    return scale_by_learning_rate(learning_rate)
+    return row_wise(scale_by_learning_rate(learning_rate))

@@ -7,6 +7,7 @@ import optax
 
 from ..core.checks import check_flags, check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
+from ..core.optimizer import Optimizer
 from ..core.paths import check_mask, resolve_unmasked
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.on_stored import in_float32
@@ -129,4 +130,4 @@ def lars(
         scheduled={"learning_rate": learning_rate},
     )
     masked = optax.masked(trust, lambda tree: resolve_unmasked(skip, tree))
-    return fitting(optax.chain(masked, steps))
+    return fitting(Optimizer(*optax.chain(masked, steps), steps.about._replace(rows=None)))

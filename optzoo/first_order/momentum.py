@@ -5,9 +5,10 @@ from typing import NamedTuple
 import optax
 
 from ..core.checks import check_flags, check_not_negative
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..state.sleeping.law import Law, Sleeper
 from ..state.types import Slot
 
 
@@ -83,4 +84,4 @@ def momentum(
         size = lambda rate, t, powers: rate * momentum if nesterov else rate
         return Sleeper(law, learning_rate, size) if dense else None
 
-    return sleeping(descend(learning_rate, scale_by_momentum(momentum, nesterov)), sleeper)
+    return known(descend(learning_rate, scale_by_momentum(momentum, nesterov)), law=sleeper)

@@ -4,10 +4,11 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.sleeping.law import Law, sleeping
+from ..state.sleeping.law import Law
 from .adam import AdamSlots, adam_sleeper, bias_correction, next_slots
 
 
@@ -89,4 +90,4 @@ def nadam(
         size = lambda rate, t, powers: b1 * of_adam.size(rate, t, powers)
         return of_adam._replace(size=size)
 
-    return sleeping(descend(learning_rate, scale_by_nadam(b1, b2, eps)), sleeper)
+    return known(descend(learning_rate, scale_by_nadam(b1, b2, eps)), law=sleeper)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_finite, check_positive
+from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..state.sleeping.law import Law, Sleeper
 from ..state.types import Slot
 
 
@@ -90,4 +91,4 @@ def power_sign(
         Row-sparse gradients always work; the original refuses them for resource variables.
     """
     tx = descend(learning_rate, scale_by_power_sign(base, beta, sign_decay))
-    return sleeping(tx, lambda dense: Sleeper(Law((("m", float(beta)),))))
+    return known(tx, law=lambda dense: Sleeper(Law((("m", float(beta)),))))

@@ -7,8 +7,10 @@ import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative, check_rate
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import known
 from ..rules.leafwise import full, leafwise, zeros
-from ..state.sleeping.law import Law, Sleeper, sleeping
+from ..rules.learning_rate import row_wise
+from ..state.sleeping.law import Law, Sleeper
 from ..state.types import Slot
 
 
@@ -133,4 +135,4 @@ def rmsprop(
         return Sleeper(Law(decays, "momentum" if "momentum" in slots else None)) if dense else None
 
     tx = leafwise(rule, slots=Slots(**slots), scheduled={"learning_rate": learning_rate})
-    return sleeping(tx, sleeper)
+    return known(row_wise(tx), law=sleeper)

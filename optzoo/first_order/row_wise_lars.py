@@ -7,6 +7,7 @@ import optax
 from ..core.checks import check_not_negative, check_rate
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .row_wise import of_rows, row_norms
 
@@ -70,9 +71,10 @@ def row_wise_lars(
         step = learning_rate * of_rows(ratio, g) * (g + weight_decay * x)
         return lambda s: -s.momentum, RowWiseLARSSlots(momentum * s.momentum + step)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=RowWiseLARSSlots(zeros),
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+    return row_wise(tx)

@@ -8,6 +8,7 @@ import optax
 from ..core.checks import check, check_decays, check_not_negative, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .row_wise import (
     count_for_each_row,
@@ -91,9 +92,10 @@ def row_wise_rmsprop(
             update = lambda s: shrunk_and_moved(x, kept, rates(s), g)
         return update, RowWiseRMSPropSlots(rms, jnp.maximum(s.prev_iter, now))
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=RowWiseRMSPropSlots(zero_for_each_row, count_for_each_row),
         scheduled={"learning_rate": learning_rate},
         needs_params=weight_decay is not None,
     )
+    return row_wise(tx)

@@ -7,6 +7,7 @@ import optax
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .shrink import soft_threshold
 
@@ -89,9 +90,10 @@ def adagrad_da(
 
         return update, AdagradDASlots(total, squares)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=AdagradDASlots(zeros, full(initial_gradient_squared_accumulator_value)),
         scheduled={"learning_rate": learning_rate, "steps": lambda n: n + 1},
         needs_params=True,
     )
+    return row_wise(tx)

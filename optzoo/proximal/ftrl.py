@@ -10,6 +10,7 @@ from ..core.checks import check, check_not_negative, check_rate
 from ..core.marks import marked
 from ..core.numerics import power, safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .shrink import soft_threshold
 
@@ -111,12 +112,13 @@ def ftrl(
 
         return update, FtrlSlots(accum, linear)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=FtrlSlots(accum=full(initial_accumulator_value), linear=zeros),
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+    return row_wise(tx)
 
 
 @marked("after")  # of a native loop it is `a`: it costs a square root

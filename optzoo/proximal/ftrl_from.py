@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from ..core.checks import check_not_negative
+from ..core.optimizer import Optimizer, about_of
 from .ftrl import ftrl
 
 Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
@@ -209,7 +210,7 @@ def _warning_of_replaced_values(
             )
         return tx.init(params)
 
-    return optax.GradientTransformationExtraArgs(init, tx.update)
+    return Optimizer(init, tx.update, about_of(tx))
 
 
 def _kept(n: float, beta: float, power: float, gradient: float) -> float:

@@ -7,6 +7,7 @@ import optax
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
+from ..rules.learning_rate import row_wise
 from ..state.types import Slot
 from .shrink import shrink
 
@@ -75,9 +76,10 @@ def proximal_adagrad(
 
         return update, ProximalAdagradSlots(s.accumulator + g**2)
 
-    return leafwise(
+    tx = leafwise(
         rule,
         slots=ProximalAdagradSlots(full(initial_accumulator_value)),
         scheduled={"learning_rate": learning_rate},
         needs_params=True,
     )
+    return row_wise(tx)

@@ -4,6 +4,7 @@ import optax
 
 from ..core.checks import check_not_negative, check_rate
 from ..rules.leafwise import leafwise
+from ..rules.learning_rate import row_wise
 from .shrink import shrink
 
 
@@ -59,4 +60,5 @@ def proximal_gradient_descent(
     def rule(g, x, s, t, learning_rate):
         return shrink(x - learning_rate * g, learning_rate, l1, l2) - x, s
 
-    return leafwise(rule, scheduled={"learning_rate": learning_rate}, needs_params=True)
+    tx = leafwise(rule, scheduled={"learning_rate": learning_rate}, needs_params=True)
+    return row_wise(tx)

@@ -11,9 +11,10 @@ from jax import Array
 from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..core.lines import in_lines, is_lines
+from ..core.optimizer import About, Optimizer
 from ..core.reads import note_reads
 from ..state.fit import SlotShapes
-from ..state.storage import GATHERED, count_of, stored_arrays, stored_slots, with_count
+from ..state.storage import GATHERED, split_seed, stored_arrays, stored_slots, with_seed
 from ..state.types import LeafwiseState
 
 NO_GLOBAL_STEP_MSG = (
@@ -42,7 +43,7 @@ def frame(
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None,
     needs_params: bool,
     needs_global_step: bool,
-) -> optax.GradientTransformationExtraArgs:
+) -> Optimizer:
     """The transformation of a rule that sees all parameters, with their slots as they are stored.
 
     :func:`optzoo.treewise` describes the arguments.
@@ -51,6 +52,7 @@ def frame(
     scheduled = dict(scheduled or {})
     Slots = type(slots)
     shapes = SlotShapes(slots, shared)
+    reads = frozenset({"global_step", *scheduled})
 
     def init(params):
         slot = lambda f: jax.tree.map(in_lines(f), params, is_leaf=is_lines)
@@ -61,25 +63,27 @@ def frame(
         if needs_params:
             check_params(params)
         check_update_arguments(extra_args)
-        note_reads(["global_step", *scheduled])
+        note_reads(extra_args, reads)
         shapes.check_types(state, params)
+        state, seed = split_seed(state)
         step = extra_args.get("global_step")
         if needs_global_step and step is None:
             raise ValueError(NO_GLOBAL_STEP_MSG)
-        count = count_of(state)
+        count = state.count
         step = count if step is None else step
         hyper = {k: at_step(step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = jnp.asarray(optax.safe_increment(count))
         gs, xs, treedef = flatten_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
-        stored = stored_slots(state, rows, updates, gs, t, extra_args.get(GATHERED))
+        stored = stored_slots(seed, rows, updates, gs, t, extra_args.get(GATHERED))
         done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
         news = [stored_arrays(new) for _, new in done]
         trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]
         updates = treedef.unflatten([u for u, _ in done])
-        return updates, LeafwiseState(with_count(state, t), Slots._make(trees), new_shared)
+        state = LeafwiseState(t, Slots._make(trees), new_shared)
+        return updates, with_seed(state, seed)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update, About(reads=reads))
 
 
 def _check_slots(slots: Any) -> None:

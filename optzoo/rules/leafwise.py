@@ -14,11 +14,12 @@ import optax
 from jax import Array
 
 from ..core.numerics import slot_dtype
+from ..core.optimizer import Optimizer, known
 from ..core.rows import is_rows
 from ..state.types import NoSlots
 from .frame import frame
 from .on_stored import in_float32
-from .policies import RowsPolicy, Rule, lazy
+from .policies import POLICIES, RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
@@ -58,7 +59,7 @@ def leafwise(
     powers: Mapping[str, Any] | None = None,
     needs_params: bool = False,
     needs_global_step: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> Optimizer:
     """Applies ``rule`` to each leaf of a tree: the way to write your own optimizer.
 
     The rule computes in at least float32, whatever the dtypes of gradients, slots and parameters;
@@ -122,7 +123,7 @@ def leafwise(
         done = [on_leaf(leaf, t, **scheduled, **powers) for leaf in leaves]
         return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
-    return frame(
+    tx = frame(
         on_all,
         slots=slots,
         shared=lambda: {k: jnp.array(base, jnp.float32) for k, base in bases.items()},
@@ -130,15 +131,14 @@ def leafwise(
         needs_params=needs_params,
         needs_global_step=needs_global_step,
     )
+    return known(tx, rows=rows if rows in POLICIES else None)
 
 
-def without_state(
-    transformation: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
+def without_state(transformation: Optimizer) -> Optimizer:
     """A transformation made by :func:`optzoo.leafwise` that keeps no slots and needs no count."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         updates, _ = transformation.update(updates, transformation.init({}), params, **extra_args)
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return Optimizer(lambda params: optax.EmptyState(), update, transformation.about)

@@ -5,16 +5,16 @@ from typing import Any
 import optax
 
 from ..core.checks import check_rate
+from ..core.optimizer import About, Optimizer, about_of, known, reads_of
 from ..state.inner import fitting
-from ..state.storage import count_of
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
-from .policies import linear
+from .policies import lazy, linear
 
 
 def scale_by_learning_rate(
     learning_rate: optax.ScalarOrSchedule,
-) -> optax.GradientTransformationExtraArgs:
+) -> Optimizer:
     r"""Turns a direction into a descent step: :math:`u \leftarrow -\eta_t\, u`.
 
     Differs from ``optax.scale_by_learning_rate`` in three ways: it takes SparseRows, its state
@@ -48,12 +48,29 @@ def scale_by_learning_rate(
     )
 
 
+def chain(*members: optax.GradientTransformation) -> Optimizer:
+    """``optax.chain`` of transformations of this library, of which it is known what they are."""
+    return fitting(Optimizer(*optax.chain(*members), _about_chain(*members)))
+
+
+def row_wise(tx: Optimizer) -> Optimizer:
+    """An optimizer by one rule of this library, which treats each row by itself."""
+    return known(tx, row_wise=tx.about.rows in (lazy, linear))
+
+
+def _about_chain(*members: optax.GradientTransformation) -> About:
+    """What is known of the members of a chain together."""
+    policies = {about_of(tx).rows for tx in members} - {linear}
+    rows = next(iter(policies), linear) if len(policies) < 2 else None
+    return About(rows, rows in (lazy, linear), reads=reads_of(*members))
+
+
 def descend(
     learning_rate: optax.ScalarOrSchedule, *directions: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer: a descent step along a direction.
 
-    It equals ``optax.chain(*directions, scale_by_learning_rate(learning_rate))`` but for one thing:
+    It equals ``chain(*directions, scale_by_learning_rate(learning_rate))`` but for one thing:
     there is one count of updates, that of the first direction, which the schedule of the rate
     follows.
 
@@ -70,10 +87,10 @@ def descend(
         return *states, optax.EmptyState()
 
     def update(updates, state, params=None, **extra_args):
-        counted = LeafwiseState(count_of(state[0]), NoSlots(), {})
+        counted = LeafwiseState(state[0].count, NoSlots(), {})
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
         updates, _ = rate.update(updates, counted, params, **extra_args)
         states: Any = new
         return updates, (*states, optax.EmptyState())
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    return fitting(Optimizer(init, update, _about_chain(*directions, rate)))

@@ -141,3 +141,6 @@ def linear(rule: Rule) -> RowsRule:
         return g.with_values(u), new
 
     return on_rows
+
+
+POLICIES = lazy, linear, dense, touched

@@ -15,10 +15,9 @@ from ..core.checks import check_decays, check_not_negative, check_positive, chec
 from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
-from ..rules.learning_rate import scale_by_learning_rate
+from ..rules.learning_rate import chain, scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
-from ..state.inner import fitting
 from ..state.tf1_names import TF1Names
 from ..state.types import Slot
 from .eigh import eigh
@@ -184,7 +183,7 @@ def ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
     # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
-    return fitting(optax.chain(direction, scale_by_learning_rate(learning_rate)))
+    return chain(direction, scale_by_learning_rate(learning_rate))
 
 
 @jax.custom_jvp

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_positive, check_transformation
+from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
 from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.row_major import row_major
-from ..sparse.sleepers import sleepers_of
 from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
 from ..state.sleeping.tables import check_no_guard
@@ -119,7 +119,7 @@ def sharded_minimize(
     for sharding in tables.values():
         check_mesh(mesh, sharding)
     options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse, native)
-    sleepers, tx = sleepers_of(tx), optax.with_extra_args_support(tx)
+    sleepers, tx = about_of(tx).sleepers, optax.with_extra_args_support(tx)
     if sleepers is not None:
         check_native_sleepers(native)
 

@@ -30,6 +30,7 @@ from ..core.compat import (
     used_inputs,
 )
 from ..core.lines import is_lines
+from ..core.optimizer import about_of
 from ..core.rows import Shard, SparseRows, is_rows
 from ..sparse.rowwise_check import NotRowWise, check_operation, primes, row_axes
 
@@ -77,6 +78,8 @@ def check_update(
         ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
             there may be several rounds, does not update each touched row by itself.
     """
+    if about_of(tx).row_wise:
+        return set()
     trace = lambda shards: trace_update(tx, params, tables, extra_args, shards)
     try:
         _check_shards(trace({i: of._replace(is_round=False) for i, of in shards.items()}))

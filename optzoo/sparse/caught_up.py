@@ -7,12 +7,13 @@ import numpy as np
 import optax
 
 from ..core.checks import check_flags, check_size, check_transformation
+from ..core.optimizer import About, Optimizer, about_of
 from ..core.paths import check_mask
 from ..state.fit import StateError
 from ..state.inner import fitting
 from ..state.sleeping.tables import all_awake
 from ..state.types import CaughtUpState
-from .sleepers import Sleepers, remember, sleeper_for, sleepers_of
+from .sleepers import Sleepers, sleeper_for
 
 
 def caught_up(
@@ -107,8 +108,8 @@ def caught_up(
         check_size(1, horizon=horizon),
     )
     sleepers.motion(np.float32)  # raises if the decays allow no sleep
-    tx = optax.GradientTransformationExtraArgs(sleepers.init, sleepers.update)
-    return remember(fitting(tx), sleepers)
+    about = About(reads=about_of(inner).reads, sleepers=sleepers)
+    return fitting(Optimizer(sleepers.init, sleepers.update, about))
 
 
 def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -> CaughtUpState:
@@ -134,7 +135,7 @@ def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -
         TypeError: if ``tx`` is not made by :func:`optzoo.caught_up`.
         StateError: if the state is not of the optimizer in ``tx``.
     """
-    sleepers = sleepers_of(tx)
+    sleepers = about_of(tx).sleepers
     if sleepers is None:
         raise TypeError(f"tx must be made by optzoo.caught_up, got {tx!r}")
     state = sleepers.init(params)

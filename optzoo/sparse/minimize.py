@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation
+from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..core.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
@@ -16,7 +17,7 @@ from ..state.inner import explained, fitting
 from ..state.sleeping.tables import check_no_guard, has_sleepers
 from .lookup import Sparse, check_differentiable, value_and_aux, value_and_grad
 from .row_major import row_major
-from .sleepers import Sleepers, sleepers_of, updates_that_are_final
+from .sleepers import Sleepers, final_update
 from .sleepers_step import catch_up_for, train_step
 
 
@@ -74,7 +75,7 @@ def minimize(
     def call(batch):
         return lambda params: value_and_aux(loss_fn(params, *batch), has_aux)
 
-    if sleepers := sleepers_of(tx):
+    if sleepers := about_of(tx).sleepers:
         check_native_sleepers(native)
         return _step_of_sleepers(call, sleepers, tx, has_aux, sparse)
     tx, apply = fitting(tx), applied(native)
@@ -87,7 +88,7 @@ def minimize(
                 params, state = catch_up_for(call(batch), params, state, sparse)
             out, grads = differentiate(params, *batch)
         params, grads = _in_this_order(params, grads)
-        check_all_read(functools.partial(tx.update, grads, state, params), extra_args)
+        check_all_read(tx, functools.partial(tx.update, grads, state, params), extra_args)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         params, state = apply(tx, params, state, grads, extra_args)
@@ -120,9 +121,7 @@ def applied(native: Native) -> Callable[..., tuple[Any, Any]]:
     """``apply(tx, params, state, grads, extra_args) -> (params, state)``, whose update is final."""
 
     def apply(tx, params, state, grads, extra_args):
-        with updates_that_are_final() as final:
-            updates, state = tx.update(grads, state, params, **extra_args)
-            final.append(updates)
+        updates, state = final_update(tx, grads, state, params, extra_args)
         return optax.apply_updates(params, updates), state
 
     if not native:
@@ -149,7 +148,7 @@ def _step_of_sleepers(
         check_all_differentiable(tx, state, params)
         zeros = lambda: jax.tree.map(jnp.zeros_like, params)
         update = lambda **extra_args: tx.update(zeros(), state, params, **extra_args)
-        check_all_read(update, extra_args)
+        check_all_read(tx, update, extra_args)
         with explained(tx, None, state, params):
             params, state, value, aux = train_step(
                 sleepers, call(batch), params, state, extra_args, sparse

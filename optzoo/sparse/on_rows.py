@@ -8,7 +8,9 @@ import optax
 
 from ..core.gradients import check_gradients
 from ..core.lines import are_lines
+from ..core.optimizer import About, Optimizer
 from ..core.rows import is_rows, is_sparse_or_none
+from ..rules.policies import lazy
 from ..state.inner import fitting, inner_transformation
 from .rowwise_check import RowsOfState, rows_of_state
 
@@ -75,7 +77,8 @@ def on_rows(
             known[key] = rows_of_state(traced, updates, state, params, extra_args, check=check)
         return _update_rows(inner, known[key], (gs, treedef), state, params, extra_args)
 
-    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
+    about = About(lazy, row_wise=check, reads=inner.about.reads)
+    return fitting(Optimizer(inner.init, update, about))
 
 
 def _update_rows(

@@ -1,9 +1,6 @@
 """An optimizer whose rows sleep: its state, its update, and what may sleep at all."""
 
-import contextlib
-import contextvars
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +14,13 @@ from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.lines import is_lines
 from ..core.numerics import wide_dtype
+from ..core.optimizer import Notes, about_of, note
 from ..core.paths import path_name, resolve_mask
 from ..core.rows import SparseRows, axes_of_rows, is_rows
 from ..rules.frame import at_step
 from ..state.fit import StateError
 from ..state.packing import unpack
-from ..state.sleeping.law import Sleeper, known_of, record, sleeper_of
+from ..state.sleeping.law import Sleeper, record
 from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
 from ..state.sleeping.tables import (
     NOTHING_FOLLOWS,
@@ -33,8 +31,8 @@ from ..state.sleeping.tables import (
     with_slots_by_leaf,
 )
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import GATHERED, count_of
-from ..state.types import CaughtUpState, Clock
+from ..state.storage import GATHERED
+from ..state.types import CaughtUpState, Clock, nodes_of
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
 _LEAST_ROWS = 4096
@@ -118,7 +116,7 @@ class Sleepers(NamedTuple):
         now = {**extra_args, GATHERED: {_name(params, i): g for i, g in rows.items()}}
         us, inner = self.inner.update(treedef.unflatten(gs), few, params, **now)
         node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
-        count = count_of(node)
+        count = node.count
         step = extra_args.get("global_step")
         step = count if step is None else step
         rate = at_step(step, self.sleeper.rate, extra_args.get("learning_rate"))
@@ -180,34 +178,46 @@ class Sleepers(NamedTuple):
         inner = with_slots_by_leaf(inner, treedef, new_slots)
         [words] = state.clock
         new = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
-        if (made := _MADE.get()) is not None:
-            for i in tables:
-                if is_rows(us[i]):
-                    made.setdefault(_name(params, i), []).append(us[i].values)
+        made = {_name(params, i): us[i].values for i in tables if is_rows(us[i])}
+        note(extra_args, _MADE, made)
         return treedef.unflatten(us), new
 
 
-# By the names of tables the values of their updates that were made in `updates_that_are_final`.
-_MADE = contextvars.ContextVar[dict[str, list[Any]] | None]("made", default=None)
+# The keyword by which `update` is given the notes of `final_update`: for each update that was made
+# its values by the names of tables.
+_MADE = "optzoo_made"
 
 
-@contextlib.contextmanager
-def updates_that_are_final() -> Iterator[list[Any]]:
-    """Raises ``ValueError`` if something changes rows that :func:`optzoo.caught_up` has made.
+def final_update(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    state: Any,
+    params: Any,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """An update of which nothing changes what :func:`optzoo.caught_up` has made.
 
-    Their update moves rows that have slept too, to where the clock says that they are. The arrays
-    of a trace show it: what nothing has changed are the same objects.
+    Its update moves rows that have slept too, to where the clock says that they are. The arrays of
+    a trace show what has changed it: what nothing has changed are the same objects.
 
-    Yields:
-        An empty list, to which the updates of all parameters must be added.
+    Raises:
+        ValueError: if something changes rows that :func:`optzoo.caught_up` has made, or if this
+            cannot be known.
     """
-    token, updates = _MADE.set(made := dict[str, list[Any]]()), []
-    try:
-        yield updates
-    finally:
-        _MADE.reset(token)
-    final = {name: u for tree in updates for name, u in _by_name(tree).items()}
-    for name, values in made.items():
+    sleeping = nodes_of(CaughtUpState, state)
+    if not sleeping:
+        return tx.update(updates, state, params, **extra_args)
+    notes = Notes()
+    updates, state = tx.update(updates, state, params, **extra_args, **{_MADE: notes})
+    if len(notes.of) < len(sleeping):
+        raise ValueError(
+            "a transformation around optzoo.caught_up does not pass the keywords of its update on, "
+            "so it is not known whether the update of a table is changed after it was made: "
+            f"{NOTHING_FOLLOWS}"
+        )
+    final = _by_name(updates)
+    for name in {name for made in notes.of for name in made}:
+        values = [made[name] for made in notes.of if name in made]
         u = getattr(final.get(name), "values", None)
         # Some may be of an update that was traced for its errors alone.
         others = [each for each in values if each is not u]
@@ -216,6 +226,7 @@ def updates_that_are_final() -> Iterator[list[Any]]:
                 f"the update of table '{name}' of optzoo.caught_up is changed after it was made: "
                 f"{NOTHING_FOLLOWS}"
             )
+    return updates, state
 
 
 def _by_name(updates: Any) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def _name(params: Any, i: int) -> str:
 
 def sleeper_for(inner: Any, dense: bool) -> Sleeper:
     """The law of an optimizer."""
-    make = sleeper_of(inner)
+    make = about_of(inner).law
     if make is None:
         raise TypeError(
             f"inner has no law for rows without a gradient, got {inner!r}. Those that have one: "
@@ -329,20 +340,3 @@ def _check_short(name: str, dtype: Any, at_random: bool) -> None:
         "of the optimizer, so its rows follow no law that they could be caught up by"
     )
     raise TypeError(f"table '{name}' has slots in {dtype}: {reason}. {fix}")
-
-
-# By the update function: a wrapper around it makes one of its own.
-_SLEEPERS = weakref.WeakKeyDictionary[Any, Sleepers]()
-
-
-def remember(
-    tx: optax.GradientTransformationExtraArgs, sleepers: Sleepers
-) -> optax.GradientTransformationExtraArgs:
-    """The transformation, which :func:`sleepers_of` then knows."""
-    _SLEEPERS[tx.update] = sleepers
-    return tx
-
-
-def sleepers_of(tx: Any) -> Sleepers | None:
-    """What is in a transformation made by :func:`optzoo.caught_up`; None of others."""
-    return known_of(_SLEEPERS, tx)

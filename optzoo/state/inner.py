@@ -12,13 +12,14 @@ import optax
 from ..core.checks import check_transformation, check_update_arguments
 from ..core.compat import used_inputs
 from ..core.gradients import check_gradients
+from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
-from ..core.reads import unread
+from ..core.reads import note_reads, unread
 from ..core.rows import fits, is_sparse_or_none
 from .fit import SWAPPED, StateError, find_misfit, kinds_of
 
 
-def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def fitting(tx: optax.GradientTransformation) -> Optimizer:
     """The same transformation, with clear errors where its arguments do not belong together.
 
     If the update fails, or returns a state of another structure or of other shapes, the state is
@@ -31,7 +32,7 @@ def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
             this library takes.
         ValueError: in ``update``, if a gradient does not have the shape of its parameter.
     """
-    tx = optax.with_extra_args_support(tx)
+    about, tx = about_of(tx), optax.with_extra_args_support(tx)
 
     def init(params):
         try:
@@ -42,6 +43,7 @@ def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
             raise found from error
 
     def update(updates, state, params=None, **extra_args):
+        note_reads(extra_args, about.reads)
         with explained(tx, updates, state, params):
             new_updates, new = tx.update(updates, state, params, **extra_args)
         if kinds_of(new) != kinds_of(state):
@@ -51,7 +53,7 @@ def fitting(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         _check_shapes(updates, new_updates)
         return new_updates, new
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update, about)
 
 
 def _gradient_error(
@@ -105,7 +107,7 @@ def explained(
         raise found from error
 
 
-def inner_transformation(**arguments: Any) -> optax.GradientTransformationExtraArgs:
+def inner_transformation(**arguments: Any) -> Optimizer:
     """The transformation that a wrapper was given as an argument, with its mistakes as errors.
 
     Raises:
@@ -121,24 +123,22 @@ def inner_transformation(**arguments: Any) -> optax.GradientTransformationExtraA
 
     def update(updates, state, params=None, **extra_args):
         check_update_arguments(extra_args)
-        rate = extra_args.get("learning_rate")
+        rate = None if "learning_rate" in tx.about.reads else extra_args.get("learning_rate")
         if rate is not None and (key := jax.tree.structure((updates, params))) not in proved:
-            call = lambda gs, rate: tx.update(
-                gs, state, params, **{**extra_args, "learning_rate": rate}
-            )
+            call = lambda gs, **given: tx.update(gs, state, params, **{**extra_args, **given})
             _check_rate_is_read(name, call, updates, rate)
             proved.add(key)
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return Optimizer(tx.init, update, tx.about._replace(sleepers=None))
 
 
 def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None:
     """Raises ``TypeError`` if the updates of the parameters do not depend on the rate."""
-    names, _ = unread(lambda learning_rate: update(updates, learning_rate), {"learning_rate": rate})
+    names, _ = unread(functools.partial(update, updates), {"learning_rate": rate})
     if not names:
         return
-    jaxpr = jax.make_jaxpr(lambda gs: update(gs, rate)[0])(updates)
+    jaxpr = jax.make_jaxpr(lambda gs: update(gs, learning_rate=rate)[0])(updates)
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
         raise TypeError(
             f"update got a learning_rate, but nothing in {name} reads it: take an optimizer of "

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from ..core.checks import check_update_arguments
 from ..core.norms import over_shards
+from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name
 from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none
@@ -57,6 +58,7 @@ def check_numerics(
     References:
         ``tf.check_numerics``; ``returnn.tf.updater``, option ``debug_add_check_numerics_ops``.
     """
+    reads = frozenset({"global_step"})
 
     def init(params):
         del params
@@ -64,13 +66,13 @@ def check_numerics(
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_update_arguments({"global_step": global_step, **extra_args})
-        note_reads(["global_step"])
+        note_reads(extra_args, reads)
         del params
         step = state.count if global_step is None else global_step
         raise_if_bad(updates, what, step, axis_name)
         return updates, CheckNumericsState(jnp.asarray(optax.safe_increment(state.count)))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update, About(reads=reads))
 
 
 def raise_if_bad(updates: Any, what: str, step: Any, axis_name: AxisName = None) -> None:

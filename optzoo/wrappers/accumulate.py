@@ -14,8 +14,8 @@ from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.numerics import saturating_cast, wide_dtype
+from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
-from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
@@ -107,7 +107,6 @@ def accumulate(
     def update(updates, state, params=None, *, global_step=None, **extra_args):
         check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
-        note_reads(["global_step"])
         updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
@@ -131,7 +130,8 @@ def accumulate(
         updates, new = lax.cond(position == every - 1, apply, wait)
         return updates, AccumulateState(count, sums, new)
 
-    tx = optax.GradientTransformationExtraArgs(init, update)
+    about = About(reads=inner.about.reads).reading("global_step")
+    tx = Optimizer(init, update, about)
     return fitting(without_boxes(tx) if rows else tx)
 
 

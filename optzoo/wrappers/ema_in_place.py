@@ -10,6 +10,7 @@ from jax import Array
 from ..core.checks import check, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
+from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -105,7 +106,7 @@ def ema_in_place(
         sums = [moved_update(*leaf) for leaf in zip(us, news, xs, strict=True)]
         return treedef.unflatten(sums), EMAInPlaceState(t, inner_state)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    return fitting(Optimizer(init, update, About(reads=inner.about.reads)))
 
 
 def _paths(updates: Any) -> Any:

@@ -10,6 +10,7 @@ from jax import Array
 from ..core.checks import check, check_flags, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast, wide_dtype
+from ..core.optimizer import About, Optimizer
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
@@ -109,4 +110,4 @@ def ensemble(
         average = treedef.unflatten([e for _, e in pairs])
         return treedef.unflatten(sums), EnsembleState(t, average, inner_state)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    return fitting(Optimizer(init, update, About(reads=inner.about.reads)))

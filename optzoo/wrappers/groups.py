@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from ..core.optimizer import About, Optimizer, reads_of
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -54,10 +55,14 @@ def groups(
     """
     by_pattern = _checked(transforms)
     partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
-    return fitting(partition)
+    txs = by_pattern.values()
+    policies = {tx.about.rows for tx in txs}
+    rows = policies.pop() if len(policies) == 1 else None
+    about = About(rows, all(tx.about.row_wise for tx in txs), reads=reads_of(*txs))
+    return fitting(Optimizer(*partition, about))
 
 
-def _checked(transforms: Any) -> dict[Any, optax.GradientTransformation]:
+def _checked(transforms: Any) -> dict[Any, Optimizer]:
     """The transformations by patterns, checked."""
     if not isinstance(transforms, Mapping):
         raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")

@@ -9,10 +9,11 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
+from ..core.optimizer import About, Optimizer, reads_of
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
-from ..state.sleeping.law import Sleeper, sleeper_of, sleeping
+from ..state.sleeping.law import Sleeper
 from ..state.sleeping.tables import has_sleepers
 
 
@@ -65,7 +66,6 @@ def moving_average(
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
         because in 16 bits its changes would be rounded to zero.
     """
-    sleeper = sleeper_of(inner)
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
     if isinstance(num_updates, str) and num_updates != "count":
@@ -103,18 +103,16 @@ def moving_average(
             )
         return both.update(updates, state, params, **extra_args)
 
-    tx = fitting(optax.GradientTransformationExtraArgs(both.init, update))
-    if sleeper is None:
-        return tx
-
-    def law_of_both(dense):
+    def law_of_both(dense, sleeper):
         decay = average_decay
         if num_updates is not None and num_updates != "count":  # as in each step, in float32
             n = np.float32(num_updates)
             decay = min(np.float32(average_decay), (1 + n) / (10 + n))
-        return _with_average(sleeper(dense), decay, decay_at if num_updates == "count" else None)
+        return _with_average(sleeper, decay, decay_at if num_updates == "count" else None)
 
-    return sleeping(tx, law_of_both)
+    law = inner.about.with_law(law_of_both).law
+    about = About(law=law, reads=reads_of(inner, average))
+    return fitting(Optimizer(both.init, update, about))
 
 
 def _with_average(

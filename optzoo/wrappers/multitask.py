@@ -1,12 +1,16 @@
 """Skips parameters whose gradient is zero, around any optimizer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
+from ..core.optimizer import Optimizer
 from ..core.paths import out_of_box, owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..rules.policies import lazy, linear
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
 
@@ -24,7 +28,10 @@ def multitask(
     for each parameter :math:`x` with its slots :math:`s`. If several tasks are trained in turns,
     the layers that the current task does not use are unchanged: their momentum does not move them.
     State that belongs to no single parameter (the step count, the powers of Adam) is updated in
-    every step. Row-sparse gradients work, too; each step copies the slots of the table.
+    every step. A row-sparse gradient is zero everywhere if all its rows are; then an optimizer that
+    leaves other rows as they are (:func:`optzoo.lazy`, :func:`optzoo.linear`) gets no rows at all.
+    Any other optimizer has updated the slots of the table, of which old or new ones are selected,
+    in a pass over the table.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -59,6 +66,10 @@ def multitask(
         check_gradients(updates, params, allow_complex=True)
         updates = map_rows(SparseRows.coalesce, updates)
         live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
+        if inner.about.rows in (lazy, linear):  # without rows it leaves the table as it is
+            everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
+            updates = everywhere(lambda g, m: g.rows_if(m) if is_rows(g) else g, updates, live)
+            live = everywhere(lambda g, m: is_rows(g) or m, updates, live)
         updates, new_state = inner.update(updates, state, params, **extra_args)
         updates = jax.tree.map(stop, live, updates)
         # True for every array of the state that belongs to a live parameter or to none. Shampoo has
@@ -71,4 +82,5 @@ def multitask(
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)
 
-    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
+    about = inner.about._replace(row_wise=False, law=None)
+    return fitting(Optimizer(inner.init, update, about))

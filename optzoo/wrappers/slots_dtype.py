@@ -9,12 +9,11 @@ import optax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
-from ..core.reads import note_reads
+from ..core.optimizer import Optimizer
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, pack
-from ..state.sleeping.law import sleeper_of, sleeping
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import RandomRounding
+from ..state.storage import has_seed, split_seed, with_seed
 from ..state.types import LeafwiseState, map_nodes, nodes_of
 
 
@@ -90,7 +89,6 @@ def slots_dtype(
         Gupta et al., `Deep Learning with Limited Numerical Precision
         <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
     """
-    sleeper = sleeper_of(inner)
     inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -121,23 +119,19 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, **extra_args):
-        note_reads(["rounding_seed"])
-        given = extra_args.get("rounding_seed")
-        given = seed if given is None else given
-        if not stochastic or _has_seed(state):  # that of a slots_dtype around this one
+        if not stochastic or has_seed(state):  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)
-        updates, state = inner.update(updates, _with_seed(state, given), params, **extra_args)
-        return updates, _without_seed(state)
+        given = extra_args.get("rounding_seed")
+        given = jnp.asarray(seed if given is None else given).astype(jnp.uint32)
+        state = map_nodes(LeafwiseState, lambda s: with_seed(s, given), state)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        return updates, map_nodes(LeafwiseState, lambda s: split_seed(s)[0], state)
 
-    tx = fitting(optax.GradientTransformationExtraArgs(init, update))
-    if sleeper is None:
-        return tx
-
-    def of_stored(dense):
-        found = sleeper(dense)
-        return found and found._replace(at_random=found.at_random or stochastic)
-
-    return sleeping(tx, of_stored)
+    of_stored = lambda _, law: law and law._replace(at_random=law.at_random or stochastic)
+    about = inner.about.with_law(of_stored).reading("rounding_seed")
+    if stochastic:  # random bits by the places of rows: that they are alone must be proved
+        about = about._replace(row_wise=False)
+    return fitting(Optimizer(init, update, about))
 
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:
@@ -161,18 +155,3 @@ def _stored(dtype: DTypeLike, state: Any, wider: Any) -> Any:
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
-
-
-def _has_seed(state: Any) -> bool:
-    return any(isinstance(s.count, RandomRounding) for s in nodes_of(LeafwiseState, state))
-
-
-def _with_seed(state: Any, seed: Any) -> Any:
-    """The state whose 16-bit slots the next update rounds at random."""
-    seed = jnp.asarray(seed).astype(jnp.uint32)
-    mark = lambda s: s._replace(count=RandomRounding(s.count, seed))
-    return map_nodes(LeafwiseState, mark, state)
-
-
-def _without_seed(state: Any) -> Any:
-    return map_nodes(LeafwiseState, lambda s: s._replace(count=s.count.count), state)

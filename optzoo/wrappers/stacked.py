@@ -10,6 +10,7 @@ import optax
 
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
+from ..core.optimizer import Optimizer
 from ..core.paths import check_mask, resolve_mask, without_boxes
 from ..core.rows import is_rows
 from ..state.inner import fitting, inner_transformation
@@ -123,7 +124,8 @@ def stacked(
         updates, state = inner.update(stack(updates, layout), state, params, **extra_args)
         return unstack(updates), _restacked(inner, state, own)
 
-    return fitting(without_boxes(optax.GradientTransformationExtraArgs(init, update)))
+    about = inner.about._replace(law=None)
+    return fitting(without_boxes(Optimizer(init, update, about)))
 
 
 def _kind(a: Any) -> Any:

@@ -13,6 +13,7 @@ from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
 from ..core.norms import over_shards
 from ..core.numerics import sqrt, upcast
+from ..core.optimizer import About, Optimizer
 from ..core.paths import is_masked, path_name, patterns_by_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
@@ -101,7 +102,7 @@ def variable_clipping(
         done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
         return treedef.unflatten(done), state
 
-    return fitting(optax.GradientTransformationExtraArgs(inner.init, update))
+    return fitting(Optimizer(inner.init, update, About(reads=inner.about.reads)))
 
 
 def _axes(dims: Any, params: Any) -> Any:

@@ -9,10 +9,10 @@ import optax
 from ..core.checks import check_not_negative, check_params, with_decay_per_step
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
+from ..core.optimizer import Optimizer
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
-from ..state.sleeping.law import sleeper_of, sleeping
 
 
 @with_decay_per_step
@@ -66,7 +66,6 @@ def decoupled_weight_decay(
         attribute. The decay always comes before the update of an optimizer that reads the
         parameters; in the original the order is undefined.
     """
-    inner_sleeper = sleeper_of(inner)
     inner = inner_transformation(inner=inner)
     check_not_negative(weight_decay_per_step=weight_decay_per_step)
     check_mask(mask=mask)
@@ -93,16 +92,11 @@ def decoupled_weight_decay(
         updates, state = inner.update(updates, state, decayed, **extra_args)
         return everywhere(plus, decays, updates), state
 
-    tx = fitting(optax.GradientTransformationExtraArgs(inner.init, update))
-    if inner_sleeper is None:
-        return tx
-
-    def sleeper(dense):
-        found = inner_sleeper(dense)
+    def law(dense, found):
         if not dense or found is None:  # only the rows of the gradient decay
             return found
         if mask is not None or found.law.shrink:  # one decay, of all tables
             return None
         return found._replace(law=found.law._replace(shrink=float(weight_decay_per_step)))
 
-    return sleeping(tx, sleeper)
+    return fitting(Optimizer(inner.init, update, inner.about.with_law(law)))

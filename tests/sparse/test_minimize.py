@@ -83,8 +83,8 @@ def test_arguments_that_nothing_reads():
     cases = [
         (of_optzoo, {"foo": 1.0}, "reads 'foo'. .*: global_step, learning_rate, rounding_seed"),
         (of_optzoo, {"value": 1.0}, "reads 'value'"),
-        (of_optzoo, {"learning_rates": 1.0}, "must be 'learning_rate'"),
-        (of_optzoo, {"rounding_sed": 1}, "must be 'rounding_seed'"),
+        (of_optzoo, {"learning_rates": 1.0}, "did you mean 'learning_rate'"),
+        (of_optzoo, {"rounding_sed": 1}, "did you mean 'rounding_seed'"),
         (of_optax, {"learning_rate": 1.0}, "reads 'learning_rate'"),
         (of_optax, {"global_step": 1}, "reads 'global_step'"),
         (of_optax, {"lr": 1.0}, "reads 'lr'; did you mean 'learning_rate'"),

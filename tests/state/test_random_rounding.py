@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.core.optimizer import about_of
 from optzoo.core.rows import Shard
 from optzoo.sharded.step import Step
-from optzoo.sparse.sleepers import sleepers_of
 from optzoo.sparse.sleepers_step import update_asleep
 from optzoo.state.sleeping.tables import whole
 from optzoo.state.types import LeafwiseState, map_nodes
@@ -223,7 +223,7 @@ def test_bits_of_shards_that_wake():
 
     def on_device(params, state):
         zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}
-        updated = update_asleep(sleepers_of(TX), params, state, zeros, {})[1]
+        updated = update_asleep(about_of(TX).sleepers, params, state, zeros, {})[1]
         return updated, step._map_tables(params, state, lambda _, table: whole(table))[1]
 
     specs = jax.tree.map(spec_of, (params, state))

@@ -539,6 +539,28 @@ def test_no_transformation_in_between_swallows_the_seed():
         np.testing.assert_array_equal(after(forgets, seed), after(optzoo.adam(0.1), seed))
 
 
+INSIDE = {
+    "agn": lambda tx: optzoo.agn(tx, axis_name=None, communication_period=2),
+    "model_average": lambda tx: optzoo.model_average(tx, axis_name=None, interval_steps=2),
+    "multitask": optzoo.multitask,
+    "stacked": optzoo.stacked,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_wrappers_that_look_for_slots_do_so_while_they_are_rounded(name):
+    x = {"a": jnp.ones(64), "b": jnp.ones(64)}
+    g = jax.tree.map(lambda x: jnp.linspace(0.1, 1, len(x)), x)
+    make = lambda stochastic: slots_dtype(
+        INSIDE[name](optzoo.adam(0.1)), "bfloat16", stochastic=stochastic
+    )
+    got, want = ((step(tx, g, *step(tx, g, x))) for tx in map(make, (True, False)))
+    assert avals(got) == avals(want)
+    chex.assert_trees_all_close(got[1], want[1], rtol=2**-6)
+    differs = jax.tree.map(lambda a, b: bool((a != b).any()), got[1], want[1])
+    assert any(jax.tree.leaves(differs))
+
+
 def test_of_nested_wrappers_the_outermost_seed_counts():
     x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
     make = lambda tx, seed: slots_dtype(tx, "bfloat16", stochastic=True, seed=seed)

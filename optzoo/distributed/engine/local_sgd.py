@@ -13,6 +13,7 @@ from jax import Array, lax
 from ...core.checks import check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import upcast
+from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import SparseRows, is_rows, map_rows
 from ...state.averages import start_of_average
 from ...state.sleeping.tables import refuse_sleepers
@@ -79,7 +80,9 @@ def local_sgd(
     if method.order not in get_args(Order):
         raise ValueError(f"order must be one of {get_args(Order)}, got {method.order!r}")
     driver = _Driver(optax.with_extra_args_support(inner), replicas, method)
-    return optax.GradientTransformationExtraArgs(driver.init, driver.update)
+    about = About(reads=about_of(inner).reads)
+    about = about.reading("active", "arrived", "exchange", "fragment")
+    return Optimizer(driver.init, driver.update, about)
 
 
 # What an exchange may change: the updates, and both parts of the state.

@@ -10,6 +10,7 @@ from jax import Array
 from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
 from ...core.numerics import norm, safe_divide, saturating_cast, sqrt, upcast
+from ...core.optimizer import About, Optimizer, reads_of
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.inner import fitting, inner_transformation
 from .options import ShampooOptions, StepValues
@@ -78,7 +79,8 @@ def graft(
         grafted = jax.tree.map(_grafted, d, step, is_leaf=is_sparse_or_none)
         return grafted, GraftState(of_direction, of_length)
 
-    return fitting(optax.GradientTransformationExtraArgs(init, update))
+    about = About(reads=reads_of(direction, length))
+    return fitting(Optimizer(init, update, about))
 
 
 def match_norm(direction: Array, length: Array) -> Array:

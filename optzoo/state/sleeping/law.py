@@ -1,6 +1,5 @@
 """The law by which a row moves without a gradient, and how an optimizer states it."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,34 +75,3 @@ def law_of_record(words: str) -> Law:
         average,
         fields.get("varies") == "True",
     )
-
-
-# By the update function: a wrapper makes one of its own, to which no law belongs.
-_SLEEPERS = weakref.WeakKeyDictionary[Any, Callable[[bool], Sleeper | None]]()
-
-
-def sleeping(
-    tx: optax.GradientTransformationExtraArgs, make: Callable[[bool], Sleeper | None]
-) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, whose rows may sleep.
-
-    Args:
-        tx: a complete optimizer that updates each row by itself.
-        make: ``make(dense)`` gives the law of the rows that a gradient does not name; with
-            ``dense`` of those whose dense gradient is zero. None if such rows do not change.
-    """
-    _SLEEPERS[tx.update] = make
-    return tx
-
-
-def sleeper_of(tx: Any) -> Callable[[bool], Sleeper | None] | None:
-    """What :func:`sleeping` was given; None if the transformation has no law."""
-    return known_of(_SLEEPERS, tx)
-
-
-def known_of(known: weakref.WeakKeyDictionary[Any, Any], tx: Any) -> Any:
-    """What is known of a transformation by its update function; None if nothing is."""
-    try:
-        return known.get(getattr(tx, "update", None))
-    except TypeError:  # no function: an object without weak references
-        return None

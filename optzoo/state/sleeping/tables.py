@@ -16,7 +16,7 @@ from ...core.numerics import upcast
 from ...core.paths import is_masked, path_name
 from ..packing import pack_like, unpack
 from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
-from ..storage import count_of, rounded
+from ..storage import rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
 from .law import law_of_record
 from .motion import Motion, make_motion, start_clock, wake
@@ -228,7 +228,7 @@ def slots_nodes(inner: Any) -> list[LeafwiseState]:
 
 def count_of_updates(inner: Any) -> Array:
     """The number of updates of the inner state."""
-    return count_of(slots_nodes(inner)[0])
+    return slots_nodes(inner)[0].count
 
 
 def slots_by_leaf(inner: Any, treedef: Any) -> list[Any]:

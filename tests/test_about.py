@@ -1,0 +1,126 @@
+"""What transformations say of themselves, against what their updates do."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optzoo
+from optzoo import CATALOG, SparseRows
+from optzoo.core.compat import used_inputs
+from optzoo.core.optimizer import UNKNOWN, Notes, Optimizer, about_of, known
+from optzoo.sharded.update_check import NotAlone, prove_alone
+
+from .wrappers.test_contract import WRAPPERS as AROUND
+
+# Their rules for rows are no policies: they are momentum, and a norm of all rows together.
+NO_POLICY = {"lars", "normalized_sgd", "grad_variance_scaled"}
+WRAPPERS = {
+    **{
+        name: lambda inner, wrap=wrap: wrap(inner, dims={".*": ()}) for name, wrap in AROUND.items()
+    },
+    "accumulate": lambda inner: optzoo.accumulate(inner, 2),
+    "caught_up": lambda inner: optzoo.caught_up(inner, tables=True, dense=True),
+    "graft": lambda inner: optzoo.graft(inner, inner),
+    "groups": lambda inner: optzoo.groups({".*": inner}),
+    "on_rows": optzoo.on_rows,
+    "on_values": optzoo.on_values,
+    "slots_dtype": lambda inner: optzoo.slots_dtype(inner, "bfloat16", packed=True),
+    # Random bits by the places of rows, which the proof does not follow.
+    "slots_dtype at random": lambda inner: optzoo.slots_dtype(inner, "bfloat16", stochastic=True),
+    "stacked": optzoo.stacked,
+}
+# What is said of rows beyond the keywords, where the wrapper keeps it; with a law of its own.
+STORED = {"slots_dtype", "slots_dtype at random"}
+KEEPS_ROWS = {"decoupled_weight_decay", "groups", "multitask", "on_rows", "stacked", *STORED}
+KEEPS_LAW = {"decoupled_weight_decay", "moving_average", *STORED}
+PARAMS = {"table": jnp.ones((7, 3))}
+
+
+def is_alone(tx, **extra_args):
+    """Whether it is proved that an optimizer updates each touched row by itself."""
+    try:
+        prove_alone(tx, PARAMS, {0: "table"}, extra_args)
+    except NotAlone:
+        return False
+    return True
+
+
+def read_by(tx, names):
+    """The keywords on which a result of an update depends, of dense gradients or of rows."""
+    rows = {"table": SparseRows(jnp.array([2]), jnp.ones((1, 3)), 7)}
+    state, found = jax.eval_shape(tx.init, PARAMS), set()
+    others = {name: jnp.zeros([]) for name in sorted({*names} - {"global_step"})}
+    step = {"global_step": jnp.zeros([], jnp.int32)}  # read by schedules, where no value is given
+    for grads, given in itertools.product((PARAMS, rows), (step, step | others)):
+        update = lambda given, state, grads=grads: tx.update(grads, state, PARAMS, **given)
+        used = used_inputs(jax.make_jaxpr(update)(given, state).jaxpr)
+        found |= {name for name, is_used in zip(sorted(given), used, strict=False) if is_used}
+    return found
+
+
+KEYWORDS = set().union(*(entry.make().about.reads for entry in CATALOG.values()))
+KEYWORDS -= {"alpha"}  # of Shampoo: a static argument
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_what_an_optimizer_says_is_what_it_does(name):
+    entry = CATALOG[name]
+    tx = entry.make(lambda step: 0.1 / (1 + step))
+    about = tx.about
+    by_rule = name in NO_POLICY or entry.family == "second_order"
+    assert (about.rows and about.rows.__name__) == (None if by_rule else entry.rows)
+    needed = {"global_step": 0} if entry.needs_global_step else {}
+    assert about.row_wise == is_alone(tx, **needed) or (by_rule and not about.row_wise)
+    assert UNKNOWN not in about.reads
+    assert read_by(tx, KEYWORDS) <= about.reads
+
+
+def test_the_keywords_that_are_read_are_found():
+    assert read_by(optzoo.lazy_adam(), KEYWORDS) == {"learning_rate"}
+    falling = optzoo.add_sign(lambda step: 0.1 / (1 + step))
+    assert read_by(falling, KEYWORDS) == {"global_step", "learning_rate", "sign_decay"}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_hands_on_what_is_known(wrapper):
+    inner = optzoo.momentum(0.1, 0.9)
+    about = about_of(WRAPPERS[wrapper](inner))
+    assert UNKNOWN not in about.reads and inner.about.reads <= about.reads
+    assert (about.rows is optzoo.lazy) == (wrapper in KEEPS_ROWS)
+    assert about.row_wise == (wrapper in KEEPS_ROWS - {"multitask", "slots_dtype at random"})
+    assert not about.row_wise or is_alone(WRAPPERS[wrapper](inner))
+    assert (about.law is not None) == (wrapper in KEEPS_LAW)
+    assert (about.sleepers is not None) == (wrapper == "caught_up")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_of_another_library_s_transformation_knows_that_it_does_not_know(wrapper):
+    inner = known(optax.sgd(0.1), law=optzoo.momentum(0.1, 0.9).about.law)
+    about = about_of(WRAPPERS[wrapper](inner))
+    assert UNKNOWN in about.reads
+    assert not about.row_wise or wrapper == "on_rows"  # which proves it by itself
+
+
+def test_all_wrappers_are_here():
+    assert {*optzoo.WRAPPERS, *optzoo.DISTRIBUTED} <= WRAPPERS.keys()
+
+
+def test_an_optimizer_is_a_transformation_of_optax():
+    tx = optzoo.lazy_adam(0.1)
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update) and isinstance(tx, Optimizer)
+    assert optax.with_extra_args_support(tx) is tx
+    for unknown in (optax.chain(tx, optax.identity()), tx._replace(init=init), optax.sgd(0.1)):
+        assert about_of(unknown).reads == {UNKNOWN} and about_of(unknown).rows is None
+
+
+def test_notes_pass_transformations_of_jax():
+    """They are no arrays: a program that is traced for other notes is another one."""
+    tx = optax.chain(optax.clip(1.0), optzoo.scale_by_learning_rate(0.1))
+    state, notes = tx.init(PARAMS), [Notes(), Notes()]
+    for each in notes:
+        jax.jit(tx.update)(PARAMS, state, PARAMS, optzoo_reads=each)
+    assert [each.of for each in notes] == [[frozenset({"global_step", "learning_rate"})]] * 2
