@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.core.lines import shape_of_lines
 
+from . import record
 from .cases import CASES, FEW_ROWS, IDS, ROWS, Case
 from .record import TO_HOST, Facts
 
@@ -12,6 +13,11 @@ from .record import TO_HOST, Facts
 TEMPORARIES = {"gpu": 14_000_000, "tpu": 8_000_000}
 # XLA for TPUs brings a table whole to the fast memory of a v5e or v6e if it fits.
 FAST_MEMORY = 2**27
+KERNEL = "tpu_custom_call"  # how XLA names one
+# Their slots have one element for each row, which XLA gathers and scatters for as much as a row;
+# or rows are not merged.
+LEFT_TO_XLA = {name for name in FEW_ROWS if "row_wise" in name} - {"row_wise_lars"}
+LEFT_TO_XLA |= {"gradient_descent"}
 # Their messages have room for any ids.
 ONE_ROUND = ("adam, one round", "own step")
 
@@ -24,6 +30,8 @@ def broken(key: str, facts: Facts) -> list[str]:
         found += _of_quiet_steps(facts)
     if _moves_few_rows(case) and _is_promised(case):
         found += _of_few_rows(case, facts)
+    if case.name.startswith("native/"):
+        found += _of_kernels(case, facts)
     return found
 
 
@@ -63,10 +71,24 @@ def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
         yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
 
 
+def _of_kernels(case: Case, facts: Facts) -> Iterator[str]:
+    """An optimizer with slots needs half of the bytes at most that it needs without its kernel."""
+    _, name, width = case.name.split("/")
+    has_kernel = KERNEL in facts.get("calls", ())
+    if has_kernel == (name in LEFT_TO_XLA):
+        yield "there is a kernel" if has_kernel else "its rows are left to XLA"
+    if not (has_kernel and case.device.startswith("v5e") and _is_promised(case)):
+        return  # the estimate for v6e counts whole tables
+    without = record.read(record.FACTS)[f"rows/{name}/{width}/{case.device}"]["bytes"]
+    limit = (0.5 if facts["arguments"] > 1.9 * _nbytes_of_table(case) else 0.7) * without
+    if facts["bytes"] > limit:
+        yield f"reads and writes {facts['bytes']:,} bytes, and {without:,} without its kernel"
+
+
 def _moves_few_rows(case: Case) -> bool:
     """Whether a step of the case computes with the rows that the batch names, and no others."""
     kind, name, *_ = case.name.split("/")
-    if kind in ("rows", "loop", "lines"):
+    if kind in ("rows", "loop", "lines", "native"):
         return name in FEW_ROWS
     if kind == "wrapper":
         return name == "multitask"  # around lazy_adam
