@@ -21,7 +21,7 @@ Apply = Callable[..., tuple[Any, Any]]
 def native_step(
     tx: optax.GradientTransformation, *, in_place: InPlace = "all", required: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    r"""A step of an optimizer on the CPU as native loops: one pass over the rows, or over a leaf.
+    r"""A step of an optimizer as native code: one pass over the rows, or over a leaf.
 
     It computes what
 
@@ -37,9 +37,12 @@ def native_step(
     element by element. Everything else stays with XLA: norms, matrices, and what is in a ``cond``
     (:func:`optzoo.accumulate`, ``optax.apply_if_finite``).
 
-    If native code cannot run, XLA does all of it, with the same results up to rounding: without
-    llvmlite (the extra ``native``), on GPUs and TPUs, on other systems than Linux, under ``vmap``
-    and in derivatives.
+    On TPUs the rows of a table and of its slots are read, computed and written by one Pallas
+    kernel, if their elements have 32 bits and each of them has rows of several elements.
+
+    If native code cannot run, XLA does all of it, with the same results up to rounding: on a CPU
+    without llvmlite (the extra ``native``) or with another system than Linux, on GPUs, under
+    ``vmap`` and in derivatives.
 
     Put it into a ``jit`` that donates parameters and state. Otherwise they are copied.
 

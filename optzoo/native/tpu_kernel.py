@@ -24,6 +24,7 @@ _BLOCK = 128  # ids
 _DEPTH = 3  # blocks in fast memory: one is read, one is computed, one is written
 _MOST_BYTES = 8 * 2**20  # of fast memory, of which a v5e gives a kernel 16 MiB
 _WORDS = {"float32", "int32", "uint32"}  # elements whose rows the memory can copy one by one
+_KNOWN = {*_WORDS, "bfloat16", "bool", "uint16"}
 _REDUCE = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 
 
@@ -62,6 +63,8 @@ def _check(rows: Rows) -> None:
         raise Unsupported("on a TPU rows of tables and slots must be vectors of several elements")
     if kinds := {v.dtype for v in rows.tables} - _WORDS:
         raise Unsupported(f"on a TPU rows of {min(kinds)} cannot be copied one by one")
+    if kinds := {v.dtype for op in rows.operations for v in (*op.ins, *op.outs)} - _KNOWN:
+        raise Unsupported(f"a kernel for TPUs does not compute in {min(kinds)}")
 
 
 class _Block:

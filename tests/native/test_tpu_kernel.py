@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -69,6 +70,22 @@ def test_optimizers(kernels, name):
 def test_what_is_left_to_xla(kernels, name):
     with pytest.raises(Unsupported, match=r"vectors of several elements|are not merged"):
         both(make(name), {"t": table()}, lambda seed: {"t": rows(seed)}, steps=1)
+    assert not kernels
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "reason"),
+    [
+        (adam(dtype="bfloat16"), jnp.float32, "rows of bfloat16 cannot be copied"),
+        (optzoo.lazy_adam(0.1), jnp.bfloat16, "rows of bfloat16 cannot be copied"),
+        (optzoo.lazy_adam(0.1), jnp.float64, "rows of float64 cannot be copied"),
+    ],
+    ids=["slots", "bfloat16", "float64"],
+)
+def test_what_a_tpu_cannot_copy(kernels, tx, dtype, reason):
+    with jax.enable_x64(dtype == jnp.float64), pytest.raises(Unsupported, match=reason):
+        g = rows(0).astype(dtype)
+        both(tx, {"t": table().astype(dtype)}, lambda seed: {"t": g}, steps=1)
     assert not kernels
 
 

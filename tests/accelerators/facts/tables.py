@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import optzoo
 
 from . import cases, record
+from .promises import KERNEL
 
 V5E, H100 = "v5e:2x2", "h100"
 DENSE = f"rows/{cases.ADAM}"
@@ -67,6 +68,15 @@ def of_layouts() -> str:
     return table([*head, "`optax.adam`: cycles"], *map(line, cases.WIDTHS))
 
 
+def of_kernels() -> str:
+    """Bytes of optimizers with a kernel for their rows, and of the same without."""
+    names = [name for name, width in cases.NATIVE if width == 64]
+    has_kernel = lambda name: KERNEL in READ()[f"native/{name}/64/{V5E}"].get("calls", ())
+    columns = lambda name: [mega(f"{kind}/{name}/64/{V5E}", "bytes") for kind in ("rows", "native")]
+    lines = [[f"`{name}`", *columns(name)] for name in sorted(names) if has_kernel(name)]
+    return table(["optimizer", "by XLA", "with a kernel"], *lines)
+
+
 def of_arrays() -> str:
     """Updates of arrays with dense gradients."""
     key = lambda tx, device: f"dense/{tx}/{device}"
@@ -109,6 +119,7 @@ def _sent(key: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "facts, some": some,
     "facts, layouts": of_layouts,
+    "facts, kernels": of_kernels,
     "facts, v5e temporaries": lambda: by_width(V5E, "temporaries"),
     "facts, v5e bytes": lambda: by_width(V5E, "bytes"),
     "facts, v5e cycles": lambda: by_width(V5E, "cycles"),
