@@ -99,12 +99,14 @@ def exchange(parts: Sequence[Array], shardings: Sequence[RowSharding]) -> list[A
         n = parts[group[0]].shape[0]
         if n == 1:
             continue
-        flat = [parts[i].reshape(n, -1) for i in group]
-        joined = jnp.concatenate(flat, 1) if len(flat) > 1 else flat[0]
+        # Rows of one shape stay rows: a TPU would change the layout of flat ones, and back.
+        is_flat = len({parts[i].shape[2:] for i in group}) > 1
+        blocks = [parts[i].reshape(n, -1) if is_flat else parts[i] for i in group]
+        joined = jnp.concatenate(blocks, 1) if len(blocks) > 1 else blocks[0]
         arrived = lax.all_to_all(joined, axes if len(axes) > 1 else axes[0], 0, 0, tiled=True)
         at = 0
-        for i, block in zip(group, flat, strict=True):
-            width = block.shape[1]
-            done[i] = arrived[:, at : at + width].reshape(parts[i].shape)
-            at += width
+        for i, block in zip(group, blocks, strict=True):
+            size = block.shape[1]
+            done[i] = arrived[:, at : at + size].reshape(parts[i].shape)
+            at += size
     return done

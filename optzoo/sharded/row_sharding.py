@@ -144,7 +144,9 @@ class RowSharding:
         if factor is None or self.num_shards == 1:
             return enough
         average = num_ids / self.num_shards
-        return min(enough, math.ceil(factor * average + SPREAD * math.sqrt(average)))
+        needed = math.ceil(factor * average + SPREAD * math.sqrt(average))
+        # A TPU stores rows by eights: the rows of all owners then lie one after the other.
+        return min(enough, needed + -needed % 8 if needed > 128 else needed)
 
 
 # Ids at random are Poisson distributed over the owners, with a standard deviation of the root of

@@ -229,7 +229,7 @@ def test_a_replicated_table_read_as_a_whole():
 @pytest.mark.optimized
 def test_no_pass_over_a_shard():
     """The step, in rounds too, and a flush need little memory besides the tables, in place."""
-    s, rows = optzoo.RowSharding(64_000, 4, multiple=1), lambda ids: jnp.ones((len(ids), 16))
+    s, rows = optzoo.RowSharding(80_000, 4, multiple=1), lambda ids: jnp.ones((len(ids), 16))
     tx = asleep(("table",), optzoo.slots_dtype(ADAM, "float32", packed=True))
     place = lambda x: jax.device_put(x, NamedSharding(MESH, P()))
     params = {"table": optzoo.create_table(s, MESH, rows), "w": place(jnp.ones((16, 16)))}

@@ -72,6 +72,7 @@ def test_capacity():
     assert s.capacity(64, None) == 64
     assert s.capacity(5000, None) == s.rows_per_shard
     assert 100 <= s.capacity(400, 1.0) < 200
+    assert s.capacity(600, 1.0) % 8 == 0  # as a TPU stores rows
     assert s.capacity(4, 100.0) == 4
 
 
