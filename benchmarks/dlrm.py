@@ -1,6 +1,6 @@
 """A step of DLRM-v2 as in MLPerf, compiled for TPU slices that need not be there.
 
-    JAX_PLATFORMS=cpu .venv/bin/python benchmarks/dlrm.py [v5e:4x4 v6e:4x4 ...] [--dense]
+    JAX_PLATFORMS=cpu .venv/bin/python benchmarks/dlrm.py [v5e:4x4 v6e:4x4 ...] [--dense | --native]
 
 26 tables of width 128 with 28.1 million rows in all, 214 ids in an example, Adagrad, 4,096 examples
 on each chip. The sizes of the tables are those of MLPerf with 4,783,082 rows in the place of 40
@@ -8,7 +8,8 @@ million, so that they sum to 28.1 million: which sizes others took is not publis
 one after the other in one array, sharded by rows.
 
 Nothing is run. Bytes read and written are estimates of the compiler, and count the body of a loop
-once. ``--dense``: the same with dense gradients of the sharded table, by XLA alone.
+once. ``--dense``: the same with dense gradients of the sharded table, by XLA alone. ``--native``:
+with a kernel that updates the rows.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def dense_step(tx):
     return step
 
 
-def report(device, is_dense, examples):
+def report(device, is_dense, is_native, examples):
     """Of the step for a slice."""
     devices = optzoo.devices_of(device)
     mesh = Mesh(np.array(devices), ("shard",))
@@ -119,7 +120,7 @@ def report(device, is_dense, examples):
     step = (
         dense_step(tx)
         if is_dense
-        else optzoo.sharded_minimize(sparse_loss, tx, mesh, {"table": sharding})
+        else optzoo.sharded_minimize(sparse_loss, tx, mesh, {"table": sharding}, native=is_native)
     )
     shard = 4 * WIDTH * sharding.rows_per_shard
     return optzoo.compile_report(step, params, state, *batch, device=device, at_least=shard)
@@ -129,8 +130,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("devices", nargs="*", default=["v5e:4x4"])
     parser.add_argument("--dense", action="store_true", help="with dense gradients")
+    parser.add_argument("--native", action="store_true", help="rows are updated by a kernel")
     parser.add_argument("--examples", type=int, default=4096, help="on each chip")
     args = parser.parse_args()
     print(f"{ROWS:,} rows in {len(SIZES)} tables, {sum(HOT)} ids in an example")
     for device in args.devices:
-        print(report(device, args.dense, args.examples), flush=True)
+        print(report(device, args.dense, args.native, args.examples), flush=True)
