@@ -8,6 +8,8 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.native import tpu_kernel
+from optzoo.native.groups import Unsupported
 
 from .facts import cases, promises, record
 
@@ -139,3 +141,16 @@ def test_what_is_donated_is_a_part_of_a_program():
     assert lowered(jax.jit(first)) == lowered(jax.jit(first))
     assert lowered(jax.jit(first)) != lowered(jax.jit(first, donate_argnums=1))
     assert lowered(jax.jit(optax.apply_updates)) != lowered(jax.jit(first))
+
+
+def test_a_lost_kernel_is_found(monkeypatch):
+    def refuse(rows):
+        raise Unsupported("none")
+
+    monkeypatch.setattr(tpu_kernel, "_check", refuse)
+    key = "native/lazy_adam/64/v5e:2x2"
+    now = compiled(key)
+    assert "bytes" in {
+        line.split(":")[0] for line in record.differences(record.read(record.FACTS)[key], now)
+    }
+    assert promises.broken(key, now) == ["its rows are left to XLA"]
