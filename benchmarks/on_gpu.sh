@@ -61,5 +61,8 @@ for precision in highest default; do
     -m "not full" --junitxml "tests_$precision.xml" "${tests[@]}" || status=$?
   echo "tests with matrix products in precision $precision: exit status $status"
 done
+# PEAK=4800 is the bandwidth of the data sheet, in GB/s.
+run .venv/bin/python benchmarks/bandwidth.py --rows 10000000 --ids 1000000 ${PEAK:+--peak "$PEAK"} \
+  | tee bandwidth.txt
 run make bench-full
-echo "results: $folder/tests_*.xml, $folder/benchmarks/results"
+echo "results: $folder/tests_*.xml, $folder/bandwidth.txt, $folder/benchmarks/results"
