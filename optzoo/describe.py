@@ -9,8 +9,9 @@ import jax
 import optax
 
 from .core.columns import columns
-from .core.compat import COLLECTIVES, inner_jaxprs, turns
 from .core.paths import out_of_box, path_name, value_by_name
+from .jaxprs.graph import Graph
+from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.slots import get_slot, slot_names
 
@@ -222,17 +223,12 @@ def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
         yield SlotOf(slot, path_name(path), x.shape, x.dtype.name, _nbytes(x))
 
 
-def _sent(jaxpr: Any, at_times: bool = False) -> Iterator[tuple[int, bool]]:
+def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
     """For every collective its bytes, and whether it is done in some updates only."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in COLLECTIVES:
-            arrays = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
-            yield sum(map(_nbytes, arrays)), at_times
-        times = 1 if (number := turns(eqn)) is None else number
-        for inner in inner_jaxprs(eqn):
-            for nbytes, sometimes in _sent(inner, at_times or name in ("cond", "while")):
-                yield times * nbytes, sometimes
+    for op, _, times, sometimes in Graph.of(jaxpr).walk({*CALLS, Kind.MAP}):
+        if op.kind is Kind.COLLECTIVE:
+            arrays = [v.aval for v in op.ins if hasattr(v.aval, "dtype")]
+            yield times * sum(map(_nbytes, arrays)), sometimes
 
 
 def _nbytes(x: Any) -> int:

@@ -13,7 +13,7 @@ import pathlib
 import jax
 
 import optzoo
-from optzoo.core.compat import evaluate, inner_jaxprs, line_of, map_equations
+from optzoo.jaxprs.equations import closed_jaxprs, evaluate, line_of, map_equations
 
 HERE, OTHER = "cpu", "another"  # the platform of the tests, and one that no branch names
 _NAMES = {"platform_index": "platforms", "cond": "branches_platforms"}  # of the parameters
@@ -47,7 +47,7 @@ def _choices(jaxpr):
         if eqn.primitive.name == "platform_index":
             branches = eqn.params["platforms"]
             yield {name for names in branches for name in names or ()}, line_of(eqn)
-        for inner in inner_jaxprs(eqn):
+        for inner, _ in closed_jaxprs(eqn):
             yield from _choices(inner)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows
-from optzoo.core.compat import used_inputs
 from optzoo.core.optimizer import UNKNOWN, Notes, Optimizer, about_of, known
-from optzoo.sharded.update_check import NotAlone, prove_alone
+from optzoo.jaxprs.equations import used_inputs
+from optzoo.jaxprs.prove_shards import NotAlone, prove_alone
 
 from .wrappers.test_contract import WRAPPERS as AROUND
 

@@ -131,6 +131,7 @@ def imports(path):
 # docs/architecture.md: a room imports from those before it, and none from its own line.
 ROOMS = [
     ["core"],
+    ["jaxprs"],
     ["native", "compiled"],
     ["state"],
     ["rules", "distributed"],

@@ -3,11 +3,9 @@
 ``tests/core/test_compat.py`` checks every one of them against the installed versions.
 """
 
-import contextlib
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +15,8 @@ from jax import Array, lax
 from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
-from jax.extend.core import Literal, Primitive, Var
-from jax.extend.source_info_util import summarize
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
 
@@ -185,208 +182,7 @@ def partitioned_by_first(
     return partitioned
 
 
-# Jaxprs
-
-
-def is_literal(v: Any) -> bool:
-    """Whether an input of an equation is a literal, with its value in ``v.val``."""
-    return isinstance(v, Literal)
-
-
-def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The outputs of a jaxpr, with the name scopes and other settings of its equations."""
-    # `jax.extend.core.jaxpr_as_fun` is the public way, but switches `jax_debug_nans` off.
-    return jax.core.eval_jaxpr(jaxpr, consts, *values)
-
-
-def evaluate_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation of a jaxpr for the values of its inputs."""
-    inputs = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
-    alone = jaxpr.replace(constvars=[], invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
-    return evaluate(alone, [], list(inputs.values()))
-
-
-def bind_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The same, for many equations: without a jaxpr around each, and without its settings."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    # Before JAX 0.12 functions come first.
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    outputs = eqn.primitive.bind(*functions, *values, **params)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
-
-
-def scope_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """The name scopes in which the equation was made; for what replaces it."""
-    scopes = str(eqn.source_info.name_stack)
-    return jax.named_scope(scopes) if scopes else contextlib.nullcontext()
-
-
-def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
-    """The jaxpr with ``f(eqn)`` for every equation, in the jaxprs inside of equations too."""
-
-    def in_param(value):
-        if isinstance(value, tuple | list):
-            return type(value)(map(in_param, value)) if any(map(_jaxpr_in, value)) else value
-        inner = _jaxpr_in(value)
-        if inner is None:
-            return value
-        new = map_equations(inner, f)
-        return value.replace(jaxpr=new) if hasattr(value, "jaxpr") else new
-
-    def in_equation(eqn):
-        if not any(inner_jaxprs(eqn)):
-            return f(eqn)
-        return f(eqn.replace(params={k: in_param(value) for k, value in eqn.params.items()}))
-
-    return jaxpr.replace(eqns=list(map(in_equation, jaxpr.eqns)))
-
-
-def used_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a jaxpr whether the outputs depend on it."""
-    return _without_unused(jaxpr, False)[1]
-
-
-def needed_part(jaxpr: Any) -> Any:
-    """The jaxpr, of the same inputs, without the equations on which no output depends."""
-    return _without_unused(jaxpr, True)[0]
-
-
-def _without_unused(jaxpr: Any, keep_inputs: bool) -> tuple[Any, list[bool]]:
-    # Exported by JAX, but without documentation or a promise to keep it.
-    outputs = [True] * len(jaxpr.outvars)
-    return partial_eval.dce_jaxpr(jaxpr, outputs, instantiate=keep_inputs)
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs inside an equation, such as the branches of a ``cond`` or the body of a loop."""
-    return (jaxpr for jaxpr, _ in closed_jaxprs(eqn))
-
-
-def closed_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """As :func:`inner_jaxprs`, each with the values of its constants."""
-    # By what they look like: the names of the parameters differ among primitives and versions.
-    for param in eqn.params.values():
-        for value in param if isinstance(param, tuple | list) else [param]:
-            jaxpr = _jaxpr_in(value)
-            if jaxpr is not None:
-                yield jaxpr, getattr(value, "consts", ())
-
-
-def _jaxpr_in(value: Any) -> Any:
-    """A jaxpr that a parameter is, or that it holds together with constants; or None."""
-    jaxpr = getattr(value, "jaxpr", value)
-    return jaxpr if hasattr(jaxpr, "eqns") else None
-
-
-def function_of(eqn: Any) -> str:
-    """The public function of JAX that makes such an equation, or the name of the primitive."""
-    return _FUNCTIONS.get(eqn.primitive.name, eqn.primitive.name)
-
-
-_FUNCTIONS = {
-    "jit": "jax.jit",
-    "pjit": "jax.jit",
-    "checkpoint": "jax.checkpoint",
-    "remat": "jax.checkpoint",
-    "remat2": "jax.checkpoint",
-    "scan": "jax.lax.scan",
-    "while": "jax.lax.while_loop",
-    "cond": "jax.lax.cond",
-    "convert_element_type": "jax.lax.convert_element_type",
-    "custom_jvp_call": "jax.custom_jvp",
-    "custom_vjp_call": "jax.custom_vjp",
-    "custom_vjp_call_jaxpr": "jax.custom_vjp",
-    "shard_map": "jax.shard_map",
-    "stop_gradient": "jax.lax.stop_gradient",
-}
-
-
-def has_shardings(eqn: Any) -> bool:
-    """Whether a ``jit`` was given shardings of its inputs or outputs."""
-    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return any(type(s).__name__ != "UnspecifiedValue" for s in given)  # JAX does not export it
-
-
-def checkpoint_like(eqn: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.checkpoint`` of another function, with the settings of the one of an equation."""
-    params = eqn.params
-    return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])
-
-
-def scan_like(eqn: Any, f: Callable[..., Any], init: Any, xs: Any) -> Any:
-    """``jax.lax.scan`` of another function, with the settings of the one of an equation."""
-    settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    return lax.scan(f, init, xs, **settings)
-
-
-def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of the inputs of a ``scan`` are constants, and how many are its first carry."""
-    # By the shapes, since the names of the parameters differ among versions: those of the xs and
-    # the ys, which come last, have an axis less in the body.
-    (body,) = inner_jaxprs(eqn)
-    same = lambda outer, inner: sum(
-        x.aval.shape == v.aval.shape for x, v in zip(outer, inner, strict=True)
-    )
-    num_carry = same(eqn.outvars, body.outvars)
-    return same(eqn.invars, body.invars) - num_carry, num_carry
-
-
-def through_call(
-    eqn: Any, inputs: Sequence[bool], f: Callable[[Any, list[bool]], list[bool]]
-) -> list[bool] | None:
-    """Which results of a call have a property that spreads from its inputs.
-
-    Args:
-        eqn: one of ``CALLS``.
-        inputs: which of its inputs have it.
-        f: of a body and its inputs, gives the same of its results.
-
-    Returns:
-        It for each result; None if which body runs, or how often, depends on an input that has it.
-    """
-    bodies, inputs = list(inner_jaxprs(eqn)), list(inputs)
-    if eqn.primitive.name == "cond":
-        if inputs[0]:
-            return None
-        return [any(found) for found in zip(*(f(b, inputs[1:]) for b in bodies), strict=True)]
-    if eqn.primitive.name == "scan":
-        return _through_loop(bodies[0], inputs, *scan_sizes(eqn), f)
-    if eqn.primitive.name == "while":
-        of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-        outputs = _through_loop(body, inputs[of_condition:], of_body, len(eqn.outvars), f)
-        return None if any(f(condition, [*inputs[:of_condition], *outputs])) else outputs
-    # Of custom derivatives the first is the function itself. Constants come first.
-    return f(bodies[0], inputs[len(inputs) - len(bodies[0].invars) :])
-
-
-def _through_loop(
-    body: Any, inputs: Sequence[bool], first: int, carried: int, f: Callable[..., list[bool]]
-) -> list[bool]:
-    """Which results of a loop have the property, whose carry begins at input ``first``."""
-    inputs, end = list(inputs), first + carried
-    while True:
-        outputs = f(body, inputs)
-        carry = [a or b for a, b in zip(inputs[first:end], outputs[:carried], strict=True)]
-        if carry == inputs[first:end]:
-            return [*carry, *outputs[carried:]]
-        inputs[first:end] = carry
-
-
-def literals(eqn: Any) -> list[str]:
-    """The constants among the operands of an equation, as text."""
-    return [str(v.val) for v in eqn.invars if isinstance(v, Literal)]
-
-
-def line_of(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from: ``model.py:12:4 (loss)``."""
-    return summarize(eqn.source_info)
-
-
-def text_of(program: Any) -> str:
-    """The text of what ``jax.make_jaxpr`` returned, equal in every process."""
-    # Without terminal colours and addresses of functions.
-    return re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False, width=100))
+# Programs
 
 
 def kept_arguments(lowered: Any) -> list[int]:
@@ -395,20 +191,6 @@ def kept_arguments(lowered: Any) -> list[int]:
     In JAX 0.12, ``jax.stages.Lowered`` has no public name for it.
     """
     return sorted(lowered._lowering.compile_args["kept_var_idx"])
-
-
-def turns(eqn: Any) -> int | None:
-    """How often a ``scan`` runs its body; None for any other equation."""
-    return eqn.params["length"] if eqn.primitive.name == "scan" else None
-
-
-# Names of primitives, in all versions of JAX
-
-
-CALLS = {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"}
-CALLS |= {"custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"}
-COLLECTIVES = {"all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"}
-COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"}
 
 
 # Layouts
@@ -474,10 +256,10 @@ def in_same_trace(a: Any, b: Any) -> bool:
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
 
-    ``x`` is an array, the shape of one, or what an equation of a jaxpr reads or makes.
+    ``x`` is an array, the shape of one, or a value of a jaxpr.
     """
     # An attribute of the type: `manual_axis_type` in new versions of JAX, `vma` in older ones.
-    aval = x.aval if isinstance(x, Var | Literal) else jax.typeof(x)
+    aval = x.aval if hasattr(x, "aval") else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 

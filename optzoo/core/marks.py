@@ -13,6 +13,7 @@ from typing import Any
 from .compat import make_replaceable
 
 WRITES = {"rows_scatter", "rows_add"}  # the marks of what changes rows of its first operand
+NATIVE = "optzoo_native"  # the primitive of native calls
 _names: dict[Any, str] = {}  # of the marked functions, by their primitives
 _is_on = contextvars.ContextVar("marking", default=False)
 

@@ -18,9 +18,10 @@ from ..core.compat import (
     number_of_partitions,
     partitioned_by_first,
 )
-from .engine import NAME, problem, warn_once
+from ..core.marks import NATIVE
+from ..jaxprs.graph import Operation, Value
+from .engine import problem, warn_once
 from .groups import Group, Leaf, Rows, Unsupported
-from .program import Operation, Value
 
 
 class Call:
@@ -162,7 +163,7 @@ _NATIVE_ON = {
     "tpu": lambda ctx, call: call.on_tpu(ctx),
 }
 _native_p = make_replaceable(
-    NAME,
+    NATIVE,
     lambda *args, call: call.reference(*args),
     types=_types,
     on=_NATIVE_ON,

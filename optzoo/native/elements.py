@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..jaxprs.graph import Operation, Value
 from .loops import ZERO
 from .operations import I64, compute, constant, convert
-from .program import Operation, Value
 
 Index = tuple[Any, ...]  # an integer for each axis
 

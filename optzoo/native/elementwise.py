@@ -1,6 +1,6 @@
 """Which operations of JAX compute each element from the same element of their operands."""
 
-from .program import Operation
+from ..jaxprs.graph import Operation
 
 SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
 SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}  # in bits

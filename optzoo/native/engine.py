@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core.extras import how_to_install
 
-NAME = "optzoo_native"  # of the primitive of native calls
 _PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64")}
 
 
@@ -53,9 +52,8 @@ def test_itself() -> None:
     """Raises unless a small function computes what it should, called as XLA would call it."""
     from . import machine
     from .call_frame import call_as_xla, metadata_of, version_of_jaxlib
-    from .groups import Leaf
+    from .groups import Leaf, read_program
     from .leaf_kernel import leaf_kernel
-    from .program import read_program
 
     aval = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
     program = read_program(

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..core.lines import doubled
 from ..core.marks import WRITES
+from ..jaxprs.graph import Graph, Operation, Value, inlined, needed
+from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .elementwise import DTYPES, is_elementwise
-from .program import Operation, Program, Value, needed
 
-_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 _PARTS = {"slice", "concatenate"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
 
@@ -76,11 +76,21 @@ class Unsupported(Exception):
     """Why some operations cannot become a group."""
 
 
+def read_program(jaxpr: Any) -> Graph:
+    """The operations of an open jaxpr that its results need; its constants are the first inputs.
+
+    Calls are replaced by their operations. Functions with derivatives of their own stay.
+    """
+    program = inlined(jaxpr, None, PLAIN_CALLS, WITH_DERIVATIVES)
+    program.operations = needed(program.operations, program.results)
+    return program
+
+
 # Rows
 
 
 def find_rows(
-    program: Program, tables: Collection[Value], report: Callable[[Value, str], None]
+    program: Graph, tables: Collection[Value], report: Callable[[Value, str], None]
 ) -> list[Rows]:
     """The groups of rows.
 
@@ -104,7 +114,7 @@ def find_rows(
 
 
 def _rows(
-    program: Program,
+    program: Graph,
     readers: dict[Value, list[Operation]],
     ids: Value,
     writes: list[Operation],
@@ -249,7 +259,7 @@ def is_known(op: Operation) -> bool:
         return all(map(is_known, op.inside))
     if op.name == "broadcast_in_dim":
         return len(op.ins) == 1
-    if op.name in _MOVES:
+    if op.kind is Kind.MOVE:
         longer = lambda shape: [d for d in shape if d != 1]
         same = longer(op.ins[0].shape) == longer(op.outs[0].shape)
         return same and (op.name != "reshape" or op.eqn.params["dimensions"] is None)
@@ -279,7 +289,7 @@ def _fits(v: Value, out: Value) -> bool:
 
 
 def find_leaves(
-    program: Program,
+    program: Graph,
     places: Mapping[Value, Value],
     in_place: Collection[Value],
     report: Callable[[Value, str], None],
@@ -293,7 +303,7 @@ def find_leaves(
         report: gets results that are in no group, with the reason.
     """
     fusible = {op for op in program.operations if _is_fusible(op)}
-    made, readers, results = _made_of(program, places), program.readers(), set(program.results)
+    made, readers, results = program.depending(places), program.readers(), set(program.results)
     found = []
     for ops in _together(program, fusible):
         inside = set(ops)
@@ -348,7 +358,7 @@ def _leaf(
     return Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
 
 
-def _together(program: Program, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
+def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
     """Operations element by element that share arrays, and can run at the same time."""
     stages, parent = _stages(program, fusible), dict[Any, Any]()
 
@@ -376,10 +386,11 @@ def _is_fusible(op: Operation) -> bool:
     if any(v.shape not in ((), op.outs[0].shape) for v in op.ins):
         return False
     is_single = lambda each: _is_fusible(each) or not each.outs[0].shape
-    return op.name not in _MOVES | _PARTS | REDUCTIONS | {"iota"} and all(map(is_single, op.inside))
+    is_other = op.kind is Kind.MOVE or op.name in _PARTS | REDUCTIONS | {"iota"}
+    return not is_other and all(map(is_single, op.inside))
 
 
-def _stages(program: Program, fusible: Collection[Operation]) -> dict[Operation, int]:
+def _stages(program: Graph, fusible: Collection[Operation]) -> dict[Operation, int]:
     """How many operations that are not element by element come before each, on one path.
 
     Operations element by element take place as late as possible: so those that need the norm of all
@@ -399,15 +410,6 @@ def _stages(program: Program, fusible: Collection[Operation]) -> dict[Operation,
         for v in op.ins:
             latest[v] = min(latest.get(v, last), stages[op])
     return stages
-
-
-def _made_of(program: Program, some: Iterable[Value]) -> set[Value]:
-    """All that depends on one of some values."""
-    found = set(some)
-    for op in program.operations:
-        if found.intersection(op.ins):
-            found.update(op.outs)
-    return found
 
 
 # Order

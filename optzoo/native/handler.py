@@ -5,10 +5,10 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..jaxprs.graph import Value
 from .call_frame import EXECUTE, Args, Buffer, CallFrame, Metadata, MetadataExtension, Rets, Version
 from .loops import POINTER, SCALAR, ZERO, complete_hints, loop, variable, word_at
 from .operations import BOOL, I8, I32, I64, bytes_of, load
-from .program import Value
 
 
 class Frame:

@@ -5,13 +5,13 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..jaxprs.graph import Value
 from .call_frame import CallFrame, Rets
 from .elements import Elements
 from .groups import Leaf
 from .handler import inner_function, module_of
 from .loops import POINTER, loop
 from .operations import I64, TYPES, load, store
-from .program import Value
 
 
 def leaf_kernel(name: str, leaf: Leaf, version: tuple[int, int]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from ..jaxprs.graph import Operation
 from .elementwise import COMPARISONS, INTEGERS, NARROW, SAME, SIZES, UNSIGNED
-from .program import Operation
 
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()

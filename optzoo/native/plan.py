@@ -4,10 +4,10 @@ import graphlib
 from collections.abc import Sequence
 from typing import Any
 
+from ..jaxprs.graph import Graph, Operation, Value
 from . import engine, groups
 from .calls import Call
 from .elementwise import uses_half
-from .program import Operation, Program, Value
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -23,15 +23,16 @@ class Plan:
 
     def __init__(
         self,
-        program: Program,
+        program: Graph,
         kept: Sequence[Value],
         in_place: Sequence[Value],
         required: bool = False,
+        has_effects: bool = False,
     ):
         self._required = required
         self.nodes: list[Any] = program.operations
         self.reasons: dict[Value, str] = {}
-        reason = _refusal(program) if kept else "the update changes the structure of the state"
+        reason = _refusal(program, kept, has_effects)
         try:
             if reason is None:
                 self.nodes = self._divide(program, kept, in_place)
@@ -50,7 +51,7 @@ class Plan:
         self.reasons.setdefault(result, why)
 
     def _divide(
-        self, program: Program, kept: Sequence[Value], in_place: Sequence[Value]
+        self, program: Graph, kept: Sequence[Value], in_place: Sequence[Value]
     ) -> list[Any]:
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
@@ -64,7 +65,7 @@ class Plan:
             if before.shape and after is not before and after not in made
         }
         rest = [node for node in nodes if isinstance(node, Operation)]
-        rest = Program(program.inputs, rest, program.results)
+        rest = Graph(program.inputs, rest, program.results)
         alike: dict[Any, list[groups.Leaf]] = {}
         for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
@@ -79,9 +80,11 @@ class Plan:
         return groups.in_order([*nodes, *calls], program.results)
 
 
-def _refusal(program: Program) -> str | None:
+def _refusal(program: Graph, kept: Sequence[Value], has_effects: bool) -> str | None:
     """Why nothing of a program is given to native code."""
-    if program.has_effects:
+    if not kept:
+        return "the update changes the structure of the state"
+    if has_effects:
         return "the update has side effects"
     if any(map(uses_half, program.operations)) and not engine.has_half():
         return "this processor does not convert float16"

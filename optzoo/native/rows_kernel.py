@@ -7,12 +7,12 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .groups import REDUCTIONS, Rows
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable, word_at
 from .operations import I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, store
-from .program import Operation, Value
 from .sums import Sums
 
 _AHEAD = 16  # rows are fetched so many rows before they are needed

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 from ..core.checks import check_flags, check_transformation
 from ..core.marks import marking
 from ..core.paths import path_name
+from ..jaxprs.graph import read
 
 InPlace = Literal["all", "slots"]
 Native = bool | Literal["require"]  # whether a step is native, or must be
@@ -137,8 +138,8 @@ def apply_natively(
         raise RuntimeError(f"native code is required: {reason}")
     if reason is not None:
         return apply(tx, params, state, grads, extra_args)
+    from .groups import read_program
     from .plan import Plan
-    from .program import read, read_program
 
     leaves, treedef = jax.tree.flatten((params, state, grads))
 
@@ -152,7 +153,8 @@ def apply_natively(
     is_same = jax.tree.structure(shapes) == jax.tree.structure((params, state))
     kept = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
-    plan = Plan(program, kept, kept[of_params:], required)
+    has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
+    plan = Plan(program, kept, kept[of_params:], required, has_effects)
     if required:
         after = jax.tree_util.tree_leaves_with_path(shapes)
         _check_all(plan, program.results, [path for path, _ in after])

@@ -15,10 +15,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..core.compat import bind_equation, shape_varying, vary, varying
+from ..core.compat import shape_varying, vary, varying
+from ..jaxprs.equations import bind_equation
+from ..jaxprs.graph import Operation, Value
 from .elementwise import SAME
 from .groups import Rows, Unsupported
-from .program import Operation, Value
 
 _BLOCK = 128  # ids
 _DEPTH = 3  # blocks in fast memory: one is read, one is computed, one is written

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ..catalog import CATALOG
-from ..core.compat import text_of
+from ..jaxprs.equations import text_of
 from . import page, plots, report, storage
 from .entrants import Entrant, Factory, find, unknown
 from .problem import Problem

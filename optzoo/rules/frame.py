@@ -12,7 +12,7 @@ from ..core.checks import check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.optimizer import About, Optimizer
-from ..core.reads import note_reads
+from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
 from ..state.storage import GATHERED, split_seed, stored_arrays, stored_slots, with_seed
 from ..state.types import LeafwiseState

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from ..core.checks import check_size
 from ..core.merge import segment_sum
 from ..core.paths import path_name
+from ..jaxprs.lookup import bind_lookup
 from ..sparse.lookup import lookup
-from ..sparse.primitive import bind_lookup
 from .exchange import exchange, first_positions, to_transport
 from .lookup import check_shard, sharded_lookup
 from .row_sharding import RowSharding

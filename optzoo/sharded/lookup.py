@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.paths import path_name
-from ..sparse.primitive import bind_lookup
+from ..jaxprs.lookup import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
 from .row_sharding import RowSharding
 

@@ -18,12 +18,14 @@ from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..distributed.engine.collectives import Replicas, divide_gradients
+from ..jaxprs.loss import Loss, trace_loss
+from ..jaxprs.prove_shards import check_update
+from ..jaxprs.taps import Lookup
 from ..native.step import Native
-from ..sparse.lookup import Loss, Sparse, lookup, report_dense, trace_loss, value_and_aux
+from ..sparse.lookup import Sparse, lookup, report_dense, value_and_aux
 from ..sparse.minimize import applied
 from ..sparse.sleepers import Sleepers
 from ..sparse.sleepers_step import ids_by_leaf, look_up, report_reads, update_asleep
-from ..sparse.taps import Lookup
 from ..state.sleeping.tables import (
     Table,
     by_ids,
@@ -40,7 +42,6 @@ from .exchange import make_route
 from .lookup import Read, clean
 from .rounds import Part, read_rows, update_in_rounds
 from .row_sharding import RowSharding
-from .update_check import check_update
 
 
 class Options(NamedTuple):

@@ -2,27 +2,24 @@
 
 :func:`value_and_grad` traces the loss once. In its jaxpr it finds the lookups of the differentiated
 arguments, and evaluates it with a *tap*, an array of zeros, added to the rows of each lookup, which
-are read from an undifferentiated copy (``taps.py``). The gradient of the tap is the gradient of the
-rows, so no dense gradient is ever made. The same jaxpr tells which of the tables are used in any
-other way too (``dense_uses.py``).
+are read from an undifferentiated copy (``jaxprs/taps.py``). The gradient of the tap is the gradient
+of the rows, so no dense gradient is ever made. The same jaxpr tells which of the tables are used in
+any other way too (``jaxprs/dense_uses.py``).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.compat import evaluate, needed_part, used_inputs
 from ..core.lines import is_lines
 from ..core.paths import path_name
-from ..core.rows import SparseRows
-from . import taps as taps_of
-from .dense_uses import why_dense, without_stop_gradient
-from .primitive import bind_lookup
+from ..jaxprs.lookup import bind_lookup
+from ..jaxprs.loss import trace_loss
 
 Sparse = Literal["warn", "require", "allow"]
 
@@ -177,101 +174,6 @@ def value_and_grad(
     return wrapped
 
 
-class Loss(NamedTuple):
-    """A loss as a jaxpr, whose inputs are the leaves, their copies and the taps."""
-
-    jaxpr: Any  # its outputs are the value, the arrays of the auxiliary data, and the ids
-    consts: Sequence[Any]
-    of_value: Any  # the jaxpr that gives the value alone, without what a stop_gradient hides
-    uses: list[bool]  # for each leaf whether the value depends on it in another way than by taps
-    lookups: list[taps_of.Lookup]
-    elsewhere: frozenset[int]  # the leaves whose rows are the taps
-    rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
-
-    def dense_tables(self) -> list[tuple[int, str]]:
-        """The leaves of which rows are read and whose gradient is dense, with the reasons."""
-        has_taps = {found.leaf for found in self.lookups}
-        variables = zip(self.of_value.invars, self.uses, strict=False)
-        used = [(i, v) for i, (v, is_used) in enumerate(variables) if is_used]
-        reasons = {i: why_dense(self.of_value, v, i in has_taps) for i, v in used}
-        tables = [taps_of.Table(i) for i in range(len(self.uses))]
-        jaxpr = needed_part(self.of_value)
-        more: list[Any] = [None] * (len(jaxpr.invars) - len(tables))
-        reads = taps_of.make_plan(jaxpr, [*tables, *more]).reads
-        for i, line in reads.rows.items():
-            if i not in reads.others and reasons.get(i) is None:
-                reasons[i] = (
-                    f"they are read by indexing ({line}); read them by optzoo.lookup(table, ids)"
-                )
-        return [(i, reason) for i, reason in sorted(reasons.items()) if reason]
-
-    def reads(self) -> list[bool]:
-        """For each leaf whether anything reads it in another way than by taps."""
-        return used_inputs(self.jaxpr)[: len(self.uses)]
-
-    def ids(self, flat: Sequence[Array]) -> list[Array]:
-        """The ids of each lookup of a leaf whose rows are elsewhere."""
-        return self._ids(flat, _zeros(flat, self.lookups))
-
-    def ids_depend_on_rows(self, flat: Sequence[Array]) -> bool:
-        """Whether the ids of a lookup of a leaf whose rows are elsewhere depend on any rows."""
-        jaxpr = jax.make_jaxpr(lambda taps: self._ids(flat, taps))(_zeros(flat, self.lookups))
-        return any(used_inputs(jaxpr.jaxpr))
-
-    def _ids(self, flat: Sequence[Array], taps: Sequence[Array]) -> list[Array]:
-        outputs = self._outputs(flat, flat, taps)
-        ids = outputs[len(outputs) - len(taps) :]
-        return [
-            x for x, found in zip(ids, self.lookups, strict=True) if found.leaf in self.elsewhere
-        ]
-
-    def differentiate(
-        self, flat: Sequence[Array], rows: Sequence[Array] = ()
-    ) -> tuple[Any, Any, list[Any], list[Array]]:
-        """The value, the auxiliary data, the gradients, and those of rows that are elsewhere.
-
-        Args:
-            flat: the leaves.
-            rows: of each lookup of a leaf whose rows are elsewhere.
-        """
-        mine = [k for k, found in enumerate(self.lookups) if found.leaf in self.elsewhere]
-        given = dict(zip(mine, rows, strict=True))
-
-        def tapped(leaves, taps):
-            # What the value does not depend on is not differentiated, nor are the copies.
-            leaves = [
-                x if is_used else copy
-                for x, copy, is_used in zip(leaves, flat, self.uses, strict=True)
-            ]
-            outputs = self._outputs(leaves, flat, taps)
-            first = len(outputs) - len(taps)
-            value, aux = self.rebuild(outputs[:first])
-            return value, (aux, outputs[first:])
-
-        gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        taps = [given.get(k, zeros) for k, zeros in enumerate(_zeros(flat, self.lookups))]
-        (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
-        for i in self._copies(flat):
-            looked_up = [k for k, f in enumerate(self.lookups) if f.leaf == i]
-            num_rows, *row_shape = self.lookups[looked_up[0]].table
-            rows_of_leaf = SparseRows(
-                jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
-                jnp.concatenate([of_taps[k].reshape(-1, *row_shape) for k in looked_up]),
-                num_rows,
-                shard=next((self.lookups[k].shard for k in looked_up), None),
-            )
-            # Rows added to the gradient of the other uses: the correct dense gradient.
-            of_leaves[i] = of_leaves[i] + rows_of_leaf if self.uses[i] else rows_of_leaf
-        return value, aux, of_leaves, [of_taps[k] for k in mine]
-
-    def _copies(self, flat: Sequence[Array]) -> dict[int, Array]:
-        return _copies(flat, self.lookups, self.elsewhere)
-
-    def _outputs(self, leaves: Sequence[Array], flat: Sequence[Array], taps: Sequence[Array]):
-        copies = self._copies(flat).values()
-        return evaluate(self.jaxpr, self.consts, [*leaves, *copies, *taps])
-
-
 def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     """The loss and the auxiliary data, None without, of what a loss function has returned."""
     is_pair = isinstance(out, tuple | list) and len(out) == 2
@@ -295,63 +197,6 @@ def check_differentiable(x: Any, name: Callable[[], str]) -> None:
             "parameters alone. Of a module of Flax NNX these are the second part of "
             "nnx.split(model, nnx.Param, ...)"
         )
-
-
-def trace_loss(
-    call: Callable[[Sequence[Array]], tuple[Any, Any]],
-    flat: Sequence[Array],
-    elsewhere: Iterable[int] = (),
-) -> Loss:
-    """Traces a loss.
-
-    Args:
-        call: gives the value and the auxiliary data for the leaves.
-        flat: the leaves.
-        elsewhere: the positions of leaves that are not read: their rows are given later.
-    """
-    structure: list[Any] = []
-
-    def arrays_of(leaves):
-        value, aux = call(leaves)
-        values, of_value = jax.tree.flatten(value)
-        parts, of_aux = jax.tree.flatten(aux)
-        # What is no tracer, such as a string, is the same in every evaluation.
-        traced = [k for k, x in enumerate(parts) if isinstance(x, jax.core.Tracer)]
-        fixed = {k: x for k, x in enumerate(parts) if k not in traced}
-
-        def rebuild(arrays):
-            known = fixed | dict(zip(traced, arrays[len(values) :], strict=True))
-            aux = of_aux.unflatten([known[k] for k in range(len(parts))])
-            return of_value.unflatten(arrays[: len(values)]), aux
-
-        structure[:] = len(values), rebuild
-        return [*values, *(parts[k] for k in traced)]
-
-    closed = jax.make_jaxpr(arrays_of)(flat)
-    num_values, rebuild = structure
-    plan = taps_of.make_plan(closed.jaxpr, [taps_of.Table(i) for i in range(len(flat))])
-    lookups, elsewhere = plan.lookups, frozenset(elsewhere)
-    if lookups:
-        tapped = lambda *args: taps_of.evaluate(plan, closed.consts, *args)
-        copies = _copies(flat, lookups, elsewhere)
-        closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
-    of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[:num_values])
-    of_value = without_stop_gradient(of_value)
-    uses = used_inputs(of_value)[: len(flat)]
-    return Loss(closed.jaxpr, closed.consts, of_value, uses, lookups, elsewhere, rebuild)
-
-
-def _copies(
-    flat: Sequence[Array], lookups: Sequence[taps_of.Lookup], elsewhere: frozenset[int]
-) -> dict[int, Array]:
-    """By their positions the leaves that are looked up, and read."""
-    return {i: flat[i] for i in sorted({found.leaf for found in lookups} - elsewhere)}
-
-
-def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:
-    """The taps."""
-    # zeros_like keeps the type inside shard_map: along which axes the table varies.
-    return [jnp.zeros_like(flat[found.leaf], shape=found.rows) for found in lookups]
 
 
 def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:

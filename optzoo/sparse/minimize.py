@@ -11,7 +11,7 @@ import optax
 from ..core.checks import check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import path_name
-from ..core.reads import check_all_read
+from ..jaxprs.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..state.inner import explained, fitting
 from ..state.sleeping.tables import check_no_guard, has_sleepers

@@ -10,9 +10,9 @@ from ..core.gradients import check_gradients
 from ..core.lines import are_lines
 from ..core.optimizer import About, Optimizer
 from ..core.rows import is_rows, is_sparse_or_none
+from ..jaxprs.prove_rows import RowsOfState, rows_of_state
 from ..rules.policies import lazy
 from ..state.inner import fitting, inner_transformation
-from .rowwise_check import RowsOfState, rows_of_state
 
 
 def on_rows(

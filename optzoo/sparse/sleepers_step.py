@@ -14,6 +14,7 @@ from ..core.merge import elect, segment_sum
 from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
+from ..jaxprs.loss import Loss, trace_loss
 from ..state.sleeping.tables import (
     Table,
     by_ids,
@@ -28,7 +29,7 @@ from ..state.sleeping.tables import (
     with_tables,
 )
 from ..state.types import CaughtUpState
-from .lookup import DenseGradientWarning, Loss, Sparse, report_dense, trace_loss
+from .lookup import DenseGradientWarning, Sparse, report_dense
 from .sleepers import Sleepers
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation, check_update_arguments
-from ..core.compat import used_inputs
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
-from ..core.reads import note_reads, unread
 from ..core.rows import fits, is_sparse_or_none
+from ..jaxprs.equations import used_inputs
+from ..jaxprs.reads import note_reads, unread
 from .fit import SWAPPED, StateError, find_misfit, kinds_of
 
 

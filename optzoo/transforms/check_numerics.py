@@ -12,9 +12,9 @@ from ..core.checks import check_update_arguments
 from ..core.norms import over_shards
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name
-from ..core.reads import note_reads
 from ..core.rows import is_rows, is_sparse_or_none
 from ..distributed.engine.collectives import AxisName
+from ..jaxprs.reads import note_reads
 
 _KINDS = ("finite", "infinite", "NaN")
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.compat import inner_jaxprs, literals
+from ..jaxprs.graph import Graph
+from ..jaxprs.primitives import CALLS, Kind
 from ..state.stacks import Layout, flatten_with_stacks, name_at, stack
 
 
@@ -84,13 +85,11 @@ def check_same_operations(
 
 def _operations(jaxpr: Any) -> Iterator[tuple[str, ...]]:
     """The operations of a program, each with its options and constants."""
-    for eqn in jaxpr.eqns:
-        bodies = list(inner_jaxprs(eqn))
-        for body in bodies:
-            yield from _operations(body)
+    for op, *_ in Graph.of(jaxpr).walk({*CALLS, Kind.MAP}):
         # A scalar is broadcast to the shape of a stack, but not to that of another scalar.
-        if not bodies and eqn.primitive.name != "broadcast_in_dim":
-            yield eqn.primitive.name, str(eqn.params), *literals(eqn)
+        if not op.bodies and op.name != "broadcast_in_dim":
+            constants = [str(v.literal) for v in op.ins if v.literal is not None]
+            yield op.name, str(op.params), *constants
 
 
 _HINT = (

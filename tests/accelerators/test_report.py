@@ -35,7 +35,9 @@ def test_rows_of_128_in_place(device):
     assert 3 * TABLE < found.reused < found.arguments < 3.01 * TABLE
     has_estimates = device != "h100"
     assert (found.estimated_bytes is not None) == has_estimates
-    assert (found.estimated_cycles is not None) == (device == "v5e:2x2")
+    # Whether there are cycles for a v6e depends on the version of libtpu.
+    if device != "v6e:2x2":
+        assert (found.estimated_cycles is not None) == has_estimates
     assert f"compiled for {device}, one device" in str(found)
 
 

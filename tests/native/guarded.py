@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import optzoo
-from optzoo.core.compat import bind_equation
+from optzoo.jaxprs.equations import bind_equation
 from optzoo.native import calls, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.groups import Rows

@@ -16,9 +16,8 @@ import optzoo
 from optzoo.native import engine, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.elementwise import is_elementwise
-from optzoo.native.groups import Leaf
+from optzoo.native.groups import Leaf, read_program
 from optzoo.native.leaf_kernel import leaf_kernel
-from optzoo.native.program import read_program
 
 from .guarded import native_calls, text_of
 

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import optzoo
 from optzoo import CATALOG, SparseRows
+from optzoo.jaxprs.graph import read
 from optzoo.native.calls import Call
 from optzoo.native.groups import Rows, Unsupported
-from optzoo.native.program import read
 from optzoo.native.tpu_kernel import tpu_kernel
 
 from ..selection import KINDS, quick

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import optzoo
 from optzoo.core.norms import sums_of_squares
 from optzoo.core.rows import Shard
-from optzoo.sparse.primitive import bind_lookup, is_lookup
+from optzoo.jaxprs.graph import Graph
+from optzoo.jaxprs.lookup import bind_lookup, is_lookup
 from optzoo.state.sleeping.tables import has_sleepers
 
 from ..selection import quick
@@ -245,8 +246,9 @@ def test_the_shard_stays_with_the_rows():
 def test_the_shard_of_a_lookup_stays_under_vmap():
     shard = Shard(("shard",), 100, False)
     look_up = lambda table: jax.vmap(lambda i: bind_lookup(table, i, shard=shard))(jnp.arange(3))
-    [eqn] = [e for e in jax.make_jaxpr(look_up)(jnp.ones((4, 2))).eqns if is_lookup(e)]
-    assert eqn.params["shard"] == shard
+    graph = Graph.of(jax.make_jaxpr(look_up)(jnp.ones((4, 2))).jaxpr)
+    [found] = [op for op in graph.operations if is_lookup(op)]
+    assert found.params["shard"] == shard
 
 
 def test_an_unknown_sum_is_an_error_in_a_round():

@@ -173,8 +173,8 @@ def test_the_check_knows_the_primitives_of_this_jax():
             unknown[name] = str(error)
     assert not unknown, (
         f"JAX {jax.__version__} with optax {optax.__version__} has primitives that the check of "
-        "on_rows does not know. Add each to the list in optzoo/sparse/rowwise_check.py that fits "
-        f"what it does (element-wise, keeps axes, calls, mixes): {unknown}"
+        "on_rows does not know. Give each the kind in optzoo/jaxprs/primitives.py that fits what "
+        f"it does: {unknown}"
     )
 
 

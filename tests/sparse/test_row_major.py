@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.core.compat import DEMANDS_LAYOUTS
-from optzoo.sparse.row_major import changed_rows
+from optzoo.jaxprs.changed_rows import changed_rows
+from optzoo.jaxprs.graph import Graph
 
 ROWS, WIDTH = 11, 3
 IDS = jnp.array([2, 5, 2])
@@ -39,7 +40,7 @@ def row_major_results(step, *args):
         is_table = lambda a: a.ndim > 1 and a.dtype.itemsize <= 4
         return [
             a.shape if is_by_rows and is_table(a) else None
-            for a, is_by_rows in zip(avals, changed_rows(jaxpr), strict=True)
+            for a, is_by_rows in zip(avals, changed_rows(Graph.of(jaxpr)), strict=True)
         ]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     demands = [made.get(v) for v in jaxpr.outvars]
@@ -173,7 +174,7 @@ TABLE = jnp.ones((ROWS, WIDTH))
     ],
 )
 def test_which_results_are_arguments_with_other_rows(f, want):
-    assert changed_rows(jax.make_jaxpr(f)(TABLE, TABLE).jaxpr) == want
+    assert changed_rows(Graph.of(jax.make_jaxpr(f)(TABLE, TABLE).jaxpr)) == want
 
 
 def test_steps_in_a_loop():

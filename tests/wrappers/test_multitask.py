@@ -11,7 +11,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.core.compat import inner_jaxprs
+from optzoo.jaxprs.graph import Graph
+from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.testing import samples
 from optzoo.testing.samples import dense_grads, params, step
 
@@ -86,15 +87,12 @@ def test_slots_of_a_table_are_selected_only_if_all_of_its_rows_change(inner):
     tx, x = optzoo.multitask(INNER[inner]), {"table": jnp.ones((5, 2))}
     rows = {"table": of_rows([1, 3, 1], [1, 2, 3])}
     jaxpr = jax.make_jaxpr(tx.update)(rows, tx.init(x), x)
-    made = [(eqn.primitive.name, v.aval.shape) for eqn in equations(jaxpr) for v in eqn.outvars]
+    made = [(op.name, v.shape) for op in operations(jaxpr) for v in op.outs]
     assert (("select_n", (5, 2)) in made) == (inner == "adam")
 
 
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in inner_jaxprs(eqn):
-            yield from equations(body)
+def operations(jaxpr):
+    return [op for op, *_ in Graph.of(jaxpr).walk({*CALLS, Kind.MAP})]
 
 
 def test_momentum_does_not_run_on_while_another_task_is_trained():

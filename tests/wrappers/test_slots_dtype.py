@@ -12,8 +12,9 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, LeafwiseState, SparseRows, slots_dtype
-from optzoo.core.compat import inner_jaxprs
 from optzoo.first_order.adam import AdamSlots, adam_rule
+from optzoo.jaxprs.graph import Graph
+from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.state import packing
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
@@ -505,16 +506,13 @@ def test_only_the_touched_rows_are_loaded(name):
     tx = slots_dtype(CATALOG[name].make(), "bfloat16", stochastic=True)
     rows = SparseRows(jnp.array([3, 7, 3]), jnp.ones((3, 3), jnp.bfloat16), len(x))
     jaxpr = jax.make_jaxpr(tx.update)(rows, tx.init(x), x if name == "lars" else None)
-    made = [v.aval for eqn in operations(jaxpr) for v in eqn.outvars]
+    made = [v.aval for op in operations(jaxpr) for v in op.outs]
     assert any(a.shape == x.shape for a in made)  # the slots that the rows are scattered into
     assert not any(a.shape == x.shape and a.dtype == jnp.float32 for a in made)
 
 
 def operations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in inner_jaxprs(eqn):
-            yield from operations(body)
+    return [op for op, *_ in Graph.of(jaxpr).walk({*CALLS, Kind.MAP})]
 
 
 def test_a_policy_that_looks_into_packed_slots_is_told():

@@ -12,8 +12,8 @@ import optax
 from jax import Array
 
 from ...core.checks import check_not_negative, check_size, check_transformation
-from ...core.compat import used_inputs
 from ...core.extras import how_to_install
+from ...jaxprs.equations import used_inputs
 from .rows import RowOptimizer, Shared
 
 _MODULE = "jax_tpu_embedding.sparsecore.lib.nn.embedding_spec"

@@ -16,31 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ...core.compat import evaluate_equation, is_literal, line_of
-from ...sparse.rowwise_check import ELEMENTWISE, NotRowWise
+from ...jaxprs.graph import Operation, Value, read
+from ...jaxprs.primitives import Kind
+from ...jaxprs.prove_rows import NotRowWise
 
-_RESHAPES = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 _IDENTITIES = {"reduce_max": -np.inf, "reduce_min": np.inf, "reduce_prod": 1, "reduce_sum": 0}
 
 
 class RowProgram(NamedTuple):
-    """The equations that compute the outputs for a row, without calls.
+    """The operations that compute the outputs for a row, without calls.
 
     Attributes:
-        jaxpr: of which they are a part.
-        equations: in their order.
-        known: the values of constants.
+        operations: in their order.
         inputs: of the row.
         scalars: that are computed once in a step.
         outputs: of the row.
     """
 
-    jaxpr: Any
-    equations: list[Any]
-    known: dict[Any, Any]
-    inputs: list[Any]
-    scalars: list[Any]
-    outputs: list[Any]
+    operations: list[Operation]
+    inputs: list[Value]
+    scalars: list[Value]
+    outputs: list[Value]
 
 
 def run_padded(
@@ -61,17 +57,17 @@ def run_padded(
         NotRowWise: if an operation cannot be done in this form.
     """
     columns = _Columns(width, values[0].shape[1])
-    env = {v: columns.constant(a) for v, a in program.known.items()}
-    env |= dict(zip(program.inputs, values, strict=True))
+    known = dict(zip(program.inputs, values, strict=True))
     for v, a in zip(program.scalars, scalars, strict=True):
-        env[v] = a.astype(v.aval.dtype)
-    for eqn in program.equations:
-        operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-        outs = columns.evaluate(program.jaxpr, eqn, operands)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [
-        columns.output(v.val if is_literal(v) else env[v], v.aval.shape) for v in program.outputs
-    ]
+        known[v] = a.astype(v.aval.dtype)
+
+    def value(v):
+        is_array = v.literal is not None and v.shape
+        return columns.constant(v.literal) if is_array else read(known, v)
+
+    for op in program.operations:
+        known.update(zip(op.outs, columns.evaluate(op, list(map(value, op.ins))), strict=True))
+    return [columns.output(value(v), v.shape) for v in program.outputs]
 
 
 class _Columns(NamedTuple):
@@ -114,25 +110,24 @@ class _Columns(NamedTuple):
         words = words | over_rows(put) if put.any() else words
         return lax.bitcast_convert_type(words, jnp.float32)
 
-    def evaluate(self, jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-        """The outputs of an equation."""
-        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        if name in ELEMENTWISE:
-            return evaluate_equation(jaxpr, eqn, operands)
-        if self.is_row(shape) or shape in ((1,), (1, 1)):
-            if name in _RESHAPES:
+    def evaluate(self, op: Operation, operands: Sequence[Any]) -> list[Any]:
+        """The results of an operation."""
+        if op.kind in (Kind.ELEMENTWISE, Kind.SAME):
+            return op.evaluate(operands)
+        if self.is_row(op.outs[0].shape) or op.outs[0].shape in ((1,), (1, 1)):
+            if op.kind is Kind.MOVE:
                 return [self.broadcast(operands[0])]
-            if name in _IDENTITIES and self._can_reduce(operands[0].dtype):
-                return [self._reduced(eqn, operands[0])]
-        raise NotRowWise(f"`{name}` ({line_of(eqn)}) cannot be done for many rows at once")
+            if op.name in _IDENTITIES and self._can_reduce(operands[0].dtype):
+                return [self._reduced(op, operands[0])]
+        raise NotRowWise(f"`{op.name}` ({op.line}) cannot be done for many rows at once")
 
     def _can_reduce(self, dtype: Any) -> bool:
         return self.width == self.padded or dtype == jnp.float32
 
-    def _reduced(self, eqn: Any, a: Array) -> Array:
+    def _reduced(self, op: Operation, a: Array) -> Array:
         """A reduction over the columns of a row; or of a number, which it does not change."""
-        if not self.is_row(eqn.invars[0].aval.shape):
+        if not self.is_row(op.ins[0].shape):
             return a
-        a = self.with_padding(a, _IDENTITIES[eqn.primitive.name])
-        reduced = eqn.primitive.bind(a, **eqn.params | {"axes": (1,)})
+        a = self.with_padding(a, _IDENTITIES[op.name])
+        reduced = op.eqn.primitive.bind(a, **op.params | {"axes": (1,)})
         return lax.broadcast_in_dim(reduced, a.shape, (0,))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.compat import used_inputs
 from ...core.paths import path_name
 from ...core.rows import SparseRows
-from ...sharded.update_check import NotAlone, prove_alone
-from ...sparse.rowwise_check import NotRowWise, rows_of_state
+from ...jaxprs.equations import used_inputs
+from ...jaxprs.prove_rows import NotRowWise, rows_of_state
+from ...jaxprs.prove_shards import NotAlone, prove_alone
 from .padded import run_padded
 from .split import Split, mixes_elements, split
 

@@ -4,8 +4,10 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from ..core.compat import function_of, inner_jaxprs, map_equations
-from .primitive import is_lookup
+from .equations import map_equations
+from .graph import Graph, Operation, Value, needed
+from .lookup import is_lookup
+from .primitives import function_of
 
 
 class _Lookup(NamedTuple):
@@ -17,22 +19,23 @@ def without_stop_gradient(jaxpr: Any) -> Any:
     """The jaxpr in which no ``stop_gradient`` depends on anything; not for evaluation."""
 
     def cut(eqn):
-        if function_of(eqn) != "jax.lax.stop_gradient":
+        if eqn.primitive.name != "stop_gradient":
             return eqn
         return eqn.replace(invars=[Literal(0, v.aval) for v in eqn.invars])
 
     return map_equations(jaxpr, cut)
 
 
-def why_dense(jaxpr: Any, table: Any, has_taps: bool) -> str | None:
+def why_dense(graph: Graph, table: Value, has_taps: bool) -> str | None:
     """The reason in words; None for an array that no lookup reads.
 
     Args:
-        jaxpr: of the loss, in which lookups with a tap do not read the table.
-        table: its input variable, which the loss depends on.
+        graph: of the loss, in which lookups with a tap do not read the table.
+        table: its input, which the loss depends on.
         has_taps: whether some lookup of the table has a tap.
     """
-    lookups, uses = _follow(_needed(jaxpr), {id(table): ""}, table.aval.shape, "")
+    operations = needed(graph.operations, graph.results)
+    lookups, uses = _follow(operations, {table: ""}, table.shape, "")
     if not lookups and not has_taps:
         return None
     reasons = [_of_lookup(found) for found in lookups]
@@ -55,46 +58,35 @@ def _of_lookup(found: _Lookup) -> str:
 
 
 def _follow(
-    eqns: list[Any], copies: dict[int, str], shape: tuple[int, ...], body: str
+    operations: list[Operation], copies: dict[Value, str], shape: tuple[int, ...], body: str
 ) -> tuple[list[_Lookup], dict[str, None]]:
     """The lookups of a table or of arrays computed from it, and what else uses the table itself.
 
     Args:
-        eqns: of the jaxpr.
-        copies: by the identity of the variable of the table, and of each array computed from it
-            that may stand for it, the operation that computed it; extended in place.
+        operations: of the program.
+        copies: by the table, and by each array computed from it that may stand for it, the
+            operation that computed it; extended in place.
         shape: of the table. An array of this shape, or a batch of such, may stand for it.
-        body: the function of JAX in whose body the equations are.
+        body: the function of JAX in whose body the operations are.
     """
     lookups, uses = list[_Lookup](), dict[str, None]()
-    for eqn in eqns:
-        found = [v for v in eqn.invars if id(v) in copies]
+    for op in operations:
+        found = [v for v in op.ins if v in copies]
         if not found:
             continue
-        after, name = copies[id(found[0])], str(eqn.params.get("name", eqn.primitive.name))
-        if is_lookup(eqn):
+        after, name = copies[found[0]], str(op.params.get("name", op.name))
+        if is_lookup(op):
             lookups.append(_Lookup(after, body))
             continue
         within = list[_Lookup]()
-        for inner in inner_jaxprs(eqn):
-            # The operands of a body are the last ones: those of a `cond` follow its predicate.
-            pairs = zip(reversed(eqn.invars), reversed(inner.invars), strict=False)
-            known = {id(v): copies[id(x)] for x, v in pairs if id(x) in copies}
-            within += _follow(inner.eqns, known, shape, function_of(eqn))[0]
+        for inner in op.bodies:
+            pairs = zip(inner.graph.inputs, inner.inputs, strict=True)
+            known = {v: copies[op.ins[i]] for v, i in pairs if op.ins[i] in copies}
+            within += _follow(inner.graph.operations, known, shape, function_of(op.name))[0]
         lookups += within
         if not after and not within:
             uses[name] = None
-        for out in eqn.outvars:
-            if shape and getattr(out.aval, "shape", ())[-len(shape) :] == shape:
-                copies[id(out)] = after or name
+        for out in op.outs:
+            if shape and out.shape[-len(shape) :] == shape:
+                copies[out] = after or name
     return lookups, uses
-
-
-def _needed(jaxpr: Any) -> list[Any]:
-    """The equations on which the outputs depend."""
-    needed, eqns = set(map(id, jaxpr.outvars)), []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(out) in needed for out in eqn.outvars):
-            needed.update(map(id, eqn.invars))
-            eqns.append(eqn)
-    return eqns[::-1]

@@ -13,26 +13,19 @@ nothing else, depends on which rows come in a round.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from ..core.compat import (
-    CALLS,
-    COLLECTIVES,
-    inner_jaxprs,
-    is_literal,
-    line_of,
-    through_call,
-    turns,
-    used_inputs,
-)
 from ..core.lines import is_lines
 from ..core.optimizer import about_of
 from ..core.rows import Shard, SparseRows, is_rows
-from ..sparse.rowwise_check import NotRowWise, check_operation, primes, row_axes
+from .equations import used_inputs
+from .graph import Graph, Operation
+from .primitives import CALLS, Kind
+from .prove_rows import NotRowWise, check_operation, primes, row_axes
 
 _IN_ONE_ROUND = (
     "Give sharded_minimize capacity_factor=None, for one round with room for any ids, or take an "
@@ -53,7 +46,7 @@ class NotAlone(Exception):
 class Trace(NamedTuple):
     """An update of abstract tables."""
 
-    jaxpr: Any
+    graph: Graph
     whole: dict[int, str]  # the names of tables by their numbers of rows
     touched: dict[int, str]  # the names of tables by the numbers of rows of their gradients
     moved: list[str]  # the tables of which all rows move
@@ -157,7 +150,7 @@ def trace_update(
     us = treedef.flatten_up_to(updates)
     ends = list(itertools.accumulate(len(jax.tree.leaves(u)) for u in us))
     return Trace(
-        jaxpr.jaxpr,
+        Graph.of(jaxpr.jaxpr, jaxpr.consts),
         {n: tables[i] for i, n in of_table.items()},
         {n: tables[i] for i, n in of_gradient.items()},
         [tables[i] for i in tables if not is_rows(us[i])],
@@ -170,109 +163,72 @@ def _check_alone(trace: Trace, asleep: Set[str] = frozenset()) -> None:
     """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other."""
     if trace.moved:
         raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
-    for eqn, top in _equations(trace.jaxpr):
-        if eqn.primitive.name in CALLS:
+    for op, top, *_ in trace.graph.walk():
+        if op.kind in CALLS:
             continue
-        touched = {trace.touched[n] for v in eqn.invars for n in row_axes(v.aval, trace.touched)}
-        if eqn.primitive.name == "concatenate" and touched and touched <= asleep:
+        touched = {trace.touched[n] for v in op.ins for n in row_axes(v, trace.touched)}
+        if op.name == "concatenate" and touched and touched <= asleep:
             continue  # what it is used for is known from one round
-        sizes = [size for v in _variables(eqn) for size in row_axes(v.aval, trace.whole)]
+        sizes = [size for v in (*op.ins, *op.outs) for size in row_axes(v, trace.whole)]
         if not sizes:
-            _check_rows(eqn, top, trace.touched)
-        elif not _is_row_access(eqn):
+            _check_rows(op, top, trace.touched)
+        elif not _is_row_access(op):
             raise NotAlone(
-                f"`{eqn.primitive.name}` may use all rows of table '{trace.whole[sizes[0]]}' "
-                f"({line_of(top)})"
+                f"`{op.name}` may use all rows of table '{trace.whole[sizes[0]]}' ({top.line})"
             )
 
 
 def _check_shards(trace: Trace) -> None:
     """Raises :class:`NotAlone` if something depends on the rows of one shard, and is no row."""
-    inputs = [False] * len(trace.jaxpr.invars)
-    outputs = _of_one_shard(trace.jaxpr, inputs, trace.whole | trace.touched)
-    if any(found for k, found in enumerate(outputs) if k not in trace.of_tables):
+    names = trace.whole | trace.touched
+    has_rows = lambda v: bool(row_axes(v, names))
+
+    def is_mine(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
+        """Which results are computed from the rows of one shard, and are no rows."""
+        if op.kind in CALLS:
+            if op.turns in names:
+                raise NotAlone(f"`{op.name}` goes over the rows of a table ({top.line})")
+            if any(given):
+                raise NotAlone(_words(op, top))
+            return given
+        if not any(map(has_rows, op.outs)):
+            mine = any(given) or any(map(has_rows, op.ins))
+            return [mine and op.kind is not Kind.COLLECTIVE] * len(op.outs)
+        if op.kind is Kind.COLLECTIVE:
+            raise NotAlone(f"`{op.name}` mixes the rows of several shards ({top.line})")
+        if not _is_row_access(op):
+            if any(given):
+                raise NotAlone(_words(op, top))
+            if op.kind is not Kind.MAKE:
+                _check_rows(op, top, names)
+        return [False] * len(op.outs)
+
+    results = trace.graph.spread([False] * len(trace.graph.inputs), is_mine)
+    if any(found for k, found in enumerate(results) if k not in trace.of_tables):
         raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
 
 
-def _of_one_shard(
-    jaxpr: Any, inputs: Sequence[bool], names: dict[int, str], outermost: Any = None
-) -> list[bool]:
-    """Which outputs are computed from the rows of one shard, and are no rows.
-
-    Args:
-        jaxpr: an update, or the body of a call in it.
-        inputs: which of its inputs are.
-        names: of tables by numbers of rows.
-        outermost: the equation of the update that the jaxpr is in.
-    """
-    mine = {v for v, found in zip(jaxpr.invars, inputs, strict=True) if found}
-    has_rows = lambda v: bool(row_axes(v.aval, names))
-    are_mine = lambda variables: [not is_literal(v) and v in mine for v in variables]
-    for eqn in jaxpr.eqns:
-        name, top, given = eqn.primitive.name, outermost or eqn, are_mine(eqn.invars)
-        if name in CALLS:
-            if turns(eqn) in names:
-                raise NotAlone(f"`{name}` goes over the rows of a table ({line_of(top)})")
-            call = lambda body, inputs: _of_one_shard(body, inputs, names, top)  # noqa: B023
-            found = through_call(eqn, given, call)
-            if found is None:
-                raise NotAlone(_words(name, top))
-        elif any(map(has_rows, eqn.outvars)):
-            found = [False] * len(eqn.outvars)
-            if name in COLLECTIVES:
-                raise NotAlone(f"`{name}` mixes the rows of several shards ({line_of(top)})")
-            if not _is_row_access(eqn):
-                if any(given):
-                    raise NotAlone(_words(name, top))
-                if name not in _MAKES_ROWS:
-                    _check_rows(eqn, top, names)
-        else:
-            is_mine = any(given) or any(map(has_rows, eqn.invars))
-            found = [is_mine and name not in COLLECTIVES] * len(eqn.outvars)
-        mine.update(v for v, each in zip(eqn.outvars, found, strict=True) if each)
-    return are_mine(jaxpr.outvars)
-
-
-def _words(name: str, top: Any) -> str:
+def _words(op: Operation, top: Operation) -> str:
     return (
-        f"`{name}` uses what a device computes from the rows of its own shard alone, such as a "
-        f"norm ({line_of(top)})"
+        f"`{op.name}` uses what a device computes from the rows of its own shard alone, such as a "
+        f"norm ({top.line})"
     )
 
 
-def _check_rows(eqn: Any, top: Any, names: dict[int, str]) -> None:
-    if eqn.primitive.name in ("random_wrap", "random_unwrap"):  # ids of another dtype
-        return
+def _check_rows(op: Operation, top: Operation, names: dict[int, str]) -> None:
     try:
-        check_operation(eqn, names, line_of(top))
+        check_operation(op, names, top.line)
     except NotRowWise as error:
         raise NotAlone(error.reason) from None
 
 
-# Rows of nothing else, such as random ones of a key.
-_MAKES_ROWS = {"iota", "iota_2x32_shape", "random_bits", "threefry2x32"}
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [*eqn.invars, *eqn.outvars]
-
-
-def _equations(jaxpr: Any, outermost: Any = None) -> Iterator[tuple[Any, Any]]:
-    """All equations, those inside of calls too, each with the outermost one that it is in."""
-    for eqn in jaxpr.eqns:
-        yield eqn, outermost or eqn
-        if eqn.primitive.name in CALLS:
-            for inner in inner_jaxprs(eqn):
-                yield from _equations(inner, outermost or eqn)
-
-
-def _is_row_access(eqn: Any) -> bool:
+def _is_row_access(op: Operation) -> bool:
     """Whether whole rows are gathered or scattered by a vector of ids."""
-    name = eqn.primitive.name
-    numbers = eqn.params.get("dimension_numbers")
-    if name == "gather":
+    if op.kind is Kind.GATHER:
+        numbers = op.params["dimension_numbers"]
         return (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))
-    if name.startswith("scatter"):
+    if op.kind is Kind.SCATTER:
+        numbers = op.params["dimension_numbers"]
         inserted, to = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
         return (inserted, to) == ((0,), (0,))
     return False

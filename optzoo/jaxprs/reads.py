@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from .checks import right_name
-from .compat import used_inputs
-from .optimizer import UNKNOWN, Notes, about_of, note
+from ..core.checks import right_name
+from ..core.optimizer import UNKNOWN, Notes, about_of, note
+from .equations import used_inputs
 
 # The keyword by which an update is given the notes of :func:`unread`.
 _READS = "optzoo_reads"

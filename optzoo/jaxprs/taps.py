@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core import compat
-from .primitive import bind_lookup, is_lookup, shape_of_table
+from ..core.compat import varying
+from . import equations
+from .graph import Graph, Operation, read
+from .lookup import bind_lookup, is_lookup, shape_of_table
+from .primitives import function_of
 
 
 class Table(NamedTuple):
-    """What a variable of a jaxpr is: a leaf of the parameters, or a cast of one."""
+    """What a value is: a leaf of the parameters, or a cast of one."""
 
     leaf: int  # its position
     casts: tuple[Any, ...] = ()  # to which dtypes in turn
@@ -47,14 +50,14 @@ class DenseReads(NamedTuple):
     others: set[int]  # the leaves that anything else uses
 
     def add(self, more: "DenseReads", line: str) -> None:
-        """Adds those of the body of an equation of this line."""
+        """Adds those of the body of an operation of this line."""
         # JAX reuses jaxprs, and with them the lines of their first call.
         self.rows.update({leaf: line or inside for leaf, inside in more.rows.items()})
         self.others.update(more.others)
 
 
 class _Step(NamedTuple):
-    """An equation that has to do with tables."""
+    """An operation that has to do with tables."""
 
     lookups: list[Lookup]
     results: list[Table | None]  # which of the outputs are tables
@@ -63,10 +66,10 @@ class _Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where a jaxpr, with the jaxprs inside of it, has lookups that get taps."""
+    """Where a program, with the bodies inside of it, has lookups that get taps."""
 
-    jaxpr: Any
-    steps: dict[int, _Step]  # by the position of the equation
+    graph: Graph
+    steps: dict[Operation, _Step]
     results: list[Table | None]  # which of the outputs are tables
     reads: DenseReads
 
@@ -76,103 +79,90 @@ class Plan(NamedTuple):
         return [found for step in self.steps.values() for found in step.lookups]
 
 
-def make_plan(jaxpr: Any, tables: Sequence[Table | None]) -> Plan:
-    """Finds the lookups; ``tables`` says which inputs of the jaxpr are tables."""
-    known = {v: table for v, table in zip(jaxpr.invars, tables, strict=True) if table}
-    find = lambda v: None if compat.is_literal(v) else known.get(v)
+def make_plan(graph: Graph, tables: Sequence[Table | None]) -> Plan:
+    """Finds the lookups; ``tables`` says which inputs of the program are tables."""
+    known = {v: table for v, table in zip(graph.inputs, tables, strict=True) if table}
     steps, reads = {}, DenseReads({}, set())
-    for k, eqn in enumerate(jaxpr.eqns):
-        inputs = [find(v) for v in eqn.invars]
-        step = _step(eqn, inputs) if any(inputs) else None
+    for op in graph.operations:
+        inputs = [known.get(v) for v in op.ins]
+        step = _step(op, inputs) if any(inputs) else None
         if step is None:
-            if _reads_some_rows(eqn) and inputs[0] is not None:
-                reads.rows[inputs[0].leaf] = compat.line_of(eqn)
+            if _reads_some_rows(op) and inputs[0] is not None:
+                reads.rows[inputs[0].leaf] = op.line
             else:
                 reads.others.update(table.leaf for table in inputs if table)
             continue
         for plan in step.plans:
-            reads.add(plan.reads, compat.line_of(eqn))
-        known.update(
-            {v: table for v, table in zip(eqn.outvars, step.results, strict=True) if table}
-        )
+            reads.add(plan.reads, op.line)
+        known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
         if step.lookups:
-            steps[k] = step
-    return Plan(jaxpr, steps, [find(v) for v in jaxpr.outvars], reads)
+            steps[op] = step
+    return Plan(graph, steps, [known.get(v) for v in graph.results], reads)
 
 
-def _reads_some_rows(eqn: Any) -> bool:
-    """Whether an equation gathers whole rows of an array, fewer than there are."""
-    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+def _reads_some_rows(op: Operation) -> bool:
+    """Whether an operation gathers whole rows of an array, fewer than there are."""
+    if op.name not in ("gather", "dynamic_slice"):
         return False
-    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    return tuple(eqn.params["slice_sizes"]) == (1, *x.shape[1:]) and out.size < x.size
+    x, out = op.ins[0].aval, op.outs[0].aval
+    return tuple(op.params["slice_sizes"]) == (1, *x.shape[1:]) and out.size < x.size
 
 
 def evaluate(
-    plan: Plan,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    copies: Mapping[int, Array],
-    taps: Sequence[Array],
+    plan: Plan, values: Sequence[Any], copies: Mapping[int, Array], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Array]]:
-    """The outputs of a jaxpr, and the ids of each lookup.
+    """The outputs of a program, and the ids of each lookup.
 
     Args:
-        plan: of the jaxpr.
-        consts: the values of its constants.
+        plan: of the program.
         values: its inputs.
         copies: by their positions the leaves that are looked up: a lookup with a tap reads these,
             so that it does not depend on the inputs. If a leaf is not there, nothing is read.
         taps: for each lookup what to add to its rows; or the rows themselves if nothing is read.
     """
-    if not plan.steps:
-        return compat.evaluate(plan.jaxpr, consts, values), []
-    names = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
-    known = dict(zip(names, [*consts, *values], strict=True))
-    read = lambda v: v.val if compat.is_literal(v) else known[v]
-    ids = []
-    for k, eqn in enumerate(plan.jaxpr.eqns):
-        inputs = [read(v) for v in eqn.invars]
-        if (step := plan.steps.get(k)) is None:
-            outputs = compat.evaluate_equation(plan.jaxpr, eqn, inputs)
+    known, ids = dict(zip(plan.graph.inputs, values, strict=True)), list[Array]()
+    for op in plan.graph.operations:
+        operands = [read(known, v) for v in op.ins]
+        if (step := plan.steps.get(op)) is None:
+            outputs = op.evaluate(operands)
         else:
             mine = taps[len(ids) : len(ids) + len(step.lookups)]
-            with compat.scope_of(eqn):
-                outputs, more = step.run(inputs, copies, mine)
+            with equations.scope_of(op.eqn):
+                outputs, more = step.run(operands, copies, mine)
             ids += more
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in plan.jaxpr.outvars], ids
+        known.update(zip(op.outs, outputs, strict=True))
+    return [read(known, v) for v in plan.graph.results], ids
 
 
-def _step(eqn: Any, inputs: list[Table | None]) -> _Step | None:
-    if is_lookup(eqn):
-        return _of_lookup(eqn, inputs[0])
-    plan = _STEPS.get(compat.function_of(eqn))
-    return None if plan is None else plan(eqn, inputs)
+def _step(op: Operation, inputs: list[Table | None]) -> _Step | None:
+    if is_lookup(op):
+        return _of_lookup(op, inputs[0])
+    plan = _STEPS.get(function_of(op.name))
+    return None if plan is None else plan(op, inputs)
 
 
-def _of_lookup(eqn: Any, table: Table | None) -> _Step | None:
-    if table is None or eqn.params["batch_dims"]:
+def _of_lookup(op: Operation, table: Table | None) -> _Step | None:
+    if table is None or op.params["batch_dims"]:
         return None
-    aval = eqn.invars[1].aval
+    aval = op.ins[1].aval
 
     def run(values, copies, taps):
         copy, ids, rows = copies.get(table.leaf), jnp.asarray(values[1], aval.dtype), taps[0]
         if copy is not None:
-            rows = bind_lookup(copy, ids, in_lines=eqn.params["in_lines"])
+            rows = bind_lookup(copy, ids, in_lines=op.params["in_lines"])
             _check_varying(rows, copy)
             rows = rows + taps[0]
         for dtype in table.casts:
             rows = rows.astype(dtype)
         return [rows], [ids]
 
-    of = shape_of_table(eqn), eqn.params["shard"]
+    of = shape_of_table(op), op.params["shard"]
     found = Lookup(table.leaf, aval.shape, aval.dtype, *of)
     return _Step([found], [None], run)
 
 
 def _check_varying(rows: Array, table: Array) -> None:
-    if axes := compat.varying(rows) - compat.varying(table):
+    if axes := varying(rows) - varying(table):
         raise ValueError(
             f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
             "gradient would be a sum over replicas, which rows cannot express. Make the table "
@@ -181,82 +171,79 @@ def _check_varying(rows: Array, table: Array) -> None:
         )
 
 
-def _of_cast(eqn: Any, inputs: list[Table | None]) -> _Step | None:
-    (table,), dtype = inputs, eqn.outvars[0].aval.dtype
-    dtypes = eqn.invars[0].aval.dtype, dtype
+def _of_cast(op: Operation, inputs: list[Table | None]) -> _Step | None:
+    (table,), dtype = inputs, op.outs[0].aval.dtype
+    dtypes = op.ins[0].aval.dtype, dtype
     if table is None or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return None
     run = lambda values, copies, taps: ([values[0].astype(dtype)], [])
     return _Step([], [table._replace(casts=(*table.casts, dtype))], run)
 
 
-def _of_jit(eqn: Any, inputs: list[Table | None]) -> _Step | None:
-    if compat.has_shardings(eqn):
+def _of_jit(op: Operation, inputs: list[Table | None]) -> _Step | None:
+    if equations.has_shardings(op.eqn):
         return None
-    ((jaxpr, consts),) = compat.closed_jaxprs(eqn)
-    plan = make_plan(jaxpr, inputs)
+    [body], [(jaxpr, consts)] = op.bodies, equations.closed_jaxprs(op.eqn)
+    plan = make_plan(body.graph, inputs)
 
     def run(values, copies, taps):
-        tables, mine = tuple(inputs), _of_plans(copies, plan)
-        return _evaluate_in_jit(jaxpr, tables, consts, values, mine, taps)
+        mine = _of_plans(copies, plan)
+        return _evaluate_in_jit(jaxpr, tuple(inputs), [*consts, *values], mine, taps)
 
     return _Step(plan.lookups, plan.results, run, [plan])
 
 
-def _in_jit(jaxpr, tables, consts, values, copies, taps):
-    return evaluate(make_plan(jaxpr, tables), consts, values, copies, taps)
+def _in_jit(jaxpr, tables, values, copies, taps):
+    graph = Graph.of(jaxpr)
+    constants = [None] * (len(graph.inputs) - len(tables))
+    return evaluate(make_plan(graph, [*constants, *tables]), values, copies, taps)
 
 
 # By the identity of the jaxpr: the body of a `jit` that is called again is not compiled again.
 _evaluate_in_jit = jax.jit(_in_jit, static_argnums=(0, 1))
 
 
-def _of_checkpoint(eqn: Any, inputs: list[Table | None]) -> _Step:
-    ((jaxpr, consts),) = compat.closed_jaxprs(eqn)
-    plan = make_plan(jaxpr, inputs)
+def _of_checkpoint(op: Operation, inputs: list[Table | None]) -> _Step:
+    plan = make_plan(op.bodies[0].graph, inputs)
 
     def run(values, copies, taps):
-        f = lambda *args: evaluate(plan, consts, *args)
-        return compat.checkpoint_like(eqn, f)(values, _of_plans(copies, plan), taps)
+        f = lambda *args: evaluate(plan, *args)
+        return equations.checkpoint_like(op.eqn, f)(values, _of_plans(copies, plan), taps)
 
     return _Step(plan.lookups, plan.results, run, [plan])
 
 
-def _of_scan(eqn: Any, inputs: list[Table | None]) -> _Step:
-    ((jaxpr, consts),) = compat.closed_jaxprs(eqn)
-    num_consts, num_carry = compat.scan_sizes(eqn)
+def _of_scan(op: Operation, inputs: list[Table | None]) -> _Step:
+    [body], (num_consts, num_carry) = op.bodies, equations.scan_sizes(op.eqn)
     first = num_consts + num_carry
-    # A carry that the body returns as it is has the same value in all steps.
-    carried = zip(
-        inputs[num_consts:first], jaxpr.invars[num_consts:first], jaxpr.outvars, strict=False
-    )
-    tables = [table if out is v else None for table, v, out in carried]
+    # A carry that the body returns as it is has the same value in all turns.
+    tables = [
+        inputs[i] if body.graph.results[k] is body.graph.inputs[i] else None
+        for i, k in body.again.items()
+    ]
     xs = [None] * (len(inputs) - first)
-    plan = make_plan(jaxpr, [*inputs[:num_consts], *tables, *xs])
+    plan = make_plan(body.graph, [*inputs[:num_consts], *tables, *xs])
 
     def run(values, copies, taps):
-        def body(carry, x):
+        def turn(carry, x):
             mine, taps = x
-            outputs, ids = evaluate(
-                plan, consts, [*values[:num_consts], *carry, *mine], copies, taps
-            )
+            outputs, ids = evaluate(plan, [*values[:num_consts], *carry, *mine], copies, taps)
             return outputs[:num_carry], (outputs[num_carry:], ids)
 
         carry, xs = values[num_consts:first], values[first:]
-        carry, (ys, ids) = compat.scan_like(eqn, body, carry, (xs, taps))
+        carry, (ys, ids) = equations.scan_like(op.eqn, turn, carry, (xs, taps))
         return [*carry, *ys], ids
 
-    length = eqn.params["length"]
+    length = op.params["length"]
     lookups = [found._replace(shape=(length, *found.shape)) for found in plan.lookups]
-    results = [*tables, *[None] * (len(eqn.outvars) - num_carry)]
+    results = [*tables, *[None] * (len(op.outs) - num_carry)]
     return _Step(lookups, results, run, [plan])
 
 
-def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
-    if any(map(compat.varying, eqn.invars[1:])):
+def _of_cond(op: Operation, inputs: list[Table | None]) -> _Step | None:
+    if any(map(varying, op.ins[1:])):
         return None  # the padding would have another type than the ids
-    bodies = list(compat.closed_jaxprs(eqn))
-    plans = [make_plan(jaxpr, inputs[1:]) for jaxpr, _ in bodies]
+    plans = [make_plan(body.graph, inputs[1:]) for body in op.bodies]
     lookups = [found for plan in plans for found in plan.lookups]
     ends = np.cumsum([len(plan.lookups) for plan in plans])
 
@@ -266,7 +253,7 @@ def _of_cond(eqn: Any, inputs: list[Table | None]) -> _Step | None:
         def run(values, copies, taps):
             # The lookups of the other branches read padding.
             ids = [jnp.full(x.shape, x.table[0], x.dtype) for x in lookups]
-            outputs, ids[mine] = evaluate(plans[k], bodies[k][1], values, copies, taps[mine])
+            outputs, ids[mine] = evaluate(plans[k], values, copies, taps[mine])
             return outputs, ids
 
         return run

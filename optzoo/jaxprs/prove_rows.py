@@ -17,51 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.compat import CALLS, inner_jaxprs, line_of, literals, turns
 from ..core.lines import are_lines
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none
+from .graph import Graph, Operation
+from .primitives import CALLS, Kind
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Primitives of JAX by their names, for not every version has all of them. Those in no list are
-# unknown to the check: tests/sparse/test_on_rows.py finds the ones that optax uses. CALLS are
-# row-wise if the jaxprs inside are.
-ELEMENTWISE = _names(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt
-    max min mul mulhi ne neg nextafter not or pcast polygamma population_count pow pvary real
-    reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor zeta
-    """
-)
-# They may treat one axis unlike the others, but if that is the axis of the rows, the result has
-# lost it.
-_KEEPS_AXES = _names(
-    """
-    argmax argmin bitcast_convert_type broadcast_in_dim concatenate dot_general dynamic_slice
-    expand_dims iota reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-    reshape slice split squeeze stack tile transpose unstack
-    """
-)
-# They can mix rows, and the check does not look for the cases in which they do not.
-_MIXES = _names(
-    """
-    all_gather all_to_all approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin
-    cumprod cumsum dynamic_update_slice eig eigh fft gather householder_product iota_2x32_shape lu
-    pad ppermute psum psum2 psum_invariant qr random_bits random_fold_in random_gamma random_split
-    random_unwrap random_wrap reduce reduce_scatter reduce_window reduce_window_max
-    reduce_window_min reduce_window_sum rev rng_bit_generator scatter scatter-add scatter-max
-    scatter-min scatter-mul scatter_add scatter_max scatter_min scatter_mul select_and_gather_add
-    select_and_scatter_add sort svd threefry2x32 top_k triangular_solve
-    """
-)
 # They are row-wise, but the gradient of a row takes effect in a later step, when the row may be
 # absent. No operation shows it, so they are known by their states.
 _DEFERRING = optax.MultiStepsState, optax.ApplyEvery, optax.LookaheadState, optax.contrib.SAMState
@@ -209,7 +170,7 @@ def _operations_of_update(
     with _annotate_errors(tables):
         traced = jax.make_jaxpr(update, return_shape=True)
         jaxpr, (us, new_state) = traced(tables.updates, state, params)
-    operations = list(_operations(jaxpr.jaxpr, tables.names))
+    operations = list(_operations(Graph.of(jaxpr.jaxpr, jaxpr.consts), tables.names))
 
     is_none = lambda a: a is None
     before, treedef = jax.tree.flatten((tables.updates, state), is_leaf=is_none)
@@ -220,63 +181,63 @@ def _operations_of_update(
     return operations
 
 
-def _operations(jaxpr: Any, names: dict[int, str], outermost: Any = None) -> Iterator[Any]:
+def _operations(graph: Graph, names: dict[int, str]) -> Iterator[Any]:
     """The names and the constants of all operations in turn; raises at one that may mix rows."""
-    if constants := [size for v in jaxpr.constvars for size in row_axes(v.aval, names)]:
-        raise NotRowWise(f"it holds a constant with the rows of parameter '{names[constants[0]]}'")
-    for eqn in jaxpr.eqns:
-        # The line of the outermost call: JAX reuses jaxprs, and with them the lines of their
-        # first call.
-        top = outermost or eqn
-        if eqn.primitive.name in CALLS:
-            for inner in inner_jaxprs(eqn):
-                yield from _operations(inner, names, top)
-        check_operation(eqn, names, line_of(top))
-        yield eqn.primitive.name, literals(eqn)
+    for op, top, *_ in graph.walk():
+        check_operation(op, names, top.line)
+        yield op.name, [str(v.literal) for v in op.ins if v.literal is not None and not v.shape]
 
 
-def check_operation(eqn: Any, names: dict[int, str], line: str) -> None:
+def check_operation(op: Operation, names: dict[int, str], line: str) -> None:
     """Raises unless each row of the results comes from the same rows of the operands."""
-    operands = [size for v in eqn.invars for size in row_axes(v.aval, names)]
-    results = [row_axes(v.aval, names) for v in eqn.outvars]
+    operands = [size for v in op.ins for size in row_axes(v, names)]
+    results = [row_axes(v, names) for v in op.outs]
     sizes = [*operands, *itertools.chain(*results)]
-    name = eqn.primitive.name
     if not sizes:
         return
     rows = f"the rows of parameter '{names[sizes[0]]}'"
-    if name not in ELEMENTWISE | _KEEPS_AXES | CALLS | _MIXES:
+    if any(row_axes(v, names) for v in op.ins if v.literal is not None):
+        raise NotRowWise(f"it holds a constant with {rows}")
+    if op.kind is None or op.kind is Kind.MAP:
         raise NotRowWise(
-            f"`{name}` ({line}) is unknown to its check, which cannot tell whether it mixes {rows}",
+            f"`{op.name}` ({line}) is unknown to its check, which cannot tell whether it mixes "
+            f"{rows}",
             _CHECK_HINT,
         )
-    if not _is_row_wise(eqn, operands, results, names):
-        hint = _CHECK_HINT if name in _MIXES else _HINT
-        raise NotRowWise(f"`{name}` may mix {rows} ({line})", hint)
+    if not _is_row_wise(op, operands, results, names):
+        hint = _CHECK_HINT if op.kind in _MIXING else _HINT
+        raise NotRowWise(f"`{op.name}` may mix {rows} ({line})", hint)
+
+
+# They can mix rows, and the check does not look for the cases in which they do not.
+_MIXING = {Kind.MIX, Kind.GATHER, Kind.SCATTER, Kind.COLLECTIVE}
 
 
 def _is_row_wise(
-    eqn: Any, operands: list[int], results: list[list[int]], names: dict[int, str]
+    op: Operation, operands: list[int], results: list[list[int]], names: dict[int, str]
 ) -> bool:
     """Whether a known operation is row-wise, given the numbers of rows of its arrays."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return turns(eqn) not in names  # otherwise a scan over rows
-    if name in _MIXES or any(len(axes) != 1 for axes in results):
+    if op.kind is Kind.SAME:
+        return True
+    if op.kind in CALLS:
+        return op.turns not in names  # otherwise a scan over rows
+    # What treats one axis unlike the others has lost it.
+    if op.kind in _MIXING or any(len(axes) != 1 for axes in results):
         return False
     if not operands:  # rows that are made of none
-        if name == "iota":
-            return eqn.params["shape"][eqn.params["dimension"]] not in names
-        return name == "broadcast_in_dim"
-    if name == "reshape":
-        in_front = lambda v: math.prod(v.aval.shape[: v.aval.shape.index(operands[0])])
-        moves = eqn.params["dimensions"] is not None
-        return not moves and in_front(eqn.invars[0]) == in_front(eqn.outvars[0])
-    return True
+        if op.name == "iota":
+            return op.params["shape"][op.params["dimension"]] not in names
+        return op.name == "broadcast_in_dim"
+    if op.name == "reshape":
+        in_front = lambda v: math.prod(v.shape[: v.shape.index(operands[0])])
+        moves = op.params["dimensions"] is not None
+        return not moves and in_front(op.ins[0]) == in_front(op.outs[0])
+    return op.kind is not Kind.MAKE
 
 
 def row_axes(a: Any, names: dict[int, str]) -> list[int]:
-    """The sizes of those axes of an abstract array that are numbers of rows."""
-    return [size for size in getattr(a, "shape", ()) if size in names]
+    """The sizes of those axes of an array or value that are numbers of rows."""
+    return [size for size in a.shape if size in names]
 
 
 # Errors

@@ -11,6 +11,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.compat import make_primitive
 from ..core.lines import take_rows
 from ..core.rows import Shard
+from .graph import Operation
 
 
 def bind_lookup(
@@ -33,14 +34,14 @@ def bind_lookup(
     return _lookup_p.bind(table, ids, batch_dims=batch_dims, shard=shard, in_lines=in_lines)
 
 
-def is_lookup(eqn: Any) -> bool:
-    """Whether an equation is a lookup; its inputs are the table and the ids."""
-    return eqn.primitive is _lookup_p
+def is_lookup(op: Operation) -> bool:
+    """Whether an operation is a lookup; its operands are the table and the ids."""
+    return op.eqn.primitive is _lookup_p
 
 
-def shape_of_table(eqn: Any) -> tuple[int, ...]:
+def shape_of_table(op: Operation) -> tuple[int, ...]:
     """The shape of the table that a lookup reads."""
-    return eqn.params["in_lines"] or eqn.invars[0].aval.shape
+    return op.params["in_lines"] or op.ins[0].shape
 
 
 def _read(

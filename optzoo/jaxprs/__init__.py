@@ -1,0 +1,1 @@
+"""Programs of JAX: read, proved and changed."""

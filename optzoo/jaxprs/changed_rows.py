@@ -1,0 +1,76 @@
+"""Which results of a program are arguments of which some rows are changed."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..core.marks import NATIVE, WRITES
+from .graph import Graph, Operation
+from .primitives import CALLS, Kind
+
+_REPLACES = {"scatter", "scatter-add", "scatter_add"}
+
+
+def changed_rows(graph: Graph) -> list[bool]:
+    """For each result whether it is an argument in which rows are replaced, or added to.
+
+    This may happen in calls, loops and branches.
+    """
+    return [origin is not None and origin.is_changed for origin in _origins(graph)]
+
+
+class _Origin(NamedTuple):
+    """The input that a value is but for some rows."""
+
+    position: int
+    is_changed: bool  # whether some rows may differ
+
+
+def _origins(graph: Graph) -> list[_Origin | None]:
+    """For each result the input that it comes from, or None."""
+    inputs = {v: i for i, v in enumerate(graph.inputs)}
+    of_bodies = functools.cache(_origins)  # a call has several results
+
+    def follow(v):
+        is_changed = False
+        while v.maker is not None:
+            origin = _before(v.maker, v.maker.outs.index(v), of_bodies)
+            if origin is None:
+                return None
+            is_changed |= origin.is_changed
+            v = v.maker.ins[origin.position]
+        return _Origin(inputs[v], is_changed) if v in inputs else None
+
+    return [follow(v) for v in graph.results]
+
+
+def _before(
+    op: Operation, k: int, of_bodies: Callable[[Graph], list[_Origin | None]]
+) -> _Origin | None:
+    """The operand of an operation that its ``k``-th result comes from, or None."""
+    if op.name in WRITES:
+        return _Origin(0, True)
+    if op.name in _REPLACES:
+        is_by_rows = op.params["dimension_numbers"].scatter_dims_to_operand_dims == (0,)
+        is_one_row = op.ins[1].aval.ndim == 1  # XLA writes it in any layout
+        return _Origin(0, not is_one_row) if is_by_rows else None
+    if op.kind is Kind.SAME:
+        return _Origin(k, False)
+    if op.name == NATIVE:
+        table = op.params["call"].tables.get(k)
+        return None if table is None else _Origin(table, True)
+    if op.kind not in CALLS and op.kind is not Kind.MAP:
+        return None
+    found = []
+    for body in op.bodies:
+        if k not in body.outputs:
+            continue
+        result = body.outputs.index(k)
+        origin = of_bodies(body.graph)[result]
+        # What a loop carries has to come back to its place.
+        if origin is None or (body.again and body.again.get(origin.position) != k):
+            return None
+        found.append(_Origin(body.inputs[origin.position], origin.is_changed))
+    if len({origin.position for origin in found}) != 1:
+        return None
+    return _Origin(found[0].position, any(origin.is_changed for origin in found))

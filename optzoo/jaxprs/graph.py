@@ -1,0 +1,357 @@
+"""A program of JAX as a graph: its operations, the values between them, the bodies of calls."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .equations import (
+    bind_equation,
+    closed_jaxprs,
+    evaluate_equation,
+    has_shardings,
+    is_literal,
+    line_of,
+    scan_sizes,
+)
+from .primitives import CALLS, KINDS, Kind, name_of
+
+_text = functools.cache(str)
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A result of an operation, an input or a constant."""
+
+    aval: Any
+    maker: "Operation | None" = None
+    literal: Any = None
+    meaning: "Value | None" = None  # the same value inside of the call that made it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; () of what has none."""
+        return getattr(self.aval, "shape", ())
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return _text(self.aval.dtype)
+
+    @property
+    def key(self) -> Any:
+        """Equal for scalar constants of equal bits, however they print; else for itself alone."""
+        if self.literal is None or self.shape:
+            return id(self)
+        return self.dtype, np.asarray(self.literal).tobytes()
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An equation, on values. A marked operation on rows has the name of its mark."""
+
+    name: str
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value]
+    jaxpr: Any  # of the equation
+    inside: "list[Operation]" = dataclasses.field(default_factory=list)  # on the same values
+
+    @property
+    def kind(self) -> Kind | None:
+        """What it does to the axes of its operands; None if this is unknown."""
+        return KINDS.get(self.name)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the primitive."""
+        return self.eqn.params
+
+    @property
+    def line(self) -> str:
+        """The line of the user's program."""
+        return line_of(self.eqn)
+
+    @functools.cached_property
+    def bodies(self) -> "list[Body]":
+        """What it runs; of custom derivatives the function itself alone."""
+        graphs = [Graph.of(*closed) for closed in closed_jaxprs(self.eqn)]
+        return _bodies(self, graphs) if graphs else []
+
+    @property
+    def turns(self) -> int | None:
+        """How often a ``scan`` runs its body; None for any other operation."""
+        return self.params["length"] if self.name == "scan" else None
+
+    def run(self, known: dict[Value, Any]) -> None:
+        """Computes the results from what is known, and adds them."""
+        results = bind_equation(self.eqn, [read(known, v) for v in self.ins])
+        known.update(zip(self.outs, results, strict=True))
+
+    def evaluate(self, values: Sequence[Any]) -> list[Any]:
+        """The results for operands, with the name scopes and other settings of the equation."""
+        return evaluate_equation(self.jaxpr, self.eqn, values)
+
+
+def read(known: Mapping[Value, Any], value: Value) -> Any:
+    """A value that is known, or a literal."""
+    return known[value] if value.literal is None else value.literal
+
+
+class Body(NamedTuple):
+    """What an operation runs."""
+
+    graph: "Graph"
+    inputs: list[int]  # by the inputs of the graph the operands that they are, at first
+    outputs: list[int | None]  # by its results those of the operation; None: whether to go on
+    again: dict[int, int]  # by inputs of a loop the results that they are in later turns
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    """What computes the results from the inputs."""
+
+    inputs: list[Value]
+    operations: list[Operation]
+    results: list[Value]
+
+    @classmethod
+    def of(cls, jaxpr: Any, consts: Sequence[Any] | None = None) -> "Graph":
+        """The graph of a jaxpr. Without values for its constants these are the first inputs."""
+        graph = cls([], [], [])
+        values = graph._start(jaxpr, consts)
+        for eqn in jaxpr.eqns:
+            ins = [_value(v, values) for v in eqn.invars]
+            op = Operation(name_of(eqn), eqn, ins, [Value(v.aval) for v in eqn.outvars], jaxpr)
+            graph._append(op)
+            values.update(zip(eqn.outvars, op.outs, strict=True))
+        graph.results = [_value(v, values) for v in jaxpr.outvars]
+        return graph
+
+    def _start(self, jaxpr: Any, consts: Sequence[Any] | None) -> dict[Any, Value]:
+        """Makes the inputs; gives the values that are known."""
+        values = {v: Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
+        self.inputs = [values[v] for v in jaxpr.invars]
+        if consts is None:
+            self.inputs = [*(values[v] for v in jaxpr.constvars), *self.inputs]
+        else:
+            for v, const in zip(jaxpr.constvars, consts, strict=True):
+                values[v].literal = const
+        return values
+
+    def _append(self, op: Operation) -> None:
+        for v in op.outs:
+            v.maker = op
+        self.operations.append(op)
+
+    def readers(self) -> dict[Value, list[Operation]]:
+        """By each value the operations that read it."""
+        found: dict[Value, list[Operation]] = {}
+        for op in self.operations:
+            for v in op.ins:
+                found.setdefault(v, []).append(op)
+        return found
+
+    def walk(self, into: Collection[Kind] = CALLS) -> Iterator["Step"]:
+        """All operations, those in calls of these kinds too, before the call itself."""
+        for op in self.operations:
+            if op.kind in into:
+                turns = 1 if op.turns is None else op.turns
+                may_not = op.kind is Kind.BRANCH or op.name == "while"
+                for step in (step for body in op.bodies for step in body.graph.walk(into)):
+                    times, sometimes = turns * step.times, may_not or step.sometimes
+                    yield Step(step.operation, op, times, sometimes)
+            yield Step(op, op, 1, False)
+
+    def depending(self, values: Iterable[Value]) -> set[Value]:
+        """These values, and all that depend on one of them."""
+        found = set(values)
+        for op in self.operations:
+            if found.intersection(op.ins):
+                found.update(op.outs)
+        return found
+
+    def spread(
+        self,
+        inputs: Sequence[bool],
+        of: Callable[[Operation, list[bool], Operation], Sequence[bool]],
+        outermost: Operation | None = None,
+    ) -> list[bool]:
+        """Which results have a property that spreads from operands to results.
+
+        Args:
+            inputs: which of the inputs have it.
+            of: ``of(operation, operands, outermost)`` gives it for each result of an operation;
+                of a call, whose results follow from its bodies, ``operands`` tell whether it
+                decides which of them runs, or how often.
+            outermost: the operation of the program that this graph is in.
+        """
+        found = {v for v, has_it in zip(self.inputs, inputs, strict=True) if has_it}
+        for op in self.operations:
+            top, ins = outermost or op, [v in found for v in op.ins]
+            outs = _through(op, ins, of, top) if op.kind in CALLS else of(op, ins, top)
+            found.update(v for v, has_it in zip(op.outs, outs, strict=True) if has_it)
+        return [v in found for v in self.results]
+
+
+class Step(NamedTuple):
+    """An operation of a program, or of a call in it."""
+
+    operation: Operation
+    # The one of the program that it is in. JAX reuses jaxprs, and with them the lines of their
+    # first call.
+    outermost: Operation
+    times: int  # how often the loops of a known length around it run it
+    sometimes: bool  # whether a branch, or a loop of another length, is around it
+
+
+def needed(
+    operations: Sequence[Operation],
+    results: Iterable[Value],
+    given: Callable[[Value], bool] = lambda v: False,
+) -> list[Operation]:
+    """The operations on which the results depend, in order, but for values that are given."""
+    wanted, found = {v for v in results if not given(v)}, []
+    for op in reversed(operations):
+        if wanted.intersection(op.outs):
+            wanted.update(v for v in op.ins if not given(v))
+            found.append(op)
+    return found[::-1]
+
+
+def _value(v: Any, values: Mapping[Any, Value]) -> Value:
+    return Value(v.aval, literal=np.asarray(v.val)) if is_literal(v) else values[v]
+
+
+def _bodies(op: Operation, graphs: "list[Graph]") -> list[Body]:
+    ins, outs = range(len(op.ins)), range(len(op.outs))
+    if op.kind is Kind.BRANCH:
+        return [Body(graph, [*ins[1:]], [*outs], {}) for graph in graphs]
+    if op.name == "scan":
+        first, carried = scan_sizes(op.eqn)
+        return [Body(graphs[0], [*ins], [*outs], {first + k: k for k in range(carried)})]
+    if op.name == "while":
+        condition, body = graphs
+        of_condition = len(condition.inputs) - len(outs)
+        of_body = len(body.inputs) - len(outs)
+        carry = ins[of_condition + of_body :]
+        again = lambda first: {first + k: k for k in outs}
+        return [
+            Body(condition, [*ins[:of_condition], *carry], [None], again(of_condition)),
+            Body(body, [*ins[of_condition:]], [*outs], again(of_body)),
+        ]
+    # Constants come first.
+    return [Body(graphs[0], [*ins[len(ins) - len(graphs[0].inputs) :]], [*outs], {})]
+
+
+def _through(
+    op: Operation, ins: list[bool], of: Callable[..., Sequence[bool]], top: Operation
+) -> list[bool]:
+    """:meth:`Graph.spread` through a call."""
+    outs = [False] * len(op.outs)
+    for body in op.bodies:
+        for i, k in body.again.items():
+            outs[k] |= ins[body.inputs[i]]
+    decides = op.kind is Kind.BRANCH and ins[0]
+    while True:
+        before = list(outs)
+        for body in op.bodies:
+            given = [ins[j] for j in body.inputs]
+            for i, k in body.again.items():
+                given[i] |= outs[k]
+            for k, has_it in zip(body.outputs, body.graph.spread(given, of, top), strict=True):
+                if k is None:
+                    decides |= has_it
+                else:
+                    outs[k] |= has_it
+        if outs == before:
+            break
+    of(op, [decides], top)
+    return outs
+
+
+# Calls in line
+
+
+def inlined(
+    jaxpr: Any,
+    consts: Sequence[Any] | None,
+    calls: Collection[str],
+    whole: Collection[str] = (),
+) -> Graph:
+    """The graph in which the operations of calls take their place. Equal scalars are made once.
+
+    Args:
+        jaxpr: a program.
+        consts: the values of its constants; without, they are the first inputs.
+        calls: the names of the calls. A ``jit`` with shardings stays.
+        whole: those of calls that stay, with their operations ``inside``.
+    """
+    graph = Graph([], [], [])
+    values = graph._start(jaxpr, consts)
+    graph.results = _Inliner(graph, calls, whole).add(jaxpr, values)
+    return graph
+
+
+class _Inliner:
+    """Adds the equations of jaxprs to a graph."""
+
+    def __init__(self, graph: Graph, calls: Collection[str], whole: Collection[str]):
+        self.graph, self.calls, self.whole = graph, calls, whole
+        self._made: dict[Any, list[Value]] = {}
+
+    def add(self, jaxpr: Any, values: dict[Any, Value]) -> list[Value]:
+        """Adds a jaxpr, of which the values of inputs and constants are known; its results."""
+        for eqn in jaxpr.eqns:
+            ins, name = [_value(v, values) for v in eqn.invars], name_of(eqn)
+            if name in self.calls and not has_shardings(eqn):
+                outs = self._inside(self, eqn, ins)
+            else:
+                outs = _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [_value(v, values) for v in jaxpr.outvars]
+
+    def _inside(self, inliner: "_Inliner", eqn: Any, ins: list[Value]) -> list[Value]:
+        jaxpr, consts = next(closed_jaxprs(eqn))
+        values = {v: Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        values.update(zip(jaxpr.invars, ins[len(ins) - len(jaxpr.invars) :], strict=True))
+        return inliner.add(jaxpr, values)
+
+    def _append(self, name: str, eqn: Any, ins: list[Value], jaxpr: Any) -> list[Value]:
+        key = _key(name, eqn, ins)
+        if key in self._made:
+            return self._made[key]
+        op = Operation(name, eqn, ins, [Value(v.aval) for v in eqn.outvars], jaxpr)
+        if name in self.whole and len(list(closed_jaxprs(eqn))) == 1:
+            inside = Graph([], op.inside, [])
+            results = self._inside(_Inliner(inside, self.calls, self.whole), eqn, ins)
+            for v, result in zip(op.outs, results, strict=True):
+                v.meaning = result
+        self.graph._append(op)
+        if key is not None:
+            self._made[key] = op.outs
+        return op.outs
+
+
+def _plain_again(name: str, ins: list[Value]) -> list[Value] | None:
+    """Row ids that were protected for a moment are the ids again."""
+    maker = ins[0].maker if name == "rows_plain" else None
+    return maker.ins if maker is not None and maker.name == "rows_protect" else None
+
+
+def _key(name: str, eqn: Any, ins: list[Value]) -> Any:
+    """Equal for equations with equal results; None where there is no need to look for them."""
+    if name != "rows_plain" and any(v.aval.shape for v in eqn.outvars):
+        return None
+    key = name, tuple((k, _hashable(p)) for k, p in eqn.params.items()), *(v.key for v in ins)
+    return key if eqn.outvars and not eqn.effects else None
+
+
+def _hashable(param: Any) -> Any:
+    try:
+        hash(param)
+    except TypeError:
+        return id(param)
+    return param
