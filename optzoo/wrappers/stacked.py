@@ -170,11 +170,9 @@ def _restacked(inner: optax.GradientTransformation, state: Any, layout: Layout) 
 def _check_slot_shapes(state: Any, params: Any) -> None:
     """Raises ``ValueError`` unless each stack in the state has the shape of its parameters."""
     nodes, _ = flatten_with_stacks(params)
-    shapes = {
-        (*node.members,): (i, _shapes(node)) for i, node in enumerate(nodes) if is_stack(node)
-    }
+    shapes = {(*node.arrays,): (i, _shapes(node)) for i, node in enumerate(nodes) if is_stack(node)}
     for slot in filter(is_stack, jax.tree.leaves(state, is_leaf=is_stack)):
-        i, shape = shapes[(*slot.members,)]
+        i, shape = shapes[(*slot.arrays,)]
         if _shapes(slot) != shape:
             raise ValueError(
                 "optzoo.stacked cannot stack parameters here: inner has a slot whose shape is not "
