@@ -14,7 +14,7 @@ from ..core.lines import in_lines, is_lines
 from ..core.optimizer import About, Optimizer
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
-from ..state.storage import GATHERED, split_seed, stored_arrays, stored_slots, with_seed
+from ..state.storage import GATHERED, ROUNDING, stored_arrays, stored_slots
 from ..state.types import LeafwiseState
 
 NO_GLOBAL_STEP_MSG = (
@@ -65,7 +65,6 @@ def frame(
         check_update_arguments(extra_args)
         note_reads(extra_args, reads)
         shapes.check_types(state, params)
-        state, seed = split_seed(state)
         step = extra_args.get("global_step")
         if needs_global_step and step is None:
             raise ValueError(NO_GLOBAL_STEP_MSG)
@@ -75,13 +74,13 @@ def frame(
         t = jnp.asarray(optax.safe_increment(count))
         gs, xs, treedef = flatten_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
-        stored = stored_slots(seed, rows, updates, gs, t, extra_args.get(GATHERED))
+        rounding, gathered = extra_args.get(ROUNDING), extra_args.get(GATHERED)
+        stored = stored_slots(rounding, rows, updates, gs, t, gathered)
         done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
         news = [stored_arrays(new) for _, new in done]
         trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]
         updates = treedef.unflatten([u for u, _ in done])
-        state = LeafwiseState(t, Slots._make(trees), new_shared)
-        return updates, with_seed(state, seed)
+        return updates, LeafwiseState(t, Slots._make(trees), new_shared)
 
     return Optimizer(init, update, About(reads=reads))
 

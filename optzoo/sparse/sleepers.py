@@ -20,7 +20,7 @@ from ..core.rows import SparseRows, axes_of_rows, is_rows
 from ..rules.frame import at_step
 from ..state.fit import StateError
 from ..state.packing import unpack
-from ..state.sleeping.law import Sleeper, record
+from ..state.sleeping.law import Sleeper
 from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
 from ..state.sleeping.tables import (
     NOTHING_FOLLOWS,
@@ -66,7 +66,7 @@ class Sleepers(NamedTuple):
         start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = jax.tree.map(start, params, marks)
-        return CaughtUpState(state, {record(self.sleeper.law): clock}, last)
+        return CaughtUpState(state, {self.sleeper.law: clock}, last)
 
     def check(self, state: Any) -> None:
         """Raises ``StateError`` unless the rows of a state sleep by this law."""
@@ -75,13 +75,13 @@ class Sleepers(NamedTuple):
                 f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
                 "optzoo.take_over makes it from a state of the optimizer inside"
             )
-        [(words, clock)], mine = state.clock.items(), record(self.sleeper.law)
+        [(law, clock)], mine = state.clock.items(), self.sleeper.law
         fix = (
             "catch up all rows by params, state = optzoo.flush(params, state), then resume from "
             "optzoo.take_over(tx, params, state.inner)"
         )
-        if words != mine:
-            raise StateError(f"rows of this state sleep by the law [{words}], not [{mine}]: {fix}")
+        if law != mine:
+            raise StateError(f"rows of this state sleep by the law [{law}], not [{mine}]: {fix}")
         motion = self.motion(clock.ring.dtype)
         shapes = (motion.window, motion.horizon), (len(clock.young), len(clock.ring))
         if shapes[0] != shapes[1]:
@@ -176,8 +176,8 @@ class Sleepers(NamedTuple):
             new_slots[i] = jax.tree.map(g.scatter, old_slots, new_slots[i])
             lasts[i] = g.scatter(last, later)
         inner = with_slots_by_leaf(inner, treedef, new_slots)
-        [words] = state.clock
-        new = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
+        [law] = state.clock
+        new = CaughtUpState(inner, {law: clock}, treedef.unflatten(lasts))
         made = {_name(params, i): us[i].values for i in tables if is_rows(us[i])}
         note(extra_args, _MADE, made)
         return treedef.unflatten(us), new

@@ -252,6 +252,6 @@ def _update(
         places, last = parts[i].places, parts[i].rows[2]
         rows = new[i], slots[i], table.as_of(last, clock.count)
         new[i], slots[i], lasts[i] = table.scatter(places, rows, unique=True).arrays
-    inner, [words] = with_slots_by_leaf(inner, treedef, slots), state.clock
-    new_state = CaughtUpState(inner, {words: clock}, treedef.unflatten(lasts))
+    inner, [law] = with_slots_by_leaf(inner, treedef, slots), state.clock
+    new_state = CaughtUpState(inner, {law: clock}, treedef.unflatten(lasts))
     return treedef.unflatten(new), new_state

@@ -16,7 +16,6 @@ from ..core.lines import are_lines, doubled
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from .packing import is_packed
-from .storage import split_seed
 from .types import LeafwiseState
 
 _FIX = (
@@ -68,7 +67,6 @@ class SlotShapes:
         shapes = lambda arrays: {name: jnp.shape(a) for name, a in arrays.items()}
         if self.of_shared is None:
             self.of_shared = shapes(jax.eval_shape(self.shared))
-        state, _ = split_seed(state)
         if self.of_shared != shapes(state.shared):
             expected = f"LeafwiseState with {wanted} and shared arrays of shapes {self.of_shared}"
             raise misfit(expected, str(shapes(state.shared)))

@@ -1,6 +1,5 @@
 """The slots of an optimizer, by name."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,7 @@ from ..core.paths import is_masked, out_of_box, path_name
 from .packing import pack_like, unpack
 from .sleeping.tables import check_awake
 from .stacks import is_stack, layout_of, stack, unstack
-from .storage import has_seed, split_seed, with_seed
-from .types import CaughtUpState, LeafwiseState, SlotsByName, map_nodes
+from .types import CaughtUpState, LeafwiseState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
 SlotPath = tuple[Any, ...]
@@ -141,16 +139,9 @@ def map_slot_trees(
     as they are stored.
     """
     everything = lambda _: True  # a whole tree of slots at once
-    map_plain = functools.partial(
-        optax.tree.map_params, inner.init, f, transform_non_params=others, is_leaf=everything
+    return optax.tree.map_params(
+        inner.init, f, state, transform_non_params=others, is_leaf=everything
     )
-    if not has_seed(state):
-        return map_plain(state)
-    # During an update a seed is an array more than `inner.init` makes.
-    mapped = map_plain(map_nodes(LeafwiseState, lambda node: split_seed(node)[0], state))
-    of_seed = lambda seed: seed if seed is None or others is None else others(seed)
-    put_back = lambda node, old: with_seed(node, of_seed(split_seed(old)[1]))
-    return map_nodes(LeafwiseState, put_back, mapped, state)
 
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:

@@ -1,6 +1,5 @@
 """Arrays of equal shape kept as one: a tree like the parameters, with a stack for many of them."""
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,12 @@ Layout = tuple[tuple[int, ...], ...]
 class Stack(NamedTuple):
     """Replaces its first member in the tree; ``optax.MaskedNode()`` replaces the others.
 
-    So a tree with stacks has the paths of the tree without, and contains, in plain dictionaries
-    and arrays, which parameter is where.
+    So a tree with stacks has the paths of the tree without. Its members are a key, and so a part of
+    its structure: they are known when an update is traced, and every format of checkpoints keeps
+    them and refuses others.
     """
 
-    members: dict[str, Any]  # one array; its key is the positions of the members, such as "0-3,7"
+    arrays: dict[tuple[int, ...], Any]  # one; its key is the positions of the members in the tree
 
 
 def is_stack(x: Any) -> bool:
@@ -61,7 +61,7 @@ def stack(tree: Any, layout: Layout) -> Any:
     for members in layout:
         first, *others = members
         array = _join([nodes[i] for i in members])
-        nodes[first] = Stack({_key(members): array})
+        nodes[first] = Stack({members: array})
         for i in others:
             nodes[i] = optax.MaskedNode()
     return treedef.unflatten(nodes)
@@ -78,24 +78,13 @@ def unstack(tree: Any) -> Any:
 
 
 def _array(node: Stack) -> Any:
-    [array] = node.members.values()
+    [array] = node.arrays.values()
     return array
 
 
 def _members(node: Stack) -> tuple[int, ...]:
-    [key] = node.members
-    runs = (re.findall(r"\d+", run) for run in key.split(","))
-    return tuple(i for run in runs for i in range(int(run[0]), int(run[-1]) + 1))
-
-
-def _key(members: Sequence[int]) -> str:
-    runs = list[list[int]]()
-    for i in members:
-        if runs and runs[-1][-1] == i - 1:
-            runs[-1][1:] = [i]
-        else:
-            runs.append([i])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    [members] = node.arrays
+    return members
 
 
 def _join(leaves: Sequence[Any]) -> Any:

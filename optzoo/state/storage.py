@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from ..core.numerics import saturating_cast_like, upcast
+from ..core.optimizer import Notes
 from ..core.paths import path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .packing import is_packed, pack_like, unpack
@@ -26,13 +27,19 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
-from .types import LeafwiseState, nodes_of
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"
-# Among the shared arrays of a state during an update: the seed of random rounding.
-_SEED = "rounding_seed"
+# The argument by which ``slots_dtype`` gives an update the ``Rounding`` of its 16-bit slots.
+ROUNDING = "random_rounding"
 _STREAM = 0x9E3779B9  # keeps the bits of one pair of slots apart from those of the next
+
+
+class Rounding(NamedTuple):
+    """How an update rounds slots in 16 bits at random."""
+
+    seed: Array
+    notes: Notes  # one for each part of a state whose slots the update has loaded
 
 
 class StoredSlots(NamedTuple):
@@ -53,29 +60,8 @@ class StoredSlots(NamedTuple):
         )
 
 
-def with_seed(state: Any, seed: Any) -> Any:
-    """The state whose 16-bit slots an update rounds at random, by a seed; None for no seed.
-
-    During the update the seed is one of the shared arrays, so that it passes transformations in
-    between that know nothing of it.
-    """
-    return state if seed is None else state._replace(shared={**state.shared, _SEED: seed})
-
-
-def split_seed(state: Any) -> tuple[Any, Any]:
-    """The state without the seed of :func:`with_seed`, and the seed."""
-    shared = dict(state.shared)
-    seed = shared.pop(_SEED, None)
-    return (state if seed is None else state._replace(shared=shared)), seed
-
-
-def has_seed(state: Any) -> bool:
-    """Whether some part of a state has a seed."""
-    return any(split_seed(node)[1] is not None for node in nodes_of(LeafwiseState, state))
-
-
 def stored_slots(
-    seed: Array | None,
+    rounding: Rounding | None,
     rows: list[Any],
     updates: Any,
     gs: list[Any],
@@ -85,7 +71,7 @@ def stored_slots(
     """The slots of each parameter with what their storage needs; plain slots as they are.
 
     Args:
-        seed: of the random bits; None to round to the nearest.
+        rounding: at random; None to round to the nearest.
         rows: for each parameter the named tuple of its slots.
         updates: the tree of gradients.
         gs: its leaves.
@@ -94,13 +80,14 @@ def stored_slots(
             table, these rows. Each is rounded by the random bits that it has in its table, and not
             by those of its place in the array, which a row of another shard may have too.
     """
-    if seed is None:
+    if rounding is None:
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
+    rounding.notes.of.append(rows)
     paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
     names, tables = [path_name(path) for path, _ in paths], gathered or {}
 
     def start(g, name):
-        first = first_place(seed, step, zlib.crc32(name.encode()))
+        first = first_place(rounding.seed, step, zlib.crc32(name.encode()))
         table = g if is_rows(g) else tables.get(name)
         if table is None:
             return first

@@ -9,11 +9,11 @@ import optax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Notes, Optimizer
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, pack
 from ..state.stochastic_rounding import DTYPES
-from ..state.storage import has_seed, split_seed, with_seed
+from ..state.storage import ROUNDING, Rounding
 from ..state.types import LeafwiseState, map_nodes, nodes_of
 
 
@@ -83,7 +83,8 @@ def slots_dtype(
             update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
             has no slots of this library; by ``update``, if the state has slots in complex numbers,
-            as they were packed in the past.
+            as they were packed in the past, or with ``stochastic`` if a transformation inside
+            does not pass the keywords of its update on.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision
@@ -119,19 +120,27 @@ def slots_dtype(
         return map_nodes(LeafwiseState, by_two, state)
 
     def update(updates, state, params=None, **extra_args):
-        if not stochastic or has_seed(state):  # that of a slots_dtype around this one
+        if not stochastic or ROUNDING in extra_args:  # that of a slots_dtype around this one
             return inner.update(updates, state, params, **extra_args)
         given = extra_args.get("rounding_seed")
         given = jnp.asarray(seed if given is None else given).astype(jnp.uint32)
-        state = map_nodes(LeafwiseState, lambda s: with_seed(s, given), state)
-        updates, state = inner.update(updates, state, params, **extra_args)
-        return updates, map_nodes(LeafwiseState, lambda s: split_seed(s)[0], state)
+        rounding = Rounding(given, Notes())
+        updates, state = inner.update(updates, state, params, **extra_args, **{ROUNDING: rounding})
+        if len(rounding.notes.of) < len([s for s in nodes_of(LeafwiseState, state) if s.slots]):
+            raise ValueError(NOT_PASSED_ON_MSG)
+        return updates, state
 
     of_stored = lambda _, law: law and law._replace(at_random=law.at_random or stochastic)
     about = inner.about.with_law(of_stored).reading("rounding_seed")
     if stochastic:  # random bits by the places of rows: that they are alone must be proved
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))
+
+
+NOT_PASSED_ON_MSG = (
+    "a transformation inside of optzoo.slots_dtype does not pass the keywords of its update on, so "
+    "the slots in it cannot be rounded at random: put slots_dtype inside of it"
+)
 
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:

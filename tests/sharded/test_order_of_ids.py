@@ -101,8 +101,8 @@ def test_rows_asleep():
         grads = {**values(1), "users": {"emb": optzoo.SparseRows(rows, jnp.ones((2, 2)), 8)}}
         grads["emb"] = place(values(1))["emb"]
         _, state = tx.update(grads, tx.init(place(params)), place(params))
-        [(words, clock)] = state.clock.items()
-        both.append(state._replace(clock={words: clock._replace(ring=jnp.arange(8.0))}))
+        [(law, clock)] = state.clock.items()
+        both.append(state._replace(clock={law: clock._replace(ring=jnp.arange(8.0))}))
     wanted, found = both
     assert wanted.last["users"]["emb"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     same(optzoo.in_order_of_ids(found, TABLES, params), wanted)

@@ -1,13 +1,16 @@
 """Rows that sleep in the train step, in loops by hand, and where something else would read them."""
 
 import functools
+import pickle
 import re
 
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import optzoo
@@ -311,8 +314,8 @@ def test_a_state_put_together_by_hand_gives_nan():
     assert np.isnan(run(ASLEEP, p, state, batches(1))[2])
     tx, x = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), tables=True), jnp.ones((5, 2))
     state = tx.init(x)
-    [(words, clock)] = state.clock.items()
-    state = state._replace(clock={words: clock._replace(count=jnp.int32(7))})
+    [(law, clock)] = state.clock.items()
+    state = state._replace(clock={law: clock._replace(count=jnp.int32(7))})
     assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
@@ -331,6 +334,33 @@ def test_no_row_sleeps_longer_than_the_horizon():
 
     ages = jax.jit(lambda c: jax.lax.scan(step, c, length=3 * horizon))((x, state))[1]
     assert horizon < 500 and horizon // 2 < ages.max() <= horizon
+
+
+def through_pickle(state, target, folder):
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_flax(state, target, folder):
+    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
+
+
+def through_orbax(state, target, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", target)
+
+
+@pytest.mark.parametrize("through", [through_pickle, through_flax, through_orbax])
+def test_a_checkpoint_keeps_the_law_and_refuses_another(through, tmp_path):
+    p, state, _ = train(ASLEEP, 3)
+    restored = through(state, ASLEEP.init(p), tmp_path)
+    chex.assert_trees_all_equal_structs(restored, state)
+    chex.assert_trees_all_equal(optzoo.flush(p, restored), optzoo.flush(p, state))
+    other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), tables=TABLES)
+    with pytest.raises(ValueError, match=r"'v', 0\.99\)"):
+        restored = through(state, other.init(p), tmp_path / "again")
+        optzoo.minimize(loss, other)(p, restored, batches(1)[0])
 
 
 def test_settings_that_change():

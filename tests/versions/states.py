@@ -37,6 +37,7 @@ CASES = {
         row_grads,
     ),
     "adam": (lambda: optzoo.adam(0.1), dense_grads),
+    "caught_up": (lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("table",)), row_grads),
     "chain": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1), optax.ema(0.5)),
         dense_grads,

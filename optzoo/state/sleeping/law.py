@@ -16,8 +16,11 @@ class Law(NamedTuple):
         e &\leftarrow D_t\, e + (1 - D_t)\, x
 
     where :math:`m` and :math:`v` are two of the new slots, and :math:`a_t` and :math:`D_t` are the
-    same for all rows. The slot :math:`e` is called ``average``; an optimizer may have none. It is
-    all that is needed to catch up a row, and the state has it in words (:func:`record`).
+    same for all rows. The slot :math:`e` is called ``average``; an optimizer may have none.
+
+    A law is the key of the clock in the state, and so a part of its structure: it is known when
+    a program is traced, and every format of checkpoints keeps it and refuses another one. (Of a
+    static node Orbax would not see that it differs, and ``flax.serialization`` could not save it.)
     """
 
     decays: tuple[tuple[str, float], ...]  # of the slots that change, by their names
@@ -28,6 +31,12 @@ class Law(NamedTuple):
     shrink: float = 0.0  # lambda
     average: float | None = None  # D, or the greatest D_t; None if there is no average
     varies: bool = False  # whether D_t is another one in each step
+
+    def __str__(self) -> str:
+        """The name in a checkpoint. Defaults are left out, so a new field changes no name."""
+        defaults = self._field_defaults
+        given = {k: v for k, v in self._asdict().items() if k not in defaults or v != defaults[k]}
+        return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 class Sleeper(NamedTuple):
@@ -40,38 +49,3 @@ class Sleeper(NamedTuple):
     size: Callable[[Any, Any, dict[str, Array]], Any] = lambda rate, t, powers: 1.0
     average: Callable[[Any], Any] | None = None  # D_t by the number of steps before; if it varies
     at_random: bool = False  # whether slots in 16 bits are rounded at random
-
-
-def record(law: Law) -> str:
-    """The law in words, which a checkpoint keeps whatever its format: ``decay_m=0.9, ...``."""
-    fields = {f"decay_{name}": decay for name, decay in law.decays}
-    fields |= {name: value for name, value in law._asdict().items() if name != "decays"}
-    if law.average is None:
-        del fields["average"]
-    if not law.varies:
-        del fields["varies"]
-    return ", ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def law_of_record(words: str) -> Law:
-    """The opposite of :func:`record`."""
-    fields = dict(field.split("=") for field in words.split(", "))
-    decays = tuple(
-        (name.removeprefix("decay_"), float(value))
-        for name, value in fields.items()
-        if name.startswith("decay_")
-    )
-    slot = lambda name: None if fields[name] == "None" else fields[name]
-    number = lambda name: float(fields[name])
-    is_root = fields["root"] == "True"
-    average = number("average") if "average" in fields else None
-    return Law(
-        decays,
-        slot("moves"),
-        slot("over"),
-        is_root,
-        number("eps"),
-        number("shrink"),
-        average,
-        fields.get("varies") == "True",
-    )

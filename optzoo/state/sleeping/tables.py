@@ -18,7 +18,6 @@ from ..packing import pack_like, unpack
 from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..storage import rounded
 from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
-from .law import law_of_record
 from .motion import Motion, make_motion, start_clock, wake
 
 _BLOCK = 4096  # rows caught up at once
@@ -211,11 +210,11 @@ def check_awake(state: Any, what: str) -> None:
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after :func:`flush`."""
-    [words], (motion, _) = state.clock, motion_of(state)
+    [law], (motion, _) = state.clock, motion_of(state)
     count = count_of_updates(state.inner)
     clock = start_clock(motion, count)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
-    return CaughtUpState(state.inner, {words: clock}, last)
+    return CaughtUpState(state.inner, {law: clock}, last)
 
 
 # The slots of a state, by parameter
@@ -411,8 +410,8 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
     The clock is stopped if the inner state is not of the same step: then all rows that are read
     become NaN.
     """
-    [(words, clock)] = state.clock.items()
-    motion = make_motion(law_of_record(words), clock.ring.dtype.name, clock.ring.shape[0])
+    [(law, clock)] = state.clock.items()
+    motion = make_motion(law, clock.ring.dtype.name, clock.ring.shape[0])
     in_step = clock.count == count_of_updates(state.inner)
     return motion, clock._replace(count=jnp.where(in_step, clock.count, -1))
 
