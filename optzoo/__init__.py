@@ -97,19 +97,20 @@ from .second_order.soap import scale_by_soap, soap
 from .sharded.bags import lookup_sparse
 from .sharded.create_table import create_table, uniform_rows
 from .sharded.lookup import sharded_lookup
-from .sharded.minimize import sharded_minimize
 from .sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from .sharded.row_sharding import RowSharding
-from .sparse.caught_up import caught_up, take_over
+from .sleeping.catch_up import catch_up, flush
+from .sleeping.caught_up import caught_up, take_over
 from .sparse.lookup import DenseGradientWarning, lookup, value_and_grad
-from .sparse.minimize import minimize
 from .sparse.on_rows import on_rows
 from .sparse.row_major import row_major
-from .state.averages import eval_params, swap
+from .state.averages import swap
 from .state.sharding import state_sharding
-from .state.sleeping.tables import catch_up, flush
 from .state.slots import get_slot, set_slot, slot_names
 from .state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState, Slot
+from .train.eval_params import eval_params
+from .train.minimize import minimize
+from .train.sharded_minimize import sharded_minimize
 from .transforms.arithmetic import add, global_norm, psum
 from .transforms.check_numerics import check_numerics
 from .transforms.clip_by_average_norm import clip_by_average_norm

@@ -1,6 +1,7 @@
 """The loss of a train step as a program, with a tap for each lookup (``taps.py``)."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,33 +47,37 @@ class Loss(NamedTuple):
         """For each leaf whether anything reads it in another way than by taps."""
         return used_inputs(self.closed.jaxpr)[: len(self.uses)]
 
-    def ids(self, flat: Sequence[Array]) -> list[Array]:
-        """The ids of each lookup of a leaf whose rows are elsewhere."""
-        return self._ids(flat, _zeros(flat, self.lookups))
+    def ids(self, flat: Sequence[Array]) -> dict[int, Array]:
+        """By each leaf whose rows are elsewhere the ids of all its lookups, one after another."""
+        found = self._ids(flat, _zeros(flat, self.lookups))
+        ids = {i: [jnp.zeros(0, jnp.int32)] for i in sorted(self.elsewhere)}
+        for lookup, each in zip(self.lookups, found, strict=True):
+            if lookup.leaf in ids:
+                ids[lookup.leaf].append(each.reshape(-1))
+        return {i: jnp.concatenate(parts[len(parts) > 1 :]) for i, parts in ids.items()}
 
     def ids_depend_on_rows(self, flat: Sequence[Array]) -> bool:
         """Whether the ids of a lookup of a leaf whose rows are elsewhere depend on any rows."""
-        jaxpr = jax.make_jaxpr(lambda taps: self._ids(flat, taps))(_zeros(flat, self.lookups))
-        return any(used_inputs(jaxpr.jaxpr))
+
+        def ids(taps):
+            pairs = zip(self.lookups, self._ids(flat, taps), strict=True)
+            return [each for lookup, each in pairs if lookup.leaf in self.elsewhere]
+
+        return any(used_inputs(jax.make_jaxpr(ids)(_zeros(flat, self.lookups)).jaxpr))
 
     def _ids(self, flat: Sequence[Array], taps: Sequence[Array]) -> list[Array]:
         outputs = self._outputs(flat, flat, taps)
-        ids = outputs[len(outputs) - len(taps) :]
-        return [
-            x for x, found in zip(ids, self.lookups, strict=True) if found.leaf in self.elsewhere
-        ]
+        return outputs[len(outputs) - len(taps) :]
 
     def differentiate(
-        self, flat: Sequence[Array], rows: Sequence[Array] = ()
-    ) -> tuple[Any, Any, list[Any], list[Array]]:
-        """The value, the auxiliary data, the gradients, and those of rows that are elsewhere.
+        self, flat: Sequence[Array], rows: Mapping[int, Array] | None = None
+    ) -> tuple[Any, Any, list[Any], dict[int, Array]]:
+        """The value, the auxiliary data, the gradients, and those of the rows that are given.
 
         Args:
             flat: the leaves.
-            rows: of each lookup of a leaf whose rows are elsewhere.
+            rows: by each leaf whose rows are elsewhere those of its ids, as :meth:`ids` gives them.
         """
-        mine = [k for k, found in enumerate(self.lookups) if found.leaf in self.elsewhere]
-        given = dict(zip(mine, rows, strict=True))
 
         def tapped(leaves, taps):
             # What the value does not depend on is not differentiated, nor are the copies.
@@ -86,20 +91,34 @@ class Loss(NamedTuple):
             return value, (aux, outputs[first:])
 
         gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        taps = [given.get(k, zeros) for k, zeros in enumerate(_zeros(flat, self.lookups))]
+        taps = self._taps(flat, rows or {})
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
-        for i in self._copies(flat):
-            looked_up = [k for k, f in enumerate(self.lookups) if f.leaf == i]
-            num_rows, *row_shape = self.lookups[looked_up[0]].table
-            rows_of_leaf = SparseRows(
-                jnp.concatenate([ids[k].reshape(-1) for k in looked_up]),
-                jnp.concatenate([of_taps[k].reshape(-1, *row_shape) for k in looked_up]),
+        flattened = {}
+        for i in {lookup.leaf: None for lookup in self.lookups}:
+            mine = [k for k, lookup in enumerate(self.lookups) if lookup.leaf == i]
+            num_rows, *of_row = self.lookups[mine[0]].table
+            flattened[i] = jnp.concatenate([of_taps[k].reshape(-1, *of_row) for k in mine])
+            if i in self.elsewhere:
+                continue
+            gradient = SparseRows(
+                jnp.concatenate([ids[k].reshape(-1) for k in mine]),
+                flattened.pop(i),
                 num_rows,
-                shard=next((self.lookups[k].shard for k in looked_up), None),
+                shard=next((self.lookups[k].shard for k in mine), None),
             )
             # Rows added to the gradient of the other uses: the correct dense gradient.
-            of_leaves[i] = of_leaves[i] + rows_of_leaf if self.uses[i] else rows_of_leaf
-        return value, aux, of_leaves, [of_taps[k] for k in mine]
+            of_leaves[i] = of_leaves[i] + gradient if self.uses[i] else gradient
+        return value, aux, of_leaves, flattened
+
+    def _taps(self, flat: Sequence[Array], rows: Mapping[int, Array]) -> list[Array]:
+        """For each lookup its rows, of those given for all lookups of its leaf; or zeros."""
+        taps, start = _zeros(flat, self.lookups), dict.fromkeys(rows, 0)
+        for k, lookup in enumerate(self.lookups):
+            if lookup.leaf in rows:
+                first = start[lookup.leaf]
+                start[lookup.leaf] = end = first + math.prod(lookup.shape)
+                taps[k] = rows[lookup.leaf][first:end].reshape(lookup.rows)
+        return taps
 
     def _copies(self, flat: Sequence[Array]) -> dict[int, Array]:
         return _copies(flat, self.lookups, self.elsewhere)

@@ -60,12 +60,12 @@ def check_update(
     tables: Mapping[int, str],
     extra_args: Mapping[str, Any],
     shards: Mapping[int, Shard],
-    asleep: Set[int],
+    more_rows: Set[int],
 ) -> set[int]:
     """The tables of which ``tx`` needs the sum of squares before the first of several rounds.
 
-    The arguments are those of :func:`trace_update`, and ``asleep``, the tables whose rows sleep:
-    their updates have more rows than the gradient, which move in the first round alone.
+    The arguments are those of :func:`trace_update`, and ``more_rows``, the tables whose updates
+    may have more rows than the gradient, which move in the first round alone.
 
     Raises:
         ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
@@ -84,7 +84,7 @@ def check_update(
         return set()
     try:
         in_rounds = trace(shards)
-        _check_alone(in_rounds, {tables[i] for i in asleep})
+        _check_alone(in_rounds, {tables[i] for i in more_rows})
     except NotAlone as error:
         raise ValueError(
             f"the optimizer cannot update rows in several rounds: {error}. {_IN_ONE_ROUND}"
@@ -159,7 +159,7 @@ def trace_update(
     )
 
 
-def _check_alone(trace: Trace, asleep: Set[str] = frozenset()) -> None:
+def _check_alone(trace: Trace, more_rows: Set[str] = frozenset()) -> None:
     """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other."""
     if trace.moved:
         raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
@@ -167,7 +167,7 @@ def _check_alone(trace: Trace, asleep: Set[str] = frozenset()) -> None:
         if op.kind in CALLS:
             continue
         touched = {trace.touched[n] for v in op.ins for n in row_axes(v, trace.touched)}
-        if op.name == "concatenate" and touched and touched <= asleep:
+        if op.name == "concatenate" and touched and touched <= more_rows:
             continue  # what it is used for is known from one round
         sizes = [size for v in (*op.ins, *op.outs) for size in row_axes(v, trace.whole)]
         if not sizes:

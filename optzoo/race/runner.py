@@ -13,8 +13,8 @@ import optax
 from ..catalog import Entry
 from ..distributed.engine.launch import map_over_replicas, replicate
 from ..sparse.lookup import value_and_grad
-from ..sparse.minimize import minimize
-from ..state.averages import eval_params
+from ..train.eval_params import eval_params
+from ..train.minimize import minimize
 from .entrants import REPLICAS, Entrant, arguments
 from .problem import Problem
 from .timing import time_stretches

@@ -11,8 +11,9 @@ from jax.sharding import Sharding
 
 from ..core.paths import path_name, unboxed
 from ..core.rows import is_rows
+from ..sleeping.state import Clock
 from ..state.slots import is_state
-from ..state.types import Clock, RowsOfCycle
+from ..state.types import RowsOfCycle
 from .row_sharding import RowSharding, shardings_by_leaf
 
 Tables = Mapping[str, RowSharding] | RowSharding

@@ -140,8 +140,7 @@ def value_and_grad(
             differentiate is not given by position, or if ``sparse="require"`` and a gradient is
             dense.
     """
-    if sparse not in get_args(Sparse):
-        raise ValueError(f"sparse must be one of {list(get_args(Sparse))}, got {sparse!r}")
+    check_sparse(sparse)
     which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args, **kwargs):
@@ -172,6 +171,12 @@ def value_and_grad(
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
+
+
+def check_sparse(sparse: Any) -> None:
+    """Raises ``ValueError`` unless it is one of :data:`Sparse`."""
+    if sparse not in get_args(Sparse):
+        raise ValueError(f"sparse must be one of {list(get_args(Sparse))}, got {sparse!r}")
 
 
 def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from jax import Array
 
 from ..core.numerics import wide_dtype
 from ..core.paths import is_masked, path_name
-from .sleeping.tables import flush, has_sleepers
 from .stacks import layout_of, stack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import LocalSGDState, ReplicaState, Slot
@@ -24,36 +23,12 @@ class MovingAverageSlots(NamedTuple):
     at_least_float32 = ("average",)
 
 
-def eval_params(params: Any, state: Any) -> Any:
-    """The parameters to evaluate and to deploy: averages or a center, if the state has them.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
-        >>> params = jnp.ones(2)
-        >>> state = tx.init(params)
-        >>> print(optzoo.eval_params(params, state))
-        [1. 1.]
-
-    Args:
-        params: the parameters that are trained.
-        state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
-            a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
-            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may be anywhere (in a chain,
-            in ``optax.masked`` or ``optax.partition``, ...).
-
-    Returns:
-        A tree like ``params``, also in its dtypes: the average of every parameter that has one,
-        the parameter itself otherwise. A center is replicated: it has no axis of replicas. With
-        :func:`optzoo.caught_up` no row of it sleeps.
+def averages_of(params: Any, state: Any) -> Any:
+    """The averages or the center of the parameters, in their dtypes.
 
     Raises:
         ValueError: as :func:`optzoo.swap`.
     """
-    if has_sleepers(state):
-        params, state = flush(params, state)
-        if not _has_averages(state):
-            return params
     averages, _ = swap(params, state)
     return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
 
@@ -88,7 +63,7 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
             replicas; or if the averages have an axis of replicas and the parameters do not.
     """
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
-    if not _has_averages(state) and not _is_of_replicas(state):
+    if not has_averages(state) and not _is_of_replicas(state):
         raise ValueError(
             "state has neither averages nor a center: put optzoo.moving_average around the "
             "optimizer, or evaluate params themselves"
@@ -151,7 +126,8 @@ def _is_average(node: Any) -> bool:
     return _averages(node) is not None
 
 
-def _has_averages(state: Any) -> bool:
+def has_averages(state: Any) -> bool:
+    """Whether a part of a state has averages or a center."""
     return any(map(_is_average, jax.tree.leaves(state, is_leaf=_is_average)))
 
 

@@ -9,9 +9,9 @@ import optax
 
 from ..core.paths import is_masked, out_of_box, path_name
 from .packing import pack_like, unpack
-from .sleeping.tables import check_awake
+from .resting import Resting, check_awake
 from .stacks import is_stack, layout_of, stack, unstack
-from .types import CaughtUpState, LeafwiseState, SlotsByName
+from .types import LeafwiseState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
 SlotPath = tuple[Any, ...]
@@ -163,7 +163,7 @@ def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any
 def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> Any:
     if isinstance(state, _INJECTED) and name != "inner_state":  # hyper-parameters
         return value
-    if isinstance(state, CaughtUpState) and name != "inner":  # the clock and the ages of rows
+    if isinstance(state, Resting) and name != "inner":  # the clock and the ages of rows
         return value
     if isinstance(state, SlotsByName):
         if name != "slots":

@@ -40,22 +40,6 @@ class SlotsByName(NamedTuple):
     slots: dict[str, Any]  # trees like the parameters
 
 
-class Clock(NamedTuple):
-    """How far each step of the past has moved the rows that sleep since then."""
-
-    count: Array  # updates so far
-    young: Array  # (window, features): entry j is for the rows last updated j steps ago
-    ring: Array  # (horizon, features): entry l % horizon is for those of step l, final
-
-
-class CaughtUpState(NamedTuple):
-    """An optimizer whose rows sleep until they are read."""
-
-    inner: Any  # the state of the optimizer; each row of its slots is as of the step in ``last``
-    clock: dict[Any, Clock]  # one for all tables; its key is the Law of the rows
-    last: Any  # a tree like the parameters: of a table the step of each row, MaskedNode of others
-
-
 class RowsOfCycle(NamedTuple):
     """The rows of the steps of a cycle of :func:`optzoo.accumulate`, one after another."""
 

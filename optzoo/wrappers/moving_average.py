@@ -10,11 +10,11 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, reads_of
+from ..rules.law import Sleeper
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
-from ..state.sleeping.law import Sleeper
-from ..state.sleeping.tables import has_sleepers
+from ..state.resting import has_resting
 
 
 def moving_average(
@@ -94,7 +94,7 @@ def moving_average(
 
     def update(updates, state, params=None, **extra_args):
         check_gradients(updates, params)
-        if has_sleepers(state):
+        if has_resting(state):
             raise ValueError(
                 "moving_average reads rows that sleep. Put one inside of optzoo.caught_up, which "
                 "catches up the averages too, and one around each other optimizer: "

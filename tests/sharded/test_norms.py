@@ -14,7 +14,7 @@ from optzoo.core.norms import sums_of_squares
 from optzoo.core.rows import Shard
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.lookup import bind_lookup, is_lookup
-from optzoo.state.sleeping.tables import has_sleepers
+from optzoo.state.resting import has_resting
 
 from ..selection import quick
 from .cases import ROWS, mesh_of, of_ids, shards, whole
@@ -56,7 +56,7 @@ IN_ONE_ROUND = {
 def compare(tx, factor):
     params, state, losses = train(tx, "zipf", MESH, SHARDING, capacity_factor=factor)
     wanted, of_one, values = train_on_one(tx, "zipf", MESH)
-    if has_sleepers(state):
+    if has_resting(state):
         params, wanted = (optzoo.eval_params(*each) for each in ((params, state), (wanted, of_one)))
         state = of_one = ()  # other rows sleep in a shard than in the whole table
     check((params, state, losses), (wanted, of_one, values), SHARDING)

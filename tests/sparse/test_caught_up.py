@@ -17,8 +17,8 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
+from optzoo.sleeping import tables
 from optzoo.sparse import sleepers_step
-from optzoo.state.sleeping import tables
 from optzoo.testing.samples import with_global_step
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)

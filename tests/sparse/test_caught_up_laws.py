@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.state.sleeping.law import Law
-from optzoo.state.sleeping.motion import make_motion, start_clock, tick, wake
+from optzoo.rules.law import Law
+from optzoo.sleeping.motion import make_motion, start_clock, tick, wake
 
 from ..golden import RECORDS, build, load, worst
 from ..golden.test_golden import tolerance

@@ -19,10 +19,9 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core.optimizer import about_of
 from optzoo.core.rows import Shard
-from optzoo.sharded.step import Step
-from optzoo.sparse.sleepers_step import update_asleep
-from optzoo.state.sleeping.tables import whole
+from optzoo.sleeping.tables import map_tables, whole
 from optzoo.state.types import LeafwiseState, map_nodes
+from optzoo.train.sharded import update_asleep
 
 ROWS, WIDTH = 32, 32
 SHAPE, SIZE = (ROWS, WIDTH), ROWS * WIDTH
@@ -219,12 +218,13 @@ def test_bits_of_shards_that_wake():
     place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
     flushed = optzoo.flush(*jax.tree.map(place, (params, state)))[1]
     sharding = optzoo.RowSharding(ROWS, DEVICES, "div", "d", multiple=1)
-    step = Step(None, TX, None, [sharding] * 2, None, None)
 
     def on_device(params, state):
         zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}
-        updated = update_asleep(about_of(TX).sleepers, params, state, zeros, {})[1]
-        return updated, step._map_tables(params, state, lambda _, table: whole(table))[1]
+        gs = jax.tree.structure(params).flatten_up_to(zeros)
+        updated = update_asleep(about_of(TX).sleepers, params, state, gs, {})[1]
+        awake = lambda _, table: whole(table.divided(sharding.axes))
+        return updated, map_tables(params, state, awake)[1]
 
     specs = jax.tree.map(spec_of, (params, state))
     out_specs = (specs[1], specs[1])

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
-from ...state.averages import eval_params
+from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
 
@@ -202,7 +202,7 @@ def resize_replicas(
 def _resize(tx, num_replicas, params, state):
     params_are_per_replica, _ = replica_specs(params, state, False, True)
     before = len(jax.tree.leaves([node.per_replica for node in _nodes(state)])[0])
-    center = eval_params(params, state)
+    center = averages_of(params, state)
     if params_are_per_replica:  # a parameter without a center starts as on the first replica
         center = jax.tree.map(lambda c, x: c if c.shape != x.shape else x[0], center, params)
     take = lambda a: a[jnp.arange(num_replicas) % before]

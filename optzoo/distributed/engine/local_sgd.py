@@ -16,7 +16,7 @@ from ...core.numerics import upcast
 from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import SparseRows, is_rows, map_rows
 from ...state.averages import start_of_average
-from ...state.sleeping.tables import refuse_sleepers
+from ...state.resting import refuse_resting
 from ...state.slots import are_slots
 from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
 from .collectives import Replicas, all_finite, map_not_none, zero_unless
@@ -120,7 +120,7 @@ class _Driver:
         **extra_args,
     ):
         check_params(params)
-        refuse_sleepers(state, "an exchange of parameters")
+        refuse_resting(state, "an exchange of parameters")
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         arrived = True if arrived is None else arrived

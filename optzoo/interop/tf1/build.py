@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.paths import path_name
-from ...state.sleeping.tables import all_awake
+from ...sleeping.state import CaughtUpState
+from ...sleeping.tables import all_awake
 from ...state.tf1_names import tf1_names
-from ...state.types import CaughtUpState, LeafwiseState, map_nodes
+from ...state.types import LeafwiseState, map_nodes
 from .entries import Vector
 from .names import GLOBAL_STEP
 from .plan import Plan

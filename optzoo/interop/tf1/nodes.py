@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import GetAttrKey
 
-from ...state.types import CaughtUpState, LeafwiseState, ReplicaState, SharedParamsState
+from ...state.resting import Resting
+from ...state.types import LeafwiseState, ReplicaState, SharedParamsState
 from .names import Path
 
 HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives them
@@ -25,7 +26,7 @@ def nodes(
     x: Any, path: Path = (), wrapper: Path | None = None, replica_part: str = ""
 ) -> Iterator[Node]:
     """The transformations of this library in a state, the replicas, and all other arrays."""
-    if isinstance(x, CaughtUpState):  # its clock follows from the count
+    if isinstance(x, Resting):  # its clock follows from the count
         yield from nodes(x.inner, (*path, GetAttrKey("inner")), wrapper, replica_part)
         return
     if isinstance(x, LeafwiseState | ReplicaState) or jax.tree_util.all_leaves([x]):

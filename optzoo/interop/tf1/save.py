@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...core.lines import from_lines
-from ...state.sleeping.tables import check_awake
+from ...state.resting import check_awake
 from . import files
 from .build import build_variables
 from .check import check_save

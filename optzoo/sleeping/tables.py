@@ -1,211 +1,25 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ...core.compat import vary, varying
-from ...core.numerics import upcast
-from ...core.paths import is_masked, path_name
-from ..packing import pack_like, unpack
-from ..stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
-from ..storage import rounded
-from ..types import CaughtUpState, Clock, LeafwiseState, map_nodes, nodes_of
+from ..core.compat import vary, varying
+from ..core.numerics import upcast
+from ..core.paths import is_masked
+from ..state.packing import pack_like, unpack
+from ..state.resting import has_resting
+from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
+from ..state.storage import rounded
+from ..state.types import LeafwiseState, map_nodes, nodes_of
 from .motion import Motion, make_motion, start_clock, wake
+from .state import CaughtUpState, Clock
 
 _BLOCK = 4096  # rows caught up at once
 _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
-
-NOTHING_FOLLOWS = (
-    "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
-    "replace it. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
-    "changes updates, and transform gradients before it"
-)
-
-
-def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-    """The rows of some ids as of now: for a loop of your own, before the loss reads them.
-
-    :func:`optzoo.minimize` does it itself. Repeated ids do no harm. Ids out of range are ignored.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.caught_up(optzoo.adam(0.1))
-        >>> table = jnp.ones((3, 2))
-        >>> table, state = optzoo.catch_up(table, tx.init(table), jnp.array([0, 2]))
-        >>> print(table.shape)
-        (3, 2)
-
-    Args:
-        params: the parameters.
-        state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
-        ids: by the path of a table, such as ``{"users/embedding": user_ids}``, integers of any
-            shape; or the integers alone if the parameters are one array.
-
-    Returns:
-        The parameters and the state. Donate both, so that the rows are written in place.
-
-    Raises:
-        TypeError: if ids are not integers.
-        ValueError: if there is no parameter of such a path, if no part of the state is of
-            :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
-    """
-    check_no_guard(state)
-    _check_nothing_follows(state)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    names = [path_name(path) for path, _ in paths]
-    given = ids if isinstance(ids, Mapping) else {"": ids}
-    if unknown := sorted(set(given) - set(names)):
-        raise ValueError(f"ids: no parameter is called {unknown}; there are {names}")
-    by_leaf = {i: jnp.asarray(given[name]) for i, name in enumerate(names) if name in given}
-    for i, of_leaf in by_leaf.items():
-        if not jnp.issubdtype(of_leaf.dtype, jnp.integer):
-            raise TypeError(f"the ids of '{names[i]}' must be integers, got {of_leaf.dtype}")
-    change = lambda i, table: by_ids(table, by_leaf[i].reshape(-1)) if i in by_leaf else table
-    return map_tables(params, state, change)
-
-
-def check_no_guard(state: Any) -> None:
-    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around :func:`optzoo.caught_up`."""
-    for node in nodes_of(optax.ApplyIfFiniteState, state):
-        if has_sleepers(node.inner_state):
-            raise ValueError(
-                "optax.apply_if_finite needs updates with the rows of the gradients, and those of "
-                "optzoo.caught_up have more. Put optzoo.zero_if_norm_exceeds(math.inf) before "
-                "caught_up in an optax.chain: it makes gradients zero that are not finite"
-            )
-
-
-def _check_nothing_follows(state: Any) -> None:
-    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the sleepers'."""
-    is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
-    for node in jax.tree.leaves(state, is_leaf=is_plain):
-        if not is_plain(node):
-            continue
-        for k, part in enumerate(node):
-            # What is masked may be for other parameters.
-            follow = [p for p in node[k + 1 :] if not isinstance(p, optax.MaskedState)]
-            if has_sleepers(part) and follow:
-                raise ValueError(
-                    f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
-                    f"chain: {NOTHING_FOLLOWS}"
-                )
-            _check_nothing_follows(part)
-
-
-def flush(params: Any, state: Any) -> tuple[Any, Any]:
-    """All rows as of now: for evaluation, export and checkpoints, and before settings change.
-
-    It reads and writes every row once. The result is what the optimizer has without
-    :func:`optzoo.caught_up`, and ``state.inner`` is its state; training may resume from either.
-    Outside of ``jit`` the tables are copied. To write them in place, use
-    ``jax.jit(optzoo.flush, donate_argnums=(0, 1))``.
-
-    Of arrays that are sharded by rows each device flushes its own. Inside ``jit`` the shardings are
-    not known, so there call it in a ``jax.shard_map`` (docs/caught_up.md).
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.caught_up(optzoo.adam(0.1))
-        >>> table = jnp.ones((3, 2))
-        >>> table, state = optzoo.flush(table, tx.init(table))
-        >>> print(optzoo.slot_names(state.inner))  # a state of adam
-        ('m', 'v')
-
-    Args:
-        params: the parameters.
-        state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
-
-    Returns:
-        The parameters and the state.
-
-    Raises:
-        ValueError: if no part of the state is of :func:`optzoo.caught_up`.
-    """
-    leaves, treedef = jax.tree.flatten((params, state))
-    meshes = {x.sharding.mesh for x in leaves if _has_shards(x)}
-    if len(meshes) != 1:
-        return _flush(params, state)
-    [mesh] = meshes
-    on_mesh = lambda x: getattr(getattr(x, "sharding", None), "mesh", None) == mesh
-    specs = [x.sharding.spec if on_mesh(x) else PartitionSpec() for x in leaves]
-    return _flush_of_shards(mesh, treedef, tuple(specs))(params, state)
-
-
-def _has_shards(x: Any) -> bool:
-    """Whether an array is known to have its rows on several devices."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.ndim == 0:
-        return False
-    return isinstance(x.sharding, NamedSharding) and x.sharding.shard_shape(x.shape)[0] < len(x)
-
-
-@jax.jit
-def _flush(params: Any, state: Any) -> tuple[Any, Any]:
-    return map_tables(params, state, lambda i, table: whole(table))
-
-
-@functools.cache
-def _flush_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
-    tree = treedef.unflatten(specs)
-
-    def flush(params, state):
-        # The parameters are the first of the leaves.
-        awake = lambda i, table: whole(table.divided(_axes_of(specs[i])))
-        return map_tables(params, state, awake)
-
-    return jax.jit(jax.shard_map(flush, mesh=mesh, in_specs=tree, out_specs=tree))
-
-
-def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes over which an array is divided."""
-    return tuple(a for each in spec for a in ((each,) if isinstance(each, str) else each or ()))
-
-
-def has_sleepers(state: Any) -> bool:
-    """Whether a part of a state is of :func:`optzoo.caught_up`."""
-    return bool(nodes_of(CaughtUpState, state))
-
-
-def sleeping_leaves(params: Any, state: Any) -> set[int]:
-    """The positions of all parameters whose rows may sleep."""
-    treedef = jax.tree.structure(params)
-    lasts = [treedef.flatten_up_to(node.last) for node in nodes_of(CaughtUpState, state)]
-    return {i for last in lasts for i, a in enumerate(last) if not is_masked(a)}
-
-
-def refuse_sleepers(state: Any, what: str) -> None:
-    """Raises ``ValueError`` if a part of a state is of :func:`optzoo.caught_up`."""
-    if has_sleepers(state):
-        raise ValueError(
-            f"{what} reads rows that sleep: it does not support optzoo.caught_up. Take the "
-            "optimizer inside of it, which updates all rows in each step"
-        )
-
-
-def check_awake(state: Any, what: str) -> None:
-    """Raises ``ValueError`` if a row of a state is known to sleep; traced arrays pass.
-
-    Args:
-        state: any.
-        what: for the error, what would read the rows.
-    """
-    for node in nodes_of(CaughtUpState, state):
-        [clock] = node.clock.values()
-        arrays = [clock.count, *jax.tree.leaves(node.last)]
-        if any(isinstance(a, jax.core.Tracer | jax.ShapeDtypeStruct) for a in arrays):
-            continue
-        if any((np.asarray(last) != clock.count).any() for last in arrays[1:]):
-            raise ValueError(
-                f"{what} would read rows that sleep: make them as of now before, by "
-                "params, state = optzoo.flush(params, state)"
-            )
 
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
@@ -286,6 +100,10 @@ class Table:
 
     def scatter(self, ids: Array, rows: Any, *, unique: bool) -> "Table":
         """The table with other rows; ids out of range are ignored."""
+        return self.with_arrays(self.scattered(self.arrays, ids, rows, unique=unique))
+
+    def scattered(self, arrays: Any, ids: Array, rows: Any, *, unique: bool) -> Any:
+        """Some arrays of a table of this size with other rows; ids out of range are ignored."""
         n = len(self.arrays[2])
         ids = jnp.where((ids >= 0) & (ids < n), ids, n)
         put = lambda a, r: (
@@ -293,7 +111,7 @@ class Table:
             .at[ids]
             .set(r, mode="drop", wrap_negative_indices=False, unique_indices=unique)
         )
-        return self.with_arrays(jax.tree.map(put, self.arrays, rows))
+        return jax.tree.map(put, arrays, rows)
 
     def read(self, ids: Array) -> Any:
         """Rows of all arrays as of now; of ids out of range, some rows."""
@@ -451,7 +269,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
     Raises:
         ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    if not has_sleepers(state):
+    if not has_resting(state):
         raise ValueError(
             "no rows sleep in this state: it is not of optzoo.caught_up, so all rows are as of now"
         )

@@ -11,9 +11,9 @@ from ..core.optimizer import About, Optimizer, about_of
 from ..core.paths import check_mask
 from ..state.fit import StateError
 from ..state.inner import fitting
-from ..state.sleeping.tables import all_awake
-from ..state.types import CaughtUpState
 from .sleepers import Sleepers, sleeper_for
+from .state import CaughtUpState
+from .tables import all_awake
 
 
 def caught_up(

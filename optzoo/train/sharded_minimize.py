@@ -14,15 +14,16 @@ from ..core.checks import check_flags, check_positive, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..native.step import Native, check_native
-from ..sparse.lookup import Sparse
-from ..sparse.minimize import check_all_differentiable, check_native_sleepers
+from ..sharded.create_table import check_mesh
+from ..sharded.row_sharding import RowSharding, shardings_by_leaf
+from ..sleeping.catch_up import check_no_guard
+from ..sparse.lookup import Sparse, check_sparse
 from ..sparse.row_major import row_major
 from ..state.fit import find_misfit, misfit
 from ..state.sharding import state_sharding
-from ..state.sleeping.tables import check_no_guard
-from .create_table import check_mesh
-from .row_sharding import RowSharding, shardings_by_leaf
-from .step import Options, Step
+from .minimize import check_native_sleepers
+from .sharded import Mapped, ShardedTables
+from .step import Model, train_step
 
 
 def sharded_minimize(
@@ -118,13 +119,14 @@ def sharded_minimize(
     check_positive(max_norm=1 if max_norm is None else max_norm)
     for sharding in tables.values():
         check_mesh(mesh, sharding)
-    options = Options(mesh, capacity_factor, max_norm, transport, has_aux, sparse, native)
+    check_sparse(sparse)
     sleepers, tx = about_of(tx).sleepers, optax.with_extra_args_support(tx)
     if sleepers is not None:
         check_native_sleepers(native)
+    model = Model(loss_fn, tx, has_aux, sparse, native)
 
     def step(params, state, *batch, **extra_args):
-        check_all_differentiable(tx, state, params)
+        model.check(params, state)
         check_no_guard(state)
         _check_batch(batch, mesh)
         if sleepers is not None:
@@ -142,9 +144,16 @@ def sharded_minimize(
             )
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)
+        mapped = Mapped(mesh, capacity_factor, max_norm, transport, shardings, state_specs)
+
+        def on_device(params, state, batch, extra_args):
+            tables = ShardedTables(model, sleepers, mapped, params, state)
+            params, state, value, aux = train_step(tables, batch, extra_args)
+            aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * has_aux
+            return params, state, value, *aux
+
         return jax.shard_map(
-            run.on_device,
+            on_device,
             mesh=mesh,
             in_specs=(specs, state_specs, jax.tree.map(part, batch), P()),
             out_specs=(specs, state_specs, P(), *[P(mesh.axis_names)] * has_aux),

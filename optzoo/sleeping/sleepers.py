@@ -1,6 +1,6 @@
 """An optimizer whose rows sleep: its state, its update, and what may sleep at all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,23 +16,25 @@ from ..core.lines import is_lines
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
 from ..core.paths import path_name, resolve_mask
-from ..core.rows import SparseRows, axes_of_rows, is_rows
+from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..rules.frame import at_step
+from ..rules.law import Sleeper
 from ..state.fit import StateError
 from ..state.packing import unpack
-from ..state.sleeping.law import Sleeper
-from ..state.sleeping.motion import Motion, make_motion, start_clock, tick
-from ..state.sleeping.tables import (
-    NOTHING_FOLLOWS,
+from ..state.stochastic_rounding import DTYPES
+from ..state.storage import GATHERED
+from ..state.types import nodes_of
+from .catch_up import NOTHING_FOLLOWS
+from .motion import Motion, make_motion, start_clock, tick
+from .state import CaughtUpState, Clock
+from .tables import (
+    Table,
     slots_by_leaf,
     slots_nodes,
     tables_of,
     turn,
     with_slots_by_leaf,
 )
-from ..state.stochastic_rounding import DTYPES
-from ..state.storage import GATHERED
-from ..state.types import CaughtUpState, Clock, nodes_of
 
 # Smaller tables are updated as a whole, which takes no longer than to look up some thousand rows.
 _LEAST_ROWS = 4096
@@ -93,31 +95,55 @@ class Sleepers(NamedTuple):
     def advance(
         self,
         state: CaughtUpState,
-        treedef: Any,
-        leaves: Sequence[Any],
-        extra_args: Any,
-        rows: Mapping[int, SparseRows],
-    ) -> tuple[list[Any], Any, Clock]:
-        """The updates, the inner state and the clock after a step.
+        params: Any,
+        gs: list[Any],
+        tables: Mapping[int, Table],
+        parts: Mapping[int, "Part"],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[list[Any], CaughtUpState]:
+        """The updates, those of parts for their rows, and the state after a step.
 
         Args:
             state: before.
-            treedef: of the parameters.
-            leaves: for each parameter the gradient, the values and the slots; those of a table may
-                be of a few rows, all awake.
+            params: before.
+            gs: the gradients; those of parts are not read.
+            tables: by their positions, as they are before the step.
+            parts: by the positions of their tables, of which the others move as a whole.
             extra_args: of ``update``.
-            rows: by their positions the gradients that are of a few rows.
         """
-        gs, xs, slots = ([leaf[k] for leaf in leaves] for k in range(3))
+        xs, treedef = jax.tree.flatten(params)
+        slots = slots_by_leaf(state.inner, treedef)
+        for i, table in tables.items():
+            xs[i], slots[i], _ = table.arrays
+        before = list(slots)
+        for i, part in parts.items():
+            gs[i], (xs[i], slots[i], _) = part.g, part.rows
+        names = {i: _name(params, i) for i in parts}
+        now = {**extra_args, GATHERED: {names[i]: part.gradient for i, part in parts.items()}}
         if self.dense:
             gs = [g.to_dense() if is_rows(g) else g for g in gs]
         few = with_slots_by_leaf(state.inner, treedef, slots)
-        params = treedef.unflatten(xs)
-        now = {**extra_args, GATHERED: {_name(params, i): g for i, g in rows.items()}}
-        us, inner = self.inner.update(treedef.unflatten(gs), few, params, **now)
-        node, [clock] = slots_nodes(state.inner)[0], state.clock.values()
-        count = node.count
-        step = extra_args.get("global_step")
+        us, inner = self.inner.update(treedef.unflatten(gs), few, treedef.unflatten(xs), **now)
+        [(law, clock)] = state.clock.items()
+        clock = self._tick(state, clock, extra_args)
+        slots, lasts = slots_by_leaf(inner, treedef), treedef.flatten_up_to(state.last)
+        for i, table in tables.items():
+            if i not in parts:
+                lasts[i] = jnp.full_like(table.arrays[2], clock.count)
+                continue
+            part = parts[i]
+            rows = slots[i], table.as_of(part.rows[2], clock.count)
+            old = before[i], table.arrays[2]
+            slots[i], lasts[i] = table.scattered(old, part.places, rows, unique=True)
+        inner = with_slots_by_leaf(inner, treedef, slots)
+        return treedef.flatten_up_to(us), CaughtUpState(
+            inner, {law: clock}, treedef.unflatten(lasts)
+        )
+
+    def _tick(self, state: CaughtUpState, clock: Clock, extra_args: Mapping[str, Any]) -> Clock:
+        """The clock after a step."""
+        node = slots_nodes(state.inner)[0]
+        count, step = node.count, extra_args.get("global_step")
         step = count if step is None else step
         rate = at_step(step, self.sleeper.rate, extra_args.get("learning_rate"))
         dtype = clock.ring.dtype  # in which the rule computes
@@ -131,7 +157,7 @@ class Sleepers(NamedTuple):
                 "update got average_decay=, but the rows of optzoo.caught_up sleep by the decay "
                 "that moving_average was given: leave it out"
             )
-        return treedef.flatten_up_to(us), inner, tick(self.motion(dtype), clock, size, decay)
+        return tick(self.motion(dtype), clock, size, decay)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -141,10 +167,9 @@ class Sleepers(NamedTuple):
         self.check(state)
         gs, xs, _ = flatten_gradients(updates, params)
         tables, treedef = tables_of(state, params)
-        slots = slots_by_leaf(state.inner, treedef)
-        leaves, sweeps = list(zip(gs, xs, slots, strict=True)), {}
+        sweeps, parts = {}, {}
         for i, table in tables.items():
-            g, x = gs[i], xs[i]
+            g = gs[i]
             if g is None:
                 raise ValueError(NO_GRADIENT_MSG.format(_name(params, i)))
             if not is_rows(g):
@@ -158,29 +183,60 @@ class Sleepers(NamedTuple):
             before, awake = table.gather(places), table.read(places)
             sweeps[i] = g.with_rows(places, awake[0] - before[0])
             _, *rest = table.scatter(places, awake, unique=True).arrays
-            tables[i] = table.with_arrays((x, *rest))
-            few_x, few_slots, _ = tables[i].gather(g.indices)
-            leaves[i] = g.values, few_x, few_slots
-        rows = {i: gs[i] for i in sweeps}
-        us, inner, clock = self.advance(state, treedef, leaves, extra_args, rows)
-        new_slots, lasts = slots_by_leaf(inner, treedef), treedef.flatten_up_to(state.last)
+            tables[i] = table = table.with_arrays((xs[i], *rest))
+            parts[i] = Part(table, g.indices, table.gather(g.indices), g.values)
+        us, new = self.advance(state, params, list(gs), tables, parts, extra_args)
         for i, table in tables.items():
-            g, (_, old_slots, last) = gs[i], table.arrays
-            if not is_rows(g):
-                us[i] = _poisoned(us[i], last == table.clock.count)
-                lasts[i] = jnp.full_like(last, clock.count)
-                continue
-            few_u = _poisoned(us[i], g.gather(last) == table.clock.count)
-            us[i] = g.with_values(few_u).drop_padding() + sweeps[i]
-            later = table.as_of(g.gather(last), clock.count)
-            new_slots[i] = jax.tree.map(g.scatter, old_slots, new_slots[i])
-            lasts[i] = g.scatter(last, later)
-        inner = with_slots_by_leaf(inner, treedef, new_slots)
-        [law] = state.clock
-        new = CaughtUpState(inner, {law: clock}, treedef.unflatten(lasts))
-        made = {_name(params, i): us[i].values for i in tables if is_rows(us[i])}
+            last = parts[i].rows[2] if i in parts else table.arrays[2]
+            us[i] = _poisoned(us[i], last == table.clock.count)
+            if i in parts:
+                us[i] = gs[i].with_values(us[i]).drop_padding() + sweeps[i]
+        made = {_name(params, i): us[i].values for i in parts}
         note(extra_args, _MADE, made)
         return treedef.unflatten(us), new
+
+    def apply(
+        self,
+        state: CaughtUpState,
+        params: Any,
+        gs: list[Any],
+        tables: Mapping[int, Table],
+        parts: Mapping[int, "Part"],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, CaughtUpState]:
+        """The parameters and the state after a step; :meth:`advance` describes the arguments."""
+        us, new = self.advance(state, params, gs, tables, parts, extra_args)
+        xs, treedef = jax.tree.flatten(params)
+        for i, table in tables.items():
+            xs[i] = table.arrays[0]
+        of_rows = [parts[i].rows[0] if i in parts else x for i, x in enumerate(xs)]
+        after: Any = optax.apply_updates(of_rows, us)
+        for i, part in parts.items():
+            after[i] = part.table.scattered(xs[i], part.places, after[i], unique=True)
+        return treedef.unflatten(after), new
+
+
+class Part(NamedTuple):
+    """The rows of a table that a step updates."""
+
+    table: Table
+    places: Array  # of the rows, each once; out of range for the others
+    rows: Any  # of all arrays of the table, awake
+    g: Array  # the gradient of each
+
+    @property
+    def gradient(self) -> SparseRows:
+        """The gradient of the table."""
+        n, axes = len(self.table.arrays[2]), self.table.axes
+        return SparseRows(self.places, self.g, n, shard=Shard(axes, n, False) if axes else None)
+
+    @classmethod
+    def of(cls, table: Table, g: SparseRows, *, is_awake: bool = False) -> "Part":
+        """The rows of a gradient, which may be repeated, brought up to now unless they are."""
+        g = g.coalesce()
+        table = table.divided(axes_of_rows(g))
+        read = table.gather if is_awake else table.read
+        return cls(table, g.indices, read(g.indices), g.values)
 
 
 # The keyword by which `update` is given the notes of `final_update`: for each update that was made

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...core.numerics import safe_divide, sqrt
-from ..types import Clock
-from .law import Law
+from ..core.numerics import safe_divide, sqrt
+from ..rules.law import Law
 from .series import Series, geometric, rational, rest
+from .state import Clock
 
 _TOLERANCE = {"float32": 2e-8, "float64": 1e-14}
 

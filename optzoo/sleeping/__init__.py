@@ -1,0 +1,1 @@
+"""Rows that rest until they are read: optzoo.caught_up."""

@@ -1,0 +1,40 @@
+"""The parameters to evaluate."""
+
+from typing import Any
+
+from ..sleeping.catch_up import flush
+from ..state.averages import averages_of, has_averages
+from ..state.resting import has_resting
+
+
+def eval_params(params: Any, state: Any) -> Any:
+    """The parameters to evaluate and to deploy: averages or a center, if the state has them.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
+        >>> params = jnp.ones(2)
+        >>> state = tx.init(params)
+        >>> print(optzoo.eval_params(params, state))
+        [1. 1.]
+
+    Args:
+        params: the parameters that are trained.
+        state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
+            a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
+            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may be anywhere (in a chain,
+            in ``optax.masked`` or ``optax.partition``, ...).
+
+    Returns:
+        A tree like ``params``, also in its dtypes: the average of every parameter that has one,
+        the parameter itself otherwise. A center is replicated: it has no axis of replicas. With
+        :func:`optzoo.caught_up` no row of it sleeps.
+
+    Raises:
+        ValueError: as :func:`optzoo.swap`.
+    """
+    if has_resting(state):
+        params, state = flush(params, state)
+        if not has_averages(state):
+            return params
+    return averages_of(params, state)

@@ -1,0 +1,93 @@
+"""The whole train step of a plain loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from ..core.checks import check_transformation
+from ..core.optimizer import about_of
+from ..native.step import Native, check_native
+from ..sleeping.catch_up import check_no_guard
+from ..sparse.lookup import Sparse, check_sparse
+from ..sparse.row_major import row_major
+from ..state.inner import explained
+from ..state.resting import has_resting
+from .resting import CaughtUpTables, RestingTables
+from .step import Model, Tables, train_step
+
+
+def minimize(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    has_aux: bool = False,
+    *,
+    sparse: Sparse = "warn",
+    native: Native = False,
+) -> Callable[..., Any]:
+    """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
+
+    Gradients of tables read by :func:`optzoo.lookup` are SparseRows. Parameters and state are
+    donated: the step updates them in place, and the arrays passed in must not be used again.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> params = {"table": jnp.ones((6, 2))}
+        >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> step, state = optzoo.minimize(loss, tx), tx.init(params)
+        >>> params, state, value = step(params, state, jnp.array([0, 3]))
+        >>> float(value)
+        4.0
+
+    Args:
+        loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``.
+        tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
+            SparseRows.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+        sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
+            ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
+        native: whether the optimizer runs as native loops on the CPU, as in
+            :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
+
+    Raises:
+        TypeError: if ``tx`` is no transformation; at trace time, if nothing in ``tx`` reads one
+            of the extra args.
+        ValueError: as :func:`optzoo.value_and_grad`; if ``native`` is none of these; at trace time,
+            if ``state`` is not one of ``tx`` for these parameters, if something in ``tx`` changes
+            an update of :func:`optzoo.caught_up`, or if native code is required and XLA updates
+            some arrays.
+        RuntimeError: at trace time, if native code is required and cannot run.
+
+    Returns:
+        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
+        fourth if ``has_aux``. The extra args, trees of arrays, go to ``tx.update``,
+        which must read them.
+    """
+    check_transformation(tx=tx)
+    check_native(native)
+    check_sparse(sparse)
+    sleepers, tx = about_of(tx).sleepers, optax.with_extra_args_support(tx)
+    if sleepers is not None:
+        check_native_sleepers(native)
+    model = Model(loss_fn, tx, has_aux, sparse, native)
+
+    def step(params, state, *batch, **extra_args):
+        model.check(params, state)
+        check_no_guard(state)
+        with explained(tx, None, state, params):
+            if sleepers is not None:
+                tables = CaughtUpTables(model, sleepers, params, state)
+            else:
+                tables = (RestingTables if has_resting(state) else Tables)(model, params, state)
+        params, state, value, aux = train_step(tables, batch, extra_args)
+        return (params, state, value, aux) if has_aux else (params, state, value)
+
+    return jax.jit(row_major(step), donate_argnums=(0, 1))
+
+
+def check_native_sleepers(native: Native) -> None:
+    """Raises ``ValueError`` if the update of :func:`optzoo.caught_up` must be native."""
+    if native == "require":
+        raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")

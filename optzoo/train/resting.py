@@ -1,0 +1,123 @@
+"""Tables whose rows rest: each row is brought up to now when it is read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.merge import elect, segment_sum
+from ..core.numerics import upcast
+from ..core.rows import SparseRows, is_rows
+from ..jaxprs.loss import Loss
+from ..sleeping.sleepers import Part, Sleepers
+from ..sleeping.state import sleeping_leaves
+from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn, whole
+from .step import Model, Tables, report_reads
+
+
+def look_up(table: Table, ids: Array) -> Array:
+    """Rows as of now, as :func:`optzoo.lookup` reads them; the table is unchanged."""
+    return as_looked_up(table.read(ids)[0], ids, len(table.arrays[2]))
+
+
+def as_looked_up(x: Array, ids: Array, num_rows: int) -> Array:
+    """Rows as :func:`optzoo.lookup` reads them: zeros for padding, NaN for ids out of range."""
+    wide = ids.reshape(ids.shape + (1,) * (x.ndim - 1))
+    x = jnp.where((wide < 0) | (wide > num_rows), jnp.nan, x)
+    return jnp.where(wide == num_rows, 0, x)
+
+
+class RestingTables(Tables):
+    """Of an optimizer with :func:`optzoo.caught_up` inside: rows are brought up to now in place."""
+
+    def __init__(self, model: Model, params: Any, state: Any):
+        super().__init__(model, params, state)
+        self.elsewhere = frozenset(sleeping_leaves(params, state))
+        self._ids: Mapping[int, Array] = {}
+
+    def wake(self, loss: Loss) -> frozenset[int]:
+        """Brings the tables up to now that the loss does not read by lookups alone."""
+        reads = loss.reads()
+        woken = frozenset(i for i in self.elsewhere if reads[i])
+        looked_up = {lookup.leaf for lookup in loss.lookups}
+        for i in sorted(woken & looked_up):
+            if not loss.uses[i]:
+                report_reads(self.names[i], self.model.sparse)
+        self._change({i: whole for i in woken})
+        return woken
+
+    def _change(self, changes: Mapping[int, Any]) -> None:
+        if changes:
+            change = lambda i, table: changes[i](table) if i in changes else table
+            self.params, self.state = map_tables(self.params, self.state, change)
+
+    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
+        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+        self._ids = ids
+        self._change({i: lambda table, of=of: by_ids(table, of) for i, of in ids.items()})
+        leaves = self.leaves()
+        rows = {i: jnp.take(leaves[i], of, axis=0, mode="clip") for i, of in ids.items()}
+        return {i: as_looked_up(x, ids[i], len(leaves[i])) for i, x in rows.items()}
+
+    def update(
+        self,
+        value: Array,
+        grads: list[Any],
+        of_rows: Mapping[int, Array],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the loss after the update."""
+        for i, x in enumerate(self.leaves()):
+            if i in of_rows:
+                grads[i] = SparseRows(self._ids[i], of_rows[i], len(x))
+        return super().update(value, grads, of_rows, extra_args)
+
+
+class CaughtUpTables(RestingTables):
+    """Of :func:`optzoo.caught_up` itself: each row is read once and written once."""
+
+    def __init__(self, model: Model, sleepers: Sleepers, params: Any, state: Any):
+        super().__init__(model, params, state)
+        self.sleepers = sleepers
+        sleepers.check(state)
+        self.tables, self.rows = dict[int, Table](), dict[int, Any]()
+
+    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
+        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+        tables, _ = tables_of(self.state, self.params)
+        self.tables = {
+            i: swept(t, turn(t.motion, t.clock, len(t.arrays[2]))) for i, t in tables.items()
+        }
+        self._ids, self.rows = ids, {i: self.tables[i].read(of) for i, of in ids.items()}
+        number = lambda i: len(self.tables[i].arrays[2])
+        return {i: as_looked_up(self.rows[i][0], ids[i], number(i)) for i in ids}
+
+    def update(
+        self,
+        value: Array,
+        grads: list[Any],
+        of_rows: Mapping[int, Array],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the loss after the update."""
+        parts = {}
+        for i, table in self.tables.items():
+            if i in self.rows:
+                parts[i] = _merged(table, self._ids[i], self.rows[i], of_rows.get(i))
+            elif is_rows(grads[i]):  # of a table that is awake as a whole
+                parts[i] = Part.of(table, grads[i], is_awake=True)
+        apply, state, params = self.sleepers.apply, self.state, self.params
+        after = apply(state, params, grads, self.tables, parts, extra_args)
+        return *after, value
+
+
+def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> Part:
+    """Rows of ids that may repeat, each once."""
+    if g is None:  # no lookup reads them
+        return Part(table, ids, rows, jnp.zeros_like(rows[0]))
+    elected = elect(ids)
+    is_first = elected == jnp.arange(len(ids), dtype=ids.dtype)
+    places = jnp.where(is_first, ids, len(table.arrays[2]))
+    g = segment_sum(upcast(g), elected, len(ids))
+    return Part(table, places, rows, g.astype(rows[0].dtype))

@@ -1,0 +1,278 @@
+"""Tables sharded by rows, as one device sees them."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..core.compat import gather_invarying, vary, varying
+from ..core.lines import Lines, is_lines
+from ..core.norms import clipped_by_global_norm, squares_of_device
+from ..core.numerics import upcast
+from ..core.rows import SparseRows, is_rows
+from ..distributed.engine.collectives import Replicas, divide_gradients
+from ..jaxprs.loss import Loss
+from ..jaxprs.prove_shards import check_update
+from ..sharded.exchange import make_route
+from ..sharded.lookup import Read, clean
+from ..sharded.rounds import Part, read_rows, update_in_rounds
+from ..sharded.row_sharding import RowSharding
+from ..sleeping.sleepers import Part as RestingPart
+from ..sleeping.sleepers import Sleepers
+from ..sleeping.state import CaughtUpState, sleeping_leaves
+from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn
+from ..sparse.lookup import lookup, report_dense
+from ..state.resting import has_resting
+from ..state.types import nodes_of
+from .resting import RestingTables, as_looked_up, look_up
+from .step import Model
+
+
+class Mapped(NamedTuple):
+    """How a step is mapped over the devices of a mesh."""
+
+    mesh: Mesh
+    capacity_factor: float | None
+    max_norm: float | None
+    transport: Any
+    shardings: list[RowSharding | None]  # of the parameters
+    state_specs: Any
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those of the mesh."""
+        return self.mesh.axis_names
+
+    @property
+    def tables(self) -> dict[int, RowSharding]:
+        """By their positions the parameters that are sharded by rows."""
+        return {i: s for i, s in enumerate(self.shardings) if s is not None}
+
+
+class ShardedTables(RestingTables):
+    """The shards of one device, and everything else, replicated; rows of both may rest."""
+
+    def __init__(
+        self, model: Model, sleepers: Sleepers | None, mapped: Mapped, params: Any, state: Any
+    ):
+        super().__init__(model, params, state)
+        self.sleepers, self.mapped = sleepers, mapped
+        self.elsewhere |= mapped.tables.keys()
+        self.parts: dict[int, Part] = {}  # by the position of each table
+        self.rows: dict[int, Array] = {}  # of the distinct places of each part
+        if sleepers is not None:
+            sweep = lambda t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
+            self._change(dict.fromkeys(sleeping_leaves(params, state), sweep))
+
+    def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
+        if changes:
+            change = lambda i, table: changes[i](table) if i in changes else table
+            self.params, self.state = self._map(self.params, self.state, change)
+
+    def _map(
+        self, params: Any, state: Any, change: Callable[[int, Table], Table]
+    ) -> tuple[Any, Any]:
+        """As :func:`map_tables`; the tables know over which axes they are divided."""
+        axes = {i: s.axes for i, s in self.mapped.tables.items()}
+        return map_tables(params, state, lambda i, t: change(i, t.divided(axes.get(i, ()))))
+
+    def leaves(self) -> list[Array]:
+        """The parameters as the loss of this device sees them."""
+        tables = jax.tree.leaves(self.params, is_leaf=is_lines)
+        leaves = Replicas(self.mapped.axes).vary(jax.tree.leaves(self.params))
+        # In the loss a table has the shape of all its rows. This array is never made.
+        stand_in = lambda x, s, of: jnp.zeros_like(x, shape=(s.num_rows, *of.shape[1:]))
+        return [
+            x if s is None else stand_in(x, s, table)
+            for x, s, table in zip(leaves, self.mapped.shardings, tables, strict=True)
+        ]
+
+    def check(self, loss: Loss) -> None:
+        """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
+        sparse, reasons, reads = self.model.sparse, dict(loss.dense_tables()), loss.reads()
+        for i in self.mapped.tables:
+            if loss.uses[i] or reads[i]:
+                reason = reasons.get(i, "it is used in another way")
+                raise ValueError(
+                    f"table '{self.names[i]}' is sharded by rows, so the loss can read it by "
+                    f"optzoo.lookup and optzoo.lookup_sparse only: {reason}"
+                )
+        for i, reason in reasons.items() if sparse != "allow" else ():
+            report_dense(f"'{self.names[i]}'", reason, sparse)
+
+    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
+        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+        axes, tables = self.mapped.axes, self.mapped.tables
+        replicated = {i: of for i, of in ids.items() if i not in tables}
+        everywhere = {i: gather_invarying(vary(of, axes), axes) for i, of in replicated.items()}
+        wake = {i: lambda t, of=of: by_ids(t, of) for i, of in everywhere.items()}
+        self._change(wake)
+        self._ids, self.parts = replicated, {i: self._part(ids[i], s) for i, s in tables.items()}
+        shards, parts = self._shards(), list(self.parts.values())
+        reads, transport = self._reads(shards), self.mapped.transport
+        rows = read_rows(parts, list(shards.values()), reads, axes, transport)
+        self.rows = dict(zip(self.parts, rows, strict=True))
+        found = {}
+        for i, part in self.parts.items():
+            of_ids = part.route.of_ids(self.rows[i])[: len(ids[i])]
+            found[i] = clean(of_ids, part.places[: len(ids[i])], part.sharding)
+        leaves = self.leaves()
+        for i, of in replicated.items():
+            x = jnp.take(leaves[i], of, axis=0, mode="clip")
+            found[i] = as_looked_up(x, of, len(leaves[i]))
+        return found
+
+    def _part(self, ids: Array, s: RowSharding) -> Part:
+        places = s.places_of(ids) if len(ids) else jnp.full(1, s.stored_rows, jnp.int32)
+        replicas = tuple(a for a in self.mapped.axes if a not in s.axes)
+        capacity = s.capacity(places.shape[0], self.mapped.capacity_factor)
+        return Part(s, capacity, places, make_route(places, s), replicas)
+
+    def _shards(self) -> dict[int, Any]:
+        """What this device has of each sharded table: an array, or lines."""
+        leaves = jax.tree.leaves(self.params, is_leaf=is_lines)
+        local = lambda x, s: Lines(x.value, (s.rows_per_shard, *x.shape[1:])) if is_lines(x) else x
+        return {i: local(leaves[i], s) for i, s in self.mapped.tables.items()}
+
+    def _reads(self, shards: Mapping[int, Any]) -> list[Read]:
+        """How to read the rows of each sharded table."""
+        asleep = dict[int, Table]()
+        for node in nodes_of(CaughtUpState, self.state):
+            asleep |= tables_of(node, self.params)[0]
+        return [
+            functools.partial(look_up, asleep[i])
+            if i in asleep
+            else functools.partial(lookup, shards[i])
+            for i in self.parts
+        ]
+
+    def update(
+        self,
+        value: Array,
+        grads: list[Any],
+        of_rows: Mapping[int, Array],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the mean loss after all rounds."""
+        axes, tables, number = self.mapped.axes, self.mapped.tables, self.mapped.mesh.size
+        if missing := set(axes) - varying(value):
+            raise ValueError(
+                f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
+                "one device's part of the batch. sharded_minimize takes the mean over the devices"
+            )
+        leaves = self.leaves()
+        for i, ids in self._ids.items():
+            if i in of_rows:
+                grads[i] = SparseRows(ids, of_rows[i], len(leaves[i]))
+        rest = {i: g for i, g in enumerate(grads) if i not in tables}
+        sums, value = Replicas(axes).sum_gradients(rest, True, value)
+        rest = divide_gradients(sums, jnp.asarray(number), rest)
+        of_places = [
+            part.route.of_places(of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])
+            for i, part in self.parts.items()
+        ]
+        after = self._in_rounds([g / number for g in of_places], rest, extra_args)
+        return *after, value / number
+
+    def _in_rounds(
+        self, of_places: list[Array], rest: dict[int, Any], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The parameters and the state after all rounds.
+
+        Args:
+            of_places: the gradients of the distinct places of each part.
+            rest: by their positions those of all other parameters.
+            extra_args: of the update.
+        """
+        parts, mapped = list(self.parts.values()), self.mapped
+        is_round = not all(p.always_fits for p in parts)
+        needed = self._check_update(extra_args, is_round)
+        run = lambda f, start: update_in_rounds(
+            parts, of_places, f, start, mapped.axes, mapped.transport
+        )[0]
+        # Of whole gradients, those that are needed before the first of several rounds.
+        squares = _squares(run, self.parts, of_places, sorted(needed)) if needed else {}
+        specs = [P() if s is None else s.spec for s in mapped.shardings]
+        specs = self.treedef.unflatten(specs)
+        # Everything but rows starts each round from the same values.
+        before = lambda now, old, spec: now if any(spec) else old
+
+        def one(arrived, carry):
+            arrived = zip(self.parts, arrived, strict=True)
+            gs = rest | {i: g.with_squares(squares.get(i)) for i, g in arrived}
+            gs = self.treedef.unflatten(gs[i] for i in range(len(gs)))
+            if mapped.max_norm is not None:
+                gs = clipped_by_global_norm(gs, mapped.max_norm)
+            params = jax.tree.map(before, carry[0], self.params, specs)
+            state = jax.tree.map(before, carry[1], self.state, mapped.state_specs)
+            return self._update_once(params, state, gs, extra_args)
+
+        return run(one, (self.params, self.state))
+
+    def _update_once(
+        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The parameters and the state after the update of the rows of a round."""
+        gs = self.treedef.flatten_up_to(grads)
+        if self.sleepers is not None:
+            return update_asleep(self.sleepers, params, state, gs, extra_args)
+        if has_resting(state):
+            wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
+            params, state = self._map(params, state, wake)
+        return self.model.apply(params, state, grads, extra_args)
+
+    def _check_update(self, extra_args: Mapping[str, Any], is_round: bool) -> set[int]:
+        """The tables whose sums of squares are needed before the first of several rounds.
+
+        Raises ``ValueError`` unless ``tx`` may update tables that are sharded.
+        """
+        has_norm = is_round and self.mapped.max_norm is not None
+        needed = set(self.parts) if has_norm else set[int]()
+        shards = {
+            i: p.shard(is_round)
+            for i, p in self.parts.items()
+            if is_round or p.sharding.num_shards > 1
+        }
+        if self.sleepers is not None or not shards:
+            return needed
+        tables = {i: self.names[i] for i in shards}
+        more = sleeping_leaves(self.params, self.state) & tables.keys()
+        return needed | check_update(self.model.tx, self.params, tables, extra_args, shards, more)
+
+
+def update_asleep(
+    sleepers: Sleepers, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
+) -> tuple[Any, CaughtUpState]:
+    """The parameters and the state after an update that brings the rows it changes up to now.
+
+    Args:
+        sleepers: the optimizer.
+        params: before; tables with dense gradients are awake.
+        state: before.
+        gs: the gradients; row-sparse ones may have repeated ids.
+        extra_args: of ``update``.
+    """
+    tables, _ = tables_of(state, params)
+    parts = {i: RestingPart.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
+    return sleepers.apply(state, params, gs, tables, parts, extra_args)
+
+
+def _squares(
+    run: Callable[..., Any], parts: Mapping[int, Part], of_places: list[Array], tables: list[int]
+) -> dict[int, Array]:
+    """For some tables the sum of the squares of the whole gradient, on all devices."""
+    which = [list(parts).index(i) for i in tables]
+
+    def add(arrived, sums):
+        more = [squares_of_device(arrived[k].coalesce()) for k in which]
+        return [total + of_round for total, of_round in zip(sums, more, strict=True)]
+
+    axes = [parts[i].sharding.axes for i in tables]
+    zeros = [upcast(jnp.zeros([], of_places[k].dtype)) for k in which]
+    sums = run(add, list(map(vary, zeros, axes)))
+    return dict(zip(tables, map(lax.psum, sums, axes), strict=True))

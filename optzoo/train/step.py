@@ -1,0 +1,179 @@
+"""The train step: rows are read, the loss is differentiated, and tables and all else updated."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from ..core.paths import path_name
+from ..jaxprs.loss import Loss, trace_loss
+from ..jaxprs.reads import check_all_read
+from ..native.step import Native, apply_natively
+from ..sleeping.sleepers import final_update
+from ..sparse.lookup import (
+    DenseGradientWarning,
+    Sparse,
+    check_differentiable,
+    report_dense,
+    value_and_aux,
+)
+from ..state.inner import explained
+
+
+class Model(NamedTuple):
+    """What a step minimizes, and by which optimizer."""
+
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
+    has_aux: bool
+    sparse: Sparse
+    native: Native
+
+    def loss_of(self, treedef: Any, batch: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
+        """A function of the leaves of the parameters: the loss and the auxiliary data."""
+
+        def call(leaves):
+            return value_and_aux(self.loss_fn(treedef.unflatten(leaves), *batch), self.has_aux)
+
+        return call
+
+    def check(self, params: Any, state: Any) -> None:
+        """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is swapped."""
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        with explained(self.tx, None, state, params, dtypes=False):
+            for path, x in leaves:
+                check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
+
+    def apply(
+        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The parameters and the state after an update, which is final."""
+        # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
+        # costs a copy of each table.
+        if not self.native:
+            return _apply(self.tx, params, state, grads, extra_args)
+        return apply_natively(
+            _apply,
+            self.tx,
+            params,
+            state,
+            grads,
+            extra_args,
+            in_place="all",
+            required=self.native == "require",
+        )
+
+
+def _apply(tx, params, state, grads, extra_args):
+    updates, state = final_update(tx, grads, state, params, extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+class Tables:
+    """The tables of a model in a step: how their rows are read and updated.
+
+    Here they are arrays in which all rows are as of now. The loss reads them itself.
+    """
+
+    # The leaves of which rows are read before the loss runs.
+    elsewhere: frozenset[int] = frozenset()
+
+    def __init__(self, model: Model, params: Any, state: Any):
+        self.model, self.params, self.state = model, params, state
+        self.treedef = jax.tree.structure(params)
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        self.names = [path_name(path) for path, _ in paths]
+
+    def leaves(self) -> list[Array]:
+        """The parameters as the loss sees them."""
+        return jax.tree.leaves(self.params)
+
+    def wake(self, loss: Loss) -> frozenset[int]:
+        """Makes ready what the loss reads as a whole; gives leaves that it then reads itself."""
+        return frozenset()
+
+    def check(self, loss: Loss) -> None:
+        """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
+        if self.model.sparse != "allow":
+            for i, reason in loss.dense_tables():
+                report_dense(f"'{self.names[i]}'", reason, self.model.sparse)
+
+    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
+        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+        return {}
+
+    def update(
+        self,
+        value: Array,
+        grads: list[Any],
+        of_rows: Mapping[int, Array],
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the loss after the update.
+
+        Args:
+            value: of the loss.
+            grads: of the leaves.
+            of_rows: the gradients of the rows that were read; not of leaves that no lookup reads.
+            extra_args: of the update.
+        """
+        tx, grads = self.model.tx, self.treedef.unflatten(grads)
+        params, grads = _in_this_order(self.params, grads)
+        check_all_read(tx, functools.partial(tx.update, grads, self.state, params), extra_args)
+        return *self.model.apply(params, self.state, grads, extra_args), value
+
+
+def train_step(
+    tables: Tables, batch: Sequence[Any], extra_args: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """The parameters, the state, the loss and the auxiliary data after a step."""
+    loss_of = tables.model.loss_of(tables.treedef, batch)
+    loss = trace_loss(loss_of, tables.leaves(), tables.elsewhere)
+    tables.check(loss)
+    if woken := tables.wake(loss):
+        loss = trace_loss(loss_of, tables.leaves(), tables.elsewhere - woken)
+    flat, rows = tables.leaves(), {}
+    if tables.elsewhere:
+        _check_ids(loss, flat)
+        rows = tables.read(loss.ids(flat))
+    value, aux, grads, of_rows = loss.differentiate(flat, rows)
+    params, state, value = tables.update(value, grads, of_rows, extra_args)
+    return params, state, value, aux
+
+
+def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
+    if loss.ids_depend_on_rows(flat):
+        raise ValueError(
+            "ids depend on looked-up rows, but rows that sleep or are on other devices are read "
+            "before the loss runs: use optzoo.catch_up or optzoo.sharded_lookup and tx.update in a "
+            "step of your own"
+        )
+
+
+def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
+    """The same; on GPUs all gradients are computed before a parameter changes.
+
+    XLA for GPUs would repeat the gather of a lookup inside of the gradient of another parameter,
+    after the update of the table, and copy the table for that. On TPUs this costs cycles.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(
+        (params, grads), cuda=barrier, rocm=barrier, default=lambda both: both
+    )
+
+
+def report_reads(name: str, sparse: Sparse) -> None:
+    """Warns of a table with a sparse gradient all of whose rows must be caught up, or raises."""
+    if sparse == "allow":
+        return
+    text = (
+        f"the loss reads table '{name}' not by lookups alone, so all its rows are caught up in "
+        "each step, which takes a pass over the table"
+    )
+    if sparse == "require":
+        raise ValueError(f"{text}. With sparse='allow' this is permitted")
+    warnings.warn(f"{text}. sparse='allow' silences this", DenseGradientWarning, stacklevel=4)
