@@ -17,7 +17,7 @@ from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
 from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.row_major import row_major
-from ..state.fit import find_misfit, misfit
+from ..state.fit import compare, misfit
 from ..state.sharding import state_sharding
 from ..state.sleeping.tables import check_no_guard
 from .create_table import check_mesh
@@ -124,7 +124,7 @@ def sharded_minimize(
         check_native_sleepers(native)
 
     def step(params, state, *batch, **extra_args):
-        check_all_differentiable(tx, state, params)
+        check_all_differentiable(params)
         check_no_guard(state)
         _check_batch(batch, mesh)
         if sleepers is not None:
@@ -137,7 +137,7 @@ def sharded_minimize(
         )
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
         if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise find_misfit(tx, None, state, params) or misfit(
+            raise compare(placed, state) or misfit(
                 str(jax.tree.structure(placed)), str(jax.tree.structure(state))
             )
         state_specs = jax.tree.map(lambda x: x.spec, placed)

@@ -13,7 +13,8 @@ from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..core.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
-from ..state.inner import explained, fitting
+from ..state.fit import refuse_swapped
+from ..state.inner import fitting
 from ..state.sleeping.tables import check_no_guard, has_sleepers
 from .lookup import Sparse, check_differentiable, value_and_aux, value_and_grad
 from .row_major import row_major
@@ -81,12 +82,11 @@ def minimize(
     tx, apply = fitting(tx), applied(native)
 
     def step(params, state, *batch, **extra_args):
-        check_all_differentiable(tx, state, params)
+        check_all_differentiable(params)
         check_no_guard(state)
-        with explained(tx, None, state, params):
-            if has_sleepers(state):
-                params, state = catch_up_for(call(batch), params, state, sparse)
-            out, grads = differentiate(params, *batch)
+        if has_sleepers(state):
+            params, state = catch_up_for(call(batch), params, state, sparse)
+        out, grads = differentiate(params, *batch)
         params, grads = _in_this_order(params, grads)
         check_all_read(tx, functools.partial(tx.update, grads, state, params), extra_args)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
@@ -109,12 +109,11 @@ def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
     )
 
 
-def check_all_differentiable(tx: Any, state: Any, params: Any) -> None:
-    """Raises ``TypeError`` if a parameter has no gradient; or ``StateError`` if it is swapped."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    with explained(tx, None, state, params, dtypes=False):
-        for path, x in leaves:
-            check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
+def check_all_differentiable(params: Any) -> None:
+    """Raises ``TypeError`` if a parameter has no gradient; or ``StateError`` if it is a state."""
+    refuse_swapped(params)
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
 
 
 def applied(native: Native) -> Callable[..., tuple[Any, Any]]:
@@ -145,14 +144,13 @@ def _step_of_sleepers(
     """The step of :func:`optzoo.caught_up`."""
 
     def step(params, state, *batch, **extra_args):
-        check_all_differentiable(tx, state, params)
+        check_all_differentiable(params)
         zeros = lambda: jax.tree.map(jnp.zeros_like, params)
         update = lambda **extra_args: tx.update(zeros(), state, params, **extra_args)
         check_all_read(tx, update, extra_args)
-        with explained(tx, None, state, params):
-            params, state, value, aux = train_step(
-                sleepers, call(batch), params, state, extra_args, sparse
-            )
+        params, state, value, aux = train_step(
+            sleepers, call(batch), params, state, extra_args, sparse
+        )
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return jax.jit(row_major(step), donate_argnums=(0, 1))
