@@ -10,20 +10,15 @@ from .paths import path_name
 from .rows import fits, is_rows, is_sparse_or_none
 
 
-def check_gradients(updates: Any, params: Any = None, *, allow_complex: bool = False) -> None:
-    """Raises as :func:`flatten_gradients`; of optax's ``LookaheadParams`` the fast ones count."""
-    params = params.fast if isinstance(params, optax.LookaheadParams) else params
-    flatten_gradients(updates, params, allow_complex=allow_complex)
-
-
-def flatten_gradients(
-    updates: Any, params: Any, *, allow_complex: bool = False
+def check_gradients(
+    updates: Any, params: Any = None, *, allow_complex: bool = False
 ) -> tuple[list[Any], list[Any], Any]:
     """The gradients (arrays, SparseRows or None), their parameters, and the tree structure.
 
     Args:
-        updates: a tree of gradients.
-        params: a tree like it, or None for a list of None.
+        updates: a tree of gradients; the arrays may be abstract.
+        params: a tree like it, or None for a list of None. Of optax's ``LookaheadParams`` the fast
+            ones count.
         allow_complex: whether complex numbers pass, which an inner optimizer may take.
 
     Raises:
@@ -31,25 +26,38 @@ def flatten_gradients(
             at least 16 bits; or if a real parameter has a complex gradient.
         ValueError: if a gradient's shape is not that of its parameter.
     """
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
     gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
     xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
     for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
-        if g is None:
-            continue
-        dtype = g.dtype if is_rows(g) else jnp.result_type(g)
-        if fix := _fix(dtype, allow_complex):
-            raise TypeError(f"{_name(updates, i)} has a gradient of dtype {dtype}: {fix}")
-        if x is None:
-            continue
-        if fix := _fix(jnp.result_type(x), allow_complex):
-            raise TypeError(f"{_name(updates, i)} has dtype {jnp.result_type(x)}: {fix}")
-        if _is_complex(dtype) and not _is_complex(jnp.result_type(x)):
-            raise TypeError(f"{_name(updates, i)} is real but its gradient of dtype {dtype}")
-        if not fits(g, x):
-            raise ValueError(
-                f"{_name(updates, i)} has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
-            )
+        if g is not None and (found := _mistake(g, x, allow_complex)):
+            kind, text = found
+            path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
+            raise kind(f"parameter '{path_name(path)}' {text}")
+    return gs, xs, treedef
+
+
+def flatten_gradients(updates: Any, params: Any) -> tuple[list[Any], list[Any], Any]:
+    """As :func:`check_gradients`, with gradients of NumPy as arrays of JAX."""
+    gs, xs, treedef = check_gradients(updates, params)
     return [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs], xs, treedef
+
+
+def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
+    """The type and the text of the error of a gradient and its parameter; None if all is right."""
+    dtype = g.dtype if is_rows(g) else jnp.result_type(g)
+    if fix := _fix(dtype, allow_complex):
+        return TypeError, f"has a gradient of dtype {dtype}: {fix}"
+    if x is None:
+        return None
+    of_x = jnp.result_type(x)
+    if fix := _fix(of_x, allow_complex):
+        return TypeError, f"has dtype {of_x}: {fix}"
+    if _is_complex(dtype) and not _is_complex(of_x):
+        return TypeError, f"is real but its gradient of dtype {dtype}"
+    if not fits(g, x):
+        return ValueError, f"has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
+    return None
 
 
 def _is_complex(dtype: Any) -> bool:
@@ -59,17 +67,9 @@ def _is_complex(dtype: Any) -> bool:
 def _fix(dtype: Any, allow_complex: bool) -> str:
     """What to do about a dtype that no optimizer takes; nothing if they do."""
     if _is_complex(dtype):
-        return (
-            "" if allow_complex else "wrap the optimizer in optax.contrib.split_real_and_imaginary"
-        )
+        fix = "wrap the optimizer in optax.contrib.split_real_and_imaginary"
+        return "" if allow_complex else fix
     if not jnp.issubdtype(dtype, jnp.floating):
         return "freeze the parameter with a gradient of None or optax.masked"
-    if jnp.finfo(dtype).bits < 16:
-        return "keep the parameter in bfloat16 or float32, and cast it in the loss"
-    return ""
-
-
-def _name(updates: Any, i: int) -> str:
-    # Only for an error: to find paths takes longer than the check.
-    path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
-    return f"parameter '{path_name(path)}'"
+    short = "keep the parameter in bfloat16 or float32, and cast it in the loss"
+    return short if jnp.finfo(dtype).bits < 16 else ""

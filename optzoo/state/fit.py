@@ -10,22 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
+from jax.tree_util import tree_leaves_with_path
 
+from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from .packing import is_packed
+from .slots import has_states
 from .types import LeafwiseState
-
-_FIX = (
-    "Pass the state of this transformation: state = tx.init(params), or a checkpoint of one that "
-    "was made by the same transformation for the same parameters"
-)
-SWAPPED = (
-    "the state and the parameters are swapped: it is update(updates, state, params), and "
-    "step(params, state, ...) for the step of optzoo.minimize"
-)
 
 
 class StateError(ValueError):
@@ -35,8 +30,22 @@ class StateError(ValueError):
 def misfit(expected: Any, got: Any) -> StateError:
     """The error about a state, given what was expected and what came, in words."""
     return StateError(
-        f"the state does not fit this transformation: expected {expected}, got {got}. {_FIX}"
+        f"the state does not fit this transformation: expected {expected}, got {got}. "
+        "Pass tx.init(params), or a checkpoint of the same transformation and parameters"
     )
+
+
+SWAPPED = (
+    "the state and the parameters are swapped: it is update(updates, state, params), and "
+    "step(params, state, ...) for the step of optzoo.minimize"
+)
+
+
+def refuse_swapped(params: Any) -> None:
+    """Raises ``StateError`` if there are states among the parameters."""
+    # In an update of optax.lookahead the parameters are a named tuple of optax.
+    if not isinstance(params, optax.LookaheadParams) and has_states(params):
+        raise StateError(SWAPPED)
 
 
 # Slots
@@ -51,25 +60,18 @@ class SlotShapes:
     """
 
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
-        self.slots, self.shared = slots, shared
-        self.of_shared: dict[str, Any] | None = None
+        self.slots = slots
+        self.of_shared = functools.cache(lambda: _shapes(jax.eval_shape(shared)))
         self.known = dict[Any, list[Any]]()  # of each slot, by the shape and dtype of a parameter
 
     def check_types(self, state: Any, params: Any) -> None:
         """Raises ``StateError`` unless a state has slots of this type, and these shared arrays."""
-        wanted = slots_words(self.slots)
-        if not isinstance(state, LeafwiseState):
-            if isinstance(params, LeafwiseState):
-                raise StateError(SWAPPED)
-            raise misfit(f"LeafwiseState with {wanted}", _words(state))
-        if slots_words(state.slots) != wanted:
-            raise misfit(f"LeafwiseState with {wanted}", _words(state))
-        shapes = lambda arrays: {name: jnp.shape(a) for name, a in arrays.items()}
-        if self.of_shared is None:
-            self.of_shared = shapes(jax.eval_shape(self.shared))
-        if self.of_shared != shapes(state.shared):
-            expected = f"LeafwiseState with {wanted} and shared arrays of shapes {self.of_shared}"
-            raise misfit(expected, str(shapes(state.shared)))
+        wanted = f"LeafwiseState with {slots_words(self.slots)}"
+        if _words(state) != wanted:
+            refuse_swapped(params)
+            raise misfit(wanted, _words(state))
+        if (got := _shapes(state.shared)) != self.of_shared():
+            raise misfit(f"{wanted} and shared arrays of shapes {self.of_shared()}", got)
 
     def of_each(
         self, state: Any, updates: Any, gs: list[Any], xs: list[Any], treedef: Any
@@ -90,8 +92,10 @@ class SlotShapes:
         try:
             columns = [treedef.flatten_up_to(tree) for tree in state.slots]
         except ValueError as error:
-            names = [path_name(path) for path, _ in _paths(updates)]
-            others = [path_name(path) for path, _ in _paths(state.slots[0])]
+            names, others = (
+                [path_name(path) for path, _ in tree_leaves_with_path(tree, is_sparse_or_none)]
+                for tree in (updates, state.slots[0])
+            )
             raise misfit(f"slots of the parameters {_few(names)}", _few(others)) from error
         rows = list(map(make, zip(*columns, strict=True))) if columns else [self.slots] * len(gs)
         for i, (row, g, x) in enumerate(zip(rows, gs, xs, strict=True)):
@@ -105,31 +109,33 @@ class SlotShapes:
         shape, dtype = jnp.shape(like), like.dtype if is_rows(like) else jnp.result_type(like)
         if (shape, dtype) not in self.known:
             x = jax.ShapeDtypeStruct(shape, dtype)
-            self.known[shape, dtype] = [_arrays(_abstract(init, x)) for init in self.slots]
+            self.known[shape, dtype] = [_kinds(jax.eval_shape(init, x)) for init in self.slots]
         packed = is_packed(row)
         for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
-            got = _arrays(slot, shape if is_rows(like) else None)
-            if expected is None or expected == got or (packed and _is_half(expected, got)):
+            got = _kinds(slot, shape if is_rows(like) else None)
+            if expected == got or (packed and _is_half(expected, got)):
                 continue
-            path, _ = _paths(updates)[i]
+            path, _ = tree_leaves_with_path(updates, is_sparse_or_none)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
             raise misfit(f"{_written(expected)} as {of}", _written(got))
 
 
-def _arrays(slot: Any, of: tuple[int, ...] | None = None) -> list[Any] | None:
-    """The kinds of the arrays of a slot; None if it is unknown.
+def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: jnp.shape(a) for name, a in arrays.items()}
+
+
+def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
+    """The kinds of the arrays of a slot.
 
     Args:
         slot: a tree of arrays.
         of: the shape of a table that has sparse gradients; its slots may be in lines.
     """
-    if slot is None:
-        return None
     in_lines = lambda a: of is not None and are_lines(a, of)
     return [(of, _kind(a)[1]) if in_lines(a) else _kind(a) for a in jax.tree.leaves(slot)]
 
 
-def _is_half(expected: list[Any], got: list[Any] | None) -> bool:
+def _is_half(expected: list[Any], got: list[Any]) -> bool:
     """Whether packed slots fit: an array of two has other words or is twice as wide.
 
     The second slot is empty.
@@ -139,34 +145,44 @@ def _is_half(expected: list[Any], got: list[Any] | None) -> bool:
     return not got or shapes(got) == shapes(expected) or got == twice
 
 
-def _written(kinds: list[Any] | None) -> str:
-    return " and ".join(f"{numbers} of shape {shape}" for shape, numbers in kinds or []) or "none"
-
-
-def _paths(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
+def _written(kinds: list[Any]) -> str:
+    return " and ".join(f"{numbers} of shape {shape}" for shape, numbers in kinds) or "none"
 
 
 # States compared
 
 
-def find_misfit(tx: Any, updates: Any, state: Any, params: Any) -> StateError | None:
-    """What is wrong with the state given to an update; None if nothing is, or nothing is known."""
-    like = params
-    if params is None:
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
-        if any(g is None for g in gs):  # of its parameter no shape is known
-            return None
-        like = treedef.unflatten(
-            [jax.ShapeDtypeStruct(g.shape, g.dtype) if is_rows(g) else g for g in gs]
-        )
-    expected = _abstract(tx.init, like)
-    found = None if expected is None else compare(expected, state)
-    if (found or expected is None) and params is not None:
-        of_state = _abstract(tx.init, state)
-        if of_state is not None and compare(of_state, params) is None:
-            return StateError(SWAPPED)
-    return found
+class KnownStates:
+    """What an ``init`` has made of which parameters: all that is needed to word an error."""
+
+    def __init__(self) -> None:
+        self.of = dict[Any, tuple[Any, Any]]()
+
+    def add(self, params: Any, state: Any) -> None:
+        """Remembers the shapes of parameters and of their state."""
+        struct = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a
+        self.of[_key(params)] = jax.tree.map(struct, (params, state))
+
+    def mistake(self, updates: Any, state: Any, params: Any) -> Exception | None:
+        """What does not belong together in a call of ``update``; None if nothing is known."""
+        try:
+            refuse_swapped(params)
+            key = _key(updates if params is None else params)
+            _, expected = self.of.get(key, (None, state))
+            if (found := compare(expected, state)) is not None:
+                return found
+            for (names, *_), (known, of_known) in self.of.items():
+                if params is None and names == key[0] and compare(of_known, state) is None:
+                    params = known
+            check_gradients(updates, params, allow_complex=True)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+
+def _key(params: Any) -> Any:
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_sparse_or_none)
+    return structure, *map(_kind, leaves)
 
 
 def compare(expected: Any, state: Any) -> StateError | None:
@@ -174,21 +190,30 @@ def compare(expected: Any, state: Any) -> StateError | None:
 
     Of a :class:`LeafwiseState` only its slots' type is compared: its own update does the rest.
     """
-    (paths, structure), (others, other) = (_flatten(tree) for tree in (expected, state))
-    if structure != other:
-        words = _words(expected), _words(state)
+    is_leaf = lambda node: isinstance(node, LeafwiseState)
+    (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, state))
+    if structure == other and list(map(_kind, ours)) == list(map(_kind, theirs)):
+        return None
+    if _words(expected) != _words(state):
+        return misfit(_words(expected), _words(state))
+    by_path = lambda tree: {
+        path_name(p): _words(a) for p, a in tree_leaves_with_path(tree, is_leaf)
+    }
+    wanted, got = by_path(expected), by_path(state)
+    for name in sorted(wanted.keys() | got.keys()):
+        words = wanted.get(name, "nothing"), got.get(name, "nothing")
         if words[0] != words[1]:
-            return misfit(*words)
-        names = [{path_name(path) for path, _ in leaves} for leaves in (paths, others)]
-        missing, more = sorted(names[0] - names[1]), sorted(names[1] - names[0])
-        if missing or more:
-            expected = f"arrays at {_few(missing)}" if missing else f"no arrays at {_few(more)}"
-            return misfit(expected, "a state of other parameters")
-        return misfit(str(structure), str(other))
-    for (path, a), (_, b) in zip(paths, others, strict=True):
-        if _kind(a) != _kind(b):
-            return misfit(f"{_words(a)} at '{path_name(path)}'", _words(b))
-    return None
+            return misfit(f"{words[0]} at '{name}'", words[1])
+    return misfit(structure, other)
+
+
+def change(state: Any, new: Any) -> StateError | None:
+    """The error of a state of which an update has changed the shape of an array, or None."""
+    (old, structure), (leaves, other) = map(jax.tree.flatten, (state, new))
+    kinds = zip(map(_kind, old), map(_kind, leaves), strict=False)
+    if structure != other or all(a == b for a, b in kinds):
+        return None
+    return compare(new, state) or misfit("slots of these parameters", "others")
 
 
 def slots_words(slots: Any) -> str:
@@ -196,28 +221,18 @@ def slots_words(slots: Any) -> str:
     return f"{type(slots).__name__}({', '.join(getattr(slots, '_fields', ()))})"
 
 
-def _abstract(init: Callable[[Any], Any], params: Any) -> Any:
-    """The shapes of what ``init`` makes; None if it cannot be traced on these parameters."""
-    try:
-        return jax.eval_shape(init, params)
-    except Exception:
-        return None
-
-
-def _is_leafwise(node: Any) -> bool:
-    return isinstance(node, LeafwiseState)
-
-
-def _flatten(state: Any) -> Any:
-    return jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_leafwise)
+def _is_array(a: Any) -> bool:
+    return hasattr(a, "dtype") and hasattr(a, "shape")
 
 
 def _kind(a: Any) -> Any:
     """What two arrays of states that fit have in common; of slots their type."""
-    if _is_leafwise(a):
+    if isinstance(a, LeafwiseState):
         return slots_words(a.slots)
-    dtype = getattr(a, "dtype", None) or jnp.result_type(a)
-    return jnp.shape(a), _kind_of_dtype(dtype)
+    if is_rows(a) or _is_array(a):
+        return a.shape, _kind_of_dtype(a.dtype)
+    is_number = isinstance(a, int | float | complex)
+    return (), _kind_of_dtype(jnp.result_type(a)) if is_number else type(a).__name__
 
 
 @functools.cache
@@ -229,33 +244,22 @@ def _kind_of_dtype(dtype: Any) -> str:
     return "complex numbers" if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
 
 
-def kinds_of(state: Any) -> Any:
-    """What must not change from one state to the next: structure, shapes and kinds of dtypes."""
-    leaves, structure = jax.tree.flatten(state)
-    return structure, [_kind(a) if hasattr(a, "dtype") else None for a in leaves]
-
-
 def _words(state: Any) -> str:
     """A state in a few words: its types, without the arrays of parameters."""
-    if _is_leafwise(state):
+    if isinstance(state, LeafwiseState):
         return f"LeafwiseState with {slots_words(state.slots)}"
     if hasattr(state, "_fields"):
-        parts = [_words(part) for part in state if _has_states(part)]
+        parts = [_words(part) for part in state if has_states(part)]
         return f"{type(state).__name__}" + (f"({', '.join(parts)})" if parts else "")
     if isinstance(state, tuple | list) and len(state) < 10:
         return f"({', '.join(map(_words, state))}{',' * (len(state) == 1)})"
     if isinstance(state, dict):
-        if any(map(_has_states, state.values())):
+        if has_states(state):
             return "{" + ", ".join(f"{k!r}: {_words(v)}" for k, v in state.items()) + "}"
         return f"a dict with the keys {_few(list(state))}"
-    if hasattr(state, "dtype"):
-        return f"an array of {_kind_of_dtype(state.dtype)} of shape {jnp.shape(state)}"
+    if _is_array(state):
+        return f"an array of {_kind_of_dtype(state.dtype)} of shape {state.shape}"
     return f"{type(state).__name__}" if jax.tree.leaves(state) else repr(state)
-
-
-def _has_states(part: Any) -> bool:
-    is_state = lambda node: hasattr(node, "_fields")
-    return any(map(is_state, jax.tree.leaves(part, is_leaf=is_state)))
 
 
 def _few(names: list[Any]) -> str:

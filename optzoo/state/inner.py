@@ -1,8 +1,6 @@
 """Transformations inside of others: what does not belong together is a clear error."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,15 +14,14 @@ from ..core.paths import path_name
 from ..core.rows import fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
-from .fit import SWAPPED, StateError, find_misfit, kinds_of
+from .fit import SWAPPED, KnownStates, StateError, change
 
 
 def fitting(tx: optax.GradientTransformation) -> Optimizer:
     """The same transformation, with clear errors where its arguments do not belong together.
 
-    If the update fails, or returns a state of another structure or of other shapes, the state is
-    compared with that of ``init``, and gradients with parameters; so nothing is traced where all is
-    right.
+    If the update fails, or returns a state of other shapes, the state is compared with that which
+    ``init`` has made, and gradients with parameters. Nothing is traced for it.
 
     Raises:
         StateError: in ``update``, if the state does not fit the transformation and the parameters.
@@ -32,42 +29,33 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
             this library takes.
         ValueError: in ``update``, if a gradient does not have the shape of its parameter.
     """
-    about, tx = about_of(tx), optax.with_extra_args_support(tx)
+    about, tx, known = about_of(tx), optax.with_extra_args_support(tx), KnownStates()
 
     def init(params):
         try:
-            return tx.init(params)
-        except Exception as error:
-            if (found := _gradient_error(params, params)) is None:
-                raise
-            raise found from error
+            state = tx.init(params)
+        except Exception:
+            check_gradients(params, params, allow_complex=True)
+            raise
+        known.add(params, state)
+        return state
 
     def update(updates, state, params=None, **extra_args):
         note_reads(extra_args, about.reads)
-        with explained(tx, updates, state, params):
+        try:
             new_updates, new = tx.update(updates, state, params, **extra_args)
-        if kinds_of(new) != kinds_of(state):
-            found = find_misfit(tx, updates, state, params) or _gradient_error(updates, params)
-            if found is not None:
-                raise found
+        except Exception as error:
+            found = known.mistake(updates, state, params)
+            # An error about the state, of a transformation inside, says more.
+            if found is None or (isinstance(error, StateError) and str(found) != SWAPPED):
+                raise
+            raise found from error
+        if (changed := change(state, new)) is not None:
+            raise known.mistake(updates, state, params) or changed
         _check_shapes(updates, new_updates)
         return new_updates, new
 
     return Optimizer(init, update, about)
-
-
-def _gradient_error(
-    updates: Any, params: Any, *, allow_complex: bool = True
-) -> TypeError | ValueError | None:
-    if not all(hasattr(a, "dtype") for a in jax.tree.leaves((updates, params))):
-        return None  # nothing is known
-    try:
-        # They may be abstract.
-        check = functools.partial(check_gradients, allow_complex=allow_complex)
-        jax.eval_shape(check, updates, params)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
 
 
 def _check_shapes(updates: Any, new: Any) -> None:
@@ -82,29 +70,6 @@ def _check_shapes(updates: Any, new: Any) -> None:
                 f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, which its "
                 f"update, of shape {jnp.shape(u)}, does not have: it must be the parameter's"
             )
-
-
-@contextlib.contextmanager
-def explained(
-    tx: Any, updates: Any, state: Any, params: Any, *, dtypes: bool = True
-) -> Iterator[None]:
-    """If what is done here fails and the state does not fit, that is the error.
-
-    With ``dtypes`` also what is wrong with the dtypes and the shapes of gradients and parameters.
-    """
-    try:
-        yield
-    except Exception as error:
-        found = find_misfit(tx, updates, state, params)
-        found = found or (_gradient_error(updates, params) if dtypes else None)
-        of_dtype = _gradient_error(updates, params, allow_complex=False)
-        # What a transformation inside found says more, but not where arguments are swapped.
-        is_clear = isinstance(error, StateError) or (
-            isinstance(error, TypeError) and str(error) == str(of_dtype)
-        )
-        if found is None or str(found) == str(error) or (is_clear and str(found) != SWAPPED):
-            raise
-        raise found from error
 
 
 def inner_transformation(**arguments: Any) -> Optimizer:

@@ -169,7 +169,7 @@ def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> 
         if name != "slots":
             return value
         return {k: f((*path, k), tree) for k, tree in value.items()}
-    if name.startswith("inner") or any(map(is_state, jax.tree.leaves(value, is_leaf=is_state))):
+    if name.startswith("inner") or has_states(value):
         return _mapped(value, (*path, name), f)
     return f((*path, name), value) if _is_slot(value) else value
 
@@ -191,6 +191,11 @@ def is_state(node: Any) -> bool:
     if not getattr(node, "_fields", ()) or is_stack(node):
         return False
     return type(node).__module__.partition(".")[0] in ("optax", "optzoo")
+
+
+def has_states(tree: Any) -> bool:
+    """Whether a node of a tree is a state."""
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def _slots_by_path(state: Any) -> dict[SlotPath, Any]:

@@ -6,16 +6,12 @@ from typing import Any
 import jax
 import optax
 
-from ..core.checks import check_transformation
-from ..core.optimizer import about_of
-from ..native.step import Native, check_native
+from ..native.step import Native
 from ..sleeping.catch_up import check_no_guard
-from ..sparse.lookup import Sparse, check_sparse
+from ..sparse.lookup import Sparse
 from ..sparse.row_major import row_major
-from ..state.inner import explained
-from ..state.resting import has_resting
-from .resting import CaughtUpTables, RestingTables
-from .step import Model, Tables, train_step
+from .resting import tables_for
+from .step import Model, train_step
 
 
 def minimize(
@@ -65,29 +61,13 @@ def minimize(
         fourth if ``has_aux``. The extra args, trees of arrays, go to ``tx.update``,
         which must read them.
     """
-    check_transformation(tx=tx)
-    check_native(native)
-    check_sparse(sparse)
-    sleepers, tx = about_of(tx).sleepers, optax.with_extra_args_support(tx)
-    if sleepers is not None:
-        check_native_sleepers(native)
-    model = Model(loss_fn, tx, has_aux, sparse, native)
+    model = Model.of(loss_fn, tx, has_aux, sparse, native)
 
     def step(params, state, *batch, **extra_args):
-        model.check(params, state)
+        model.check(params)
         check_no_guard(state)
-        with explained(tx, None, state, params):
-            if sleepers is not None:
-                tables = CaughtUpTables(model, sleepers, params, state)
-            else:
-                tables = (RestingTables if has_resting(state) else Tables)(model, params, state)
+        tables = tables_for(model, params, state)
         params, state, value, aux = train_step(tables, batch, extra_args)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return jax.jit(row_major(step), donate_argnums=(0, 1))
-
-
-def check_native_sleepers(native: Native) -> None:
-    """Raises ``ValueError`` if the update of :func:`optzoo.caught_up` must be native."""
-    if native == "require":
-        raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")

@@ -78,9 +78,9 @@ class CaughtUpTables(RestingTables):
     """Of :func:`optzoo.caught_up` itself: each row is read once and written once."""
 
     def __init__(self, model: Model, sleepers: Sleepers, params: Any, state: Any):
+        sleepers.check(state)
         super().__init__(model, params, state)
         self.sleepers = sleepers
-        sleepers.check(state)
         self.tables, self.rows = dict[int, Table](), dict[int, Any]()
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
@@ -110,6 +110,13 @@ class CaughtUpTables(RestingTables):
         apply, state, params = self.sleepers.apply, self.state, self.params
         after = apply(state, params, grads, self.tables, parts, extra_args)
         return *after, value
+
+
+def tables_for(model: Model, params: Any, state: Any) -> Tables:
+    """The tables of a step on one device."""
+    if model.sleepers is not None:
+        return CaughtUpTables(model, model.sleepers, params, state)
+    return (RestingTables if has_resting(state) else Tables)(model, params, state)
 
 
 def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> Part:

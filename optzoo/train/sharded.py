@@ -57,15 +57,13 @@ class Mapped(NamedTuple):
 class ShardedTables(RestingTables):
     """The shards of one device, and everything else, replicated; rows of both may rest."""
 
-    def __init__(
-        self, model: Model, sleepers: Sleepers | None, mapped: Mapped, params: Any, state: Any
-    ):
+    def __init__(self, model: Model, mapped: Mapped, params: Any, state: Any):
         super().__init__(model, params, state)
-        self.sleepers, self.mapped = sleepers, mapped
+        self.mapped = mapped
         self.elsewhere |= mapped.tables.keys()
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
-        if sleepers is not None:
+        if model.sleepers is not None:
             sweep = lambda t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
             self._change(dict.fromkeys(sleeping_leaves(params, state), sweep))
 
@@ -219,8 +217,8 @@ class ShardedTables(RestingTables):
     ) -> tuple[Any, Any]:
         """The parameters and the state after the update of the rows of a round."""
         gs = self.treedef.flatten_up_to(grads)
-        if self.sleepers is not None:
-            return update_asleep(self.sleepers, params, state, gs, extra_args)
+        if self.model.sleepers is not None:
+            return update_asleep(self.model.sleepers, params, state, gs, extra_args)
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
             params, state = self._map(params, state, wake)
@@ -238,7 +236,7 @@ class ShardedTables(RestingTables):
             for i, p in self.parts.items()
             if is_round or p.sharding.num_shards > 1
         }
-        if self.sleepers is not None or not shards:
+        if self.model.sleepers is not None or not shards:
             return needed
         tables = {i: self.names[i] for i in shards}
         more = sleeping_leaves(self.params, self.state) & tables.keys()

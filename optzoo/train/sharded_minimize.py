@@ -10,18 +10,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ..core.checks import check_flags, check_positive, check_transformation
-from ..core.optimizer import about_of
+from ..core.checks import check_positive
 from ..core.paths import path_name
-from ..native.step import Native, check_native
+from ..native.step import Native
 from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
 from ..sleeping.catch_up import check_no_guard
-from ..sparse.lookup import Sparse, check_sparse
+from ..sparse.lookup import Sparse
 from ..sparse.row_major import row_major
-from ..state.fit import find_misfit, misfit
+from ..state.fit import compare, misfit
 from ..state.sharding import state_sharding
-from .minimize import check_native_sleepers
 from .sharded import Mapped, ShardedTables
 from .step import Model, train_step
 
@@ -70,7 +68,7 @@ def sharded_minimize(
         >>> params = {"table": optzoo.create_table(sharding, mesh, rows)}
         >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
         >>> tx = optzoo.lazy_adam(0.1)
-        >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+        >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(model.tx, params))(params)
         >>> step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
         >>> params, state, value = step(params, state, jnp.array([0, 3]))
         >>> float(value)
@@ -112,34 +110,27 @@ def sharded_minimize(
         The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
         extra args go to ``tx.update``.
     """
-    check_transformation(tx=tx)
-    check_flags(has_aux=has_aux)
-    check_native(native)
+    model = Model.of(loss_fn, tx, has_aux, sparse, native)
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
     check_positive(max_norm=1 if max_norm is None else max_norm)
     for sharding in tables.values():
         check_mesh(mesh, sharding)
-    check_sparse(sparse)
-    sleepers, tx = about_of(tx).sleepers, optax.with_extra_args_support(tx)
-    if sleepers is not None:
-        check_native_sleepers(native)
-    model = Model(loss_fn, tx, has_aux, sparse, native)
 
     def step(params, state, *batch, **extra_args):
-        model.check(params, state)
+        model.check(params)
         check_no_guard(state)
         _check_batch(batch, mesh)
-        if sleepers is not None:
-            sleepers.check(state)
+        if model.sleepers is not None:
+            model.sleepers.check(state)
         shardings = shardings_by_leaf(tables, params)
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)
         put = lambda x, spec: jax.ShapeDtypeStruct(
             jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
         )
-        placed = state_sharding(tx, jax.tree.map(put, params, specs))
+        placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
         if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise find_misfit(tx, None, state, params) or misfit(
+            raise compare(placed, state) or misfit(
                 str(jax.tree.structure(placed)), str(jax.tree.structure(state))
             )
         state_specs = jax.tree.map(lambda x: x.spec, placed)
@@ -147,7 +138,7 @@ def sharded_minimize(
         mapped = Mapped(mesh, capacity_factor, max_norm, transport, shardings, state_specs)
 
         def on_device(params, state, batch, extra_args):
-            tables = ShardedTables(model, sleepers, mapped, params, state)
+            tables = ShardedTables(model, mapped, params, state)
             params, state, value, aux = train_step(tables, batch, extra_args)
             aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * has_aux
             return params, state, value, *aux

@@ -9,19 +9,23 @@ import jax
 import optax
 from jax import Array
 
+from ..core.checks import check_flags, check_transformation
+from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..jaxprs.loss import Loss, trace_loss
 from ..jaxprs.reads import check_all_read
-from ..native.step import Native, apply_natively
-from ..sleeping.sleepers import final_update
+from ..native.step import Native, apply_natively, check_native
+from ..sleeping.sleepers import Sleepers, final_update
 from ..sparse.lookup import (
     DenseGradientWarning,
     Sparse,
     check_differentiable,
+    check_sparse,
     report_dense,
     value_and_aux,
 )
-from ..state.inner import explained
+from ..state.fit import refuse_swapped
+from ..state.inner import fitting
 
 
 class Model(NamedTuple):
@@ -33,6 +37,24 @@ class Model(NamedTuple):
     sparse: Sparse
     native: Native
 
+    @classmethod
+    def of(cls, loss_fn: Any, tx: Any, has_aux: bool, sparse: Sparse, native: Native) -> "Model":
+        """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
+        check_transformation(tx=tx)
+        check_flags(has_aux=has_aux)
+        check_sparse(sparse)
+        check_native(native)
+        if about_of(tx).sleepers is None:
+            tx = fitting(tx)
+        elif native == "require":
+            raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")
+        return cls(loss_fn, tx, has_aux, sparse, native)
+
+    @property
+    def sleepers(self) -> Sleepers | None:
+        """What :func:`optzoo.caught_up` made, if the optimizer is that."""
+        return about_of(self.tx).sleepers
+
     def loss_of(self, treedef: Any, batch: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
         """A function of the leaves of the parameters: the loss and the auxiliary data."""
 
@@ -41,12 +63,12 @@ class Model(NamedTuple):
 
         return call
 
-    def check(self, params: Any, state: Any) -> None:
-        """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is swapped."""
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        with explained(self.tx, None, state, params, dtypes=False):
-            for path, x in leaves:
-                check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
+    @staticmethod
+    def check(params: Any) -> None:
+        """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is a state."""
+        refuse_swapped(params)
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
 
     def apply(
         self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]

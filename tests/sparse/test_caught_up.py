@@ -18,8 +18,8 @@ from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
 from optzoo.sleeping import tables
-from optzoo.train import resting
 from optzoo.testing.samples import with_global_step
+from optzoo.train import resting
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)
 TABLES = ("users", "items", "bias")
