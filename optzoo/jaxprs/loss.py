@@ -93,22 +93,21 @@ class Loss(NamedTuple):
         gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
         taps = self._taps(flat, rows or {})
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
-        flattened = {}
-        for i in {lookup.leaf: None for lookup in self.lookups}:
+        given = {}
+        for i in sorted({lookup.leaf for lookup in self.lookups}):
             mine = [k for k, lookup in enumerate(self.lookups) if lookup.leaf == i]
             num_rows, *of_row = self.lookups[mine[0]].table
-            flattened[i] = jnp.concatenate([of_taps[k].reshape(-1, *of_row) for k in mine])
-            if i in self.elsewhere:
+            of_ids = [ids[k].reshape(-1) for k in mine if i not in self.elsewhere]
+            of_ids = jnp.concatenate(of_ids) if of_ids else None
+            of_rows = jnp.concatenate([of_taps[k].reshape(-1, *of_row) for k in mine])
+            if of_ids is None:
+                given[i] = of_rows
                 continue
-            gradient = SparseRows(
-                jnp.concatenate([ids[k].reshape(-1) for k in mine]),
-                flattened.pop(i),
-                num_rows,
-                shard=next((self.lookups[k].shard for k in mine), None),
-            )
+            shard = next((self.lookups[k].shard for k in mine), None)
+            gradient = SparseRows(of_ids, of_rows, num_rows, shard=shard)
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + gradient if self.uses[i] else gradient
-        return value, aux, of_leaves, flattened
+        return value, aux, of_leaves, given
 
     def _taps(self, flat: Sequence[Array], rows: Mapping[int, Array]) -> list[Array]:
         """For each lookup its rows, of those given for all lookups of its leaf; or zeros."""

@@ -9,7 +9,7 @@ from ..core.optimizer import About, Optimizer, about_of, known, reads_of
 from ..state.inner import fitting
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
-from .policies import lazy, linear
+from .policies import ROW_WISE, linear
 
 
 def scale_by_learning_rate(
@@ -55,14 +55,14 @@ def chain(*members: optax.GradientTransformation) -> Optimizer:
 
 def row_wise(tx: Optimizer) -> Optimizer:
     """An optimizer by one rule of this library, which treats each row by itself."""
-    return known(tx, row_wise=tx.about.rows in (lazy, linear))
+    return known(tx, row_wise=tx.about.rows in ROW_WISE)
 
 
 def _about_chain(*members: optax.GradientTransformation) -> About:
     """What is known of the members of a chain together."""
     policies = {about_of(tx).rows for tx in members} - {linear}
     rows = next(iter(policies), linear) if len(policies) < 2 else None
-    return About(rows, rows in (lazy, linear), reads=reads_of(*members))
+    return About(rows, rows in ROW_WISE, reads=reads_of(*members))
 
 
 def descend(

@@ -144,3 +144,4 @@ def linear(rule: Rule) -> RowsRule:
 
 
 POLICIES = lazy, linear, dense, touched
+ROW_WISE = lazy, linear  # each touched row is updated by itself, and no other

@@ -10,9 +10,11 @@ from ..core.merge import elect, segment_sum
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows
 from ..jaxprs.loss import Loss
+from ..jaxprs.reads import check_all_read
 from ..sleeping.sleepers import Part, Sleepers
 from ..sleeping.state import sleeping_leaves
 from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn, whole
+from ..state.resting import has_resting
 from .step import Model, Tables, report_reads
 
 
@@ -107,8 +109,9 @@ class CaughtUpTables(RestingTables):
                 parts[i] = _merged(table, self._ids[i], self.rows[i], of_rows.get(i))
             elif is_rows(grads[i]):  # of a table that is awake as a whole
                 parts[i] = Part.of(table, grads[i], is_awake=True)
-        apply, state, params = self.sleepers.apply, self.state, self.params
-        after = apply(state, params, grads, self.tables, parts, extra_args)
+        tx, state, params = self.model.tx, self.state, self.params
+        check_all_read(tx, tx.update, extra_args)
+        after = self.sleepers.apply(state, params, grads, self.tables, parts, extra_args)
         return *after, value
 
 

@@ -18,6 +18,7 @@ from ..core.rows import SparseRows, is_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..jaxprs.loss import Loss
 from ..jaxprs.prove_shards import check_update
+from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
 from ..sharded.lookup import Read, clean
 from ..sharded.rounds import Part, read_rows, update_in_rounds
@@ -218,6 +219,7 @@ class ShardedTables(RestingTables):
         """The parameters and the state after the update of the rows of a round."""
         gs = self.treedef.flatten_up_to(grads)
         if self.model.sleepers is not None:
+            check_all_read(self.model.tx, self.model.tx.update, extra_args)
             return update_asleep(self.model.sleepers, params, state, gs, extra_args)
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t

@@ -74,6 +74,8 @@ class Model(NamedTuple):
         self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """The parameters and the state after an update, which is final."""
+        update = functools.partial(self.tx.update, grads, state, params)
+        check_all_read(self.tx, update, extra_args)
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         if not self.native:
@@ -143,9 +145,7 @@ class Tables:
             of_rows: the gradients of the rows that were read; not of leaves that no lookup reads.
             extra_args: of the update.
         """
-        tx, grads = self.model.tx, self.treedef.unflatten(grads)
-        params, grads = _in_this_order(self.params, grads)
-        check_all_read(tx, functools.partial(tx.update, grads, self.state, params), extra_args)
+        params, grads = _in_this_order(self.params, self.treedef.unflatten(grads))
         return *self.model.apply(params, self.state, grads, extra_args), value
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optzoo
-from optzoo.state.types import CaughtUpState
+from optzoo.sleeping.state import CaughtUpState
 
 from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
 from .test_minimize import FULL, W, loss, shapes, start
