@@ -288,6 +288,11 @@ def test_bad_input():
         optzoo.sharded_minimize(loss, "adam", mesh_of(4), {"table": s})
     l2 = lambda p, *batch: loss(p, *batch) + jnp.sum(p["table"] ** 2)
     refused("table 'table' is sharded by rows, so the loss can read it", fn=l2)
+    whole = lambda p: jnp.sum(jax.lax.stop_gradient(p["table"]))  # needs no gradient
+    hidden = lambda p, *batch: loss(p, *batch) + whole(p)
+    refused("table 'table' is sharded by rows, so the loss can read it", fn=hidden)
+    in_aux = lambda p, *batch: (loss(p, *batch), whole(p))
+    refused("table 'table' is sharded by rows, so the", fn=in_aux, has_aux=True)
     twice = lambda p, ids, *_: jnp.sum(
         optzoo.lookup(p["table"], optzoo.lookup(p["table"], ids)[:, 0].astype(int))
     )

@@ -15,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 import optzoo
 from optzoo.compiled.report import lowered_for
 from optzoo.core.compat import DEMANDS_LAYOUTS
-from optzoo.sparse.row_major import can_be_row_major, changed_rows
+from optzoo.jaxprs.changed_rows import changed_rows
+from optzoo.jaxprs.graph import Graph
+from optzoo.sparse.row_major import can_be_row_major
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
 
@@ -83,7 +85,9 @@ def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any
     if not DEMANDS_LAYOUTS:  # all steps are like the first
         return step, args
     leaves, treedef = jax.tree.flatten(args)
-    by_rows = changed_rows(jax.make_jaxpr(step)(*args).jaxpr)  # parameters and state come first
+    by_rows = changed_rows(
+        Graph.of(jax.make_jaxpr(step)(*args).jaxpr)
+    )  # parameters and state come first
 
     def place(x, is_by_rows):
         at = getattr(x, "sharding", None) or SingleDeviceSharding(optzoo.devices_of(device)[0])
