@@ -6,7 +6,17 @@ import sys
 import pytest
 
 # What the extras and the tests install.
-HEAVY = ["flax", "h5py", "hypothesis", "IPython", "keras", "matplotlib", "orbax", "pandas"]
+HEAVY = [
+    "flax",
+    "h5py",
+    "hypothesis",
+    "IPython",
+    "jinja2",
+    "keras",
+    "matplotlib",
+    "orbax",
+    "pandas",
+]
 HEAVY += ["pytest", "returnn", "rich", "sklearn", "tensorboard", "tensorflow", "torch"]
 # Rooms that are imported at the first use of a name of theirs. In native, minimize needs the step.
 LATER = {"compiled", "interop", "native", "race", "testing"}
