@@ -37,7 +37,7 @@ class SoapSlots(NamedTuple):
     at_least_float32 = ("statistics", "basis")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class SoapOptions:
     """The arguments of :func:`optzoo.scale_by_soap`; :func:`optzoo.soap` describes them."""
 

@@ -15,7 +15,7 @@ from .options import (
     RootOptions,
     Scheduled,
     ShampooOptions,
-    StepOptions,
+    UpdateOptions,
     check_interval,
 )
 from .transform import shampoo_transformation
@@ -65,7 +65,7 @@ def scale_by_shampoo(
             svd_interval, precond_update_interval, alpha,
         ),
         RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
-        StepOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
     )  # fmt: skip
     return shampoo_transformation(options)
 
@@ -213,7 +213,7 @@ def shampoo(
             svd_interval, precond_update_interval, alpha,
         ),
         RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
-        StepOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
     )  # fmt: skip
     return _optimizer(options, learning_rate, weight_decay, mask)
 
@@ -323,8 +323,15 @@ def blocked_shampoo(
     options = ShampooOptions(
         Cutting(max_matrix_size, block_size, merge_dims=True, skip_vectors=True),
         Scheduled(b1, 1 - b1, b2, 1 - b2, root_interval, statistics_interval, alpha),
-        RootOptions(root, False, eps, True, stagger, axis_name),
-        StepOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        RootOptions(
+            root,
+            use_iterative_root=False,
+            epsilon=eps,
+            relative_epsilon=True,
+            stagger=stagger,
+            axis_name=axis_name,
+        ),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
     )
     return _optimizer(options, learning_rate, weight_decay, mask)
 

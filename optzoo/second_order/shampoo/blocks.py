@@ -69,7 +69,7 @@ class Blocks(NamedTuple):
         return x[tuple(map(slice, self.dims))].reshape(self.shape)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Cutting:
     """Which dimensions have matrices, and how parameters are cut into blocks."""
 

@@ -35,7 +35,7 @@ class StepValues(Scheduled):
     T: Any  # the number of the step, which follows the global step: 1, 2, ...
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class RootOptions:
     """How roots are computed."""
 
@@ -62,8 +62,8 @@ class RootOptions:
         return self.root or ("two_iterations" if self.use_iterative_root else "eigh")
 
 
-@dataclasses.dataclass
-class StepOptions:
+@dataclasses.dataclass(eq=False)
+class UpdateOptions:
     """What becomes of a preconditioned gradient."""
 
     grafting: Grafting | None
@@ -94,7 +94,7 @@ class ShampooOptions:
     cutting: Cutting
     scheduled: Scheduled
     roots: RootOptions
-    steps: StepOptions
+    update: UpdateOptions
 
     def __post_init__(self) -> None:
         given = self.scheduled

@@ -20,7 +20,7 @@ from ...state.tf1_names import TF1Names
 from ...state.types import Slot
 from .blocks import Blocks
 from .grafting import match_norm, simple_step
-from .options import RootOptions, ShampooOptions, StepOptions, StepValues, statically_equals
+from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions, statically_equals
 from .products import gram, multiply, others
 from .refresh import is_due, refresh
 from .roots import METHODS
@@ -70,8 +70,8 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
             gbar=zeros,
             Gbar=functools.partial(_zero_statistics, options),
             H=functools.partial(_identity_roots, options),
-            graft=zeros if options.steps.needs_squares else none,
-            momentum=none if options.steps.momentum is None else zeros,
+            graft=zeros if options.update.needs_squares else none,
+            momentum=none if options.update.momentum is None else zeros,
         ),
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
         scheduled={"T": lambda k: k + 1, **vars(options.scheduled)},
@@ -246,13 +246,13 @@ def _finish(
     """The update and the new slots of a parameter."""
     b, gbar = _sum_of_gradients(options, now, work)
     p = _preconditioned(work.blocks, b, used, roots, now.alpha)
-    d, v = simple_step(options.steps, now, b, work.g, work.slots.graft)
+    d, v = simple_step(options.update, now, b, work.g, work.slots.graft)
     if not work.blocks.preconditioned:
         p = d
-    elif options.steps.grafting is not None:
+    elif options.update.grafting is not None:
         p = match_norm(p, d)
-    p = _warm_up(options.steps, now, p, d)
-    p, m = _momentum(options.steps, p, work.slots.momentum)
+    p = _warm_up(options.update, now, p, d)
+    p, m = _momentum(options.update, p, work.slots.momentum)
     return _end(work, p, ShampooSlots(gbar, kept, roots, v, m))
 
 
@@ -278,14 +278,14 @@ def _preconditioned(
     return blocks.join(p)
 
 
-def _warm_up(options: StepOptions, now: StepValues, p: Array, d: Array) -> Array:
+def _warm_up(options: UpdateOptions, now: StepValues, p: Array, d: Array) -> Array:
     """The simpler step ``d`` up to the step ``start_step``, then ``p``."""
     if statically_equals(options.start_step, 0):
         return p
     return jnp.where(options.start_step < now.T, p, d)
 
 
-def _momentum(options: StepOptions, p: Array, m: Any) -> tuple[Array, Any]:
+def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
     """The decaying sum of the steps, or with Nesterov the step after it; and the sum to keep."""
     if options.momentum is None:
         return p, m
