@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import optax
 
@@ -58,6 +58,7 @@ from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
 
+_T = TypeVar("_T", "Entry", "Wrapper", "Method")
 Rows = Literal["lazy", "dense", "touched", "linear"]
 
 
@@ -92,76 +93,63 @@ class Entry(NamedTuple):
         return self.factory.__module__.split(".")[1]
 
 
+def _by_name(*entries: _T) -> dict[str, _T]:
+    """A table of entries by the names of their factories."""
+    return {entry.factory.__name__: entry for entry in entries}
+
+
 _TRAIN, _CONTRIB, _RETURNN = "tf.train", "tf.contrib.opt", "returnn.tf.updater"
 _MOMENTUM, _DECAY = {"momentum": 0.9}, {"weight_decay_per_step": 1e-4}
 
-CATALOG: dict[str, Entry] = {
-    "adadelta": Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
-    "adagrad": Entry(adagrad, "lazy", 0.1, f"{_TRAIN}.AdagradOptimizer"),
-    "adagrad_da": Entry(adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer"),
-    "adagrad_eps": Entry(adagrad_eps, "lazy", 0.1, None),
-    "adam": Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
-    "adam_gs": Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
-    "adamax": Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),
-    "adamw": Entry(adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required=_DECAY),
-    "add_sign": Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
-    "amsgrad": Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
-    "blocked_shampoo": Entry(
-        blocked_shampoo, "dense", 0.01, None, static=("alpha", "block_size", "max_matrix_size")
-    ),
-    "counter_row_wise_adagrad": Entry(
+CATALOG: dict[str, Entry] = _by_name(
+    Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
+    Entry(adagrad, "lazy", 0.1, f"{_TRAIN}.AdagradOptimizer"),
+    Entry(adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer"),
+    Entry(adagrad_eps, "lazy", 0.1, None),
+    Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
+    Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
+    Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),
+    Entry(adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required=_DECAY),
+    Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
+    Entry(amsgrad, "lazy", 0.01, f"{_RETURNN}.AMSGradOptimizer"),
+    Entry(blocked_shampoo, "dense", 0.01, None, static=("alpha", "block_size", "max_matrix_size")),
+    Entry(
         counter_row_wise_adagrad,
         "lazy",
         0.1,
         None,
         static=("half_life", "start_step", "max_counter_every"),
     ),
-    "cowclip_row_wise_adagrad": Entry(
-        cowclip_row_wise_adagrad, "lazy", 0.1, None, static=("half_life",)
-    ),
-    "custom_adam": Entry(custom_adam, "lazy", 0.01, f"{_RETURNN}.CustomAdamOptimizer"),
-    "ftrl": Entry(ftrl, "lazy", 0.1, f"{_TRAIN}.FtrlOptimizer", l1_of_the_sum=True),
-    "ggt": Entry(ggt, "dense", 0.01, f"{_CONTRIB}.GGTOptimizer", static=("window",)),
-    "global_decay_row_wise_adagrad": Entry(
-        global_decay_row_wise_adagrad, "lazy", 0.1, None, static=("start_step",)
-    ),
-    "grad_variance_scaled": Entry(
-        grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"
-    ),
-    "gradient_descent": Entry(
-        gradient_descent, "linear", 0.1, f"{_TRAIN}.GradientDescentOptimizer"
-    ),
-    "lamb": Entry(lamb, "lazy", 0.02, None),
-    "lars": Entry(lars, "lazy", 1.0, f"{_CONTRIB}.LARSOptimizer"),
-    "lazy_adam": Entry(lazy_adam, "lazy", 0.01, f"{_CONTRIB}.LazyAdamOptimizer"),
-    "lazy_adam_gs": Entry(
-        lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True
-    ),
-    "lazy_adamw": Entry(lazy_adamw, "lazy", 0.01, None),
-    "momentum": Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
-    "momentumw": Entry(
-        momentumw, "lazy", 0.03, f"{_CONTRIB}.MomentumWOptimizer", required=_MOMENTUM | _DECAY
-    ),
-    "nadam": Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
-    "neural_optimizer1": Entry(neural_optimizer1, "touched", 0.1, f"{_RETURNN}.NeuralOptimizer1"),
-    "normalized_sgd": Entry(normalized_sgd, "lazy", 0.03, f"{_RETURNN}.NormalizedSGD"),
-    "partial_row_wise_adam": Entry(partial_row_wise_adam, "lazy", 0.01, None),
-    "partial_row_wise_lamb": Entry(partial_row_wise_lamb, "lazy", 0.02, None),
-    "power_sign": Entry(power_sign, "touched", 0.03, f"{_CONTRIB}.PowerSignOptimizer"),
-    "proximal_adagrad": Entry(proximal_adagrad, "lazy", 0.1, f"{_TRAIN}.ProximalAdagradOptimizer"),
-    "proximal_gradient_descent": Entry(
-        proximal_gradient_descent, "lazy", 0.1, f"{_TRAIN}.ProximalGradientDescentOptimizer"
-    ),
-    "reg_adagrad": Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
-    "rmsprop": Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
-    "row_wise_adagrad": Entry(row_wise_adagrad, "lazy", 0.1, None),
-    "row_wise_lars": Entry(row_wise_lars, "lazy", 10.0, None),
-    "row_wise_rmsprop": Entry(row_wise_rmsprop, "lazy", 0.01, None),
-    "shampoo": Entry(
-        shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)
-    ),
-    "soap": Entry(soap, "dense", 0.01, None, static=("block_size", "max_matrix_size")),
-}
+    Entry(cowclip_row_wise_adagrad, "lazy", 0.1, None, static=("half_life",)),
+    Entry(custom_adam, "lazy", 0.01, f"{_RETURNN}.CustomAdamOptimizer"),
+    Entry(ftrl, "lazy", 0.1, f"{_TRAIN}.FtrlOptimizer", l1_of_the_sum=True),
+    Entry(ggt, "dense", 0.01, f"{_CONTRIB}.GGTOptimizer", static=("window",)),
+    Entry(global_decay_row_wise_adagrad, "lazy", 0.1, None, static=("start_step",)),
+    Entry(grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"),
+    Entry(gradient_descent, "linear", 0.1, f"{_TRAIN}.GradientDescentOptimizer"),
+    Entry(lamb, "lazy", 0.02, None),
+    Entry(lars, "lazy", 1.0, f"{_CONTRIB}.LARSOptimizer"),
+    Entry(lazy_adam, "lazy", 0.01, f"{_CONTRIB}.LazyAdamOptimizer"),
+    Entry(lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True),
+    Entry(lazy_adamw, "lazy", 0.01, None),
+    Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
+    Entry(momentumw, "lazy", 0.03, f"{_CONTRIB}.MomentumWOptimizer", required=_MOMENTUM | _DECAY),
+    Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
+    Entry(neural_optimizer1, "touched", 0.1, f"{_RETURNN}.NeuralOptimizer1"),
+    Entry(normalized_sgd, "lazy", 0.03, f"{_RETURNN}.NormalizedSGD"),
+    Entry(partial_row_wise_adam, "lazy", 0.01, None),
+    Entry(partial_row_wise_lamb, "lazy", 0.02, None),
+    Entry(power_sign, "touched", 0.03, f"{_CONTRIB}.PowerSignOptimizer"),
+    Entry(proximal_adagrad, "lazy", 0.1, f"{_TRAIN}.ProximalAdagradOptimizer"),
+    Entry(proximal_gradient_descent, "lazy", 0.1, f"{_TRAIN}.ProximalGradientDescentOptimizer"),
+    Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
+    Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
+    Entry(row_wise_adagrad, "lazy", 0.1, None),
+    Entry(row_wise_lars, "lazy", 10.0, None),
+    Entry(row_wise_rmsprop, "lazy", 0.01, None),
+    Entry(shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)),
+    Entry(soap, "dense", 0.01, None, static=("block_size", "max_matrix_size")),
+)
 
 
 class Wrapper(NamedTuple):
@@ -177,18 +165,16 @@ class Wrapper(NamedTuple):
     original: str | None  # the equivalent class or function in TF1; None if there is none
 
 
-WRAPPERS: dict[str, Wrapper] = {
-    "accumulate": Wrapper(accumulate, None),
-    "decoupled_weight_decay": Wrapper(
-        decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"
-    ),
-    "ema_in_place": Wrapper(ema_in_place, None),
-    "ensemble": Wrapper(ensemble, None),
-    "moving_average": Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
-    "multitask": Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
-    "stacked": Wrapper(stacked, None),
-    "variable_clipping": Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
-}
+WRAPPERS: dict[str, Wrapper] = _by_name(
+    Wrapper(accumulate, None),
+    Wrapper(decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"),
+    Wrapper(ema_in_place, None),
+    Wrapper(ensemble, None),
+    Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
+    Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
+    Wrapper(stacked, None),
+    Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
+)
 
 
 class Method(NamedTuple):
@@ -214,23 +200,19 @@ class Method(NamedTuple):
 
 _ALL = lambda num_replicas: num_replicas
 
-DISTRIBUTED: dict[str, Method] = {
-    "agn": Method(agn, f"{_CONTRIB}.AGNOptimizer"),
-    "diloco": Method(diloco, None),
+DISTRIBUTED: dict[str, Method] = _by_name(
+    Method(agn, f"{_CONTRIB}.AGNOptimizer"),
+    Method(diloco, None),
     # If all gradients start at the same parameters, the last one applied is this stale.
-    "drop_stale_gradient": Method(
+    Method(
         drop_stale_gradient,
         f"{_CONTRIB}.DropStaleGradientOptimizer",
         {"staleness": lambda num_replicas: num_replicas - 1},
     ),
-    "elastic_average": Method(
-        elastic_average, f"{_CONTRIB}.ElasticAverageOptimizer", {"num_workers": _ALL}
-    ),
-    "model_average": Method(model_average, f"{_CONTRIB}.ModelAverageOptimizer"),
-    "sync_replicas": Method(
-        sync_replicas, f"{_TRAIN}.SyncReplicasOptimizer", {"replicas_to_aggregate": _ALL}
-    ),
-}
+    Method(elastic_average, f"{_CONTRIB}.ElasticAverageOptimizer", {"num_workers": _ALL}),
+    Method(model_average, f"{_CONTRIB}.ModelAverageOptimizer"),
+    Method(sync_replicas, f"{_TRAIN}.SyncReplicasOptimizer", {"replicas_to_aggregate": _ALL}),
+)
 
 
 def optimizers_table() -> str:

@@ -3,6 +3,7 @@
 import difflib
 import enum
 import functools
+import importlib
 import inspect
 import math
 import numbers
@@ -204,12 +205,15 @@ class _Found(NamedTuple):
 
 # Names of RETURNN's registry that are not in the tables, as _key gives them.
 _ALSO = {"customgradientdescent": "gradientdescent"}
-# Names that other files of this library add.
+# The modules that add names, imported when one is looked up; and these names.
+_ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
 _ADDED: dict[str, _Found] = {}
 
 
 def _table() -> dict[str, _Found]:
     """The optimizer of each name, as _key gives it: names of this library and of the originals."""
+    for module in _ADD_NAMES:
+        importlib.import_module(f"{__package__}.{module}")
     table = {}
     for entries, is_wrapper in ((CATALOG, False), (WRAPPERS, True), (DISTRIBUTED, True)):
         for name, entry in entries.items():

@@ -27,8 +27,8 @@ DIFFERENCES = "Differences from the original:"
 def differences():
     """What the docstrings say of deliberate differences, as a table."""
     lines = ["| | original | here, other than there |", "|---|---|---|"]
-    for name, thing in sorted(vars(optzoo).items()):
-        doc = inspect.getdoc(thing) or ""
+    for name in dir(optzoo):
+        doc = inspect.getdoc(getattr(optzoo, name)) or ""
         if DIFFERENCES in doc:
             text = " ".join(doc.split(DIFFERENCES)[1].split())
             text = re.sub(r":math:`(.*?)`", r"$\1$", text).replace("``", "`")

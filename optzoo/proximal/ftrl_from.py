@@ -1,5 +1,6 @@
 """FTRL by the arguments of other libraries, in which the same names have other meanings."""
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -91,94 +92,94 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
     References:
         :func:`optzoo.ftrl`; ``docs/ftrl.md`` has measured differences from the four libraries.
     """
-    translate = _DIALECTS.get(dialect)
-    if translate is None:
-        raise ValueError(f"dialect must be one of {', '.join(_DIALECTS)}, got {dialect!r}")
-    known = inspect.signature(translate).parameters
+    library = _LIBRARIES.get(dialect)
+    if library is None:
+        raise ValueError(f"dialect must be one of {', '.join(_LIBRARIES)}, got {dialect!r}")
+    known = inspect.signature(library).parameters
     if unknown := sorted(arguments.keys() - known.keys()):
         raise TypeError(
             f"FTRL of {dialect} has no argument {unknown[0]!r}: it takes {_list(known)}"
         )
     if missing := [k for k, p in known.items() if p.default is p.empty and k not in arguments]:
         raise TypeError(f"FTRL of {dialect} needs {_list(missing)}")
-    ours = translate(**arguments)
+    ours = library(**arguments).ours()
     tx = ftrl(**ours)
     return tx if dialect == "tf1" else _warning_of_replaced_values(tx, ours)
 
 
-def _tf1(
-    learning_rate: Any,
-    learning_rate_power: Any = -0.5,
-    initial_accumulator_value: Any = 0.1,
-    l1_regularization_strength: Any = 0.0,
-    l2_regularization_strength: Any = 0.0,
-    l2_shrinkage_regularization_strength: Any = 0.0,
-) -> dict[str, Any]:
-    return locals()
+@dataclasses.dataclass
+class _TF1:
+    learning_rate: Any
+    learning_rate_power: Any = -0.5
+    initial_accumulator_value: Any = 0.1
+    l1_regularization_strength: Any = 0.0
+    l2_regularization_strength: Any = 0.0
+    l2_shrinkage_regularization_strength: Any = 0.0
+
+    def ours(self) -> dict[str, Any]:
+        """The arguments of :func:`optzoo.ftrl`."""
+        return dict(vars(self))
 
 
-def _keras(
-    learning_rate: Any = 0.001,
-    learning_rate_power: Any = -0.5,
-    initial_accumulator_value: Any = 0.1,
-    l1_regularization_strength: Any = 0.0,
-    l2_regularization_strength: Any = 0.0,
-    l2_shrinkage_regularization_strength: Any = 0.0,
-    beta: Any = 0.0,
-) -> dict[str, Any]:
-    return locals()
+@dataclasses.dataclass
+class _Keras(_TF1):
+    learning_rate: Any = 0.001
+    beta: Any = 0.0
 
 
-def _sparsecore(
-    learning_rate: Any = 0.01,
-    learning_rate_power: Any = -0.5,
-    l1_regularization_strength: Any = 0.0,
-    l2_regularization_strength: Any = 0.0,
-    beta: Any = 0.0,
-    initial_accumulator_value: Any = 0.1,
-    initial_linear_value: Any = 0.0,
-    multiply_linear_by_learning_rate: bool = False,
-) -> dict[str, Any]:
-    if initial_linear_value != 0:
-        raise ValueError(
-            f"initial_linear_value must be 0, got {initial_linear_value!r}: set the slot 'linear' "
-            "of the state by optzoo.set_slot"
-        )
-    if multiply_linear_by_learning_rate and callable(learning_rate):
-        raise ValueError(
-            "learning_rate must be a number with multiply_linear_by_learning_rate=True, got "
-            f"{learning_rate!r}: only with a constant rate the values are those of optzoo.ftrl"
-        )
-    return {
-        "learning_rate": learning_rate,
-        "learning_rate_power": learning_rate_power,
-        "initial_accumulator_value": initial_accumulator_value,
-        "l1_regularization_strength": l1_regularization_strength,
-        "l2_regularization_strength": l2_regularization_strength,
-        "beta": beta,
-    }
+@dataclasses.dataclass
+class _SparseCore:
+    learning_rate: Any = 0.01
+    learning_rate_power: Any = -0.5
+    l1_regularization_strength: Any = 0.0
+    l2_regularization_strength: Any = 0.0
+    beta: Any = 0.0
+    initial_accumulator_value: Any = 0.1
+    initial_linear_value: Any = 0.0
+    multiply_linear_by_learning_rate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.initial_linear_value != 0:
+            raise ValueError(
+                f"initial_linear_value must be 0, got {self.initial_linear_value!r}: set the slot "
+                "'linear' of the state by optzoo.set_slot"
+            )
+        if self.multiply_linear_by_learning_rate and callable(self.learning_rate):
+            raise ValueError(
+                "learning_rate must be a number with multiply_linear_by_learning_rate=True, got "
+                f"{self.learning_rate!r}: only with a constant rate the values are those of "
+                "optzoo.ftrl"
+            )
+
+    def ours(self) -> dict[str, Any]:
+        theirs = "initial_linear_value", "multiply_linear_by_learning_rate"
+        return {name: value for name, value in vars(self).items() if name not in theirs}
 
 
-def _dynamicemb(
-    learning_rate: Any = 0.01,
-    learning_rate_power: Any = -0.5,
-    initial_accumulator_value: Any = 0.0,
-    ftrl_beta: Any = 0.0,
-    l1_reg: Any = 0.0,
-    l2_reg: Any = 0.0,
-) -> dict[str, Any]:
-    check_not_negative(ftrl_beta=ftrl_beta, l1_reg=l1_reg, l2_reg=l2_reg)
-    return {
-        "learning_rate": learning_rate,
-        "learning_rate_power": learning_rate_power,
-        "initial_accumulator_value": initial_accumulator_value,
-        "l1_regularization_strength": l1_reg,
-        "l2_regularization_strength": l2_reg / 2,
-        "beta": ftrl_beta,
-    }
+@dataclasses.dataclass
+class _DynamicEmb:
+    learning_rate: Any = 0.01
+    learning_rate_power: Any = -0.5
+    initial_accumulator_value: Any = 0.0
+    ftrl_beta: Any = 0.0
+    l1_reg: Any = 0.0
+    l2_reg: Any = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(ftrl_beta=self.ftrl_beta, l1_reg=self.l1_reg, l2_reg=self.l2_reg)
+
+    def ours(self) -> dict[str, Any]:
+        return {
+            "learning_rate": self.learning_rate,
+            "learning_rate_power": self.learning_rate_power,
+            "initial_accumulator_value": self.initial_accumulator_value,
+            "l1_regularization_strength": self.l1_reg,
+            "l2_regularization_strength": self.l2_reg / 2,
+            "beta": self.ftrl_beta,
+        }
 
 
-_DIALECTS = dict(zip(get_args(Dialect), (_tf1, _keras, _sparsecore, _dynamicemb), strict=True))
+_LIBRARIES = dict(zip(get_args(Dialect), (_TF1, _Keras, _SparseCore, _DynamicEmb), strict=True))
 
 
 def _list(names: Any) -> str:

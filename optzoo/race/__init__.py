@@ -4,7 +4,7 @@ import importlib.util
 
 from ..core.extras import how_to_install
 
-_NEEDED = "matplotlib", "plotly", "rich", "sklearn"
+_NEEDED = "jinja2", "matplotlib", "plotly", "rich", "sklearn"
 _MISSING = [m for m in _NEEDED if importlib.util.find_spec(m) is None]
 if _MISSING:
     raise ModuleNotFoundError(f"optzoo.race needs {', '.join(_MISSING)}: {how_to_install('race')}")

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's statistics."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check, check_decays, check_flags, check_not_negative, check_size
+from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide, saturating_cast, slot_dtype, sqrt, upcast, wide_dtype
 from ..core.paths import without_boxes
 from ..core.rows import is_rows
@@ -20,7 +20,8 @@ from ..rules.treewise import treewise
 from ..state.types import Slot
 from .bases import by_eigh, by_qr, unchanged
 from .shampoo.api import add_decay
-from .shampoo.blocks import Blocks, cut
+from .shampoo.blocks import Blocks, Cutting
+from .shampoo.options import check_interval
 from .shampoo.products import gram, multiply
 from .shampoo.refresh import is_due, refresh
 
@@ -36,7 +37,7 @@ class SoapSlots(NamedTuple):
     at_least_float32 = ("statistics", "basis")
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class SoapOptions:
     """The arguments of :func:`optzoo.scale_by_soap`; :func:`optzoo.soap` describes them."""
 
@@ -44,22 +45,21 @@ class SoapOptions:
     b2: Any
     shampoo_b2: Any
     eps: Any
-    max_matrix_size: int
-    block_size: int | None
-    merge_dims: bool
+    cutting: Cutting
     one_sided: bool
-    skip_vectors: bool
     axis_name: str | None
+
+    def __post_init__(self) -> None:
+        self.b1, self.b2 = check_decays(b1=self.b1, b2=self.b2)
+        if self.shampoo_b2 is None:
+            self.shampoo_b2 = self.b2
+        [self.shampoo_b2] = check_decays(shampoo_b2=self.shampoo_b2)
+        check_not_negative(eps=self.eps)
+        check_flags(one_sided=self.one_sided)
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
         """The blocks of a parameter of this shape; not ``preconditioned`` if it has no basis."""
-        blocks = cut(
-            shape,
-            max_matrix_size=self.max_matrix_size,
-            block_size=self.block_size,
-            merge_dims=self.merge_dims,
-            skip_vectors=self.skip_vectors,
-        )
+        blocks = self.cutting.blocks(shape)
         full, parts = blocks.full, blocks.parts
         if self.one_sided and any(full):
             least = min((d, i) for i, d in enumerate(blocks.dims) if full[i])[1]
@@ -110,7 +110,21 @@ def scale_by_soap(
         >>> print(float(jnp.sum(gradient * updates)) > 0)
         True
     """
-    return _scale_by_soap(locals())
+    check_interval(precondition_frequency=precondition_frequency)
+    cutting = Cutting(max_matrix_size, block_size, merge_dims, skip_vectors)
+    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, one_sided, axis_name)
+    direction = treewise(
+        lambda *args, **scheduled: _update(options, *args, **scheduled),
+        slots=SoapSlots(
+            m=lambda x: _zero_means(options, x),
+            v=lambda x: _zero_means(options, x),
+            statistics=lambda x: _matrices(options, x, _zero_matrix),
+            basis=lambda x: _matrices(options, x, jnp.eye),
+        ),
+        shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
+        scheduled={"precondition_frequency": precondition_frequency},
+    )
+    return without_boxes(direction)
 
 
 def soap(
@@ -226,46 +240,12 @@ def soap(
         order, which gives the same steps.
     """
     decay = [] if weight_decay is None else [add_decay(weight_decay, mask)]
-    return descend(learning_rate, _scale_by_soap(locals()), *decay)
-
-
-def _scale_by_soap(arguments: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
-    """The direction, from the arguments of a factory by name."""
-    frequency = arguments["precondition_frequency"]
-    options = _checked(arguments)
-    direction = treewise(
-        lambda *args, **scheduled: _update(options, *args, **scheduled),
-        slots=SoapSlots(
-            m=lambda x: _zero_means(options, x),
-            v=lambda x: _zero_means(options, x),
-            statistics=lambda x: _matrices(options, x, _zero_matrix),
-            basis=lambda x: _matrices(options, x, jnp.eye),
-        ),
-        shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
-        scheduled={"precondition_frequency": frequency},
-    )
-    return without_boxes(direction)
-
-
-def _checked(arguments: Mapping[str, Any]) -> SoapOptions:
-    """The options with plain sizes, if they are valid."""
-    fields = [field.name for field in dataclasses.fields(SoapOptions)]
-    options = SoapOptions(**{name: arguments[name] for name in fields})
-    frequency = {"precondition_frequency": arguments["precondition_frequency"]}
-    check("at least 1", lambda v: v >= 1, schedule=True, **frequency)
-    check_not_negative(eps=options.eps)
-    flags = ("merge_dims", "one_sided", "skip_vectors")
-    check_flags(**{name: getattr(options, name) for name in flags})
-    b1, b2 = check_decays(b1=options.b1, b2=options.b2)
-    shampoo_b2, block_size = options.shampoo_b2, options.block_size
-    return dataclasses.replace(
-        options,
-        b1=b1,
-        b2=b2,
-        shampoo_b2=b2 if shampoo_b2 is None else check_decays(shampoo_b2=shampoo_b2)[0],
-        max_matrix_size=check_size(max_matrix_size=options.max_matrix_size),
-        block_size=block_size if block_size is None else check_size(1, block_size=block_size),
-    )
+    direction = scale_by_soap(
+        b1, b2, shampoo_b2, eps, precondition_frequency, max_matrix_size=max_matrix_size,
+        block_size=block_size, merge_dims=merge_dims, one_sided=one_sided,
+        skip_vectors=skip_vectors, axis_name=axis_name,
+    )  # fmt: skip
+    return descend(learning_rate, direction, *decay)
 
 
 def _zero_means(options: SoapOptions, x: Any) -> Array:

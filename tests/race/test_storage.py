@@ -1,6 +1,7 @@
 """Nothing that a race has written is lost: two races in one folder, and damaged files."""
 
 import copy
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 from optzoo import race
+from optzoo.core import locks
 from optzoo.core.locks import locked
 from optzoo.race import report, storage
 
@@ -154,6 +156,46 @@ def test_the_lock_of_a_dead_process_does_not_block(tmp_path):
     with locked(path):
         pass
     assert not path.exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
+    path, lock = tmp_path / ".lock", locks._lock
+    calls = []
+
+    def lock_after_a_removal(file):
+        lock(file)
+        calls.append(file)
+        if len(calls) == 1:
+            path.unlink()
+
+    monkeypatch.setattr(locks, "_lock", lock_after_a_removal)
+    with locked(path):
+        assert path.exists()
+    assert len(calls) == 2 and calls[0].closed
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch):
+    def refuse(file):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks, "_lock", refuse)
+    warns = pytest.warns(RuntimeWarning, match="has no locks for .*: let only one process")
+    with warns, locked(tmp_path / ".lock"):
+        reached = True
+    assert reached
+
+
+def test_other_errors_of_locks_are_raised(tmp_path, monkeypatch):
+    files = []
+
+    def fail(file):
+        files.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(locks, "_lock", fail)
+    with pytest.raises(OSError, match="Input/output error"), locked(tmp_path / ".lock"):
+        pass
+    assert files[0].closed
 
 
 # ------------------------------------------------------------------------- damaged results

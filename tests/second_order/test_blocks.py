@@ -12,19 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optzoo
-from optzoo.second_order.shampoo.blocks import cut
+from optzoo.second_order.shampoo.blocks import Cutting
 from optzoo.testing.samples import step
 
 LARGE = {"max_matrix_size": 8192, "block_size": None, "merge_dims": False, "skip_vectors": False}
 often = settings(derandomize=True, deadline=None, max_examples=25, database=None)
 
 
+def cut(shape, **kwargs):
+    return Cutting(**LARGE | kwargs).blocks(shape)
+
+
 def dims(shape, **kwargs):
-    return cut(shape, **LARGE | kwargs).dims
+    return cut(shape, **kwargs).dims
 
 
 def sizes(shape, **kwargs):
-    return cut(shape, **LARGE | kwargs).sizes
+    return cut(shape, **kwargs).sizes
 
 
 @st.composite
@@ -84,7 +88,7 @@ def test_a_quarter_more_parts_if_they_divide():
 
 def test_no_block_beyond_a_matrix():
     """Large dimensions stay whole, with the diagonal; the others are cut."""
-    blocks = cut((100, 12), **LARGE | {"max_matrix_size": 16, "block_size": 4})
+    blocks = cut((100, 12), max_matrix_size=16, block_size=4)
     assert blocks.parts == (1, 3) and blocks.full == (False, True)
     assert blocks.factors == [(100, False), (4, True)]
     assert sizes((12,), max_matrix_size=16, block_size=40) == (12,)
@@ -107,7 +111,7 @@ def test_two_dimensions_are_left():
 
 
 def test_skipped():
-    factors = lambda shape, **kwargs: cut(shape, **LARGE | kwargs).factors
+    factors = lambda shape, **kwargs: cut(shape, **kwargs).factors
     assert factors((5,)) == [(5, True)] and factors(()) == [(1, True)]
     assert factors((5,), skip_vectors=True) == factors((), skip_vectors=True) == []
     assert factors((5, 1), skip_vectors=True) == [(5, True), (1, True)]

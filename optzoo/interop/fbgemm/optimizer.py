@@ -129,52 +129,50 @@ def fbgemm_optimizer(
         ``SplitTableBatchedEmbeddingBagsCodegen`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_
         1.8.0. See ``docs/fbgemm.md``.
     """
-    arguments = {k: v for k, v in locals().items() if k in _ARGUMENTS}
     name = _name(optimizer)
     kind = _KINDS[name]
     check_rate(learning_rate)
     check_not_negative(max_norm=max_norm)
     check_flags(gradient_clipping=gradient_clipping)
     check_positive(max_gradient=max_gradient)
-    _warn_about_ignored(name, kind.reads, arguments)
-    given = _Given(**{**arguments, "learning_rate": _in_float32(learning_rate)})
+    given = _Given(
+        _in_float32(learning_rate), eps, momentum, weight_decay, weight_decay_mode, eta, beta1,
+        beta2, max_norm, counter_based_regularization, cowclip_regularization, global_weight_decay,
+        emainplace_mode, ensemble_mode, extra_optimizer_config, ar_alpha, ema_beta, min_shrinkage,
+    )  # fmt: skip
+    _warn_about_ignored(name, kind.reads, given)
+    if stochastic_rounding:
+        _warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
     bound = max_gradient if gradient_clipping else None
     return _of_tables(kind.build(given), bound, rounds_once=kind.rounds_once)
 
 
 class _Given(NamedTuple):
-    """The arguments of :func:`fbgemm_optimizer`."""
+    """The arguments of :func:`fbgemm_optimizer` that only some optimizers read, and the rate."""
 
-    learning_rate: Any
-    eps: Any
-    momentum: Any
-    weight_decay: Any
+    learning_rate: optax.ScalarOrSchedule
+    eps: float
+    momentum: float
+    weight_decay: float
     weight_decay_mode: Any
-    eta: Any
-    beta1: Any
-    beta2: Any
-    max_norm: Any
-    gradient_clipping: Any
-    max_gradient: Any
-    stochastic_rounding: Any
+    eta: float
+    beta1: float
+    beta2: float
+    max_norm: float
     counter_based_regularization: Any
     cowclip_regularization: Any
     global_weight_decay: Any
     emainplace_mode: Any
     ensemble_mode: Any
     extra_optimizer_config: Any
-    ar_alpha: Any
-    ema_beta: Any
-    min_shrinkage: Any
+    ar_alpha: float
+    ema_beta: float
+    min_shrinkage: float
 
     @property
-    def decay_or_none(self) -> Any:
+    def decay_or_none(self) -> float | None:
         """The decay, None if it is zero."""
         return None if _is_zero(self.weight_decay) else self.weight_decay
-
-
-_ARGUMENTS = _Given._fields
-_DEFAULTS = {name: p.default for name, p in inspect.signature(fbgemm_optimizer).parameters.items()}
 
 
 class _Kind(NamedTuple):
@@ -425,17 +423,17 @@ def _refuse_writeback(given: _Given) -> dict[str, Any]:
     return about
 
 
-def _warn_about_ignored(name: str, reads: frozenset[str], arguments: dict[str, Any]) -> None:
+def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None:
     """Warns of arguments other than their defaults that an optimizer does not read."""
-    everywhere = {"learning_rate", "gradient_clipping", "max_gradient", "stochastic_rounding"}
-    for argument in arguments.keys() - reads - everywhere:
-        value, default = arguments[argument], _DEFAULTS[argument]
+    parameters = inspect.signature(fbgemm_optimizer).parameters
+    for argument, value in given._asdict().items():
+        if argument in reads or argument == "learning_rate":
+            continue
         if argument == "weight_decay_mode":
             value = member(argument, value, DECAY_MODES)
+        default = parameters[argument].default
         if not (value is default or (np.ndim(value) == 0 and value == default)):
             _warn(f"{name} ignores {argument}={value!r}, here and in FBGEMM")
-    if arguments["stochastic_rounding"]:
-        _warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
 
 
 def _warn_about_max_norm(given: _Given, mode: str) -> None:

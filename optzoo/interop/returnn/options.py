@@ -1,54 +1,24 @@
 """The options of RETURNN's updater, read from its config: each is supported or refused."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from ...registry import accepts
 from .keys import hint, refuse_unknown
-from .values import PARAM_READERS, STEP_READERS, flag, not_negative, number, whole
+from .values import (
+    PARAM_READERS,
+    STEP_READERS,
+    ParamOptions,
+    StepOptions,
+    flag,
+    not_negative,
+    number,
+    whole,
+)
 
 ReturnnVersion = Literal["2017", "2022", "2026"]
 RETURNN_VERSIONS = get_args(ReturnnVersion)
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamOptions:
-    """What may differ from layer to layer, by RETURNN's names."""
-
-    optimizer: Any = None  # a dict as `create` takes it
-    accum_grad_multiple_step: int = 0
-    gradient_noise: float = 0.0
-    gradient_clip: float = 0.0
-    gradient_clip_norm: float = 0.0
-    gradient_clip_avg_norm: float = 0.0
-    gradient_clip_global_norm: float = 0.0
-    gradient_clip_global_norm_tag: str | None = None
-    global_norm_tag: str | None = None
-    gradient_nan_inf_filter: bool = False
-    grad_norm_to_clip_to_zero: float = 0.0
-    maximize_grad_norm: float = 0.0
-    debug_grad_summaries: bool = False
-    tags: tuple[str, ...] = ()
-    L2: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """What is the same for all parameters, by RETURNN's names."""
-
-    learning_rate: float = 1.0
-    dynamic_learning_rate: Any = None
-    decouple_constraints: bool = False
-    decouple_constraints_factor: float = 0.025
-    extra_updates: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    use_horovod: bool = False
-    horovod_scale_lr: bool = False
-    horovod_avg_grad: bool = False
-    log_grad_norm: bool = False
-    debug_add_check_numerics_ops: bool = False
-    deterministic_train: bool = False
-    random_seed: int = 0
 
 
 class Options(NamedTuple):

@@ -19,7 +19,8 @@ from ...transforms.clip_by_average_norm import clipped_by_average_norm
 from ...transforms.clip_by_norm import clipped_by_norm
 from ...transforms.nan_inf_filter import filtered
 from ...transforms.zero_if_norm_exceeds import is_within, zero_unless
-from .options import Options, ParamOptions
+from .options import Options
+from .values import ParamOptions
 
 
 class StepContext(NamedTuple):

@@ -20,14 +20,7 @@ from ...registry import create
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
 from ...wrappers.accumulate import accumulate
-from .options import (
-    RETURNN_VERSIONS,
-    Options,
-    ParamOptions,
-    ReturnnVersion,
-    StepOptions,
-    read_options,
-)
+from .options import RETURNN_VERSIONS, Options, ReturnnVersion, read_options
 from .steps import (
     NO_CONTEXT,
     StepContext,
@@ -38,6 +31,7 @@ from .steps import (
     process_gradients,
     with_extra_updates,
 )
+from .values import ParamOptions, StepOptions
 
 
 class UpdaterState(NamedTuple):

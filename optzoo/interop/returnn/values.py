@@ -1,9 +1,10 @@
-"""Readers of the values of RETURNN's options: each takes an option's name and its value."""
+"""RETURNN's options, each with the reader of its value, which takes the name and the value."""
 
+import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from ...core.checks import check_not_negative
 
@@ -92,32 +93,60 @@ def _dynamic_learning_rate(name: str, value: Any) -> Any:
     return value
 
 
-PARAM_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "accum_grad_multiple_step": whole,
-    "gradient_noise": not_negative,
-    "gradient_clip": not_negative,
-    "gradient_clip_norm": not_negative,
-    "gradient_clip_avg_norm": not_negative,
-    "gradient_clip_global_norm": not_negative,
-    "gradient_clip_global_norm_tag": _tag,
-    "global_norm_tag": _tag,
-    "gradient_nan_inf_filter": flag,
-    "grad_norm_to_clip_to_zero": not_negative,
-    "maximize_grad_norm": number,
-    "debug_grad_summaries": flag,
-    "tags": _tags,
-}
-STEP_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "learning_rate": not_negative,
-    "dynamic_learning_rate": _dynamic_learning_rate,
-    "decouple_constraints": flag,
-    "decouple_constraints_factor": number,
-    "extra_updates": _extra_updates,
-    "use_horovod": flag,
-    "horovod_scale_lr": flag,
-    "horovod_avg_grad": flag,
-    "log_grad_norm": _norm_order,
-    "debug_add_check_numerics_ops": flag,
-    "deterministic_train": flag,
-    "random_seed": whole,
-}
+Flag = Annotated[bool, flag]
+NotNegative = Annotated[float, not_negative]
+Number = Annotated[float, number]
+Tag = Annotated[str | None, _tag]
+Whole = Annotated[int, whole]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamOptions:
+    """What may differ from layer to layer, by RETURNN's names."""
+
+    optimizer: Any = None  # a dict as `create` takes it
+    accum_grad_multiple_step: Whole = 0
+    gradient_noise: NotNegative = 0.0
+    gradient_clip: NotNegative = 0.0
+    gradient_clip_norm: NotNegative = 0.0
+    gradient_clip_avg_norm: NotNegative = 0.0
+    gradient_clip_global_norm: NotNegative = 0.0
+    gradient_clip_global_norm_tag: Tag = None
+    global_norm_tag: Tag = None
+    gradient_nan_inf_filter: Flag = False
+    grad_norm_to_clip_to_zero: NotNegative = 0.0
+    maximize_grad_norm: Number = 0.0
+    debug_grad_summaries: Flag = False
+    tags: Annotated[tuple[str, ...], _tags] = ()
+    L2: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What is the same for all parameters, by RETURNN's names."""
+
+    learning_rate: NotNegative = 1.0
+    dynamic_learning_rate: Annotated[Any, _dynamic_learning_rate] = None
+    decouple_constraints: Flag = False
+    decouple_constraints_factor: Number = 0.025
+    extra_updates: Annotated[Mapping[str, Callable[..., Any]], _extra_updates] = dataclasses.field(
+        default_factory=dict
+    )
+    use_horovod: Flag = False
+    horovod_scale_lr: Flag = False
+    horovod_avg_grad: Flag = False
+    log_grad_norm: Annotated[bool, _norm_order] = False
+    debug_add_check_numerics_ops: Flag = False
+    deterministic_train: Flag = False
+    random_seed: Whole = 0
+
+
+def _readers(options: type) -> dict[str, Callable[[str, Any], Any]]:
+    """The reader of each option that has one."""
+    hints = get_type_hints(options, include_extras=True)
+    return {
+        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
+    }
+
+
+PARAM_READERS, STEP_READERS = _readers(ParamOptions), _readers(StepOptions)

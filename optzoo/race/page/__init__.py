@@ -1,9 +1,7 @@
 """The page of a race: one file with all data and with Plotly, which needs no network."""
 
 import base64
-import html
 import importlib.resources
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,28 +23,52 @@ def write(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
         document: the results of a race.
         pictures: PNG files to show, by name.
     """
-    from plotly.offline import get_plotlyjs  # 5 MB, which only this function needs
+    import jinja2  # which, like Plotly's 5 MB, only this function needs
+    from plotly.offline import get_plotlyjs
 
-    parts = {name: _part(name) for name in ("page.html", "page.css", "page.js")}
-    values = {
-        "STYLE": parts["page.css"],
-        "ADVICE": _advice(document),
-        "STATUS": _status(document),
-        "INTERVAL": f"{summary.INTERVAL:.0%}",
-        "EXPLANATION": _text(report.explanation(document)),
-        "SECTIONS": "".join(_section(document, problem) for problem in document["problems"]),
-        "MERGED": _merged(document),
-        "DEFAULTS": _defaults(document),
-        "SKIPPED": _skipped(document),
-        "PICTURES": "".join(_picture(name, data) for name, data in pictures.items()),
-        # Text in a script ends at its end tag, whatever the script is.
-        "DATA": json.dumps(data(document), allow_nan=False).replace("<", "\\u003c"),
-        "SCRIPT": parts["page.js"],
-        "PLOTLY": get_plotlyjs(),
+    read = lambda name: importlib.resources.files(__name__).joinpath(name).read_text("utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    done = len(document["results"]) + len(document["skipped"])
+    return environment.from_string(read("page.html")).render(
+        style=read("page.css"),
+        script=read("page.js"),
+        plotly=get_plotlyjs(),
+        data=data(document),
+        done=done,
+        planned=document.get("planned", done),
+        advice=advice.advice(document),
+        basis=advice.basis(document),
+        interval=f"{summary.INTERVAL:.0%}",
+        problems=[_section(document, problem) for problem in document["problems"]],
+        skipped=report.skipped(document),
+        merged=_merged(document),
+        tolerance=f"{summary.TOLERANCE:g}",
+        unequal=summary.unequal_arguments(document),
+        explanation=report.explanation(document),
+        pictures={name: base64.b64encode(png).decode() for name, png in pictures.items()},
+    )
+
+
+def _section(document: Mapping[str, Any], problem: str) -> dict[str, Any]:
+    """What the page says of a problem."""
+    return {
+        "name": problem,
+        "headline": report.headline(document, problem),
+        "rows": report.table(document, problem),
+        "counted": report.counted(document, problem),
+        "has_target": document["problems"][problem]["target"] is not None,
     }
-    pieces = parts["page.html"].split("@@")  # text, name, text, name, ...
-    pieces[1::2] = [values[name] for name in pieces[1::2]]
-    return "".join(pieces)
+
+
+def _merged(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The optimizers with equal curves, by problem."""
+    label = lambda group: summary.label([r["optimizer"] for r in group])
+    groups = {problem: summary.coinciding(document, problem) for problem in document["problems"]}
+    labels = {p: [label(group) for group in found if len(group) > 1] for p, found in groups.items()}
+    return {problem: found for problem, found in labels.items() if found}
 
 
 def data(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,109 +162,3 @@ def _short(value: float | None) -> Any:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{_DIGITS}g}")
-
-
-# ---------------------------------------------------------------------------------- HTML
-def _advice(document: Mapping[str, Any]) -> str:
-    paragraphs = [
-        f"<p><b>{_text(first)}</b> {_text(' '.join(others))}</p>"
-        for first, *others in advice.advice(document)
-    ]
-    return "".join(paragraphs) + f"<p class=quiet>{_text(advice.basis(document))}</p>"
-
-
-def _section(document: Mapping[str, Any], problem: str) -> str:
-    i = list(document["problems"]).index(problem)
-    head = f"<h2>{_text(problem)}</h2><p>{_text(report.headline(document, problem))}</p>"
-    rows = report.table(document, problem)
-    if not rows:
-        return f"<section>{head}<p>No optimizer has a result here.</p></section>"
-    plots = [
-        ("loss", "Validation loss", "mean over the seeds; click a line to isolate it"),
-        ("rates", "Sensitivity to the rate", "final loss; with up to 8 lines, bars over the seeds"),
-    ]
-    if document["problems"][problem]["target"] is not None:
-        about = "mean of the seeds; bars: from the least to the greatest; best first"
-        plots.append(("target", "Effort to reach the target", about))
-    figures = "".join(
-        f'<figure class="{kind}"><figcaption><b>{title}</b> <span>{about}</span></figcaption>'
-        f'<div class="plot" id="{kind}-{i}" data-kind="{kind}" data-problem="{i}"></div></figure>'
-        for kind, title, about in plots
-    )
-    table = _table(rows, f"Table: {report.counted(document, problem)}")
-    return f"<section>{head}<div class=plots>{figures}</div>{table}</section>"
-
-
-def _table(rows: Sequence[Mapping[str, str]], title: str) -> str:
-    head = "".join(f"<th><button>{_text(cell)}</button></th>" for cell in rows[0])
-    lines = "".join(
-        f'<tr data-name="{_text(row["optimizer"])}">'
-        + "".join(f"<td>{_text(cell)}</td>" for cell in row.values())
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<details><summary>{title}</summary><div class=scroll><table>"
-        f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></details>"
-    )
-
-
-def _merged(document: Mapping[str, Any]) -> str:
-    lines = []
-    for problem in document["problems"]:
-        groups = [group for group in summary.coinciding(document, problem) if len(group) > 1]
-        names = "; ".join(
-            f"<b>{_text(summary.label([r['optimizer'] for r in group]))}</b>" for group in groups
-        )
-        lines += [f"<li>{_text(problem)}: {names}</li>"] if groups else []
-    if not lines:
-        return "<p>No two optimizers have the same curve on a problem.</p>"
-    return (
-        "<p>These have equal best rates, and losses that differ by at most "
-        f"{summary.TOLERANCE:g} of themselves at every evaluation. The figures show each group as "
-        f"one line.</p><ul>{''.join(lines)}</ul>"
-    )
-
-
-def _defaults(document: Mapping[str, Any]) -> str:
-    unequal = summary.unequal_arguments(document)
-    if not unequal:
-        return "<p>All arguments that several optimizers have are equal.</p>"
-    rows = []
-    for each in unequal:
-        values = "<br>".join(
-            f"<b>{_text(v['value'])}</b>: {_text(', '.join(v['optimizers']))}"
-            for v in each["values"]
-        )
-        rows.append(f"<tr><th>{_text(each['argument'])}</th><td>{values}</td></tr>")
-    return (
-        "<p>Each optimizer ran with the defaults of its function, and with the values that the "
-        "race gives to arguments without a default. These differ:</p>"
-        f'<div class="scroll defaults"><table>{"".join(rows)}</table></div>'
-    )
-
-
-def _skipped(document: Mapping[str, Any]) -> str:
-    lines = "".join(f"<li>{_text(line)}</li>" for line in report.skipped(document))
-    return f"<section><h2>Skipped</h2><ul>{lines}</ul></section>" if lines else ""
-
-
-def _status(document: Mapping[str, Any]) -> str:
-    done = len(document["results"]) + len(document["skipped"])
-    planned = document.get("planned", done)
-    if done >= planned:
-        return ""
-    return f"<p class=note>Interrupted: {done} of {planned} runs are finished.</p>"
-
-
-def _picture(name: str, png: bytes) -> str:
-    encoded = base64.b64encode(png).decode()
-    return f'<img alt="{_text(name)}" loading="lazy" src="data:image/png;base64,{encoded}">'
-
-
-def _part(name: str) -> str:
-    return importlib.resources.files(__name__).joinpath(name).read_text("utf-8")
-
-
-def _text(value: str) -> str:
-    return html.escape(value)

@@ -4,19 +4,21 @@ from typing import Any
 
 import optax
 
-from ...core.checks import check_decays, check_not_negative
+from ...core.checks import check_decays, check_not_negative, check_positive
 from ...core.paths import check_mask, resolve_mask
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
-from .options import Grafting, Root, ShampooOptions, make_options
+from .blocks import Cutting
+from .options import (
+    Grafting,
+    Root,
+    RootOptions,
+    Scheduled,
+    ShampooOptions,
+    UpdateOptions,
+    check_interval,
+)
 from .transform import shampoo_transformation
-
-# How blocked_shampoo names options.
-_BLOCKED_NAMES = {
-    "epsilon": "eps",
-    "svd_interval": "root_interval",
-    "precond_update_interval": "statistics_interval",
-}
 
 
 def scale_by_shampoo(
@@ -56,7 +58,16 @@ def scale_by_shampoo(
         [[1.4142 0.    ]
          [0.     1.4142]]
     """
-    return shampoo_transformation(make_options(locals()))
+    options = ShampooOptions(
+        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
+        Scheduled(
+            gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
+            svd_interval, precond_update_interval, alpha,
+        ),
+        RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+    )  # fmt: skip
+    return shampoo_transformation(options)
 
 
 def shampoo(
@@ -195,7 +206,16 @@ def shampoo(
         Those of resource variables, which the original ignores, are used like all others.
         ``ShampooW`` there passes its arguments in the wrong order.
     """
-    return _optimizer(make_options(locals()), learning_rate, weight_decay, mask)
+    options = ShampooOptions(
+        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
+        Scheduled(
+            gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
+            svd_interval, precond_update_interval, alpha,
+        ),
+        RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+    )  # fmt: skip
+    return _optimizer(options, learning_rate, weight_decay, mask)
 
 
 def blocked_shampoo(
@@ -297,17 +317,21 @@ def blocked_shampoo(
         Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023.
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
-    options = make_options(
-        locals(),
-        names=_BLOCKED_NAMES,
-        gbar_decay=b1,
-        gbar_weight=1 - b1,
-        mat_gbar_decay=b2,
-        mat_gbar_weight=1 - b2,
-        use_iterative_root=False,
-        relative_epsilon=True,
-        merge_dims=True,
-        skip_vectors=True,
+    check_positive(eps=eps)
+    check_interval(root_interval=root_interval, stagger=stagger)
+    check_interval(statistics_interval=statistics_interval)
+    options = ShampooOptions(
+        Cutting(max_matrix_size, block_size, merge_dims=True, skip_vectors=True),
+        Scheduled(b1, 1 - b1, b2, 1 - b2, root_interval, statistics_interval, alpha),
+        RootOptions(
+            root,
+            use_iterative_root=False,
+            epsilon=eps,
+            relative_epsilon=True,
+            stagger=stagger,
+            axis_name=axis_name,
+        ),
+        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
     )
     return _optimizer(options, learning_rate, weight_decay, mask)
 

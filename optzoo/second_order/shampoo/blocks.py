@@ -1,10 +1,13 @@
 """Parameters cut into equal blocks, so that no matrix of statistics is large."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+
+from ...core.checks import check_flags, check_size
 
 
 class Blocks(NamedTuple):
@@ -66,31 +69,32 @@ class Blocks(NamedTuple):
         return x[tuple(map(slice, self.dims))].reshape(self.shape)
 
 
-def cut(
-    shape: tuple[int, ...],
-    *,
-    max_matrix_size: int,
-    block_size: int | None,
-    merge_dims: bool,
-    skip_vectors: bool,
-) -> Blocks:
-    """How to cut an array of this shape; a scalar counts as a vector of one.
+@dataclasses.dataclass(eq=False)
+class Cutting:
+    """Which dimensions have matrices, and how parameters are cut into blocks."""
 
-    Args:
-        shape: of the array.
-        max_matrix_size: larger dimensions have only the diagonal, and are not cut.
-        block_size: the largest dimension of a block; None: no dimension is cut.
-        merge_dims: whether neighbouring dimensions become one as long as it fits in a block.
-        skip_vectors: whether vectors have no statistics.
-    """
-    limit = max_matrix_size if block_size is None else min(block_size, max_matrix_size)
-    dims = shape or (1,)
-    if merge_dims:
-        dims = _merged(dims, limit)
-    full = tuple(d <= max_matrix_size for d in dims)
-    parts = tuple(_parts(d, limit) if f else 1 for d, f in zip(dims, full, strict=True))
-    preconditioned = 0 not in dims and not (skip_vectors and len(dims) == 1)
-    return Blocks(shape, dims, parts, full, preconditioned)
+    max_matrix_size: int  # larger dimensions have only the diagonal, and are not cut
+    block_size: int | None  # the largest dimension of a block; None: no dimension is cut
+    merge_dims: bool  # whether neighbouring dimensions become one as long as it fits in a block
+    skip_vectors: bool  # whether vectors have no statistics
+
+    def __post_init__(self) -> None:
+        self.max_matrix_size = check_size(max_matrix_size=self.max_matrix_size)
+        if self.block_size is not None:
+            self.block_size = check_size(1, block_size=self.block_size)
+        check_flags(merge_dims=self.merge_dims, skip_vectors=self.skip_vectors)
+
+    def blocks(self, shape: tuple[int, ...]) -> Blocks:
+        """The blocks of a parameter of this shape; a scalar counts as a vector of one."""
+        largest = self.max_matrix_size
+        limit = largest if self.block_size is None else min(self.block_size, largest)
+        dims = shape or (1,)
+        if self.merge_dims:
+            dims = _merged(dims, limit)
+        full = tuple(d <= largest for d in dims)
+        parts = tuple(_parts(d, limit) if f else 1 for d, f in zip(dims, full, strict=True))
+        preconditioned = 0 not in dims and not (self.skip_vectors and len(dims) == 1)
+        return Blocks(shape, dims, parts, full, preconditioned)
 
 
 def _parts(d: int, limit: int) -> int:

@@ -13,7 +13,7 @@ from ...core.numerics import norm, safe_divide, saturating_cast, sqrt, upcast
 from ...core.optimizer import About, Optimizer, reads_of
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.inner import fitting, inner_transformation
-from .options import ShampooOptions, StepValues
+from .options import StepValues, UpdateOptions
 
 
 class GraftState(NamedTuple):
@@ -89,7 +89,7 @@ def match_norm(direction: Array, length: Array) -> Array:
 
 
 def simple_step(
-    options: ShampooOptions, now: StepValues, b: Array, g: Array, v: Any
+    options: UpdateOptions, now: StepValues, b: Array, g: Array, v: Any
 ) -> tuple[Array, Any]:
     """The step of the simpler optimizer that Shampoo is grafted to, and its new slot.
 

@@ -20,7 +20,7 @@ from ...state.tf1_names import TF1Names
 from ...state.types import Slot
 from .blocks import Blocks
 from .grafting import match_norm, simple_step
-from .options import ShampooOptions, StepValues, statically_equals
+from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions, statically_equals
 from .products import gram, multiply, others
 from .refresh import is_due, refresh
 from .roots import METHODS
@@ -70,24 +70,24 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
             gbar=zeros,
             Gbar=functools.partial(_zero_statistics, options),
             H=functools.partial(_identity_roots, options),
-            graft=zeros if options.needs_squares else none,
-            momentum=none if options.momentum is None else zeros,
+            graft=zeros if options.update.needs_squares else none,
+            momentum=none if options.update.momentum is None else zeros,
         ),
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
-        scheduled={"T": lambda k: k + 1, **options.scheduled},
+        scheduled={"T": lambda k: k + 1, **vars(options.scheduled)},
     )
     return without_boxes(direction)
 
 
 def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
-    blocks = options.blocks(jnp.shape(x))
+    blocks = options.cutting.blocks(jnp.shape(x))
     dtype = wide_dtype(x)  # which a root needs
     shape = lambda d, full: blocks.stack(d, d) if full else blocks.stack(d)
     return tuple(jnp.zeros(shape(*factor), dtype) for factor in blocks.factors)
 
 
 def _identity_roots(options: ShampooOptions, x: Any) -> tuple[Any, ...]:
-    blocks, dtype = options.blocks(jnp.shape(x)), slot_dtype(x)
+    blocks, dtype = options.cutting.blocks(jnp.shape(x)), slot_dtype(x)
     eye = lambda d: jnp.broadcast_to(jnp.eye(d, dtype=dtype), blocks.stack(d, d))
     return tuple(eye(d) if full else () for d, full in blocks.factors)
 
@@ -105,7 +105,8 @@ def _update(
     """The rule for :func:`treewise`: of all parameters, since their roots come in batches."""
     works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
     wide = jnp.result_type(jnp.float32, *(work.g for work in works))
-    now = StepValues(t, T, alpha=alpha, **{k: jnp.asarray(v, wide) for k, v in scheduled.items()})
+    values = {name: jnp.asarray(v, wide) for name, v in scheduled.items()}
+    now = StepValues(t=t, T=T, alpha=alpha, **values)
     used, kept = _statistics(options, now, works)
     roots, num_failed = _roots(options, now, works, used)
     parts = (_by_parameter(works, arrays) for arrays in (used, kept, roots))
@@ -128,7 +129,7 @@ def _by_parameter(works: Sequence[Work], arrays: ByDimension) -> list[tuple[Any,
 def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
     """Rows or an array, in float32 at least, and the slots in blocks."""
     g, _, s = leaf
-    blocks, rows = options.blocks(g.shape), None
+    blocks, rows = options.cutting.blocks(g.shape), None
     if is_rows(g) and options.allows_rows and _has_diagonal_rows(blocks):
         rows = g.coalesce()
         g, s = rows.values, _map_rows(SparseRows.gather, rows, s)
@@ -160,7 +161,7 @@ def _statistics(
                 a,
                 _second_moment(now, works[j], gs[j], i),
                 now.mat_gbar_decay,
-                options.mat_gbar_decay,
+                options.scheduled.mat_gbar_decay,
             )
             for (j, i), a in old.items()
         }
@@ -170,7 +171,7 @@ def _statistics(
     is_full = lambda key: works[key[0]].blocks.full[key[1]]
     matrices = {key: a for key, a in old.items() if is_full(key)}
     diagonals = {key: a for key, a in old.items() if not is_full(key)}
-    always = statically_equals(options.precond_update_interval, 1)
+    always = statically_equals(options.scheduled.precond_update_interval, 1)
     due = is_due(now.T, 1 if always else now.precond_update_interval)
     if due is True:
         full = accumulate(matrices)
@@ -196,21 +197,21 @@ def _roots(
 ) -> tuple[ByDimension, Array]:
     """The roots of the matrices, new where it is time; and how many could not be used."""
     keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
-    plain = isinstance(options.svd_interval, int)
+    interval = options.scheduled.svd_interval
     new, num_failed = refresh(
         [used[key] for key in keys],
         [works[j].slots.H[i] for j, i in keys],
         [works[j].rank for j, _ in keys],
-        functools.partial(_root, options, now.alpha),
+        functools.partial(_root, options.roots, now.alpha),
         step=now.T,
-        interval=options.svd_interval if plain else now.svd_interval,
-        stagger=options.stagger,
-        axis_name=options.axis_name,
+        interval=interval if isinstance(interval, int) else now.svd_interval,
+        stagger=options.roots.stagger,
+        axis_name=options.roots.axis_name,
     )
     return dict(zip(keys, new, strict=True)), num_failed
 
 
-def _root(options: ShampooOptions, alpha: Any, a: Array, rank: int) -> tuple[Array, Array]:
+def _root(options: RootOptions, alpha: Any, a: Array, rank: int) -> tuple[Array, Array]:
     """The inverse roots of a stack of matrices, and which of them can be used."""
     order = _order(rank, alpha, options.method)
     method = METHODS[options.method]
@@ -245,13 +246,13 @@ def _finish(
     """The update and the new slots of a parameter."""
     b, gbar = _sum_of_gradients(options, now, work)
     p = _preconditioned(work.blocks, b, used, roots, now.alpha)
-    d, v = simple_step(options, now, b, work.g, work.slots.graft)
+    d, v = simple_step(options.update, now, b, work.g, work.slots.graft)
     if not work.blocks.preconditioned:
         p = d
-    elif options.grafting is not None:
+    elif options.update.grafting is not None:
         p = match_norm(p, d)
-    p = _warm_up(options, now, p, d)
-    p, m = _momentum(options, p, work.slots.momentum)
+    p = _warm_up(options.update, now, p, d)
+    p, m = _momentum(options.update, p, work.slots.momentum)
     return _end(work, p, ShampooSlots(gbar, kept, roots, v, m))
 
 
@@ -260,7 +261,7 @@ def _sum_of_gradients(options: ShampooOptions, now: StepValues, work: Work) -> t
     if work.rows is not None:
         return work.g, work.slots.gbar
     weighted = now.gbar_weight * work.g
-    return _average(work.slots.gbar, weighted, now.gbar_decay, options.gbar_decay)
+    return _average(work.slots.gbar, weighted, now.gbar_decay, options.scheduled.gbar_decay)
 
 
 def _preconditioned(
@@ -277,14 +278,14 @@ def _preconditioned(
     return blocks.join(p)
 
 
-def _warm_up(options: ShampooOptions, now: StepValues, p: Array, d: Array) -> Array:
+def _warm_up(options: UpdateOptions, now: StepValues, p: Array, d: Array) -> Array:
     """The simpler step ``d`` up to the step ``start_step``, then ``p``."""
     if statically_equals(options.start_step, 0):
         return p
     return jnp.where(options.start_step < now.T, p, d)
 
 
-def _momentum(options: ShampooOptions, p: Array, m: Any) -> tuple[Array, Any]:
+def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
     """The decaying sum of the steps, or with Nesterov the step after it; and the sum to keep."""
     if options.momentum is None:
         return p, m
