@@ -68,7 +68,7 @@ def sharded_minimize(
         >>> params = {"table": optzoo.create_table(sharding, mesh, rows)}
         >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
         >>> tx = optzoo.lazy_adam(0.1)
-        >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(model.tx, params))(params)
+        >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
         >>> step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
         >>> params, state, value = step(params, state, jnp.array([0, 3]))
         >>> float(value)
