@@ -26,7 +26,7 @@ _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class Instruction:
     """An operation of a compiled program."""
 
     name: str
@@ -52,7 +52,7 @@ class Operation:
 class Place(NamedTuple):
     """An operation, and whether a loop runs it."""
 
-    operation: Operation
+    operation: Instruction
     in_loop: bool
 
 
@@ -65,8 +65,8 @@ class Program:
 
     def __init__(self, text: str):
         lines = text.splitlines()
-        self._computations: dict[str, dict[str, Operation]] = {}
-        self._entry, inside = "", dict[str, Operation]()
+        self._computations: dict[str, dict[str, Instruction]] = {}
+        self._entry, inside = "", dict[str, Instruction]()
         for line in lines:
             if head := _COMPUTATION.match(line):
                 inside = self._computations[head[2]] = {}
@@ -78,13 +78,13 @@ class Program:
         self._lines = _Lines(lines)
 
     @functools.cached_property
-    def parameters(self) -> list[Operation]:
+    def parameters(self) -> list[Instruction]:
         """The arguments in their order."""
         inside = self._computations[self._entry].values()
         found = [operation for operation in inside if operation.opcode == "parameter"]
         return sorted(found, key=lambda operation: int(operation.operands[0]))
 
-    def name_in_jax(self, operation: Operation) -> str:
+    def name_in_jax(self, operation: Instruction) -> str:
         """Such as ``jit(step)/mul``, and of a parameter ``params['w']``.
 
         If XLA has inserted the operation, it is the name of the first operand that has one.
@@ -108,18 +108,18 @@ class Program:
                 for body in itertools.chain(*operation.bodies.values()):
                     yield from self._operations(body, inside)
 
-    def fused(self, operation: Operation) -> Iterator[Operation]:
+    def fused(self, operation: Instruction) -> Iterator[Instruction]:
         """The parts of a fusion."""
         if operation.opcode == "fusion":
             for part in self._computations[operation.bodies["calls"][0]].values():
                 yield part
                 yield from self.fused(part)
 
-    def lines(self, operation: Operation) -> tuple[str, ...]:
+    def lines(self, operation: Instruction) -> tuple[str, ...]:
         """The source lines of an operation, the innermost first: ``file.py:12 (function)``."""
         return tuple(self._lines.of(operation))
 
-    def new_arrays(self, operation: Operation, at_least: int) -> int:
+    def new_arrays(self, operation: Instruction, at_least: int) -> int:
         """How many arrays of so many bytes an operation makes in memory of their own.
 
         Those that lie where an operand lies are not counted: updates of rows, and results that take
@@ -130,7 +130,7 @@ class Program:
         large = sum(size >= at_least for size in operation.sizes)
         return max(0, large - self._reused.get(operation.name, 0))
 
-    def _is_in_place(self, operation: Operation) -> bool:
+    def _is_in_place(self, operation: Instruction) -> bool:
         if operation.opcode == "custom-call":
             return "output_to_operand_aliasing=" in operation.attributes
         if operation.opcode != "fusion":
@@ -144,7 +144,7 @@ class Program:
             for op in makers
         )
 
-    def _source(self, operation: Operation, inside: Mapping[str, Operation]) -> Operation:
+    def _source(self, operation: Instruction, inside: Mapping[str, Instruction]) -> Instruction:
         """The operation whose result an operation passes on."""
         while operation.opcode in _SAME and operation.operands[0] in inside:
             operation = inside[operation.operands[0]]
@@ -166,13 +166,13 @@ class Program:
 _UPDATES = ("scatter", "dynamic-update-slice", "parameter")
 
 
-def _results(inside: Mapping[str, Operation]) -> list[Operation]:
+def _results(inside: Mapping[str, Instruction]) -> list[Instruction]:
     """What makes the results of a computation."""
     root = next(op for op in inside.values() if op.is_root)
     return [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
-def _operation(line: str) -> Operation | None:
+def _operation(line: str) -> Instruction | None:
     head = _OPERATION.match(line)
     if head is None:
         return None
@@ -185,7 +185,7 @@ def _operation(line: str) -> Operation | None:
     if opcode.endswith("-start") and len(sizes) > len(operands):
         # Beside the results stand the operands, and numbers that identify it.
         sizes = tuple(size for size in sizes[len(operands) :] if size > 4)
-    return Operation(head[2], opcode, sizes, tuple(operands), attributes, bool(head[1]))
+    return Instruction(head[2], opcode, sizes, tuple(operands), attributes, bool(head[1]))
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -239,7 +239,7 @@ class _Lines:
                     rows[int(number)] = value
             self._tables[name] = rows
 
-    def of(self, operation: Operation) -> Iterator[str]:
+    def of(self, operation: Instruction) -> Iterator[str]:
         if (frame := operation.attribute(r"stack_frame_id=(\d+)")) is not None:
             yield from self._frames(int(frame))
         elif file := operation.attribute(r'source_file="([^"]*)"'):

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from ..core.columns import columns
 from ..core.compat import kept_arguments
 from .devices import devices_of
-from .hlo import Operation, Program
+from .hlo import Instruction, Program
 
 _COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
@@ -300,7 +300,7 @@ def _collectives(program: Program) -> Iterator[Collectives]:
         yield Collectives(kind, in_loop, len(sizes), sum(sizes))
 
 
-def _kind(operation: Operation) -> str | None:
+def _kind(operation: Instruction) -> str | None:
     """Of a collective; what ends one that runs beside other operations is none."""
     kind = operation.opcode.removesuffix("-start")
     return kind if kind in _COLLECTIVES else None

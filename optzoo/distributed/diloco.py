@@ -20,7 +20,7 @@ from .engine.collectives import (
     replace_not_none,
     zero_unless,
 )
-from .engine.local_sgd import Method, local_sgd
+from .engine.local_sgd import LocalSGDMethod, local_sgd
 
 
 class DiLoCoReplicated(NamedTuple):
@@ -165,7 +165,7 @@ def diloco(
 
     exchanges = [functools.partial(exchange, i) for i in range(fragments)]
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
-    method = Method(exchanges, due, init=init, before_step=synchronous, **options)
+    method = LocalSGDMethod(exchanges, due, init=init, before_step=synchronous, **options)
     return fitting(local_sgd(inner, replicas, method))
 
 

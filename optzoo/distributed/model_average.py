@@ -19,7 +19,7 @@ from .engine.collectives import (
     replace_not_none,
     zero_unless,
 )
-from .engine.local_sgd import Method, every, local_sgd
+from .engine.local_sgd import LocalSGDMethod, every, local_sgd
 
 Slots = Literal["keep", "average", "reset"]
 
@@ -122,5 +122,5 @@ def model_average(
         return optax.tree.where(some, average, params), replicated, per_replica
 
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
-    method = Method([exchange], every(period), **options)
+    method = LocalSGDMethod([exchange], every(period), **options)
     return fitting(local_sgd(inner, replicas, method))

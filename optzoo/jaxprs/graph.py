@@ -154,7 +154,7 @@ class Graph:
                 found.setdefault(v, []).append(op)
         return found
 
-    def walk(self, into: Collection[Kind] = CALLS) -> Iterator["Step"]:
+    def walk(self, into: Collection[Kind] = CALLS) -> Iterator["Visit"]:
         """All operations, those in calls of these kinds too, before the call itself."""
         for op in self.operations:
             if op.kind in into:
@@ -162,8 +162,8 @@ class Graph:
                 may_not = op.kind is Kind.BRANCH or op.name == "while"
                 for step in (step for body in op.bodies for step in body.graph.walk(into)):
                     times, sometimes = turns * step.times, may_not or step.sometimes
-                    yield Step(step.operation, op, times, sometimes)
-            yield Step(op, op, 1, False)
+                    yield Visit(step.operation, op, times, sometimes)
+            yield Visit(op, op, 1, False)
 
     def depending(self, values: Iterable[Value]) -> set[Value]:
         """These values, and all that depend on one of them."""
@@ -196,7 +196,7 @@ class Graph:
         return [v in found for v in self.results]
 
 
-class Step(NamedTuple):
+class Visit(NamedTuple):
     """An operation of a program, or of a call in it."""
 
     operation: Operation

@@ -33,9 +33,9 @@ class Loss(NamedTuple):
             for i, is_used in enumerate(self.uses)
             if is_used
         }
-        tables = [taps_of.Table(i) for i in range(len(self.uses))]
+        tables = [taps_of.FromLeaf(i) for i in range(len(self.uses))]
         more: list[Any] = [None] * (len(inputs) - len(tables))
-        reads = taps_of.make_plan(self.of_value, [*tables, *more]).reads
+        reads = taps_of.plan_taps(self.of_value, [*tables, *more]).reads
         for i, line in reads.rows.items():
             if i not in reads.others and reasons.get(i) is None:
                 reasons[i] = (
@@ -160,7 +160,7 @@ def trace_loss(
     closed = jax.make_jaxpr(arrays_of)(flat)
     num_values, rebuild = structure
     graph = Graph.of(closed.jaxpr, closed.consts)
-    plan = taps_of.make_plan(graph, [taps_of.Table(i) for i in range(len(flat))])
+    plan = taps_of.plan_taps(graph, [taps_of.FromLeaf(i) for i in range(len(flat))])
     lookups, elsewhere = plan.lookups, frozenset(elsewhere)
     if lookups:
         tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)

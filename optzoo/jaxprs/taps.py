@@ -1,6 +1,6 @@
 """Evaluates the jaxpr of a loss with a *tap* for each lookup: an array added to the rows.
 
-A tap of zeros changes no value, and its gradient is that of the rows. :func:`make_plan` finds the
+A tap of zeros changes no value, and its gradient is that of the rows. :func:`plan_taps` finds the
 lookups of the leaves of the parameters, :func:`evaluate` adds the taps. A lookup in the body of
 another transformation takes its tap from outside, and gives its ids to the outside, through
 the arguments and results of that transformation.
@@ -21,7 +21,7 @@ from .lookup import bind_lookup, is_lookup, shape_of_table
 from .primitives import function_of
 
 
-class Table(NamedTuple):
+class FromLeaf(NamedTuple):
     """What a value is: a leaf of the parameters, or a cast of one."""
 
     leaf: int  # its position
@@ -60,17 +60,17 @@ class _Step(NamedTuple):
     """An operation that has to do with tables."""
 
     lookups: list[Lookup]
-    results: list[Table | None]  # which of the outputs are tables
+    results: list[FromLeaf | None]  # which of the outputs are tables
     run: Callable[..., Any]  # (values, copies, taps) -> (outputs, ids)
-    plans: Sequence["Plan"] = ()  # of its bodies
+    plans: Sequence["TapPlan"] = ()  # of its bodies
 
 
-class Plan(NamedTuple):
+class TapPlan(NamedTuple):
     """Where a program, with the bodies inside of it, has lookups that get taps."""
 
     graph: Graph
     steps: dict[Operation, _Step]
-    results: list[Table | None]  # which of the outputs are tables
+    results: list[FromLeaf | None]  # which of the outputs are tables
     reads: DenseReads
 
     @property
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
         return [found for step in self.steps.values() for found in step.lookups]
 
 
-def make_plan(graph: Graph, tables: Sequence[Table | None]) -> Plan:
+def plan_taps(graph: Graph, tables: Sequence[FromLeaf | None]) -> TapPlan:
     """Finds the lookups; ``tables`` says which inputs of the program are tables."""
     known = {v: table for v, table in zip(graph.inputs, tables, strict=True) if table}
     steps, reads = {}, DenseReads({}, set())
@@ -97,7 +97,7 @@ def make_plan(graph: Graph, tables: Sequence[Table | None]) -> Plan:
         known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
         if step.lookups:
             steps[op] = step
-    return Plan(graph, steps, [known.get(v) for v in graph.results], reads)
+    return TapPlan(graph, steps, [known.get(v) for v in graph.results], reads)
 
 
 def _reads_some_rows(op: Operation) -> bool:
@@ -109,7 +109,7 @@ def _reads_some_rows(op: Operation) -> bool:
 
 
 def evaluate(
-    plan: Plan, values: Sequence[Any], copies: Mapping[int, Array], taps: Sequence[Array]
+    plan: TapPlan, values: Sequence[Any], copies: Mapping[int, Array], taps: Sequence[Array]
 ) -> tuple[list[Any], list[Array]]:
     """The outputs of a program, and the ids of each lookup.
 
@@ -134,14 +134,14 @@ def evaluate(
     return [read(known, v) for v in plan.graph.results], ids
 
 
-def _step(op: Operation, inputs: list[Table | None]) -> _Step | None:
+def _step(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     if is_lookup(op):
         return _of_lookup(op, inputs[0])
     plan = _STEPS.get(function_of(op.name))
     return None if plan is None else plan(op, inputs)
 
 
-def _of_lookup(op: Operation, table: Table | None) -> _Step | None:
+def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
     if table is None or op.params["batch_dims"]:
         return None
     aval = op.ins[1].aval
@@ -171,7 +171,7 @@ def _check_varying(rows: Array, table: Array) -> None:
         )
 
 
-def _of_cast(op: Operation, inputs: list[Table | None]) -> _Step | None:
+def _of_cast(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     (table,), dtype = inputs, op.outs[0].aval.dtype
     dtypes = op.ins[0].aval.dtype, dtype
     if table is None or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
@@ -180,11 +180,11 @@ def _of_cast(op: Operation, inputs: list[Table | None]) -> _Step | None:
     return _Step([], [table._replace(casts=(*table.casts, dtype))], run)
 
 
-def _of_jit(op: Operation, inputs: list[Table | None]) -> _Step | None:
+def _of_jit(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     if equations.has_shardings(op.eqn):
         return None
     [body], [(jaxpr, consts)] = op.bodies, equations.closed_jaxprs(op.eqn)
-    plan = make_plan(body.graph, inputs)
+    plan = plan_taps(body.graph, inputs)
 
     def run(values, copies, taps):
         mine = _of_plans(copies, plan)
@@ -196,15 +196,15 @@ def _of_jit(op: Operation, inputs: list[Table | None]) -> _Step | None:
 def _in_jit(jaxpr, tables, values, copies, taps):
     graph = Graph.of(jaxpr)
     constants = [None] * (len(graph.inputs) - len(tables))
-    return evaluate(make_plan(graph, [*constants, *tables]), values, copies, taps)
+    return evaluate(plan_taps(graph, [*constants, *tables]), values, copies, taps)
 
 
 # By the identity of the jaxpr: the body of a `jit` that is called again is not compiled again.
 _evaluate_in_jit = jax.jit(_in_jit, static_argnums=(0, 1))
 
 
-def _of_checkpoint(op: Operation, inputs: list[Table | None]) -> _Step:
-    plan = make_plan(op.bodies[0].graph, inputs)
+def _of_checkpoint(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
+    plan = plan_taps(op.bodies[0].graph, inputs)
 
     def run(values, copies, taps):
         f = lambda *args: evaluate(plan, *args)
@@ -213,7 +213,7 @@ def _of_checkpoint(op: Operation, inputs: list[Table | None]) -> _Step:
     return _Step(plan.lookups, plan.results, run, [plan])
 
 
-def _of_scan(op: Operation, inputs: list[Table | None]) -> _Step:
+def _of_scan(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
     [body], (num_consts, num_carry) = op.bodies, equations.scan_sizes(op.eqn)
     first = num_consts + num_carry
     # A carry that the body returns as it is has the same value in all turns.
@@ -222,7 +222,7 @@ def _of_scan(op: Operation, inputs: list[Table | None]) -> _Step:
         for i, k in body.again.items()
     ]
     xs = [None] * (len(inputs) - first)
-    plan = make_plan(body.graph, [*inputs[:num_consts], *tables, *xs])
+    plan = plan_taps(body.graph, [*inputs[:num_consts], *tables, *xs])
 
     def run(values, copies, taps):
         def turn(carry, x):
@@ -240,10 +240,10 @@ def _of_scan(op: Operation, inputs: list[Table | None]) -> _Step:
     return _Step(lookups, results, run, [plan])
 
 
-def _of_cond(op: Operation, inputs: list[Table | None]) -> _Step | None:
+def _of_cond(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     if any(map(varying, op.ins[1:])):
         return None  # the padding would have another type than the ids
-    plans = [make_plan(body.graph, inputs[1:]) for body in op.bodies]
+    plans = [plan_taps(body.graph, inputs[1:]) for body in op.bodies]
     lookups = [found for plan in plans for found in plan.lookups]
     ends = np.cumsum([len(plan.lookups) for plan in plans])
 
@@ -268,7 +268,7 @@ def _of_cond(op: Operation, inputs: list[Table | None]) -> _Step | None:
     return _Step(lookups, results, run, plans)
 
 
-def _of_plans(copies: Mapping[int, Array], *plans: Plan) -> dict[int, Array]:
+def _of_plans(copies: Mapping[int, Array], *plans: TapPlan) -> dict[int, Array]:
     """The tables that the lookups of some plans read."""
     leaves = {found.leaf for plan in plans for found in plan.lookups}
     return {leaf: copies[leaf] for leaf in sorted(leaves & copies.keys())}

@@ -21,7 +21,7 @@ from ..core.compat import (
 from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
-from .groups import Group, Leaf, Rows, Unsupported
+from .groups import Group, LeafGroup, RowsGroup, Unsupported
 
 
 class Call:
@@ -34,7 +34,7 @@ class Call:
 
     def __init__(self, parts: Sequence[Group], required: bool = False):
         self.parts, self.required, first = parts, required, parts[0]
-        ns = len(first.scalars) if isinstance(first, Leaf) else 0
+        ns = len(first.scalars) if isinstance(first, LeafGroup) else 0
         arrays, many = len(first.ins) - ns, len(first.outs)
         self.shared = ns
         self.ins = [*first.ins[:ns], *(v for part in parts for v in part.ins[ns:])]
@@ -47,7 +47,7 @@ class Call:
     @property
     def tables(self) -> dict[int, int]:
         """By the positions of outputs that are tables with other rows those of the inputs."""
-        is_rows = isinstance(self.parts[0], Rows)
+        is_rows = isinstance(self.parts[0], RowsGroup)
         return {o: i for i, o in self.aliases.items()} if is_rows else {}
 
     def run(self, known: dict[Value, Any]) -> None:
@@ -67,7 +67,7 @@ class Call:
         if reason := problem():
             return self._without(reason)
         is_divided = number_of_partitions(ctx) > 1
-        if is_divided and (isinstance(self.parts[0], Rows) or not can_partition(ctx)):
+        if is_divided and (isinstance(self.parts[0], RowsGroup) or not can_partition(ctx)):
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
@@ -75,7 +75,7 @@ class Call:
             return self._without(f"native code cannot be compiled: {type(error).__name__}: {error}")
         if not is_divided:
             return self._native
-        arrays = [len(p.arrays) for p in self.parts if isinstance(p, Leaf)]
+        arrays = [len(p.arrays) for p in self.parts if isinstance(p, LeafGroup)]
         shapes = [p.ins[-1].shape for p in self.parts]
         outs = [len(p.outs) for p in self.parts]
         return partitioned_by_first(self._native, self.shared, shapes, arrays, outs)
@@ -85,7 +85,7 @@ class Call:
         from .tpu_kernel import tpu_kernel
 
         rows = self.parts[0]
-        if not isinstance(rows, Rows) or number_of_partitions(ctx) > 1:
+        if not isinstance(rows, RowsGroup) or number_of_partitions(ctx) > 1:
             return self.reference
         try:
             return tpu_kernel(rows)
@@ -110,15 +110,15 @@ class Call:
         from .rows_kernel import rows_kernel
 
         part, version = self.parts[0], version_of_jaxlib()
-        if isinstance(part, Rows):
+        if isinstance(part, RowsGroup):
             return machine.register(lambda name: rows_kernel(name, part, version))
-        assert isinstance(part, Leaf)
+        assert isinstance(part, LeafGroup)
         return machine.register(lambda name: leaf_kernel(name, part, version))
 
     def _native(self, *args: Array) -> tuple[Array, ...]:
         """The call, for arrays of one device."""
         part, many = self.parts[0], len(self.parts[0].outs)
-        if isinstance(part, Rows):
+        if isinstance(part, RowsGroup):
             shapes = [v.shape for v in part.outs]
         else:  # those of this device, which may be a part
             arrays = len(part.ins) - self.shared
@@ -127,12 +127,12 @@ class Call:
             jax.ShapeDtypeStruct(shape, v.aval.dtype)
             for shape, v in zip(shapes, self.outs, strict=True)
         ]
-        scratch = _scratch(part) if isinstance(part, Rows) else []
+        scratch = _scratch(part) if isinstance(part, RowsGroup) else []
         call = jax.ffi.ffi_call(self.name, [*results, *scratch], input_output_aliases=self.aliases)
         return tuple(call(*args))[: len(results)]
 
 
-def _scratch(rows: Rows) -> list[jax.ShapeDtypeStruct]:
+def _scratch(rows: RowsGroup) -> list[jax.ShapeDtypeStruct]:
     """The memory in which rows of equal ids are merged: see :class:`sums.Sums`."""
     if rows.merged is None:
         return []

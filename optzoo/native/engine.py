@@ -52,7 +52,7 @@ def test_itself() -> None:
     """Raises unless a small function computes what it should, called as XLA would call it."""
     from . import machine
     from .call_frame import call_as_xla, metadata_of, version_of_jaxlib
-    from .groups import Leaf, read_program
+    from .groups import LeafGroup, read_program
     from .leaf_kernel import leaf_kernel
 
     aval = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
@@ -60,7 +60,7 @@ def test_itself() -> None:
         jax.make_jaxpr(lambda s, x, g: x - s * g)(aval(), aval(3), aval(3)).jaxpr
     )
     s, x, g = program.inputs
-    leaf = Leaf([s, x, g], program.results, program.operations, {1: 0}, [s], [x, g])
+    leaf = LeafGroup([s, x, g], program.results, program.operations, {1: 0}, [s], [x, g])
     version = version_of_jaxlib()
     place = machine.address(lambda name: leaf_kernel(name, leaf, version))[1]
     if (found := metadata_of(place)) != version:

@@ -27,7 +27,7 @@ class Group:
 
 
 @dataclasses.dataclass(eq=False)
-class Rows(Group):
+class RowsGroup(Group):
     """Rows of some tables that share their ids: read, computed and written one after the other.
 
     The inputs are the ids, the gradients if rows of equal ids are to be merged, the tables, other
@@ -43,7 +43,7 @@ class Rows(Group):
 
 
 @dataclasses.dataclass(eq=False)
-class Leaf(Group):
+class LeafGroup(Group):
     """Arrays of one shape, element by element. The inputs are the scalars and the arrays."""
 
     scalars: list[Value]
@@ -91,7 +91,7 @@ def read_program(jaxpr: Any) -> Graph:
 
 def find_rows(
     program: Graph, tables: Collection[Value], report: Callable[[Value, str], None]
-) -> list[Rows]:
+) -> list[RowsGroup]:
     """The groups of rows.
 
     Args:
@@ -118,7 +118,7 @@ def _rows(
     readers: dict[Value, list[Operation]],
     ids: Value,
     writes: list[Operation],
-) -> Rows:
+) -> RowsGroup:
     merge = ids.maker if ids.maker is not None and ids.maker.name == "rows_merge" else None
     merged = None if merge is None else merge.outs[1]
     part = _Slice(ids, merged, writes[0].ins[0].shape[0])
@@ -146,7 +146,7 @@ def _rows(
     targets = [write.ins[0] for write in writes]
     start = len(first)
     aliases = {start + part.tables.index(t): k for k, t in enumerate(targets)}
-    return Rows(
+    return RowsGroup(
         ins, outs, group, aliases, ids, merged if merges_here else None,
         part.tables, part.streams, part.scalars, writes,
     )  # fmt: skip
@@ -293,7 +293,7 @@ def find_leaves(
     places: Mapping[Value, Value],
     in_place: Collection[Value],
     report: Callable[[Value, str], None],
-) -> list[Leaf]:
+) -> list[LeafGroup]:
     """The groups of arrays of one shape that are updated element by element.
 
     Args:
@@ -343,7 +343,7 @@ def _leaf(
     outs: list[Value],
     places: Mapping[Value, Value],
     in_place: Collection[Value],
-) -> Leaf:
+) -> LeafGroup:
     own = {v for op in ops for v in op.outs}
     read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
     scalars = [v for v in read if not v.shape and v.literal is None]
@@ -355,7 +355,7 @@ def _leaf(
         for k, v in enumerate(outs)
         if v in now and v.dtype == arrays[now[v]].dtype
     }
-    return Leaf([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
+    return LeafGroup([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
 
 
 def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:

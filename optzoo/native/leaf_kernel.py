@@ -8,13 +8,13 @@ from llvmlite import ir
 from ..jaxprs.graph import Value
 from .call_frame import CallFrame, Rets
 from .elements import Elements
-from .groups import Leaf
+from .groups import LeafGroup
 from .handler import inner_function, module_of
 from .loops import POINTER, loop
 from .operations import I64, TYPES, load, store
 
 
-def leaf_kernel(name: str, leaf: Leaf, version: tuple[int, int]) -> str:
+def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
     """The text of the native function of some leaves with the same operations."""
     no, ni, ns = len(leaf.outs), len(leaf.arrays), len(leaf.scalars)
     aliased = {i - ns: k for i, k in leaf.aliases.items()}
@@ -40,7 +40,9 @@ def leaf_kernel(name: str, leaf: Leaf, version: tuple[int, int]) -> str:
     return module_of(name, version, execute)
 
 
-def _leaf(b: ir.IRBuilder, leaf: Leaf, pointers: dict[Value, Any], args: Sequence[Any]) -> None:
+def _leaf(
+    b: ir.IRBuilder, leaf: LeafGroup, pointers: dict[Value, Any], args: Sequence[Any]
+) -> None:
     """The loop over the elements."""
     first = len(args) - 1 - len(leaf.scalars)
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))

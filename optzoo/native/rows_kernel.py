@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
-from .groups import REDUCTIONS, Rows
+from .groups import REDUCTIONS, RowsGroup
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable, word_at
 from .operations import I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, store
@@ -20,7 +20,7 @@ _LINE = 64  # bytes of a cache line
 _MOST_LINES = 32  # of a row that are fetched ahead
 
 
-def rows_kernel(name: str, rows: Rows, version: tuple[int, int]) -> str:
+def rows_kernel(name: str, rows: RowsGroup, version: tuple[int, int]) -> str:
     """The text of the native function of some rows of tables."""
 
     def execute(module, frame):
@@ -34,7 +34,7 @@ def rows_kernel(name: str, rows: Rows, version: tuple[int, int]) -> str:
 class _RowArguments:
     """The arguments of the function for one row."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: RowsGroup):
         self.rows = rows
         self.pointers = [*rows.tables, *([rows.merged] if rows.merged else []), *rows.streams]
 
@@ -51,7 +51,9 @@ class _RowArguments:
 class _Row:
     """The function for one row: its reductions, its elements, what has one element for each row."""
 
-    def __init__(self, b: ir.IRBuilder, rows: Rows, given: tuple[dict[Value, Any], Any, Any, Any]):
+    def __init__(
+        self, b: ir.IRBuilder, rows: RowsGroup, given: tuple[dict[Value, Any], Any, Any, Any]
+    ):
         self.b, self.rows = b, rows
         self.given, self.row, self.position, self.num_rows = given
         self.flat: tuple[Index, Any] | None = None  # the coordinates of an element, its position
@@ -172,7 +174,7 @@ def _reductions(operations: Sequence[Operation]) -> Iterator[Operation]:
 class _EveryRow:
     """The loop over the rows that the ids name, in the function that XLA calls."""
 
-    def __init__(self, frame: Frame, rows: Rows, function: Any):
+    def __init__(self, frame: Frame, rows: RowsGroup, function: Any):
         self.b, self.frame, self.rows, self.function = frame.b, frame, rows, function
         first = 1 if rows.merged is None else 2
         end = first + len(rows.tables)

@@ -138,8 +138,8 @@ def apply_natively(
         raise RuntimeError(f"native code is required: {reason}")
     if reason is not None:
         return apply(tx, params, state, grads, extra_args)
+    from .division import Division
     from .groups import read_program
-    from .plan import Plan
 
     leaves, treedef = jax.tree.flatten((params, state, grads))
 
@@ -154,14 +154,14 @@ def apply_natively(
     kept = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
     has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
-    plan = Plan(program, kept, kept[of_params:], required, has_effects)
+    division = Division(program, kept, kept[of_params:], required, has_effects)
     if required:
         after = jax.tree_util.tree_leaves_with_path(shapes)
-        _check_all(plan, program.results, [path for path, _ in after])
-    if not plan.calls:
+        _check_all(division, program.results, [path for path, _ in after])
+    if not division.calls:
         return apply(tx, params, state, grads, extra_args)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
-    for node in plan.nodes:
+    for node in division.nodes:
         node.run(known)
     results = [jnp.asarray(read(known, v)) for v in program.results]
     return jax.tree.structure(shapes).unflatten(results)
@@ -181,13 +181,13 @@ def _refusal(required: bool) -> str | None:
     return None
 
 
-def _check_all(plan: Any, results: list[Any], paths: list[Any]) -> None:
+def _check_all(division: Any, results: list[Any], paths: list[Any]) -> None:
     """Raises unless all results that the update changes are made by native calls."""
     words = {0: "params", 1: "state"}
     found = {
-        f"{words[path[0].idx]} {path_name(path[1:])}".strip(): plan.reasons[v]
+        f"{words[path[0].idx]} {path_name(path[1:])}".strip(): division.reasons[v]
         for v, path in zip(results, paths, strict=True)
-        if v in plan.reasons and v.shape and v.maker is not None
+        if v in division.reasons and v.shape and v.maker is not None
     }
     if found:
         few = "; ".join(f"'{name}': {why}" for name, why in list(found.items())[:5])

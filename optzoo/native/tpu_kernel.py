@@ -19,7 +19,7 @@ from ..core.compat import shape_varying, vary, varying
 from ..jaxprs.equations import bind_equation
 from ..jaxprs.graph import Operation, Value
 from .elementwise import SAME
-from .groups import Rows, Unsupported
+from .groups import RowsGroup, Unsupported
 
 _BLOCK = 128  # ids
 _DEPTH = 3  # blocks in fast memory: one is read, one is computed, one is written
@@ -29,7 +29,7 @@ _KNOWN = {*_WORDS, "bfloat16", "bool", "uint16"}
 _REDUCE = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 
 
-def tpu_kernel(rows: Rows, *, interpret: Any = False) -> Callable[..., tuple[Array, ...]]:
+def tpu_kernel(rows: RowsGroup, *, interpret: Any = False) -> Callable[..., tuple[Array, ...]]:
     """The function of the inputs of a group that gives its outputs, by a kernel for TPUs.
 
     Args:
@@ -52,7 +52,7 @@ def tpu_kernel(rows: Rows, *, interpret: Any = False) -> Callable[..., tuple[Arr
     return call
 
 
-def _check(rows: Rows) -> None:
+def _check(rows: RowsGroup) -> None:
     """Raises ``Unsupported`` if no kernel can be made of a group."""
     if rows.ids.maker is None or rows.ids.maker.name != "rows_merge":
         raise Unsupported("its rows may repeat, and are not merged")
@@ -163,7 +163,7 @@ class _Block:
 class _Kernel:
     """What a kernel reads, keeps in fast memory, and writes."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: RowsGroup):
         self.rows, self.num_rows = rows, rows.tables[0].shape[0]
         self.tables, self.written = rows.tables, [write.ins[0] for write in rows.writes]
         # What else is read, scalars excepted, and whether it has a row for each id.

@@ -98,7 +98,7 @@ class Sleepers(NamedTuple):
         params: Any,
         gs: list[Any],
         tables: Mapping[int, Table],
-        parts: Mapping[int, "Part"],
+        parts: Mapping[int, "WokenRows"],
         extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], CaughtUpState]:
         """The updates, those of parts for their rows, and the state after a step.
@@ -184,7 +184,7 @@ class Sleepers(NamedTuple):
             sweeps[i] = g.with_rows(places, awake[0] - before[0])
             _, *rest = table.scatter(places, awake, unique=True).arrays
             tables[i] = table = table.with_arrays((xs[i], *rest))
-            parts[i] = Part(table, g.indices, table.gather(g.indices), g.values)
+            parts[i] = WokenRows(table, g.indices, table.gather(g.indices), g.values)
         us, new = self.advance(state, params, list(gs), tables, parts, extra_args)
         for i, table in tables.items():
             last = parts[i].rows[2] if i in parts else table.arrays[2]
@@ -201,7 +201,7 @@ class Sleepers(NamedTuple):
         params: Any,
         gs: list[Any],
         tables: Mapping[int, Table],
-        parts: Mapping[int, "Part"],
+        parts: Mapping[int, "WokenRows"],
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, CaughtUpState]:
         """The parameters and the state after a step; :meth:`advance` describes the arguments."""
@@ -216,7 +216,7 @@ class Sleepers(NamedTuple):
         return treedef.unflatten(after), new
 
 
-class Part(NamedTuple):
+class WokenRows(NamedTuple):
     """The rows of a table that a step updates."""
 
     table: Table
@@ -231,7 +231,7 @@ class Part(NamedTuple):
         return SparseRows(self.places, self.g, n, shard=Shard(axes, n, False) if axes else None)
 
     @classmethod
-    def of(cls, table: Table, g: SparseRows, *, is_awake: bool = False) -> "Part":
+    def of(cls, table: Table, g: SparseRows, *, is_awake: bool = False) -> "WokenRows":
         """The rows of a gradient, which may be repeated, brought up to now unless they are."""
         g = g.coalesce()
         table = table.divided(axes_of_rows(g))

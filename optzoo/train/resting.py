@@ -11,7 +11,7 @@ from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows
 from ..jaxprs.loss import Loss
 from ..jaxprs.reads import check_all_read
-from ..sleeping.sleepers import Part, Sleepers
+from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import sleeping_leaves
 from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn, whole
 from ..state.resting import has_resting
@@ -108,7 +108,7 @@ class CaughtUpTables(RestingTables):
             if i in self.rows:
                 parts[i] = _merged(table, self._ids[i], self.rows[i], of_rows.get(i))
             elif is_rows(grads[i]):  # of a table that is awake as a whole
-                parts[i] = Part.of(table, grads[i], is_awake=True)
+                parts[i] = WokenRows.of(table, grads[i], is_awake=True)
         tx, state, params = self.model.tx, self.state, self.params
         check_all_read(tx, tx.update, extra_args)
         after = self.sleepers.apply(state, params, grads, self.tables, parts, extra_args)
@@ -122,12 +122,12 @@ def tables_for(model: Model, params: Any, state: Any) -> Tables:
     return (RestingTables if has_resting(state) else Tables)(model, params, state)
 
 
-def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> Part:
+def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> WokenRows:
     """Rows of ids that may repeat, each once."""
     if g is None:  # no lookup reads them
-        return Part(table, ids, rows, jnp.zeros_like(rows[0]))
+        return WokenRows(table, ids, rows, jnp.zeros_like(rows[0]))
     elected = elect(ids)
     is_first = elected == jnp.arange(len(ids), dtype=ids.dtype)
     places = jnp.where(is_first, ids, len(table.arrays[2]))
     g = segment_sum(upcast(g), elected, len(ids))
-    return Part(table, places, rows, g.astype(rows[0].dtype))
+    return WokenRows(table, places, rows, g.astype(rows[0].dtype))

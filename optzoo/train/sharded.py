@@ -23,8 +23,7 @@ from ..sharded.exchange import make_route
 from ..sharded.lookup import Read, clean
 from ..sharded.rounds import Part, read_rows, update_in_rounds
 from ..sharded.row_sharding import RowSharding
-from ..sleeping.sleepers import Part as RestingPart
-from ..sleeping.sleepers import Sleepers
+from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import CaughtUpState, sleeping_leaves
 from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn
 from ..sparse.lookup import lookup, report_dense
@@ -258,7 +257,7 @@ def update_asleep(
         extra_args: of ``update``.
     """
     tables, _ = tables_of(state, params)
-    parts = {i: RestingPart.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
+    parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
     return sleepers.apply(state, params, gs, tables, parts, extra_args)
 
 

@@ -18,7 +18,7 @@ import optzoo
 from optzoo.jaxprs.equations import bind_equation
 from optzoo.native import calls, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
-from optzoo.native.groups import Rows
+from optzoo.native.groups import RowsGroup
 from optzoo.native.leaf_kernel import leaf_kernel
 from optzoo.native.rows_kernel import rows_kernel
 from optzoo.testing.samples import with_global_step
@@ -88,7 +88,7 @@ def native_calls(tx, params, grads):
 def text_of(call, name="kernel"):
     """The kernel of a call in LLVM's language."""
     part, version = call.parts[0], version_of_jaxlib()
-    write = rows_kernel if isinstance(part, Rows) else leaf_kernel
+    write = rows_kernel if isinstance(part, RowsGroup) else leaf_kernel
     return write(name, part, version)
 
 
@@ -159,7 +159,7 @@ def run_rows(tx, row, *, many=MANY, num_rows=NUM_ROWS, dtype="float32", limit=2e
     cases = ids_of(num_rows, many)
     probe, found = native_calls(tx, table, grads(cases[0]))
     state = optax.with_extra_args_support(tx).init(table)
-    assert [type(call.parts[0]) for call in found].count(Rows) == 1, found
+    assert [type(call.parts[0]) for call in found].count(RowsGroup) == 1, found
     for ids in cases:
         check_all(found, probe(table, state, grads(ids)), limit)
 

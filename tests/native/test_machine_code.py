@@ -16,7 +16,7 @@ import optzoo
 from optzoo.native import engine, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.elementwise import is_elementwise
-from optzoo.native.groups import Leaf, read_program
+from optzoo.native.groups import LeafGroup, read_program
 from optzoo.native.leaf_kernel import leaf_kernel
 
 from .guarded import native_calls, text_of
@@ -113,7 +113,7 @@ def leaf_of(f, dtype, size=8):
     made = {v for op in known for v in op.outs} | {*program.inputs}
     outs = [v for v in program.results if v in made]
     assert all(v in made or v.literal is not None for op in known for v in op.ins)
-    return Leaf(program.inputs, outs, known, {}, [], program.inputs)
+    return LeafGroup(program.inputs, outs, known, {}, [], program.inputs)
 
 
 def kernel_of(f, dtype):

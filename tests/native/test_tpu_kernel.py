@@ -13,7 +13,7 @@ import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.jaxprs.graph import read
 from optzoo.native.calls import Call
-from optzoo.native.groups import Rows, Unsupported
+from optzoo.native.groups import RowsGroup, Unsupported
 from optzoo.native.tpu_kernel import tpu_kernel
 
 from ..selection import KINDS, quick
@@ -47,7 +47,7 @@ def interpreted(monkeypatch, how):
     made = []
 
     def run(self, known):
-        if not isinstance(self.parts[0], Rows):
+        if not isinstance(self.parts[0], RowsGroup):
             return as_before(self, known)
         args = [jnp.asarray(read(known, v)) for v in self.ins]
         results = tpu_kernel(self.parts[0], interpret=how)(*args)

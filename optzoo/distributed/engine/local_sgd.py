@@ -25,7 +25,7 @@ from .forward_only import forward_only
 Order = Literal["simultaneous", "round_robin"]
 
 
-class Method(NamedTuple):
+class LocalSGDMethod(NamedTuple):
     """What one method of local SGD adds to the driver.
 
     Attributes:
@@ -57,12 +57,12 @@ class Method(NamedTuple):
 
 
 def every(period: int) -> Callable[[Array], Sequence[Array]]:
-    """For ``Method.due``: one exchange at the end of each period."""
+    """For ``LocalSGDMethod.due``: one exchange at the end of each period."""
     return lambda steps: [steps % period == 0]
 
 
 def local_sgd(
-    inner: optax.GradientTransformation, replicas: Replicas, method: Method
+    inner: optax.GradientTransformation, replicas: Replicas, method: LocalSGDMethod
 ) -> optax.GradientTransformationExtraArgs:
     """A local step of ``inner`` on every replica, and the exchanges of ``method`` when due.
 
@@ -95,7 +95,7 @@ class _Driver:
 
     inner: optax.GradientTransformationExtraArgs
     replicas: Replicas
-    method: Method
+    method: LocalSGDMethod
 
     def init(self, params: Any) -> LocalSGDState:
         zero = lambda: jnp.zeros([], jnp.int32)

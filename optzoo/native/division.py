@@ -13,7 +13,7 @@ from .elementwise import uses_half
 MOST_LEAVES = 16
 
 
-class Plan:
+class Division:
     """What to run, in order.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan:
         }
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
-        alike: dict[Any, list[groups.Leaf]] = {}
+        alike: dict[Any, list[groups.LeafGroup]] = {}
         for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
         calls = [
