@@ -109,6 +109,7 @@ class Tables:
     def __init__(self, model: Model, params: Any, state: Any):
         self.model, self.params, self.state = model, params, state
         self.treedef = jax.tree.structure(params)
+        self.seen = self.treedef  # the structure that the loss sees
         paths = jax.tree_util.tree_leaves_with_path(params)
         self.names = [path_name(path) for path, _ in paths]
 
@@ -153,7 +154,7 @@ def train_step(
     tables: Tables, batch: Sequence[Any], extra_args: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     """The parameters, the state, the loss and the auxiliary data after a step."""
-    loss_of = tables.model.loss_of(tables.treedef, batch)
+    loss_of = tables.model.loss_of(tables.seen, batch)
     loss = trace_loss(loss_of, tables.leaves(), tables.elsewhere)
     tables.check(loss)
     if woken := tables.wake(loss):
