@@ -17,7 +17,7 @@ from ..native.step import Native, check_native
 from ..sparse.lookup import Sparse
 from ..sparse.minimize import check_all_differentiable, check_native_sleepers
 from ..sparse.row_major import row_major
-from ..state.fit import compare, misfit
+from ..state.fit import difference, misfit
 from ..state.sharding import state_sharding
 from ..state.sleeping.tables import check_no_guard
 from .create_table import check_mesh
@@ -137,9 +137,7 @@ def sharded_minimize(
         )
         placed = state_sharding(tx, jax.tree.map(put, params, specs))
         if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise compare(placed, state) or misfit(
-                str(jax.tree.structure(placed)), str(jax.tree.structure(state))
-            )
+            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
         run = Step(loss_fn, tx, sleepers, shardings, state_specs, options)

@@ -77,9 +77,8 @@ def check_no_guard(state: Any) -> None:
     for node in nodes_of(optax.ApplyIfFiniteState, state):
         if has_sleepers(node.inner_state):
             raise ValueError(
-                "optax.apply_if_finite needs updates with the rows of the gradients, and those of "
-                "optzoo.caught_up have more. Put optzoo.zero_if_norm_exceeds(math.inf) before "
-                "caught_up in an optax.chain: it makes gradients zero that are not finite"
+                "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "
+                "than the gradients: put optzoo.zero_if_norm_exceeds(math.inf) before it in a chain"
             )
 
 
@@ -184,8 +183,7 @@ def refuse_sleepers(state: Any, what: str) -> None:
     """Raises ``ValueError`` if a part of a state is of :func:`optzoo.caught_up`."""
     if has_sleepers(state):
         raise ValueError(
-            f"{what} reads rows that sleep: it does not support optzoo.caught_up. Take the "
-            "optimizer inside of it, which updates all rows in each step"
+            f"{what} does not support optzoo.caught_up, whose rows sleep: take the optimizer inside"
         )
 
 
@@ -203,8 +201,7 @@ def check_awake(state: Any, what: str) -> None:
             continue
         if any((np.asarray(last) != clock.count).any() for last in arrays[1:]):
             raise ValueError(
-                f"{what} would read rows that sleep: make them as of now before, by "
-                "params, state = optzoo.flush(params, state)"
+                f"{what} would read rows that sleep: call optzoo.flush(params, state) before"
             )
 
 
@@ -453,7 +450,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
     """
     if not has_sleepers(state):
         raise ValueError(
-            "no rows sleep in this state: it is not of optzoo.caught_up, so all rows are as of now"
+            "no rows sleep in this state, which is not of optzoo.caught_up: all are as of now"
         )
 
     def of_node(node):
