@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax import Array, lax
+
+# Primitives that are told the devices when they are lowered, as custom_partitioning must be.
+from jax._src.dispatch import prim_requires_devices_during_lowering as _prim_requires_devices
 from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
@@ -111,15 +113,6 @@ def make_replaceable(
         mlir.register_lowering(primitive, lower, platform=platform)
         _prim_requires_devices.add(primitive)
     return primitive
-
-
-try:
-    # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
-    from jax._src.dispatch import (
-        prim_requires_devices_during_lowering as _prim_requires_devices,
-    )
-except ImportError:
-    _prim_requires_devices = set[Any]()
 
 
 def can_partition(ctx: Any) -> bool:
@@ -285,7 +278,6 @@ def function_of(eqn: Any) -> str:
 
 _FUNCTIONS = {
     "jit": "jax.jit",
-    "pjit": "jax.jit",
     "checkpoint": "jax.checkpoint",
     "remat": "jax.checkpoint",
     "remat2": "jax.checkpoint",
@@ -295,7 +287,6 @@ _FUNCTIONS = {
     "convert_element_type": "jax.lax.convert_element_type",
     "custom_jvp_call": "jax.custom_jvp",
     "custom_vjp_call": "jax.custom_vjp",
-    "custom_vjp_call_jaxpr": "jax.custom_vjp",
     "shard_map": "jax.shard_map",
     "stop_gradient": "jax.lax.stop_gradient",
 }
@@ -406,9 +397,9 @@ def turns(eqn: Any) -> int | None:
 
 
 CALLS = {"checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call"}
-CALLS |= {"custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"}
+CALLS |= {"jit", "remat", "remat2", "scan", "while"}
 COLLECTIVES = {"all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"}
-COLLECTIVES |= {"psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"}
+COLLECTIVES |= {"psum", "psum_invariant", "psum_scatter", "reduce_scatter"}
 
 
 # Layouts
@@ -429,9 +420,6 @@ def in_row_major(x: Array) -> Array:
 
 def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which the CPU does not have."""
-    if not hasattr(lax.linalg, "EighImplementation"):  # before JAX 0.8 none can be chosen
-        values, vectors = jnp.linalg.eigh(a, **options)
-        return values, vectors
     jacobi = lax.linalg.EighImplementation.JACOBI
     vectors, values = lax.linalg.eigh(a, implementation=jacobi, **options)
     return values, vectors
@@ -484,10 +472,7 @@ def varying(x: Any) -> frozenset[str]:
 
 def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
     """The same values, typed as different along mesh axes along which they were the same."""
-    # JAX 0.7 has `pvary` alone, which went away later.
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, axes, to="varying")
-    return getattr(lax, "pvary")(x, axes)  # noqa: B009 (unknown to the type checker)
+    return lax.pcast(x, axes, to="varying")
 
 
 def vary(x: Array, axes: Iterable[str]) -> Array:

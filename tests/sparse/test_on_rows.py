@@ -154,7 +154,7 @@ def test_refused(name):
         "scale_by_backtracking_linesearch": {"value": jnp.ones(()), "grad": xs, "value_fn": loss},
         "scale_by_zoom_linesearch": {"value": jnp.ones(()), "grad": xs, "value_fn": loss},
     }
-    # Under JAX 0.8 and 0.9 it is optax that compares shapes, with an assertion.
+    # Under JAX 0.9 it is optax that compares shapes, with an assertion.
     with pytest.raises((ValueError, TypeError, AssertionError), match=HINT):
         jax.eval_shape(lambda: step(tx, table([1, 3], jnp.ones((2, 2))), xs, **wants.get(name, {})))
 
