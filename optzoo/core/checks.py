@@ -57,15 +57,13 @@ def check(
                 end = ": optax.inject_hyperparams takes a schedule for it"
             raise TypeError(f"{name} must be a number{kinds}, got {value!r}{end}")
         if np.shape(value):
-            shape = np.shape(value)
-            raise ValueError(f"{name} must be a scalar, got an array of shape {shape}{end}")
+            raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}{end}")
         number = _known(value) if on_device or not isinstance(value, jax.Array) else None
         if number is None:
             continue
-        if not ok(number):
-            raise ValueError(f"{name} must be {must}, got {value!r}{end}")
-        if not infinite and not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number, got {value!r}{end}")
+        if not ok(number) or not (infinite or math.isfinite(number)):
+            wanted = "a finite number" if ok(number) else must
+            raise ValueError(f"{name} must be {wanted}, got {value!r}{end}")
 
 
 def _is_real(value: Any) -> bool:
@@ -91,7 +89,6 @@ def check_decays(**arguments: Any) -> list[Any]:
 
     ``optax.inject_hyperparams`` gives them in the dtype of the parameters. In 16 bits 0.999 is
     rounded to one, and a mean would never change: it is replaced by the largest value below one.
-    With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
     is_short = lambda v: hasattr(v, "dtype") and has_16_bits(v.dtype)
     below_one = lambda v: jnp.minimum(v.astype(jnp.float32), 1 - float(jnp.finfo(v.dtype).epsneg))
@@ -196,16 +193,10 @@ _OF_UPDATE = {
 
 
 def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of ``update``: type and shape, and the value off the device.
+    """Checks the keyword arguments of ``update``; the values of JAX's arrays are not read.
 
     A transformation must ignore arguments that it does not know, which another one may read. But
     a name that is nearly one of ours is a typing error.
-
-    Raises:
-        TypeError: if ``learning_rate`` is not a number, ``global_step`` not an integer, or a name
-            is nearly one of those.
-        ValueError: if one of them has axes, or if a number of Python or NumPy is not finite
-            (``learning_rate``) or negative (``global_step``). JAX's arrays are not read.
     """
     for name in extra_args:
         right = right_name(name)

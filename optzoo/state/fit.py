@@ -61,7 +61,7 @@ class SlotShapes:
 
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
         self.slots = slots
-        self.of_shared = functools.cache(lambda: _shapes(jax.eval_shape(shared)))
+        self.shared = functools.cache(lambda: jax.eval_shape(shared))
         self.known = dict[Any, list[Any]]()  # of each slot, by the shape and dtype of a parameter
 
     def check_types(self, state: Any, params: Any) -> None:
@@ -70,8 +70,8 @@ class SlotShapes:
         if _words(state) != wanted:
             refuse_swapped(params)
             raise misfit(wanted, _words(state))
-        if (got := _shapes(state.shared)) != self.of_shared():
-            raise misfit(f"{wanted} and shared arrays of shapes {self.of_shared()}", got)
+        if found := difference(self.shared(), state.shared):
+            raise misfit(f"{wanted} and, as shared arrays, {found[0]}", found[1])
 
     def of_each(
         self, state: Any, updates: Any, gs: list[Any], xs: list[Any], treedef: Any
@@ -118,10 +118,6 @@ class SlotShapes:
             path, _ = tree_leaves_with_path(updates, is_sparse_or_none)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
             raise misfit(f"{_written(expected)} as {of}", _written(got))
-
-
-def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: jnp.shape(a) for name, a in arrays.items()}
 
 
 def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
