@@ -149,6 +149,13 @@ def check_flags(**arguments: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_function(what: str = "a function", **arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument is a function, which ``what`` describes."""
+    for name, value in arguments.items():
+        if not callable(value):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+
+
 def check_transformation(**arguments: Any) -> None:
     """Raises ``TypeError`` unless each argument has the ``init`` and ``update`` of optax."""
     for name, value in arguments.items():
