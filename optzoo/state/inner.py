@@ -106,7 +106,6 @@ def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None
     jaxpr = jax.make_jaxpr(lambda gs: update(gs, learning_rate=rate)[0])(updates)
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
         raise TypeError(
-            f"update got a learning_rate, but nothing in {name} reads it: take an optimizer of "
-            f"optzoo, or make {name} optax.chain(direction, optzoo.scale_by_learning_rate(rate)), "
-            "such as with optax.scale_by_adam() as the direction"
+            f"update got a learning_rate, but nothing in {name} reads it: give an optimizer of "
+            "optzoo, or optax.chain(optax.scale_by_adam(), optzoo.scale_by_learning_rate(rate))"
         )
