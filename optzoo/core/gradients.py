@@ -54,7 +54,10 @@ def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str]
     if fix := _fix(of_x, allow_complex):
         return TypeError, f"has dtype {of_x}: {fix}"
     if _is_complex(dtype) and not _is_complex(of_x):
-        return TypeError, f"is real but its gradient of dtype {dtype}"
+        return TypeError, (
+            f"is real but its gradient of dtype {dtype}: take its real part, or make the parameter "
+            "complex, with optax.contrib.split_real_and_imaginary around the optimizer"
+        )
     if not fits(g, x):
         return ValueError, f"has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
     return None

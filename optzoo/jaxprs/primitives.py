@@ -74,7 +74,7 @@ _NAMES = {
     """,
     Kind.CALL: """
         checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-        eval_jaxpr jit pjit remat remat2
+        eval_jaxpr jit remat remat2
     """,
     Kind.BRANCH: "cond",
     Kind.LOOP: "scan while",
