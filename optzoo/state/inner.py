@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation, check_update_arguments
-from ..core.gradients import check_gradients
+from ..core.gradients import GradientShapeError, GradientTypeError, check_gradients
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
 from ..core.rows import fits, is_sparse_or_none
@@ -46,8 +46,9 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
             new_updates, new = tx.update(updates, state, params, **extra_args)
         except Exception as error:
             found = known.mistake(updates, state, params)
-            # An error about the state, of a transformation inside, says more.
-            if found is None or (isinstance(error, StateError) and str(found) != SWAPPED):
+            # What a transformation inside has found says more.
+            is_clear = isinstance(error, StateError | GradientTypeError | GradientShapeError)
+            if found is None or (is_clear and str(found) != SWAPPED):
                 raise
             raise found from error
         if (changed := change(state, new)) is not None:

@@ -529,9 +529,9 @@ def test_shapes_that_do_not_fit():
     match = r"parameters with .* \(6, 2\) at 'table', got .* \(5, 2\)"
     with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init(xs), {"table": jnp.ones((6, 2))})
-    with pytest.raises(ValueError, match=r"has shape \(5, 2\) but its gradient \(6, 2\)"):
+    match = r"has shape \(5, 2\) but its gradient \(6, 2\)"
+    with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init(xs))
-    match = r"expected .* \(5, 2\) at '0/mu/table', got .* \(6, 2\)"
     with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init({"table": jnp.ones((6, 2))}), xs)
 
