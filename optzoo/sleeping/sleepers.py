@@ -15,7 +15,7 @@ from ..core.gradients import flatten_gradients
 from ..core.lines import is_lines
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
-from ..core.paths import path_name, resolve_mask
+from ..core.paths import is_masked, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..rules.frame import at_step
 from ..rules.law import Sleeper
@@ -56,7 +56,7 @@ class Sleepers(NamedTuple):
     def init(self, params: Any) -> CaughtUpState:
         """The state at the start."""
         for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines):
-            if is_lines(x):
+            if is_lines(x) and not is_masked(x.value):
                 raise ValueError(
                     f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
                     "cannot sleep: give it as an array (optzoo.from_lines), or take an optimizer "

@@ -297,3 +297,16 @@ def test_replicated_tables_in_lines_beside_sharded_ones():
         return optzoo.from_lines((params, state, value))
 
     assert_equal(run(True), run(False))
+
+
+def test_groups_with_rows_that_sleep_beside_tables_in_lines():
+    _, lines = both()
+    asleep = {"sleeping": jnp.ones((9, WIDTH))}
+    tx = optzoo.groups(
+        {
+            "sleeping": optzoo.caught_up(optzoo.adam(), tables=True),
+            ".*": optzoo.lazy_adam(),
+        }
+    )
+    state = tx.init({**lines, **asleep})
+    assert optzoo.flush({**lines, **asleep}, state)[0]["table"].shape == (45, WIDTH)
