@@ -73,7 +73,7 @@ class RowsSetting(NamedTuple):
             levels = [by_path.get(path, "warn") for path in paths]
             required = {i for i, level in enumerate(levels) if level == "require"}
         leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_lines))
-        sizes = {i: len(x) for i, x in leaves if jnp.ndim(x) and not is_lines(x)}
+        sizes = {i: len(x) for i, x in leaves if not is_lines(x) and jnp.ndim(x)}
         large = {i for i, size in sizes.items() if size >= self.min_rows}
         return WantedRows(names, levels, required, large | (required & sizes.keys()), set(sizes))
 
