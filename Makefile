@@ -47,7 +47,7 @@ test-oldest:
 	  PYTHON="$(or $(PYTHON),$(shell sh tests/versions/pythons.sh | tail -n 1))"
 	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not full" $(ARGS)
 
-# Environments, logs and saved states are in .venv-matrix. ARGS="--only python3.13,jax0.8 -k adam".
+# Environments, logs and saved states are in .venv-matrix. ARGS="--only python3.13,jax0.9 -k adam".
 test-matrix test-states:
 	$(or $(PYTHON),python3) tests/versions/matrix.py $(if $(filter test-states,$@),--states,-n $(WORKERS)) $(ARGS)
 

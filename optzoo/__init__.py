@@ -1,4 +1,7 @@
-"""Every optimizer of TensorFlow 1 and of RETURNN, as optax gradient transformations."""
+"""Every optimizer of TensorFlow 1 and of RETURNN, as optax gradient transformations.
+
+An argument of a wrong type is a ``TypeError``, one out of its range a ``ValueError``; both name it.
+"""
 
 __version__ = "0.1.0"
 

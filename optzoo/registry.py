@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
+from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
 
@@ -383,8 +384,7 @@ def _sign_decay(value: Any) -> Any:
     config = _as_config(value)
     name = config.pop("class").lower().removeprefix("get_")
     name = name.removesuffix("_fn").removesuffix("_decay").removesuffix("_sign")
-    if name not in _SIGN_DECAYS:
-        raise ValueError(f"sign_decay must be one of {', '.join(_SIGN_DECAYS)}, got {value!r}")
+    check_choice(_SIGN_DECAYS, sign_decay=name)
     return _SIGN_DECAYS[name](**config)
 
 

@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -57,15 +57,13 @@ def check(
                 end = ": optax.inject_hyperparams takes a schedule for it"
             raise TypeError(f"{name} must be a number{kinds}, got {value!r}{end}")
         if np.shape(value):
-            shape = np.shape(value)
-            raise ValueError(f"{name} must be a scalar, got an array of shape {shape}{end}")
+            raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}{end}")
         number = _known(value) if on_device or not isinstance(value, jax.Array) else None
         if number is None:
             continue
-        if not ok(number):
-            raise ValueError(f"{name} must be {must}, got {value!r}{end}")
-        if not infinite and not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number, got {value!r}{end}")
+        if not ok(number) or not (infinite or math.isfinite(number)):
+            wanted = "a finite number" if ok(number) else must
+            raise ValueError(f"{name} must be {wanted}, got {value!r}{end}")
 
 
 def _is_real(value: Any) -> bool:
@@ -91,23 +89,13 @@ def check_decays(**arguments: Any) -> list[Any]:
 
     ``optax.inject_hyperparams`` gives them in the dtype of the parameters. In 16 bits 0.999 is
     rounded to one, and a mean would never change: it is replaced by the largest value below one.
-    With its ``hyperparam_dtype=jnp.float32`` nothing is rounded.
     """
-    for name, value in arguments.items():
-        if _is_short(value):
-            check("in [0, 1]", lambda v: 0 <= v <= 1, **{name: value})
-        else:
-            check("in [0, 1)", lambda v: 0 <= v < 1, **{name: value})
-    return [_below_one(v) if _is_short(v) else v for v in arguments.values()]
-
-
-def _is_short(value: Any) -> bool:
-    return hasattr(value, "dtype") and has_16_bits(value.dtype)
-
-
-def _below_one(decay: Any) -> Any:
-    largest = 1 - float(jnp.finfo(decay.dtype).epsneg)
-    return jnp.minimum(jnp.asarray(decay, jnp.float32), largest)
+    is_short = lambda v: hasattr(v, "dtype") and has_16_bits(v.dtype)
+    below_one = lambda v: jnp.minimum(v.astype(jnp.float32), 1 - float(jnp.finfo(v.dtype).epsneg))
+    check_fraction(**{name: v for name, v in arguments.items() if is_short(v)})
+    longer = {name: v for name, v in arguments.items() if not is_short(v)}
+    check("in [0, 1)", lambda v: 0 <= v < 1, **longer)
+    return [below_one(v) if is_short(v) else v for v in arguments.values()]
 
 
 def check_finite(**arguments: Any) -> None:
@@ -125,6 +113,11 @@ def check_not_negative(**arguments: Any) -> None:
     check("zero or positive", lambda v: v >= 0, **arguments)
 
 
+def check_fraction(**arguments: Any) -> None:
+    """:func:`check` that values are from zero to one, with its options."""
+    check("in [0, 1]", lambda v: 0 <= v <= 1, **arguments)
+
+
 def check_size(least: int = 0, **arguments: Any) -> int:
     """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
     [(name, value)] = arguments.items()
@@ -133,13 +126,20 @@ def check_size(least: int = 0, **arguments: Any) -> int:
             raise TypeError("a bool is no size")
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
-        raise TypeError(
-            f"{name} must be an int, got {value!r}; shapes depend on it, so "
-            f"list it in the static_args of optax.inject_hyperparams"
-        ) from error
+        fix = "shapes depend on it, so list it in the static_args of optax.inject_hyperparams"
+        raise TypeError(f"{name} must be an int, got {value!r}; {fix}") from error
     if size < least:
         raise ValueError(f"{name} must be at least {least}, got {size}")
     return size
+
+
+def check_choice(choices: Any, **arguments: Any) -> None:
+    """Raises ``ValueError`` unless each argument is one of these values, or of a Literal type."""
+    known = get_args(choices) or tuple(choices)
+    for name, value in arguments.items():
+        if value not in known:
+            names = ", ".join(map(str, known))
+            raise ValueError(f"{name} must be one of {names}, got {value!r}")
 
 
 def check_flags(**arguments: Any) -> None:
@@ -149,15 +149,20 @@ def check_flags(**arguments: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_function(what: str = "a function", **arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument is a function, which ``what`` describes."""
+    for name, value in arguments.items():
+        if not callable(value):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+
+
 def check_transformation(**arguments: Any) -> None:
     """Raises ``TypeError`` unless each argument has the ``init`` and ``update`` of optax."""
     for name, value in arguments.items():
-        if isinstance(value, type) or not (
-            callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
-        ):
-            raise TypeError(
-                f"{name} must be an optax transformation such as optax.adam(1e-3), got {value!r}"
-            )
+        functions = [getattr(value, part, None) for part in ("init", "update")]
+        if isinstance(value, type) or not all(map(callable, functions)):
+            must = f"{name} must be an optax transformation such as optax.adam(1e-3)"
+            raise TypeError(f"{must}, got {value!r}")
 
 
 def check_params(params: Any) -> None:
@@ -180,9 +185,8 @@ def with_decay_per_step(factory: Callable[_P, _T]) -> Callable[_P, _T]:
         if "weight_decay" in kwargs:
             raise TypeError(
                 f"{getattr(factory, '__name__', factory)} has no weight_decay, got "
-                f"{kwargs['weight_decay']!r}: write weight_decay_per_step, the fraction removed in "
-                "each update, not multiplied by the learning rate. It is optax's weight_decay * "
-                "learning_rate; optax.adamw and optzoo.lazy_adamw multiply by the rate themselves"
+                f"{kwargs['weight_decay']!r}: give weight_decay_per_step, which is weight_decay * "
+                "learning_rate of optax.adamw and optzoo.lazy_adamw"
             )
         return factory(*args, **kwargs)
 
@@ -196,16 +200,10 @@ _OF_UPDATE = {
 
 
 def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of ``update``: type and shape, and the value off the device.
+    """Checks the keyword arguments of ``update``; the values of JAX's arrays are not read.
 
     A transformation must ignore arguments that it does not know, which another one may read. But
     a name that is nearly one of ours is a typing error.
-
-    Raises:
-        TypeError: if ``learning_rate`` is not a number, ``global_step`` not an integer, or a name
-            is nearly one of those.
-        ValueError: if one of them has axes, or if a number of Python or NumPy is not finite
-            (``learning_rate``) or negative (``global_step``). JAX's arrays are not read.
     """
     for name in extra_args:
         right = right_name(name)

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax import Array, lax
+
+# Primitives that are told the devices when they are lowered, as custom_partitioning must be.
+from jax._src.dispatch import prim_requires_devices_during_lowering as _prim_requires_devices
 from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import random as extend_random
@@ -110,15 +112,6 @@ def make_replaceable(
     return primitive
 
 
-try:
-    # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
-    from jax._src.dispatch import (
-        prim_requires_devices_during_lowering as _prim_requires_devices,
-    )
-except ImportError:
-    _prim_requires_devices = set[Any]()
-
-
 def can_partition(ctx: Any) -> bool:
     """Whether :func:`partitioned_by_first` is possible in the program that is lowered."""
     axes = ctx.module_context.axis_context
@@ -211,9 +204,6 @@ def in_row_major(x: Array) -> Array:
 
 def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which the CPU does not have."""
-    if not hasattr(lax.linalg, "EighImplementation"):  # before JAX 0.8 none can be chosen
-        values, vectors = jnp.linalg.eigh(a, **options)
-        return values, vectors
     jacobi = lax.linalg.EighImplementation.JACOBI
     vectors, values = lax.linalg.eigh(a, implementation=jacobi, **options)
     return values, vectors
@@ -266,10 +256,7 @@ def varying(x: Any) -> frozenset[str]:
 
 def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
     """The same values, typed as different along mesh axes along which they were the same."""
-    # JAX 0.7 has `pvary` alone, which went away later.
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, axes, to="varying")
-    return getattr(lax, "pvary")(x, axes)  # noqa: B009 (unknown to the type checker)
+    return lax.pcast(x, axes, to="varying")
 
 
 def vary(x: Array, axes: Iterable[str]) -> Array:

@@ -10,6 +10,14 @@ from .paths import path_name
 from .rows import fits, is_rows, is_sparse_or_none
 
 
+class GradientTypeError(TypeError):
+    """A gradient, or its parameter, of a dtype that no optimizer takes."""
+
+
+class GradientShapeError(ValueError):
+    """A gradient that does not have the shape of its parameter."""
+
+
 def check_gradients(
     updates: Any, params: Any = None, *, allow_complex: bool = False
 ) -> tuple[list[Any], list[Any], Any]:
@@ -22,9 +30,9 @@ def check_gradients(
         allow_complex: whether complex numbers pass, which an inner optimizer may take.
 
     Raises:
-        TypeError: if a gradient, or the parameter of one, is not of a real floating-point dtype of
-            at least 16 bits; or if a real parameter has a complex gradient.
-        ValueError: if a gradient's shape is not that of its parameter.
+        GradientTypeError: if a gradient, or the parameter of one, is not of a real floating-point
+            dtype of at least 16 bits; or if a real parameter has a complex gradient.
+        GradientShapeError: if a gradient's shape is not that of its parameter.
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
@@ -47,16 +55,19 @@ def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str]
     """The type and the text of the error of a gradient and its parameter; None if all is right."""
     dtype = g.dtype if is_rows(g) else jnp.result_type(g)
     if fix := _fix(dtype, allow_complex):
-        return TypeError, f"has a gradient of dtype {dtype}: {fix}"
+        return GradientTypeError, f"has a gradient of dtype {dtype}: {fix}"
     if x is None:
         return None
     of_x = jnp.result_type(x)
     if fix := _fix(of_x, allow_complex):
-        return TypeError, f"has dtype {of_x}: {fix}"
+        return GradientTypeError, f"has dtype {of_x}: {fix}"
     if _is_complex(dtype) and not _is_complex(of_x):
-        return TypeError, f"is real but its gradient of dtype {dtype}"
+        return GradientTypeError, (
+            f"is real but its gradient of dtype {dtype}: take its real part, or make the parameter "
+            "complex, with optax.contrib.split_real_and_imaginary around the optimizer"
+        )
     if not fits(g, x):
-        return ValueError, f"has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
+        return GradientShapeError, f"has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
     return None
 
 

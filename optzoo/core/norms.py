@@ -91,9 +91,9 @@ def over_shards(
         if is_rows(g) and g.shard is not None:
             if g.shard.is_round:
                 raise ValueError(
-                    "what is computed from all rows of a gradient is not known in one of several "
-                    "rounds of optzoo.sharded_minimize: give it capacity_factor=None. (Norms of "
-                    "gradients are known if nothing before them in the chain changes elements)"
+                    "a result of all rows of a gradient is not known in one of several rounds of "
+                    "optzoo.sharded_minimize: give it capacity_factor=None, or take norms first in "
+                    "the chain"
                 )
             by_axes.setdefault(g.shard.axes, []).append(i)
     for axes, which in by_axes.items():

@@ -184,9 +184,9 @@ def _containing(fragments: Sequence[str], tree: Any) -> Any:
     marks = jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_sparse_or_none)
     if unused and names and not hides_leaves(tree):
         raise ValueError(
-            f"a mask must hold fragments of the parameters' paths, but none contains "
+            "a mask must hold fragments of the parameters' paths, but none contains "
             f"{' or '.join(map(repr, unused))}; the parameters are {names}. Leave that out, or "
-            "give a function of the parameters, which may mark none"
+            "give a function of the parameters"
         )
     return marks
 

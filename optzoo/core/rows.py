@@ -356,7 +356,7 @@ def _unflatten(kind: Any, data: Iterable[Any]) -> SparseRows:
     return _make(ids, values, num_rows, shard=shard, squares=squares[0] if squares else None)
 
 
-# Not by register_dataclass, whose drop_fields do not work in JAX 0.7.
+# Not by register_dataclass: `squares` is a child only of rows that have a shard.
 jax.tree_util.register_pytree_with_keys(SparseRows, _flatten_with_keys, _unflatten, _flatten)
 
 

@@ -96,8 +96,8 @@ def agn(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are already summed over the replicas.
+        ValueError: if no params are given to ``update``, or if gradients are already summed over
+            the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

@@ -83,9 +83,8 @@ def elastic_average(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if an argument is out of its range, if no params are given to ``update``, if
-            the axis has another size than ``num_workers``, or if gradients are already summed
-            over the replicas.
+        ValueError: if no params are given to ``update``, if the axis has another size than
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

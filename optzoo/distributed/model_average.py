@@ -1,13 +1,13 @@
 """Periodic averaging of the parameters of all replicas."""
 
 import functools
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_size
+from ..core.checks import check_choice, check_size
 from ..core.numerics import upcast
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
@@ -77,8 +77,8 @@ def model_average(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if an argument is out of its range, if no params are given to ``update``, or
-            if gradients are already summed over the replicas.
+        ValueError: if no params are given to ``update``, or if gradients are already summed over
+            the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -90,8 +90,7 @@ def model_average(
         of parameters in 16 bits are kept in float32.
     """
     period = check_size(1, interval_steps=interval_steps)
-    if slots not in get_args(Slots):
-        raise ValueError(f"slots must be one of {get_args(Slots)}, got {slots!r}")
+    check_choice(Slots, slots=slots)
     inner = inner_transformation(inner=inner)
     replicas = Replicas(axis_name, bucket_bytes)
 

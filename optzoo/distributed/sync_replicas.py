@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_size
+from ..core.checks import check_choice, check_size
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer
 from ..core.rows import zeros_like_update
@@ -108,8 +108,8 @@ def sync_replicas(
             replica reaches all of them.
 
     Raises:
-        ValueError: if an argument is out of its range, if the axis has another size than
-            ``total_num_replicas``, or if gradients are already summed over the replicas.
+        ValueError: if the axis has another size than ``total_num_replicas``, or if gradients are
+            already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -125,10 +125,7 @@ def sync_replicas(
     aggregate = check_size(1, replicas_to_aggregate=replicas_to_aggregate)
     total = aggregate if total_num_replicas is None else total_num_replicas
     total = check_size(1, total_num_replicas=total)
-    if rows_divisor not in get_args(RowsDivisor):
-        raise ValueError(
-            f"rows_divisor must be one of {get_args(RowsDivisor)}, got {rows_divisor!r}"
-        )
+    check_choice(RowsDivisor, rows_divisor=rows_divisor)
     if not hold and aggregate > total:
         raise ValueError(
             f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "

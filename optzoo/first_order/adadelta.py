@@ -88,10 +88,6 @@ def adadelta(
         eps: :math:`\epsilon`, inside the roots, at least 0. With 0, the first step is zero and so
             are all others.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range.
-
     References:
         Zeiler, `ADADELTA: An Adaptive Learning Rate Method <https://arxiv.org/abs/1212.5701>`_,
         2012.

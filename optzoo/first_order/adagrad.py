@@ -64,10 +64,6 @@ def adagrad(
         learning_rate: :math:`\eta`, a number or a schedule.
         initial_accumulator_value: :math:`A_0`, positive.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if the initial value is not positive.
-
     References:
         Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.

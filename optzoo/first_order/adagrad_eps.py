@@ -57,10 +57,6 @@ def adagrad_eps(
         eps: :math:`\epsilon`, at least 0.
         initial_accumulator_value: :math:`A_0`, at least 0.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if eps or the initial value is negative.
-
     References:
         ``EmbOptimType.EXACT_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_; Duchi et
         al., `Adaptive Subgradient Methods for Online Learning and Stochastic Optimization

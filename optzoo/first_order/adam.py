@@ -122,10 +122,6 @@ def adam(
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\hat\epsilon`, at least 0.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
@@ -173,10 +169,6 @@ def lazy_adam(
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\hat\epsilon`, at least 0.
-
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization

@@ -78,8 +78,7 @@ def adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range, or if ``update`` gets no global step.
+        ValueError: if ``update`` gets no global step.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
@@ -129,8 +128,7 @@ def lazy_adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range, or if ``update`` gets no global step.
+        ValueError: if ``update`` gets no global step.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization

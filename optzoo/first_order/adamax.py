@@ -75,10 +75,6 @@ def adamax(
         b2: decay of the maximum, in [0, 1).
         eps: :math:`\epsilon`, at least 0; it avoids a division by zero before the first gradient.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015, section 7.1.

@@ -76,10 +76,6 @@ def add_sign(
         sign_decay: :math:`\delta`, a number or a schedule such as
             :func:`optzoo.cosine_sign_decay`; None for 1.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if beta is out of its range.
-
     References:
         Bello et al., `Neural Optimizer Search with Reinforcement Learning
         <https://arxiv.org/abs/1709.07417>`_, 2017.

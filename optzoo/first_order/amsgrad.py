@@ -90,10 +90,6 @@ def amsgrad(
         decay: divide the learning rate by the square root of the number of updates. A static
             argument: it cannot be injected.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         Reddi et al., `On the Convergence of Adam and Beyond
         <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018.

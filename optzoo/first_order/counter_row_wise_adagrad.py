@@ -1,14 +1,21 @@
 """Row-wise Adagrad whose rate and decay depend on how often a row came."""
 
 import warnings
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_flags, check_not_negative, check_positive, check_rate, check_size
+from ..core.checks import (
+    check_choice,
+    check_flags,
+    check_not_negative,
+    check_positive,
+    check_rate,
+    check_size,
+)
 from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import About, Optimizer
 from ..rules.leafwise import leafwise
@@ -130,9 +137,7 @@ def counter_row_wise_adagrad(
             counters of all rows then. Static, too.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or a static argument no int.
-        ValueError: if an argument is out of its range; in ``update``, if there is a decay and no
-            params are given.
+        ValueError: in ``update``, if there is a decay and no params are given.
 
     Warns:
         UserWarning: with ``"l2"`` or ``"decoupled"`` and a negative half-life, as in the original:
@@ -147,8 +152,8 @@ def counter_row_wise_adagrad(
     check_not_negative(eps=eps, weight_decay=weight_decay, tail_threshold=tail_threshold)
     check_positive(adjustment_ub=adjustment_ub)
     check_flags(is_ratio=is_ratio)
-    check_choice("weight_decay_mode", weight_decay_mode, DecayMode)
-    check_choice("learning_rate_mode", learning_rate_mode, RateMode)
+    check_choice(DecayMode, weight_decay_mode=weight_decay_mode)
+    check_choice(RateMode, learning_rate_mode=learning_rate_mode)
     if half_life < 0 and weight_decay_mode in ("l2", "decoupled"):
         warnings.warn(
             f"half_life={half_life} makes the factor H / n of the decay negative: rows grow, as "
@@ -264,12 +269,6 @@ def next_counter(counter: Array, gap: Array, half_life: int) -> Array:
     if half_life > 0:
         return 1 + jnp.exp2(-gap / half_life) * counter
     return jnp.ones_like(counter) if half_life == 0 else counter + 1
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raises ``ValueError`` unless a value is one of those of a Literal type."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
 
 
 def _with_max_counter(inner: Optimizer, every: int) -> optax.GradientTransformationExtraArgs:

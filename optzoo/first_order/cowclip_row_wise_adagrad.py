@@ -5,11 +5,11 @@ from typing import Literal
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check_not_negative, check_rate, check_size
+from ..core.checks import check_choice, check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
-from .counter_row_wise_adagrad import CounterSlots, check_choice, counter_slots, next_counter
+from .counter_row_wise_adagrad import CounterSlots, counter_slots, next_counter
 from .row_wise import gap_since, of_rows, row_means, row_norms, shrunk_and_moved
 
 DecayMode = Literal["none", "l2", "decoupled"]
@@ -66,8 +66,7 @@ def cowclip_row_wise_adagrad(
             its decay.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or the half-life no int.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         Zheng et al., `CowClip: Reducing CTR Prediction Model Training Time from 12 Hours to 10
@@ -82,7 +81,7 @@ def cowclip_row_wise_adagrad(
         weight_norm_coefficient=weight_norm_coefficient,
         lower_bound=lower_bound,
     )
-    check_choice("weight_decay_mode", weight_decay_mode, DecayMode)
+    check_choice(DecayMode, weight_decay_mode=weight_decay_mode)
 
     def rule(g, x, s, t, learning_rate):
         now = t.astype(s.prev_iter.dtype)

@@ -36,10 +36,6 @@ def custom_adam(
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\hat\epsilon`, at least 0. RETURNN's updater passes 1e-16 by default.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, 2015.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check, check_not_negative, check_rate, check_size
+from ..core.checks import check_fraction, check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
@@ -66,8 +66,7 @@ def global_decay_row_wise_adagrad(
         lower_bound: :math:`b`, the least factor, in [0, 1].
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or ``start_step`` no int.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         ``WeightDecayMode.DECOUPLE_GLOBAL`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. Before
@@ -77,7 +76,7 @@ def global_decay_row_wise_adagrad(
     check_rate(learning_rate)
     start_step = check_size(start_step=start_step)
     check_not_negative(eps=eps, weight_decay=weight_decay)
-    check("in [0, 1]", lambda v: 0 <= v <= 1, lower_bound=lower_bound)
+    check_fraction(lower_bound=lower_bound)
 
     def rule(g, x, s, t, learning_rate):
         now = t.astype(s.prev_iter.dtype)

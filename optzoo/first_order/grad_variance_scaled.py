@@ -87,10 +87,6 @@ def grad_variance_scaled(
         b2: decay of the squared distance, in [0, 1).
         eps: :math:`\epsilon`, at least 0; it is added to a squared quantity.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; there is
         no paper.

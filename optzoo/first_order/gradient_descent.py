@@ -28,9 +28,6 @@ def gradient_descent(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-
     References:
         Robbins and Monro, `A Stochastic Approximation Method
         <https://doi.org/10.1214/aoms/1177729586>`_, 1951.

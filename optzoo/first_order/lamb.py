@@ -84,8 +84,7 @@ def lamb(
             norms; at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         You et al., `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
@@ -134,8 +133,7 @@ def partial_row_wise_lamb(
             norms; at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_LAMB`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It

@@ -96,9 +96,7 @@ def lars(
             returns one of these; None for none.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or if ``skip`` is of another
-            type.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         You et al., `Large Batch Training of Convolutional Networks

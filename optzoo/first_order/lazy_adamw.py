@@ -106,9 +106,7 @@ def lazy_adamw(
         row_wise_bias_correction: whether :math:`t` counts the updates of each row.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if there is a decay and no params are
-            given to ``update``.
+        ValueError: if there is a decay and no params are given to ``update``.
 
     References:
         ``EmbOptimType.ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs

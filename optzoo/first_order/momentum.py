@@ -68,10 +68,6 @@ def momentum(
         momentum: :math:`\mu`, at least 0, usually below 1.
         nesterov: use Nesterov momentum.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if the momentum is negative.
-
     References:
         Polyak, `Some methods of speeding up the convergence of iteration methods
         <https://doi.org/10.1016/0041-5553(64)90137-5>`_, 1964; Sutskever et al., `On the

@@ -49,8 +49,8 @@ def momentumw(
             None for all.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule, or if ``weight_decay`` is given.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        TypeError: if ``weight_decay`` is given.
+        ValueError: if no params are given to ``update``.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization

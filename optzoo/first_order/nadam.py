@@ -70,10 +70,6 @@ def nadam(
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\hat\epsilon`, at least 0.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if a decay or eps is out of its range.
-
     References:
         Dozat, `Incorporating Nesterov Momentum into Adam
         <https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ>`_, 2016.

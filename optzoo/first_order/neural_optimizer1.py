@@ -71,10 +71,6 @@ def neural_optimizer1(
         b1: decay of the mean, in [0, 1).
         decrease_factor: :math:`f`.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if ``b1`` is out of its range.
-
     References:
         Bello et al., `Neural Optimizer Search with Reinforcement Learning
         <https://arxiv.org/abs/1709.07417>`_, 2017.

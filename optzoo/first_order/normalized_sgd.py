@@ -55,9 +55,6 @@ def normalized_sgd(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; the length of a step.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_; Cortés,
         `Finite-time convergent gradient flows with applications to network consensus

@@ -90,9 +90,7 @@ def partial_row_wise_adam(
             decay.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if there is a decay and no params are
-            given to ``update``.
+        ValueError: if there is a decay and no params are given to ``update``.
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It

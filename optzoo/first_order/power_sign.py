@@ -79,10 +79,6 @@ def power_sign(
         sign_decay: :math:`\delta`, a number or a schedule such as
             :func:`optzoo.cosine_sign_decay`; None for 1.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if ``base`` or ``beta`` is out of its range.
-
     References:
         Bello et al., `Neural Optimizer Search with Reinforcement Learning
         <https://arxiv.org/abs/1709.07417>`_, 2017.

@@ -89,10 +89,6 @@ def rmsprop(
         centered: divide by the standard deviation instead of the root mean square. A static
             argument: it cannot be injected.
 
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range.
-
     References:
         Tieleman and Hinton, `Lecture 6.5: rmsprop
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012;

@@ -86,9 +86,7 @@ def row_wise_adagrad(
         decoupled: whether the decay is outside of the adaptive step, times the learning rate.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if eps or the decay is negative, or if there is a decay and no params are given
-            to ``update``.
+        ValueError: if there is a decay and no params are given to ``update``.
 
     References:
         ``EmbOptimType.EXACT_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,

@@ -53,8 +53,7 @@ def row_wise_lars(
         eeta: :math:`\gamma`, the trust coefficient, at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         You et al., `Large Batch Training of Convolutional Networks

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from ..core.checks import check, check_decays, check_not_negative, check_rate
+from ..core.checks import check_decays, check_fraction, check_not_negative, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
@@ -68,9 +68,7 @@ def row_wise_rmsprop(
         min_shrinkage: :math:`c`, the least factor of a row, in [0, 1].
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if there is a decay and no params are
-            given to ``update``.
+        ValueError: if there is a decay and no params are given to ``update``.
 
     References:
         The operator ``rowwise_rmsprop_ar`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_.
@@ -79,7 +77,7 @@ def row_wise_rmsprop(
     [decay] = check_decays(decay=decay)
     check_not_negative(eps=eps)
     check_not_negative(none=True, weight_decay=weight_decay)
-    check("in [0, 1]", lambda v: 0 <= v <= 1, min_shrinkage=min_shrinkage)
+    check_fraction(min_shrinkage=min_shrinkage)
 
     def rule(g, x, s, t, learning_rate):
         rms = decay * s.rms + (1 - decay) * row_means(g**2)

@@ -20,9 +20,6 @@ def linear_sign_decay(decay_steps: int) -> optax.Schedule:
 
     Args:
         decay_steps: :math:`N`, positive.
-
-    Raises:
-        ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
     return lambda k: (decay_steps - _until(decay_steps, k)) / decay_steps
@@ -48,9 +45,6 @@ def cosine_sign_decay(
         decay_steps: :math:`N`, positive.
         num_periods: :math:`P`; with 0.5 the value ends at 0.
         zero_after: :math:`Z`, the number of periods after which the value is 0; None for never.
-
-    Raises:
-        ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
     check_finite(num_periods=num_periods)
@@ -85,9 +79,6 @@ def restart_sign_decay(
         decay_steps: :math:`N`, positive.
         num_periods: :math:`P`.
         zero_after: :math:`Z`, the number of periods after which the value is 0; None for never.
-
-    Raises:
-        ValueError: if ``decay_steps`` is not positive.
     """
     check_positive(decay_steps=decay_steps)
     check_finite(num_periods=num_periods)

@@ -69,12 +69,12 @@ _NAMES = {
         triangular_solve tridiagonal tridiagonal_solve
     """,
     Kind.COLLECTIVE: """
-        all_gather all_gather_invariant all_to_all pmax pmin ppermute psum psum2 psum_invariant
+        all_gather all_gather_invariant all_to_all pmax pmin ppermute psum psum_invariant
         psum_scatter ragged_all_to_all reduce_scatter
     """,
     Kind.CALL: """
-        checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
-        eval_jaxpr jit pjit remat remat2
+        checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+        eval_jaxpr jit remat remat2
     """,
     Kind.BRANCH: "cond",
     Kind.LOOP: "scan while",
@@ -84,13 +84,12 @@ KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 CALLS = {Kind.CALL, Kind.BRANCH, Kind.LOOP}  # their bodies have the shapes of their operands
 # Of the calls, those that are no more than their bodies.
-PLAIN_CALLS = {"closed_call", "core_call", "jit", "pjit"}
+PLAIN_CALLS = {"closed_call", "core_call", "jit"}
 WITH_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}  # the body is the function itself
 
 # The public functions of JAX that make an equation.
 _FUNCTIONS = {
     "jit": "jax.jit",
-    "pjit": "jax.jit",
     "checkpoint": "jax.checkpoint",
     "remat": "jax.checkpoint",
     "remat2": "jax.checkpoint",
@@ -100,7 +99,6 @@ _FUNCTIONS = {
     "convert_element_type": "jax.lax.convert_element_type",
     "custom_jvp_call": "jax.custom_jvp",
     "custom_vjp_call": "jax.custom_vjp",
-    "custom_vjp_call_jaxpr": "jax.custom_vjp",
     "shard_map": "jax.shard_map",
     "stop_gradient": "jax.lax.stop_gradient",
 }

@@ -57,8 +57,7 @@ def adagrad_da(
         l2_regularization_strength: :math:`\lambda_2`, at least 0.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         Duchi et al., `Adaptive Subgradient Methods for Online Learning and Stochastic

@@ -69,8 +69,7 @@ def ftrl(
             :math:`\eta / \beta`. TensorFlow 1 has none.
 
     Raises:
-        TypeError: if the rate is neither a number nor a schedule.
-        ValueError: if an argument is out of its range, or if no params are given to ``update``.
+        ValueError: if no params are given to ``update``.
 
     References:
         McMahan et al., `Ad Click Prediction: a View from the Trenches

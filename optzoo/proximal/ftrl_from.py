@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.checks import check_not_negative
+from ..core.checks import check_choice, check_not_negative
 from ..core.optimizer import Optimizer, about_of
 from .ftrl import ftrl
 
@@ -85,16 +85,14 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
 
     Raises:
         TypeError: if the library has no such argument, or if one is missing or of a wrong type.
-        ValueError: if there is no such dialect, if an argument is out of its range, if
-            ``initial_linear_value`` is not 0, or if the rate is a schedule that ``linear`` is
-            multiplied by.
+        ValueError: if there is no such dialect, if ``initial_linear_value`` is not 0, or if the
+            rate is a schedule that ``linear`` is multiplied by.
 
     References:
         :func:`optzoo.ftrl`; ``docs/ftrl.md`` has measured differences from the four libraries.
     """
-    library = _LIBRARIES.get(dialect)
-    if library is None:
-        raise ValueError(f"dialect must be one of {', '.join(_LIBRARIES)}, got {dialect!r}")
+    check_choice(Dialect, dialect=dialect)
+    library = _LIBRARIES[dialect]
     known = inspect.signature(library).parameters
     if unknown := sorted(arguments.keys() - known.keys()):
         raise TypeError(

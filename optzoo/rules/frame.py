@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_params, check_update_arguments
+from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.optimizer import About, Optimizer
@@ -87,14 +87,11 @@ def frame(
 
 def _check_slots(slots: Any) -> None:
     """Raises ``TypeError`` unless slots are a named tuple of functions."""
-    fix = "Slots(m=optzoo.zeros) with class Slots(typing.NamedTuple)"
     if not isinstance(slots, tuple) or not hasattr(slots, "_fields"):
+        fix = "Slots(m=optzoo.zeros) with class Slots(typing.NamedTuple)"
         raise TypeError(f"slots must be a named tuple of initializers, got {slots!r}: {fix}")
-    for name, initializer in zip(slots._fields, slots, strict=True):
-        if not callable(initializer):
-            raise TypeError(
-                f"slots.{name} must be a function of the parameter, got {initializer!r}: {fix}"
-            )
+    by_name = {f"slots.{name}": f for name, f in zip(slots._fields, slots, strict=True)}
+    check_function("a function of the parameter", **by_name)
 
 
 def at_step(step: Any, value: Any, override: Any) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ..core.checks import check_function
 from ..core.numerics import slot_dtype
 from ..core.optimizer import Optimizer, known
 from ..core.rows import is_rows
@@ -105,10 +106,8 @@ def leafwise(
         TypeError: if ``rule``, ``rows`` or ``slots`` are not functions; at trace time, if a
             gradient is neither real floating-point nor SparseRows.
     """
-    if not callable(rule):
-        raise TypeError(f"rule must be a function, got {rule!r}")
-    if not callable(rows):
-        raise TypeError(f"rows must be a policy such as optzoo.lazy, got {rows!r}")
+    check_function(rule=rule)
+    check_function("a policy such as optzoo.lazy", rows=rows)
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
     bases = dict(powers or {})

@@ -36,9 +36,6 @@ def scale_by_learning_rate(
     Args:
         learning_rate: :math:`\eta`, a number, or a schedule called with the number of updates
             before this one (or with ``update(..., global_step=)``).
-
-    Raises:
-        TypeError: if the rate is neither a number nor a schedule.
     """
     check_rate(learning_rate)
     return leafwise(

@@ -50,7 +50,6 @@ def _check_matrices(leaves: Any) -> None:
     for leaf in leaves:
         if is_rows(leaf.g) and leaf.x is not None and are_lines(leaf.x, leaf.g.shape):
             raise ValueError(
-                f"a table of shape {leaf.g.shape} is in lines, but the rule of this optimizer sees "
-                "whole parameters: give the table as an array (optzoo.from_lines), or an "
-                "optimizer for tables, such as optzoo.lazy_adam"
+                f"a table of shape {leaf.g.shape} is in lines, but this optimizer sees whole "
+                "parameters: give an array (optzoo.from_lines), or take optzoo.lazy_adam"
             )

@@ -68,9 +68,8 @@ def check_no_guard(state: Any) -> None:
     for node in nodes_of(optax.ApplyIfFiniteState, state):
         if has_resting(node.inner_state):
             raise ValueError(
-                "optax.apply_if_finite needs updates with the rows of the gradients, and those of "
-                "optzoo.caught_up have more. Put optzoo.zero_if_norm_exceeds(math.inf) before "
-                "caught_up in an optax.chain: it makes gradients zero that are not finite"
+                "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "
+                "than the gradients: put optzoo.zero_if_norm_exceeds(math.inf) before it in a chain"
             )
 
 

@@ -71,9 +71,8 @@ def rational(p: float, q: float, tolerance: float) -> Series:
     """
     if not p < q:
         raise ValueError(
-            f"the mean must decay faster than the denominator (of Adam, b1 below the square root "
-            f"of b2), got {p} and {q}: else a row without gradient becomes faster with each step, "
-            "and no sum of a few terms describes it"
+            "the mean must decay faster than the denominator (of Adam, b1 below the square root of "
+            f"b2), got {p} and {q}: else a row without gradient becomes faster with each step"
         )
     if p == 0:
         return rest()

@@ -33,8 +33,7 @@ class CaughtUpState(NamedTuple):
             return
         if any((np.asarray(last) != clock.count).any() for last in arrays[1:]):
             raise ValueError(
-                f"{what} would read rows that sleep: make them as of now before, by "
-                "params, state = optzoo.flush(params, state)"
+                f"{what} would read rows that sleep: call optzoo.flush(params, state) before"
             )
 
 

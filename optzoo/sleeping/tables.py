@@ -271,7 +271,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
     """
     if not has_resting(state):
         raise ValueError(
-            "no rows sleep in this state: it is not of optzoo.caught_up, so all rows are as of now"
+            "no rows sleep in this state, which is not of optzoo.caught_up: all are as of now"
         )
 
     def of_node(node):

@@ -94,7 +94,7 @@ class WantedRows(NamedTuple):
             traced: the loss.
             elsewhere: parameters that can be read by lookups alone.
         """
-        mine = self.large | (self.arrays & (traced.looked_up() | {*elsewhere}))
+        mine = self.large | {*elsewhere} | (traced.looked_up() & self.arrays)
         return mine & traced.gathered() if mine else mine
 
     def report(self, loss: Loss) -> None:

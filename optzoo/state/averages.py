@@ -116,9 +116,8 @@ def _check_axes(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> N
     for (path, a), x in zip(averages, params, strict=True):
         if not is_masked(a) and jnp.shape(a)[1:] == jnp.shape(x) != jnp.shape(a):
             raise ValueError(
-                f"the average of parameter '{path_name(path)}' has shape {jnp.shape(a)}, an axis "
-                f"of replicas more than the parameter, {jnp.shape(x)}: put moving_average inside "
-                "of the method, as in sync_replicas(moving_average(optimizer), ...)"
+                f"the average of parameter '{path_name(path)}', of shape {jnp.shape(a)}, has an "
+                "axis of replicas: write sync_replicas(moving_average(optimizer), ...)"
             )
 
 

@@ -61,7 +61,7 @@ class SlotShapes:
 
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
         self.slots = slots
-        self.of_shared = functools.cache(lambda: _shapes(jax.eval_shape(shared)))
+        self.shared = functools.cache(lambda: jax.eval_shape(shared))
         self.known = dict[Any, list[Any]]()  # of each slot, by the shape and dtype of a parameter
 
     def check_types(self, state: Any, params: Any) -> None:
@@ -70,8 +70,8 @@ class SlotShapes:
         if _words(state) != wanted:
             refuse_swapped(params)
             raise misfit(wanted, _words(state))
-        if (got := _shapes(state.shared)) != self.of_shared():
-            raise misfit(f"{wanted} and shared arrays of shapes {self.of_shared()}", got)
+        if found := difference(self.shared(), state.shared):
+            raise misfit(f"{wanted} and, as shared arrays, {found[0]}", found[1])
 
     def of_each(
         self, state: Any, updates: Any, gs: list[Any], xs: list[Any], treedef: Any
@@ -120,10 +120,6 @@ class SlotShapes:
             raise misfit(f"{_written(expected)} as {of}", _written(got))
 
 
-def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: jnp.shape(a) for name, a in arrays.items()}
-
-
 def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
     """The kinds of the arrays of a slot.
 
@@ -169,11 +165,15 @@ class KnownStates:
             refuse_swapped(params)
             key = _key(updates if params is None else params)
             _, expected = self.of.get(key, (None, state))
-            if (found := compare(expected, state)) is not None:
-                return found
-            for (names, *_), (known, of_known) in self.of.items():
-                if params is None and names == key[0] and compare(of_known, state) is None:
-                    params = known
+            if found := difference(expected, state):
+                return misfit(*found)
+            for (names, *_), (others, of_others) in self.of.items():
+                if difference(of_others, state):
+                    continue
+                if params is None and names == key[0]:
+                    params = others  # of which the state is
+                elif key not in self.of and (found := difference(params, others)):
+                    return misfit(f"a state of parameters with {found[0]}", found[1])
             check_gradients(updates, params, allow_complex=True)
         except (TypeError, ValueError) as error:
             return error
@@ -185,26 +185,26 @@ def _key(params: Any) -> Any:
     return structure, *map(_kind, leaves)
 
 
-def compare(expected: Any, state: Any) -> StateError | None:
-    """The difference of two states in types, structure and shapes as an error; None if equal.
+def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
+    """Where two trees differ in types, structure and shapes, in words; None if they do not.
 
     Of a :class:`LeafwiseState` only its slots' type is compared: its own update does the rest.
     """
-    is_leaf = lambda node: isinstance(node, LeafwiseState)
-    (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, state))
+    is_leaf = lambda node: isinstance(node, LeafwiseState) or is_rows(node)
+    (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, tree))
     if structure == other and list(map(_kind, ours)) == list(map(_kind, theirs)):
         return None
-    if _words(expected) != _words(state):
-        return misfit(_words(expected), _words(state))
-    by_path = lambda tree: {
-        path_name(p): _words(a) for p, a in tree_leaves_with_path(tree, is_leaf)
-    }
-    wanted, got = by_path(expected), by_path(state)
+    if _words(expected) != _words(tree):
+        return _words(expected), _words(tree)
+    wanted, got = (
+        {path_name(path): _words(a) for path, a in tree_leaves_with_path(t, is_leaf)}
+        for t in (expected, tree)
+    )
     for name in sorted(wanted.keys() | got.keys()):
         words = wanted.get(name, "nothing"), got.get(name, "nothing")
         if words[0] != words[1]:
-            return misfit(f"{words[0]} at '{name}'", words[1])
-    return misfit(structure, other)
+            return f"{words[0]} at '{name}'", words[1]
+    return str(structure), str(other)
 
 
 def change(state: Any, new: Any) -> StateError | None:
@@ -213,7 +213,7 @@ def change(state: Any, new: Any) -> StateError | None:
     kinds = zip(map(_kind, old), map(_kind, leaves), strict=False)
     if structure != other or all(a == b for a, b in kinds):
         return None
-    return compare(new, state) or misfit("slots of these parameters", "others")
+    return misfit(*(difference(new, state) or ("slots of these parameters", "others")))
 
 
 def slots_words(slots: Any) -> str:

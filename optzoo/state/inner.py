@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation, check_update_arguments
-from ..core.gradients import check_gradients
+from ..core.gradients import GradientShapeError, GradientTypeError, check_gradients
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
 from ..core.rows import fits, is_sparse_or_none
@@ -46,8 +46,9 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
             new_updates, new = tx.update(updates, state, params, **extra_args)
         except Exception as error:
             found = known.mistake(updates, state, params)
-            # An error about the state, of a transformation inside, says more.
-            if found is None or (isinstance(error, StateError) and str(found) != SWAPPED):
+            # What a transformation inside has found says more.
+            is_clear = isinstance(error, StateError | GradientTypeError | GradientShapeError)
+            if found is None or (is_clear and str(found) != SWAPPED):
                 raise
             raise found from error
         if (changed := change(state, new)) is not None:
@@ -106,7 +107,6 @@ def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None
     jaxpr = jax.make_jaxpr(lambda gs: update(gs, learning_rate=rate)[0])(updates)
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
         raise TypeError(
-            f"update got a learning_rate, but nothing in {name} reads it: take an optimizer of "
-            f"optzoo, or make {name} optax.chain(direction, optzoo.scale_by_learning_rate(rate)), "
-            "such as with optax.scale_by_adam() as the direction"
+            f"update got a learning_rate, but nothing in {name} reads it: give an optimizer of "
+            "optzoo, or optax.chain(optax.scale_by_adam(), optzoo.scale_by_learning_rate(rate))"
         )

@@ -35,6 +35,5 @@ def refuse_resting(state: Any, what: str) -> None:
     """Raises ``ValueError`` if rows of a state may rest."""
     if has_resting(state):
         raise ValueError(
-            f"{what} reads rows that sleep: it does not support optzoo.caught_up. Take the "
-            "optimizer inside of it, which updates all rows in each step"
+            f"{what} does not support optzoo.caught_up, whose rows sleep: take the optimizer inside"
         )

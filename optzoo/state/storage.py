@@ -54,9 +54,8 @@ class StoredSlots(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"these slots are packed or rounded at random (optzoo.slots_dtype), so there is no "
-            f"field {name!r} to read here: compute with them in the rule, or gather rows of all "
-            "with jax.tree.map(g.gather, slots)"
+            f"slots that are packed or rounded at random have no field {name!r} here: compute with "
+            "them in the rule, or gather rows of all with jax.tree.map(g.gather, slots)"
         )
 
 

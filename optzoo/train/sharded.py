@@ -62,6 +62,10 @@ class ShardedTables(RestingTables):
         self.mapped = mapped
         self.only_by_rows = frozenset(mapped.tables)
         self.elsewhere |= self.only_by_rows
+        # In the loss a table has the shape of all its rows, also if its shards are in lines.
+        tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
+        pairs = zip(tables, mapped.shardings, strict=True)
+        self.seen = jax.tree.structure(treedef.unflatten([x if s is None else 0 for x, s in pairs]))
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
         if model.sleepers is not None:
@@ -84,7 +88,7 @@ class ShardedTables(RestingTables):
         """The parameters as the loss of this device sees them."""
         tables = jax.tree.leaves(self.params, is_leaf=is_lines)
         leaves = Replicas(self.mapped.axes).vary(jax.tree.leaves(self.params))
-        # In the loss a table has the shape of all its rows. This array is never made.
+        # This array is never made.
         stand_in = lambda x, s, of: jnp.zeros_like(x, shape=(s.num_rows, *of.shape[1:]))
         return [
             x if s is None else stand_in(x, s, table)

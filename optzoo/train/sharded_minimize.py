@@ -18,7 +18,7 @@ from ..sharded.row_sharding import RowSharding, shardings_by_leaf
 from ..sleeping.catch_up import check_no_guard
 from ..sparse.row_major import row_major
 from ..sparse.wanted import MIN_ROWS, Sparse
-from ..state.fit import compare, misfit
+from ..state.fit import difference, misfit
 from ..state.sharding import state_sharding
 from .sharded import Mapped, ShardedTables
 from .step import Model, train_step
@@ -133,9 +133,7 @@ def sharded_minimize(
         )
         placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
         if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise compare(placed, state) or misfit(
-                str(jax.tree.structure(placed)), str(jax.tree.structure(state))
-            )
+            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
         part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
         mapped = Mapped(mesh, capacity_factor, max_norm, transport, shardings, state_specs)

@@ -108,6 +108,7 @@ class Tables:
     def __init__(self, model: Model, params: Any, state: Any):
         self.model, self.params, self.state = model, params, state
         self.treedef = jax.tree.structure(params)
+        self.seen = self.treedef  # the structure that the loss sees
         paths = jax.tree_util.tree_leaves_with_path(params)
         self.names = [path_name(path) for path, _ in paths]
         self.wanted = model.rows.of_tree(params, [f"'{name}'" for name in self.names])
@@ -175,7 +176,7 @@ def train_step(
     tables: Tables, batch: Sequence[Any], extra_args: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     """The parameters, the state, the loss and the auxiliary data after a step."""
-    traced = trace_loss(tables.model.loss_of(tables.treedef, batch), tables.leaves())
+    traced = trace_loss(tables.model.loss_of(tables.seen, batch), tables.leaves())
     loss = tables.with_taps(traced, extra_args)
     if woken := tables.wake(loss):
         loss = traced.with_taps(tables.elsewhere - woken, loss.gathers)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.checks import check
+from ..core.checks import check, check_function
 from ..core.norms import times
 from ..core.rows import is_rows
 
@@ -57,11 +57,7 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
     Raises:
         TypeError: if ``step_size_fn`` is not a function.
     """
-    if not callable(step_size_fn):
-        raise TypeError(
-            f"step_size_fn must be a function of the step, got {step_size_fn!r}: "
-            "use optzoo.scale for a number"
-        )
+    check_function("a function of the step", step_size_fn=step_size_fn)
 
     def init(params):
         del params

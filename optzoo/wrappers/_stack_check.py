@@ -75,8 +75,7 @@ def check_same_operations(
             raise ValueError(
                 "optzoo.stacked cannot stack parameters here: the operations on parameter "
                 f"'{name_at(updates, position)}' are not those on its stack (they differ in "
-                f"{', '.join(sorted(names))}). inner must be element-wise and treat all parameters "
-                "of a shape alike"
+                f"{', '.join(sorted(names))})"
             )
     except Exception as error:
         error.add_note(_HINT)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check, check_params, check_size
+from ..core.checks import check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.optimizer import About, Optimizer
@@ -62,8 +62,7 @@ def ema_in_place(
 
     Raises:
         TypeError: if ``inner`` is no transformation, or a number of updates no int.
-        ValueError: if an argument is out of its range; in ``update``, if no params are given or a
-            row has an odd number of elements.
+        ValueError: in ``update``, if no params are given or a row has an odd number of elements.
 
     References:
         ``EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
@@ -71,7 +70,7 @@ def ema_in_place(
     """
     inner = inner_transformation(inner=inner)
     every, start_step = check_size(1, every=every), check_size(start_step=start_step)
-    check("in [0, 1]", lambda v: 0 <= v <= 1, coefficient=coefficient)
+    check_fraction(coefficient=coefficient)
 
     def averaged(path, x, g, is_due):
         if g is None or jnp.ndim(x) < 2:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check, check_flags, check_params, check_size
+from ..core.checks import check_flags, check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast, wide_dtype
 from ..core.optimizer import About, Optimizer
@@ -69,7 +69,7 @@ def ensemble(
 
     Raises:
         TypeError: if ``inner`` is no transformation, or a number of updates no int.
-        ValueError: if an argument is out of its range; in ``update``, if no params are given.
+        ValueError: in ``update``, if no params are given.
 
     References:
         ``EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
@@ -79,7 +79,7 @@ def ensemble(
     inner = inner_transformation(inner=inner)
     every, swap_every = check_size(1, every=every), check_size(1, swap_every=swap_every)
     start_step = check_size(start_step=start_step)
-    check("in [0, 1]", lambda v: 0 <= v <= 1, coefficient=coefficient)
+    check_fraction(coefficient=coefficient)
     check_flags(reset=reset)
 
     def of_leaf(g, x, e, t):

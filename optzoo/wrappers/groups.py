@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from ..core.checks import check_transformation
 from ..core.optimizer import About, Optimizer, reads_of
 from ..core.paths import hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
@@ -71,16 +72,12 @@ def _checked(transforms: Any) -> dict[Any, Optimizer]:
     for pattern, tx in transforms.items():
         if not isinstance(pattern, str):
             raise TypeError(f"transforms: a pattern must be a string, got {pattern!r}")
-        if not isinstance(tx, optax.GradientTransformation):
-            raise TypeError(
-                f"transforms: the pattern {pattern!r} needs an optax transformation, got {tx!r}"
-            )
+        check_transformation(**{f"transforms[{pattern!r}]": tx})
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
-                f"transforms: {pattern!r} is not a regular expression: {error}"
-            ) from error
+            what = f"transforms: {pattern!r} is not a regular expression"
+            raise ValueError(f"{what}: {error}") from error
     return {
         pattern: inner_transformation(**{f"the group {pattern!r}": tx})
         for pattern, tx in transforms.items()

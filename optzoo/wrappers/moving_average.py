@@ -54,8 +54,8 @@ def moving_average(
             including this one (counted here, or ``update(..., global_step=)`` plus one).
 
     Raises:
-        ValueError: if an argument is out of its range; in ``update`` if no params are given, or if
-            ``inner`` has rows that sleep: put it inside of :func:`optzoo.caught_up`.
+        ValueError: in ``update`` if no params are given, or if ``inner`` has rows that sleep: put
+            it inside of :func:`optzoo.caught_up`.
 
     References:
         Polyak and Juditsky, `Acceleration of Stochastic Approximation by Averaging
@@ -96,10 +96,8 @@ def moving_average(
         check_gradients(updates, params)
         if has_resting(state):
             raise ValueError(
-                "moving_average reads rows that sleep. Put one inside of optzoo.caught_up, which "
-                "catches up the averages too, and one around each other optimizer: "
-                "groups({'.*/embedding': caught_up(moving_average(adam(rate), decay)), "
-                "'.*': moving_average(ftrl(rate), decay)})"
+                "moving_average reads rows that sleep: put one inside of optzoo.caught_up, as in "
+                "caught_up(moving_average(adam(rate), decay)), and one around other optimizers"
             )
         return both.update(updates, state, params, **extra_args)
 
@@ -129,8 +127,7 @@ def _with_average(
         return None
     if sleeper.law.shrink or sleeper.law.average is not None:
         raise TypeError(
-            "the average of rows that sleep has a law only of an optimizer without weight decay of "
-            "all rows that has no other average"
+            "rows that sleep may have one average, of an optimizer without weight decay of all rows"
         )
     law = sleeper.law._replace(average=float(average_decay), varies=decays is not None)
     return sleeper._replace(law=law, average=decays)

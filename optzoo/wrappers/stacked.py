@@ -79,10 +79,8 @@ def stacked(
             as one with a norm of all parameters together.
 
     Raises:
-        TypeError: if ``which`` is something else, or a size is no int.
-        ValueError: if a size is out of its range; by ``init``, if a parameter to be stacked is
-            sharded or has a slot of another shape; by ``update`` when it is traced, if ``check``
-            finds other operations.
+        ValueError: by ``init``, if a parameter to be stacked is sharded or has a slot of another
+            shape; by ``update`` when it is traced, if ``check`` finds other operations.
     """
     inner = inner_transformation(inner=inner)
     check_mask(which=which)

@@ -26,9 +26,7 @@ METHODS = {
     ),
     "diloco": lambda inner, n, axis: optzoo.diloco(inner, communication_period=2, axis_name=axis),
 }
-# JAX 0.7.1 has no derivative of sums over replicas of integers beside floats; 0.10.2 has.
-MANY = ["vmap", "shard_map"] if jax.__version_info__ >= (0, 10) else []
-WAYS = ["alone", *MANY]
+WAYS = ["alone", "vmap", "shard_map"]
 CASES = [f"{method}-{way}" for method in METHODS for way in WAYS]
 QUICK = [
     case

@@ -168,7 +168,7 @@ def test_a_moving_average_belongs_inside():
     outside = optzoo.moving_average(optzoo.sync_replicas(momentum(), N, N), 0.5)
     x, state = trajectory(outside, 3)
     for read in (optzoo.eval_params, optzoo.swap):
-        with pytest.raises(ValueError, match=r"'b' has shape .*sync_replicas\(moving_average"):
+        with pytest.raises(ValueError, match=r"'b', of shape .*sync_replicas\(moving_average"):
             read(jax.tree.map(lambda a: a[-1], x), state)
 
 

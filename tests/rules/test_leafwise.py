@@ -198,7 +198,7 @@ def test_shared_arrays_are_those_of_the_optimizer():
     tx = optzoo.scale_by_adam()
     state = tx.init(jnp.ones(2))
     other = state._replace(shared={**state.shared, "beta1_power": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"shared arrays of shapes .*\(2,\)"):
+    with pytest.raises(ValueError, match=r"as shared arrays, .*\(2,\)"):
         tx.update(jnp.ones(2), other)
 
 

@@ -272,3 +272,28 @@ def test_sharded_tables(name, options):
         return optzoo.from_lines((params, state, value))
 
     assert_equal(run(True), run(False))
+
+
+def test_replicated_tables_in_lines_beside_sharded_ones():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    sharding, tx = optzoo.RowSharding(ROWS, 2, multiple=32), optzoo.lazy_adam(0.1)
+    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    small = jax.random.normal(jax.random.key(1), (45, WIDTH))
+
+    def both_tables(p, ids):
+        return loss({"table": p["table"], "w": optzoo.lookup(p["small"], ids).sum(0)}, ids)
+
+    step = optzoo.sharded_minimize(both_tables, tx, mesh, {"table": sharding})
+
+    def run(lines):
+        x = optzoo.create_table(sharding, mesh, rows, lines=lines)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        other = optzoo.to_lines(small) if lines else small
+        params = {"table": x, "small": jax.device_put(other, everywhere)}
+        placed = optzoo.state_sharding(tx, params)
+        state = jax.jit(tx.init, out_shardings=placed)(params)
+        for k in range(2):
+            params, state, value = step(params, state, jnp.tile(IDS + k, 2).clip(max=40))
+        return optzoo.from_lines((params, state, value))
+
+    assert_equal(run(True), run(False))

@@ -154,7 +154,7 @@ def test_refused(name):
         "scale_by_backtracking_linesearch": {"value": jnp.ones(()), "grad": xs, "value_fn": loss},
         "scale_by_zoom_linesearch": {"value": jnp.ones(()), "grad": xs, "value_fn": loss},
     }
-    # Under JAX 0.8 and 0.9 it is optax that compares shapes, with an assertion.
+    # Under JAX 0.9 it is optax that compares shapes, with an assertion.
     with pytest.raises((ValueError, TypeError, AssertionError), match=HINT):
         jax.eval_shape(lambda: step(tx, table([1, 3], jnp.ones((2, 2))), xs, **wants.get(name, {})))
 
@@ -526,11 +526,12 @@ def test_complex_rows():
 def test_shapes_that_do_not_fit():
     tx, xs = on_rows(optax.adam(0.1)), {"table": jnp.ones((5, 2))}
     six = table([1], [[1.0, 2]], 6)
-    for x in ({"table": jnp.ones((6, 2))}, None):
-        match = r"expected .* \(6, 2\) at '0/mu/table', got .* \(5, 2\)"
-        with pytest.raises(ValueError, match=match):
-            tx.update(six, tx.init(xs), x)
-    match = r"expected .* \(5, 2\) at '0/mu/table', got .* \(6, 2\)"
+    match = r"parameters with .* \(6, 2\) at 'table', got .* \(5, 2\)"
+    with pytest.raises(ValueError, match=match):
+        tx.update(six, tx.init(xs), {"table": jnp.ones((6, 2))})
+    match = r"has shape \(5, 2\) but its gradient \(6, 2\)"
+    with pytest.raises(ValueError, match=match):
+        tx.update(six, tx.init(xs))
     with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init({"table": jnp.ones((6, 2))}), xs)
 

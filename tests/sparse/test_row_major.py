@@ -32,7 +32,7 @@ def row_major_results(step, *args):
     Before JAX 0.11.1 there are none: then it is the results of which rows are changed.
     """
     jaxpr = jax.make_jaxpr(step)(*args).jaxpr
-    while jaxpr.eqns[-1].primitive.name in ("jit", "pjit"):
+    while jaxpr.eqns[-1].primitive.name == "jit":
         jaxpr = jaxpr.eqns[-1].params["jaxpr"].jaxpr
     if not DEMANDS_LAYOUTS:
         assert not any(eqn.primitive.name == "layout_constraint" for eqn in jaxpr.eqns)

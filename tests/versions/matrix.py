@@ -5,7 +5,7 @@ each line of JAX that none of them got, on the oldest Python that has it. Saved 
 restored from each environment in each (``states.py``). A table comes last; the exit status is 1 if
 anything failed.
 
-``--only`` names environments, such as ``python3.13,jax0.8``; ``--states`` leaves out the tests;
+``--only`` names environments, such as ``python3.13,jax0.9``; ``--states`` leaves out the tests;
 other arguments are passed on to pytest. Any Python 3 runs this file: it imports the standard
 library alone.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FOLDER = Path(".venv-matrix")
-OLDEST = "0.7.1"  # tests/oldest.txt
-LINES = ("0.8", "0.9", "0.10", "0.11", "0.12")
+OLDEST = "0.9.0"  # tests/oldest.txt
+LINES = ("0.9", "0.10", "0.11", "0.12")
 
 
 def main():

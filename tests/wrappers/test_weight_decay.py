@@ -117,7 +117,7 @@ PER_STEP = {
 @pytest.mark.parametrize("name", PER_STEP)
 def test_the_name_of_another_decay_is_refused(name):
     make = PER_STEP[name]
-    with pytest.raises(TypeError, match=f"^{name} has no weight_decay, got 0.1: write ") as caught:
+    with pytest.raises(TypeError, match=f"^{name} has no weight_decay, got 0.1: give ") as caught:
         make(weight_decay=0.1)
     for word in ("weight_decay_per_step", "learning_rate", "optax.adamw", "optzoo.lazy_adamw"):
         caught.match(word)

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ...core.checks import check_params
+from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import upcast
 from ...core.optimizer import About, Optimizer, about_of
@@ -77,8 +77,7 @@ def local_sgd(
     Raises:
         ValueError: if the order of the method is unknown.
     """
-    if method.order not in get_args(Order):
-        raise ValueError(f"order must be one of {get_args(Order)}, got {method.order!r}")
+    check_choice(Order, order=method.order)
     driver = _Driver(optax.with_extra_args_support(inner), replicas, method)
     about = About(reads=about_of(inner).reads)
     about = about.reading("active", "arrived", "exchange", "fragment")

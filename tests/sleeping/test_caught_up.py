@@ -393,7 +393,7 @@ def test_what_may_sleep():
         (optzoo.moving_average(optzoo.moving_average(plain)), False),
         (optzoo.moving_average(decayed), True),
     ):
-        with pytest.raises(TypeError, match="a law only of an optimizer without"):
+        with pytest.raises(TypeError, match="one average, of an optimizer without"):
             optzoo.caught_up(inner, dense=dense)
     masked = optzoo.adamw(0.1, weight_decay_per_step=0.1, mask=("users",))
     optzoo.caught_up(masked)
@@ -539,7 +539,7 @@ def test_what_a_step_needs():
     state = tx.init(p)
     averaged = optzoo.moving_average(tx)
     with pytest.raises(
-        ValueError, match=r"groups\(.*caught_up\(moving_average\(adam\(rate\), decay\)\)"
+        ValueError, match=r"as in caught_up\(moving_average\(adam\(rate\), decay\)\)"
     ):
         optzoo.minimize(loss, averaged)(p, averaged.init(p), ids)
     with pytest.raises(ValueError, match=r"got average_decay=, but .* leave it out"):
@@ -549,7 +549,9 @@ def test_what_a_step_needs():
     with pytest.raises(ValueError, match=r"optzoo.zero_if_norm_exceeds\(math.inf\) before"):
         optzoo.minimize(loss, guarded)(p, guarded.init(p), ids)
     far = optzoo.model_average(tx)
-    with pytest.raises(ValueError, match="an exchange of parameters reads rows that sleep"):
+    with pytest.raises(
+        ValueError, match=r"an exchange of parameters does not support optzoo\.caught_up"
+    ):
         far.update(jax.tree.map(jnp.zeros_like, p), far.init(p), p)
     grads = jax.tree.map(jnp.zeros_like, p)
     with pytest.raises(ValueError, match="'items' has no gradient"):
