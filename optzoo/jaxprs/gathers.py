@@ -54,13 +54,14 @@ class RowGather(NamedTuple):
         if self.mode == _Mode.CLIP:
             return rows, near
         is_row = (given >= 0) & (given <= last)
-        wide = is_row.reshape(self.shape + (1,) * (rows.ndim - len(self.shape)))
+        fill = lax.stop_gradient(rows)
         if self.mode == _Mode.FILL_OR_DROP:
-            fill = jnp.nan if self.fill is None else self.fill
-            rows = jnp.where(wide, rows, jnp.asarray(fill, rows.dtype))
-        elif table is None:  # the row of the nearest id is asked for, so its gradient is zero
-            return jnp.where(wide, rows, lax.stop_gradient(rows)), near
-        return rows, jnp.where(is_row, near, self.num_rows)  # the number of rows is padding
+            fill = jnp.asarray(jnp.nan if self.fill is None else self.fill, rows.dtype)
+        wide = is_row.reshape(self.shape + (1,) * (rows.ndim - len(self.shape)))
+        rows = jnp.where(wide, rows, fill)
+        is_read = table is None and self.mode == _Mode.PROMISE_IN_BOUNDS
+        # The number of rows is padding.
+        return rows, near if is_read else jnp.where(is_row, near, self.num_rows)
 
 
 def row_gather(op: Operation) -> RowGather | None:
