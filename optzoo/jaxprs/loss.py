@@ -145,7 +145,7 @@ class TracedLoss(NamedTuple):
 
         Others of their shape, or what is computed from them, may be what is read.
         """
-        ops = (visit.operation for visit in self.graph.walk(Kind))
+        ops = (visit.operation for visit in self.graph.walk({*Kind}))
         shapes = {op.ins[0].shape for op in ops if row_gather(op) is not None}
         return {i for i, x in enumerate(self.flat) if jnp.shape(x) in shapes}
 
