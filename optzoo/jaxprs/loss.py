@@ -133,12 +133,9 @@ class TracedLoss(NamedTuple):
     closed: Any  # its outputs are the value and the arrays of the auxiliary data
     graph: Graph  # of it
     flat: Sequence[Array]  # the leaves
+    looked_up: frozenset[int]  # those that a lookup reads
     num_values: int  # how many of the outputs are the value
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
-
-    def looked_up(self) -> set[int]:
-        """The leaves that a lookup reads."""
-        return {found.leaf for found in self._plan(()).lookups}
 
     def gathered(self) -> set[int]:
         """The leaves that may be read by gathers of whole rows.
@@ -157,7 +154,7 @@ class TracedLoss(NamedTuple):
             gathers: those of leaves of which gathers of rows are lookups too.
         """
         elsewhere, gathers = frozenset(elsewhere), frozenset(gathers)
-        closed, flat, plan = self.closed, self.flat, self._plan(gathers)
+        closed, flat, plan = self.closed, self.flat, _plan(self.graph, len(self.flat), gathers)
         lookups = plan.lookups
         if lookups:
             tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)
@@ -168,10 +165,6 @@ class TracedLoss(NamedTuple):
         uses = used_inputs(of_value)[: len(flat)]
         graph = Graph.of(of_value, closed.consts)
         return Loss(closed, graph, uses, lookups, elsewhere, gathers, self.rebuild)
-
-    def _plan(self, gathers: Collection[int]) -> taps_of.TapPlan:
-        tables = [taps_of.FromLeaf(i, i in gathers) for i in range(len(self.flat))]
-        return taps_of.plan_taps(self.graph, tables)
 
 
 def trace_loss(
@@ -202,7 +195,14 @@ def trace_loss(
         return [*values, *(parts[k] for k in traced)]
 
     closed = jax.make_jaxpr(arrays_of)(flat)
-    return TracedLoss(closed, Graph.of(closed.jaxpr, closed.consts), flat, *structure)
+    graph = Graph.of(closed.jaxpr, closed.consts)
+    looked_up = frozenset(found.leaf for found in _plan(graph, len(flat), ()).lookups)
+    return TracedLoss(closed, graph, flat, looked_up, *structure)
+
+
+def _plan(graph: Graph, number: int, gathers: Collection[int]) -> taps_of.TapPlan:
+    """The taps of a loss of some number of leaves."""
+    return taps_of.plan_taps(graph, [taps_of.FromLeaf(i, i in gathers) for i in range(number)])
 
 
 def _copies(

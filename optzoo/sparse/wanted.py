@@ -3,12 +3,12 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..core.checks import check_size
+from ..core.checks import check_choice, check_size
 from ..core.lines import is_lines
 from ..core.paths import path_name, value_by_name
 from ..jaxprs.loss import Loss, TracedLoss
@@ -44,19 +44,18 @@ class RowsSetting(NamedTuple):
     @classmethod
     def of(cls, sparse: Any, min_rows: Any) -> "RowsSetting":
         """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
-        is_mapping = isinstance(sparse, Mapping)
-        for pattern, level in sparse.items() if is_mapping else [("", sparse)]:
+        if not isinstance(sparse, Mapping):
+            check_choice(Sparse, sparse=sparse)
+            return cls(sparse, check_size(1, min_rows=min_rows))
+        for pattern, level in sparse.items():
             if not isinstance(pattern, str):
                 raise TypeError(f"sparse: a pattern must be a string, got {pattern!r}")
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(
-                    f"sparse: {pattern!r} is not a regular expression: {error}"
-                ) from error
-            if level not in get_args(Sparse):
-                name = f"sparse[{pattern!r}]" if is_mapping else "sparse"
-                raise ValueError(f"{name} must be one of {list(get_args(Sparse))}, got {level!r}")
+                what = f"sparse: {pattern!r} is not a regular expression"
+                raise ValueError(f"{what}: {error}") from error
+            check_choice(Sparse, **{f"sparse[{pattern!r}]": level})
         return cls(sparse, check_size(1, min_rows=min_rows))
 
     def of_tree(self, tree: Any, names: Sequence[str]) -> "WantedRows":
@@ -94,7 +93,7 @@ class WantedRows(NamedTuple):
             traced: the loss.
             elsewhere: parameters that can be read by lookups alone.
         """
-        mine = self.large | {*elsewhere} | (traced.looked_up() & self.arrays)
+        mine = self.large | {*elsewhere} | (traced.looked_up & self.arrays)
         return mine & traced.gathered() if mine else mine
 
     def report(self, loss: Loss) -> None:

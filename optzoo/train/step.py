@@ -128,7 +128,7 @@ class Tables:
         """
         gathers = self.wanted.gathers(traced, self.only_by_rows)
         loss = traced.with_taps(self.elsewhere, gathers)
-        given = traced.looked_up() | self.elsewhere
+        given = traced.looked_up | self.elsewhere
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
         refused = asked - takes_rows(update, self.params, given, asked)

@@ -203,6 +203,13 @@ def test_rows_that_rest(inside):
     np.testing.assert_allclose(values, of_dense, rtol=1e-5)
 
 
+def test_a_table_beside_one_whose_rows_rest():
+    """Its optimizer is the one inside, which takes rows."""
+    p, state, _ = train(optzoo.caught_up(optzoo.adam(0.1), tables=("a",)), sparse="require")
+    want, _, _ = dense_loop(optzoo.adam(0.1))
+    chex.assert_trees_all_close(optzoo.eval_params(p, state), want, rtol=1e-4, atol=1e-5)
+
+
 def test_small_tables_whose_rows_rest_are_caught_up_as_a_whole():
     tx = optzoo.caught_up(optzoo.adam(0.1), tables=("a", "b"))
     p, state, _ = train(tx, min_rows=9)
