@@ -74,15 +74,12 @@ def row_gather(op: Operation) -> RowGather | None:
     if op.name == "dynamic_slice":
         return RowGather((), x.shape[0], _Mode.CLIP, None)
     axes, mode, shape = op.params["dimension_numbers"], op.params["mode"], starts.shape[:-1]
-    # Indexing drops the axis of the rows. A dynamic slice under vmap keeps it, with length 1, and
-    # has a start for each axis; those of the others are clipped to zero.
-    is_slice = axes.collapsed_slice_dims == ()
-    first = tuple(range(len(x.shape))) if is_slice else (0,)
+    # A dynamic slice under vmap has a start for each axis; those of the others are clipped to zero.
+    # What is a row has no axis that is batched, and which of its axes are dropped is a reshape.
+    starts_of = axes.start_index_map
     is_known = (
-        (mode == _Mode.CLIP if is_slice else mode in _MODES)
-        and axes.collapsed_slice_dims in ((), (0,))
-        and axes.start_index_map == first
-        and axes.operand_batching_dims == ()
+        starts_of[:1] == (0,)
+        and mode in (_MODES if len(starts_of) == 1 else [_Mode.CLIP])
         and axes.offset_dims == tuple(range(len(shape), len(op.outs[0].shape)))
     )
     return RowGather(shape, x.shape[0], mode, op.params["fill_value"]) if is_known else None

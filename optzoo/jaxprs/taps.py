@@ -1,10 +1,9 @@
 """Evaluates the jaxpr of a loss with a *tap* for each lookup: an array added to the rows.
 
 A tap of zeros changes no value, and its gradient is that of the rows. :func:`plan_taps` finds the
-lookups of the leaves of the parameters, and the gathers of rows (``gathers.py``) that count as
-lookups; :func:`evaluate` adds the taps. A lookup in the body of
-another transformation takes its tap from outside, and gives its ids to the outside, through
-the arguments and results of that transformation.
+lookups of the leaves of the parameters, and the gathers of rows that count as lookups;
+:func:`evaluate` adds the taps. A lookup in the body of another transformation takes its tap from
+outside, and gives its ids to the outside, through the arguments and results of that transformation.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,11 @@
 """Embedding lookups whose gradient is row-sparse.
 
-:func:`value_and_grad` traces the loss once. In its jaxpr it finds the lookups of the differentiated
-arguments, and evaluates it with a *tap*, an array of zeros, added to the rows of each lookup, which
-are read from an undifferentiated copy (``jaxprs/taps.py``). The gradient of the tap is the gradient
-of the rows, so no dense gradient is ever made. The same jaxpr tells which of the tables are used in
-any other way too (``jaxprs/dense_uses.py``).
+``value_and_grad`` traces the loss once. In its jaxpr it finds the lookups of the differentiated
+arguments, and the gathers of rows that count as such (``wanted.py``), and evaluates it with a
+*tap*, an array of zeros, added to the rows of each, which are read from an undifferentiated copy
+(``jaxprs/taps.py``). The gradient of the tap is the gradient of the rows, so no dense gradient is
+ever made. The same jaxpr tells which of the tables are used in any other way too
+(``jaxprs/dense_uses.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence

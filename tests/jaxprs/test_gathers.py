@@ -275,6 +275,7 @@ OTHERS = {
     "along an axis": lambda t, i: jnp.take_along_axis(t, jnp.stack([i, -i], 1) % 6, axis=0),
     "a member each": lambda t, i: jax.vmap(lambda t, i: t[i % 2])(t, jnp.tile(i, 2)[:6]),
     "a member each, one axis": lambda t, i: jax.vmap(row)(t[:, :, None], jnp.tile(i, 2)[:6]),
+    "a row of each member": lambda t, i: jax.vmap(row)(t[:, None], jnp.tile(i, 2)[:6] % 1),
     "starts of columns": lambda t, i: lax.gather(
         t,
         i[:, None] % 2,
