@@ -145,11 +145,11 @@ from .sleeping.catch_up import catch_up as catch_up
 from .sleeping.catch_up import flush as flush
 from .sleeping.caught_up import caught_up as caught_up
 from .sleeping.caught_up import take_over as take_over
-from .sparse.lookup import DenseGradientWarning as DenseGradientWarning
 from .sparse.lookup import lookup as lookup
 from .sparse.lookup import value_and_grad as value_and_grad
 from .sparse.on_rows import on_rows as on_rows
 from .sparse.row_major import row_major as row_major
+from .sparse.wanted import DenseGradientWarning as DenseGradientWarning
 from .state.averages import swap as swap
 from .state.sharding import state_sharding as state_sharding
 from .state.slots import get_slot as get_slot

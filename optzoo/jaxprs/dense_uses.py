@@ -4,15 +4,18 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from .equations import map_equations
+from .equations import caller_of, map_equations
+from .gathers import row_gather
 from .graph import Graph, Operation, Value, needed
 from .lookup import is_lookup
 from .primitives import function_of
 
 
 class _Lookup(NamedTuple):
+    word: str  # a lookup or a gather
     after: str  # the operation that computed the array from the table; empty for the table
     body: str  # the function of JAX in whose body it is; empty outside of bodies
+    line: str  # of the user's program
 
 
 def without_stop_gradient(jaxpr: Any) -> Any:
@@ -26,67 +29,104 @@ def without_stop_gradient(jaxpr: Any) -> Any:
     return map_equations(jaxpr, cut)
 
 
-def why_dense(graph: Graph, table: Value, has_taps: bool) -> str | None:
-    """The reason in words; None for an array that no lookup reads.
+def why_dense(graph: Graph, table: Value, has_taps: bool, gathers: bool) -> str | None:
+    """The reason in words, with lines; None for an array of which no rows are read.
 
     Args:
         graph: of the loss, in which lookups with a tap do not read the table.
         table: its input, which the loss depends on.
         has_taps: whether some lookup of the table has a tap.
+        gathers: whether gathers of rows count, as lookups do.
     """
-    operations = needed(graph.operations, graph.results)
-    lookups, uses = _follow(operations, {table: ""}, table.shape, "")
+    lookups, uses = _of_table(graph, table, gathers)
     if not lookups and not has_taps:
         return None
     reasons = [_of_lookup(found) for found in lookups]
     # What computed the array of a lookup is not another use.
-    others = [name for name in uses if name not in {found.after for found in lookups}]
+    after = {found.after for found in lookups}
+    others = [_at(name, line) for name, line in uses.items() if name not in after]
     if others or not reasons:
         reasons.append("it is also used by " + (", ".join(others) or "other operations"))
     return "; ".join(dict.fromkeys(reasons))
 
 
+def first_use(graph: Graph, table: Value) -> str:
+    """What uses an input that the loss depends on, with its line."""
+    _, uses = _of_table(graph, table, gathers=False)
+    return next((_at(name, line) for name, line in uses.items()), "the result")
+
+
+def _at(name: str, line: str) -> str:
+    return f"{name} ({line})" if line else name
+
+
 def _of_lookup(found: _Lookup) -> str:
     if found.after:
-        return f"a lookup reads what {found.after} made of it: look up first, then compute"
+        what = f"{found.word} reads what {found.after} made of it"
+        return f"{_at(what, found.line)}: look up first, then compute"
     if found.body:
-        return f"a lookup is inside of {found.body}: do the lookup outside and pass the rows in"
-    return (
-        "a lookup is inside of a jax.vmap that maps over the table: give each member a table of "
-        "its own"
-    )
+        what = f"{found.word} is inside of {found.body}"
+        return f"{_at(what, found.line)}: do the lookup outside and pass the rows in"
+    what = f"{found.word} is inside of a jax.vmap that maps over the table"
+    return f"{_at(what, found.line)}: give each member a table of its own"
 
 
-def _follow(
-    operations: list[Operation], copies: dict[Value, str], shape: tuple[int, ...], body: str
-) -> tuple[list[_Lookup], dict[str, None]]:
-    """The lookups of a table or of arrays computed from it, and what else uses the table itself.
+def _of_table(graph: Graph, table: Value, gathers: bool) -> tuple[list[_Lookup], dict[str, str]]:
+    operations = needed(graph.operations, graph.results)
+    return _Follower(table.shape, gathers).follow(operations, {table: ""}, "", "")
 
-    Args:
-        operations: of the program.
-        copies: by the table, and by each array computed from it that may stand for it, the
-            operation that computed it; extended in place.
-        shape: of the table. An array of this shape, or a batch of such, may stand for it.
-        body: the function of JAX in whose body the operations are.
-    """
-    lookups, uses = list[_Lookup](), dict[str, None]()
-    for op in operations:
-        found = [v for v in op.ins if v in copies]
-        if not found:
-            continue
-        after, name = copies[found[0]], str(op.params.get("name", op.name))
+
+class _Follower(NamedTuple):
+    """Follows a table to its lookups and its other uses."""
+
+    # Of the table. An array of this shape, or a batch of such, may stand for it.
+    shape: tuple[int, ...]
+    gathers: bool  # whether gathers of rows count
+
+    def follow(
+        self, operations: list[Operation], copies: dict[Value, str], body: str, line: str
+    ) -> tuple[list[_Lookup], dict[str, str]]:
+        """The lookups of a table or of arrays computed from it, and what else uses the table.
+
+        Args:
+            operations: of the program.
+            copies: by the table, and by each array computed from it that may stand for it, the
+                operation that computed it; extended in place.
+            body: the function of JAX in whose body the operations are.
+            line: that of the outermost call around them. JAX reuses jaxprs, and with them the lines
+                of their first call.
+        """
+        lookups, uses = list[_Lookup](), dict[str, str]()
+        for op in operations:
+            found = [v for v in op.ins if v in copies]
+            if not found:
+                continue
+            after, name = copies[found[0]], str(op.params.get("name", op.name))
+            where = line or caller_of(op.eqn)
+            if word := self._reads_rows(op):
+                lookups.append(_Lookup(word, after, body, where))
+                continue
+            within, of_bodies = list[_Lookup](), dict[str, str]()
+            for inner in op.bodies:
+                pairs = zip(inner.graph.inputs, inner.inputs, strict=True)
+                known = {v: copies[op.ins[i]] for v, i in pairs if op.ins[i] in copies}
+                of_body = inner.graph.operations, known, function_of(op.name), where
+                more, of_body = self.follow(*of_body)
+                within += more
+                of_bodies |= of_body
+            lookups += within
+            if not after and not within:
+                # What replaces a call of the user has no line of its own.
+                own = {name: where} if where else of_bodies or {name: ""}
+                uses |= {name: line for name, line in own.items() if name not in uses}
+            for out in op.outs:
+                if self.shape and out.shape[-len(self.shape) :] == self.shape:
+                    copies[out] = after or name
+        return lookups, uses
+
+    def _reads_rows(self, op: Operation) -> str:
+        """What an operation is that reads rows; empty for any other."""
         if is_lookup(op):
-            lookups.append(_Lookup(after, body))
-            continue
-        within = list[_Lookup]()
-        for inner in op.bodies:
-            pairs = zip(inner.graph.inputs, inner.inputs, strict=True)
-            known = {v: copies[op.ins[i]] for v, i in pairs if op.ins[i] in copies}
-            within += _follow(inner.graph.operations, known, shape, function_of(op.name))[0]
-        lookups += within
-        if not after and not within:
-            uses[name] = None
-        for out in op.outs:
-            if shape and out.shape[-len(shape) :] == shape:
-                copies[out] = after or name
-    return lookups, uses
+            return "a lookup"
+        is_row_gather = self.gathers and op.ins[0].shape == self.shape and row_gather(op)
+        return "a gather" if is_row_gather else ""

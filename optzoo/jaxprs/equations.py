@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.extend.source_info_util import summarize
 from jax.interpreters import partial_eval
+
+_LIBRARY = str(pathlib.Path(__file__).parents[1]) + os.sep
 
 
 def is_literal(v: Any) -> bool:
@@ -153,6 +157,12 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 def line_of(eqn: Any) -> str:
     """The line of the user's program that an equation comes from: ``model.py:12:4 (loss)``."""
     return summarize(eqn.source_info)
+
+
+def caller_of(eqn: Any) -> str:
+    """The same outside of this library; empty if the library has replaced the equation."""
+    lines = summarize(eqn.source_info, num_frames=20).split("\n")
+    return next((line for line in reversed(lines) if not line.startswith(_LIBRARY)), "")
 
 
 def text_of(program: Any) -> str:

@@ -1,7 +1,7 @@
 """The loss of a train step as a program, with a tap for each lookup (``taps.py``)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,11 @@ from jax import Array
 
 from ..core.rows import SparseRows
 from . import taps as taps_of
-from .dense_uses import why_dense, without_stop_gradient
+from .dense_uses import first_use, why_dense, without_stop_gradient
 from .equations import evaluate, needed_part, used_inputs
+from .gathers import row_gather
 from .graph import Graph
+from .primitives import Kind
 
 
 class Loss(NamedTuple):
@@ -23,25 +25,22 @@ class Loss(NamedTuple):
     uses: list[bool]  # for each leaf whether the value depends on it in another way than by taps
     lookups: list[taps_of.Lookup]
     elsewhere: frozenset[int]  # the leaves whose rows are the taps
+    gathers: frozenset[int]  # those of which gathers of rows are lookups
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
     def dense_tables(self) -> list[tuple[int, str]]:
         """The leaves of which rows are read and whose gradient is dense, with the reasons."""
         has_taps, inputs = {found.leaf for found in self.lookups}, self.of_value.inputs
-        reasons = {
-            i: why_dense(self.of_value, inputs[i], i in has_taps)
+        reasons = [
+            (i, why_dense(self.of_value, inputs[i], i in has_taps, i in self.gathers))
             for i, is_used in enumerate(self.uses)
             if is_used
-        }
-        tables = [taps_of.FromLeaf(i) for i in range(len(self.uses))]
-        more: list[Any] = [None] * (len(inputs) - len(tables))
-        reads = taps_of.plan_taps(self.of_value, [*tables, *more]).reads
-        for i, line in reads.rows.items():
-            if i not in reads.others and reasons.get(i) is None:
-                reasons[i] = (
-                    f"they are read by indexing ({line}); read them by optzoo.lookup(table, ids)"
-                )
-        return [(i, reason) for i, reason in sorted(reasons.items()) if reason]
+        ]
+        return [(i, reason) for i, reason in reasons if reason]
+
+    def use_of(self, leaf: int) -> str:
+        """An operation that uses a leaf otherwise than by taps, with its line."""
+        return first_use(self.of_value, self.of_value.inputs[leaf])
 
     def reads(self) -> list[bool]:
         """For each leaf whether anything reads it in another way than by taps."""
@@ -99,7 +98,8 @@ class Loss(NamedTuple):
             num_rows, *of_row = self.lookups[mine[0]].table
             of_ids = [ids[k].reshape(-1) for k in mine if i not in self.elsewhere]
             of_ids = jnp.concatenate(of_ids) if of_ids else None
-            of_rows = jnp.concatenate([of_taps[k].reshape(-1, *of_row) for k in mine])
+            sizes = {k: math.prod(self.lookups[k].shape) for k in mine}
+            of_rows = jnp.concatenate([of_taps[k].reshape(sizes[k], *of_row) for k in mine])
             if of_ids is None:
                 given[i] = of_rows
                 continue
@@ -127,17 +127,54 @@ class Loss(NamedTuple):
         return evaluate(self.closed.jaxpr, self.closed.consts, [*leaves, *copies, *taps])
 
 
+class TracedLoss(NamedTuple):
+    """A loss as a jaxpr of the leaves of the parameters."""
+
+    closed: Any  # its outputs are the value and the arrays of the auxiliary data
+    graph: Graph  # of it
+    flat: Sequence[Array]  # the leaves
+    looked_up: frozenset[int]  # those that a lookup reads
+    num_values: int  # how many of the outputs are the value
+    rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
+
+    def gathered(self) -> set[int]:
+        """The leaves that may be read by gathers of whole rows.
+
+        Others of their shape, or what is computed from them, may be what is read.
+        """
+        ops = (visit.operation for visit in self.graph.walk({*Kind}))
+        shapes = {op.ins[0].shape for op in ops if row_gather(op) is not None}
+        return {i for i, x in enumerate(self.flat) if jnp.shape(x) in shapes}
+
+    def with_taps(self, elsewhere: Iterable[int] = (), gathers: Iterable[int] = ()) -> "Loss":
+        """The loss with taps for its lookups.
+
+        Args:
+            elsewhere: the positions of leaves that are not read: their rows are given later.
+            gathers: those of leaves of which gathers of rows are lookups too.
+        """
+        elsewhere, gathers = frozenset(elsewhere), frozenset(gathers)
+        closed, flat, plan = self.closed, self.flat, _plan(self.graph, len(self.flat), gathers)
+        lookups = plan.lookups
+        if lookups:
+            tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)
+            copies = _copies(flat, lookups, elsewhere)
+            closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
+        of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[: self.num_values])
+        of_value = needed_part(without_stop_gradient(of_value))
+        uses = used_inputs(of_value)[: len(flat)]
+        graph = Graph.of(of_value, closed.consts)
+        return Loss(closed, graph, uses, lookups, elsewhere, gathers, self.rebuild)
+
+
 def trace_loss(
-    call: Callable[[Sequence[Array]], tuple[Any, Any]],
-    flat: Sequence[Array],
-    elsewhere: Iterable[int] = (),
-) -> Loss:
+    call: Callable[[Sequence[Array]], tuple[Any, Any]], flat: Sequence[Array]
+) -> TracedLoss:
     """Traces a loss.
 
     Args:
         call: gives the value and the auxiliary data for the leaves.
         flat: the leaves.
-        elsewhere: the positions of leaves that are not read: their rows are given later.
     """
     structure: list[Any] = []
 
@@ -158,18 +195,14 @@ def trace_loss(
         return [*values, *(parts[k] for k in traced)]
 
     closed = jax.make_jaxpr(arrays_of)(flat)
-    num_values, rebuild = structure
     graph = Graph.of(closed.jaxpr, closed.consts)
-    plan = taps_of.plan_taps(graph, [taps_of.FromLeaf(i) for i in range(len(flat))])
-    lookups, elsewhere = plan.lookups, frozenset(elsewhere)
-    if lookups:
-        tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)
-        copies = _copies(flat, lookups, elsewhere)
-        closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
-    of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[:num_values])
-    of_value = needed_part(without_stop_gradient(of_value))
-    uses = used_inputs(of_value)[: len(flat)]
-    return Loss(closed, Graph.of(of_value, closed.consts), uses, lookups, elsewhere, rebuild)
+    looked_up = frozenset(found.leaf for found in _plan(graph, len(flat), ()).lookups)
+    return TracedLoss(closed, graph, flat, looked_up, *structure)
+
+
+def _plan(graph: Graph, number: int, gathers: Collection[int]) -> taps_of.TapPlan:
+    """The taps of a loss of some number of leaves."""
+    return taps_of.plan_taps(graph, [taps_of.FromLeaf(i, i in gathers) for i in range(number)])
 
 
 def _copies(

@@ -1,9 +1,9 @@
 """Evaluates the jaxpr of a loss with a *tap* for each lookup: an array added to the rows.
 
 A tap of zeros changes no value, and its gradient is that of the rows. :func:`plan_taps` finds the
-lookups of the leaves of the parameters, :func:`evaluate` adds the taps. A lookup in the body of
-another transformation takes its tap from outside, and gives its ids to the outside, through
-the arguments and results of that transformation.
+lookups of the leaves of the parameters, and the gathers of rows that count as lookups;
+:func:`evaluate` adds the taps. A lookup in the body of another transformation takes its tap from
+outside, and gives its ids to the outside, through the arguments and results of that transformation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from jax import Array
 
 from ..core.compat import varying
 from . import equations
+from .gathers import row_gather
 from .graph import Graph, Operation, read
 from .lookup import bind_lookup, is_lookup, shape_of_table
 from .primitives import function_of
@@ -25,6 +26,7 @@ class FromLeaf(NamedTuple):
     """What a value is: a leaf of the parameters, or a cast of one."""
 
     leaf: int  # its position
+    gathers: bool = False  # whether gathers of its rows are lookups
     casts: tuple[Any, ...] = ()  # to which dtypes in turn
 
 
@@ -43,26 +45,12 @@ class Lookup(NamedTuple):
         return (*self.shape, *self.table[1:])
 
 
-class DenseReads(NamedTuple):
-    """What reads leaves of the parameters by no lookup, and has dense gradients."""
-
-    rows: dict[int, str]  # by leaf: a gather of some of its rows, with its line
-    others: set[int]  # the leaves that anything else uses
-
-    def add(self, more: "DenseReads", line: str) -> None:
-        """Adds those of the body of an operation of this line."""
-        # JAX reuses jaxprs, and with them the lines of their first call.
-        self.rows.update({leaf: line or inside for leaf, inside in more.rows.items()})
-        self.others.update(more.others)
-
-
 class _Step(NamedTuple):
     """An operation that has to do with tables."""
 
     lookups: list[Lookup]
     results: list[FromLeaf | None]  # which of the outputs are tables
     run: Callable[..., Any]  # (values, copies, taps) -> (outputs, ids)
-    plans: Sequence["TapPlan"] = ()  # of its bodies
 
 
 class TapPlan(NamedTuple):
@@ -71,7 +59,6 @@ class TapPlan(NamedTuple):
     graph: Graph
     steps: dict[Operation, _Step]
     results: list[FromLeaf | None]  # which of the outputs are tables
-    reads: DenseReads
 
     @property
     def lookups(self) -> list[Lookup]:
@@ -82,30 +69,16 @@ class TapPlan(NamedTuple):
 def plan_taps(graph: Graph, tables: Sequence[FromLeaf | None]) -> TapPlan:
     """Finds the lookups; ``tables`` says which inputs of the program are tables."""
     known = {v: table for v, table in zip(graph.inputs, tables, strict=True) if table}
-    steps, reads = {}, DenseReads({}, set())
+    steps = {}
     for op in graph.operations:
         inputs = [known.get(v) for v in op.ins]
         step = _step(op, inputs) if any(inputs) else None
         if step is None:
-            if _reads_some_rows(op) and inputs[0] is not None:
-                reads.rows[inputs[0].leaf] = op.line
-            else:
-                reads.others.update(table.leaf for table in inputs if table)
             continue
-        for plan in step.plans:
-            reads.add(plan.reads, op.line)
         known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
         if step.lookups:
             steps[op] = step
-    return TapPlan(graph, steps, [known.get(v) for v in graph.results], reads)
-
-
-def _reads_some_rows(op: Operation) -> bool:
-    """Whether an operation gathers whole rows of an array, fewer than there are."""
-    if op.name not in ("gather", "dynamic_slice"):
-        return False
-    x, out = op.ins[0].aval, op.outs[0].aval
-    return tuple(op.params["slice_sizes"]) == (1, *x.shape[1:]) and out.size < x.size
+    return TapPlan(graph, steps, [known.get(v) for v in graph.results])
 
 
 def evaluate(
@@ -161,6 +134,20 @@ def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
     return _Step([found], [None], run)
 
 
+def _of_gather(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
+    table, gather = inputs[0], row_gather(op)
+    if table is None or not table.gathers or gather is None:
+        return None
+    out = op.outs[0].aval
+
+    def run(values, copies, taps):
+        rows, ids = gather.run(copies.get(table.leaf), values, taps[0], table.casts)
+        return [rows.reshape(out.shape)], [ids]
+
+    found = Lookup(table.leaf, gather.shape, gather.dtype, op.ins[0].shape)
+    return _Step([found], [None], run)
+
+
 def _check_varying(rows: Array, table: Array) -> None:
     if axes := varying(rows) - varying(table):
         raise ValueError(
@@ -190,7 +177,7 @@ def _of_jit(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
         mine = _of_plans(copies, plan)
         return _evaluate_in_jit(jaxpr, tuple(inputs), [*consts, *values], mine, taps)
 
-    return _Step(plan.lookups, plan.results, run, [plan])
+    return _Step(plan.lookups, plan.results, run)
 
 
 def _in_jit(jaxpr, tables, values, copies, taps):
@@ -210,7 +197,7 @@ def _of_checkpoint(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
         f = lambda *args: evaluate(plan, *args)
         return equations.checkpoint_like(op.eqn, f)(values, _of_plans(copies, plan), taps)
 
-    return _Step(plan.lookups, plan.results, run, [plan])
+    return _Step(plan.lookups, plan.results, run)
 
 
 def _of_scan(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
@@ -237,7 +224,7 @@ def _of_scan(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
     length = op.params["length"]
     lookups = [found._replace(shape=(length, *found.shape)) for found in plan.lookups]
     results = [*tables, *[None] * (len(op.outs) - num_carry)]
-    return _Step(lookups, results, run, [plan])
+    return _Step(lookups, results, run)
 
 
 def _of_cond(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
@@ -265,7 +252,7 @@ def _of_cond(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
 
     results = zip(*(plan.results for plan in plans), strict=True)
     results = [one[0] if len(set(one)) == 1 else None for one in results]
-    return _Step(lookups, results, run, plans)
+    return _Step(lookups, results, run)
 
 
 def _of_plans(copies: Mapping[int, Array], *plans: TapPlan) -> dict[int, Array]:
@@ -275,6 +262,8 @@ def _of_plans(copies: Mapping[int, Array], *plans: TapPlan) -> dict[int, Array]:
 
 
 _STEPS = {
+    "gather": _of_gather,
+    "dynamic_slice": _of_gather,
     "jax.lax.convert_element_type": _of_cast,
     "jax.jit": _of_jit,
     "jax.checkpoint": _of_checkpoint,

@@ -1,15 +1,15 @@
 """Embedding lookups whose gradient is row-sparse.
 
-:func:`value_and_grad` traces the loss once. In its jaxpr it finds the lookups of the differentiated
-arguments, and evaluates it with a *tap*, an array of zeros, added to the rows of each lookup, which
-are read from an undifferentiated copy (``jaxprs/taps.py``). The gradient of the tap is the gradient
-of the rows, so no dense gradient is ever made. The same jaxpr tells which of the tables are used in
-any other way too (``jaxprs/dense_uses.py``).
+``value_and_grad`` traces the loss once. In its jaxpr it finds the lookups of the differentiated
+arguments, and the gathers of rows that count as such (``wanted.py``), and evaluates it with a
+*tap*, an array of zeros, added to the rows of each, which are read from an undifferentiated copy
+(``jaxprs/taps.py``). The gradient of the tap is the gradient of the rows, so no dense gradient is
+ever made. The same jaxpr tells which of the tables are used in any other way too
+(``jaxprs/dense_uses.py``).
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,7 @@ from ..core.lines import is_lines
 from ..core.paths import path_name
 from ..jaxprs.lookup import bind_lookup
 from ..jaxprs.loss import trace_loss
-
-Sparse = Literal["warn", "require", "allow"]
-
-
-class DenseGradientWarning(UserWarning):
-    """The gradient of a looked-up table is dense, for the reason given.
-
-    Example:
-        >>> import warnings
-        >>> import jax.numpy as jnp, optzoo
-        >>> tied = lambda table: jnp.sum(optzoo.lookup(table, jnp.array([0])) @ table.T)
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     value, gradient = optzoo.value_and_grad(tied)(jnp.ones((3, 2)))
-        >>> print(caught[0].category.__name__, gradient.shape)
-        DenseGradientWarning (3, 2)
-    """
+from .wanted import MIN_ROWS, RowsSetting, Sparse
 
 
 def lookup(table: Any, ids: Any) -> Array:
@@ -46,6 +30,10 @@ def lookup(table: Any, ids: Any) -> Array:
     only read by lookups becomes :class:`optzoo.SparseRows`. Everywhere else, and for tables that
     are also used in another way (tied weights), it is the usual dense gradient. ``table`` may be a
     cast of such a table, ``params["table"].astype(...)``: then the rows are cast instead.
+
+    The gradient of a large table is row-sparse there with ``table[ids]``, too. A lookup differs
+    from it in three ways: the table may have any size, there is an id for padding, and wrong ids
+    do not pass for others.
 
     The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
     ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
@@ -98,20 +86,24 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    sparse: Sparse = "warn",
+    sparse: Sparse | Mapping[str, Sparse] = "warn",
+    min_rows: int = MIN_ROWS,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
 
-    A table that ``loss_fn`` reads by :func:`optzoo.lookup` alone gets
-    :class:`optzoo.SparseRows` (one row for each id looked up, repeats included); everything else
-    gets what ``jax.value_and_grad`` would give. ``loss_fn`` is called once. Use it under ``jit``:
-    otherwise JAX allocates a dense gradient of zeros and discards it.
+    A table gets :class:`optzoo.SparseRows` (one row for each id that is read, repeats included) if
+    ``loss_fn`` reads it by :func:`optzoo.lookup` alone; or, if it has at least ``min_rows`` rows,
+    by lookups and by gathers of whole rows: ``table[ids]``, ``jnp.take(table, ids, axis=0)``,
+    ``table.at[ids].get()``, ``jax.lax.dynamic_index_in_dim``, and what makes the same operations,
+    such as the ``Embed`` of Flax. They have the values and the gradient that JAX gives them, also
+    for ids out of range. Everything else gets what ``jax.value_and_grad`` would give. ``loss_fn``
+    is called once. Use it under ``jit``: otherwise JAX allocates a dense gradient of zeros and
+    discards it.
 
-    A table that is looked up and used in any other way too (tied weights), looked up where
-    :func:`optzoo.lookup` names it, or of which rows are read by ``table[ids]`` or ``jnp.take``
-    alone, fewer than it has, gets its correct dense gradient, which costs time and memory in
-    proportion to the table, and a :class:`DenseGradientWarning` with the reason. A use
-    of ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
+    If such a table is used in any other way too (tied weights), or read where :func:`optzoo.lookup`
+    names it, it gets its correct dense gradient, which costs time and memory in proportion to the
+    table, and a :class:`DenseGradientWarning` with the reason and the line. A use of
+    ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -127,20 +119,26 @@ def value_and_grad(
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: where the gradient of such a table is dense, ``"warn"`` gives a
             :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
-            does neither.
+            does neither. Or a dict of these by regular expressions that match the whole path of a
+            parameter, with ``"warn"`` for all others; of several arguments, the path begins with
+            the position in ``argnums``. A parameter that a pattern requires is a table of any
+            size, and its gradient must be rows, whatever reads it.
+        min_rows: the number of rows from which gathers count. Smaller tables, such as those of
+            positions, and biases that are read by index keep dense gradients.
 
     Returns:
         A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
         ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: at trace time, where ``jax.value_and_grad`` would raise it, or if ``loss_fn``
-            does not return what ``has_aux`` says.
-        ValueError: if ``sparse`` is none of the three; at trace time if an argument to
-            differentiate is not given by position, or if ``sparse="require"`` and a gradient is
-            dense.
+        TypeError: if a pattern is no string, or ``min_rows`` no int; at trace time, where
+            ``jax.value_and_grad`` would raise it, or if ``loss_fn`` does not return what
+            ``has_aux`` says.
+        ValueError: if ``sparse`` is none of these, or ``min_rows`` is not positive; at trace time
+            if an argument to differentiate is not given by position, if a pattern matches no
+            parameter or two match one, or if a gradient is dense that ``sparse`` requires as rows.
     """
-    check_sparse(sparse)
+    setting = RowsSetting.of(sparse, min_rows)
     which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args, **kwargs):
@@ -160,23 +158,18 @@ def value_and_grad(
                 full_args[i] = arg
             return value_and_aux(loss_fn(*full_args, **kwargs), has_aux)
 
-        for i, x in enumerate(flat):
-            check_differentiable(x, lambda i=i: _name(chosen, which, i))
-        loss = trace_loss(call, flat)
-        if sparse != "allow":
-            for i, reason in loss.dense_tables():
-                report_dense(_name(chosen, which, i), reason, sparse)
+        names = [_name(path, which) for path, _ in jax.tree_util.tree_leaves_with_path(chosen)]
+        for x, name in zip(flat, names, strict=True):
+            check_differentiable(x, name)
+        traced = trace_loss(call, flat)
+        wanted = setting.of_tree(chosen[0] if len(which) == 1 else chosen, names)
+        loss = traced.with_taps(gathers=wanted.gathers(traced))
+        wanted.report(loss)
         value, aux, grads, _ = loss.differentiate(flat)
         grads = treedef.unflatten(grads)
         return (value, aux) if has_aux else value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
-
-
-def check_sparse(sparse: Any) -> None:
-    """Raises ``ValueError`` unless it is one of :data:`Sparse`."""
-    if sparse not in get_args(Sparse):
-        raise ValueError(f"sparse must be one of {list(get_args(Sparse))}, got {sparse!r}")
 
 
 def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -193,33 +186,23 @@ def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return (out[0], out[1]) if has_aux else (out, None)
 
 
-def check_differentiable(x: Any, name: Callable[[], str]) -> None:
+def check_differentiable(x: Any, name: str) -> None:
     """Raises ``TypeError`` unless ``x`` has a gradient: it is real or complex."""
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"{name()} has dtype {dtype}, which has no gradient: differentiate with respect to the "
+            f"{name} has dtype {dtype}, which has no gradient: differentiate with respect to the "
             "parameters alone. Of a module of Flax NNX these are the second part of "
             "nnx.split(model, nnx.Param, ...)"
         )
 
 
-def _name(chosen: tuple[Any, ...], which: Sequence[int], leaf: int) -> str:
+def _name(path: Any, which: Sequence[int]) -> str:
     """The path of a leaf in its argument; of several arguments, or of a bare one, which it is."""
-    path, _ = jax.tree_util.tree_leaves_with_path(chosen)[leaf]
     inner, argument = path_name(path[1:]), f"argument {which[path[0].idx]}"
     if not inner:
         return argument
     return f"'{inner}'" if len(which) == 1 else f"'{inner}' of {argument}"
-
-
-def report_dense(name: str, reason: str, sparse: Sparse) -> None:
-    """Warns of the dense gradient of a table of which rows are read, or raises ``ValueError``."""
-    text = f"the gradient of {name} is dense, although rows of it are read: {reason}"
-    if sparse == "require":
-        raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
-    text = f"{text}. sparse='allow' silences this warning, sparse='require' makes it an error"
-    warnings.warn(text, DenseGradientWarning, stacklevel=3)
 
 
 def _array_of(table: Any) -> Any:

@@ -1,6 +1,6 @@
 """The whole train step of a plain loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,8 +8,8 @@ import optax
 
 from ..native.step import Native
 from ..sleeping.catch_up import check_no_guard
-from ..sparse.lookup import Sparse
 from ..sparse.row_major import row_major
+from ..sparse.wanted import MIN_ROWS, Sparse
 from .resting import tables_for
 from .step import Model, train_step
 
@@ -19,13 +19,17 @@ def minimize(
     tx: optax.GradientTransformation,
     has_aux: bool = False,
     *,
-    sparse: Sparse = "warn",
+    sparse: Sparse | Mapping[str, Sparse] = "warn",
+    min_rows: int = MIN_ROWS,
     native: Native = False,
 ) -> Callable[..., Any]:
     """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
 
-    Gradients of tables read by :func:`optzoo.lookup` are SparseRows. Parameters and state are
-    donated: the step updates them in place, and the arrays passed in must not be used again.
+    Gradients of tables read by :func:`optzoo.lookup`, and of large tables read by gathers of whole
+    rows such as ``table[ids]``, are SparseRows, as in :func:`optzoo.value_and_grad`. If an update
+    by ``tx`` with such rows raises an error when it is traced, gathers keep dense gradients.
+    Parameters and state are donated: the step updates them in place, and the arrays passed in must
+    not be used again.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -43,7 +47,9 @@ def minimize(
             SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
-            ``"require"`` (an error) or ``"allow"``, as in :func:`optzoo.value_and_grad`.
+            ``"require"`` (an error) or ``"allow"``; or a dict of these by patterns, as in
+            :func:`optzoo.value_and_grad`.
+        min_rows: as in :func:`optzoo.value_and_grad`.
         native: whether the optimizer runs as native loops on the CPU, as in
             :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
 
@@ -61,7 +67,7 @@ def minimize(
         fourth if ``has_aux``. The extra args, trees of arrays, go to ``tx.update``,
         which must read them.
     """
-    model = Model.of(loss_fn, tx, has_aux, sparse, native)
+    model = Model.of(loss_fn, tx, has_aux, sparse, min_rows, native)
 
     def step(params, state, *batch, **extra_args):
         model.check(params)

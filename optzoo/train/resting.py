@@ -45,7 +45,7 @@ class RestingTables(Tables):
         looked_up = {lookup.leaf for lookup in loss.lookups}
         for i in sorted(woken & looked_up):
             if not loss.uses[i]:
-                report_reads(self.names[i], self.model.sparse)
+                report_reads(self.names[i], self.wanted.levels[i])
         self._change({i: whole for i in woken})
         return woken
 

@@ -26,7 +26,7 @@ from ..sharded.row_sharding import RowSharding
 from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import CaughtUpState, sleeping_leaves
 from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn
-from ..sparse.lookup import lookup, report_dense
+from ..sparse.lookup import lookup
 from ..state.resting import has_resting
 from ..state.types import nodes_of
 from .resting import RestingTables, as_looked_up, look_up
@@ -60,7 +60,8 @@ class ShardedTables(RestingTables):
     def __init__(self, model: Model, mapped: Mapped, params: Any, state: Any):
         super().__init__(model, params, state)
         self.mapped = mapped
-        self.elsewhere |= mapped.tables.keys()
+        self.only_by_rows = frozenset(mapped.tables)
+        self.elsewhere |= self.only_by_rows
         # In the loss a table has the shape of all its rows, also if its shards are in lines.
         tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
         pairs = zip(tables, mapped.shardings, strict=True)
@@ -96,16 +97,15 @@ class ShardedTables(RestingTables):
 
     def check(self, loss: Loss) -> None:
         """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
-        sparse, reasons, reads = self.model.sparse, dict(loss.dense_tables()), loss.reads()
+        reasons, reads = dict(loss.dense_tables()), loss.reads()
         for i in self.mapped.tables:
             if loss.uses[i] or reads[i]:
                 reason = reasons.get(i, "it is used in another way")
                 raise ValueError(
                     f"table '{self.names[i]}' is sharded by rows, so the loss can read it by "
-                    f"optzoo.lookup and optzoo.lookup_sparse only: {reason}"
+                    f"lookups and gathers of whole rows only: {reason}"
                 )
-        for i, reason in reasons.items() if sparse != "allow" else ():
-            report_dense(f"'{self.names[i]}'", reason, sparse)
+        super().check(loss)
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
         """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""

@@ -16,8 +16,8 @@ from ..native.step import Native
 from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
 from ..sleeping.catch_up import check_no_guard
-from ..sparse.lookup import Sparse
 from ..sparse.row_major import row_major
+from ..sparse.wanted import MIN_ROWS, Sparse
 from ..state.fit import difference, misfit
 from ..state.sharding import state_sharding
 from .sharded import Mapped, ShardedTables
@@ -34,14 +34,15 @@ def sharded_minimize(
     max_norm: float | None = None,
     transport: DTypeLike | None = None,
     has_aux: bool = False,
-    sparse: Sparse = "warn",
+    sparse: Sparse | Mapping[str, Sparse] = "warn",
+    min_rows: int = MIN_ROWS,
     native: Native = False,
 ) -> Callable[..., Any]:
     r"""A compiled train step for tables sharded by rows; everything else is data-parallel.
 
     It is :func:`optzoo.minimize` for many devices: the loss is the same function, which reads the
-    tables by :func:`optzoo.lookup` or :func:`optzoo.lookup_sparse`. It is called with the part of
-    the batch of one device, and its mean over all devices is minimized.
+    tables by ``table[ids]``, :func:`optzoo.lookup` or :func:`optzoo.lookup_sparse`. It is called
+    with the part of the batch of one device, and its mean over all devices is minimized.
 
     Each device asks the owners for the distinct rows that its part of the batch needs, computes
     their gradients, and sends them to the owners, which alone update rows and slots. All tables
@@ -77,7 +78,8 @@ def sharded_minimize(
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``. A table has the
             shape ``(num_rows, *row_shape)`` there, so its padding id is ``num_rows``. It can be
-            looked up, at ids that depend on no looked-up row, and used in no other way.
+            read by lookups and by gathers of whole rows, at ids that depend on no row of a table,
+            and used in no other way.
         tx: any optax transformation.
         mesh: its axes that a table is not sharded over are data-parallel.
         tables: by a regular expression that matches the whole path of a parameter its sharding.
@@ -90,7 +92,8 @@ def sharded_minimize(
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: for the small tables, as in :func:`optzoo.minimize`.
+        sparse: for the tables that are not sharded, as in :func:`optzoo.minimize`.
+        min_rows: for the same, as in :func:`optzoo.minimize`.
         native: whether the optimizer runs as native loops on the CPU, as in
             :func:`optzoo.minimize`.
 
@@ -110,7 +113,7 @@ def sharded_minimize(
         The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
         extra args go to ``tx.update``.
     """
-    model = Model.of(loss_fn, tx, has_aux, sparse, native)
+    model = Model.of(loss_fn, tx, has_aux, sparse, min_rows, native)
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
     check_positive(max_norm=1 if max_norm is None else max_norm)
     for sharding in tables.values():

@@ -12,20 +12,15 @@ from jax import Array
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import path_name
-from ..jaxprs.loss import Loss, trace_loss
+from ..jaxprs.loss import Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..sleeping.sleepers import Sleepers, final_update
-from ..sparse.lookup import (
-    DenseGradientWarning,
-    Sparse,
-    check_differentiable,
-    check_sparse,
-    report_dense,
-    value_and_aux,
-)
+from ..sparse.lookup import check_differentiable, value_and_aux
+from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
+from .takes_rows import takes_rows
 
 
 class Model(NamedTuple):
@@ -34,21 +29,23 @@ class Model(NamedTuple):
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformationExtraArgs
     has_aux: bool
-    sparse: Sparse
+    rows: RowsSetting
     native: Native
 
     @classmethod
-    def of(cls, loss_fn: Any, tx: Any, has_aux: bool, sparse: Sparse, native: Native) -> "Model":
+    def of(
+        cls, loss_fn: Any, tx: Any, has_aux: bool, sparse: Any, min_rows: Any, native: Native
+    ) -> "Model":
         """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
         check_transformation(tx=tx)
         check_flags(has_aux=has_aux)
-        check_sparse(sparse)
+        rows = RowsSetting.of(sparse, min_rows)
         check_native(native)
         if about_of(tx).sleepers is None:
             tx = fitting(tx)
         elif native == "require":
             raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")
-        return cls(loss_fn, tx, has_aux, sparse, native)
+        return cls(loss_fn, tx, has_aux, rows, native)
 
     @property
     def sleepers(self) -> Sleepers | None:
@@ -68,7 +65,7 @@ class Model(NamedTuple):
         """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is a state."""
         refuse_swapped(params)
         for path, x in jax.tree_util.tree_leaves_with_path(params):
-            check_differentiable(x, lambda path=path: f"parameter '{path_name(path)}'")
+            check_differentiable(x, f"parameter '{path_name(path)}'")
 
     def apply(
         self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
@@ -105,6 +102,8 @@ class Tables:
 
     # The leaves of which rows are read before the loss runs.
     elsewhere: frozenset[int] = frozenset()
+    # Those of them that the loss can read in no other way.
+    only_by_rows: frozenset[int] = frozenset()
 
     def __init__(self, model: Model, params: Any, state: Any):
         self.model, self.params, self.state = model, params, state
@@ -112,6 +111,7 @@ class Tables:
         self.seen = self.treedef  # the structure that the loss sees
         paths = jax.tree_util.tree_leaves_with_path(params)
         self.names = [path_name(path) for path, _ in paths]
+        self.wanted = model.rows.of_tree(params, [f"'{name}'" for name in self.names])
 
     def leaves(self) -> list[Array]:
         """The parameters as the loss sees them."""
@@ -121,11 +121,28 @@ class Tables:
         """Makes ready what the loss reads as a whole; gives leaves that it then reads itself."""
         return frozenset()
 
+    def with_taps(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
+        """The loss with taps for lookups, and for gathers of tables whose rows ``tx`` takes.
+
+        Raises ``ValueError`` for what a loss cannot do; reports dense gradients.
+        """
+        gathers = self.wanted.gathers(traced, self.only_by_rows)
+        loss = traced.with_taps(self.elsewhere, gathers)
+        given = traced.looked_up | self.elsewhere
+        update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
+        asked = gathers - given - self.wanted.required
+        refused = asked - takes_rows(update, self.params, given, asked)
+        pure = {found.leaf for found in loss.lookups if not loss.uses[found.leaf]}
+        for i in sorted(refused & pure):
+            self.wanted.report_dense(i, _NO_ROWS)
+        if refused:
+            loss = traced.with_taps(self.elsewhere, gathers - refused)
+        self.check(loss)
+        return loss
+
     def check(self, loss: Loss) -> None:
         """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
-        if self.model.sparse != "allow":
-            for i, reason in loss.dense_tables():
-                report_dense(f"'{self.names[i]}'", reason, self.model.sparse)
+        self.wanted.report(loss)
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
         """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
@@ -150,15 +167,19 @@ class Tables:
         return *self.model.apply(params, self.state, grads, extra_args), value
 
 
+_NO_ROWS = (
+    "the optimizer takes no rows as its gradient. Those of optzoo do, and optzoo.on_rows(tx) does"
+)
+
+
 def train_step(
     tables: Tables, batch: Sequence[Any], extra_args: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     """The parameters, the state, the loss and the auxiliary data after a step."""
-    loss_of = tables.model.loss_of(tables.seen, batch)
-    loss = trace_loss(loss_of, tables.leaves(), tables.elsewhere)
-    tables.check(loss)
+    traced = trace_loss(tables.model.loss_of(tables.seen, batch), tables.leaves())
+    loss = tables.with_taps(traced, extra_args)
     if woken := tables.wake(loss):
-        loss = trace_loss(loss_of, tables.leaves(), tables.elsewhere - woken)
+        loss = traced.with_taps(tables.elsewhere - woken, loss.gathers)
     flat, rows = tables.leaves(), {}
     if tables.elsewhere:
         _check_ids(loss, flat)

@@ -131,7 +131,7 @@ def test_a_dense_gradient_of_a_table():
     tied = lambda p, ids: loss(p, ids) + jnp.sum(p["table"])
     tx = optzoo.gradient_descent(0.1)
     start = lambda: (params(), tx.init(params()))
-    with pytest.warns(optzoo.sparse.lookup.DenseGradientWarning, match="'table' is dense"):
+    with pytest.warns(optzoo.DenseGradientWarning, match="'table' is dense"):
         optzoo.minimize(tied, tx)(*start(), IDS)
     with pytest.raises(ValueError, match=r"'table' is dense, although .* also used by reduce_sum"):
         optzoo.minimize(tied, tx, sparse="require")(*start(), IDS)

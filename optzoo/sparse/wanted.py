@@ -1,0 +1,121 @@
+"""Which gradients are to be rows, and what happens where one of them is dense."""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core.checks import check_choice, check_size
+from ..core.lines import is_lines
+from ..core.paths import path_name, value_by_name
+from ..jaxprs.loss import Loss, TracedLoss
+
+Sparse = Literal["warn", "require", "allow"]
+
+# Gathers of fewer rows stay dense: tables of positions or classes, biases read by index. A pass
+# over such a table costs little, and a batch often reads most of it.
+MIN_ROWS = 16_384
+
+
+class DenseGradientWarning(UserWarning):
+    """The gradient of a table of which rows are read is dense, for the reason given.
+
+    Example:
+        >>> import warnings
+        >>> import jax.numpy as jnp, optzoo
+        >>> tied = lambda table: jnp.sum(optzoo.lookup(table, jnp.array([0])) @ table.T)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     value, gradient = optzoo.value_and_grad(tied)(jnp.ones((3, 2)))
+        >>> print(caught[0].category.__name__, gradient.shape)
+        DenseGradientWarning (3, 2)
+    """
+
+
+class RowsSetting(NamedTuple):
+    """The arguments ``sparse`` and ``min_rows`` of a step."""
+
+    sparse: Sparse | Mapping[str, Sparse]
+    min_rows: int
+
+    @classmethod
+    def of(cls, sparse: Any, min_rows: Any) -> "RowsSetting":
+        """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
+        if not isinstance(sparse, Mapping):
+            check_choice(Sparse, sparse=sparse)
+            return cls(sparse, check_size(1, min_rows=min_rows))
+        for pattern, level in sparse.items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"sparse: a pattern must be a string, got {pattern!r}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                what = f"sparse: {pattern!r} is not a regular expression"
+                raise ValueError(f"{what}: {error}") from error
+            check_choice(Sparse, **{f"sparse[{pattern!r}]": level})
+        return cls(sparse, check_size(1, min_rows=min_rows))
+
+    def of_tree(self, tree: Any, names: Sequence[str]) -> "WantedRows":
+        """What is wanted of the leaves of a tree, the parameters.
+
+        Args:
+            tree: its paths are what the patterns match.
+            names: of the leaves, for errors.
+        """
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        levels, required = [self.sparse] * len(paths), set[int]()
+        if isinstance(self.sparse, Mapping):
+            by_path = value_by_name("sparse", self.sparse, tree)
+            levels = [by_path.get(path, "warn") for path in paths]
+            required = {i for i, level in enumerate(levels) if level == "require"}
+        leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_lines))
+        sizes = {i: len(x) for i, x in leaves if not is_lines(x) and jnp.ndim(x)}
+        large = {i for i, size in sizes.items() if size >= self.min_rows}
+        return WantedRows(names, levels, required, large | (required & sizes.keys()), set(sizes))
+
+
+class WantedRows(NamedTuple):
+    """What is wanted of the gradients of parameters, by their positions."""
+
+    names: Sequence[str]
+    levels: Sequence[Any]  # what to do where rows are read and the gradient is dense: Sparse
+    required: set[int]  # those whose gradients must be rows, by a pattern
+    large: set[int]  # those of which gathers are lookups
+    arrays: set[int]  # those that are arrays with rows, not in lines
+
+    def gathers(self, traced: TracedLoss, elsewhere: Iterable[int] = ()) -> set[int]:
+        """The parameters of which gathers of rows are lookups, and may occur in a loss.
+
+        Args:
+            traced: the loss.
+            elsewhere: parameters that can be read by lookups alone.
+        """
+        mine = self.large | {*elsewhere} | (traced.looked_up & self.arrays)
+        return mine & traced.gathered() if mine else mine
+
+    def report(self, loss: Loss) -> None:
+        """Warns of dense gradients of tables of which rows are read, or raises ``ValueError``."""
+        reasons = dict(loss.dense_tables())
+        for i, reason in reasons.items():
+            self.report_dense(i, reason)
+        for i in sorted(self.required - reasons.keys()):
+            if loss.uses[i]:
+                raise ValueError(
+                    f"the gradient of {self.names[i]} is dense, but sparse requires rows: no "
+                    f"lookup and no gather of whole rows reads it, {loss.use_of(i)} does"
+                )
+
+    def report_dense(self, leaf: int, reason: str) -> None:
+        """Warns of the dense gradient of a table of which rows are read, or raises an error."""
+        level = self.levels[leaf]
+        text = (
+            f"the gradient of {self.names[leaf]} is dense, although rows of it are read: {reason}"
+        )
+        if level == "require":
+            raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
+        if level == "warn":
+            hint = "sparse='allow' silences this warning, sparse='require' makes it an error"
+            warnings.warn(f"{text}. {hint}", DenseGradientWarning, stacklevel=4)
