@@ -16,7 +16,15 @@ from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
 from ..state.types import map_nodes
 from .resize_table import RowsOf, check_by_pattern, init_by_name, rows_for
-from .row_leaves import check_tables, forget_rows, names_of, row_axes, without_ages
+from .row_leaves import (
+    check_stored,
+    check_tables,
+    check_whole,
+    forget_rows,
+    names_of,
+    row_axes,
+    without_ages,
+)
 
 
 def reset_rows(
@@ -56,7 +64,8 @@ def reset_rows(
         tx: the transformation, which gives the slots of new rows.
         init: as for :func:`optzoo.resize_table`. It gets the number of rows, or more, for ids that
             are ignored.
-        shardings: for each table that is sharded by rows, by pattern, its sharding.
+        shardings: for each table that is sharded by rows, by pattern, its sharding. In a compiled
+            function it cannot be checked that none is missing.
 
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, if ids are not integers, or if ``tx``
@@ -69,11 +78,15 @@ def reset_rows(
     """
     check_transformation(tx=tx)
     check_by_pattern("tables", tables, "{'emb': ids}")
-    check_by_pattern("shardings", {} if shardings is None else shardings, "{'emb': sharding}")
+    shardings = {} if shardings is None else shardings
+    check_by_pattern("shardings", shardings, "{'emb': sharding}")
+    for sharding in shardings.values():
+        if not isinstance(sharding, RowSharding):
+            raise TypeError(f"shardings must have an optzoo.RowSharding each, got {sharding!r}")
     ids_of = value_by_name("tables", tables, params)
     check_tables("tables", params, ids_of)
     rows_of = init_by_name(init, params)
-    sharding_of = value_by_name("shardings", shardings or {}, params)
+    sharding_of = value_by_name("shardings", shardings, params)
     for name, ids in ids_of.items():
         params, state = _reset(params, state, tx, name, _checked(ids), rows_of, sharding_of)
     return params, state
@@ -101,6 +114,10 @@ def _reset(
     xs, treedef = jax.tree.flatten(params, is_leaf=is_lines)
     number = names_of(params).index(name)
     x, sharding = xs[number], sharding_of.get(name)
+    if sharding is None:
+        check_whole(name, x, "sharding")
+    else:
+        check_stored(name, x, sharding)
     axes = row_axes(tx, params, state, {name: x.shape[0]})
     outside = x.shape[0] if sharding is None else sharding.num_rows
     ids = jnp.where((ids >= 0) & (ids < outside), ids, outside)

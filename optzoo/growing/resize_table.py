@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Sharding
 
 from ..core.checks import check_function, check_size, check_transformation
 from ..core.lines import Lines, from_lines, is_lines, shape_of_lines, to_lines_of
@@ -17,7 +16,17 @@ from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.catch_up import flush
 from ..state.resting import has_resting
-from .row_leaves import check_tables, forget_rows, names_of, row_axes, with_ages, without_ages
+from .row_leaves import (
+    check_stored,
+    check_tables,
+    check_whole,
+    forget_rows,
+    names_of,
+    placed,
+    row_axes,
+    with_ages,
+    without_ages,
+)
 
 RowsOf = Callable[[Array], Array]
 
@@ -156,28 +165,19 @@ def _pairs_by_name(
     for name, x in zip(names_of(params), leaves, strict=True):
         if name in pairs:
             _check_pair(name, x, pairs[name], size_of.get(name))
-        elif name in size_of and _is_divided(x):
-            raise ValueError(
-                f"parameter '{name}' is sharded by rows: give shardings={{{name!r}: (old, new)}}, "
-                "its optzoo.RowSharding before and after"
-            )
+        elif name in size_of:
+            check_whole(name, x, "(old, new)")
     return pairs
 
 
-def _check_pair(
-    name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: int | None
-) -> None:
+def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: int | None) -> None:
     old, new = pair
     if size != new.num_rows:
         raise ValueError(
             f"shardings: the new sharding of parameter '{name}' has num_rows={new.num_rows}, but "
             f"tables has {size}: give the same number in both"
         )
-    if x.shape[0] != old.stored_rows:
-        raise ValueError(
-            f"shardings: parameter '{name}' has {x.shape[0]} rows, but its old sharding stores "
-            f"{old.stored_rows}: give the sharding that it was made with"
-        )
+    check_stored(name, x, old)
     if old.num_shards != new.num_shards:
         raise ValueError(
             f"shardings: parameter '{name}' has {old.num_shards} shards before and "
@@ -186,26 +186,14 @@ def _check_pair(
         )
 
 
-def _placed(x: Any) -> Sharding | None:
-    """Where an array is, if that is known and on several devices."""
-    x = x.value if is_lines(x) else x
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, Sharding) and sharding.num_devices > 1 else None
-
-
-def _is_divided(x: Any) -> bool:
-    """Whether the rows of a table are known to be on several devices."""
-    placed, shape = _placed(x), jnp.shape(x.value if is_lines(x) else x)
-    return placed is not None and placed.shard_shape(shape)[0] != shape[0]
-
-
 def _with_lines(params: Any, stored: Mapping[str, int]) -> Any:
     """The shapes of the new parameters, with tables in lines where the old ones are."""
 
     def new(name, x):
-        shape = stored.get(name, *jnp.shape(x)[:1]), *jnp.shape(x)[1:]
-        struct = lambda shape: jax.ShapeDtypeStruct(shape, x.dtype)
-        return Lines(struct(shape_of_lines(shape)), shape) if is_lines(x) else x
+        if not is_lines(x):
+            return x
+        shape = stored.get(name, x.shape[0]), *x.shape[1:]
+        return Lines(jax.ShapeDtypeStruct(shape_of_lines(shape), x.dtype), shape)
 
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_lines)
     return treedef.unflatten(map(new, names_of(params), leaves))
@@ -270,10 +258,10 @@ def _resized(
     tables = [i for i, name in enumerate(names) if name in sizes]
     slots = [i for i, axis in enumerate(axes) if axis is not None]
     # An array that is not on several devices may go where the compiler puts it.
-    places = [_placed(xs[i]) for i in tables], [_placed(arrays[i]) for i in slots]
+    places = [placed(xs[i]) for i in tables], [placed(arrays[i]) for i in slots]
     found = jax.jit(make, out_shardings=places)(xs, arrays)
     for all_arrays, positions, new in zip((xs, arrays), (tables, slots), found, strict=True):
         for i, array in zip(positions, new, strict=True):
             all_arrays[i] = array
     params, state = treedef.unflatten(xs), structure.unflatten(arrays)
-    return params, with_ages(state, jax.eval_shape(tx.init, params))
+    return params, with_ages(state, params, jax.eval_shape(tx.init, params))

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.lines import from_lines, is_lines
-from ..core.paths import path_name
+from ..core.paths import is_masked, path_name
+from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
@@ -28,20 +30,40 @@ def without_ages(state: Any) -> Any:
     return map_nodes(CaughtUpState, lambda node: node._replace(last=()), state)
 
 
-def with_ages(state: Any, like: Any) -> Any:
+def with_ages(state: Any, params: Any, like: Any) -> Any:
     """The state with all rows as of now.
 
     Args:
         state: from :func:`without_ages`.
-        like: a state, perhaps abstract, with such steps in the shapes that are needed.
+        params: the parameters, as whose rows the steps are sharded.
+        like: a state, perhaps abstract, that has such steps for these parameters.
     """
+    xs, treedef = jax.tree.flatten(params)
 
     def change(node, other):
         [clock] = node.clock.values()
-        now = lambda a: jnp.full(a.shape, clock.count, a.dtype)
-        return node._replace(last=jax.tree.map(now, other.last))
+        now = lambda a, x: jnp.full(a.shape, clock.count, a.dtype, device=_place_of_rows(x))
+        lasts = zip(treedef.flatten_up_to(other.last), xs, strict=True)
+        return node._replace(
+            last=treedef.unflatten([a if is_masked(a) else now(a, x) for a, x in lasts])
+        )
 
     return map_nodes(CaughtUpState, change, state, like)
+
+
+def placed(x: Any) -> Sharding | None:
+    """Where an array is, if that is known and on several devices."""
+    x = x.value if is_lines(x) else x
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, Sharding) and sharding.num_devices > 1 else None
+
+
+def _place_of_rows(x: Any) -> Sharding | None:
+    """Where an array with a number for each row of a table belongs."""
+    sharding = placed(x)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec(*sharding.spec[:1]))
 
 
 def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
@@ -53,6 +75,25 @@ def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
                 f"{argument}: parameter '{name}' is a number and has no rows: give patterns that "
                 "match tables alone"
             )
+
+
+def check_whole(name: str, x: Any, example: str) -> None:
+    """Raises ``ValueError`` if the rows of a table are known to be on several devices."""
+    sharding, shape = placed(x), jnp.shape(x.value if is_lines(x) else x)
+    if sharding is not None and sharding.shard_shape(shape)[0] != shape[0]:
+        raise ValueError(
+            f"parameter '{name}' is sharded by rows: give shardings={{{name!r}: {example}}} with "
+            "its optzoo.RowSharding"
+        )
+
+
+def check_stored(name: str, x: Any, sharding: RowSharding) -> None:
+    """Raises ``ValueError`` unless a table has the rows of its sharding."""
+    if x.shape[0] != sharding.stored_rows:
+        raise ValueError(
+            f"shardings: parameter '{name}' has {x.shape[0]} rows, but its sharding stores "
+            f"{sharding.stored_rows}: give the sharding that it was made with"
+        )
 
 
 def row_axes(
@@ -115,9 +156,7 @@ def _axes(now: Any, then: Any, rows: set[tuple[int, int]]) -> list[int | None]:
     return found
 
 
-def _grows(
-    a: tuple[int, ...], b: tuple[int, ...], axis: int, rows: set[tuple[int, int]]
-) -> bool:
+def _grows(a: tuple[int, ...], b: tuple[int, ...], axis: int, rows: set[tuple[int, int]]) -> bool:
     """Whether two shapes differ by the number of rows of a table alone."""
     without = lambda shape: (*shape[:axis], *shape[axis + 1 :])
     return len(a) == len(b) > axis and (a[axis], b[axis]) in rows and without(a) == without(b)
@@ -166,4 +205,3 @@ def forget_rows(state: Any, is_gone: Mapping[str, Any]) -> Any:
         return node._replace(sums=sums, inner=forget_rows(node.inner, is_gone))
 
     return map_nodes(AccumulateState, change, state)
-
