@@ -15,16 +15,17 @@ from ..core.rows import SparseRows
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
 from ..state.types import map_nodes
-from .resize_table import RowsOf, check_by_pattern, init_by_name, rows_for
-from .row_leaves import (
+from .arguments import (
+    RowsOf,
+    check_by_pattern,
     check_stored,
     check_tables,
     check_whole,
-    forget_rows,
+    init_by_name,
     names_of,
-    row_axes,
-    without_ages,
+    rows_for,
 )
+from .row_leaves import forget_rows, row_axes, without_ages
 
 
 def reset_rows(

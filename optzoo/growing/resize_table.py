@@ -7,28 +7,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 
-from ..core.checks import check_function, check_size, check_transformation
+from ..core.checks import check_size, check_transformation
 from ..core.lines import Lines, from_lines, is_lines, shape_of_lines, to_lines_of
 from ..core.paths import value_by_name
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.catch_up import flush
 from ..state.resting import has_resting
-from .row_leaves import (
+from .arguments import (
+    RowsOf,
+    check_by_pattern,
     check_stored,
     check_tables,
     check_whole,
-    forget_rows,
+    init_by_name,
     names_of,
     placed,
-    row_axes,
-    with_ages,
-    without_ages,
+    rows_for,
 )
-
-RowsOf = Callable[[Array], Array]
+from .row_leaves import forget_rows, row_axes, with_ages, without_ages
 
 
 def resize_table(
@@ -92,9 +90,8 @@ def resize_table(
     """
     check_transformation(tx=tx)
     check_by_pattern("tables", tables, "{'emb': 2000}")
-    for pattern, size in tables.items():
-        check_size(1, **{f"tables[{pattern!r}]": size})
-    size_of = value_by_name("tables", tables, params)
+    sizes = {pattern: check_size(1, **{f"tables[{pattern!r}]": n}) for pattern, n in tables.items()}
+    size_of = value_by_name("tables", sizes, params)
     check_tables("tables", params, size_of)
     rows_of = init_by_name(init, params)
     pairs = _pairs_by_name(shardings, params, size_of)
@@ -114,38 +111,6 @@ def resize_table(
     params, state = _reordered(from_order_of_ids, params, state, new)
     gone = {name: lambda ids, size=size: ids >= size for name, size in size_of.items()}
     return to_lines_of(like, tx, (params, forget_rows(state, gone)))
-
-
-def check_by_pattern(argument: str, values: Any, example: str) -> None:
-    """Raises ``TypeError`` unless an argument is a dict by patterns."""
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{argument} must be a dict by patterns, such as {example}, got {values!r}")
-
-
-def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
-    """For the name of each parameter its function of ids, if it has one."""
-    if init is None:
-        return {}
-    functions = init if isinstance(init, Mapping) else {".*": init}
-    for function in functions.values():
-        check_function("a function of ids or a dict of such functions", init=function)
-    return value_by_name("init", functions, params)
-
-
-def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Array:
-    """The new rows of some ids of a table.
-
-    Raises:
-        ValueError: if the function gives rows of another shape.
-    """
-    shape = *jnp.shape(ids), *x.shape[1:]
-    rows = rows_of[name](ids) if name in rows_of else jnp.zeros(shape, x.dtype)
-    if jnp.shape(rows) != shape:
-        raise ValueError(
-            f"init must give rows of shape {shape} for {shape[0]} ids of parameter '{name}', got "
-            f"{jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
-        )
-    return jnp.asarray(rows, x.dtype)
 
 
 def _pairs_by_name(
@@ -236,6 +201,8 @@ def _resized(
 
     def resized(name, x):
         first = min(len(x), sizes[name]) if kept is None else kept
+        if first == sizes[name]:
+            return x[:first]
         dtype = jnp.int64 if sizes[name] >= 2**31 else jnp.int32
         ids = first + jnp.arange(sizes[name] - first, dtype=dtype)
         return jnp.concatenate([x[:first], rows_for(name, x, ids, rows_of)])

@@ -9,20 +9,14 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.lines import from_lines, is_lines
+from ..core.lines import from_lines
 from ..core.paths import is_masked, path_name
-from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
 from ..state.types import RowsOfCycle, map_nodes
 from ..wrappers.accumulate import AccumulateState
-
-
-def names_of(params: Any) -> list[str]:
-    """The path of each parameter."""
-    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
-    return [path_name(path) for path, _ in paths]
+from .arguments import names_of, placed
 
 
 def without_ages(state: Any) -> Any:
@@ -51,49 +45,12 @@ def with_ages(state: Any, params: Any, like: Any) -> Any:
     return map_nodes(CaughtUpState, change, state, like)
 
 
-def placed(x: Any) -> Sharding | None:
-    """Where an array is, if that is known and on several devices."""
-    x = x.value if is_lines(x) else x
-    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, Sharding) and sharding.num_devices > 1 else None
-
-
 def _place_of_rows(x: Any) -> Sharding | None:
     """Where an array with a number for each row of a table belongs."""
     sharding = placed(x)
     if not isinstance(sharding, NamedSharding):
         return sharding
     return sharding.update(spec=PartitionSpec(*sharding.spec[:1]))
-
-
-def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if a parameter in ``tables``, by its name, has no rows."""
-    shapes = map(jnp.shape, jax.tree.leaves(params, is_leaf=is_lines))
-    for name, shape in zip(names_of(params), shapes, strict=True):
-        if name in tables and not shape:
-            raise ValueError(
-                f"{argument}: parameter '{name}' is a number and has no rows: give patterns that "
-                "match tables alone"
-            )
-
-
-def check_whole(name: str, x: Any, example: str) -> None:
-    """Raises ``ValueError`` if the rows of a table are known to be on several devices."""
-    sharding, shape = placed(x), jnp.shape(x.value if is_lines(x) else x)
-    if sharding is not None and sharding.shard_shape(shape)[0] != shape[0]:
-        raise ValueError(
-            f"parameter '{name}' is sharded by rows: give shardings={{{name!r}: {example}}} with "
-            "its optzoo.RowSharding"
-        )
-
-
-def check_stored(name: str, x: Any, sharding: RowSharding) -> None:
-    """Raises ``ValueError`` unless a table has the rows of its sharding."""
-    if x.shape[0] != sharding.stored_rows:
-        raise ValueError(
-            f"shardings: parameter '{name}' has {x.shape[0]} rows, but its sharding stores "
-            f"{sharding.stored_rows}: give the sharding that it was made with"
-        )
 
 
 def row_axes(

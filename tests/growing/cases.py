@@ -126,3 +126,8 @@ OF_OPTAX = {
         {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"emb": "a", "mlp": "b"}
     ),
 }
+IN_LINES = {
+    "plain": LAZY,
+    "packed-float32": WRAPPED["packed-float32"],
+    "accumulate-rows": WRAPPED["accumulate-rows"],
+}

@@ -17,6 +17,7 @@ from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 
 from .cases import (
+    IN_LINES,
     LAZY,
     OF_OPTAX,
     ROWS,
@@ -112,9 +113,9 @@ def test_it_costs_what_the_rows_cost():
     assert memory.temp_size_in_bytes < rows
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_tables_in_lines(pack):
-    tx = optzoo.slots_dtype(LAZY(), "float32", packed=True) if pack else LAZY()
+@pytest.mark.parametrize("name", IN_LINES)
+def test_tables_in_lines(name):
+    tx = IN_LINES[name]()
     before = trained(tx)
     wanted = reset(*before, {"emb": IDS}, tx=tx)
     lines = {**before[0], "emb": optzoo.to_lines(before[0]["emb"])}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
@@ -17,6 +18,7 @@ from optzoo.testing import samples
 
 from ..sharded.cases import mesh_of
 from .cases import (
+    IN_LINES,
     LAZY,
     MORE,
     OF_OPTAX,
@@ -164,12 +166,24 @@ def test_in_a_compiled_function():
     same(got, resize(*before, {"emb": MORE}, tx=tx))
 
 
+@pytest.mark.parametrize("name", ["packed", "accumulate-rows"])
+def test_boxes_of_flax(name):
+    tx = WRAPPED[name]()
+    boxed = lambda x: nnx.State({"emb": nnx.Param(x["emb"]), "mlp": nnx.Param(x["mlp"]["w"])})
+    plain = lambda x: {"emb": x["emb"], "mlp": x["mlp"]["w"]}
+    x = params()
+    got, state = resize(boxed(x), tx.init(boxed(x)), {"emb": MORE}, tx=tx)
+    want, _ = resize(plain(x), tx.init(plain(x)), {"emb": MORE}, tx=tx)
+    same(nnx.to_pure_dict(got), want)
+    assert samples.avals(state) == samples.avals(tx.init(got))
+
+
 # Rows in other places
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_tables_in_lines(pack):
-    tx = optzoo.slots_dtype(LAZY(), "float32", packed=True) if pack else LAZY()
+@pytest.mark.parametrize("name", IN_LINES)
+def test_tables_in_lines(name):
+    tx = IN_LINES[name]()
     before = trained(tx)
     wanted = resize(*before, {"emb": 200}, tx=tx)
     lines = lambda x: {**x, "emb": optzoo.to_lines(x["emb"])}
