@@ -105,6 +105,9 @@ from .first_order.row_wise_rmsprop import row_wise_rmsprop as row_wise_rmsprop
 from .first_order.sign_decay import cosine_sign_decay as cosine_sign_decay
 from .first_order.sign_decay import linear_sign_decay as linear_sign_decay
 from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
+from .growing.reset_rows import reset_rows as reset_rows
+from .growing.resize_table import resize_table as resize_table
+from .growing.vocabulary import Vocabulary as Vocabulary
 from .proximal.adagrad_da import adagrad_da as adagrad_da
 from .proximal.ftrl import ftrl as ftrl
 from .proximal.ftrl_from import InitialValueWarning as InitialValueWarning

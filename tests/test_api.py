@@ -148,6 +148,7 @@ ROOMS = [
     ["sharded"],
     ["train"],
     ["wrappers"],
+    ["growing"],
     ["transforms", *FAMILIES],
     ["catalog"],
     ["registry", "describe"],

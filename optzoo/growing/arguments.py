@@ -1,0 +1,92 @@
+"""What the functions of this folder take: patterns, functions of ids, shardings."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Sharding
+
+from ..core.checks import check_function
+from ..core.lines import is_lines
+from ..core.paths import path_name, value_by_name
+from ..sharded.row_sharding import RowSharding
+
+# The rows of an array of ids.
+RowsOf = Callable[[Array], Array]
+
+
+def names_of(params: Any) -> list[str]:
+    """The path of each parameter."""
+    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
+    return [path_name(path) for path, _ in paths]
+
+
+def placed(x: Any) -> Sharding | None:
+    """Where an array is, if that is known and on several devices."""
+    x = x.value if is_lines(x) else x
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, Sharding) and sharding.num_devices > 1 else None
+
+
+def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if a parameter in ``tables``, by its name, has no rows."""
+    shapes = map(jnp.shape, jax.tree.leaves(params, is_leaf=is_lines))
+    for name, shape in zip(names_of(params), shapes, strict=True):
+        if name in tables and not shape:
+            raise ValueError(
+                f"{argument}: parameter '{name}' is a number and has no rows: give patterns that "
+                "match tables alone"
+            )
+
+
+def check_whole(name: str, x: Any, example: str) -> None:
+    """Raises ``ValueError`` if the rows of a table are known to be on several devices."""
+    sharding, shape = placed(x), jnp.shape(x.value if is_lines(x) else x)
+    if sharding is not None and sharding.shard_shape(shape)[0] != shape[0]:
+        raise ValueError(
+            f"parameter '{name}' is sharded by rows: give shardings={{{name!r}: {example}}} with "
+            "its optzoo.RowSharding"
+        )
+
+
+def check_stored(name: str, x: Any, sharding: RowSharding) -> None:
+    """Raises ``ValueError`` unless a table has the rows of its sharding."""
+    if x.shape[0] != sharding.stored_rows:
+        raise ValueError(
+            f"shardings: parameter '{name}' has {x.shape[0]} rows, but its sharding stores "
+            f"{sharding.stored_rows}: give the sharding that it was made with"
+        )
+
+
+def check_by_pattern(argument: str, values: Any, example: str) -> None:
+    """Raises ``TypeError`` unless an argument is a dict by patterns."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{argument} must be a dict by patterns, such as {example}, got {values!r}")
+
+
+def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
+    """For the name of each parameter its function of ids, if it has one."""
+    if init is None:
+        return {}
+    functions = init if isinstance(init, Mapping) else {".*": init}
+    for function in functions.values():
+        check_function("a function of ids or a dict of such functions", init=function)
+    return value_by_name("init", functions, params)
+
+
+def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Array:
+    """The new rows of some ids of a table.
+
+    Raises:
+        ValueError: if the function gives rows of another shape.
+    """
+    shape = *jnp.shape(ids), *x.shape[1:]
+    rows = rows_of[name](ids) if name in rows_of else jnp.zeros(shape, x.dtype)
+    if jnp.shape(rows) != shape:
+        raise ValueError(
+            f"init must give rows of shape {shape} for {shape[0]} ids of parameter '{name}', got "
+            f"{jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
+        )
+    return jnp.asarray(rows, x.dtype)

@@ -1,0 +1,234 @@
+"""Tables with more or fewer rows, together with the state of their optimizer."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.checks import check_size, check_transformation
+from ..core.lines import Lines, from_lines, is_lines, shape_of_lines, to_lines_of
+from ..core.paths import value_by_name
+from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
+from ..sharded.row_sharding import RowSharding
+from ..sleeping.catch_up import flush
+from ..state.resting import has_resting
+from .arguments import (
+    RowsOf,
+    check_by_pattern,
+    check_stored,
+    check_tables,
+    check_whole,
+    init_by_name,
+    names_of,
+    placed,
+    rows_for,
+)
+from .row_leaves import forget_rows, row_axes, with_ages, without_ages
+
+
+def resize_table(
+    params: Any,
+    state: Any,
+    tables: Mapping[str, int],
+    *,
+    tx: optax.GradientTransformation,
+    init: RowsOf | Mapping[str, RowsOf] | None = None,
+    shardings: Mapping[str, tuple[RowSharding, RowSharding]] | None = None,
+) -> tuple[Any, Any]:
+    """Parameters and state with another number of rows in some tables.
+
+    The rows that stay keep their values, and so do their slots, bit by bit, in any storage:
+    16-bit and packed slots, averages, one number for each row, tables in lines. New rows and their
+    slots are as in a new table: rows by ``init``, slots by ``tx.init``. A smaller number drops the
+    rows of the greatest ids. All other arrays, such as counts, stay as they are.
+
+    Rows that rest (:func:`optzoo.caught_up`) are caught up before, as by :func:`optzoo.flush`; new
+    rows are as of now. Of the rows that :func:`optzoo.accumulate` has collected, those of dropped
+    rows are forgotten.
+
+    Programs that were compiled for the old shapes are compiled again for the new ones, so let
+    tables grow in large steps. Old and new arrays need memory at the same time.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> params = {"emb": jnp.ones((4, 2))}
+        >>> rows = optzoo.uniform_rows(jax.random.key(0), 2)
+        >>> params, state = optzoo.resize_table(
+        ...     params, tx.init(params), {"emb": 6}, tx=tx, init=rows
+        ... )
+        >>> params["emb"].shape, optzoo.get_slot(state, "m")["emb"].shape
+        ((6, 2), (6, 2))
+
+    Args:
+        params: the parameters.
+        state: that of ``tx`` for them, without an axis of replicas.
+        tables: by a regular expression that matches the whole path of a parameter its new number of
+            rows, the length of its first axis.
+        tx: the transformation, which gives the slots of new rows.
+        init: gives the rows of an array of ids, of shape ``(n, *row_shape)``, as for
+            :func:`optzoo.create_table`; they are stored in the dtype of the table. Or a dict of
+            such functions by pattern. None, or a table that no pattern matches: zeros.
+        shardings: for each table that is sharded by rows, by pattern, its shardings before and
+            after, with the same number of shards. ``tables`` has the new number of ids,
+            ``num_rows``. Rows move to the devices that own them now.
+
+    Raises:
+        TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
+            ``tx`` is no transformation.
+        StateError: if the state is not that of ``tx`` and of these parameters.
+        ValueError: if a pattern matches no parameter or two match one; if a parameter has no rows;
+            if ``init`` gives rows of another shape; if the state has arrays that depend on all
+            rows of a table (Shampoo, SOAP, GGT); if a table is sharded by rows and has no
+            shardings, or if they do not fit.
+
+    Returns:
+        The new parameters and the new state.
+    """
+    check_transformation(tx=tx)
+    check_by_pattern("tables", tables, "{'emb': 2000}")
+    sizes = {pattern: check_size(1, **{f"tables[{pattern!r}]": n}) for pattern, n in tables.items()}
+    size_of = value_by_name("tables", sizes, params)
+    check_tables("tables", params, size_of)
+    rows_of = init_by_name(init, params)
+    pairs = _pairs_by_name(shardings, params, size_of)
+    old, new = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+    stored = {**size_of, **{name: s.stored_rows for name, s in new.items()}}
+    row_axes(tx, params, state, stored)
+    if has_resting(state):
+        params, state = flush(params, state)
+    like = _with_lines(params, stored)
+    params, state = from_lines((params, state))
+    params, state = _reordered(in_order_of_ids, params, state, old)
+    alone = {name: n for name, n in stored.items() if name not in pairs}
+    params, state = _resized(params, state, tx, alone, rows_of)
+    for name, (before, after) in pairs.items():
+        one, kept = {name: stored[name]}, min(before.num_rows, after.num_rows)
+        params, state = _resized(params, state, tx, one, rows_of, kept)
+    params, state = _reordered(from_order_of_ids, params, state, new)
+    gone = {name: lambda ids, size=size: ids >= size for name, size in size_of.items()}
+    return to_lines_of(like, tx, (params, forget_rows(state, gone)))
+
+
+def _pairs_by_name(
+    shardings: Any, params: Any, size_of: Mapping[str, int]
+) -> dict[str, tuple[RowSharding, RowSharding]]:
+    """For the name of each sharded table its shardings before and after."""
+    shardings = {} if shardings is None else shardings
+    check_by_pattern("shardings", shardings, "{'emb': (old, new)}")
+    for pair in shardings.values():
+        if not isinstance(pair, tuple) or [type(s) for s in pair] != [RowSharding] * 2:
+            raise TypeError(
+                f"shardings must have a pair of optzoo.RowSharding for each table, the old and the "
+                f"new one, got {pair!r}"
+            )
+    pairs = value_by_name("shardings", shardings, params)
+    leaves = jax.tree.leaves(params, is_leaf=is_lines)
+    for name, x in zip(names_of(params), leaves, strict=True):
+        if name in pairs:
+            _check_pair(name, x, pairs[name], size_of.get(name))
+        elif name in size_of:
+            check_whole(name, x, "(old, new)")
+    return pairs
+
+
+def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: int | None) -> None:
+    old, new = pair
+    if size != new.num_rows:
+        raise ValueError(
+            f"shardings: the new sharding of parameter '{name}' has num_rows={new.num_rows}, but "
+            f"tables has {size}: give the same number in both"
+        )
+    check_stored(name, x, old)
+    if old.num_shards != new.num_shards:
+        raise ValueError(
+            f"shardings: parameter '{name}' has {old.num_shards} shards before and "
+            f"{new.num_shards} after: keep num_shards here, and change it by "
+            "optzoo.in_order_of_ids and optzoo.from_order_of_ids"
+        )
+
+
+def _with_lines(params: Any, stored: Mapping[str, int]) -> Any:
+    """The shapes of the new parameters, with tables in lines where the old ones are."""
+
+    def new(name, x):
+        if not is_lines(x):
+            return x
+        shape = stored.get(name, x.shape[0]), *x.shape[1:]
+        return Lines(jax.ShapeDtypeStruct(shape_of_lines(shape), x.dtype), shape)
+
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_lines)
+    return treedef.unflatten(map(new, names_of(params), leaves))
+
+
+def _reordered(
+    move: Callable[..., Any], params: Any, state: Any, tables: Mapping[str, RowSharding]
+) -> tuple[Any, Any]:
+    """Parameters and state with the rows of sharded tables in another order."""
+    if not tables:
+        return params, state
+    patterns = {re.escape(name): sharding for name, sharding in tables.items()}
+    moved = move({"params": params, "state": state}, patterns, params)
+    return moved["params"], moved["state"]
+
+
+def _resized(
+    params: Any,
+    state: Any,
+    tx: optax.GradientTransformation,
+    sizes: Mapping[str, int],
+    rows_of: Mapping[str, RowsOf],
+    kept: int | None = None,
+) -> tuple[Any, Any]:
+    """Parameters and state with other numbers of rows, in the order of the ids.
+
+    Args:
+        params: the parameters, none in lines.
+        state: that of ``tx``, with all rows as of now.
+        tx: the transformation.
+        sizes: by the names of the tables their new numbers of rows.
+        rows_of: by the names of tables the function of ids for new rows.
+        kept: how many rows keep their values; None for as many as there are before and after.
+    """
+    if not sizes:
+        return params, state
+    names, (xs, treedef) = names_of(params), jax.tree.flatten(params)
+    axes = row_axes(tx, params, state, sizes)
+    arrays, structure = jax.tree.flatten(without_ages(state))
+
+    def resized(name, x):
+        first = min(len(x), sizes[name]) if kept is None else kept
+        if first == sizes[name]:
+            return x[:first]
+        dtype = jnp.int64 if sizes[name] >= 2**31 else jnp.int32
+        ids = first + jnp.arange(sizes[name] - first, dtype=dtype)
+        return jnp.concatenate([x[:first], rows_for(name, x, ids, rows_of)])
+
+    def resized_slot(old, fresh, axis):
+        first = min(old.shape[axis], fresh.shape[axis]) if kept is None else kept
+        rows = jax.lax.slice_in_dim(fresh, first, None, axis=axis).astype(old.dtype)
+        return jnp.concatenate([jax.lax.slice_in_dim(old, 0, first, axis=axis), rows], axis)
+
+    def make(xs, arrays):
+        new = [resized(n, x) if n in sizes else x for n, x in zip(names, xs, strict=True)]
+        fresh = jax.tree.leaves(without_ages(tx.init(treedef.unflatten(new))))
+        slots = [
+            resized_slot(old, start, axis)
+            for old, start, axis in zip(arrays, fresh, axes, strict=True)
+            if axis is not None
+        ]
+        return [x for n, x in zip(names, new, strict=True) if n in sizes], slots
+
+    tables = [i for i, name in enumerate(names) if name in sizes]
+    slots = [i for i, axis in enumerate(axes) if axis is not None]
+    # An array that is not on several devices may go where the compiler puts it.
+    places = [placed(xs[i]) for i in tables], [placed(arrays[i]) for i in slots]
+    found = jax.jit(make, out_shardings=places)(xs, arrays)
+    for all_arrays, positions, new in zip((xs, arrays), (tables, slots), found, strict=True):
+        for i, array in zip(positions, new, strict=True):
+            all_arrays[i] = array
+    params, state = treedef.unflatten(xs), structure.unflatten(arrays)
+    return params, with_ages(state, params, jax.eval_shape(tx.init, params))

@@ -1,0 +1,164 @@
+"""Which arrays of a state have the rows of a table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..core.lines import from_lines
+from ..core.paths import is_masked, path_name
+from ..sleeping.state import CaughtUpState
+from ..state.fit import difference, misfit
+from ..state.stacks import is_stack
+from ..state.types import RowsOfCycle, map_nodes
+from ..wrappers.accumulate import AccumulateState
+from .arguments import names_of, placed
+
+
+def without_ages(state: Any) -> Any:
+    """The state without the steps that the rows of :func:`optzoo.caught_up` are as of."""
+    return map_nodes(CaughtUpState, lambda node: node._replace(last=()), state)
+
+
+def with_ages(state: Any, params: Any, like: Any) -> Any:
+    """The state with all rows as of now.
+
+    Args:
+        state: from :func:`without_ages`.
+        params: the parameters, as whose rows the steps are sharded.
+        like: a state, perhaps abstract, that has such steps for these parameters.
+    """
+    xs, treedef = jax.tree.flatten(params)
+
+    def change(node, other):
+        [clock] = node.clock.values()
+        now = lambda a, x: jnp.full(a.shape, clock.count, a.dtype, device=_place_of_rows(x))
+        lasts = zip(treedef.flatten_up_to(other.last), xs, strict=True)
+        return node._replace(
+            last=treedef.unflatten([a if is_masked(a) else now(a, x) for a, x in lasts])
+        )
+
+    return map_nodes(CaughtUpState, change, state, like)
+
+
+def _place_of_rows(x: Any) -> Sharding | None:
+    """Where an array with a number for each row of a table belongs."""
+    sharding = placed(x)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec(*sharding.spec[:1]))
+
+
+def row_axes(
+    tx: optax.GradientTransformation, params: Any, state: Any, sizes: Mapping[str, int]
+) -> list[int | None]:
+    """For each array of a state, the axis of the rows of some tables; None if it has none.
+
+    It compares the shapes that ``tx.init`` gives for several numbers of rows: the present ones,
+    more than twice as many, and the new ones.
+
+    Args:
+        tx: the transformation.
+        params: the parameters.
+        state: that of ``tx`` for them.
+        sizes: by the names of the tables their new numbers of rows.
+
+    Returns:
+        One entry for each array of ``without_ages(state)``.
+
+    Raises:
+        StateError: if the state is not that of ``tx`` and of these parameters.
+        ValueError: if an array depends on the number of rows, but not by its first axis alone.
+    """
+    params, state = jax.eval_shape(lambda pair: from_lines(pair), (params, without_ages(state)))
+    names, (xs, treedef) = names_of(params), jax.tree.flatten(params)
+
+    def init(rows):
+        like = (_like(x, rows[n]) if n in sizes else x for x, n in zip(xs, names, strict=True))
+        return without_ages(jax.eval_shape(tx.init, treedef.unflatten(like)))
+
+    old = {name: x.shape[0] for x, name in zip(xs, names, strict=True) if name in sizes}
+    now, more = init(old), {name: 2 * n + 1 for name, n in old.items()}
+    _check(now, state)
+    axes = _axes(now, init(more), {(old[n], more[n]) for n in sizes})
+    _axes(now, init(sizes), {(old[n], sizes[n]) for n in sizes})
+    return axes
+
+
+_ARRANGED = (
+    "tx arranges its state by the number of rows (such as in blocks, or in stacks of parameters of "
+    "one shape), so these tables cannot be resized: take another optimizer for them by "
+    "optzoo.groups, or keep them out of stacks"
+)
+
+
+def _axes(now: Any, then: Any, rows: set[tuple[int, int]]) -> list[int | None]:
+    if jax.tree.structure(now) != jax.tree.structure(then):
+        raise ValueError(_ARRANGED)
+    first = jax.tree.map(_first_axis, now, is_leaf=is_stack)
+    paths, *columns = jax.tree_util.tree_leaves_with_path(now), *map(jax.tree.leaves, (then, first))
+    found = list[int | None]()
+    for (path, a), b, axis in zip(paths, *columns, strict=True):
+        found.append(None if a.shape == b.shape else axis)
+        if a.shape != b.shape and not _grows(a.shape, b.shape, axis, rows):
+            raise ValueError(
+                f"the state of tx has an array of shape {a.shape} at '{path_name(path)}', which "
+                "depends on all rows of a table, so the table cannot be resized: take an optimizer "
+                "whose slots have the rows of the table, by optzoo.groups"
+            )
+    return found
+
+
+def _grows(a: tuple[int, ...], b: tuple[int, ...], axis: int, rows: set[tuple[int, int]]) -> bool:
+    """Whether two shapes differ by the number of rows of a table alone."""
+    without = lambda shape: (*shape[:axis], *shape[axis + 1 :])
+    return len(a) == len(b) > axis and (a[axis], b[axis]) in rows and without(a) == without(b)
+
+
+def _like(x: Any, rows: int) -> Any:
+    return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+
+def _first_axis(node: Any) -> Any:
+    """For each array of a node the axis that is the first one of its parameter."""
+    return jax.tree.map(lambda _: int(is_stack(node)), node)
+
+
+def _check(expected: Any, state: Any) -> None:
+    """Raises ``StateError`` unless a state has the arrays that are expected."""
+    if found := difference(expected, state):
+        raise misfit(*found)
+    if jax.tree.structure(expected) != jax.tree.structure(state):
+        raise misfit(jax.tree.structure(expected), jax.tree.structure(state))
+    paths = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, a), b in zip(paths, jax.tree.leaves(state), strict=True):
+        if a.shape != jnp.shape(b):
+            raise misfit(f"shape {a.shape} at '{path_name(path)}'", jnp.shape(b))
+
+
+def forget_rows(state: Any, is_gone: Mapping[str, Any]) -> Any:
+    """The state without some rows that :func:`optzoo.accumulate` has collected.
+
+    Args:
+        state: any.
+        is_gone: by the name of a table a function of ids, which is true of those to forget.
+    """
+
+    def of_table(path, rows):
+        gone = is_gone.get(path_name(path))
+        if gone is None or not isinstance(rows, RowsOfCycle):
+            return rows
+        ids: Array = rows.indices
+        return rows._replace(indices=jnp.where(gone(ids), jnp.iinfo(ids.dtype).max, ids))
+
+    is_leaf = lambda x: isinstance(x, RowsOfCycle)
+
+    def change(node):
+        sums = jax.tree_util.tree_map_with_path(of_table, node.sums, is_leaf=is_leaf)
+        return node._replace(sums=sums, inner=forget_rows(node.inner, is_gone))
+
+    return map_nodes(AccumulateState, change, state)

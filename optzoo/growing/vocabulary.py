@@ -1,0 +1,275 @@
+"""Which raw id has which row of a table."""
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.checks import check_size
+
+
+class Observed(NamedTuple):
+    """What :meth:`optzoo.Vocabulary.observe` returns."""
+
+    rows: np.ndarray  # integers in the shape of the ids
+    reset: np.ndarray  # rows that have another id now: reset them before they are read
+    evicted: list[Hashable]  # the ids that had rows in ``reset`` before, and have none now
+    waiting: int  # how many ids of this step were seen often enough and found no free row
+
+
+class Vocabulary:
+    """A dictionary, on the host, from raw ids to the rows of a table.
+
+    It tells apart ids that are seen often enough to have a row of their own, and gives rows that
+    are not used any more to new ids. It holds no parameters: :func:`optzoo.reset_rows` makes rows
+    new, and :func:`optzoo.resize_table` the table larger.
+
+    Row 0 is that of all ids without a row. It is trained as any other row.
+
+    - **Admission.** An id gets a row when it is seen for the ``admit_after``-th time, from that
+      step on. Each occurrence counts.
+    - **Eviction.** If no row is free, ids that were not seen for ``evict_after`` steps lose theirs,
+      those first that were not seen for longest, and no more of them than rows are needed. Until
+      then they keep them. An id without a row that was not seen for so long is counted anew.
+    - **No free row.** The id has row 0 and is counted in ``waiting``. It gets a row when it is seen
+      again and a row is free: call :meth:`grow`.
+
+    Example:
+        >>> import optzoo
+        >>> vocabulary = optzoo.Vocabulary(3, admit_after=2)
+        >>> vocabulary.observe(["a", "b", "a"]).rows
+        array([1, 0, 1], dtype=int32)
+        >>> found = vocabulary.observe(["b", "c"])
+        >>> found.rows, found.reset
+        (array([2, 0], dtype=int32), array([2], dtype=int32))
+        >>> vocabulary.look_up(["a", "d"])
+        array([1, 0], dtype=int32)
+
+    Args:
+        capacity: the number of rows of the table, at least 2.
+        admit_after: how often an id must be seen to get a row, at least 1.
+        evict_after: the number of steps, at least 1; None to evict no id.
+
+    Raises:
+        TypeError: if an argument is not an int.
+        ValueError: if it is too small.
+    """
+
+    def __init__(self, capacity: int, *, admit_after: int = 1, evict_after: int | None = None):
+        self._capacity = check_size(2, capacity=capacity)
+        self._admit_after = check_size(1, admit_after=admit_after)
+        self._evict_after = None if evict_after is None else check_size(1, evict_after=evict_after)
+        self._step = 0
+        self._row_of = dict[Hashable, int]()
+        self._id_of: list[Hashable] = [None]  # by row; that of row 0 is never read
+        self._seen = np.zeros(capacity, np.int64)  # by row, the last step
+        self._waiting = dict[Hashable, tuple[int, int]]()  # how often, and the last step
+        self._purge_at = 1024
+
+    def __len__(self) -> int:
+        """The number of ids that have a row."""
+        return len(self._row_of)
+
+    def __contains__(self, id_: Hashable) -> bool:
+        """Whether an id has a row."""
+        return id_ in self._row_of
+
+    def __repr__(self) -> str:
+        return f"Vocabulary of {len(self)} ids, with {self._capacity} rows"
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows of the table."""
+        return self._capacity
+
+    @property
+    def step(self) -> int:
+        """The number of calls of :meth:`observe`."""
+        return self._step
+
+    def look_up(self, ids: Any) -> np.ndarray:
+        """The rows of ids, which changes nothing: for evaluation.
+
+        Args:
+            ids: integers or strings in a NumPy array of any shape, or a list of any hashable
+                objects but numbers that are no integers.
+
+        Raises:
+            TypeError: if an id is of another kind.
+
+        Returns:
+            The rows, in the shape of the ids; 0 for ids without a row.
+        """
+        flat, shape = _flat(ids)
+        return self._rows(flat, shape)
+
+    def observe(self, ids: Any) -> Observed:
+        """The rows of the ids of one step of training, after it has counted them.
+
+        Args:
+            ids: as for :meth:`look_up`.
+
+        Raises:
+            TypeError: as :meth:`look_up`; nothing is counted then.
+
+        Returns:
+            The rows; those to reset before the step; the ids that were evicted; and how many wait.
+        """
+        flat, shape = _flat(ids)
+        counts = Counter(flat)  # before anything changes: an id may turn out not to be hashable
+        self._step += 1
+        admitted = list[Hashable]()
+        for id_, times in counts.items():
+            row = self._row_of.get(id_)
+            if row is not None:
+                self._seen[row] = self._step
+                continue
+            before, last = self._waiting.get(id_, (0, self._step))
+            times += 0 if self._is_old(last) else before
+            self._waiting[id_] = times, self._step
+            if times >= self._admit_after:
+                admitted.append(id_)
+        rows, evicted = self._free_rows(len(admitted))
+        for id_, row in zip(admitted, rows, strict=False):
+            del self._waiting[id_]
+            self._row_of[id_], self._id_of[row], self._seen[row] = row, id_, self._step
+        self._purge()
+        reset = np.array(rows, self._dtype())
+        return Observed(self._rows(flat, shape), reset, evicted, len(admitted) - len(rows))
+
+    def grow(self, capacity: int) -> None:
+        """Makes room for more ids; :func:`optzoo.resize_table` does this to the table.
+
+        Args:
+            capacity: the new number of rows.
+
+        Raises:
+            TypeError: if it is not an int.
+            ValueError: if it is smaller than before.
+        """
+        more = check_size(capacity=capacity) - self._capacity
+        if more < 0:
+            raise ValueError(
+                f"capacity must be at least the present one, {self._capacity}, got {capacity}: "
+                "rows that have ids cannot be dropped"
+            )
+        self._seen = np.pad(self._seen, (0, more))
+        self._capacity += more
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it holds, as numbers and lists: for checkpoints, beside the parameters.
+
+        If all ids are integers or strings, ``json.dumps`` writes it.
+
+        Returns:
+            A dict for :meth:`from_state_dict`.
+        """
+        waiting = self._waiting.values()
+        return {
+            "capacity": self._capacity,
+            "admit_after": self._admit_after,
+            "evict_after": self._evict_after,
+            "step": self._step,
+            "ids": self._id_of[1:],  # of the rows 1, 2, ...
+            "seen": self._seen[1 : len(self._id_of)].tolist(),
+            "waiting_ids": [*self._waiting],
+            "waiting_times": [times for times, _ in waiting],
+            "waiting_seen": [step for _, step in waiting],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Vocabulary":
+        """The vocabulary that was saved.
+
+        Args:
+            state: from :meth:`state_dict`.
+
+        Raises:
+            ValueError: if the dict lacks something, or is not consistent: an id with two rows, or
+                more ids than rows.
+        """
+        if missing := sorted(_KEYS.difference(state)):
+            raise ValueError(f"state must be from Vocabulary.state_dict(), it lacks {missing}")
+        self = cls(
+            state["capacity"], admit_after=state["admit_after"], evict_after=state["evict_after"]
+        )
+        ids, waiting = (_flat(state[key])[0] for key in ("ids", "waiting_ids"))
+        self._step = state["step"]
+        self._id_of += ids
+        self._row_of = {id_: row for row, id_ in enumerate(ids, 1)}
+        times = zip(state["waiting_times"], state["waiting_seen"], strict=True)
+        self._waiting = dict(zip(waiting, times, strict=True))
+        distinct = len(self._row_of.keys() | self._waiting.keys())
+        if len(ids) >= self._capacity or distinct != len(ids) + len(waiting):
+            raise ValueError(
+                f"state is not consistent: {len(ids)} ids have a row and {len(waiting)} wait, of "
+                f"which {distinct} are distinct, for a table of {self._capacity} rows. Take it as "
+                "it was saved"
+            )
+        self._seen[1 : len(ids) + 1] = state["seen"]
+        return self
+
+    def _rows(self, flat: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+        rows = map(self._row_of.get, flat, itertools.repeat(0))
+        return np.fromiter(rows, self._dtype(), len(flat)).reshape(shape)
+
+    def _dtype(self) -> type:
+        return np.int32 if self._capacity < 2**31 else np.int64
+
+    def _is_old(self, step: Any) -> Any:
+        """Whether an id that was seen last in a step may be forgotten."""
+        return self._evict_after is not None and self._step - step >= self._evict_after
+
+    def _free_rows(self, number: int) -> tuple[list[int], list[Hashable]]:
+        """At most this many rows for other ids, and the ids that have lost them."""
+        used = len(self._id_of)
+        rows = list(range(used, min(used + number, self._capacity)))
+        self._id_of += [None] * len(rows)
+        if len(rows) == number or self._evict_after is None:
+            return rows, []
+        [old] = np.nonzero(self._is_old(self._seen[1:used]))
+        longest = np.argsort(self._seen[1:used][old], kind="stable")[: number - len(rows)]
+        reused = (1 + old[longest]).tolist()
+        evicted = [self._id_of[row] for row in reused]
+        for id_ in evicted:
+            del self._row_of[id_]
+        return rows + reused, evicted
+
+    def _purge(self) -> None:
+        """Forgets old ids that wait, at times: they would be counted anew if they came again."""
+        if len(self._waiting) < self._purge_at:
+            return
+        waiting = self._waiting.items()
+        self._waiting = {k: (n, last) for k, (n, last) in waiting if not self._is_old(last)}
+        self._purge_at = max(1024, 2 * len(self._waiting))
+
+
+_KEYS = frozenset(Vocabulary(2).state_dict())
+
+
+def _flat(ids: Any) -> tuple[list[Any], tuple[int, ...]]:
+    """The ids one after another, as Python objects, and their shape.
+
+    Python's numbers are equal across types: ``1 == 1.0 == True`` would share a row.
+    """
+    if hasattr(ids, "dtype"):
+        array = np.asarray(ids)
+        flat, shape = array.ravel().tolist(), array.shape
+    elif isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise TypeError(f"ids must be an array or a list, got {ids!r}: put one id into a list")
+    else:
+        flat = list(ids)
+        shape = (len(flat),)
+    kinds = {type(id_) for id_ in flat}
+    if any(issubclass(kind, np.generic) for kind in kinds):
+        flat = [id_.item() if isinstance(id_, np.generic) else id_ for id_ in flat]
+        kinds = {type(id_) for id_ in flat}
+    for kind in kinds:
+        if issubclass(kind, bool | float | complex) or kind.__hash__ is None:
+            raise TypeError(
+                f"ids must be integers, strings or other hashable objects, got {kind.__name__}: "
+                "convert them to integers or strings"
+            )
+    return flat, shape

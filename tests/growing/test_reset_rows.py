@@ -1,0 +1,194 @@
+"""Rows that start anew are those of a new table; nothing else changes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import optzoo
+from optzoo.sleeping.state import CaughtUpState
+from optzoo.state.fit import StateError
+from optzoo.state.types import nodes_of
+from optzoo.testing import samples
+
+from .cases import (
+    IN_LINES,
+    LAZY,
+    OF_OPTAX,
+    ROWS,
+    WIDTH,
+    WRAPPED,
+    arrays_of_the_table,
+    bits,
+    gradients,
+    params,
+    rows_of,
+    same,
+    trained,
+)
+from .test_resize_table import ASLEEP, REFUSED, asleep, by_rows, placed
+
+reset = functools.partial(optzoo.reset_rows, init=rows_of)
+IDS = jnp.array([2, 0, 2, ROWS, -1, 99])  # one twice, and three that are no rows
+IS_NEW = np.array([True, False, True, False, False])
+
+
+def check_reset(before, after, fresh, is_new=IS_NEW):
+    """Asserts that these rows are fresh, and the others as before; returns how many arrays."""
+    assert samples.avals(after) == samples.avals(before)
+    paths = jax.tree_util.tree_leaves_with_path(before)
+    columns = jax.tree.leaves(after), jax.tree.leaves(fresh)
+    found = 0
+    for (path, old), new, start in zip(paths, *columns, strict=True):
+        name = jax.tree_util.keystr(path)
+        old, new, start = map(np.asarray, (old, new, start))
+        if "emb" not in name or old.shape[:1] != is_new.shape:
+            assert bits(new) == bits(old), name
+            continue
+        found += 1
+        assert bits(new[~is_new]) == bits(old[~is_new]), name
+        assert bits(new[is_new]) == bits(start[is_new]), name
+    return found
+
+
+def check(tx, dense=False):
+    before = trained(tx, dense=dense)
+    after = reset(*before, {"emb": IDS}, tx=tx)
+    same(after[0]["emb"][IS_NEW], rows_of(jnp.array([0, 2])))
+    assert check_reset(before, after, (after[0], tx.init(after[0]))) == arrays_of_the_table(tx)
+
+
+@pytest.mark.usefixtures("eager")
+@by_rows
+def test_every_optimizer(name):
+    check(samples.make(optzoo.CATALOG[name]))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", WRAPPED.keys() - {"accumulate-rows"})
+def test_every_wrapper(name):
+    check(WRAPPED[name]())
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", OF_OPTAX)
+def test_optimizers_of_optax(name):
+    check(OF_OPTAX[name](), dense=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arrays_that_depend_on_all_rows_are_refused(name):
+    tx = samples.make(optzoo.CATALOG[name])
+    x = params()
+    with pytest.raises(ValueError, match="depends on all rows of a table"):
+        reset(x, tx.init(x), {"emb": IDS}, tx=tx)
+
+
+def test_rows_that_are_collected_are_forgotten():
+    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, rows={"emb": 3})
+    x = params()
+    x, state = samples.step(tx, gradients(0, ids=(1, 2, 2)), x, tx.init(x))
+    y, state = reset(x, state, {"emb": jnp.array([2])}, tx=tx)
+    z, _ = samples.step(tx, gradients(1, ids=(0,)), y, state)
+    same(z["emb"][2:], y["emb"][2:])
+    expected = x["emb"][1] - gradients(0, ids=(1, 2, 2))["emb"].values[0]
+    np.testing.assert_allclose(z["emb"][1], expected, 1e-6)
+
+
+def test_it_costs_what_the_rows_cost():
+    """Compiled with donated arguments it makes nothing of the size of the table."""
+    tx, rows = optzoo.moving_average(LAZY(), 0.9), 10_000
+    x = {"emb": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
+    state = jax.eval_shape(tx.init, x)
+    f = jax.jit(functools.partial(reset, tx=tx), donate_argnums=(0, 1))
+    program = f.lower(x, state, {"emb": jax.ShapeDtypeStruct((4,), jnp.int32)}).compile()
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes > 4 * rows * WIDTH * 4
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000
+    assert memory.temp_size_in_bytes < rows
+
+
+@pytest.mark.parametrize("name", IN_LINES)
+def test_tables_in_lines(name):
+    tx = IN_LINES[name]()
+    before = trained(tx)
+    wanted = reset(*before, {"emb": IDS}, tx=tx)
+    lines = {**before[0], "emb": optzoo.to_lines(before[0]["emb"])}
+    like = lines, jax.eval_shape(tx.init, lines)
+    got = reset(*optzoo.to_lines(before, like=like), {"emb": IDS}, tx=tx)
+    same(got, optzoo.to_lines(wanted, like=like))
+
+
+@pytest.mark.parametrize("partition", ["mod", "div"])
+def test_sharded_tables(partition):
+    sharding = optzoo.RowSharding(5, 2, partition, multiple=1)
+    tx, before = placed(sharding)
+    f = functools.partial(reset, tx=tx, shardings={"emb": sharding})
+    after = f(*before, {"emb": IDS})
+    is_new = np.isin(np.asarray(sharding.ids_of(np.arange(sharding.stored_rows))), [0, 2])
+    same(after[0]["emb"][is_new], rows_of(jnp.array([0, 2])))
+    assert check_reset(before, after, (after[0], tx.init(after[0])), is_new) == 3
+    assert after[0]["emb"].sharding.spec == sharding.spec != PartitionSpec()
+    with pytest.raises(ValueError, match=re.escape("give shardings={'emb': sharding}")):
+        reset(*before, {"emb": IDS}, tx=tx)
+
+
+@pytest.mark.parametrize("name", ASLEEP)
+def test_rows_that_rest(name):
+    tx, _, before = asleep(name)
+    ids = jnp.array([3, 0])
+    is_new = np.isin(np.arange(ROWS), ids)
+    after = reset(*before, {"emb": ids}, tx=tx)
+    [old], [new] = (nodes_of(CaughtUpState, state) for _, state in (before, after))
+    assert old.last["emb"].tolist() != [2] * ROWS  # some rest
+    expected = np.where(is_new, 2, old.last["emb"])
+    np.testing.assert_array_equal(new.last["emb"], expected)
+    awake, others = optzoo.flush(*after), optzoo.flush(*before)
+    fresh = {**before[0], "emb": after[0]["emb"]}
+    fresh_state = optzoo.flush(fresh, tx.init(fresh))[1]
+    plain = lambda pair: (pair[0], [node.inner for node in nodes_of(CaughtUpState, pair[1])])
+    check_reset(plain(others), plain(awake), plain((fresh, fresh_state)), is_new)
+    same(awake[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
+
+
+def test_several_tables():
+    x = {"a": jnp.ones((3, WIDTH)), "b": jnp.ones((4, WIDTH))}
+    tx = optax.trace(0.9)
+    state = jax.tree.map(lambda a: a + 1, tx.init(x))
+    y, state = optzoo.reset_rows(x, state, {"a": [0], "b": jnp.array([3])}, tx=tx)
+    for tree in y, state.trace:
+        np.testing.assert_array_equal(tree["a"][:, 0], [0, 1, 1])
+        np.testing.assert_array_equal(tree["b"][:, 0], [1, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tables": {"embs": IDS}}, ValueError, "tables: no parameter matches ['embs']"),
+        ({"tables": {"mlp/b": IDS}}, ValueError, "'mlp/b' is a number and has no rows"),
+        ({"tables": {"emb": [1.0]}}, TypeError, "ids must be integers, got dtype float32"),
+        ({"tables": {"emb": [[1]]}}, ValueError, "ids must have shape (n,), got (1, 1)"),
+        ({"tables": IDS}, TypeError, "tables must be a dict by patterns"),
+        ({"init": 0.0}, TypeError, "init must be a function of ids or a dict"),
+        ({"init": lambda ids: jnp.ones((len(ids), 3))}, ValueError, "rows of shape (6, 2) for 6"),
+        ({"tx": None}, TypeError, "tx must be an optax transformation"),
+        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
+        ({"shardings": 3}, TypeError, "shardings must be a dict by patterns"),
+        ({"shardings": {"emb": 3}}, TypeError, "shardings must have an optzoo.RowSharding each"),
+        (
+            {"shardings": {"emb": optzoo.RowSharding(9, 2, multiple=1)}},
+            ValueError,
+            "has 5 rows, but its sharding stores 12",
+        ),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    tx = LAZY()
+    given = {"params": params(), "state": tx.init(params()), "tables": {"emb": IDS}, "tx": tx}
+    with pytest.raises(error, match=re.escape(message)):
+        reset(**{**given, **change})

@@ -1,0 +1,165 @@
+"""The dictionary from raw ids to rows, against a plain dict through random histories."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import optzoo
+from optzoo import Vocabulary
+
+IDS = [*range(12), *"abcdef"]
+OPERATIONS = st.lists(
+    st.one_of(
+        st.lists(st.sampled_from(IDS), max_size=7),
+        st.integers(0, 3),  # grow by so many rows
+        st.just("save"),
+    ),
+    max_size=40,
+)
+
+
+class Model:
+    """The rules of the docstring, one id at a time."""
+
+    def __init__(self, capacity, admit_after, evict_after):
+        self.capacity, self.admit_after, self.evict_after = capacity, admit_after, evict_after
+        self.step, self.row_of, self.seen, self.times = 0, {}, {}, {}
+
+    def is_old(self, id_):
+        return self.evict_after is not None and self.step - self.seen[id_] >= self.evict_after
+
+    def observe(self, ids):
+        self.step += 1
+        for id_ in ids:
+            if id_ in self.times and self.is_old(id_):
+                del self.times[id_]
+            if id_ not in self.row_of:
+                self.times[id_] = self.times.get(id_, 0) + 1
+            self.seen[id_] = self.step
+        wanted = [i for i in dict.fromkeys(ids) if self.times.get(i, 0) >= self.admit_after]
+        reset, evicted = [], []
+        for id_ in wanted:
+            free = set(range(1, self.capacity)) - set(self.row_of.values())
+            old = sorted((self.seen[i], row, i) for i, row in self.row_of.items() if self.is_old(i))
+            if not free and old:
+                free = {old[0][1]}
+                evicted.append(old[0][2])
+                del self.row_of[evicted[-1]]
+            if free:
+                self.row_of[id_] = min(free)
+                reset.append(min(free))
+                del self.times[id_]
+        return [self.row_of.get(i, 0) for i in ids], reset, evicted, len(wanted) - len(reset)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(OPERATIONS, st.integers(2, 6), st.integers(1, 3), st.none() | st.integers(1, 4))
+@example([[0], [1], [2], [0], [3], [1]], 3, 1, 1)  # rows that are given away, and ids that return
+@example([[0], [1], [2], [0, 0]], 4, 2, 2)  # an id that waits is counted anew
+def test_it_is_a_plain_dict(operations, capacity, admit_after, evict_after):
+    vocabulary = Vocabulary(capacity, admit_after=admit_after, evict_after=evict_after)
+    model = Model(capacity, admit_after, evict_after)
+    vocabulary._purge_at = 4
+    trained = {}  # by row the ids whose gradients are in it
+    for operation in operations:
+        if operation == "save":
+            saved = json.loads(json.dumps(vocabulary.state_dict()))
+            vocabulary = Vocabulary.from_state_dict(saved)
+        elif isinstance(operation, int):
+            vocabulary.grow(vocabulary.capacity + operation)
+            model.capacity += operation
+        else:
+            found = vocabulary.observe(operation)
+            rows, reset, evicted, waiting = model.observe(operation)
+            assert found.rows.tolist() == rows
+            assert found.reset.tolist() == reset
+            assert (found.evicted, found.waiting) == (evicted, waiting)
+            # No row holds what was learned for two ids.
+            for row in reset:
+                trained.pop(row, None)
+            for id_, row in zip(operation, rows, strict=True):
+                if row:
+                    assert trained.setdefault(row, id_) == id_
+        assert vocabulary.capacity == model.capacity
+        assert (len(vocabulary), vocabulary.step) == (len(model.row_of), model.step)
+        assert vocabulary.look_up(IDS).tolist() == [model.row_of.get(i, 0) for i in IDS]
+        assert [i in vocabulary for i in IDS] == [i in model.row_of for i in IDS]
+
+
+def test_arrays_of_any_shape():
+    vocabulary = Vocabulary(10)
+    found = vocabulary.observe(np.array([[7, 5], [7, 9]]))
+    assert found.rows.dtype == np.int32
+    np.testing.assert_array_equal(found.rows, [[1, 2], [1, 3]])
+    np.testing.assert_array_equal(vocabulary.look_up(np.array([9], np.uint8)), [3])
+    np.testing.assert_array_equal(vocabulary.look_up([np.int64(5), 7]), [2, 1])
+    words = vocabulary.observe(np.array([["7"]])).rows
+    np.testing.assert_array_equal(words, [[4]])  # a string is another id than a number
+    np.testing.assert_array_equal(vocabulary.observe(np.zeros((2, 0), int)).rows, np.zeros((2, 0)))
+    np.testing.assert_array_equal(vocabulary.observe([(1, "a"), (1, "a")]).rows, [5, 5])
+    assert repr(vocabulary) == "Vocabulary of 5 ids, with 10 rows"
+
+
+def test_ids_that_wait_are_forgotten_at_times():
+    vocabulary = Vocabulary(10, admit_after=3, evict_after=2)
+    for step in range(20):
+        vocabulary.observe(np.arange(200) + 1000 * step)
+    assert len(vocabulary.state_dict()["waiting_ids"]) < 2 * 1024
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1.5], "got float"),
+        (np.array([1.0]), "got float"),
+        ([True], "got bool"),
+        ([[1]], "got list"),
+        ("abc", "put one id into a list"),
+        (3, "put one id into a list"),
+    ],
+)
+def test_ids_that_might_be_taken_for_others_are_refused(ids, message):
+    vocabulary = Vocabulary(4)
+    for call in (vocabulary.observe, vocabulary.look_up):
+        with pytest.raises(TypeError, match=message):
+            call(ids)
+    assert vocabulary.step == 0
+
+
+def test_nothing_is_counted_when_an_id_turns_out_not_to_be_hashable():
+    vocabulary = Vocabulary(4)
+    with pytest.raises(TypeError, match="unhashable"):
+        vocabulary.observe([1, ([],)])
+    assert (vocabulary.step, len(vocabulary)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Vocabulary(1), ValueError, "capacity must be at least 2, got 1"),
+        (lambda: Vocabulary(4.0), TypeError, "capacity must be an int"),
+        (lambda: Vocabulary(4, admit_after=0), ValueError, "admit_after must be at least 1"),
+        (lambda: Vocabulary(4, evict_after=0), ValueError, "evict_after must be at least 1"),
+        (lambda: Vocabulary(4).grow(3), ValueError, "at least the present one, 4, got 3"),
+        (lambda: Vocabulary.from_state_dict({}), ValueError, "it lacks"),
+    ],
+)
+def test_arguments_out_of_range(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "change", [{"ids": [5, 5]}, {"ids": [3]}, {"capacity": 2}], ids=["twice", "both", "too many"]
+)
+def test_a_state_that_would_share_rows_is_refused(change):
+    vocabulary = Vocabulary(4, admit_after=2)
+    vocabulary.observe([5, 5, 6, 6, 3])
+    state = vocabulary.state_dict()
+    assert Vocabulary.from_state_dict(state).state_dict() == state
+    seen = state["seen"][: len(change.get("ids", state["ids"]))]
+    with pytest.raises(ValueError, match="state is not consistent"):
+        optzoo.Vocabulary.from_state_dict({**state, "seen": seen, **change})
