@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 
@@ -38,6 +38,18 @@ def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
         top = jnp.finfo(dtype).max.astype(a.dtype)
         a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
     return a.astype(dtype)
+
+
+def cast_of_gathered(x: Array, dtype: DTypeLike) -> Array:
+    """Rows that were gathered, in another dtype.
+
+    XLA for TPUs converts to bfloat16 before it gathers, out of the loop that a gather is in: it
+    would make a copy of the whole table. It does not exchange a gather with a rounding to 8 bits of
+    mantissa in float32, after which the conversion changes no value.
+    """
+    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
 
 
 def saturating_cast_like(old: Array, new: Array) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from ..core.compat import varying
+from ..core.numerics import cast_of_gathered
 from . import equations
 from .gathers import row_gather
 from .graph import Graph, Operation, read
@@ -73,11 +74,12 @@ def plan_taps(graph: Graph, tables: Sequence[FromLeaf | None]) -> TapPlan:
     for op in graph.operations:
         inputs = [known.get(v) for v in op.ins]
         step = _step(op, inputs) if any(inputs) else None
-        if step is None:
-            continue
-        known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
-        if step.lookups:
-            steps[op] = step
+        if step is not None:
+            known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
+            if step.lookups:
+                steps[op] = step
+        elif op.name == "convert_element_type" and op.ins[0].maker in steps:
+            steps[op] = _of_cast_of_rows(op)
     return TapPlan(graph, steps, [known.get(v) for v in graph.results])
 
 
@@ -126,7 +128,7 @@ def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
             _check_varying(rows, copy)
             rows = rows + taps[0]
         for dtype in table.casts:
-            rows = rows.astype(dtype)
+            rows = cast_of_gathered(rows, dtype)
         return [rows], [ids]
 
     of = shape_of_table(op), op.params["shard"]
@@ -165,6 +167,13 @@ def _of_cast(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
         return None
     run = lambda values, copies, taps: ([values[0].astype(dtype)], [])
     return _Step([], [table._replace(casts=(*table.casts, dtype))], run)
+
+
+def _of_cast_of_rows(op: Operation) -> _Step:
+    dtype = op.outs[0].aval.dtype
+    return _Step(
+        [], [None], lambda values, copies, taps: ([cast_of_gathered(values[0], dtype)], [])
+    )
 
 
 def _of_jit(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from ..core.compat import vary, varying
 from ..core.merge import segment_sum
+from ..core.numerics import cast_of_gathered
 from .row_sharding import RowSharding
 
 
@@ -71,17 +72,8 @@ def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSha
 
 
 def to_transport(x: Array, transport: DTypeLike | None) -> Array:
-    """``x`` in the dtype in which it is sent.
-
-    XLA for TPUs converts to bfloat16 before it gathers: the rows of a float32 shard that are sent
-    would be taken from a copy of the whole shard. It does not exchange a gather with a rounding to
-    8 bits of mantissa in float32, after which the conversion changes no value.
-    """
-    if transport is None:
-        return x
-    if x.dtype == jnp.float32 and jnp.dtype(transport) == jnp.bfloat16:
-        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(transport)
+    """``x`` in the dtype in which it is sent."""
+    return x if transport is None else cast_of_gathered(x, transport)
 
 
 def exchange(parts: Sequence[Array], shardings: Sequence[RowSharding]) -> list[Array]:

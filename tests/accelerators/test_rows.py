@@ -54,3 +54,20 @@ def test_elements_of_64_bits():
         args = params, jax.eval_shape(tx.init, params), of(8, dtype=jnp.int32)
         found = optzoo.compile_report(optzoo.minimize(loss, tx), *args, device=V5E)
     assert found.arguments > 3 * 8 * 1000 * 16
+
+
+def test_casts_of_rows_in_a_loop():
+    """XLA would convert the whole table to bfloat16, once before the loop."""
+    params = parameters(128)
+
+    def loss(params, ids):
+        def turn(total, i):
+            rows = optzoo.lookup(params["table"], i).astype(jnp.bfloat16)
+            return total + jnp.sum(rows.astype(jnp.float32) ** 2), None
+
+        return jax.lax.scan(turn, 0.0, ids)[0]
+
+    tx = optzoo.lazy_adam(1e-3)
+    args = params, jax.eval_shape(tx.init, params), of(4, 1024, dtype=jnp.int32)
+    found = optzoo.compile_report(optzoo.minimize(loss, tx), *args, device=V5E)
+    assert found.large == () and found.temporaries < 8e6

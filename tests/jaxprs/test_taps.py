@@ -354,3 +354,29 @@ def test_padding_and_wrong_ids_in_a_body():
     np.testing.assert_array_equal(jnp.any(grads.to_dense() != 0, 1), jnp.arange(6) == 1)
     value, _ = jax.jit(optzoo.value_and_grad(scan))(TABLE, jnp.array([0, 7]))
     assert np.isnan(value)
+
+
+CASTS_OF_ROWS = {
+    "of the rows": lambda table, ids: lookup(table, ids).astype(jnp.bfloat16),
+    "of the table": lambda table, ids: lookup(table.astype(jnp.bfloat16), ids),
+    "of a call": lambda table, ids: jax.jit(lookup)(table, ids).astype(jnp.bfloat16),
+    "to float16": lambda table, ids: lookup(table, ids).astype(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("read", CASTS_OF_ROWS.values(), ids=list(CASTS_OF_ROWS))
+def test_casts_of_rows_in_a_loop(read):
+    """Rows are rounded to bfloat16 before the cast, so that XLA does not cast the whole table."""
+
+    def loss(table, ids):
+        turn = lambda total, i: (total + jnp.sum(read(table, i).astype(jnp.float32) ** 2), None)
+        return jax.lax.scan(turn, 0.0, ids)[0]
+
+    ids = jnp.stack([IDS, IDS[::-1]])
+    table = TABLE + 1e-3 * jnp.arange(TABLE.size, dtype=TABLE.dtype).reshape(TABLE.shape)
+    value, grad = optzoo.value_and_grad(loss, sparse="require")(table, ids)
+    want, dense = jax.value_and_grad(loss)(table, ids)
+    np.testing.assert_array_equal(value, want)
+    np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
+    text = str(jax.make_jaxpr(optzoo.value_and_grad(loss))(table, ids))
+    assert ("reduce_precision" in text) == (read is not CASTS_OF_ROWS["to float16"])
