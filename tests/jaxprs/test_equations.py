@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
+import optzoo
 from optzoo.jaxprs import equations
 
 X = jnp.arange(4.0)
@@ -114,6 +115,13 @@ def test_line_of():
     must = fix("line_of", "name the file and the function", "the errors of on_rows")
     [eqn] = jax.make_jaxpr(lambda x: jnp.negative(x))(X).jaxpr.eqns
     assert re.search(r"test_equations\.py:\d+.*test_line_of", equations.line_of(eqn)), must
+
+
+def test_caller_of():
+    must = fix("caller_of", "name a line outside of the library", "the reasons of dense gradients")
+    [eqn] = jax.make_jaxpr(lambda x: optzoo.lookup(x, [1]))(X).jaxpr.eqns
+    assert "bind_lookup" in equations.line_of(eqn), must
+    assert re.search(r"test_equations\.py:\d+.*test_caller_of", equations.caller_of(eqn)), must
 
 
 def test_text_of():
