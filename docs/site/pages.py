@@ -27,7 +27,7 @@ GROUPS = {
     "Directions": [],
     "Wrappers": ["optzoo.wrappers"],
     "Gradients before the optimizer": ["optzoo.transforms"],
-    "Row-sparse gradients": ["optzoo.core", "optzoo.sparse"],
+    "Row-sparse gradients": ["optzoo.core", "optzoo.sparse", "optzoo.sleeping", "optzoo.train"],
     "Native code": ["optzoo.native"],
     "Compiled programs": ["optzoo.compiled"],
     "Sharded tables": ["optzoo.sharded"],

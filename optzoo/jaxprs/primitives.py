@@ -73,7 +73,7 @@ _NAMES = {
         psum_scatter ragged_all_to_all reduce_scatter
     """,
     Kind.CALL: """
-        checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+        call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
         eval_jaxpr jit remat remat2
     """,
     Kind.BRANCH: "cond",
