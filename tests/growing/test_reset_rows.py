@@ -156,6 +156,18 @@ def test_rows_that_rest(name):
     same(awake[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
 
 
+def test_which_ids_the_function_gets():
+    asked = []
+
+    def rows(ids):
+        asked.extend(ids.tolist())
+        return rows_of(ids)
+
+    x, tx = params(), optax.identity()
+    optzoo.reset_rows(x, tx.init(x), {"emb": IDS}, tx=tx, init=rows)
+    assert sorted(asked) == [0, 2, ROWS, ROWS, ROWS, ROWS]
+
+
 def test_several_tables():
     x = {"a": jnp.ones((3, WIDTH)), "b": jnp.ones((4, WIDTH))}
     tx = optax.trace(0.9)

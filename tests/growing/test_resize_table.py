@@ -124,8 +124,9 @@ def test_stacks():
         assert bits(larger[name][:ROWS]) == bits(x[name])
         assert bits(slots[name][:ROWS]) == bits(old[name])
         assert not slots[name][ROWS:].any() and len(slots[name]) == MORE
-    with pytest.raises(ValueError, match="keep them out of stacks"):
-        resize(x, state, {"a": MORE}, tx=tx)
+    for tables in {"a": MORE}, {"[ab]": MORE, "c": MORE + 1}:
+        with pytest.raises(ValueError, match="keep them out of stacks"):
+            resize(x, state, tables, tx=tx)
 
 
 # What init gives
@@ -257,6 +258,20 @@ def test_a_sharded_table_trains_on():
         one, of_one, of_loss = step_of_one(one, of_one, ids)
         np.testing.assert_allclose(value, of_loss, 1e-5)
     np.testing.assert_allclose(optzoo.in_order_of_ids(x["emb"], new)[:9], one["emb"], 1e-5)
+
+
+def test_sharded_tables_in_lines():
+    mesh, tx = mesh_of(2, names=("shard",)), LAZY()
+    old, new = (optzoo.RowSharding(n, 2, multiple=128) for n in (30, 200))
+    x = {"emb": optzoo.create_table(old, mesh, rows_of, lines=True)}
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
+    f = functools.partial(resize, x, state, {"emb": 200}, tx=tx)
+    y, state = f(shardings={"emb": (old, new)})
+    same(y["emb"], optzoo.create_table(new, mesh, rows_of, lines=True))
+    for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
+        assert array.sharding == NamedSharding(mesh, new.spec)
+    with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
+        f(shardings={"emb": (old, optzoo.RowSharding(200, 2, multiple=1))})
 
 
 def test_ages_of_sharded_tables():
