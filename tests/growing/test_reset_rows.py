@@ -17,21 +17,25 @@ from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 
 from .cases import (
+    ASLEEP,
     IN_LINES,
     LAZY,
     OF_OPTAX,
+    REFUSED,
     ROWS,
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
+    asleep,
     bits,
+    by_rows,
     gradients,
     params,
+    placed,
     rows_of,
     same,
     trained,
 )
-from .test_resize_table import ASLEEP, REFUSED, asleep, by_rows, placed
 
 reset = functools.partial(optzoo.reset_rows, init=rows_of)
 IDS = jnp.array([2, 0, 2, ROWS, -1, 99])  # one twice, and three that are no rows
@@ -166,6 +170,13 @@ def test_which_ids_the_function_gets():
     x, tx = params(), optax.identity()
     optzoo.reset_rows(x, tx.init(x), {"emb": IDS}, tx=tx, init=rows)
     assert sorted(asked) == [0, 2, ROWS, ROWS, ROWS, ROWS]
+
+
+def test_ids_of_few_bits():
+    """The number of rows is no number of these bits."""
+    x, tx = jnp.ones((300, 1)), optax.identity()
+    y, _ = optzoo.reset_rows(x, tx.init(x), {"": np.array([7, 255], np.uint8)}, tx=tx)
+    assert np.flatnonzero(y[:, 0] == 0).tolist() == [7, 255]
 
 
 def test_several_tables():

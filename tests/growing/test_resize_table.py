@@ -13,23 +13,31 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.sleeping.state import CaughtUpState
 from optzoo.state.fit import StateError
+from optzoo.state.types import map_nodes
 from optzoo.testing import samples
 
 from ..sharded.cases import mesh_of
 from .cases import (
+    ASLEEP,
     IN_LINES,
     LAZY,
     MORE,
     OF_OPTAX,
+    REFUSED,
     ROWS,
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
+    asleep,
     bits,
+    by_rows,
     check_resized,
     gradients,
+    loss,
     params,
+    placed,
     rows_of,
     same,
     trained,
@@ -40,9 +48,6 @@ with warnings.catch_warnings():  # of what Keras imports
     import keras
 
 resize = functools.partial(optzoo.resize_table, init=rows_of)
-# Their state has arrays that depend on all rows of a table.
-REFUSED = ["blocked_shampoo", "ggt", "shampoo", "soap"]
-by_rows = pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - REFUSED))
 
 
 def check(tx, rows, dense=False):
@@ -195,23 +200,6 @@ def test_tables_in_lines(name):
     same(got, optzoo.to_lines(wanted, like=like(wanted[0])))
 
 
-@functools.cache
-def placed(old, dtype=jnp.float32):
-    """Parameters and a state of lazy_adam, of which every element is another number."""
-    mesh, tx = mesh_of(2), LAZY()
-    specs = {"emb": old.spec, "mlp": PartitionSpec()}
-    shapes = {"emb": (old.stored_rows, WIDTH), "mlp": (old.stored_rows, WIDTH)}
-    x = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
-    }
-    state = jax.eval_shape(tx.init, x)
-    places = jax.tree.map(lambda a: a.sharding, x), optzoo.state_sharding(tx, x)
-    draw = np.random.default_rng(0)
-    values = lambda a: jnp.asarray(draw.normal(size=a.shape) * 9, a.dtype)
-    return tx, jax.device_put(jax.tree.map(values, (x, state)), places)
-
-
 @pytest.mark.parametrize("partition", ["mod", "div"])
 @pytest.mark.parametrize(("rows", "more"), [(5, 9), (5, 7), (9, 3)])
 def test_sharded_tables(partition, rows, more):
@@ -286,36 +274,6 @@ def test_ages_of_sharded_tables():
 
 # Rows that rest
 
-ASLEEP = {
-    "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
-    "moving_average": lambda: optzoo.caught_up(
-        optzoo.moving_average(optzoo.adam(0.1), 0.9), tables=("emb",), horizon=4
-    ),
-    "packed": lambda: optzoo.caught_up(
-        optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), tables=("emb",), horizon=4
-    ),
-    "groups": lambda: optzoo.groups(
-        {
-            "emb": optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
-            ".*": optzoo.momentum(0.1, 0.9),
-        }
-    ),
-}
-
-
-def loss(p, ids):
-    return jnp.sum(jnp.cos(optzoo.lookup(p["emb"], ids))) + jnp.sum(p["mlp"]["w"] ** 2)
-
-
-@functools.cache
-def asleep(name):
-    tx = ASLEEP[name]()
-    step = optzoo.minimize(loss, tx)
-    x, state = params(), tx.init(params())
-    for ids in ([0, 1, 4], [2, 2, 0]):
-        x, state, _ = step(x, state, jnp.array(ids))
-    return tx, step, (x, state)
-
 
 @pytest.mark.parametrize("name", ASLEEP)
 def test_rows_that_rest(name):
@@ -323,12 +281,9 @@ def test_rows_that_rest(name):
     flushed = optzoo.flush(*before)
     after = resize(*before, {"emb": MORE}, tx=tx)
     new = {**before[0], "emb": after[0]["emb"]}
-    fresh = tx.init(new)
-    lasts = optzoo.sleeping.state.CaughtUpState
-    is_asleep = lambda node: isinstance(node, lasts)
-    awake = lambda node: node._replace(last=jax.tree.map(lambda a: a + 2, node.last))
-    change = lambda node: awake(node) if is_asleep(node) else node
-    fresh = jax.tree.map(change, fresh, is_leaf=is_asleep)  # two updates were made
+    # Two updates were made.
+    now = lambda node: node._replace(last=jax.tree.map(lambda a: a + 2, node.last))
+    fresh = map_nodes(CaughtUpState, now, tx.init(new))
     check_resized(flushed, after, (new, fresh), ROWS)
 
 
