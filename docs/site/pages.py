@@ -31,6 +31,7 @@ GROUPS = {
     "Native code": ["optzoo.native"],
     "Compiled programs": ["optzoo.compiled"],
     "Sharded tables": ["optzoo.sharded"],
+    "Tables that grow": ["optzoo.growing"],
     "Replicas": ["optzoo.distributed"],
     "States": ["optzoo.state"],
     "Writing an optimizer": ["optzoo.rules", "optzoo.testing"],

@@ -99,7 +99,7 @@ def _checked(ids: Any) -> Array:
         raise TypeError(f"tables: ids must be integers, got dtype {ids.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"tables: ids must have shape (n,), got {ids.shape}: use ids.reshape(-1)")
-    return ids
+    return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
 
 
 def _reset(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_size, check_transformation
-from ..core.lines import Lines, from_lines, is_lines, shape_of_lines, to_lines_of
+from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_lines, to_lines_of
 from ..core.paths import value_by_name
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
@@ -143,6 +143,13 @@ def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: 
             f"tables has {size}: give the same number in both"
         )
     check_stored(name, x, old)
+    per_line = rows_per_line(x.shape[1:]) if is_lines(x) else 1
+    if new.rows_per_shard % per_line:
+        raise ValueError(
+            f"shardings: the {new.rows_per_shard} rows of a shard of parameter '{name}' do not "
+            f"fill lines of {per_line} rows: give multiple={per_line * new.num_shards}, or a "
+            "multiple of it, to the new RowSharding"
+        )
     if old.num_shards != new.num_shards:
         raise ValueError(
             f"shardings: parameter '{name}' has {old.num_shards} shards before and "

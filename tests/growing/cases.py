@@ -1,12 +1,18 @@
 """Parameters, gradients and optimizers for the tests of tables that grow."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.testing import samples
+
+from ..sharded.cases import mesh_of
 
 ROWS, MORE, WIDTH = 5, 8, 2
 
@@ -131,3 +137,54 @@ IN_LINES = {
     "packed-float32": WRAPPED["packed-float32"],
     "accumulate-rows": WRAPPED["accumulate-rows"],
 }
+
+
+# Their state has arrays that depend on all rows of a table.
+REFUSED = ["blocked_shampoo", "ggt", "shampoo", "soap"]
+by_rows = pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - REFUSED))
+ASLEEP = {
+    "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
+    "moving_average": lambda: optzoo.caught_up(
+        optzoo.moving_average(optzoo.adam(0.1), 0.9), tables=("emb",), horizon=4
+    ),
+    "packed": lambda: optzoo.caught_up(
+        optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), tables=("emb",), horizon=4
+    ),
+    "groups": lambda: optzoo.groups(
+        {
+            "emb": optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
+            ".*": optzoo.momentum(0.1, 0.9),
+        }
+    ),
+}
+
+
+def loss(p, ids):
+    return jnp.sum(jnp.cos(optzoo.lookup(p["emb"], ids))) + jnp.sum(p["mlp"]["w"] ** 2)
+
+
+@functools.cache
+def asleep(name):
+    tx = ASLEEP[name]()
+    step = optzoo.minimize(loss, tx)
+    x, state = params(), tx.init(params())
+    for ids in ([0, 1, 4], [2, 2, 0]):
+        x, state, _ = step(x, state, jnp.array(ids))
+    return tx, step, (x, state)
+
+
+@functools.cache
+def placed(old, dtype=jnp.float32):
+    """Parameters and a state of lazy_adam, of which every element is another number."""
+    mesh, tx = mesh_of(2), LAZY()
+    specs = {"emb": old.spec, "mlp": PartitionSpec()}
+    shapes = {"emb": (old.stored_rows, WIDTH), "mlp": (old.stored_rows, WIDTH)}
+    x = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    state = jax.eval_shape(tx.init, x)
+    places = jax.tree.map(lambda a: a.sharding, x), optzoo.state_sharding(tx, x)
+    draw = np.random.default_rng(0)
+    values = lambda a: jnp.asarray(draw.normal(size=a.shape) * 9, a.dtype)
+    return tx, jax.device_put(jax.tree.map(values, (x, state)), places)

@@ -17,21 +17,25 @@ from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 
 from .cases import (
+    ASLEEP,
     IN_LINES,
     LAZY,
     OF_OPTAX,
+    REFUSED,
     ROWS,
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
+    asleep,
     bits,
+    by_rows,
     gradients,
     params,
+    placed,
     rows_of,
     same,
     trained,
 )
-from .test_resize_table import ASLEEP, REFUSED, asleep, by_rows, placed
 
 reset = functools.partial(optzoo.reset_rows, init=rows_of)
 IDS = jnp.array([2, 0, 2, ROWS, -1, 99])  # one twice, and three that are no rows
@@ -154,6 +158,25 @@ def test_rows_that_rest(name):
     plain = lambda pair: (pair[0], [node.inner for node in nodes_of(CaughtUpState, pair[1])])
     check_reset(plain(others), plain(awake), plain((fresh, fresh_state)), is_new)
     same(awake[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
+
+
+def test_which_ids_the_function_gets():
+    asked = []
+
+    def rows(ids):
+        asked.extend(ids.tolist())
+        return rows_of(ids)
+
+    x, tx = params(), optax.identity()
+    optzoo.reset_rows(x, tx.init(x), {"emb": IDS}, tx=tx, init=rows)
+    assert sorted(asked) == [0, 2, ROWS, ROWS, ROWS, ROWS]
+
+
+def test_ids_of_few_bits():
+    """The number of rows is no number of these bits."""
+    x, tx = jnp.ones((300, 1)), optax.identity()
+    y, _ = optzoo.reset_rows(x, tx.init(x), {"": np.array([7, 255], np.uint8)}, tx=tx)
+    assert np.flatnonzero(y[:, 0] == 0).tolist() == [7, 255]
 
 
 def test_several_tables():

@@ -13,23 +13,31 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.sleeping.state import CaughtUpState
 from optzoo.state.fit import StateError
+from optzoo.state.types import map_nodes
 from optzoo.testing import samples
 
 from ..sharded.cases import mesh_of
 from .cases import (
+    ASLEEP,
     IN_LINES,
     LAZY,
     MORE,
     OF_OPTAX,
+    REFUSED,
     ROWS,
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
+    asleep,
     bits,
+    by_rows,
     check_resized,
     gradients,
+    loss,
     params,
+    placed,
     rows_of,
     same,
     trained,
@@ -40,9 +48,6 @@ with warnings.catch_warnings():  # of what Keras imports
     import keras
 
 resize = functools.partial(optzoo.resize_table, init=rows_of)
-# Their state has arrays that depend on all rows of a table.
-REFUSED = ["blocked_shampoo", "ggt", "shampoo", "soap"]
-by_rows = pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - REFUSED))
 
 
 def check(tx, rows, dense=False):
@@ -124,8 +129,9 @@ def test_stacks():
         assert bits(larger[name][:ROWS]) == bits(x[name])
         assert bits(slots[name][:ROWS]) == bits(old[name])
         assert not slots[name][ROWS:].any() and len(slots[name]) == MORE
-    with pytest.raises(ValueError, match="keep them out of stacks"):
-        resize(x, state, {"a": MORE}, tx=tx)
+    for tables in {"a": MORE}, {"[ab]": MORE, "c": MORE + 1}:
+        with pytest.raises(ValueError, match="keep them out of stacks"):
+            resize(x, state, tables, tx=tx)
 
 
 # What init gives
@@ -194,23 +200,6 @@ def test_tables_in_lines(name):
     same(got, optzoo.to_lines(wanted, like=like(wanted[0])))
 
 
-@functools.cache
-def placed(old, dtype=jnp.float32):
-    """Parameters and a state of lazy_adam, of which every element is another number."""
-    mesh, tx = mesh_of(2), LAZY()
-    specs = {"emb": old.spec, "mlp": PartitionSpec()}
-    shapes = {"emb": (old.stored_rows, WIDTH), "mlp": (old.stored_rows, WIDTH)}
-    x = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
-    }
-    state = jax.eval_shape(tx.init, x)
-    places = jax.tree.map(lambda a: a.sharding, x), optzoo.state_sharding(tx, x)
-    draw = np.random.default_rng(0)
-    values = lambda a: jnp.asarray(draw.normal(size=a.shape) * 9, a.dtype)
-    return tx, jax.device_put(jax.tree.map(values, (x, state)), places)
-
-
 @pytest.mark.parametrize("partition", ["mod", "div"])
 @pytest.mark.parametrize(("rows", "more"), [(5, 9), (5, 7), (9, 3)])
 def test_sharded_tables(partition, rows, more):
@@ -259,6 +248,20 @@ def test_a_sharded_table_trains_on():
     np.testing.assert_allclose(optzoo.in_order_of_ids(x["emb"], new)[:9], one["emb"], 1e-5)
 
 
+def test_sharded_tables_in_lines():
+    mesh, tx = mesh_of(2, names=("shard",)), LAZY()
+    old, new = (optzoo.RowSharding(n, 2, multiple=128) for n in (30, 200))
+    x = {"emb": optzoo.create_table(old, mesh, rows_of, lines=True)}
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
+    f = functools.partial(resize, x, state, {"emb": 200}, tx=tx)
+    y, state = f(shardings={"emb": (old, new)})
+    same(y["emb"], optzoo.create_table(new, mesh, rows_of, lines=True))
+    for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
+        assert array.sharding == NamedSharding(mesh, new.spec)
+    with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
+        f(shardings={"emb": (old, optzoo.RowSharding(200, 2, multiple=1))})
+
+
 def test_ages_of_sharded_tables():
     mesh, tx = mesh_of(2, names=("shard",)), optzoo.caught_up(optzoo.adam(0.1), tables=("emb",))
     old, new = (optzoo.RowSharding(n, 2, multiple=1) for n in (5, 9))
@@ -271,36 +274,6 @@ def test_ages_of_sharded_tables():
 
 # Rows that rest
 
-ASLEEP = {
-    "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
-    "moving_average": lambda: optzoo.caught_up(
-        optzoo.moving_average(optzoo.adam(0.1), 0.9), tables=("emb",), horizon=4
-    ),
-    "packed": lambda: optzoo.caught_up(
-        optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), tables=("emb",), horizon=4
-    ),
-    "groups": lambda: optzoo.groups(
-        {
-            "emb": optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
-            ".*": optzoo.momentum(0.1, 0.9),
-        }
-    ),
-}
-
-
-def loss(p, ids):
-    return jnp.sum(jnp.cos(optzoo.lookup(p["emb"], ids))) + jnp.sum(p["mlp"]["w"] ** 2)
-
-
-@functools.cache
-def asleep(name):
-    tx = ASLEEP[name]()
-    step = optzoo.minimize(loss, tx)
-    x, state = params(), tx.init(params())
-    for ids in ([0, 1, 4], [2, 2, 0]):
-        x, state, _ = step(x, state, jnp.array(ids))
-    return tx, step, (x, state)
-
 
 @pytest.mark.parametrize("name", ASLEEP)
 def test_rows_that_rest(name):
@@ -308,12 +281,9 @@ def test_rows_that_rest(name):
     flushed = optzoo.flush(*before)
     after = resize(*before, {"emb": MORE}, tx=tx)
     new = {**before[0], "emb": after[0]["emb"]}
-    fresh = tx.init(new)
-    lasts = optzoo.sleeping.state.CaughtUpState
-    is_asleep = lambda node: isinstance(node, lasts)
-    awake = lambda node: node._replace(last=jax.tree.map(lambda a: a + 2, node.last))
-    change = lambda node: awake(node) if is_asleep(node) else node
-    fresh = jax.tree.map(change, fresh, is_leaf=is_asleep)  # two updates were made
+    # Two updates were made.
+    now = lambda node: node._replace(last=jax.tree.map(lambda a: a + 2, node.last))
+    fresh = map_nodes(CaughtUpState, now, tx.init(new))
     check_resized(flushed, after, (new, fresh), ROWS)
 
 

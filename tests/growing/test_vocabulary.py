@@ -4,19 +4,20 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optzoo
 from optzoo import Vocabulary
 
-IDS = [*range(12), *"abcdef"]
-OPERATIONS = st.lists(
-    st.one_of(
-        st.lists(st.sampled_from(IDS), max_size=7),
-        st.integers(0, 3),  # grow by so many rows
-        st.just("save"),
+IDS = [*range(4), *"abcd"]
+# Steps, and what is done after each: nothing, saved and restored, or room for so many more ids.
+HISTORY = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(IDS), max_size=4),
+        st.sampled_from([None, None, None, "save", None, None, None, 0, None, None, 1]),
     ),
+    min_size=12,
     max_size=40,
 )
 
@@ -56,33 +57,30 @@ class Model:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(OPERATIONS, st.integers(2, 6), st.integers(1, 3), st.none() | st.integers(1, 4))
-@example([[0], [1], [2], [0], [3], [1]], 3, 1, 1)  # rows that are given away, and ids that return
-@example([[0], [1], [2], [0, 0]], 4, 2, 2)  # an id that waits is counted anew
-def test_it_is_a_plain_dict(operations, capacity, admit_after, evict_after):
+@given(HISTORY, st.integers(2, 5), st.integers(1, 3), st.none() | st.integers(1, 4))
+def test_it_is_a_plain_dict(history, capacity, admit_after, evict_after):
     vocabulary = Vocabulary(capacity, admit_after=admit_after, evict_after=evict_after)
     model = Model(capacity, admit_after, evict_after)
-    vocabulary._purge_at = 4
-    trained = {}  # by row the ids whose gradients are in it
-    for operation in operations:
-        if operation == "save":
+    trained = {}  # by row the id whose gradients are in it
+    for ids, then in history:
+        vocabulary._purge_at = 4
+        found = vocabulary.observe(ids)
+        rows, reset, evicted, waiting = model.observe(ids)
+        assert found.rows.tolist() == rows
+        assert found.reset.tolist() == reset
+        assert (found.evicted, found.waiting) == (evicted, waiting)
+        # No row holds what was learned for two ids.
+        for row in reset:
+            trained.pop(row, None)
+        for id_, row in zip(ids, rows, strict=True):
+            if row:
+                assert trained.setdefault(row, id_) == id_
+        if then == "save":
             saved = json.loads(json.dumps(vocabulary.state_dict()))
             vocabulary = Vocabulary.from_state_dict(saved)
-        elif isinstance(operation, int):
-            vocabulary.grow(vocabulary.capacity + operation)
-            model.capacity += operation
-        else:
-            found = vocabulary.observe(operation)
-            rows, reset, evicted, waiting = model.observe(operation)
-            assert found.rows.tolist() == rows
-            assert found.reset.tolist() == reset
-            assert (found.evicted, found.waiting) == (evicted, waiting)
-            # No row holds what was learned for two ids.
-            for row in reset:
-                trained.pop(row, None)
-            for id_, row in zip(operation, rows, strict=True):
-                if row:
-                    assert trained.setdefault(row, id_) == id_
+        elif then is not None:
+            vocabulary.grow(vocabulary.capacity + then)
+            model.capacity += then
         assert vocabulary.capacity == model.capacity
         assert (len(vocabulary), vocabulary.step) == (len(model.row_of), model.step)
         assert vocabulary.look_up(IDS).tolist() == [model.row_of.get(i, 0) for i in IDS]
