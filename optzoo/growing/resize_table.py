@@ -82,8 +82,8 @@ def resize_table(
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if a pattern matches no parameter or two match one; if a parameter has no rows;
             if ``init`` gives rows of another shape; if the state has arrays that depend on all
-            rows of a table (Shampoo, SOAP, GGT); if a table is sharded by rows and has no
-            shardings, or if they do not fit.
+            rows of a table (GGT; Shampoo and SOAP up to the size of their largest matrix); if
+            a table is sharded by rows and has no shardings, or if they do not fit.
 
     Returns:
         The new parameters and the new state.

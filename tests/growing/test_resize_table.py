@@ -108,6 +108,14 @@ def test_arrays_that_depend_on_all_rows_are_refused(name):
         resize(x, tx.init(x), {"emb": MORE}, tx=tx)
 
 
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_a_table_too_large_for_a_matrix_is_resized(name):
+    tx = samples.make(optzoo.CATALOG[name])
+    x = jnp.ones((20_000, 1))
+    y, state = jax.eval_shape(lambda x: resize(x, tx.init(x), {"": 20_001}, tx=tx, init=None), x)
+    assert samples.avals(state) == samples.avals(jax.eval_shape(tx.init, y))
+
+
 def test_blocks_that_have_room_are_refused():
     """The shape of a block does not change here, but its rows would."""
     tx = optzoo.blocked_shampoo(0.1)
@@ -308,7 +316,7 @@ def test_rows_begin_to_rest_as_tables_become_large(rows, more):
     tx = optzoo.caught_up(optzoo.adam(0.1), horizon=4)
     x = jnp.ones((rows, 1))
     y, state = optzoo.resize_table(x, tx.init(x), {"": more}, tx=tx)
-    assert samples.avals(state) == samples.avals(tx.init(y))
+    assert samples.avals(state) == samples.avals(jax.eval_shape(tx.init, y))
 
 
 def test_collected_rows_that_are_dropped_are_forgotten():
