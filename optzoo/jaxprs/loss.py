@@ -17,6 +17,15 @@ from .graph import Graph
 from .primitives import Kind
 
 
+class Gradients(NamedTuple):
+    """A loss, the auxiliary data and the gradients."""
+
+    value: Any
+    aux: Any
+    of_leaves: list[Any]
+    of_rows: dict[int, Array]  # by leaf, of the rows that were given
+
+
 class Loss(NamedTuple):
     """A loss as a jaxpr, whose inputs are the leaves, their copies and the taps."""
 
@@ -70,8 +79,8 @@ class Loss(NamedTuple):
 
     def differentiate(
         self, flat: Sequence[Array], rows: Mapping[int, Array] | None = None
-    ) -> tuple[Any, Any, list[Any], dict[int, Array]]:
-        """The value, the auxiliary data, the gradients, and those of the rows that are given.
+    ) -> Gradients:
+        """The loss and its gradients, also of the rows that are given.
 
         Args:
             flat: the leaves.
@@ -107,7 +116,7 @@ class Loss(NamedTuple):
             gradient = SparseRows(of_ids, of_rows, num_rows, shard=shard)
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + gradient if self.uses[i] else gradient
-        return value, aux, of_leaves, given
+        return Gradients(value, aux, of_leaves, given)
 
     def _taps(self, flat: Sequence[Array], rows: Mapping[int, Array]) -> list[Array]:
         """For each lookup its rows, of those given for all lookups of its leaf; or zeros."""

@@ -111,7 +111,7 @@ class Sleepers(NamedTuple):
             parts: by the positions of their tables, of which the others move as a whole.
             extra_args: of ``update``.
         """
-        xs, treedef = jax.tree.flatten(params)
+        gs, (xs, treedef) = list(gs), jax.tree.flatten(params)
         slots = slots_by_leaf(state.inner, treedef)
         for i, table in tables.items():
             xs[i], slots[i], _ = table.arrays
@@ -185,7 +185,7 @@ class Sleepers(NamedTuple):
             _, *rest = table.scatter(places, awake, unique=True).arrays
             tables[i] = table = table.with_arrays((xs[i], *rest))
             parts[i] = WokenRows(table, g.indices, table.gather(g.indices), g.values)
-        us, new = self.advance(state, params, list(gs), tables, parts, extra_args)
+        us, new = self.advance(state, params, gs, tables, parts, extra_args)
         for i, table in tables.items():
             last = parts[i].rows[2] if i in parts else table.arrays[2]
             us[i] = _poisoned(us[i], last == table.clock.count)

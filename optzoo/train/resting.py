@@ -9,7 +9,7 @@ from jax import Array
 from ..core.merge import elect, segment_sum
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows
-from ..jaxprs.loss import Loss
+from ..jaxprs.loss import Gradients, Loss
 from ..jaxprs.reads import check_all_read
 from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import sleeping_leaves
@@ -62,18 +62,17 @@ class RestingTables(Tables):
         rows = {i: jnp.take(leaves[i], of, axis=0, mode="clip") for i, of in ids.items()}
         return {i: as_looked_up(x, ids[i], len(leaves[i])) for i, x in rows.items()}
 
-    def update(
-        self,
-        value: Array,
-        grads: list[Any],
-        of_rows: Mapping[int, Array],
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, Array]:
+    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
-        for i, x in enumerate(self.leaves()):
-            if i in of_rows:
-                grads[i] = SparseRows(self._ids[i], of_rows[i], len(x))
-        return super().update(value, grads, of_rows, extra_args)
+        return super().update(self._with_rows(found), extra_args)
+
+    def _with_rows(self, found: Gradients) -> Gradients:
+        """The gradients, with those of rows as those of their tables."""
+        of_leaves, leaves = list(found.of_leaves), self.leaves()
+        for i, ids in self._ids.items():
+            if i in found.of_rows:
+                of_leaves[i] = SparseRows(ids, found.of_rows[i], len(leaves[i]))
+        return found._replace(of_leaves=of_leaves)
 
 
 class CaughtUpTables(RestingTables):
@@ -95,24 +94,18 @@ class CaughtUpTables(RestingTables):
         number = lambda i: len(self.tables[i].arrays[2])
         return {i: as_looked_up(self.rows[i][0], ids[i], number(i)) for i in ids}
 
-    def update(
-        self,
-        value: Array,
-        grads: list[Any],
-        of_rows: Mapping[int, Array],
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, Array]:
+    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
-        parts = {}
+        grads, parts = found.of_leaves, {}
         for i, table in self.tables.items():
             if i in self.rows:
-                parts[i] = _merged(table, self._ids[i], self.rows[i], of_rows.get(i))
+                parts[i] = _merged(table, self._ids[i], self.rows[i], found.of_rows.get(i))
             elif is_rows(grads[i]):  # of a table that is awake as a whole
                 parts[i] = WokenRows.of(table, grads[i], is_awake=True)
         tx, state, params = self.model.tx, self.state, self.params
         check_all_read(tx, tx.update, extra_args)
         after = self.sleepers.apply(state, params, grads, self.tables, parts, extra_args)
-        return *after, value
+        return *after, found.value
 
 
 def tables_for(model: Model, params: Any, state: Any) -> Tables:

@@ -14,9 +14,9 @@ from ..core.compat import gather_invarying, vary, varying
 from ..core.lines import Lines, is_lines
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
-from ..core.rows import SparseRows, is_rows
+from ..core.rows import is_rows
 from ..distributed.engine.collectives import Replicas, divide_gradients
-from ..jaxprs.loss import Loss
+from ..jaxprs.loss import Gradients, Loss
 from ..jaxprs.prove_shards import check_update
 from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
@@ -153,26 +153,17 @@ class ShardedTables(RestingTables):
             for i in self.parts
         ]
 
-    def update(
-        self,
-        value: Array,
-        grads: list[Any],
-        of_rows: Mapping[int, Array],
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, Array]:
+    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the mean loss after all rounds."""
         axes, tables, number = self.mapped.axes, self.mapped.tables, self.mapped.mesh.size
-        if missing := set(axes) - varying(value):
+        if missing := set(axes) - varying(found.value):
             raise ValueError(
                 f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
                 "one device's part of the batch. sharded_minimize takes the mean over the devices"
             )
-        leaves = self.leaves()
-        for i, ids in self._ids.items():
-            if i in of_rows:
-                grads[i] = SparseRows(ids, of_rows[i], len(leaves[i]))
+        grads, of_rows = self._with_rows(found).of_leaves, found.of_rows
         rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        sums, value = Replicas(axes).sum_gradients(rest, True, value)
+        sums, value = Replicas(axes).sum_gradients(rest, True, found.value)
         rest = divide_gradients(sums, jnp.asarray(number), rest)
         of_places = [
             part.route.of_places(of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])

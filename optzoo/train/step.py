@@ -12,7 +12,7 @@ from jax import Array
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import path_name
-from ..jaxprs.loss import Loss, TracedLoss, trace_loss
+from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..sleeping.sleepers import Sleepers, final_update
@@ -148,23 +148,11 @@ class Tables:
         """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
         return {}
 
-    def update(
-        self,
-        value: Array,
-        grads: list[Any],
-        of_rows: Mapping[int, Array],
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, Array]:
-        """The parameters, the state and the loss after the update.
-
-        Args:
-            value: of the loss.
-            grads: of the leaves.
-            of_rows: the gradients of the rows that were read; not of leaves that no lookup reads.
-            extra_args: of the update.
-        """
-        params, grads = _in_this_order(self.params, self.treedef.unflatten(grads))
-        return *self.model.apply(params, self.state, grads, extra_args), value
+    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the loss after the update."""
+        grads = self.treedef.unflatten(found.of_leaves)
+        params, grads = _in_this_order(self.params, grads)
+        return *self.model.apply(params, self.state, grads, extra_args), found.value
 
 
 _NO_ROWS = (
@@ -184,9 +172,9 @@ def train_step(
     if tables.elsewhere:
         _check_ids(loss, flat)
         rows = tables.read(loss.ids(flat))
-    value, aux, grads, of_rows = loss.differentiate(flat, rows)
-    params, state, value = tables.update(value, grads, of_rows, extra_args)
-    return params, state, value, aux
+    found = loss.differentiate(flat, rows)
+    params, state, value = tables.update(found, extra_args)
+    return params, state, value, found.aux
 
 
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
