@@ -72,6 +72,16 @@ def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
     return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
 
 
+def check_pattern(argument: str, pattern: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless a pattern is a regular expression."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"{argument}: a pattern must be a string, got {pattern!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from error
+
+
 def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[str, list[str]]:
     """For the name of each leaf the regular expressions that match the whole of it.
 

@@ -78,7 +78,7 @@ def plan_taps(graph: Graph, tables: Sequence[FromLeaf | None]) -> TapPlan:
             known.update({v: t for v, t in zip(op.outs, step.results, strict=True) if t})
             if step.lookups:
                 steps[op] = step
-        elif op.name == "convert_element_type" and op.ins[0].maker in steps:
+        elif _is_cast_to_bfloat16(op) and op.ins[0].maker in steps:
             steps[op] = _of_cast_of_rows(op)
     return TapPlan(graph, steps, [known.get(v) for v in graph.results])
 
@@ -169,11 +169,13 @@ def _of_cast(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     return _Step([], [table._replace(casts=(*table.casts, dtype))], run)
 
 
+def _is_cast_to_bfloat16(op: Operation) -> bool:
+    return op.name == "convert_element_type" and op.outs[0].dtype == "bfloat16"
+
+
 def _of_cast_of_rows(op: Operation) -> _Step:
-    dtype = op.outs[0].aval.dtype
-    return _Step(
-        [], [None], lambda values, copies, taps: ([cast_of_gathered(values[0], dtype)], [])
-    )
+    cast = lambda x: cast_of_gathered(x, op.outs[0].aval.dtype)
+    return _Step([], [None], lambda values, copies, taps: ([cast(values[0])], []))
 
 
 def _of_jit(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:

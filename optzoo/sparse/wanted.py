@@ -1,6 +1,5 @@
 """Which gradients are to be rows, and what happens where one of them is dense."""
 
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 
 from ..core.checks import check_choice, check_size
 from ..core.lines import is_lines
-from ..core.paths import path_name, value_by_name
+from ..core.paths import check_pattern, path_name, value_by_name
 from ..jaxprs.loss import Loss, TracedLoss
 
 Sparse = Literal["warn", "require", "allow"]
@@ -48,13 +47,7 @@ class RowsSetting(NamedTuple):
             check_choice(Sparse, sparse=sparse)
             return cls(sparse, check_size(1, min_rows=min_rows))
         for pattern, level in sparse.items():
-            if not isinstance(pattern, str):
-                raise TypeError(f"sparse: a pattern must be a string, got {pattern!r}")
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                what = f"sparse: {pattern!r} is not a regular expression"
-                raise ValueError(f"{what}: {error}") from error
+            check_pattern("sparse", pattern)
             check_choice(Sparse, **{f"sparse[{pattern!r}]": level})
         return cls(sparse, check_size(1, min_rows=min_rows))
 

@@ -1,6 +1,6 @@
 """Tables whose rows rest: each row is brought up to now when it is read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,15 +49,24 @@ class RestingTables(Tables):
         self._change({i: whole for i in woken})
         return woken
 
-    def _change(self, changes: Mapping[int, Any]) -> None:
+    def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
         if changes:
             change = lambda i, table: changes[i](table) if i in changes else table
-            self.params, self.state = map_tables(self.params, self.state, change)
+            self.params, self.state = self._map(self.params, self.state, change)
+
+    def _map(
+        self, params: Any, state: Any, change: Callable[[int, Table], Table]
+    ) -> tuple[Any, Any]:
+        return map_tables(params, state, change)
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
         """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
         self._ids = ids
         self._change({i: lambda table, of=of: by_ids(table, of) for i, of in ids.items()})
+        return self._looked_up(ids)
+
+    def _looked_up(self, ids: Mapping[int, Array]) -> dict[int, Array]:
+        """Rows that are as of now."""
         leaves = self.leaves()
         rows = {i: jnp.take(leaves[i], of, axis=0, mode="clip") for i, of in ids.items()}
         return {i: as_looked_up(x, ids[i], len(leaves[i])) for i, x in rows.items()}

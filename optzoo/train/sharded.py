@@ -29,7 +29,7 @@ from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn
 from ..sparse.lookup import lookup
 from ..state.resting import has_resting
 from ..state.types import nodes_of
-from .resting import RestingTables, as_looked_up, look_up
+from .resting import RestingTables, look_up
 from .step import Model
 
 
@@ -71,11 +71,6 @@ class ShardedTables(RestingTables):
         if model.sleepers is not None:
             sweep = lambda t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
             self._change(dict.fromkeys(sleeping_leaves(params, state), sweep))
-
-    def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
-        if changes:
-            change = lambda i, table: changes[i](table) if i in changes else table
-            self.params, self.state = self._map(self.params, self.state, change)
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
@@ -123,11 +118,7 @@ class ShardedTables(RestingTables):
         for i, part in self.parts.items():
             of_ids = part.route.of_ids(self.rows[i])[: len(ids[i])]
             found[i] = clean(of_ids, part.places[: len(ids[i])], part.sharding)
-        leaves = self.leaves()
-        for i, of in replicated.items():
-            x = jnp.take(leaves[i], of, axis=0, mode="clip")
-            found[i] = as_looked_up(x, of, len(leaves[i]))
-        return found
+        return found | self._looked_up(replicated)
 
     def _part(self, ids: Array, s: RowSharding) -> Part:
         places = s.places_of(ids) if len(ids) else jnp.full(1, s.stored_rows, jnp.int32)

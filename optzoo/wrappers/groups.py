@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_transformation
 from ..core.optimizer import About, Optimizer, reads_of
-from ..core.paths import hides_leaves, path_name
+from ..core.paths import check_pattern, hides_leaves, path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 
@@ -70,14 +70,8 @@ def _checked(transforms: Any) -> dict[Any, Optimizer]:
     if not transforms:
         raise ValueError("transforms must hold a pattern, got none")
     for pattern, tx in transforms.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"transforms: a pattern must be a string, got {pattern!r}")
+        check_pattern("transforms", pattern)
         check_transformation(**{f"transforms[{pattern!r}]": tx})
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            what = f"transforms: {pattern!r} is not a regular expression"
-            raise ValueError(f"{what}: {error}") from error
     return {
         pattern: inner_transformation(**{f"the group {pattern!r}": tx})
         for pattern, tx in transforms.items()
