@@ -22,6 +22,8 @@ _IN_PLACE = {
     *("while", "conditional", "call", "after-all", "add-dependency"),
     *("scatter", "dynamic-update-slice"),
 }
+# The names of fusions that begin and end a collective on TPUs.
+_START, _DONE = "async-collective-start", "async-collective-done"
 _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
 
@@ -114,6 +116,49 @@ class Program:
             for part in self._computations[operation.bodies["calls"][0]].values():
                 yield part
                 yield from self.fused(part)
+
+    def beside(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
+        """What begins and ends apart, and in the order of the schedule what runs between.
+
+        This is what begins it, also a fusion of a TPU, and of the outermost computation alone.
+        """
+        inside = self._computations[self._entry]
+        order = list(inside.values())
+        for at, operation in enumerate(order):
+            if not operation.opcode.endswith("-done") and _DONE not in operation.name:
+                continue
+            begun = [order.index(op) for op in self._origins(operation, inside)]
+            if begun:
+                yield order[max(begun)], order[max(begun) + 1 : at]
+
+    def _origins(
+        self, operation: Instruction, inside: Mapping[str, Instruction]
+    ) -> Iterator[Instruction]:
+        """What begins that which an operation ends: operands before it, also through loops."""
+        seen, waiting = set[str](), list(operation.operands)
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name not in inside:
+                continue
+            seen.add(name)
+            if inside[name].opcode.endswith("-start") or _START in name:
+                yield inside[name]
+            elif _DONE in operation.name:
+                waiting += inside[name].operands
+
+    def turns(self, loop: Instruction) -> int | None:
+        """How often a loop runs; None if this is not known."""
+        if (known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')) is not None:
+            return int(known)
+        condition = self._computations[loop.bodies["condition"][0]]
+        root = next(op for op in condition.values() if op.is_root)
+        limits = [
+            int(op.operands[0])
+            for op in map(condition.get, root.operands)
+            if op is not None and op.opcode == "constant"
+        ]
+        is_count = root.opcode == "compare" and "direction=LT" in root.attributes
+        return limits[0] if is_count and len(limits) == 1 else None
 
     def lines(self, operation: Instruction) -> tuple[str, ...]:
         """The source lines of an operation, the innermost first: ``file.py:12 (function)``."""

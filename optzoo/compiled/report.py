@@ -22,6 +22,8 @@ _COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
     "collective-permute", "collective-broadcast",
 )  # fmt: skip
+# What takes time, in a schedule.
+_COMPUTING = ("fusion", "while", "call", "conditional", "convolution", "dot", "custom-call")
 _SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
 
 
@@ -62,6 +64,24 @@ class Collectives:
 
 
 @dataclasses.dataclass(frozen=True)
+class Overlap:
+    """A collective operation that begins and ends apart, so that other operations run between.
+
+    Attributes:
+        kind: such as ``all-reduce``.
+        nbytes: the size of its result on one device.
+        turns: the turns of the loops that run between.
+        between: the names in JAX of the operations that run between, in the order of the schedule;
+            those of loops are a name for each loop.
+    """
+
+    kind: str
+    nbytes: int
+    turns: int
+    between: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompileReport:
     """The result of :func:`optzoo.compile_report`. All sizes are bytes of one device.
 
@@ -85,6 +105,7 @@ class CompileReport:
             the memory of a donated argument that they read.
         at_least: from how many bytes on a result is large.
         collectives: what the devices send to each other.
+        overlaps: those of the collectives that run beside other operations of the schedule.
         estimated_bytes: the compiler's estimate of what is read and written; None if it has none.
             The body of a loop is counted once, as in the other estimates.
         estimated_flops: the same of floating-point operations.
@@ -104,6 +125,7 @@ class CompileReport:
     large: tuple[LargeOperation, ...]
     at_least: int
     collectives: tuple[Collectives, ...]
+    overlaps: tuple[Overlap, ...]
     estimated_bytes: float | None
     estimated_flops: float | None
     estimated_seconds: float | None
@@ -210,6 +232,7 @@ def report_of(lowered: Any, device: str, at_least: int | None = None) -> Compile
         large=tuple(_large(program, at_least)),
         at_least=at_least,
         collectives=tuple(_collectives(program)),
+        overlaps=tuple(_overlaps(program)),
         estimated_bytes=estimate("bytes accessed"),
         estimated_flops=estimate("flops"),
         estimated_seconds=estimate("optimal_seconds"),
@@ -300,6 +323,17 @@ def _collectives(program: Program) -> Iterator[Collectives]:
         yield Collectives(kind, in_loop, len(sizes), sum(sizes))
 
 
+def _overlaps(program: Program) -> Iterator[Overlap]:
+    for begin, between in program.beside():
+        sent = [part for part in (begin, *program.fused(begin)) if _kind(part)]
+        computed = [op for op in between if op.opcode in _COMPUTING]
+        if sent and computed:
+            loops = [op for op in computed if op.opcode == "while"]
+            turns = sum(program.turns(loop) or 0 for loop in loops)
+            names = tuple(map(program.name_in_jax, computed))
+            yield Overlap(_kind(sent[0]) or "", sum(sent[0].sizes), turns, names)
+
+
 def _kind(operation: Instruction) -> str | None:
     """Of a collective; what ends one that runs beside other operations is none."""
     kind = operation.opcode.removesuffix("-start")
@@ -335,6 +369,10 @@ def _name(path: Any) -> str:
     return f"{'kwargs' if kind.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
 
+def _between(overlap: Overlap) -> tuple[str, str]:
+    return f"{overlap.turns} turns of loops", f"{len(overlap.between)} operations"
+
+
 def _shown(report: CompileReport) -> Iterator[str]:
     mega = lambda nbytes: f"{nbytes / 1e6:,.1f} MB"
     of = f"one of {report.num_devices} devices" if report.num_devices > 1 else "one device"
@@ -355,6 +393,10 @@ def _shown(report: CompileReport) -> Iterator[str]:
             for c in report.collectives
         ]
     )
+    if report.overlaps:
+        yield "beside other operations:"
+    rows = [(f"  {o.kind}", mega(o.nbytes), *_between(o)) for o in report.overlaps]
+    yield from columns(rows)
     yield "estimates of the compiler:"
     if report.estimated_bytes is not None:
         yield f"  {mega(report.estimated_bytes)} read and written"

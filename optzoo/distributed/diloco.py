@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
-from ..core.checks import check_size
+from ..core.checks import check_fraction, check_size
+from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
 from .engine.collectives import (
     BUCKET_BYTES,
@@ -27,6 +28,14 @@ class DiLoCoReplicated(NamedTuple):
     """What is the same on all replicas."""
 
     outer: tuple[Any, ...]  # the state of the outer optimizer for each fragment
+    pending: Any = ()  # Pending; () if an exchange needs no time
+
+
+class Pending(NamedTuple):
+    """The exchanges that have started and not ended."""
+
+    delta: Any  # params-shaped: the pseudo-gradient
+    number: tuple[Array, ...]  # of the replicas that it is the mean of, for each fragment
 
 
 def diloco(
@@ -37,6 +46,8 @@ def diloco(
     communication_period: int = 100,
     warmup_steps: int = 0,
     fragments: int = 1,
+    overlap_steps: int = 0,
+    mixing: float = 0.0,
     bucket_bytes: int | None = BUCKET_BYTES,
     skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -46,20 +57,23 @@ def diloco(
         x_i &\leftarrow x_i + u(g_i) \\
         \text{every } \tau \text{ steps:} \quad
         \Delta &= c - \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad
-        c \leftarrow c + U(\Delta), \quad x_i \leftarrow c
+        c \leftarrow c + U(\Delta), \quad x_i \leftarrow (1 - a)\, c + a\, x_i
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
     ``inner``, :math:`c` are the parameters that all replicas agreed on last
     (:func:`optzoo.eval_params` gives them), :math:`\Delta` is the pseudo-gradient and :math:`U`
-    the update of ``outer``. Slots of ``inner`` stay with their replica. With
-    ``outer=gradient_descent(1.0)`` it is :func:`optzoo.model_average`. Row-sparse gradients make
+    the update of ``outer``, and :math:`a` is ``mixing``. With ``overlap_steps`` :math:`\Delta` is
+    taken so many steps before it is used, so that the exchange has this time. Slots of ``inner``
+    stay with their replica. With ``outer=gradient_descent(1.0)`` it is
+    :func:`optzoo.model_average`. Row-sparse gradients make
     row-sparse local steps with ``exchange=False``; the pseudo-gradient is of whole tables.
 
     It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
     whether its parameters count; it takes the new ones in any case), ``active`` (bool per replica:
     whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`) and ``fragment``
-    (a Python int: with ``exchange=True`` the only fragment to exchange).
+    exchange now, whatever the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"``;
+    see :func:`optzoo.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange`` the only
+    fragment to exchange). Whether parameters count is asked where an exchange starts.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -87,6 +101,12 @@ def diloco(
         fragments: the number of fragments, at most ``communication_period``. The parameters are
             cut, in their order, into fragments of about the same size. Each is exchanged once in
             a period, one after the other, so that less is sent at a time ("streaming"); static.
+        overlap_steps: the local steps from the start of an exchange to its end, below
+            ``communication_period // fragments``; static. The replicas make them meanwhile, from
+            parameters without the result. The state has one more copy of the parameters. The
+            first exchange after a warm-up is left out if it starts in it.
+        mixing: :math:`a`, in [0, 1]: what a replica keeps of its own parameters in an exchange;
+            with 0 the steps of the overlap are lost.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
             neither parameters nor slots. If it is that of an exchange, the replica does not take
@@ -94,8 +114,9 @@ def diloco(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, if ``fragment`` is out of its range, or if
-            gradients are already summed over the replicas.
+        ValueError: if there is no time for ``overlap_steps``, if no params are given to ``update``,
+            if ``fragment`` is out of its range, if ``exchange`` is a stage without
+            ``overlap_steps``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -112,6 +133,14 @@ def diloco(
             f"fragments must be at most communication_period={period}, so that each has its "
             f"own step, got {fragments}"
         )
+    overlap_steps = check_size(overlap_steps=overlap_steps)
+    if overlap_steps >= period // fragments and overlap_steps > 0:
+        raise ValueError(
+            f"overlap_steps must be below communication_period // fragments = {period} // "
+            f"{fragments} = {period // fragments}, so that a fragment starts after its last "
+            f"exchange, got {overlap_steps}"
+        )
+    check_fraction(on_device=False, mixing=mixing)
     replicas = Replicas(axis_name, bucket_bytes)
     inner = inner_transformation(inner=inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -133,40 +162,85 @@ def diloco(
         # Without any gradient there is no step: one of zeros would move parameters by their slots.
         return means, per_replica, None if everyone else some
 
-    def exchange(fragment, arrived, params, replicated, per_replica, **_):
-        center, states = replicated.center, list(replicated.method.outer)
+    def of_fragment(fragment, center, tree):
         is_in = _members(center, fragments, fragment)
-        sent = map_not_none(lambda x, is_in: x if is_in else None, params, is_in)
+        return map_not_none(lambda x, is_in: x if is_in else None, tree, is_in)
+
+    def pseudo_gradient(fragment, arrived, params, center):
+        """It, zero outside of the fragment; and the number of replicas that it is the mean of."""
+        sent = of_fragment(fragment, center, params)
         sums, number = replicas.sum((zero_unless(arrived, sent), arrived.astype(jnp.int32)))
-        some, warm = number > 0, replicated.count <= warmup_steps
         mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
         difference = lambda c, s: jnp.zeros_like(c) if s is None else c - mean(s)
-        delta = jax.tree.map(difference, center, sums)
+        return jax.tree.map(difference, center, sums), number
+
+    def move(fragment, delta, number, params, replicated, per_replica):
+        """Moves the center by a pseudo-gradient, and the replicas to the center."""
+        center, states = replicated.center, list(replicated.method.outer)
+        some, warm = number > 0, replicated.count <= warmup_steps
         updates, state = outers[fragment].update(delta, states[fragment], center)
         states[fragment] = optax.tree.where(some & ~warm, state, states[fragment])
-        move = lambda s, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
-        moved = map_not_none(move, sums, center, delta, updates)
-        take = lambda c, x: jnp.where(some, c, x)
+        step = lambda _, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
+        taking_part = of_fragment(fragment, center, params)
+        moved = map_not_none(step, taking_part, center, delta, updates)
+        mixed = lambda c, x: c if mixing == 0 else c + mixing * (x - c)
+        take = lambda c, x: jnp.where(some, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))
         is_last = some if fragment == fragments - 1 else 0
         replicated = replicated._replace(
             center=replace_not_none(center, moved),
-            method=DiLoCoReplicated(tuple(states)),
+            method=replicated.method._replace(outer=tuple(states)),
             global_step=replicated.global_step + is_last,
         )
         return params, replicated, per_replica
 
+    def exchange(fragment, arrived, params, replicated, per_replica, **_):
+        found = pseudo_gradient(fragment, arrived, params, replicated.center)
+        return move(fragment, *found, params, replicated, per_replica)
+
+    def start(fragment, arrived, params, replicated, per_replica, **_):
+        center, pending = replicated.center, replicated.method.pending
+        delta, number = pseudo_gradient(fragment, arrived, params, center)
+        choose = lambda old, new, is_in: new if is_in else old
+        delta = jax.tree.map(choose, pending.delta, delta, _members(center, fragments, fragment))
+        pending = Pending(delta, _with(pending.number, fragment, number))
+        method = replicated.method._replace(pending=pending)
+        return params, replicated._replace(method=method), per_replica
+
+    def finish(fragment, arrived, params, replicated, per_replica, **_):
+        del arrived  # it is said at the start
+        pending = replicated.method.pending
+        number = pending.number[fragment]
+        # It is not pending any more: the start of the next one may be in the warm-up.
+        used = pending._replace(number=_with(pending.number, fragment, jnp.zeros_like(number)))
+        method = replicated.method._replace(pending=used)
+        replicated = replicated._replace(method=method)
+        return move(fragment, pending.delta, number, params, replicated, per_replica)
+
     def due(count):
-        phases = [(i + 1) * period // fragments % period for i in range(fragments)]
+        ends = [(i + 1) * period // fragments for i in range(fragments)]
+        starts = [end - overlap_steps for end in ends] if overlap_steps else []
+        phases = [step % period for step in (*starts, *ends)]
         return [(count % period == phase) | (count <= warmup_steps) for phase in phases]
 
     def init(center):
-        return DiLoCoReplicated(tuple(outer.init(center) for outer in outers)), ()
+        pending = ()
+        if overlap_steps:
+            zero = jnp.zeros([], jnp.int32)
+            pending = Pending(wide_zeros_like(center), (zero,) * fragments)
+        return DiLoCoReplicated(tuple(outer.init(center) for outer in outers), pending), ()
 
-    exchanges = [functools.partial(exchange, i) for i in range(fragments)]
-    options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
+    of_each = lambda f: [functools.partial(f, i) for i in range(fragments)]
+    starts = of_each(start) if overlap_steps else ()
+    exchanges = of_each(finish if overlap_steps else exchange)
+    options = {"lockstep": True, "starts": starts, "skip_nonfinite": skip_nonfinite}
     method = LocalSGDMethod(exchanges, due, init=init, before_step=synchronous, **options)
     return fitting(local_sgd(inner, replicas, method))
+
+
+def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    """The tuple with another value at a place."""
+    return (*values[:at], value, *values[at + 1 :])
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:

@@ -3,7 +3,7 @@
 import pathlib
 
 from optzoo.compiled.hlo import Program
-from optzoo.compiled.report import Collectives, _collectives
+from optzoo.compiled.report import Collectives, Overlap, _between, _collectives, _overlaps
 
 TEXT = pathlib.Path(__file__).with_name("tpu.hlo").read_text()
 TABLE = 4 * 100 * 64
@@ -69,3 +69,53 @@ ENTRY %main (a: f32[8]) -> f32[32] {
 def test_a_collective_that_fusions_begin_and_end():
     """It is one."""
     assert [*_collectives(Program(FUSED))] == [Collectives("all-gather", False, 1, 128)]
+
+
+BESIDE = """HloModule jit_step, is_scheduled=true
+
+%sum (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %all-reduce.1 = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+}
+
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  ROOT %s = (s32[], f32[8]{0}) parameter(0)
+}
+
+%below (s.1: (s32[], f32[8])) -> pred[] {
+  %s.1 = (s32[], f32[8]{0}) parameter(0)
+  %limit = s32[] constant(3)
+  %i = s32[] get-tuple-element(%s.1), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %async-collective-start = (f32[8]{0}, u32[]) fusion(%a), kind=kCustom, calls=%sum
+  %gte = f32[8]{0} get-tuple-element(%async-collective-start), index=0
+  %all-gather-start = (f32[8]{0}, f32[32]{0}) all-gather-start(%a), channel_id=2
+  %loop = (s32[], f32[8]{0}) while(%tuple), condition=%below, body=%body, metadata={op_name="while"}
+  %known = (s32[], f32[8]{0}) while(%tuple), condition=%body, body=%body, BACKEND
+  %all-gather-done = f32[32]{0} all-gather-done(%all-gather-start)
+  %carried = f32[8]{0} get-tuple-element(%loop), index=1
+  %product = f32[8]{0} fusion(%a), kind=kLoop, calls=%body, metadata={op_name="mul"}
+  %tuple.1 = (f32[8]{0}) tuple(%gte)
+  %passed = f32[8]{0} get-tuple-element(%tuple.1), index=0
+  ROOT %async-collective-done = f32[8]{0} fusion(%passed), kind=kCustom, calls=%sum
+}
+""".replace("BACKEND", 'backend_config={"known_trip_count":{"n":"5"}}')
+
+
+def test_what_runs_beside_a_collective():
+    found = list(_overlaps(Program(BESIDE)))
+    assert found == [
+        Overlap("all-gather", 4 * 32, 8, ("while", "")),
+        Overlap("all-reduce", 4 * 8, 8, ("while", "", "mul")),
+    ]
+    assert "8 turns of loops" in _between(found[0])
+
+
+def test_turns_that_are_not_known():
+    unknown = BESIDE.replace("direction=LT", "direction=NE")
+    [gather, _] = _overlaps(Program(unknown))
+    assert gather.turns == 5

@@ -29,6 +29,9 @@ METHODS = {
     "diloco, streaming": lambda inner, n: optzoo.diloco(
         inner, communication_period=3, warmup_steps=2, fragments=2
     ),
+    "diloco, overlapping": lambda inner, n: optzoo.diloco(
+        inner, communication_period=3, overlap_steps=2, mixing=0.25
+    ),
     "sync_replicas": lambda inner, n: optzoo.sync_replicas(inner, n),
     "sync_replicas, backup": lambda inner, n: optzoo.sync_replicas(inner, n - 1, n),
     "sync_replicas, several ticks": lambda inner, n: optzoo.sync_replicas(inner, 2 * n, n),

@@ -110,8 +110,11 @@ def test_one_pusher_at_a_time_makes_the_orders_equal():
         close(*runs)
 
 
-@pytest.mark.parametrize("method", ["elastic_average", "agn", "model_average", "diloco"])
+@pytest.mark.parametrize(
+    "method", ["elastic_average", "agn", "model_average", "diloco", "diloco, overlapping"]
+)
 def test_a_round_is_its_steps(method):
+    overlap_steps = 2 if "overlapping" in method else 0
     tx = cases.METHODS[method](optzoo.adam(0.1), N)
 
     def step(params, state, ids, target, exchange):
@@ -119,7 +122,8 @@ def test_a_round_is_its_steps(method):
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state, value
 
-    train = jax.jit(optzoo.map_over_replicas(optzoo.scan_local_steps(step)))
+    a_round = optzoo.scan_local_steps(step, overlap_steps=overlap_steps)
+    train = jax.jit(optzoo.map_over_replicas(a_round))
     ids, target, _ = jax.tree.map(lambda a: a[:6].swapaxes(0, 1), cases.batches())
     x, state = cases.start(tx)
     losses = []
@@ -141,6 +145,27 @@ def test_it_does_not_matter_who_is_who(method):
 
 
 # Options
+
+
+def test_what_starts_in_the_warm_up_is_not_used_after_it():
+    """The warm-up has used it already; the next exchange starts after the warm-up."""
+    options = {"communication_period": 4, "warmup_steps": 3}
+    tx = optzoo.diloco(momentum(), optax.sgd(1.0), overlap_steps=2, **options)
+    x, _ = trajectory(tx, 8)
+    y, _ = trajectory(optzoo.diloco(momentum(), optax.sgd(1.0), **options), 3)
+    close(jax.tree.map(lambda a: a[:3], x), y)
+    assert np.ptp(x["b"][2], axis=0).max() == 0  # the end of the warm-up
+    alone, _ = trajectory(optzoo.diloco(momentum(), warmup_steps=3, communication_period=100), 7)
+    close(jax.tree.map(lambda a: a[:7], x), alone)
+    assert np.ptp(x["b"][7], axis=0).max() == 0
+
+
+def test_an_exchange_now_is_a_start_and_a_finish():
+    both, state = trajectory(make("diloco, overlapping"), 2, exchange=True)
+    plain = optzoo.diloco(momentum(), communication_period=3, mixing=0.25)
+    want, of_plain = trajectory(plain, 2, exchange=True)
+    close(both, want)
+    close(state.replicated.center, of_plain.replicated.center)
 
 
 def test_an_elastic_center_is_followed():

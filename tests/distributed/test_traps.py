@@ -164,6 +164,32 @@ def test_arguments_out_of_range_are_named(name):
         WRONG[name]()
 
 
+def test_an_overlap_has_time():
+    options = {"communication_period": 7, "fragments": 2}
+    words = r"overlap_steps must be below communication_period // fragments = 7 // 2 = 3, .*got 3"
+    with pytest.raises(ValueError, match=words):
+        optzoo.diloco(INNER, overlap_steps=3, **options)
+    with pytest.raises(ValueError, match=r"mixing must be in \[0, 1\], got 1.5"):
+        optzoo.diloco(INNER, mixing=1.5)
+    round = optzoo.scan_local_steps(lambda x, s, exchange: (x, s), overlap_steps=2)
+    with pytest.raises(ValueError, match="below the number of steps of a round, 2, got 2"):
+        round(0, 0, np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("method", "exchange", "words"),
+    [
+        ("diloco", "start", "exchange='start' is for .* overlap_steps of at least 1"),
+        ("diloco, overlapping", "begin", "exchange must be one of start, finish, got 'begin'"),
+    ],
+)
+def test_stages_are_of_exchanges_that_overlap(method, exchange, words):
+    tx = cases.make(method, INNER)
+    step = lambda params, state, g: tx.update(g, state, params, exchange=exchange)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(optzoo.map_over_replicas(step), *cases.start(tx), gradients())
+
+
 def test_a_fragment_that_does_not_exist_is_refused():
     tx = optzoo.diloco(INNER, axis_name=None, communication_period=2, fragments=2)
     x = cases.params()

@@ -82,12 +82,15 @@ def map_over_replicas(
     return functools.wraps(step)(vmapped if mesh is None else sharded)
 
 
-def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Callable[..., Any]:
     """A round of local steps with one exchange at its end, as one function.
 
     A step with a conditional exchange makes row-sparse updates dense, and XLA cannot fuse
     operations across the condition. A round has no condition: its local steps cost what those of
     the inner optimizer cost. The step is compiled twice: as a local step, and as the last one.
+
+    With ``overlap_steps`` the exchange starts so many steps before the end of the round, and the
+    program has nothing between that waits for it: the compiler can send during these steps.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -104,24 +107,46 @@ def scan_local_steps(step: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         step: ``step(params, state, *batch, exchange) -> (params, state, *out)`` for one replica,
-            which passes ``exchange`` (a Python bool) to ``update``.
+            which passes ``exchange`` (a Python bool, or ``"start"`` or ``"finish"``) to ``update``.
+        overlap_steps: as for :func:`optzoo.diloco`; below the number of steps of a round.
+
+    Raises:
+        ValueError: when called, if a round has too few steps for ``overlap_steps``.
 
     Returns:
         ``round(params, state, *batches) -> (params, state, *outs)`` for one replica, where
         batches and outs have a first axis over the steps of the round.
     """
+    overlap_steps = check_size(overlap_steps=overlap_steps)
 
     def body(carry, batch, exchange=False):
         params, state, *out = step(*carry, *batch, exchange=exchange)
         return (params, state), out
 
+    def until(exchange, carry, batches):
+        """Local steps, the last of them with this exchange."""
+        local, last = (jax.tree.map(lambda a, at=at: a[at], batches) for at in (slice(-1), -1))
+        carry, outs = lax.scan(body, carry, local)
+        carry, out = body(carry, last, exchange=exchange)
+        join = lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]])
+        return carry, jax.tree.map(join, outs, out)
+
     @functools.wraps(step)
     def round(params, state, *batches):
-        local, last = (jax.tree.map(lambda a, at=at: a[at], batches) for at in (slice(-1), -1))
-        carry, outs = lax.scan(body, (params, state), local)
-        carry, out = body(carry, last, exchange=True)
-        join = lambda a, b: jnp.concatenate([a, jnp.asarray(b)[None]])
-        return *carry, *jax.tree.map(join, outs, out)
+        if overlap_steps == 0:
+            carry, outs = until(True, (params, state), batches)
+            return *carry, *outs
+        steps = len(jax.tree.leaves(batches)[0])
+        if overlap_steps >= steps:
+            raise ValueError(
+                f"overlap_steps must be below the number of steps of a round, {steps}, got "
+                f"{overlap_steps}"
+            )
+        parts = slice(-overlap_steps), slice(-overlap_steps, None)
+        before, during = (jax.tree.map(lambda a, at=at: a[at], batches) for at in parts)
+        carry, outs = until("start", (params, state), before)
+        carry, more = until("finish", carry, during)
+        return *carry, *jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, more)
 
     return round
 

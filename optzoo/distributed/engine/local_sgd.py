@@ -23,6 +23,8 @@ from .collectives import Replicas, all_finite, map_not_none, zero_unless
 from .forward_only import forward_only
 
 Order = Literal["simultaneous", "round_robin"]
+# The two ends of an exchange that overlaps local steps.
+Stage = Literal["start", "finish"]
 
 
 class LocalSGDMethod(NamedTuple):
@@ -34,7 +36,8 @@ class LocalSGDMethod(NamedTuple):
             (params, replicated, per_replica)``, called on every replica. ``participates`` (a bool
             array) is whether this replica takes part. The parameters are those after the local
             step, in float32 at least, and None where there was no gradient.
-        due: ``due(steps)`` gives for each exchange whether it is due after that many steps.
+        due: ``due(steps)`` gives for each of ``starts`` and ``exchanges``, in this order, whether
+            it is due after that many steps.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
             (updates, per_replica, makes_step)``, called before the inner optimizer; ``arrived`` is
@@ -42,6 +45,8 @@ class LocalSGDMethod(NamedTuple):
         lockstep: whether ``due`` counts ticks, so that all replicas exchange in the same tick,
             inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
             the steps of each replica, and a replica that is not active takes no part.
+        starts: what begins each of the exchanges some steps before, in the same form; empty where
+            an exchange needs no time. Of both together, only a start communicates.
         order: whether all replicas exchange at once, or one after the other by rank.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out. If it is that
             of an exchange, the replica does not take part, and starts again from the center.
@@ -52,6 +57,7 @@ class LocalSGDMethod(NamedTuple):
     init: Callable[[Any], tuple[Any, Any]] = lambda center: ((), ())
     before_step: Callable[..., tuple[Any, LocalSGDPerReplica, Array | None]] | None = None
     lockstep: bool = False
+    starts: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]] = ()
     order: Order = "simultaneous"
     skip_nonfinite: bool = False
 
@@ -159,10 +165,11 @@ class _Driver:
             is_sound |= jnp.logical_not(active)
         exchanged = functools.partial(self._exchanged, params, extra_args, is_sound)
         if exchange:
-            carry = exchanged(jnp.asarray(mask), self._chosen(fragment), carry)
+            carry = exchanged(jnp.asarray(mask), self._chosen(exchange, fragment), carry)
         else:
             timetable = self._timetable(jnp.asarray(mask), replicated, after)
-            for one, (participates, due) in zip(self.method.exchanges, timetable, strict=True):
+            all_of = (*self.method.starts, *self.method.exchanges)
+            for one, (participates, due) in zip(all_of, timetable, strict=True):
                 carry = _change_if(due, functools.partial(exchanged, participates, [one]), carry)
         updates, replicated, after = carry
         return updates, LocalSGDState(replicated, after)
@@ -182,13 +189,22 @@ class _Driver:
 
         return list(map(of_one, all_due, self.method.due(jnp.asarray(per_replica.local_step))))
 
-    def _chosen(self, fragment: int | None) -> Sequence[Callable[..., Any]]:
-        exchanges = self.method.exchanges
+    def _chosen(self, exchange: bool | Stage, fragment: int | None) -> Sequence[Callable[..., Any]]:
+        starts, exchanges = self.method.starts, self.method.exchanges
+        if isinstance(exchange, str):
+            check_choice(Stage, exchange=exchange)
+            if not starts:
+                raise ValueError(
+                    f"exchange={exchange!r} is for an exchange that overlaps local steps: make the "
+                    "optimizer with overlap_steps of at least 1, or pass exchange=True"
+                )
+            starts, exchanges = (starts, ()) if exchange == "start" else ((), exchanges)
         if fragment is None:
-            return exchanges
-        if fragment not in range(len(exchanges)):
-            raise ValueError(f"fragment must be below fragments={len(exchanges)}, got {fragment!r}")
-        return [exchanges[fragment]]
+            return (*starts, *exchanges)
+        number = len(self.method.exchanges)
+        if fragment not in range(number):
+            raise ValueError(f"fragment must be below fragments={number}, got {fragment!r}")
+        return (*starts[fragment : fragment + 1], *exchanges[fragment : fragment + 1])
 
     def _exchanged(
         self,
