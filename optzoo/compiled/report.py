@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..core.columns import columns
 from ..core.compat import kept_arguments
@@ -254,11 +255,16 @@ def _placed(tree: Any, devices: list[Any], device: str) -> Any:
                 f"shape with a sharding over a mesh of optzoo.devices_of({device!r})"
             )
     first = None if is_sharded else SingleDeviceSharding(devices[0])
+    # Of a sharding for one device JAX does not read the kind of memory.
+    mesh = Mesh(np.array(devices[:1]), ("device",))
+    on_host = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
 
     def place(x):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
         sharding = here(x) if on_devices(x) and is_sharded else first
+        if not is_sharded and getattr(here(x), "memory_kind", None) == "pinned_host":
+            sharding = on_host
         weak = getattr(x, "weak_type", False)
         return jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=_in_layout(x, sharding), weak_type=weak

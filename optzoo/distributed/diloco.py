@@ -2,14 +2,14 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_fraction, check_size
+from ..core.checks import check_choice, check_fraction, check_size
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
 from .engine.collectives import (
@@ -22,6 +22,9 @@ from .engine.collectives import (
     zero_unless,
 )
 from .engine.local_sgd import LocalSGDMethod, local_sgd
+
+# Kinds of memory that are not that of the devices.
+Placement = Literal["pinned_host"]
 
 
 class DiLoCoReplicated(NamedTuple):
@@ -48,6 +51,7 @@ def diloco(
     fragments: int = 1,
     overlap_steps: int = 0,
     mixing: float = 0.0,
+    placement: Placement | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
     skip_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -107,6 +111,9 @@ def diloco(
             first exchange after a warm-up is left out if it starts in it.
         mixing: :math:`a`, in [0, 1]: what a replica keeps of its own parameters in an exchange;
             with 0 the steps of the overlap are lost.
+        placement: ``"pinned_host"`` keeps the center and the state of ``outer`` in the memory of
+            the host: an exchange moves them to the devices and back, and other steps do not touch
+            them. (On the CPU both memories are the same.) None for that of the devices.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
             neither parameters nor slots. If it is that of an exchange, the replica does not take
@@ -114,7 +121,8 @@ def diloco(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if there is no time for ``overlap_steps``, if no params are given to ``update``,
+        ValueError: if there is no time for ``overlap_steps``, if ``placement`` would move nothing
+            (by ``init``), if no params are given to ``update``,
             if ``fragment`` is out of its range, if ``exchange`` is a stage without
             ``overlap_steps``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
@@ -141,6 +149,7 @@ def diloco(
             f"exchange, got {overlap_steps}"
         )
     check_fraction(on_device=False, mixing=mixing)
+    check_choice((*get_args(Placement), None), placement=placement)
     replicas = Replicas(axis_name, bucket_bytes)
     inner = inner_transformation(inner=inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -224,6 +233,8 @@ def diloco(
         return [(count % period == phase) | (count <= warmup_steps) for phase in phases]
 
     def init(center):
+        if placement is not None:
+            _check_memory(placement)
         pending = ()
         if overlap_steps:
             zero = jnp.zeros([], jnp.int32)
@@ -233,9 +244,28 @@ def diloco(
     of_each = lambda f: [functools.partial(f, i) for i in range(fragments)]
     starts = of_each(start) if overlap_steps else ()
     exchanges = of_each(finish if overlap_steps else exchange)
-    options = {"lockstep": True, "starts": starts, "skip_nonfinite": skip_nonfinite}
-    method = LocalSGDMethod(exchanges, due, init=init, before_step=synchronous, **options)
+    method = LocalSGDMethod(
+        exchanges,
+        due,
+        init=init,
+        before_step=synchronous,
+        lockstep=True,
+        starts=starts,
+        skip_nonfinite=skip_nonfinite,
+        on_host=placement is not None,
+    )
     return fitting(local_sgd(inner, replicas, method))
+
+
+def _check_memory(placement: str) -> None:
+    """Raises ``ValueError`` where the devices have no other memory than their own."""
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if placement not in kinds or placement == device.default_memory().kind:
+        raise ValueError(
+            f"placement={placement!r} would move nothing: devices of {device.platform!r} have the "
+            f"memories {', '.join(kinds)}, and use {device.default_memory().kind}; pass None"
+        )
 
 
 def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:

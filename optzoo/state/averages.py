@@ -30,7 +30,7 @@ def averages_of(params: Any, state: Any) -> Any:
         ValueError: as :func:`optzoo.swap`.
     """
     averages, _ = swap(params, state)
-    return jax.tree.map(lambda a, x: a.astype(jnp.result_type(x)), averages, params)
+    return jax.tree.map(lambda a, x: _on_device(a).astype(jnp.result_type(x)), averages, params)
 
 
 def swap(params: Any, state: Any) -> tuple[Any, Any]:
@@ -104,6 +104,12 @@ def wide_zeros_like(params: Any) -> Any:
     ``optax.tree.zeros_like`` knows only one dtype for all leaves.
     """
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
+
+
+def _on_device(a: Array) -> Array:
+    """An average that is kept in the memory of the host, in that of the device."""
+    is_on_host = getattr(jax.typeof(a), "memory_space", None) == jax.memory.Space.Host
+    return jax.device_put(a, jax.memory.Space.Device) if is_on_host else a
 
 
 def _is_of_replicas(state: Any) -> bool:

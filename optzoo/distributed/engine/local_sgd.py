@@ -50,6 +50,8 @@ class LocalSGDMethod(NamedTuple):
         order: whether all replicas exchange at once, or one after the other by rank.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out. If it is that
             of an exchange, the replica does not take part, and starts again from the center.
+        on_host: whether the center, and what the method has replicated, are in the memory of the
+            host; an exchange moves them to the devices and back. The rule sees them there.
     """
 
     exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
@@ -60,6 +62,7 @@ class LocalSGDMethod(NamedTuple):
     starts: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]] = ()
     order: Order = "simultaneous"
     skip_nonfinite: bool = False
+    on_host: bool = False
 
 
 def every(period: int) -> Callable[[Array], Sequence[Array]]:
@@ -107,10 +110,17 @@ class _Driver:
         center = jax.tree.map(start_of_average, params)
         of_all, of_each = self.method.init(center)
         any_inactive = () if self.method.lockstep else jnp.zeros([], bool)
-        return LocalSGDState(
-            LocalSGDReplicated(zero(), zero(), any_inactive, center, of_all),
-            LocalSGDPerReplica(zero(), self.inner.init(params), of_each),
-        )
+        replicated = LocalSGDReplicated(zero(), zero(), any_inactive, center, of_all)
+        per_replica = LocalSGDPerReplica(zero(), self.inner.init(params), of_each)
+        return LocalSGDState(self._put(jax.memory.Space.Host, replicated), per_replica)
+
+    def _put(self, space: jax.memory.Space, replicated: LocalSGDReplicated) -> LocalSGDReplicated:
+        """What may be on the host, in this memory."""
+        if not self.method.on_host:
+            return replicated
+        put = lambda a: jax.device_put(a, space) if jnp.ndim(a) else a
+        center, method = jax.tree.map(put, (replicated.center, replicated.method))
+        return replicated._replace(center=center, method=method)
 
     def update(
         self,
@@ -217,6 +227,7 @@ class _Driver:
     ) -> _Carry:
         """The updates and the state after some exchanges, one after the other."""
         updates, replicated, per_replica = carry
+        replicated = self._put(jax.memory.Space.Device, replicated)
         # A parameter without a gradient takes no part, and is None.
         start = map_not_none(lambda u, x: upcast(x), updates, params)
         # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
@@ -233,6 +244,7 @@ class _Driver:
             take_center = lambda x, c: jnp.where(is_broken, c, x)
             after = map_not_none(take_center, after, replicated.center)
         change = lambda y, x, u: (y - x).astype(u.dtype)
+        replicated = self._put(jax.memory.Space.Host, replicated)
         return jax.tree.map(change, after, start, updates), replicated, per_replica
 
     def _fresh(
