@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check_choice, check_fraction, check_size
+from ..core.checks import check_choice, check_flags, check_fraction, check_size
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
 from .engine.collectives import (
@@ -21,6 +21,7 @@ from .engine.collectives import (
     replace_not_none,
     zero_unless,
 )
+from .engine.few_bits import NAMES, Few, sum_in_few_bits
 from .engine.local_sgd import LocalSGDMethod, local_sgd
 
 # Kinds of memory that are not that of the devices.
@@ -38,7 +39,13 @@ class Pending(NamedTuple):
     """The exchanges that have started and not ended."""
 
     delta: Any  # params-shaped: the pseudo-gradient
-    number: tuple[Array, ...]  # of the replicas that it is the mean of, for each fragment
+    enough: tuple[Array, ...]  # whether enough replicas arrived, for each fragment
+
+
+class DiLoCoPerReplica(NamedTuple):
+    """What each replica has for itself, with ``error_feedback``."""
+
+    residual: Any  # params-shaped: what rounding left of what it sent
 
 
 def diloco(
@@ -51,6 +58,9 @@ def diloco(
     fragments: int = 1,
     overlap_steps: int = 0,
     mixing: float = 0.0,
+    min_arrived: int = 1,
+    exchange_dtype: Few | None = None,
+    error_feedback: bool = False,
     placement: Placement | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
     skip_nonfinite: bool = False,
@@ -77,7 +87,9 @@ def diloco(
     whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
     exchange now, whatever the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"``;
     see :func:`optzoo.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange`` the only
-    fragment to exchange). Whether parameters count is asked where an exchange starts.
+    fragment to exchange); and ``weight`` (a number of at least 0 per replica: its weight in the
+    mean, such as its tokens or samples since the last exchange). Whether parameters count, and
+    their weight, is asked where an exchange starts.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -111,6 +123,15 @@ def diloco(
             first exchange after a warm-up is left out if it starts in it.
         mixing: :math:`a`, in [0, 1]: what a replica keeps of its own parameters in an exchange;
             with 0 the steps of the overlap are lost.
+        min_arrived: the number of replicas that must have arrived, at most that of all; static.
+            With fewer nothing changes: all wait for the next time that the exchange is due, and
+            their changes until then are in it.
+        exchange_dtype: ``"bfloat16"``, ``"int8"``, ``"int4"`` or ``"int2"`` sends the changes
+            :math:`c - x_j` in so many bits, and with integers a scale for each 512 elements; None
+            sends parameters in their own dtype, in float32 at least. Each replica sums a part of
+            the codes of all, and sends the sum to all, rounded again.
+        error_feedback: whether what rounding left is kept, and added to what is sent next. Each
+            replica keeps one copy of the parameters for it.
         placement: ``"pinned_host"`` keeps the center and the state of ``outer`` in the memory of
             the host: an exchange moves them to the devices and back, and other steps do not touch
             them. (On the CPU both memories are the same.) None for that of the devices.
@@ -123,7 +144,9 @@ def diloco(
     Raises:
         ValueError: if there is no time for ``overlap_steps``, if ``placement`` would move nothing
             (by ``init``), if no params are given to ``update``,
-            if ``fragment`` is out of its range, if ``exchange`` is a stage without
+            if ``min_arrived`` is above the number of replicas, if ``exchange_dtype`` is given
+            with ``warmup_steps`` or without an axis, or ``error_feedback`` without it, if
+            ``fragment`` is out of its range, if ``exchange`` is a stage without
             ``overlap_steps``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -149,6 +172,22 @@ def diloco(
             f"exchange, got {overlap_steps}"
         )
     check_fraction(on_device=False, mixing=mixing)
+    min_arrived = check_size(1, min_arrived=min_arrived)
+    check_flags(error_feedback=error_feedback)
+    if exchange_dtype is not None:
+        check_choice((*NAMES, None), exchange_dtype=exchange_dtype)
+        if axis_name is None or warmup_steps:
+            name = "warmup_steps" if warmup_steps else "axis_name=None"
+            reason = "are to stay equal" if warmup_steps else "send nothing"
+            raise ValueError(
+                f"exchange_dtype={exchange_dtype!r} rounds what replicas send, which {reason} with "
+                f"{name}: pass exchange_dtype=None"
+            )
+    elif error_feedback:
+        raise ValueError(
+            "error_feedback=True keeps what rounding left: pass an exchange_dtype, one of "
+            f"{', '.join(NAMES)}"
+        )
     check_choice((*get_args(Placement), None), placement=placement)
     replicas = Replicas(axis_name, bucket_bytes)
     inner = inner_transformation(inner=inner)
@@ -175,56 +214,88 @@ def diloco(
         is_in = _members(center, fragments, fragment)
         return map_not_none(lambda x, is_in: x if is_in else None, tree, is_in)
 
-    def pseudo_gradient(fragment, arrived, params, center):
-        """It, zero outside of the fragment; and the number of replicas that it is the mean of."""
+    def pseudo_gradient(fragment, arrived, params, replicated, per_replica, weight=None):
+        """It, zero outside of the fragment; whether enough replicas arrived; and what they keep."""
+        replicas.check_at_most(min_arrived=min_arrived)
+        center = replicated.center
         sent = of_fragment(fragment, center, params)
-        sums, number = replicas.sum((zero_unless(arrived, sent), arrived.astype(jnp.int32)))
-        mean = lambda total: total / jnp.maximum(number, 1).astype(total.dtype)
-        difference = lambda c, s: jnp.zeros_like(c) if s is None else c - mean(s)
-        return jax.tree.map(difference, center, sums), number
+        if exchange_dtype is not None:  # a change is small, and so is what rounding takes from it
+            sent = map_not_none(lambda x, c: c - x, sent, center)
+        share = None if weight is None else jnp.where(arrived, weight, 0).astype(jnp.float32)
+        if share is not None:
+            sent = map_not_none(lambda x: x * share.astype(x.dtype), sent)
+        if error_feedback:
+            residual = of_fragment(fragment, center, per_replica.method.residual)
+            sent = map_not_none(jnp.add, sent, residual)
+        sent = zero_unless(arrived, sent)
+        if exchange_dtype is None:
+            sums, number, total = replicas.sum((sent, arrived.astype(jnp.int32), share))
+            lost = None
+        else:
+            number, total = replicas.sum((arrived.astype(jnp.int32), share))
+            sums, lost = sum_in_few_bits(replicas, sent, exchange_dtype)
+        enough = number > 0 if min_arrived == 1 else number >= min_arrived
+        divisor = jnp.maximum(number, 1)
+        if share is not None:
+            enough &= total > 0
+            divisor = jnp.where(total > 0, total, 1)
+        mean = lambda total: total / divisor.astype(total.dtype)
+        change = lambda c, s: mean(s) if exchange_dtype is not None else c - mean(s)
+        difference = lambda c, s: jnp.zeros_like(c) if s is None else change(c, s)
+        delta = jax.tree.map(difference, center, sums)
+        if error_feedback:
+            # A replica that did not arrive has rounded the sum of the others, and keeps all else.
+            keep = lambda new, r: jnp.where(enough, jnp.where(arrived, new, r + new), r)
+            old = per_replica.method.residual
+            residual = replace_not_none(old, map_not_none(keep, lost, old))
+            per_replica = per_replica._replace(method=DiLoCoPerReplica(residual))
+        return delta, enough, per_replica
 
-    def move(fragment, delta, number, params, replicated, per_replica):
+    def move(fragment, delta, enough, params, replicated):
         """Moves the center by a pseudo-gradient, and the replicas to the center."""
         center, states = replicated.center, list(replicated.method.outer)
-        some, warm = number > 0, replicated.count <= warmup_steps
+        warm = replicated.count <= warmup_steps
         updates, state = outers[fragment].update(delta, states[fragment], center)
-        states[fragment] = optax.tree.where(some & ~warm, state, states[fragment])
-        step = lambda _, c, d, u: jnp.where(some, jnp.where(warm, c - d, c + u), c)
+        states[fragment] = optax.tree.where(enough & ~warm, state, states[fragment])
+        step = lambda _, c, d, u: jnp.where(enough, jnp.where(warm, c - d, c + u), c)
         taking_part = of_fragment(fragment, center, params)
         moved = map_not_none(step, taking_part, center, delta, updates)
         mixed = lambda c, x: c if mixing == 0 else c + mixing * (x - c)
-        take = lambda c, x: jnp.where(some, mixed(c, x), x)
+        take = lambda c, x: jnp.where(enough, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))
-        is_last = some if fragment == fragments - 1 else 0
+        is_last = enough if fragment == fragments - 1 else 0
         replicated = replicated._replace(
             center=replace_not_none(center, moved),
             method=replicated.method._replace(outer=tuple(states)),
             global_step=replicated.global_step + is_last,
         )
-        return params, replicated, per_replica
+        return params, replicated
 
-    def exchange(fragment, arrived, params, replicated, per_replica, **_):
-        found = pseudo_gradient(fragment, arrived, params, replicated.center)
-        return move(fragment, *found, params, replicated, per_replica)
+    def exchange(fragment, arrived, params, replicated, per_replica, weight=None, **_):
+        delta, enough, per_replica = pseudo_gradient(
+            fragment, arrived, params, replicated, per_replica, weight
+        )
+        return *move(fragment, delta, enough, params, replicated), per_replica
 
-    def start(fragment, arrived, params, replicated, per_replica, **_):
-        center, pending = replicated.center, replicated.method.pending
-        delta, number = pseudo_gradient(fragment, arrived, params, center)
+    def start(fragment, arrived, params, replicated, per_replica, weight=None, **_):
+        delta, enough, per_replica = pseudo_gradient(
+            fragment, arrived, params, replicated, per_replica, weight
+        )
+        pending, is_in = replicated.method.pending, _members(delta, fragments, fragment)
         choose = lambda old, new, is_in: new if is_in else old
-        delta = jax.tree.map(choose, pending.delta, delta, _members(center, fragments, fragment))
-        pending = Pending(delta, _with(pending.number, fragment, number))
+        delta = jax.tree.map(choose, pending.delta, delta, is_in)
+        pending = Pending(delta, _with(pending.enough, fragment, enough))
         method = replicated.method._replace(pending=pending)
         return params, replicated._replace(method=method), per_replica
 
     def finish(fragment, arrived, params, replicated, per_replica, **_):
         del arrived  # it is said at the start
         pending = replicated.method.pending
-        number = pending.number[fragment]
+        enough = pending.enough[fragment]
         # It is not pending any more: the start of the next one may be in the warm-up.
-        used = pending._replace(number=_with(pending.number, fragment, jnp.zeros_like(number)))
-        method = replicated.method._replace(pending=used)
-        replicated = replicated._replace(method=method)
-        return move(fragment, pending.delta, number, params, replicated, per_replica)
+        used = pending._replace(enough=_with(pending.enough, fragment, jnp.zeros_like(enough)))
+        replicated = replicated._replace(method=replicated.method._replace(pending=used))
+        return *move(fragment, pending.delta, enough, params, replicated), per_replica
 
     def due(count):
         ends = [(i + 1) * period // fragments for i in range(fragments)]
@@ -237,9 +308,10 @@ def diloco(
             _check_memory(placement)
         pending = ()
         if overlap_steps:
-            zero = jnp.zeros([], jnp.int32)
-            pending = Pending(wide_zeros_like(center), (zero,) * fragments)
-        return DiLoCoReplicated(tuple(outer.init(center) for outer in outers), pending), ()
+            none = jnp.zeros([], bool)
+            pending = Pending(wide_zeros_like(center), (none,) * fragments)
+        of_all = DiLoCoReplicated(tuple(outer.init(center) for outer in outers), pending)
+        return of_all, DiLoCoPerReplica(wide_zeros_like(center)) if error_feedback else ()
 
     of_each = lambda f: [functools.partial(f, i) for i in range(fragments)]
     starts = of_each(start) if overlap_steps else ()
@@ -251,6 +323,7 @@ def diloco(
         before_step=synchronous,
         lockstep=True,
         starts=starts,
+        weighted=True,
         skip_nonfinite=skip_nonfinite,
         on_host=placement is not None,
     )

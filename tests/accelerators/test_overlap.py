@@ -19,8 +19,15 @@ ASYNCHRONOUS = {
 }
 
 
-def overlaps(device, overlap_steps, options=None, **arguments):
-    """Those of a round of so many steps."""
+def overlaps(device, overlap_steps, options=None):
+    """The exchanges of a round with so many steps between."""
+    report = round_of(device, overlap_steps, options)
+    assert ("beside other operations:" in str(report)) == bool(report.overlaps)
+    return [overlap for overlap in report.overlaps if overlap.nbytes >= NBYTES]
+
+
+def round_of(device, overlap_steps, options=None, **arguments):
+    """The report of a round."""
     mesh, by_replica = mesh_of(device, replica=4), PartitionSpec("replica")
     tx = optzoo.diloco(
         optzoo.momentum(0.1, 0.9),
@@ -43,9 +50,7 @@ def overlaps(device, overlap_steps, options=None, **arguments):
     args = *placed(args, mesh, specs), placed(of(4, STEPS, 32, WIDTH), mesh, by_replica)
     mapped = optzoo.map_over_replicas(a_round, mesh=mesh)
     jitted = jax.jit(mapped, donate_argnums=(0, 1), compiler_options=options)
-    report = optzoo.compile_report(jitted, *args, device=device)
-    assert ("beside other operations:" in str(report)) == bool(report.overlaps)
-    return [overlap for overlap in report.overlaps if overlap.nbytes >= NBYTES]
+    return optzoo.compile_report(jitted, *args, device=device)
 
 
 @pytest.mark.parametrize(("device", "options"), [("v5e:2x2", ASYNCHRONOUS), ("h100:4", None)])

@@ -63,6 +63,15 @@ class Replicas:
                     f"got {number}"
                 )
 
+    def check_at_most(self, **numbers: int) -> None:
+        """Raises ``ValueError`` if the argument is above the number of replicas."""
+        for name, number in numbers.items():
+            if number > self.size:
+                raise ValueError(
+                    f"{name} must be at most the size of the axis {self.axis_name!r}, {self.size}, "
+                    f"got {number}"
+                )
+
     @property
     def index(self) -> Array:
         """The rank of this replica."""
@@ -76,10 +85,10 @@ class Replicas:
         if self.axis_name is None:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
-        buckets = self._buckets(leaves)
-        sums = lax.psum([_join([leaves[i] for i in bucket]) for bucket in buckets], self.axis_name)
+        buckets = self.buckets(leaves)
+        sums = lax.psum([join([leaves[i] for i in bucket]) for bucket in buckets], self.axis_name)
         for bucket, joined in zip(buckets, sums, strict=True):
-            for i, part in zip(bucket, _split(joined, [leaves[i] for i in bucket]), strict=True):
+            for i, part in zip(bucket, split(joined, [leaves[i] for i in bucket]), strict=True):
                 leaves[i] = part
         return treedef.unflatten(leaves)
 
@@ -98,6 +107,13 @@ class Replicas:
         if not self._is_checked():
             return lax.all_gather(tree, self.axis_name, tiled=True)
         return gather_invarying(tree, self.axis_name)
+
+    def exchange(self, tree: Any) -> Any:
+        """Of arrays with a part for each replica, the parts for this one, from all replicas."""
+        if self.axis_name is None:
+            return tree
+        swap = lambda a: lax.all_to_all(a, self.axis_name, 0, 0, tiled=True)
+        return jax.tree.map(swap, tree)
 
     def sum_gradients(self, updates: Any, mask: Any, more: Any = ()) -> tuple[Any, Any]:
         """The sum of the gradients of the replicas where ``mask`` is true; and that of ``more``.
@@ -180,7 +196,7 @@ class Replicas:
                     "PartitionSpec() (optzoo.map_over_replicas does)"
                 )
 
-    def _buckets(self, leaves: list[Array]) -> list[list[int]]:
+    def buckets(self, leaves: list[Array]) -> list[list[int]]:
         """The positions of leaves that are sent as one array: small ones of one dtype."""
         buckets, filling = list[list[int]](), dict[Any, list[int]]()
         for i, leaf in enumerate(leaves):
@@ -297,11 +313,13 @@ def _numeric(a: Any) -> Array:
     return a.astype(jnp.int32) if a.dtype == bool else a
 
 
-def _join(leaves: list[Array]) -> Array:
+def join(leaves: list[Array]) -> Array:
+    """The leaves of a bucket as one array."""
     return leaves[0] if len(leaves) == 1 else jnp.concatenate([leaf.ravel() for leaf in leaves])
 
 
-def _split(joined: Array, like: list[Array]) -> list[Array]:
+def split(joined: Array, like: list[Array]) -> list[Array]:
+    """The parts of a joined array, in the shapes of the leaves."""
     if len(like) == 1:
         return [joined]
     ends = list(itertools.accumulate(leaf.size for leaf in like))

@@ -48,6 +48,7 @@ class LocalSGDMethod(NamedTuple):
         starts: what begins each of the exchanges some steps before, in the same form; empty where
             an exchange needs no time. Of both together, only a start communicates.
         order: whether all replicas exchange at once, or one after the other by rank.
+        weighted: whether its exchanges take ``weight``, that of this replica in a mean.
         skip_nonfinite: whether a local step that gives NaN or infinity is left out. If it is that
             of an exchange, the replica does not take part, and starts again from the center.
         on_host: whether the center, and what the method has replicated, are in the memory of the
@@ -61,6 +62,7 @@ class LocalSGDMethod(NamedTuple):
     lockstep: bool = False
     starts: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]] = ()
     order: Order = "simultaneous"
+    weighted: bool = False
     skip_nonfinite: bool = False
     on_host: bool = False
 
@@ -90,6 +92,8 @@ def local_sgd(
     driver = _Driver(optax.with_extra_args_support(inner), replicas, method)
     about = About(reads=about_of(inner).reads)
     about = about.reading("active", "arrived", "exchange", "fragment")
+    if method.weighted:
+        about = about.reading("weight")
     return Optimizer(driver.init, driver.update, about)
 
 
@@ -132,9 +136,14 @@ class _Driver:
         arrived=None,
         exchange=None,
         fragment=None,
+        weight=None,
         **extra_args,
     ):
         check_params(params)
+        if weight is not None and not self.method.weighted:
+            raise ValueError(
+                f"weight={weight!r} is for methods with a weighted mean, such as optzoo.diloco"
+            )
         refuse_resting(state, "an exchange of parameters")
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
@@ -168,6 +177,8 @@ class _Driver:
         if exchange is False:
             return updates, LocalSGDState(replicated, after)
 
+        if self.method.weighted:
+            extra_args = {**extra_args, "weight": weight}
         # An exchange moves all rows.
         carry = map_rows(SparseRows.to_dense, updates), replicated, after
         mask = arrived if self.method.lockstep else True if active is None else active
