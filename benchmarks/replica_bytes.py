@@ -2,11 +2,11 @@
 
     .venv-accelerators/bin/python benchmarks/replica_bytes.py [--device v5e:4x4] [--save]
 
-The TPUs need not be there. The parameters are 12 matrices of 2048 x 4096, 100.7 million in all, and
-each replica is one device, with Adam inside. The step that exchanges is compiled. Sent are the bytes
-that a device sends in rings: a sum of n devices is sent 2 (n - 1) / n times, what is gathered or
-sent to all (n - 1) / n times. Kept is what a replica keeps beside its parameters and the slots of
-Adam.
+The TPUs need not be there. The parameters are 12 matrices of 2048 x 4096, 100.7 million in all;
+each replica is one device, with Adam inside. The step that exchanges is compiled. Sent are the
+bytes that a device sends in rings: a sum of n devices is sent 2 (n - 1) / n times, what is gathered
+or sent to all (n - 1) / n times. Kept is what a replica keeps beside its parameters and the slots
+of Adam.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def methods(replicas):
     few = lambda name: diloco(exchange_dtype=name, error_feedback=True)
     return {
         "sync_replicas": (optzoo.sync_replicas(adam, replicas), 1, 1),
+        "drop_stale_gradient": (optzoo.drop_stale_gradient(adam, 4), 1, 1),
         "elastic_average": (
             optzoo.elastic_average(adam, replicas, communication_period=PERIOD),
             1,

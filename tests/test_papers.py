@@ -121,6 +121,16 @@ def test_diloco():
     assert len(losses) == 128 / 8 and losses[-1] < 0.4 < 2 < losses[0]
 
 
+def test_muloco():
+    """Two bits with Muon inside: few bytes, and it trains; without feedback it is worse."""
+    muloco = PAPERS["muloco"]
+    ways = ("float32", "2 bits, feedback")
+    result = muloco.run(("Muon",), ways, steps=128, rates=(0.03,), seeds=1)["methods"]
+    whole, few = (result[f"Muon, {way}"] for way in ways)
+    assert few["bytes of a step"] < whole["bytes of a step"] / 8
+    assert len(few["curve"]) == 8 and few["loss"] < 0.5 < few["curve"][0]
+
+
 def test_backup_workers():
     workers = PAPERS["backup_workers"]
     times, masks = workers.simulate(workers.WORKERS, 200)
