@@ -122,7 +122,7 @@ def test_diloco():
 
 
 def test_muloco():
-    """Two bits with Muon inside: few bytes, and it trains; without feedback it is worse."""
+    """Two bits with feedback and Muon inside: less than an eighth of the bytes, and it trains."""
     muloco = PAPERS["muloco"]
     ways = ("float32", "2 bits, feedback")
     result = muloco.run(("Muon",), ways, steps=128, rates=(0.03,), seeds=1)["methods"]
