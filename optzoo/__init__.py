@@ -199,6 +199,7 @@ if typing.TYPE_CHECKING:
     from .interop.fbgemm.state import load_fbgemm_state as load_fbgemm_state
     from .interop.fbgemm.state import save_fbgemm_state as save_fbgemm_state
     from .interop.keras import keras_optimizer as keras_optimizer
+    from .interop.nnx import nnx_minimize as nnx_minimize
     from .interop.returnn.learning_rate import LearningRateControl as LearningRateControl
     from .interop.returnn.updater import returnn_updater as returnn_updater
     from .interop.sparsecore.api import sparsecore as sparsecore
@@ -216,6 +217,7 @@ _LATER = {
     "fbgemm_optimizer": "interop.fbgemm.optimizer",
     "fbgemm_state_dict": "interop.fbgemm.state",
     "keras_optimizer": "interop.keras",
+    "nnx_minimize": "interop.nnx",
     "load_fbgemm_state": "interop.fbgemm.state",
     "load_tf1_state": "interop.tf1.load",
     "native_step": "native.step",

@@ -8,6 +8,7 @@ ever made. The same jaxpr tells which of the tables are used in any other way to
 (``jaxprs/dense_uses.py``).
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -150,6 +151,7 @@ def value_and_grad(
                     "what to differentiate by position"
                 )
         chosen = tuple(args[i] for i in which)
+        check_no_module(*chosen)
         flat, treedef = jax.tree.flatten(chosen)
 
         def call(leaves):
@@ -193,8 +195,27 @@ def check_differentiable(x: Any, name: str) -> None:
         raise TypeError(
             f"{name} has dtype {dtype}, which has no gradient: differentiate with respect to the "
             "parameters alone. Of a module of Flax NNX these are the second part of "
-            "nnx.split(model, nnx.Param, ...)"
+            "nnx.split(model, nnx.Param, ...); optzoo.nnx_minimize takes the module"
         )
+
+
+def check_no_module(*args: Any) -> None:
+    """Raises ``TypeError`` for a module of Flax NNX that holds more than parameters.
+
+    What the loss changes in it, such as the count of a random key, would be lost.
+    """
+    nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
+    for module in args:
+        if nnx is None or not isinstance(module, nnx.Module):
+            continue
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        for path, x in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_variable):
+            if not isinstance(x, nnx.Param):
+                raise TypeError(
+                    f"'{path_name(path)}' of the {type(module).__name__} is no nnx.Param: use "
+                    "optzoo.nnx_minimize(loss_fn), or differentiate with respect to the second "
+                    "part of nnx.split(model, nnx.Param, ...)"
+                )
 
 
 def _name(path: Any, which: Sequence[int]) -> str:
