@@ -17,7 +17,7 @@ from ..rules.frame import Leaf
 from ..rules.leafwise import zeros
 from ..rules.learning_rate import descend
 from ..rules.treewise import treewise
-from ..state.types import Slot
+from ..state.types import Exact, NotNegative, Signed
 from .bases import by_eigh, by_qr, unchanged
 from .shampoo.api import add_decay
 from .shampoo.blocks import Blocks, Cutting
@@ -29,12 +29,10 @@ from .shampoo.refresh import is_due, refresh
 class SoapSlots(NamedTuple):
     """What SOAP keeps; ``statistics`` and ``basis`` are tuples over the dimensions."""
 
-    m: Slot  # mean of the gradient, in the basis
-    v: Slot  # mean of its square, in the basis
-    statistics: Slot  # means of the second moments; () for a dimension without a basis
-    basis: Slot  # their eigenvectors, in columns; () likewise
-
-    at_least_float32 = ("statistics", "basis")
+    m: Signed  # mean of the gradient, in the basis
+    v: NotNegative  # mean of its square, in the basis
+    statistics: Exact  # means of the second moments; () for a dimension without a basis
+    basis: Exact  # their eigenvectors, in columns; () likewise
 
 
 @dataclasses.dataclass(eq=False)

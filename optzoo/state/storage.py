@@ -1,4 +1,4 @@
-"""How slots are stored: in their dtypes, packed, or rounded at random.
+"""How slots are stored: in their dtypes, packed, in 8 bits, or rounded at random.
 
 :func:`load` gives the slots that a rule computes with, :func:`save` the slots of the state again.
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
@@ -17,6 +17,7 @@ from ..core.numerics import saturating_cast_like, upcast
 from ..core.optimizer import Notes
 from ..core.paths import path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
+from .eight_bits import encoded, has_codes, is_coded
 from .packing import is_packed, pack_like, unpack
 from .stochastic_rounding import (
     DTYPES,
@@ -113,6 +114,8 @@ def save(old: Any, new: Any) -> Any:
     if not isinstance(old, StoredSlots):
         return jax.tree.map(saturating_cast_like, old, new)
     olds, treedef = jax.tree.flatten(unpack(old.slots))
+    if has_codes(old.slots):
+        olds = jax.tree.leaves(old.slots, is_leaf=is_coded)
     pairs = zip(olds, treedef.flatten_up_to(new), strict=True)
     news = [rounded(a, b, old.start, k) for k, (a, b) in enumerate(pairs)]
     kept = pack_like(old.slots, treedef.unflatten(news))
@@ -125,25 +128,30 @@ def read_back(saved: Any, new: Any) -> Any:
     An update is computed from packed or randomly rounded slots as they are stored: it then reads
     the new words alone. If it read the old ones too, XLA would have to copy them before the new
     ones take their place. Float16 has few exponents: there a mean square that the update divides by
-    may be rounded to zero, so the update is computed from the slots before they are rounded.
+    may be rounded to zero, so the update is computed from the slots before they are rounded; and so
+    it is from slots in 8 bits, as in their publication.
     """
-    if not isinstance(saved, StoredSlots):
+    if not isinstance(saved, StoredSlots) or has_codes(saved.slots):
         return new
     dtypes = {jnp.dtype(a.dtype) for a in jax.tree.leaves(unpack(saved.slots))}
     return new if jnp.dtype(jnp.float16) in dtypes else load(saved)
 
 
-def rounded(old: Array, new: Array, start: Array | None, k: int) -> Array:
+def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
     """The new value of the k-th slot in the dtype of the old one, or representable in it.
 
     Args:
-        old: the slot as it was.
+        old: the slot as it was, an array or codes.
         new: in at least float32.
         start: of the random bits; None to round to the nearest.
         k: the position of the slot.
     """
-    if start is None or jnp.dtype(old.dtype) not in DTYPES:
+    bits = None
+    if start is not None and (is_coded(old) or jnp.dtype(old.dtype) in DTYPES):
+        start = start + np.uint32(k // 2 * _STREAM % 2**32)
+        bits = random_bits(start, new.shape) >> np.uint32(16 * (k % 2))
+    if is_coded(old):
+        return encoded(type(old), new, bits)
+    if bits is None:
         return saturating_cast_like(old, new)
-    start = start + np.uint32(k // 2 * _STREAM % 2**32)
-    bits = random_bits(start, new.shape)
-    return round_at_random(new, bits >> np.uint32(16 * (k % 2)), old.dtype)
+    return round_at_random(new, bits, old.dtype)

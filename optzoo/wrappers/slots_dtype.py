@@ -1,6 +1,7 @@
 """Slots in another dtype than the parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +10,24 @@ import optax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
+from ..core.lines import in_lines, is_lines
 from ..core.optimizer import Notes, Optimizer
+from ..state.eight_bits import RootCodes, SignedCodes, encoded, has_codes, takes_codes
 from ..state.inner import fitting, inner_transformation
-from ..state.packing import PACKABLE, pack
+from ..state.packing import PACKABLE, is_packed, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import ROUNDING, Rounding
-from ..state.types import LeafwiseState, map_nodes, nodes_of
+from ..state.types import (
+    Exact,
+    LeafwiseState,
+    NotNegative,
+    Signed,
+    Slot,
+    Sum,
+    holds,
+    map_nodes,
+    nodes_of,
+)
 
 
 def slots_dtype(
@@ -92,14 +105,7 @@ def slots_dtype(
     """
     inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
-    if stochastic and jnp.dtype(dtype) not in DTYPES:
-        raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
-    if packed and jnp.dtype(dtype) not in PACKABLE:
-        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
-    if jnp.finfo(dtype).bits < 16:
-        raise ValueError(f"dtype must have at least 16 bits, got {dtype!r}")
+    store = _storage(dtype, stochastic, packed)
     seed = check_size(seed=seed)
 
     def init(params):
@@ -109,15 +115,7 @@ def slots_dtype(
                 "slots_dtype finds no slots of optzoo in this state; "
                 "for an optimizer of optax see its own arguments, such as mu_dtype"
             )
-        # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
-        wider = state
-        if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
-            wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
-        state = map_nodes(LeafwiseState, functools.partial(_stored, dtype), state, wider)
-        if not packed:
-            return state
-        by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
-        return map_nodes(LeafwiseState, by_two, state)
+        return store(inner, params, state)
 
     def update(updates, state, params=None, **extra_args):
         if not stochastic or ROUNDING in extra_args:  # that of a slots_dtype around this one
@@ -132,6 +130,8 @@ def slots_dtype(
 
     of_stored = lambda _, law: law and law._replace(at_random=law.at_random or stochastic)
     about = inner.about.with_law(of_stored).reading("rounding_seed")
+    if store is _in_8_bits:  # each update would round a row, and none rounds one that rests
+        about = about._replace(law=None)
     if stochastic:  # random bits by the places of rows: that they are alone must be proved
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))
@@ -142,6 +142,38 @@ NOT_PASSED_ON_MSG = (
     "the slots in it cannot be rounded at random: put slots_dtype inside of it"
 )
 
+# The state, of the inner transformation and parameters, in another storage.
+_Store = Callable[[Any, Any, Any], Any]
+
+
+def _storage(dtype: Any, stochastic: bool, packed: bool) -> _Store:
+    """How the slots of a new state are stored; raises ``TypeError`` or ``ValueError``."""
+    if jnp.dtype(dtype) == jnp.int8:
+        if packed:
+            raise ValueError("dtype must have 16, 32 or 64 bits with packed, got int8")
+        return _in_8_bits
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating-point dtype or int8, got {dtype!r}")
+    if stochastic and jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(f"dtype must be int8, bfloat16 or float16 with stochastic, got {dtype!r}")
+    if packed and jnp.dtype(dtype) not in PACKABLE:
+        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"dtype must have at least 16 bits, or be int8, got {dtype!r}")
+    return functools.partial(_in_dtype, dtype, packed)
+
+
+def _in_dtype(dtype: DTypeLike, packed: bool, inner: Any, params: Any, state: Any) -> Any:
+    # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
+    wider = state
+    if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
+        wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+    state = map_nodes(LeafwiseState, functools.partial(_cast, dtype), state, wider)
+    if not packed:
+        return state
+    by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
+    return map_nodes(LeafwiseState, by_two, state)
+
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -149,18 +181,60 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
     return jnp.asarray(x, dtype)
 
 
-def _stored(dtype: DTypeLike, state: Any, wider: Any) -> Any:
+def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
     """The state with slots in ``dtype``, from those of ``wider`` where it has more digits.
 
     Slots that were made in fewer digits stay, and so do those that are no real numbers.
     """
-    kept = getattr(state.slots, "at_least_float32", ())
-    holds = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
+    what = holds(state.slots)
+    has = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
 
     def cast(name, slots, finer):
-        wanted = jnp.promote_types(dtype, jnp.float32) if name in kept else jnp.dtype(dtype)
-        best = jax.tree.map(lambda a, b: a if holds(a, b.dtype) else b, slots, finer)
-        return jax.tree.map(lambda a: a.astype(wanted) if holds(a, wanted) else a, best)
+        exact = what[name] == Exact
+        wanted = jnp.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
+        best = jax.tree.map(lambda a, b: a if has(a, b.dtype) else b, slots, finer)
+        return jax.tree.map(lambda a: a.astype(wanted) if has(a, wanted) else a, best)
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
+
+
+_CODES = {Signed: SignedCodes, NotNegative: RootCodes}
+
+
+def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
+    del inner, params
+
+    def code(state):
+        if is_packed(state.slots):
+            raise ValueError("inner stores its slots packed or in 8 bits already: leave that out")
+        trees = map(_coded, holds(state.slots).values(), state.slots)
+        return state._replace(slots=state.slots._make(trees))
+
+    names = {
+        f"{type(node.slots).__name__}.{name}: {_WHY_NOT[what]}"
+        for node in nodes_of(LeafwiseState, state)
+        for name, what in holds(node.slots).items()
+        if what not in _CODES
+    }
+    state = map_nodes(LeafwiseState, code, state)
+    if has_codes(state) or not names:
+        return state
+    raise ValueError(
+        f"dtype=int8 has no slot to store here ({'; '.join(sorted(names))}): give bfloat16, for "
+        "sums with stochastic=True"
+    )
+
+
+_WHY_NOT = {
+    Sum: "a sum over all steps, of which 8 bits lose single steps",
+    Exact: "a count, an average or a factor of a matrix",
+    Slot: "it is not said that it is optzoo.rules.Signed or NotNegative",
+}
+
+
+def _coded(what: Any, slots: Any) -> Any:
+    if (kind := _CODES.get(what)) is None:
+        return slots
+    code = in_lines(lambda a: encoded(kind, a) if takes_codes(a) else a)
+    return jax.tree.map(code, slots, is_leaf=is_lines)

@@ -167,7 +167,7 @@ def test_arguments_pass():
 
 @pytest.mark.parametrize("dtype", [int, "int8", jnp.bool_, "complex64"])
 def test_dtype_must_be_floating(dtype):
-    with pytest.raises(TypeError, match="dtype must be a floating-point dtype, got"):
+    with pytest.raises(TypeError, match="dtype must be a floating-point dtype or int8, got"):
         slots_dtype(optzoo.adam(), dtype)
 
 
@@ -467,7 +467,9 @@ def test_options_need_their_dtypes():
             slots_dtype(optzoo.adam(), "float32", **options)
     with pytest.raises(ValueError, match=r"dtype must have 16, 32 or 64 bits .* got 'float8_e5m2'"):
         slots_dtype(optzoo.adam(), "float8_e5m2", packed=True)
-    with pytest.raises(ValueError, match=r"dtype must have at least 16 bits, got 'float8_e5m2'"):
+    with pytest.raises(
+        ValueError, match=r"dtype must have at least 16 bits, or be int8, got 'float8_e5m2'"
+    ):
         slots_dtype(optzoo.adam(), "float8_e5m2")
 
 

@@ -17,7 +17,7 @@ from ...rules.frame import Leaf
 from ...rules.leafwise import zeros
 from ...rules.treewise import treewise
 from ...state.tf1_names import TF1Names
-from ...state.types import Slot
+from ...state.types import Exact, Signed, Slot
 from .blocks import Blocks
 from .grafting import match_norm, simple_step
 from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions, statically_equals
@@ -32,18 +32,17 @@ ByDimension = dict[tuple[int, int], Array]
 class ShampooSlots(NamedTuple):
     """What Shampoo keeps; ``Gbar`` and ``H`` are tuples over the dimensions of a parameter."""
 
-    gbar: Slot  # weighted sum of the gradients
-    Gbar: Slot  # weighted sums of their second moments; for large dimensions the diagonals only
+    gbar: Signed  # weighted sum of the gradients
+    Gbar: Exact  # weighted sums of their second moments; for large dimensions the diagonals only
     H: Slot  # inverse roots of the matrices among them; () for a diagonal
     graft: Slot  # mean or sum of the squared gradient, where grafting needs one
-    momentum: Slot  # decaying sum of the steps, where there is momentum
+    momentum: Signed  # decaying sum of the steps, where there is momentum
 
     tf1 = TF1Names(
         order=("gbar", ("H", "Gbar"), "graft", "momentum"),
         optional=("H",),
         not_in_tf1={"num_failed_roots": None},
     )
-    at_least_float32 = ("Gbar",)
 
 
 class Work(NamedTuple):
