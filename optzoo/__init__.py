@@ -183,6 +183,10 @@ from .wrappers.accumulate import accumulate as accumulate
 from .wrappers.ema_in_place import ema_in_place as ema_in_place
 from .wrappers.ensemble import ensemble as ensemble
 from .wrappers.groups import groups as groups
+from .wrappers.master_weights import MasterWeightsState as MasterWeightsState
+from .wrappers.master_weights import master_weights as master_weights
+from .wrappers.master_weights import split_params as split_params
+from .wrappers.master_weights import wide_params as wide_params
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.multitask import multitask as multitask
 from .wrappers.slots_dtype import slots_dtype as slots_dtype

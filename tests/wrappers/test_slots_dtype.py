@@ -165,7 +165,7 @@ def test_arguments_pass():
     chex.assert_trees_all_close(got, step(plain, dense_grads(x), x, global_step=3)[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [int, "int8", jnp.bool_, "complex64"])
+@pytest.mark.parametrize("dtype", [int, "int16", jnp.bool_, "complex64"])
 def test_dtype_must_be_floating(dtype):
     with pytest.raises(TypeError, match="dtype must be a floating-point dtype or int8, got"):
         slots_dtype(optzoo.adam(), dtype)
