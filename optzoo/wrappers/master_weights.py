@@ -72,7 +72,7 @@ def master_weights(
         ...     updates, state = tx.update(jnp.ones(1, jnp.bfloat16), state, params)
         ...     params = optax.apply_updates(params, updates)
         >>> print(params, optzoo.wide_params(params, state))
-        [0.996094] [0.9959717]
+        [0.996094] [0.996]
 
     Args:
         inner: a complete optimizer, including its learning rate.
@@ -129,7 +129,7 @@ def wide_params(params: Any, state: Any) -> Any:
         >>> tx = optzoo.master_weights(optzoo.adam(0.1))
         >>> params, state = optzoo.split_params(jnp.array([0.1, 1.0]), tx)
         >>> print(params.dtype, optzoo.wide_params(params, state))
-        bfloat16 [0.10000038 1.        ]
+        bfloat16 [0.1 1. ]
 
     Args:
         params: those of the model.
