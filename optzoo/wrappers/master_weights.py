@@ -95,7 +95,7 @@ def master_weights(
     def init(params):
         zeros = lambda x: jnp.zeros(x.shape, dtype) if _is_split(x) else ()
         corrections = jax.tree.map(zeros, params)
-        if not jax.tree.leaves(corrections):
+        if jax.tree.leaves(params) and not jax.tree.leaves(corrections):
             raise ValueError(
                 "params: master_weights has nothing to correct, as no parameter is in bfloat16; "
                 "give optzoo.split_params, or leave it out"
@@ -201,7 +201,7 @@ def _step(u: Any, x: Any, c: Any) -> tuple[Any, Any]:
     old = u.gather(x)
     new, few = _split(_joined(old, u.gather(c)) + u.values, c.dtype)
     moved = u.with_values(new.astype(jnp.float32) - old.astype(jnp.float32))
-    return moved.drop_padding().rounded_once(), u.scatter(c, few)
+    return moved.rounded_once(), u.scatter(c, few)
 
 
 def _joined(x: Array, c: Array) -> Array:
