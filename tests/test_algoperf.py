@@ -97,6 +97,8 @@ def test_submission(run):
     rows, dense = (trained(run, run.INIT[name], at_once, steps=1) for name in ("rows", "dense"))
     for x, y in zip(*map(jax.tree.leaves, (rows.params, dense.params)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)  # the decay of a row is less
+    m, mu = optzoo.get_slot(rows.state[0], "m"), optax.tree.get(dense.state[0], "mu")
+    np.testing.assert_allclose(m[TABLE], mu[TABLE], rtol=1e-4, atol=1e-9)
     ids = [np.asarray(next(rows.workload.input_queue(0, BATCH))["inputs"])[:, 13:]]
     for _ in range(STEPS - 1):
         batch = rows.select()
