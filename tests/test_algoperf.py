@@ -1,6 +1,7 @@
 """The AlgoPerf submission in examples/, through AlgoPerf's interface, at a tiny size."""
 
 import inspect
+import multiprocessing
 import pathlib
 import re
 
@@ -140,3 +141,24 @@ def test_clipping_counts_repeated_rows(run):
         training.update(training.select())
         moved.append(optax.tree.norm(optax.tree.sub(training.params, before)))
     np.testing.assert_allclose(moved, 1e-4, rtol=1e-3)
+
+
+def test_what_is_measured(run):
+    """One step in a process, here in this one; and what is printed."""
+    here, there = multiprocessing.Pipe()
+    here.send(True)
+    here.send(False)
+    run.contender(there, "rows", ROWS, BATCH)
+    found, seconds, peak = (here.recv() for _ in range(3))
+    assert ROWS / 50 < found["distinct"] <= BATCH * 26 and found["temporaries"] > 0
+    assert seconds > 0 and peak > found["temporaries"]
+    found = {
+        "dense": {"distinct": 7, "seconds": [4.0, 2.0, 6.0], "temporaries": 2**31, "peak": 2**32},
+        "rows": {"distinct": 7, "seconds": [1.0, 3.0, 1.0], "temporaries": 2**30, "peak": 2**30},
+    }
+    numbers = [line.split()[2:] for line in run.report(found, 1024)]
+    assert numbers == [
+        ["dense", "2.000", "4.000", "2.000", "4.000"],
+        ["rows", "1.000", "1.000", "1.000", "1.000"],
+        ["ratio", "0.500", "0.250", "0.500", "0.250"],
+    ]

@@ -2,6 +2,7 @@
 
     python examples/algoperf_criteo1tb/run.py                     # 262,144 rows, 1,024 examples
     python examples/algoperf_criteo1tb/run.py --rows 4194304      # AlgoPerf's table
+    python examples/algoperf_criteo1tb/run.py --batch 256 1024    # several sizes of a batch
 
 The dense one is ``optax.adamw`` with dense gradients, in the same train step. Both run in turns,
 each in a process of its own, of which the peak memory is known: on Linux that of the steps, and
@@ -27,7 +28,6 @@ Hyperparameters = collections.namedtuple(
     "Hyperparameters", "learning_rate one_minus_beta1 beta2 weight_decay warmup_factor"
 )
 HYPERPARAMETERS = Hyperparameters(1e-3, 0.1, 0.999, 1e-4, 0.02)
-GIB = 2**30
 
 
 def init_dense(workload, model_params, model_state, hyperparameters, rng):
@@ -133,6 +133,22 @@ def measure(num_rows, batch_size, steps):
     return found
 
 
+def report(found, batch_size):
+    """A line for each contender, and one of their ratios."""
+    numbers = {
+        name: [min(of["seconds"]), np.median(of["seconds"]), of["temporaries"], of["peak"]]
+        for name, of in found.items()
+    }
+    units = np.array([1, 1, 2**30, 2**30])
+    lines = {name: of / units for name, of in numbers.items()}
+    lines["ratio"] = np.divide(numbers["rows"], numbers["dense"])
+    return [
+        f"{batch_size:>8,} {found['rows']['distinct']:>13,} {name:>6}"
+        + "".join(f"{x:>11.3f}" for x in line)
+        for name, line in lines.items()
+    ]
+
+
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,24 +157,10 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
     print(f"{args.rows:,} rows of 128, {args.steps} steps in turns, {jax.default_backend()}")
-    print("examples  distinct ids         step, s: least, median      temporaries      peak")
+    print("examples  distinct ids          least, s  median, s  temp., GiB  peak, GiB")
     for batch_size in args.batch:
-        found = measure(args.rows, batch_size, args.steps)
-        for name, of in found.items():
-            times = f"{min(of['seconds']):.3f}, {np.median(of['seconds']):.3f}"
-            sizes = f"{of['temporaries'] / GIB:10.2f} GiB {of['peak'] / GIB:8.2f} GiB"
-            print(f"{batch_size:8,} {of['distinct']:12,} {name:>6} {times:>26} {sizes}")
-        least, median, temporaries, peak = (
-            f(found["rows"]) / f(found["dense"])
-            for f in (
-                lambda of: min(of["seconds"]),
-                lambda of: np.median(of["seconds"]),
-                lambda of: of["temporaries"],
-                lambda of: of["peak"],
-            )
-        )
-        times = f"{least:.2f}, {median:.2f}"
-        print(f"{'':21}{'ratio':>7} {times:>26} {temporaries:10.2f}     {peak:8.2f}", flush=True)
+        lines = report(measure(args.rows, batch_size, args.steps), batch_size)
+        print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":
