@@ -148,7 +148,7 @@ def test_what_is_measured(run):
     here, there = multiprocessing.Pipe()
     here.send(True)
     here.send(False)
-    run.contender(there, "rows", ROWS, BATCH)
+    run.contender(there, "rows", run.Workload, ROWS, BATCH)
     found, seconds, peak = (here.recv() for _ in range(3))
     assert ROWS / 50 < found["distinct"] <= BATCH * 26 and found["temporaries"] > 0
     assert seconds > 0 and peak > found["temporaries"]

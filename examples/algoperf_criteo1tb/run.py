@@ -7,7 +7,8 @@
 The dense one is ``optax.adamw`` with dense gradients, in the same train step. Both run in turns,
 each in a process of its own, of which the peak memory is known: on Linux that of the steps, and
 elsewhere also that of the start. With AlgoPerf's table both together need 20 GiB. The script uses
-the submission as AlgoPerf's runner does, on the stand-in of ``workload.py``.
+the submission as AlgoPerf's runner does, on the stand-in of ``workload.py``; with ``--algoperf`` on
+AlgoPerf's own workload, if it is installed. The data are random in any case.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 import optax
 import submission
-from workload import Workload
+from workload import Workload, algoperfs
 
 Hyperparameters = collections.namedtuple(
     "Hyperparameters", "learning_rate one_minus_beta1 beta2 weight_decay warmup_factor"
@@ -93,9 +94,9 @@ class Training:
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def contender(pipe, name, num_rows, batch_size):
+def contender(pipe, name, make_workload, num_rows, batch_size):
     """A process: waits for a message, makes a step, and answers with its seconds."""
-    training = Training(INIT[name], Workload(num_rows), batch_size)
+    training = Training(INIT[name], make_workload(num_rows), batch_size)
     batch = training.select()
     training.update(batch)
     jax.block_until_ready(training.params)
@@ -113,12 +114,13 @@ def contender(pipe, name, num_rows, batch_size):
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def measure(num_rows, batch_size, steps):
+def measure(make_workload, num_rows, batch_size, steps):
     """For each contender its memory, and the seconds of all steps."""
     context, found, processes = multiprocessing.get_context("spawn"), {}, {}
     for name in INIT:  # one after the other: each compiles alone
         here, there = context.Pipe()
-        process = context.Process(target=contender, args=(there, name, num_rows, batch_size))
+        given = there, name, make_workload, num_rows, batch_size
+        process = context.Process(target=contender, args=given)
         process.start()
         there.close()
         found[name], processes[name] = here.recv() | {"seconds": []}, (process, here)
@@ -155,11 +157,13 @@ def main():
     parser.add_argument("--rows", type=int, default=2**18, help="of the table")
     parser.add_argument("--batch", type=int, nargs="+", default=[1024], help="examples of a step")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--algoperf", action="store_true", help="its own workload")
     args = parser.parse_args()
+    make_workload = algoperfs if args.algoperf else Workload
     print(f"{args.rows:,} rows of 128, {args.steps} steps in turns, {jax.default_backend()}")
     print("examples  distinct ids          least, s  median, s  temp., GiB  peak, GiB")
     for batch_size in args.batch:
-        lines = report(measure(args.rows, batch_size, args.steps), batch_size)
+        lines = report(measure(make_workload, args.rows, batch_size, args.steps), batch_size)
         print("\n".join(lines), flush=True)
 
 

@@ -56,7 +56,33 @@ class Dlrm(nn.Module):
         return nn.Dense(self.top[-1])(x)
 
 
-class Workload:
+def on_devices(*axes):
+    """A sharding over all devices."""
+    return NamedSharding(Mesh(jax.devices(), ("batch",)), PartitionSpec(*axes))
+
+
+class RandomData:
+    """The batches of a workload."""
+
+    def input_queue(self, seed, batch_size):
+        """Random batches, each device with its part; small values are frequent, as by Zipf's law.
+
+        As in AlgoPerf the ids are floats, in one array with the numbers.
+        """
+        rng, place = np.random.default_rng(seed), on_devices("batch")
+        values, of_feature = np.array(VALUES), np.arange(len(VALUES)) * 104_729
+        weights = rng.normal(size=NUMBERS)
+        while True:
+            numbers = rng.exponential(size=(batch_size, NUMBERS))
+            ids = values[None] ** rng.uniform(size=(batch_size, len(VALUES)))
+            ids = (ids.astype(np.int64) * 2_654_435_761 + of_feature[None]) % 2**24
+            targets = rng.uniform(size=batch_size) < 1 / (1 + np.exp(-numbers @ weights))
+            inputs = np.concatenate([numbers, ids], 1)
+            batch = {"inputs": inputs, "targets": targets[:, None]}
+            yield jax.device_put({k: x.astype(np.float32) for k, x in batch.items()}, place)
+
+
+class Workload(RandomData):
     """The workload: a table of ``num_rows`` rows, AlgoPerf's 4,194,304 or fewer."""
 
     step_hint = 10_666
@@ -66,14 +92,12 @@ class Workload:
 
     def __init__(self, num_rows, width=128, bottom=(512, 256, 128), top=(1024, 1024, 512, 256, 1)):
         self.model = Dlrm(num_rows, width, bottom, top)
-        self.mesh = Mesh(jax.devices(), ("batch",))
 
     def init_model_fn(self, rng):
         """Parameters, the same on all devices; the model has no other state."""
-        place = NamedSharding(self.mesh, PartitionSpec())
         init = functools.partial(self.model.init, train=False)
         inputs = jnp.ones((2, NUMBERS + len(VALUES)))
-        return jax.jit(init, out_shardings=place)(rng, inputs)["params"], None
+        return jax.jit(init, out_shardings=on_devices())(rng, inputs)["params"], None
 
     def model_fn(self, params, batch, model_state, mode, rng, update_batch_norm, dropout_rate=0.0):
         """The logits."""
@@ -96,19 +120,12 @@ class Workload:
             "per_example": losses,
         }
 
-    def input_queue(self, seed, batch_size):
-        """Random batches, each device with its part; small values are frequent, as by Zipf's law.
 
-        As in AlgoPerf the ids are floats, in one array with the numbers.
-        """
-        rng, place = np.random.default_rng(seed), NamedSharding(self.mesh, PartitionSpec("batch"))
-        values, of_feature = np.array(VALUES), np.arange(len(VALUES)) * 104_729
-        weights = rng.normal(size=NUMBERS)
-        while True:
-            numbers = rng.exponential(size=(batch_size, NUMBERS))
-            ids = values[None] ** rng.uniform(size=(batch_size, len(VALUES)))
-            ids = (ids.astype(np.int64) * 2_654_435_761 + of_feature[None]) % 2**24
-            targets = rng.uniform(size=batch_size) < 1 / (1 + np.exp(-numbers @ weights))
-            inputs = np.concatenate([numbers, ids], 1)
-            batch = {"inputs": inputs, "targets": targets[:, None]}
-            yield jax.device_put({k: x.astype(np.float32) for k, x in batch.items()}, place)
+def algoperfs(num_rows):
+    """AlgoPerf's own workload, where it is installed, on the same random data."""
+    from algoperf.workloads.criteo1tb.criteo1tb_jax import workload
+
+    class OnRandomData(RandomData, workload.Criteo1TbDlrmSmallWorkload):
+        vocab_size = num_rows
+
+    return OnRandomData()
