@@ -113,9 +113,9 @@ def slots_dtype(
         TypeError: if ``dtype`` is neither a floating-point dtype nor ``"int8"``, or the seed is not
             an int; when an update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
-            has no slots of this library, or none that may have 8 bits; by ``update``, if the state has slots in complex numbers,
-            as they were packed in the past, or with ``stochastic`` if a transformation inside
-            does not pass the keywords of its update on.
+            has no slots of this library, or none that may have 8 bits; by ``update``, if the state
+            has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if
+            a transformation inside does not pass the keywords of its update on.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision
