@@ -149,6 +149,17 @@ def test_with_32_bits_it_is_float32(name):
     chex.assert_trees_all_close(state.inner, usual, rtol=1e-6, atol=1e-7)
 
 
+def test_a_run_in_float32_goes_on():
+    plain, wide = optzoo.lazy_adam(0.1), jax.tree.map(jnp.asarray, wide_start())
+    tx = master_weights(plain, 32)
+    _, usual = plain.update(grads(0), plain.init(wide), wide)
+    params, state = optzoo.split_params(wide, tx)
+    updates, state = tx.update(grads(1), state._replace(inner=usual), params)
+    found = optzoo.wide_params(optax.apply_updates(params, updates), state)
+    want = optax.apply_updates(wide, plain.update(grads(1), usual, wide)[0])
+    chex.assert_trees_all_close(found, want, rtol=1e-6)
+
+
 def test_gradients_in_bfloat16_are_given_in_float32():
     tx, x = master_weights(optzoo.gradient_descent(0.3), 32), jnp.ones(64, jnp.bfloat16)
     g = jnp.asarray(numbers(2, 64), jnp.bfloat16)

@@ -687,6 +687,15 @@ def test_through_chains_and_wrappers(name):
         jax.tree.map(np.testing.assert_array_equal, again, saved)
 
 
+def test_slots_in_8_bits_are_saved_decoded():
+    tx = optzoo.slots_dtype(optzoo.adam(0.1), "int8")
+    params = {"w": jnp.sin(jnp.arange(64.0)).reshape(4, 16), "b": jnp.ones(16)}
+    params, state = trained(tx, params)
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    np.testing.assert_array_equal(saved["w/Adam"], optzoo.get_slot(state, "m")["w"])
+    assert_same(load_tf1_state(tx, params, saved), (params, state))
+
+
 def test_stacked_slots_are_saved_one_by_one():
     plain = optzoo.adam(0.1)
     tx = optzoo.stacked(plain)
