@@ -115,7 +115,7 @@ def test_the_log_names_what_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"log_grad_norm": "2"}, TypeError, "log_grad_norm must be True or the order"),
+        ({"log_grad_norm": "2"}, TypeError, "log_grad_norm must be .*got '2': it is True or"),
         ({"log_grad_norm": -1}, ValueError, "log_grad_norm must be .*got -1"),
         ({"dynamic_learning_rate": 0.5}, TypeError, "dynamic_learning_rate must be a dict or a"),
         ({"dynamic_learning_rate": lambda epoch: epoch}, TypeError, "must take \\*\\*kwargs"),
