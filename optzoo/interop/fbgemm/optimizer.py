@@ -155,10 +155,6 @@ def _sgd(given: _Given) -> Transformation:
     return gradient_descent(given.learning_rate)
 
 
-def _adagrad(given: _Given) -> Transformation:
-    return adagrad_eps(given.learning_rate, given.eps)
-
-
 def _row_wise_adagrad(given: _Given) -> Transformation:
     mode = _decay_mode(given)
     if mode in ("COUNTER", "COWCLIP"):
@@ -267,24 +263,8 @@ def _adam(given: _Given) -> Transformation:
     return lazy_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
 
 
-def _partial_adam(given: _Given) -> Transformation:
-    return partial_row_wise_adam(*_adam_arguments(given), _none_if_zero(given.weight_decay))
-
-
-def _lamb(given: _Given) -> Transformation:
-    return lamb(*_adam_arguments(given), given.weight_decay)
-
-
-def _partial_lamb(given: _Given) -> Transformation:
-    return partial_row_wise_lamb(*_adam_arguments(given), given.weight_decay)
-
-
 def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
     return given.learning_rate, given.beta1, given.beta2, given.eps
-
-
-def _lars(given: _Given) -> Transformation:
-    return row_wise_lars(given.learning_rate, given.momentum, given.weight_decay, given.eta)
 
 
 # What each optimizer reads, or `fbgemm_optimizer` itself.
@@ -295,7 +275,11 @@ _ROW_WISE = frozenset({"eps", "weight_decay", "weight_decay_mode", "max_norm"})
 _ADAM = frozenset({"eps", "beta1", "beta2", "weight_decay"})
 _KINDS = {
     "EXACT_SGD": _Kind(_sgd, frozenset({"extra_optimizer_config"}), rounds_once=False),
-    "EXACT_ADAGRAD": _Kind(_adagrad, frozenset({"eps"}), rounds_once=False),
+    "EXACT_ADAGRAD": _Kind(
+        lambda given: adagrad_eps(given.learning_rate, given.eps),
+        frozenset({"eps"}),
+        rounds_once=False,
+    ),
     "EXACT_ROWWISE_ADAGRAD": _Kind(
         _row_wise_adagrad,
         _ROW_WISE
@@ -304,10 +288,22 @@ _KINDS = {
     "EMAINPLACE_ROWWISE_ADAGRAD": _Kind(_ema_in_place, _ROW_WISE | {"emainplace_mode"}),
     "ENSEMBLE_ROWWISE_ADAGRAD": _Kind(_ensemble, _ROW_WISE | {"ensemble_mode"}),
     "ADAM": _Kind(_adam, _ADAM | {"extra_optimizer_config"}),
-    "PARTIAL_ROWWISE_ADAM": _Kind(_partial_adam, _ADAM),
-    "LAMB": _Kind(_lamb, _ADAM),
-    "PARTIAL_ROWWISE_LAMB": _Kind(_partial_lamb, _ADAM),
-    "LARS_SGD": _Kind(_lars, frozenset({"momentum", "weight_decay", "eta"})),
+    "PARTIAL_ROWWISE_ADAM": _Kind(
+        lambda given: partial_row_wise_adam(
+            *_adam_arguments(given), _none_if_zero(given.weight_decay)
+        ),
+        _ADAM,
+    ),
+    "LAMB": _Kind(lambda given: lamb(*_adam_arguments(given), given.weight_decay), _ADAM),
+    "PARTIAL_ROWWISE_LAMB": _Kind(
+        lambda given: partial_row_wise_lamb(*_adam_arguments(given), given.weight_decay), _ADAM
+    ),
+    "LARS_SGD": _Kind(
+        lambda given: row_wise_lars(
+            given.learning_rate, given.momentum, given.weight_decay, given.eta
+        ),
+        frozenset({"momentum", "weight_decay", "eta"}),
+    ),
     "ROWWISE_RMSPROP_AR": _Kind(
         _rmsprop, frozenset({"eps", "ar_alpha", "ema_beta", "min_shrinkage"})
     ),
@@ -421,7 +417,6 @@ def _in_float32(rate: Any) -> Any:
 
 def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformation:
     """The optimizer with clipped gradients and FBGEMM's rounding of rows."""
-
     clip = lambda g: on_listed(lambda values: jnp.clip(values, -bound, bound), g)
 
     def update(updates, state, params=None, **extra_args):
