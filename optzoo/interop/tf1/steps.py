@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .entries import Count, Source
 from .names import GLOBAL_STEP
-from .plan import Plan
+from .plan import Count, Plan, Source
 from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost, may_be_lost
 
 
