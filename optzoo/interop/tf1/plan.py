@@ -235,7 +235,8 @@ class _Planner:
             variable = self.names.own_count(tf1.count)
             self.arrays.append(count._replace(variable=variable, saved_dtype=_common_dtype(slots)))
         # The center's counts and powers are the workers'.
-        for name, value in {} if node.replica_part == "center" else state.shared.items():
+        shared = {} if node.replica_part == "center" else state.shared
+        for name, value in shared.items():
             if name not in tf1.not_in_tf1:
                 path = (*node.path, GetAttrKey("shared"), DictKey(name))
                 self._add_non_slot(name, _source(path, value, optional=optional), value)

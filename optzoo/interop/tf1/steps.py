@@ -10,7 +10,7 @@ import numpy as np
 
 from .names import GLOBAL_STEP
 from .plan import Count, Plan, Source
-from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost, may_be_lost
+from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost_before
 
 
 class Steps(NamedTuple):
@@ -29,15 +29,14 @@ class _Power(NamedTuple):
     variable: str
     value: Any
     base: Any
-    exponent: float | None
     optional: bool  # a worker's, which counts its own steps
 
     @property
     def updates(self) -> int | None:
         """The ``n`` of ``beta1 ** (n + 1)``."""
-        if self.exponent is None or not is_integer_exponent(self.exponent):
-            return None
-        return round(self.exponent) - 1
+        exponent = estimate_exponent(self.value, self.base)
+        is_known = exponent is not None and is_integer_exponent(exponent)
+        return round(exponent) - 1 if is_known else None
 
 
 def plan_steps(
@@ -61,8 +60,19 @@ def plan_steps(
         TypeError: if the global step is no int.
         ValueError: if the global step is out of range, ambiguous, or not there by its name.
     """
-    powers = list(_powers(plan.arrays, state, given))
-    wrong = list(_spoilt(powers))
+    powers = [
+        _Power(source.path, source.variable, value, state[source.path], source.optional)
+        for source in plan.arrays
+        if source.path.endswith("_power")
+        and (value := given.get(source.variable)) is not None
+        and value.ndim == 0
+    ]
+    wrong = [
+        f"betas: {power.variable} is {power.value}, no power of {power.base}, which tx has; load "
+        "with the checkpoint's betas, and continue with others if you like: the state is the same"
+        for power in powers
+        if not can_be_power(power.value, power.base)
+    ]
     if not plan.counts:
         return Steps(wrong=tuple(wrong))
     step, used = _find_global_step(global_step, given)
@@ -71,16 +81,16 @@ def plan_steps(
     wrappers = dict.fromkeys(count.wrapper for count in plan.counts)
     for wrapper in wrappers:
         counts = [count.path for count in plan.counts if count.wrapper == wrapper]
-        number = step if wrapper is None else None
-        inside = [p for p in powers if _wrapper_of(p, wrappers) == wrapper]
-        wrong += _contradictions(inside, number if is_saved else None)
-        if number is None:
-            number = _of_powers(inside)
-        if number is None and wrapper is None:
-            number = _own_count(plan.arrays, given)
+        inside = [power for power in powers if _wrapper_of(power, wrappers) == wrapper]
+        is_outermost = wrapper is None
+        wrong += _contradictions(inside, step if is_outermost and is_saved else None)
+        told = [_of_powers(inside)]
+        if is_outermost:
+            told = [step, *told, _own_count(plan.arrays, given)]
+        number = next((number for number in told if number is not None), None)
         if number is not None:
             values |= dict.fromkeys(counts, number)
-        elif wrapper is None:
+        elif is_outermost:
             missing.append("the number of updates: say global_step=")
         else:
             missing.append(
@@ -88,32 +98,6 @@ def plan_steps(
                 "variable by variables="
             )
     return Steps(values, used, tuple(missing), tuple(wrong))
-
-
-def _powers(
-    arrays: Iterable[Source], state: Mapping[str, Any], given: Mapping[str, np.ndarray]
-) -> Iterable[_Power]:
-    for source in arrays:
-        value = given.get(source.variable)
-        if source.path.endswith("_power") and value is not None and value.ndim == 0:
-            base = state[source.path]
-            exponent = estimate_exponent(value, base)
-            optional = source.optional
-            yield _Power(source.path, source.variable, value, base, exponent, optional)
-
-
-def _spoilt(powers: Iterable[_Power]) -> Iterator[str]:
-    """Messages about what no number of updates gives."""
-    for variable, value, base in (power[1:4] for power in powers):
-        if can_be_power(value, base):
-            continue
-        if 0 < value <= 1 and 0 < base < 1:
-            yield (
-                f"betas: {variable} is {value}, no power of {base}, which tx has; load with the "
-                "checkpoint's betas, and continue with others if you like: the state is the same"
-            )
-        else:
-            yield f"betas: {variable} is {value}, which no power of {base}, the beta of tx, can be"
 
 
 def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]:
@@ -125,13 +109,13 @@ def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]
     told = _of_powers(powers)
     updates = step if told is None else told
     for power in powers:
-        is_, lost = f"{power.variable} is {power.value}", is_lost(power.value, power.base)
+        is_ = f"{power.variable} is {power.value}"
         if power.updates is not None and step is not None and power.updates != step:
             yield (
                 f"global_step: it is {step}, and {is_}, as after {power.updates} updates; "
                 "say global_step=, the number of updates"
             )
-        elif lost and updates is not None and not may_be_lost(power.base, updates + 1):
+        elif updates is not None and is_lost_before(power.value, power.base, updates + 1):
             yield f"betas: {is_}, which it cannot be after {updates} updates"
 
 
