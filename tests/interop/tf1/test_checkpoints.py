@@ -750,11 +750,24 @@ def test_a_single_array_as_parameters():
     assert_same(new_state[0].slots, state[0].slots)
     alone = {n: v for n, v in saved.items() if n != "global_step"}  # GGT counts its updates itself
     assert_same(load_tf1_state(tx, params, alone, {"": "w"})[1][0].count, state[0].count)
+    unread = {n: v for n, v in saved.items() if n != "flat_grad"}  # written before it is read
+    assert_same(load_tf1_state(tx, params, unread, {"": "w"})[1][0].slots, state[0].slots)
     lost = {n: v for n, v in saved.items() if n != "moment1"}
     with pytest.raises(ValueError, match=r"missing: moment1, for 0/slots/moment1"):
         load_tf1_state(tx, params, lost, {"": "w"})
     with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
+
+
+def test_concatenated_slots_of_workers_may_start_again():
+    tx = optzoo.model_average(optzoo.ggt(0.1, window=2), axis_name=None)
+    params, state = trained(tx, {"w": jnp.arange(3.0)})
+    saved = tf1_variables(params, state)
+    assert saved["moment1"].any()
+    local = ("moment1", "grad_buffer", "flat_grad", "global_step_1")
+    lost = {n: v for n, v in saved.items() if n not in local}
+    loaded = load_tf1_state(tx, params, lost)[1]
+    assert not loaded.per_replica.inner[0].slots.moment1["w"].any()
 
 
 def test_no_optimizer_is_imported():
