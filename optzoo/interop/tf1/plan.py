@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from ...core.paths import out_of_box, owner_of, path_name
 from ...state.averages import MovingAverageSlots
+from ...state.resting import Resting
 from ...state.tf1_names import TF1Names, tf1_names
 from ...state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState
 from .names import (
@@ -27,7 +28,9 @@ from .names import (
     name_parameters,
     suffix,
 )
-from .nodes import HYPERPARAMS, Node, nodes
+
+_HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives them
+_COUNT = GetAttrKey("count")
 
 
 # Arrays are called by the names of their paths: ``0/slots/m/w`` of the state, ``w`` of the params.
@@ -108,8 +111,7 @@ def make_plan(
     owners = name_parameters(params, names)
     called = CheckpointNames(given, [owner.name for owner in owners.values()], choices)
     planner = _Planner(owners, called)
-    for node in nodes(state):
-        planner.add(node)
+    planner.add(state)
     variables = called.non_slots(wanted for wanted, _ in planner.non_slots)
     arrays, vectors = planner.arrays, list[Source]()
     for (wanted, source), variable in zip(planner.non_slots, variables, strict=True):
@@ -177,82 +179,99 @@ class _Planner:
             variable = average if in_average else center if in_center else name
             yield Source(path, variable, shape, dtype, dtype)
 
-    def add(self, node: Node) -> None:
-        """Adds what a part of a state needs."""
-        if isinstance(node.value, ReplicaState):
-            self._add_replicas(node)
-        elif isinstance(node.value, LeafwiseState):
-            self._add_transformation(node)
-        else:  # an array of a transformation of optax's, or of another library
-            attributes = {key.name for key in node.path if isinstance(key, GetAttrKey)}
-            if out_of_box(node.path)[-1:] == (GetAttrKey("count"),) and np.ndim(node.value) == 0:
-                self._add_count(node.path, node)
-            elif HYPERPARAMS not in attributes:
-                self.unmapped.append(path_name(node.path))
+    def add(
+        self, x: Any, path: Path = (), wrapper: Path | None = None, replica_part: str = ""
+    ) -> None:
+        """Adds what a part of a state needs.
 
-    def _add_count(self, path: Path, node: Node, is_global_step: bool = False) -> None:
-        wrapper = None if node.wrapper is None else path_name(node.wrapper)
-        self.counts.append(Count(path_name(path), wrapper, is_global_step))
+        Args:
+            x: the part.
+            path: of it.
+            wrapper: as in ``Count``.
+            replica_part: what it belongs to: a "worker", the "center", or all replicas.
+        """
+        if isinstance(x, Resting):  # its clock follows from the count
+            self.add(x.inner, (*path, GetAttrKey("inner")), wrapper, replica_part)
+        elif isinstance(x, LeafwiseState):
+            self._add_transformation(x, path, wrapper, replica_part)
+        elif isinstance(x, ReplicaState):
+            self._add_replicas(x, path, wrapper)
+            for fields, inner, part in _inside_replicas(x):
+                inside = (*path, *map(GetAttrKey, fields))
+                self.add(inner, inside, wrapper, replica_part or part)
+        elif jax.tree_util.all_leaves([x]):  # of optax, or of another library
+            if out_of_box(path)[-1:] == (_COUNT,) and np.ndim(x) == 0:
+                self._add_count(path, wrapper)
+            elif GetAttrKey(_HYPERPARAMS) not in path:
+                self.unmapped.append(path_name(path))
+        else:
+            inside = path if _may_skip_updates(x) else wrapper
+            children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+            for below, child in children:
+                of_child = wrapper if below == (_COUNT,) else inside
+                self.add(child, (*path, *below), of_child, replica_part)
+
+    def _add_count(self, path: Path, wrapper: Path | None, is_global_step: bool = False) -> None:
+        around = None if wrapper is None else path_name(wrapper)
+        self.counts.append(Count(path_name(path), around, is_global_step))
 
     def _add_non_slot(self, name: str, source: Source, value: Any = None, ndim: int = 0) -> None:
         self.non_slots.append((NonSlot(source.path, name, value, ndim), source))
 
-    def _add_replicas(self, node: Node) -> None:
-        state = node.value
-        path = lambda *fields: (*node.path, *map(GetAttrKey, fields))
-        self._add_count(path("replicated", GLOBAL_STEP), node, is_global_step=True)
+    def _add_replicas(self, state: Any, path: Path, wrapper: Path | None) -> None:
+        of = lambda *fields: (*path, *map(GetAttrKey, fields))
+        self._add_count(of("replicated", GLOBAL_STEP), wrapper, is_global_step=True)
         if isinstance(state, SharedParamsState):  # replicas read the parameters when they start
-            self._add_count(path("per_replica", "local_step"), node)
+            self._add_count(of("per_replica", "local_step"), wrapper)
         if hasattr(state.replicated, "stale_counter"):
-            counter = path("replicated", "stale_counter")
-            counter = _source(counter, state.replicated.stale_counter)
+            counter = _source(of("replicated", "stale_counter"), state.replicated.stale_counter)
             self._add_non_slot("stale_counter", counter)
         center = state.replicated.center if isinstance(state, LocalSGDState) else ()
         for below, x in jax.tree_util.tree_leaves_with_path(center):
             owner = self.owners[out_of_box(below)]
             name = owner.name if self.names.choices.swapped else f"{CENTER}/{owner.name}"
-            source = _source((*path("replicated", "center"), *below), x, owner)
+            source = _source((*of("replicated", "center"), *below), x, owner)
             self.arrays.append(source._replace(variable=name))
 
-    def _add_transformation(self, node: Node) -> None:
-        state, tf1 = node.value, tf1_names(node.value.slots)
+    def _add_transformation(
+        self, state: LeafwiseState, path: Path, wrapper: Path | None, replica_part: str
+    ) -> None:
+        tf1, is_center = tf1_names(state.slots), replica_part == "center"
         # Workers' variables are local, so most are in no checkpoint: they may start again.
-        optional = bool(node.replica_part)
-        slots = list(self._slots(node, optional))
+        optional = bool(replica_part)
+        slots = list(self._slots(state.slots, path, is_center, optional))
         self.arrays += [slot.source for slot in slots]
         if tf1.concatenated:
-            self._add_vectors(slots, tf1, path_name(node.path), optional)
+            self._add_vectors(slots, tf1, path_name(path), optional)
         elif self.names.choices.swapped and isinstance(state.slots, MovingAverageSlots):
             self.arrays += [slot.source._replace(variable=slot.owner.name) for slot in slots]
             self._averaged |= {slot.owner.path for slot in slots}
         else:
             self._add_slots(slots, tf1, optional)
-        path = (*node.path, GetAttrKey("count"))
         if tf1.count is None:
-            self._add_count(path, node)
+            self._add_count((*path, _COUNT), wrapper)
         else:
-            count = _source(path, state.count, optional=optional)
+            count = _source((*path, _COUNT), state.count, optional=optional)
             variable = self.names.own_count(tf1.count)
             self.arrays.append(count._replace(variable=variable, saved_dtype=_common_dtype(slots)))
-        # The center's counts and powers are the workers'.
-        shared = {} if node.replica_part == "center" else state.shared
+        shared = {} if is_center else state.shared  # the center's powers are the workers'
         for name, value in shared.items():
             if name not in tf1.not_in_tf1:
-                path = (*node.path, GetAttrKey("shared"), DictKey(name))
-                self._add_non_slot(name, _source(path, value, optional=optional), value)
+                array = (*path, GetAttrKey("shared"), DictKey(name))
+                self._add_non_slot(name, _source(array, value, optional=optional), value)
 
-    def _slots(self, node: Node, optional: bool) -> Iterator[_Slot]:
+    def _slots(self, slots: Any, path: Path, is_center: bool, optional: bool) -> Iterator[_Slot]:
         """The arrays beside each parameter, in the order of the slots' fields."""
-        for field, tree in node.value.slots._asdict().items():
+        for field, tree in slots._asdict().items():
             for below, x in jax.tree_util.tree_leaves_with_path(tree):
-                path = (*node.path, GetAttrKey("slots"), GetAttrKey(field), *below)
+                here = (*path, GetAttrKey("slots"), GetAttrKey(field), *below)
                 owner = owner_of(below, self.owners)
                 if owner is None:
-                    self.unmapped.append(path_name(path))
+                    self.unmapped.append(path_name(here))
                     continue
-                if node.replica_part == "center":
+                if is_center:
                     owner = owner._replace(name=f"{CENTER}/{owner.name}")
-                yield _Slot(field, below, owner, _source(path, x, owner, optional))
+                yield _Slot(field, below, owner, _source(here, x, owner, optional))
 
     def _add_slots(self, slots: list[_Slot], tf1: TF1Names, optional: bool) -> None:
         """Names slots as TensorFlow does, in the order of creation: ``Adam``, ``Adam_1``, ..."""
@@ -328,3 +347,28 @@ def _by_owner(
 def _common_dtype(slots: Iterable[_Slot]) -> Any:
     """That of the parameters."""
     return jnp.result_type(*([slot.owner.dtype for slot in slots] or [np.float32]))
+
+
+def _may_skip_updates(x: Any) -> bool:
+    """Whether it counts steps and keeps arrays from one to the next, around a state with a count.
+
+    Such as ``accumulate``: the optimizer in it counts its own updates, which may be fewer.
+    """
+    has_count = lambda x: "count" in getattr(x, "_fields", ())
+    if not has_count(x):
+        return False
+    fields = [field for k, field in x._asdict().items() if k not in ("count", _HYPERPARAMS)]
+    leaves = [jax.tree.leaves(field, is_leaf=has_count) for field in fields]
+    is_around = any(has_count(leaf) for of_field in leaves for leaf in of_field)
+    return is_around and any(of_field and not any(map(has_count, of_field)) for of_field in leaves)
+
+
+def _inside_replicas(state: ReplicaState) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """The states of optimizers, each with the fields that lead to it and what it belongs to."""
+    if isinstance(state, SharedParamsState):
+        yield ("replicated", "inner"), state.replicated.inner, ""
+        return
+    if hasattr(state.replicated.method, "center_inner"):  # of agn: the slots beside the center
+        fields = ("replicated", "method", "center_inner")
+        yield fields, state.replicated.method.center_inner, "center"
+    yield ("per_replica", "inner"), state.per_replica.inner, "worker"

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,20 +15,18 @@ from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_los
 class Steps(NamedTuple):
     """The counts of a state that is loaded, from a checkpoint or from the caller."""
 
-    values: Mapping[str, int] = MappingProxyType({})  # by path
-    used: tuple[str, ...] = ()  # variables
-    missing: tuple[str, ...] = ()  # messages
-    wrong: tuple[str, ...] = ()
+    values: dict[str, int]  # by path
+    used: tuple[str, ...]  # variables
+    missing: list[str]  # messages
+    wrong: list[str]
 
 
 class _Power(NamedTuple):
     """A variable such as ``beta1_power`` that belongs to an optimizer of the state."""
 
-    path: str
-    variable: str
+    source: Source  # optional if it is a worker's, which counts its own steps
     value: Any
     base: Any
-    optional: bool  # a worker's, which counts its own steps
 
     @property
     def updates(self) -> int | None:
@@ -61,27 +58,27 @@ def plan_steps(
         ValueError: if the global step is out of range, ambiguous, or not there by its name.
     """
     powers = [
-        _Power(source.path, source.variable, value, state[source.path], source.optional)
+        _Power(source, value, state[source.path])
         for source in plan.arrays
         if source.path.endswith("_power")
         and (value := given.get(source.variable)) is not None
         and value.ndim == 0
     ]
     wrong = [
-        f"betas: {power.variable} is {power.value}, no power of {power.base}, which tx has; load "
-        "with the checkpoint's betas, and continue with others if you like: the state is the same"
-        for power in powers
-        if not can_be_power(power.value, power.base)
+        f"betas: {source.variable} is {value}, no power of {base}, which tx has; load with the "
+        "checkpoint's betas, and continue with others if you like: the state is the same"
+        for source, value, base in powers
+        if not can_be_power(value, base)
     ]
     if not plan.counts:
-        return Steps(wrong=tuple(wrong))
+        return Steps({}, (), [], wrong)
     step, used = _find_global_step(global_step, given)
     is_saved = global_step is None or isinstance(global_step, str)
-    values, missing = dict[str, int](), []
+    values, missing = dict[str, int](), list[str]()
     wrappers = dict.fromkeys(count.wrapper for count in plan.counts)
     for wrapper in wrappers:
         counts = [count.path for count in plan.counts if count.wrapper == wrapper]
-        inside = [power for power in powers if _wrapper_of(power, wrappers) == wrapper]
+        inside = [power for power in powers if _wrapper_of(power.source.path, wrappers) == wrapper]
         is_outermost = wrapper is None
         wrong += _contradictions(inside, step if is_outermost and is_saved else None)
         told = [_of_powers(inside)]
@@ -97,7 +94,7 @@ def plan_steps(
                 f"the number of updates at {counts}, which may be fewer than the steps: name their "
                 "variable by variables="
             )
-    return Steps(values, used, tuple(missing), tuple(wrong))
+    return Steps(values, used, missing, wrong)
 
 
 def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]:
@@ -105,11 +102,11 @@ def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]
 
     A step that the caller gives is not among them: the powers may have another.
     """
-    powers = [power for power in powers if not power.optional]
+    powers = [power for power in powers if not power.source.optional]
     told = _of_powers(powers)
     updates = step if told is None else told
     for power in powers:
-        is_ = f"{power.variable} is {power.value}"
+        is_ = f"{power.source.variable} is {power.value}"
         if power.updates is not None and step is not None and power.updates != step:
             yield (
                 f"global_step: it is {step}, and {is_}, as after {power.updates} updates; "
@@ -119,9 +116,9 @@ def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]
             yield f"betas: {is_}, which it cannot be after {updates} updates"
 
 
-def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
-    """The innermost wrapper around a power."""
-    around = [w for w in wrappers if w is not None and power.path.startswith(f"{w}/" if w else "")]
+def _wrapper_of(path: str, wrappers: Iterable[str | None]) -> str | None:
+    """The innermost wrapper around an array."""
+    around = [w for w in wrappers if w is not None and path.startswith(f"{w}/" if w else "")]
     return max(around, key=len, default=None)
 
 
