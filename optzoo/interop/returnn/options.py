@@ -161,7 +161,9 @@ def _complete(
 # Layers
 
 
-def _layer(name: str, options: Any, default: ParamOptions, given: Mapping[str, Any]):
+def _layer(
+    name: str, options: Any, default: ParamOptions, given: Mapping[str, Any]
+) -> ParamOptions:
     """The options of one layer over the default ones."""
     if not isinstance(options, Mapping) or options.keys() - {"L2", "updater_opts"}:
         raise ValueError(f"layers: {name!r} may have L2 and updater_opts, got {options!r}")

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -53,21 +53,19 @@ def build_variables(
 ) -> dict[str, np.ndarray]:
     """The variables of a checkpoint, in the dtypes of those in ``like``."""
     saved = dict(like)
-    for variable, value, dtype in _variables(plan, step, params, state):
-        saved[variable] = value.astype(like[variable].dtype if variable in like else dtype)
-    return saved
 
+    def put(variable, value, dtype):
+        dtype = like[variable].dtype if variable in like else dtype
+        saved[variable] = np.asarray(value).astype(dtype)
 
-def _variables(
-    plan: Plan, step: int, params: Mapping[str, Any], state: Mapping[str, Any]
-) -> Iterator[tuple[str, np.ndarray, Any]]:
     for arrays, sources in ((params, plan.parameters), (state, plan.arrays)):
         for source in sources:
-            yield source.variable, np.asarray(arrays[source.path]), source.saved_dtype
+            put(source.variable, arrays[source.path], source.saved_dtype)
     for vector in plan.vectors:
-        yield vector.variable, _concatenate(vector, state), vector.saved_dtype
+        put(vector.variable, _concatenate(vector, state), vector.saved_dtype)
     if plan.counts:
-        yield GLOBAL_STEP, np.asarray(step), np.int64
+        put(GLOBAL_STEP, step, np.int64)
+    return saved
 
 
 def _fill(tree: Any, values: Mapping[str, Any]) -> Any:

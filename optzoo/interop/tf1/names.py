@@ -178,7 +178,7 @@ class CheckpointNames:
             best = {found for found in best if not found[0]} or best
         if len(best) > 1:
             raise ValueError(
-                f"the slots of {[*possible]} may be those of any of {sorted(map(tuple, best))}: "
+                f"the slots of {[*possible]} may be those of any of {sorted(best)}: "
                 "say scope= (the first part) or optimizer_name= (the second)"
             )
         return best.pop() if best else None
