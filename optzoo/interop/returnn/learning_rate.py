@@ -231,7 +231,7 @@ def _fixed(rates: Any) -> dict[int, float]:
     """The rates that ``learning_rates`` gives, by epoch."""
     if not rates:
         return {}
-    if isinstance(rates, str) or not isinstance(rates, list | tuple | Mapping):
+    if not isinstance(rates, list | tuple | Mapping):
         raise TypeError(
             f"learning_rates must be a list or a dict by epoch, got {rates!r}; a string of Python "
             "is not evaluated"
