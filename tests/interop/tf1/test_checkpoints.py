@@ -621,6 +621,12 @@ def test_dtypes_are_those_of_the_parameters(enabled, x64):
         assert_same(load_tf1_state(tx, params, saved), (params, state))
 
 
+def test_dtypes_are_those_of_like():
+    params, state, saved = saved_adam()
+    like = saved | {"beta1_power": saved["beta1_power"].astype(np.float64)}
+    assert tf1_variables(params, state, like=like)["beta1_power"].dtype == np.float64
+
+
 def test_arrays_stay_where_they_were():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
