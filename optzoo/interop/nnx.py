@@ -150,7 +150,7 @@ class _Layout:
 
 
 def _set_values(variables: Any, tree: Any) -> None:
-    """Sets variables to the values at their places, which may be trees: ``nnx.update`` cuts them."""
+    """Sets variables to the values at their places; ``nnx.update`` would take trees apart."""
     leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_object)
     for variable, value in zip(leaves, treedef.flatten_up_to(tree), strict=True):
         variable.set_value(value)

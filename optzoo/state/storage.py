@@ -20,6 +20,7 @@ from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .eight_bits import encoded, has_codes, is_coded
 from .fit import StateError, misfit, slots_words
 from .packing import is_packed, pack_like, unpack
+from .stacks import layout_of, stack, unstack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
@@ -192,3 +193,20 @@ def _slots_like(state: LeafwiseState, like: LeafwiseState) -> LeafwiseState:
         raise misfit(slots_words(like.slots), slots_words(state.slots))
     cast = jax.tree.map(saturating_cast_like, wanted, given)
     return state._replace(slots=pack_like(like.slots, cast))
+
+
+def unpack_state(state: Any) -> Any:
+    """The state with every slot in arrays of its own, without stacks and packed pairs."""
+    unpacked = lambda slots: type(slots)._make(map(unstack, unpack(slots)))
+    return map_nodes(LeafwiseState, lambda x: x._replace(slots=unpacked(x.slots)), state)
+
+
+def pack_state_like(packed: Any, state: Any) -> Any:
+    """An unpacked state in the form of another one."""
+
+    def packed_like(x, old):
+        pairs = zip(unpack(old.slots), x.slots, strict=True)
+        stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
+        return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
+
+    return map_nodes(LeafwiseState, packed_like, state, packed)

@@ -3,7 +3,6 @@
 import enum
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -124,14 +123,17 @@ def fbgemm_optimizer(
         ``SplitTableBatchedEmbeddingBagsCodegen`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_
         1.8.0. See ``docs/fbgemm.md``.
     """
-    given = types.SimpleNamespace(**locals())
     name = _name(optimizer)
     kind = _KINDS[name]
     check_rate(learning_rate)
     check_not_negative(max_norm=max_norm)
     check_flags(gradient_clipping=gradient_clipping)
     check_positive(max_gradient=max_gradient)
-    given.learning_rate = _in_float32(learning_rate)
+    given = _Given(
+        _in_float32(learning_rate), eps, momentum, weight_decay, weight_decay_mode, eta, beta1,
+        beta2, max_norm, counter_based_regularization, cowclip_regularization, global_weight_decay,
+        emainplace_mode, ensemble_mode, extra_optimizer_config, ar_alpha, ema_beta, min_shrinkage,
+    )  # fmt: skip
     _warn_about_ignored(name, kind.reads, given)
     if stochastic_rounding:
         _warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
@@ -139,7 +141,27 @@ def fbgemm_optimizer(
     return _of_tables(kind.build(given), bound, rounds_once=kind.rounds_once)
 
 
-_Given = types.SimpleNamespace  # the arguments of fbgemm_optimizer, with the rate in float32
+class _Given(NamedTuple):
+    """The arguments of :func:`fbgemm_optimizer` that only some optimizers read, and the rate."""
+
+    learning_rate: optax.ScalarOrSchedule
+    eps: float
+    momentum: float
+    weight_decay: float
+    weight_decay_mode: Any
+    eta: float
+    beta1: float
+    beta2: float
+    max_norm: float
+    counter_based_regularization: Any
+    cowclip_regularization: Any
+    global_weight_decay: Any
+    emainplace_mode: Any
+    ensemble_mode: Any
+    extra_optimizer_config: Any
+    ar_alpha: float
+    ema_beta: float
+    min_shrinkage: float
 
 
 class _Kind(NamedTuple):

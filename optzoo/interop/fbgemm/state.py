@@ -21,6 +21,7 @@ from ...first_order.partial_row_wise_adam import PartialRowWiseAdamSlots
 from ...first_order.row_wise_adagrad import RowWiseAdagradSlots
 from ...first_order.row_wise_lars import RowWiseLARSSlots
 from ...first_order.row_wise_rmsprop import RowWiseRMSPropSlots
+from ...state.storage import pack_state_like, unpack_state
 from ...state.types import LeafwiseState, NoSlots, map_nodes, nodes_of
 from ...wrappers.ema_in_place import EMAInPlaceState
 from ...wrappers.ensemble import EnsembleState
@@ -137,7 +138,8 @@ def load_fbgemm_state(
 
     if any(key.endswith("/weights") for key in given):
         params = tree_of("weights", params)
-    state = tx.init(params)
+    start = tx.init(params)
+    state = unpack_state(start)
     step = jnp.asarray(take("iter", np.zeros((), np.int32)))
     for kind in _COUNTING:
         state = map_nodes(kind, lambda node: node._replace(count=step), state)
@@ -147,7 +149,7 @@ def load_fbgemm_state(
     problems += [f"left over: {key}" for key in sorted(given.keys() - used)]
     if problems:
         raise ValueError("state_dict does not fit: " + "; ".join(problems))
-    return to_lines_of(like, tx, (params, state))
+    return to_lines_of(like, tx, (params, pack_state_like(start, state)))
 
 
 def save_fbgemm_state(
@@ -211,7 +213,7 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
         ValueError: if the state is not that of an optimizer that FBGEMM has, or if its parts
             counted different numbers of updates.
     """
-    params, state = from_lines((params, state))
+    params, state = from_lines((params, unpack_state(state)))
     name_of = _names_of(tables)
     steps = {int(node.count) for kind in _COUNTING for node in nodes_of(kind, state)}
     if len(steps) != 1:

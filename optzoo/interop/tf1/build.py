@@ -12,12 +12,12 @@ import numpy as np
 from ...core.paths import path_name
 from ...sleeping.state import CaughtUpState
 from ...sleeping.tables import all_awake
+from ...state.storage import pack_state_like, unpack_state
 from ...state.tf1_names import tf1_names
 from ...state.types import LeafwiseState, map_nodes
 from .names import GLOBAL_STEP
 from .plan import Plan, Source
 from .steps import Steps
-from .storage import pack_state_like, unpack_state
 
 
 def build_state(
