@@ -35,8 +35,8 @@ class Lines:
 
     Attributes:
         value: the array, of shape ``(number of lines, lanes)``; of two slots side by side of shape
-            ``(number of lines, 2 * lanes)``; of a slot with one number for each row as it is. What
-            has rows of another width is in lines of its own.
+            ``(number of lines, 2 * lanes)``; of a slot with one number for each row as it is.
+            Integers with rows of another width are in lines of their own.
         shape: of the table, ``(num_rows, *row_shape)``.
     """
 
@@ -226,10 +226,12 @@ def as_lines(tree: Any, shape: tuple[int, ...]) -> Lines:
 def _joined(x: Any, shape: tuple[int, ...]) -> Any:
     """The lines of an array of the shape of the table.
 
-    One with rows of another width is in lines of its own; any other is as it is.
+    One of integers with rows of another width is in lines of its own; any other is as it is.
     """
-    if len(of_x := jnp.shape(x)) > 1 and of_x[0] == shape[0] and of_x[1:] not in _widths(shape):
-        return as_lines(x, of_x)
+    of_x = jnp.shape(x)
+    if len(of_x) > 1 and of_x[0] == shape[0] and of_x[1:] not in _widths(shape):
+        # What is floating-point may be a matrix of which the first axis is as long by chance.
+        return as_lines(x, of_x) if jnp.issubdtype(x.dtype, jnp.integer) else x
     (lines, lanes), width = shape_of_lines(shape), math.prod(shape[1:])
     if shape == (lines, lanes):
         return x

@@ -1,5 +1,6 @@
 """Parameters in bfloat16 whose lower bits are in the state."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -79,7 +80,7 @@ def master_weights(
         bits: 24, with corrections in int8, or 32, in int16.
 
     Raises:
-        TypeError: if ``inner`` is no transformation.
+        TypeError: if ``inner`` is no transformation; when an update is differentiated.
         ValueError: if ``bits`` is neither; by ``init``, if no parameter is in bfloat16; by
             ``update``, if no params are given.
 
@@ -217,6 +218,7 @@ def _joined(x: Array, c: Array) -> Array:
     return lax.bitcast_convert_type(upper + units.astype(jnp.uint32), jnp.float32)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
     """The opposite: the upper 16 bits, rounded to the nearest, and the correction."""
     pattern = lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)
@@ -231,3 +233,11 @@ def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
     c = jnp.where(magnitude < _INFINITY, jnp.clip(c, info.min, info.max), 0)
     x = lax.bitcast_convert_type(((sign | upper) >> _UPPER).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isnan(wide), jnp.bfloat16(jnp.nan), x), c.astype(dtype)
+
+
+@_split.defjvp
+def _(dtype, primals, tangents):
+    raise TypeError(
+        "the bits of parameters are integers, which have no derivative: differentiate through an "
+        "update of the optimizer inside of optzoo.master_weights"
+    )

@@ -270,6 +270,17 @@ def test_in_a_chain_a_mask_a_scan_and_a_file():
     chex.assert_trees_all_equal(read, last)
 
 
+def test_derivatives_and_batches():
+    """An update has none; several models at once are as one after the other."""
+    tx, x = master_weights(optzoo.adam(0.1)), jnp.ones((3, 4), jnp.bfloat16)
+    update = lambda g, x: optax.apply_updates(x, tx.update(g, tx.init(x), x)[0])
+    with pytest.raises(TypeError, match="no derivative"):
+        jax.grad(lambda g: jnp.sum(update(g, x[0]).astype(jnp.float32)))(jnp.ones(4))
+    gs = jnp.asarray(numbers(3, (3, 4)))
+    one_by_one = jnp.stack([update(g, row) for g, row in zip(gs, x, strict=True)])
+    np.testing.assert_array_equal(jax.vmap(update)(gs, x), one_by_one)
+
+
 def test_tables_that_grow():
     tx = master_weights(optzoo.lazy_adam(0.1))
     params, state = train(tx, *optzoo.split_params(jax.tree.map(jnp.asarray, wide_start()), tx))

@@ -463,7 +463,9 @@ def test_no_copy_of_the_slots(options):
 
 def test_options_need_their_dtypes():
     for options in ({"stochastic": True}, BOTH):
-        with pytest.raises(ValueError, match=r"dtype must be bfloat16 or float16 .* got 'float32'"):
+        with pytest.raises(
+            ValueError, match=r"dtype must be int8, bfloat16 or float16 .* got 'float32'"
+        ):
             slots_dtype(optzoo.adam(), "float32", **options)
     with pytest.raises(ValueError, match=r"dtype must have 16, 32 or 64 bits .* got 'float8_e5m2'"):
         slots_dtype(optzoo.adam(), "float8_e5m2", packed=True)
