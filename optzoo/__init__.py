@@ -158,6 +158,7 @@ from .state.sharding import state_sharding as state_sharding
 from .state.slots import get_slot as get_slot
 from .state.slots import set_slot as set_slot
 from .state.slots import slot_names as slot_names
+from .state.storage import slots_like as slots_like
 from .state.types import LeafwiseState as LeafwiseState
 from .state.types import LocalSGDState as LocalSGDState
 from .state.types import ReplicaState as ReplicaState
@@ -183,6 +184,10 @@ from .wrappers.accumulate import accumulate as accumulate
 from .wrappers.ema_in_place import ema_in_place as ema_in_place
 from .wrappers.ensemble import ensemble as ensemble
 from .wrappers.groups import groups as groups
+from .wrappers.master_weights import MasterWeightsState as MasterWeightsState
+from .wrappers.master_weights import master_weights as master_weights
+from .wrappers.master_weights import split_params as split_params
+from .wrappers.master_weights import wide_params as wide_params
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.multitask import multitask as multitask
 from .wrappers.slots_dtype import slots_dtype as slots_dtype
@@ -199,6 +204,7 @@ if typing.TYPE_CHECKING:
     from .interop.fbgemm.state import load_fbgemm_state as load_fbgemm_state
     from .interop.fbgemm.state import save_fbgemm_state as save_fbgemm_state
     from .interop.keras import keras_optimizer as keras_optimizer
+    from .interop.nnx import nnx_minimize as nnx_minimize
     from .interop.returnn.learning_rate import LearningRateControl as LearningRateControl
     from .interop.returnn.updater import returnn_updater as returnn_updater
     from .interop.sparsecore.api import sparsecore as sparsecore
@@ -216,6 +222,7 @@ _LATER = {
     "fbgemm_optimizer": "interop.fbgemm.optimizer",
     "fbgemm_state_dict": "interop.fbgemm.state",
     "keras_optimizer": "interop.keras",
+    "nnx_minimize": "interop.nnx",
     "load_fbgemm_state": "interop.fbgemm.state",
     "load_tf1_state": "interop.tf1.load",
     "native_step": "native.step",

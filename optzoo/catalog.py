@@ -52,6 +52,7 @@ from .second_order.soap import soap
 from .wrappers.accumulate import accumulate
 from .wrappers.ema_in_place import ema_in_place
 from .wrappers.ensemble import ensemble
+from .wrappers.master_weights import master_weights
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
 from .wrappers.stacked import stacked
@@ -170,6 +171,7 @@ WRAPPERS: dict[str, Wrapper] = _by_name(
     Wrapper(decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"),
     Wrapper(ema_in_place, None),
     Wrapper(ensemble, None),
+    Wrapper(master_weights, None),
     Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
     Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
     Wrapper(stacked, None),

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .core.columns import columns
 from .core.paths import out_of_box, path_name, value_by_name
+from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
+from .state.eight_bits import Codes, nbytes_of_codes
 from .state.slots import get_slot, slot_names
+from .state.types import map_nodes
 
 
 class SlotOf(NamedTuple):
@@ -155,7 +157,8 @@ def describe(
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(tx.init, params)
-    slots = {name: get_slot(state, name) for name in slot_names(state)}
+    as_stored = map_nodes(Codes, _of_codes, state)
+    slots = {name: get_slot(as_stored, name) for name in slot_names(state)}
 
     extra_args = {"global_step": 0, **extra_args}
     update = lambda gs, state, xs: tx.update(gs, state, xs, **extra_args)
@@ -206,7 +209,7 @@ def _tables(
         row, capacity = _nbytes(x) // s.stored_rows, s.capacity(number, capacity_factor)
         mine = [slot[out_of_box(path)] for slot in of_slots if out_of_box(path) in slot]
         of_slots_of_row = sum(
-            _nbytes(a) // s.stored_rows for a in mine if a.shape[:1] == (s.stored_rows,)
+            _of_slot(a) // s.stored_rows for a in mine if a.shape[:1] == (s.stored_rows,)
         )
         yield TableOf(
             path_name(path),
@@ -220,7 +223,7 @@ def _tables(
 
 def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        yield SlotOf(slot, path_name(path), x.shape, x.dtype.name, _nbytes(x))
+        yield SlotOf(slot, path_name(path), x.shape, x.dtype.name, _of_slot(x))
 
 
 def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
@@ -229,6 +232,15 @@ def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
         if op.kind is Kind.COLLECTIVE:
             arrays = [v.aval for v in op.ins if hasattr(v.aval, "dtype")]
             yield times * sum(map(_nbytes, arrays)), sometimes
+
+
+def _of_codes(x: Codes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.codes.shape, x.codes.dtype)
+
+
+def _of_slot(x: Any) -> int:
+    """The bytes of a slot; in 8 bits with its scales."""
+    return _nbytes(x) if x.dtype.itemsize > 1 else nbytes_of_codes(x.shape)
 
 
 def _nbytes(x: Any) -> int:

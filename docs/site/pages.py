@@ -48,6 +48,10 @@ DATA = {
     "optzoo.RowsPolicy": "optzoo.rules.policies",
     "optzoo.Rule": "optzoo.rules.policies",
     "optzoo.Slot": "optzoo.state.types",
+    "optzoo.rules.Exact": "optzoo.state.types",
+    "optzoo.rules.NotNegative": "optzoo.state.types",
+    "optzoo.rules.Signed": "optzoo.state.types",
+    "optzoo.rules.Sum": "optzoo.state.types",
     "optzoo.race.PROBLEMS": "optzoo.race.problems",
     "optzoo.rules.RowsRule": "optzoo.rules.policies",
 }

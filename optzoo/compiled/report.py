@@ -14,8 +14,8 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..core.columns import columns
 from ..core.compat import kept_arguments
+from ..core.terminal import columns
 from .devices import devices_of
 from .hlo import Instruction, Program
 

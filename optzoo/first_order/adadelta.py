@@ -9,14 +9,14 @@ from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import NotNegative
 
 
 class AdadeltaSlots(NamedTuple):
     """The slots of Adadelta."""
 
-    accum: Slot  # mean of the squared gradient
-    accum_update: Slot  # mean of the squared step
+    accum: NotNegative  # mean of the squared gradient
+    accum_update: NotNegative  # mean of the squared step
 
 
 def scale_by_adadelta(

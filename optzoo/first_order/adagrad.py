@@ -8,13 +8,13 @@ from ..core.checks import check_positive
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import Sum
 
 
 class AdagradSlots(NamedTuple):
     """The slots of Adagrad."""
 
-    accumulator: Slot  # sum of the squared gradients
+    accumulator: Sum  # sum of the squared gradients
 
 
 def scale_by_adagrad(

@@ -14,14 +14,14 @@ from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed
 
 
 class AdamSlots(NamedTuple):
     """The slots of Adam."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # mean of the squared gradient
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of the squared gradient
 
 
 def next_slots(g: Array, s: AdamSlots, b1: float, b2: float) -> AdamSlots:

@@ -11,14 +11,14 @@ from ..core.optimizer import known
 from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed
 
 
 class AdaMaxSlots(NamedTuple):
     """The slots of AdaMax."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # decaying maximum of its magnitude
+    m: Signed  # mean of the gradient
+    v: NotNegative  # decaying maximum of its magnitude
 
 
 def scale_by_adamax(

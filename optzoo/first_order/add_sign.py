@@ -11,13 +11,13 @@ from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.types import Slot
+from ..state.types import Signed
 
 
 class AddSignSlots(NamedTuple):
     """The slots of AddSign."""
 
-    m: Slot  # mean of the gradient
+    m: Signed  # mean of the gradient
 
 
 def scale_by_add_sign(

@@ -12,15 +12,15 @@ from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
 from ..state.tf1_names import TF1Names
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed
 
 
 class AMSGradSlots(NamedTuple):
     """The slots of AMSGrad."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # mean of the squared gradient
-    v_hat: Slot  # its maximum so far
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of the squared gradient
+    v_hat: NotNegative  # its maximum so far
 
     tf1 = TF1Names(
         hint="; RETURNN's AMSGrad gives its variables no names: say which is which by "

@@ -23,7 +23,7 @@ from ..rules.learning_rate import row_wise
 from ..rules.policies import Rule
 from ..state.inner import fitting
 from ..state.slots import get_slot
-from ..state.types import Slot
+from ..state.types import Exact, Sum
 from .row_wise import (
     count_for_each_row,
     gap_since,
@@ -40,11 +40,9 @@ RateMode = Literal["equal", "tail_increase", "tail_decrease", "counter_sgd"]
 class CounterSlots(NamedTuple):
     """The slots of row-wise Adagrad with counters."""
 
-    accumulator: Slot  # sum of the mean squares of each row's gradients
-    prev_iter: Slot  # the number of the last update of each row, 0 before the first
-    row_counter: Slot  # how often each row came
-
-    at_least_float32 = ("prev_iter", "row_counter")
+    accumulator: Sum  # sum of the mean squares of each row's gradients
+    prev_iter: Exact  # the number of the last update of each row, 0 before the first
+    row_counter: Exact  # how often each row came
 
 
 class MaxCounterState(NamedTuple):

@@ -9,17 +9,15 @@ from ..core.checks import check_fraction, check_not_negative, check_rate, check_
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Exact, Sum
 from .row_wise import count_for_each_row, row_means, shrunk_and_moved, zero_for_each_row
 
 
 class GlobalDecaySlots(NamedTuple):
     """The slots of row-wise Adagrad with a global decay."""
 
-    accumulator: Slot  # sum of the mean squares of each row's gradients
-    prev_iter: Slot  # the last update of each row from the start of the decay on; 0 before
-
-    at_least_float32 = ("prev_iter",)
+    accumulator: Sum  # sum of the mean squares of each row's gradients
+    prev_iter: Exact  # the last update of each row from the start of the decay on; 0 before
 
 
 def global_decay_row_wise_adagrad(

@@ -9,14 +9,14 @@ from ..core.checks import check_decays, check_not_negative
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed
 
 
 class GradVarianceScaledSlots(NamedTuple):
     """The slots of GradVarianceScaled."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # mean of the squared distance from it
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of the squared distance from it
 
 
 def scale_by_grad_variance(

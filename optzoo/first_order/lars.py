@@ -13,13 +13,13 @@ from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
 from ..state.inner import fitting
-from ..state.types import Slot
+from ..state.types import Signed
 
 
 class LARSSlots(NamedTuple):
     """The slots of LARS."""
 
-    momentum: Slot  # decaying sum of the steps
+    momentum: Signed  # decaying sum of the steps
 
 
 def scale_by_lars_trust_ratio(

@@ -7,7 +7,7 @@ import optax
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import Exact, NotNegative, Signed
 from .adam import AdamSlots
 from .debiased import debiased_direction
 from .row_wise import count_for_each_row, of_rows
@@ -16,11 +16,9 @@ from .row_wise import count_for_each_row, of_rows
 class CountedAdamSlots(NamedTuple):
     """The slots of Adam with a bias correction for each row."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # mean of the squared gradient
-    row_counter: Slot  # updates of each row
-
-    at_least_float32 = ("row_counter",)
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of the squared gradient
+    row_counter: Exact  # updates of each row
 
 
 def scale_by_lazy_adamw(

@@ -9,13 +9,13 @@ from ..core.optimizer import known
 from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import Signed
 
 
 class MomentumSlots(NamedTuple):
     """The slots of momentum."""
 
-    momentum: Slot  # decaying sum of the gradients
+    momentum: Signed  # decaying sum of the gradients
 
 
 def scale_by_momentum(

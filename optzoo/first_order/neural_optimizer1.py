@@ -9,13 +9,13 @@ from ..core.checks import check_decays, check_finite
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.types import Slot
+from ..state.types import Signed
 
 
 class NeuralOptimizer1Slots(NamedTuple):
     """The slots of NeuralOptimizer1."""
 
-    m: Slot  # mean of the gradient
+    m: Signed  # mean of the gradient
 
 
 def scale_by_neural_optimizer1(

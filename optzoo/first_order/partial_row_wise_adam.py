@@ -7,7 +7,7 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed
 from .debiased import debiased_direction
 from .row_wise import of_rows, row_means, zero_for_each_row
 
@@ -15,8 +15,8 @@ from .row_wise import of_rows, row_means, zero_for_each_row
 class PartialRowWiseAdamSlots(NamedTuple):
     """The slots of partially row-wise Adam."""
 
-    m: Slot  # mean of the gradient
-    v: Slot  # mean over time of the mean square of each row's gradient
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean over time of the mean square of each row's gradient
 
 
 def scale_by_partial_row_wise_adam(

@@ -12,13 +12,13 @@ from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.types import Slot
+from ..state.types import Signed
 
 
 class PowerSignSlots(NamedTuple):
     """The slots of PowerSign."""
 
-    m: Slot  # mean of the gradient
+    m: Signed  # mean of the gradient
 
 
 def scale_by_power_sign(

@@ -9,13 +9,13 @@ from ..core.checks import check_positive
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import Sum
 
 
 class RegAdagradSlots(NamedTuple):
     """The slots of RegAdagrad."""
 
-    accumulator: Slot  # sum of the squared gradients
+    accumulator: Sum  # sum of the squared gradients
 
 
 def scale_by_reg_adagrad(

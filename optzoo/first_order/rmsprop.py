@@ -11,34 +11,34 @@ from ..core.optimizer import known
 from ..rules.law import Law, Sleeper
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import NotNegative, Signed, Slot
 
 
 class RMSPropSlots(NamedTuple):
     """The slots of RMSProp with momentum."""
 
-    rms: Slot  # mean of the squared gradient
-    momentum: Slot  # decaying sum of the steps
+    rms: NotNegative  # mean of the squared gradient
+    momentum: Signed  # decaying sum of the steps
 
 
 class CenteredRMSPropSlots(NamedTuple):
     """The slots of centered RMSProp with momentum."""
 
-    rms: Slot
+    rms: Slot  # more than 8 bits: rms - mg**2 must not become negative by rounding
     mg: Slot  # mean of the gradient
-    momentum: Slot
+    momentum: Signed
 
 
 class PlainRMSPropSlots(NamedTuple):
     """The slots of RMSProp without momentum."""
 
-    rms: Slot
+    rms: NotNegative
 
 
 class PlainCenteredRMSPropSlots(NamedTuple):
     """The slots of centered RMSProp without momentum."""
 
-    rms: Slot
+    rms: Slot  # as above
     mg: Slot
 
 

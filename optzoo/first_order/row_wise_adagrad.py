@@ -8,14 +8,14 @@ from ..core.checks import check_flags, check_not_negative
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import descend
-from ..state.types import Slot
+from ..state.types import Sum
 from .row_wise import of_rows, row_means, zero_for_each_row
 
 
 class RowWiseAdagradSlots(NamedTuple):
     """The slots of row-wise Adagrad."""
 
-    accumulator: Slot  # sum of the mean squares of each row's gradients
+    accumulator: Sum  # sum of the mean squares of each row's gradients
 
 
 def scale_by_row_wise_adagrad(

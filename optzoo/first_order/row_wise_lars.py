@@ -8,14 +8,14 @@ from ..core.checks import check_not_negative, check_rate
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Signed
 from .row_wise import of_rows, row_norms
 
 
 class RowWiseLARSSlots(NamedTuple):
     """The slots of row-wise LARS."""
 
-    momentum: Slot  # decaying sum of the steps
+    momentum: Signed  # decaying sum of the steps
 
 
 def row_wise_lars(

@@ -9,7 +9,7 @@ from ..core.checks import check_decays, check_fraction, check_not_negative, chec
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Exact, NotNegative
 from .row_wise import (
     count_for_each_row,
     gap_since,
@@ -23,10 +23,8 @@ from .row_wise import (
 class RowWiseRMSPropSlots(NamedTuple):
     """The slots of row-wise RMSProp."""
 
-    rms: Slot  # mean over time of the mean square of each row's gradient
-    prev_iter: Slot  # the number of the last update of each row, 0 before the first
-
-    at_least_float32 = ("prev_iter",)
+    rms: NotNegative  # mean over time of the mean square of each row's gradient
+    prev_iter: Exact  # the number of the last update of each row, 0 before the first
 
 
 def row_wise_rmsprop(

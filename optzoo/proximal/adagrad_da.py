@@ -8,15 +8,15 @@ from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Sum
 from .shrink import soft_threshold
 
 
 class AdagradDASlots(NamedTuple):
     """The slots of AdagradDA."""
 
-    gradient_accumulator: Slot  # sum of the gradients
-    gradient_squared_accumulator: Slot  # sum of the squared gradients
+    gradient_accumulator: Sum  # sum of the gradients
+    gradient_squared_accumulator: Sum  # sum of the squared gradients
 
 
 def adagrad_da(

@@ -11,15 +11,15 @@ from ..core.marks import marked
 from ..core.numerics import power, safe_divide, sqrt
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Sum
 from .shrink import soft_threshold
 
 
 class FtrlSlots(NamedTuple):
     """The slots of FTRL."""
 
-    accum: Slot  # sum of the squared gradients
-    linear: Slot  # coefficients of the linear term
+    accum: Sum  # sum of the squared gradients
+    linear: Sum  # coefficients of the linear term
 
 
 def ftrl(

@@ -8,14 +8,14 @@ from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import row_wise
-from ..state.types import Slot
+from ..state.types import Sum
 from .shrink import shrink
 
 
 class ProximalAdagradSlots(NamedTuple):
     """The slots of proximal Adagrad."""
 
-    accumulator: Slot  # sum of the squared gradients
+    accumulator: Sum  # sum of the squared gradients
 
 
 def proximal_adagrad(

@@ -19,7 +19,7 @@ from ..rules.learning_rate import chain, scale_by_learning_rate
 from ..rules.on_stored import in_float32
 from ..rules.treewise import treewise
 from ..state.tf1_names import TF1Names
-from ..state.types import Slot
+from ..state.types import Signed, Slot
 from .eigh import eigh
 
 
@@ -33,7 +33,7 @@ def _gram_matrix(slots: Any) -> np.ndarray:
 class GGTSlots(NamedTuple):
     """What GGT keeps in addition to the Gram matrix of the window."""
 
-    moment1: Slot  # mean of the gradient
+    moment1: Signed  # mean of the gradient
     grad_buffer: Slot  # the last moments: a ring buffer along a leading axis
 
     tf1 = TF1Names(

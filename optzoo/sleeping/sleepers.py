@@ -311,8 +311,8 @@ def sleeper_for(inner: Any, dense: bool) -> Sleeper:
     if make is None:
         raise TypeError(
             f"inner has no law for rows without a gradient, got {inner!r}. Those that have one: "
-            f"{WITH_LAW}; and optzoo.slots_dtype and moving_average around them. Gradients "
-            "are transformed before optzoo.caught_up, in an optax.chain of which it is the last"
+            f"{WITH_LAW}; and around them optzoo.moving_average and slots_dtype, but for int8. "
+            "Gradients are transformed before optzoo.caught_up, in an optax.chain that ends with it"
         )
     try:
         sleeper = make(dense)

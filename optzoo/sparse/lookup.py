@@ -8,6 +8,7 @@ ever made. The same jaxpr tells which of the tables are used in any other way to
 (``jaxprs/dense_uses.py``).
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ def lookup(table: Any, ids: Any) -> Array:
     from it in three ways: the table may have any size, there is an id for padding, and wrong ids
     do not pass for others.
 
-    The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
+    The id ``len(table)`` is padding: it reads zeros and has no gradient. Where ids are padded with
+    -1, replace it: ``ids = jnp.where(ids < 0, len(table), ids)``. Any other id outside
     ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
     that it cannot go unnoticed. Negative ids do not count from the end, and ids are not clipped.
 
@@ -150,6 +152,7 @@ def value_and_grad(
                     "what to differentiate by position"
                 )
         chosen = tuple(args[i] for i in which)
+        check_no_module(*chosen)
         flat, treedef = jax.tree.flatten(chosen)
 
         def call(leaves):
@@ -193,8 +196,27 @@ def check_differentiable(x: Any, name: str) -> None:
         raise TypeError(
             f"{name} has dtype {dtype}, which has no gradient: differentiate with respect to the "
             "parameters alone. Of a module of Flax NNX these are the second part of "
-            "nnx.split(model, nnx.Param, ...)"
+            "nnx.split(model, nnx.Param, ...); optzoo.nnx_minimize takes the module"
         )
+
+
+def check_no_module(*args: Any) -> None:
+    """Raises ``TypeError`` for a module of Flax NNX that holds more than parameters.
+
+    What the loss changes in it, such as the count of a random key, would be lost.
+    """
+    nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
+    for module in args:
+        if nnx is None or not isinstance(module, nnx.Module):
+            continue
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        for path, x in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_variable):
+            if not isinstance(x, nnx.Param):
+                raise TypeError(
+                    f"'{path_name(path)}' of the {type(module).__name__} is no nnx.Param: use "
+                    "optzoo.nnx_minimize(loss_fn), or differentiate with respect to the second "
+                    "part of nnx.split(model, nnx.Param, ...)"
+                )
 
 
 def _name(path: Any, which: Sequence[int]) -> str:
@@ -220,6 +242,8 @@ def _check_range(ids: Any, num_rows: int) -> None:
     ids = np.asarray(jax.device_get(ids))
     bad = (ids < 0) | (ids > num_rows)
     if bad.any():
+        first = ids[bad].flat[0]
+        fix = f": jnp.where(ids < 0, {num_rows}, ids) makes it padding" if first < 0 else ""
         raise IndexError(
-            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {ids[bad].flat[0]}"
+            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {first}{fix}"
         )

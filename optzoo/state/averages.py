@@ -11,16 +11,15 @@ from ..core.numerics import wide_dtype
 from ..core.paths import is_masked, path_name
 from .stacks import layout_of, stack, unstack
 from .tf1_names import AVERAGE, TF1Names
-from .types import LocalSGDState, ReplicaState, Slot
+from .types import Exact, LocalSGDState, ReplicaState
 
 
 class MovingAverageSlots(NamedTuple):
     """What the moving average keeps."""
 
-    average: Slot  # of the parameters, in float32 at least
+    average: Exact  # of the parameters, in float32 at least
 
     tf1 = TF1Names(slot=AVERAGE)
-    at_least_float32 = ("average",)
 
 
 def averages_of(params: Any, state: Any) -> Any:

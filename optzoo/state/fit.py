@@ -18,6 +18,7 @@ from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
+from .eight_bits import is_coded
 from .packing import is_packed
 from .slots import has_states
 from .types import LeafwiseState
@@ -127,8 +128,11 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
         slot: a tree of arrays.
         of: the shape of a table that has sparse gradients; its slots may be in lines.
     """
-    in_lines = lambda a: of is not None and are_lines(a, of)
-    return [(of, _kind(a)[1]) if in_lines(a) else _kind(a) for a in jax.tree.leaves(slot)]
+    in_lines = lambda shape: (
+        of is not None and are_lines(jax.ShapeDtypeStruct(shape, jnp.float32), of)
+    )
+    kinds = map(_kind, jax.tree.leaves(slot, is_leaf=is_coded))
+    return [(of, numbers) if in_lines(shape) else (shape, numbers) for shape, numbers in kinds]
 
 
 def _is_half(expected: list[Any], got: list[Any]) -> bool:
@@ -229,6 +233,8 @@ def _kind(a: Any) -> Any:
     """What two arrays of states that fit have in common; of slots their type."""
     if isinstance(a, LeafwiseState):
         return slots_words(a.slots)
+    if is_coded(a):
+        return a.codes.shape, "real numbers"
     if is_rows(a) or _is_array(a):
         return a.shape, _kind_of_dtype(a.dtype)
     is_number = isinstance(a, int | float | complex)

@@ -1,4 +1,6 @@
-"""Two slots in one array: 16-bit slots in words of 32 bits, others side by side.
+"""How slots lie in the state: two in one array, or in 8 bits.
+
+Two slots in one array are 16-bit slots in words of 32 bits, or others side by side.
 
 A state shows its storage: where two slots of a parameter are packed, the array of both takes the
 place of the first, and a marker, an empty NamedTuple, replaces the second.
@@ -14,6 +16,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from ..core.lines import as_lines, is_lines, plain
+from .eight_bits import decoded, encoded, has_codes, is_coded
 from .stochastic_rounding import DTYPES
 
 
@@ -66,8 +70,8 @@ def pack(slots: Any, dtype: DTypeLike) -> Any:
 
 
 def unpack(slots: Any) -> Any:
-    """The opposite: each slot in its own arrays."""
-    trees = list(slots)
+    """Each slot in its own arrays, in a floating-point dtype: the opposite of :func:`pack`."""
+    trees = list(map(_decoded, slots))
     for i, j in _pairs(slots):
         both, marks = slots[i], slots[j]
         trees[i], trees[j] = (
@@ -79,17 +83,48 @@ def unpack(slots: Any) -> Any:
 def pack_like(packed: Any, slots: Any) -> Any:
     """Slots from :func:`unpack` in the storage of ``packed``.
 
-    They may be in float32 if every value is one of the dtype that was packed.
+    They may be in float32 if every value is one of the dtype that was packed. What is in 8 bits in
+    ``packed`` is rounded to the nearest, if it is not in 8 bits already.
     """
-    trees = list(slots)
+    trees = list(map(_encoded_like, packed, slots))
     for i, j in _pairs(packed):
         trees[i], trees[j] = _packed(slots[i], slots[j], packed[j])
     return type(packed)._make(trees)
 
 
 def is_packed(slots: Any) -> bool:
-    """Whether there are arrays of two slots among them."""
-    return any(True for _ in _pairs(slots))
+    """Whether there are arrays of two slots, or arrays in 8 bits, among them."""
+    return has_codes(slots) or any(True for _ in _pairs(slots))
+
+
+def _decoded(tree: Any) -> Any:
+    f = lambda x: _of_arrays(decoded, x) if has_codes(x) else x
+    return _map_stored(f, tree) if has_codes(tree) else tree
+
+
+def _encoded_like(old: Any, new: Any) -> Any:
+    def f(a, b):
+        encode = lambda b: encoded(type(a), b)
+        return _of_arrays(encode, b) if is_coded(a) and not is_coded(b) else b
+
+    return _map_stored(f, old, new) if has_codes(old) else new
+
+
+def _map_stored(f: Any, *trees: Any) -> Any:
+    """``f`` of arrays as they are stored; of those of a table in lines as if it were not."""
+
+    def of_each(*xs):
+        if not is_lines(xs[0]):
+            return f(*xs)
+        return as_lines(f(*map(plain, xs)), xs[0].shape)
+
+    return jax.tree.map(of_each, *trees, is_leaf=lambda x: is_coded(x) or is_lines(x))
+
+
+def _of_arrays(f: Any, *args: Any) -> Any:
+    """``f`` of arrays, which may be abstract."""
+    is_abstract = any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(args))
+    return jax.eval_shape(f, *args) if is_abstract else f(*args)
 
 
 def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
@@ -133,8 +168,7 @@ def _joined(first: Any, second: Any, mark: Any) -> Any:
         join = lambda *parts: lax.concatenate(list(map(jnp.asarray, parts)), first.ndim - 1)
     else:
         join = lambda *parts: _words(*parts, _DTYPE_OF[type(mark)])
-    is_abstract = isinstance(first, jax.ShapeDtypeStruct)
-    return jax.eval_shape(join, first, second) if is_abstract else join(first, second)
+    return _of_arrays(join, first, second)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -167,7 +201,7 @@ def _part(both: Any, n: int, mark: Any) -> Any:
     else:
         half = lambda w: (jnp.asarray(w) >> np.uint32(16 * n)).astype(jnp.uint16)
         cut = lambda w: lax.bitcast_convert_type(half(w), _DTYPE_OF[type(mark)])
-    return jax.eval_shape(cut, both) if isinstance(both, jax.ShapeDtypeStruct) else cut(both)
+    return _of_arrays(cut, both)
 
 
 _COMPLEX = (

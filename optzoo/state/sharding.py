@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.lines import doubled, is_lines, shape_of_lines
 from ..core.paths import out_of_box, path_name
+from .eight_bits import is_coded
 from .slots import map_slot_trees
 
 _HINT = (
@@ -55,13 +56,16 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     everywhere = _everywhere(owners)
 
     def place(path, slot):
+        if is_coded(slot):
+            codes = place(path, slot.codes)
+            return type(slot)(codes, _of_scales(codes, slot.scales.shape))
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
         return everywhere if x is None else _like(x, slot.shape) or everywhere
 
     state = jax.eval_shape(tx.init, params)
     try:
-        of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots)
+        of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots, is_leaf=is_coded)
         return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
@@ -109,6 +113,15 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
     else:
         return None
     return sharding.update(spec=PartitionSpec(*axes))
+
+
+def _of_scales(codes: Any, shape: tuple[int, ...]) -> Any:
+    """The sharding of the scales by that of the codes; a last axis that is too short is whole."""
+    try:
+        codes.shard_shape(shape)
+    except ValueError:
+        return codes.update(spec=PartitionSpec(*codes.spec[: len(shape) - 1]))
+    return codes
 
 
 def _sharding(x: Any) -> Any:

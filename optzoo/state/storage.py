@@ -1,4 +1,4 @@
-"""How slots are stored: in their dtypes, packed, or rounded at random.
+"""How slots are stored: in their dtypes, packed, in 8 bits, or rounded at random.
 
 :func:`load` gives the slots that a rule computes with, :func:`save` the slots of the state again.
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
@@ -17,7 +17,10 @@ from ..core.numerics import saturating_cast_like, upcast
 from ..core.optimizer import Notes
 from ..core.paths import path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
+from .eight_bits import encoded, has_codes, is_coded
+from .fit import StateError, misfit, slots_words
 from .packing import is_packed, pack_like, unpack
+from .stacks import layout_of, stack, unstack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
@@ -27,6 +30,7 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
+from .types import LeafwiseState, map_nodes
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"
@@ -113,6 +117,8 @@ def save(old: Any, new: Any) -> Any:
     if not isinstance(old, StoredSlots):
         return jax.tree.map(saturating_cast_like, old, new)
     olds, treedef = jax.tree.flatten(unpack(old.slots))
+    if has_codes(old.slots):
+        olds = jax.tree.leaves(old.slots, is_leaf=is_coded)
     pairs = zip(olds, treedef.flatten_up_to(new), strict=True)
     news = [rounded(a, b, old.start, k) for k, (a, b) in enumerate(pairs)]
     kept = pack_like(old.slots, treedef.unflatten(news))
@@ -125,25 +131,82 @@ def read_back(saved: Any, new: Any) -> Any:
     An update is computed from packed or randomly rounded slots as they are stored: it then reads
     the new words alone. If it read the old ones too, XLA would have to copy them before the new
     ones take their place. Float16 has few exponents: there a mean square that the update divides by
-    may be rounded to zero, so the update is computed from the slots before they are rounded.
+    may be rounded to zero, so the update is computed from the slots before they are rounded; and so
+    it is from slots in 8 bits, as in their publication.
     """
-    if not isinstance(saved, StoredSlots):
+    if not isinstance(saved, StoredSlots) or has_codes(saved.slots):
         return new
     dtypes = {jnp.dtype(a.dtype) for a in jax.tree.leaves(unpack(saved.slots))}
     return new if jnp.dtype(jnp.float16) in dtypes else load(saved)
 
 
-def rounded(old: Array, new: Array, start: Array | None, k: int) -> Array:
+def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
     """The new value of the k-th slot in the dtype of the old one, or representable in it.
 
     Args:
-        old: the slot as it was.
+        old: the slot as it was, an array or codes.
         new: in at least float32.
         start: of the random bits; None to round to the nearest.
         k: the position of the slot.
     """
-    if start is None or jnp.dtype(old.dtype) not in DTYPES:
+    bits = None
+    if start is not None and (is_coded(old) or jnp.dtype(old.dtype) in DTYPES):
+        start = start + np.uint32(k // 2 * _STREAM % 2**32)
+        bits = random_bits(start, new.shape) >> np.uint32(16 * (k % 2))
+    if is_coded(old):
+        return encoded(type(old), new, bits)
+    if bits is None:
         return saturating_cast_like(old, new)
-    start = start + np.uint32(k // 2 * _STREAM % 2**32)
-    bits = random_bits(start, new.shape)
-    return round_at_random(new, bits >> np.uint32(16 * (k % 2)), old.dtype)
+    return round_at_random(new, bits, old.dtype)
+
+
+def slots_like(state: Any, like: Any) -> Any:
+    """A state with its slots stored as in another one: in its dtypes, packed, or in 8 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> params, plain = jnp.ones((4, 8)), optzoo.adam(0.1)
+        >>> short = optzoo.slots_dtype(plain, "int8")
+        >>> state = optzoo.slots_like(plain.init(params), jax.eval_shape(short.init, params))
+        >>> print(state[0].slots.m.codes.dtype)
+        int8
+
+    Args:
+        state: of an optimizer of this library, alone or within optax's chains and wrappers.
+        like: the state of the same optimizer and parameters in the other storage; abstract arrays
+            are enough.
+
+    Raises:
+        ValueError: if the states are not of the same optimizer and parameters.
+    """
+    is_node = lambda node: isinstance(node, LeafwiseState)
+    olds, news = (jax.tree.structure(tree, is_leaf=is_node) for tree in (like, state))
+    if olds != news:
+        raise StateError(f"like must be a state of the same transformation: {news} and {olds}")
+    return map_nodes(LeafwiseState, _slots_like, state, like)
+
+
+def _slots_like(state: LeafwiseState, like: LeafwiseState) -> LeafwiseState:
+    given, wanted = unpack(state.slots), unpack(like.slots)
+    kinds = [[a.shape for a in jax.tree.leaves(slots)] for slots in (given, wanted)]
+    if kinds[0] != kinds[1] or jax.tree.structure(given) != jax.tree.structure(wanted):
+        raise misfit(slots_words(like.slots), slots_words(state.slots))
+    cast = jax.tree.map(saturating_cast_like, wanted, given)
+    return state._replace(slots=pack_like(like.slots, cast))
+
+
+def unpack_state(state: Any) -> Any:
+    """The state with every slot in arrays of its own, without stacks and packed pairs."""
+    unpacked = lambda slots: type(slots)._make(map(unstack, unpack(slots)))
+    return map_nodes(LeafwiseState, lambda x: x._replace(slots=unpacked(x.slots)), state)
+
+
+def pack_state_like(packed: Any, state: Any) -> Any:
+    """An unpacked state in the form of another one."""
+
+    def packed_like(x, old):
+        pairs = zip(unpack(old.slots), x.slots, strict=True)
+        stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
+        return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
+
+    return map_nodes(LeafwiseState, packed_like, state, packed)

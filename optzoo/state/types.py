@@ -1,17 +1,25 @@
 """The types of the states of this library."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 from jax import Array
 
 # A field of a slots tuple: an initializer in the call of treewise, an array (or a tuple of some)
-# in the rule, a params-shaped tree in the state.
-#
-# A class of slots may name some of them in ``at_least_float32``: optzoo.slots_dtype gives these no
-# 16 bits. They are counts, averages, and matrices whose roots or eigenvectors are needed.
-Slot = Any
+# in the rule, a params-shaped tree in the state. Its annotation says what it holds, by which
+# optzoo.slots_dtype knows how few bits it may have.
+Slot = Any  # nothing is said: 16 bits or more
+Signed = Annotated[Any, "signed"]  # a mean or a decaying sum of either sign
+NotNegative = Annotated[Any, "not negative"]  # a mean or a maximum of squares or magnitudes
+Sum = Annotated[Any, "sum"]  # of all steps: single ones are lost in 8 bits
+Exact = Annotated[Any, "exact"]  # a count, an average, a factor of a matrix: 32 bits or more
+
+
+def holds(slots: Any) -> dict[str, Any]:
+    """What each slot of a named tuple holds, by its name: the annotations of its class."""
+    hints = get_type_hints(type(slots), include_extras=True)
+    return {name: hints.get(name, Slot) for name in getattr(slots, "_fields", ())}
 
 
 class NoSlots(NamedTuple):

@@ -16,7 +16,7 @@ from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, apply_natively, check_native
 from ..sleeping.sleepers import Sleepers, final_update
-from ..sparse.lookup import check_differentiable, value_and_aux
+from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
@@ -64,6 +64,7 @@ class Model(NamedTuple):
     def check(params: Any) -> None:
         """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is a state."""
         refuse_swapped(params)
+        check_no_module(params)
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             check_differentiable(x, f"parameter '{path_name(path)}'")
 

@@ -1,6 +1,7 @@
 """Slots in another dtype than the parameters."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +10,24 @@ import optax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
+from ..core.lines import in_lines, is_lines
 from ..core.optimizer import Notes, Optimizer
+from ..state.eight_bits import RootCodes, SignedCodes, encoded, has_codes, takes_codes
 from ..state.inner import fitting, inner_transformation
-from ..state.packing import PACKABLE, pack
+from ..state.packing import PACKABLE, is_packed, pack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import ROUNDING, Rounding
-from ..state.types import LeafwiseState, map_nodes, nodes_of
+from ..state.types import (
+    Exact,
+    LeafwiseState,
+    NotNegative,
+    Signed,
+    Slot,
+    Sum,
+    holds,
+    map_nodes,
+    nodes_of,
+)
 
 
 def slots_dtype(
@@ -25,7 +38,7 @@ def slots_dtype(
     packed: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the slots of any optimizer of this library in ``dtype``.
+    r"""Stores the slots of any optimizer of this library in ``dtype``.
 
     ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory. Without it slots
     have the dtype of their parameter, or float32 if that has 16 bits. The arithmetic is always in
@@ -35,8 +48,26 @@ def slots_dtype(
     Rounding to the nearest stops slots that change slowly: with ``b2=0.999`` a step changes a mean
     by a thousandth, less than the 1/256 that bfloat16 resolves. It is off by default because the
     result then depends on a seed. The average of :func:`optzoo.moving_average` stays in float32 at
-    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that their
-    class names in ``at_least_float32 = ("count",)``.
+    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that are
+    ``optzoo.rules.Exact`` in their class.
+
+    ``"int8"`` needs 8.5 bits for an element. Groups of 32 consecutive elements of the last axis
+    share a scale of 16 bits, their greatest magnitude :math:`s`. Of a slot that is
+    ``optzoo.rules.Signed``, a mean or a decaying sum, and of one that is ``NotNegative``, such as a
+    mean of squares, elements :math:`x` are stored as
+
+    .. math::
+        q = \operatorname{round}\Big(127\, \frac{2y}{1 + |y|}\Big), \quad y = \frac{x}{s}
+        \qquad \text{and} \qquad q = \operatorname{round}\Big(255\, \frac{\sqrt x}{s}\Big),
+        \quad s = \max \sqrt x
+
+    where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
+    such slots. The update is computed from the slots before they are rounded. All other slots stay
+    as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, those
+    of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is an
+    error. With ``stochastic`` codes are rounded at random. Rows are read and written as the touched
+    rows of codes and scales. :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes,
+    :func:`optzoo.slots_like` converts a whole state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
@@ -71,35 +102,31 @@ def slots_dtype(
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
             within optax's chains, masks and wrappers.
-        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with ``stochastic``, these,
-            ``"float32"`` or ``"float64"`` with ``packed``.
+        dtype: a floating-point dtype or ``"int8"``; ``"int8"``, ``"bfloat16"`` or ``"float16"``
+            with ``stochastic``; a floating-point dtype of 16, 32 or 64 bits with ``packed``.
         stochastic: round at random.
         packed: two slots in one array. It changes the structure of the state.
         seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
             for one step. If ``slots_dtype`` is nested, the outermost seed counts.
 
     Raises:
-        TypeError: if ``dtype`` is not a floating-point dtype, or the seed is not an int; when an
-            update with slots packed in 16 bits is differentiated.
+        TypeError: if ``dtype`` is neither a floating-point dtype nor ``"int8"``, or the seed is not
+            an int; when an update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
-            has no slots of this library; by ``update``, if the state has slots in complex numbers,
-            as they were packed in the past, or with ``stochastic`` if a transformation inside
-            does not pass the keywords of its update on.
+            has no slots of this library, or none that may have 8 bits; by ``update``, if the state
+            has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if
+            a transformation inside does not pass the keywords of its update on.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision
-        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
+        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding). Ortiz et al., `FlashOptim:
+        Optimizers for Memory Efficient Training <https://arxiv.org/abs/2602.23349>`_, 2026 (8
+        bits). There scales are float16; here they have its precision, but no sign and six bits of
+        exponent, so that magnitudes down to 1e-14 keep it.
     """
     inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating-point dtype, got {dtype!r}")
-    if stochastic and jnp.dtype(dtype) not in DTYPES:
-        raise ValueError(f"dtype must be bfloat16 or float16 with stochastic, got {dtype!r}")
-    if packed and jnp.dtype(dtype) not in PACKABLE:
-        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
-    if jnp.finfo(dtype).bits < 16:
-        raise ValueError(f"dtype must have at least 16 bits, got {dtype!r}")
+    store = _storage(dtype, stochastic, packed)
     seed = check_size(seed=seed)
 
     def init(params):
@@ -109,15 +136,7 @@ def slots_dtype(
                 "slots_dtype finds no slots of optzoo in this state; "
                 "for an optimizer of optax see its own arguments, such as mu_dtype"
             )
-        # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
-        wider = state
-        if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
-            wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
-        state = map_nodes(LeafwiseState, functools.partial(_stored, dtype), state, wider)
-        if not packed:
-            return state
-        by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
-        return map_nodes(LeafwiseState, by_two, state)
+        return store(inner, params, state)
 
     def update(updates, state, params=None, **extra_args):
         if not stochastic or ROUNDING in extra_args:  # that of a slots_dtype around this one
@@ -132,6 +151,8 @@ def slots_dtype(
 
     of_stored = lambda _, law: law and law._replace(at_random=law.at_random or stochastic)
     about = inner.about.with_law(of_stored).reading("rounding_seed")
+    if store is _in_8_bits:  # each update would round a row, and none rounds one that rests
+        about = about._replace(law=None)
     if stochastic:  # random bits by the places of rows: that they are alone must be proved
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))
@@ -142,6 +163,38 @@ NOT_PASSED_ON_MSG = (
     "the slots in it cannot be rounded at random: put slots_dtype inside of it"
 )
 
+# The state, of the inner transformation and parameters, in another storage.
+_Store = Callable[[Any, Any, Any], Any]
+
+
+def _storage(dtype: Any, stochastic: bool, packed: bool) -> _Store:
+    """How the slots of a new state are stored; raises ``TypeError`` or ``ValueError``."""
+    if jnp.dtype(dtype) == jnp.int8:
+        if packed:
+            raise ValueError("dtype must have 16, 32 or 64 bits with packed, got int8")
+        return _in_8_bits
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating-point dtype or int8, got {dtype!r}")
+    if stochastic and jnp.dtype(dtype) not in DTYPES:
+        raise ValueError(f"dtype must be int8, bfloat16 or float16 with stochastic, got {dtype!r}")
+    if packed and jnp.dtype(dtype) not in PACKABLE:
+        raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"dtype must have at least 16 bits, or be int8, got {dtype!r}")
+    return functools.partial(_in_dtype, dtype, packed)
+
+
+def _in_dtype(dtype: DTypeLike, packed: bool, inner: Any, params: Any, state: Any) -> Any:
+    # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
+    wider = state
+    if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
+        wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+    state = map_nodes(LeafwiseState, functools.partial(_cast, dtype), state, wider)
+    if not packed:
+        return state
+    by_two = lambda s: s._replace(slots=pack(s.slots, dtype))
+    return map_nodes(LeafwiseState, by_two, state)
+
 
 def _astype(x: Any, dtype: DTypeLike) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -149,18 +202,60 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
     return jnp.asarray(x, dtype)
 
 
-def _stored(dtype: DTypeLike, state: Any, wider: Any) -> Any:
+def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
     """The state with slots in ``dtype``, from those of ``wider`` where it has more digits.
 
     Slots that were made in fewer digits stay, and so do those that are no real numbers.
     """
-    kept = getattr(state.slots, "at_least_float32", ())
-    holds = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
+    what = holds(state.slots)
+    has = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
 
     def cast(name, slots, finer):
-        wanted = jnp.promote_types(dtype, jnp.float32) if name in kept else jnp.dtype(dtype)
-        best = jax.tree.map(lambda a, b: a if holds(a, b.dtype) else b, slots, finer)
-        return jax.tree.map(lambda a: a.astype(wanted) if holds(a, wanted) else a, best)
+        exact = what[name] == Exact
+        wanted = jnp.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
+        best = jax.tree.map(lambda a, b: a if has(a, b.dtype) else b, slots, finer)
+        return jax.tree.map(lambda a: a.astype(wanted) if has(a, wanted) else a, best)
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
+
+
+_CODES = {Signed: SignedCodes, NotNegative: RootCodes}
+
+
+def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
+    del inner, params
+
+    def code(state):
+        if is_packed(state.slots):
+            raise ValueError("inner stores its slots packed or in 8 bits already: leave that out")
+        trees = map(_coded, holds(state.slots).values(), state.slots)
+        return state._replace(slots=state.slots._make(trees))
+
+    names = {
+        f"{type(node.slots).__name__}.{name}: {_WHY_NOT[what]}"
+        for node in nodes_of(LeafwiseState, state)
+        for name, what in holds(node.slots).items()
+        if what not in _CODES
+    }
+    state = map_nodes(LeafwiseState, code, state)
+    if has_codes(state) or not names:
+        return state
+    raise ValueError(
+        f"dtype=int8 has no slot to store here ({'; '.join(sorted(names))}): give bfloat16, for "
+        "sums with stochastic=True"
+    )
+
+
+_WHY_NOT = {
+    Sum: "a sum over all steps, of which 8 bits lose single steps",
+    Exact: "a count, an average or a factor of a matrix",
+    Slot: "it is not said that it is optzoo.rules.Signed or NotNegative",
+}
+
+
+def _coded(what: Any, slots: Any) -> Any:
+    if (kind := _CODES.get(what)) is None:
+        return slots
+    code = in_lines(lambda a: encoded(kind, a) if takes_codes(a) else a)
+    return jax.tree.map(code, slots, is_leaf=is_lines)

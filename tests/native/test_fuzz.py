@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows
-from optzoo.interop.tf1.storage import unpack_state
 from optzoo.native import engine
+from optzoo.state.storage import unpack_state
 from optzoo.testing.samples import with_global_step
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo import CATALOG, SparseRows
-from optzoo.interop.tf1.storage import unpack_state
 from optzoo.native import engine
+from optzoo.state.storage import unpack_state
 from optzoo.testing.samples import with_global_step
 
 from ..selection import KINDS, quick

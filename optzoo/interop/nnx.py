@@ -1,0 +1,173 @@
+"""The whole train step of a module of Flax NNX."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..core.checks import check_flags
+from ..core.extras import how_to_install
+from ..core.paths import path_name
+from ..native.step import Native
+from ..sparse.lookup import value_and_aux
+from ..sparse.wanted import MIN_ROWS, Sparse
+from ..train.minimize import minimize
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError(f"nnx_minimize needs Flax: {how_to_install('flax')}") from error
+
+
+def nnx_minimize(
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    sparse: Sparse | Mapping[str, Sparse] = "warn",
+    min_rows: int = MIN_ROWS,
+    native: Native = False,
+) -> Callable[..., Any]:
+    """A compiled train step for a module and an optimizer of Flax NNX.
+
+    The step is that of :func:`optzoo.minimize`: gradients of tables are SparseRows, and parameters
+    and slots are updated in place. It changes the module and the optimizer as ``nnx.jit`` would:
+    the parameters, batch statistics, random keys and counts, and the same of other objects in the
+    batch, such as ``nnx.Metric``.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> from flax import nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.Embed(20_000, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+        >>> optimizer = nnx.Optimizer(model, optzoo.lazy_adam(0.1), wrt=nnx.Param)
+        >>> step = optzoo.nnx_minimize(lambda model, ids: jnp.mean(model(ids) ** 2))
+        >>> loss = step(model, optimizer, jnp.array([3, 14]))
+        >>> int(optimizer.step[...]), int(model.layers[1].rngs.count[...])
+        (1, 1)
+
+    Args:
+        loss_fn: ``loss_fn(model, *batch)`` returns a scalar, or ``(scalar, aux)``.
+        has_aux: whether ``loss_fn`` returns auxiliary data too.
+        sparse: as in :func:`optzoo.minimize`; patterns match paths such as
+            ``"layers/0/embedding"``.
+        min_rows: as in :func:`optzoo.minimize`.
+        native: as in :func:`optzoo.minimize`.
+
+    Raises:
+        ImportError: if Flax is missing.
+        TypeError: as :func:`optzoo.minimize`; in the step, if ``model`` is no module or
+            ``optimizer`` no ``nnx.Optimizer``; at trace time, if a parameter has no gradient.
+        ValueError: as :func:`optzoo.minimize`; at trace time, if the loss assigns to a parameter
+            or deletes a variable.
+
+    Returns:
+        ``step(model, optimizer, *batch, **extra_args) -> loss``, or ``(loss, aux)`` if ``has_aux``.
+        ``optimizer.wrt`` says which variables are parameters. The extra args go to the update, as
+        those of ``optimizer.update``.
+    """
+    check_flags(has_aux=has_aux)
+
+    @functools.cache
+    def compiled(layout: _Layout, tx: Any) -> Callable[..., Any]:
+        def loss(params, others, arrays):
+            model, objects = layout.merge(params, others)
+            value, aux = value_and_aux(loss_fn(model, *layout.batch(objects, arrays)), has_aux)
+            others = layout.others_after(params, others, model, objects)
+            return value, (aux, others)
+
+        return minimize(loss, tx, True, sparse=sparse, min_rows=min_rows, native=native)
+
+    def step(model, optimizer, *batch, **extra_args):
+        _check(model, optimizer)
+        leaves, treedef = jax.tree.flatten(batch, is_leaf=_is_object)
+        objects = [x for x in leaves if _is_object(x)]
+        arrays = [x for x in leaves if not _is_object(x)]
+        where = _OfModel(nnx.filterlib.to_predicate(optimizer.wrt))
+        graphdef, params, others = nnx.split((model, objects), where, ...)
+        layout = _Layout(graphdef, where, treedef, tuple(map(_is_object, leaves)))
+        params, state, value, (aux, others) = compiled(layout, optimizer.tx)(
+            nnx.as_pure(params.get(0, nnx.State({}))),
+            nnx.as_pure(optimizer.opt_state),
+            nnx.as_pure(others),
+            arrays,
+            **nnx.as_pure(extra_args),
+        )
+        nnx.update((model, objects), nnx.State({0: params}), others)
+        _set_values(optimizer.opt_state, state)
+        optimizer.step[...] += 1
+        return (value, aux) if has_aux else value
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfModel:
+    """A filter: the parameters of the first of ``(model, objects)``."""
+
+    is_param: Callable[..., bool]
+
+    def __call__(self, path: Sequence[Any], value: Any) -> bool:
+        return path[0] == 0 and self.is_param(path[1:], value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """All of a model and its batch that is not an array."""
+
+    graphdef: Any
+    where: _OfModel
+    treedef: Any  # of the batch
+    is_object: tuple[bool, ...]  # for each of its leaves
+
+    def merge(self, params: Any, others: Any) -> Any:
+        """The model and the objects of the batch."""
+        return nnx.merge(self.graphdef, nnx.State({0: params}), others, copy=True)
+
+    def batch(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """The batch as it was given."""
+        leaves = {True: iter(objects), False: iter(arrays)}
+        return self.treedef.unflatten([next(leaves[x]) for x in self.is_object])
+
+    def others_after(self, params: Any, others: Any, model: Any, objects: Any) -> Any:
+        """The variables that are no parameters, after the loss; raises ``ValueError``."""
+        _, params_after, others_after = nnx.split((model, objects), self.where, ...)
+        after = jax.tree.leaves(nnx.as_pure(params_after))
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(params), after, strict=True):
+            if x is not y:
+                raise ValueError(
+                    f"the loss assigns to parameter '{path_name(path)}', but the optimizer updates "
+                    "it: assign to it outside of the step, or leave it out of the optimizer's wrt"
+                )
+        paths = [set(nnx.to_flat_state(state).paths) for state in (others, others_after)]
+        if gone := paths[0] - paths[1]:
+            name = "/".join(map(str, min(gone, key=str)[1:]))
+            raise ValueError(
+                f"the loss deletes variable '{name}', but a step keeps all: delete it outside"
+            )
+        return others_after
+
+
+def _set_values(variables: Any, tree: Any) -> None:
+    """Sets variables to the values at their places; ``nnx.update`` would take trees apart."""
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_object)
+    for variable, value in zip(leaves, treedef.flatten_up_to(tree), strict=True):
+        variable.set_value(value)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nnx.Pytree):
+        raise TypeError(
+            f"model must be a module of Flax NNX, not a {type(model).__name__}: a step of "
+            "optzoo.minimize takes parameters"
+        )
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"optimizer must be an nnx.Optimizer(model, tx, wrt=nnx.Param), not a "
+            f"{type(optimizer).__name__}"
+        )

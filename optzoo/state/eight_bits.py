@@ -1,0 +1,127 @@
+"""Slots in 8 bits: codes of the elements, and a 16-bit scale for each group of them."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+GROUP = 32  # consecutive elements of the last axis that share a scale
+_LEAST_WIDTH = 8  # of the last axis: scales of fewer elements would take more than they save
+
+# A scale is a float32 without sign whose exponent has 6 bits and whose mantissa 10, those of
+# float16: it has the precision of float16, but down to 2**-46. Zero is 0, NaN the greatest.
+_DROPPED = np.uint32(13)
+_BASE = np.uint32((127 - 47) << 10)
+_NAN = np.uint32(0xFFFF)
+_GREATEST = np.float32(2.0**17 - 2.0**6)
+
+
+class SignedCodes(NamedTuple):
+    """A slot in 8 bits: ``round(127 y)`` of ``y = 2 x / (1 + |x|)`` for elements ``scale * x``."""
+
+    codes: Array  # int8, of the shape of the slot
+    scales: Array  # uint16, of shape (..., number of groups): the greatest magnitudes
+
+
+class RootCodes(NamedTuple):
+    """A slot in 8 bits that is never negative: ``round(255 x)`` for elements ``(scale * x)**2``."""
+
+    codes: Array  # uint8, of the shape of the slot
+    scales: Array  # uint16, of shape (..., number of groups): the roots of the greatest elements
+
+
+Codes = SignedCodes | RootCodes
+
+
+def is_coded(x: object) -> bool:
+    """Whether ``x`` is a slot in 8 bits."""
+    return isinstance(x, Codes)
+
+
+def has_codes(tree: Any) -> bool:
+    """Whether an array in a tree is in 8 bits."""
+    return any(map(is_coded, jax.tree.leaves(tree, is_leaf=is_coded)))
+
+
+def takes_codes(x: Any) -> bool:
+    """Whether an array may be in 8 bits: it is real and has two axes, the last one of 8 or more."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 and x.shape[-1] >= _LEAST_WIDTH
+
+
+def nbytes_of_codes(shape: tuple[int, ...]) -> int:
+    """The bytes of an array in 8 bits, codes and scales."""
+    return math.prod(shape[:-1]) * (shape[-1] + 2 * -(-shape[-1] // GROUP))
+
+
+def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
+    """An array in 8 bits; infinities become the greatest number that a scale holds.
+
+    Args:
+        kind: of the codes. With :class:`RootCodes` the code of a number above zero is not zero,
+            though that may be nearest: an update is divided by the root of such a slot.
+        x: floating point; none below zero with :class:`RootCodes`.
+        bits: uint32, of which the lower 16 decide whether a code is rounded up or down, in
+            proportion to the distances; None to round to the nearest.
+    """
+    x = x.astype(jnp.float32)
+    if kind is RootCodes:
+        x = jnp.sqrt(jnp.maximum(x, 0))
+    x = jnp.clip(x, -_GREATEST, _GREATEST)
+    grouped = _grouped(x)
+    scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
+    y = grouped / jnp.where(scale > 0, scale, 1)
+    if kind is SignedCodes:
+        top, dtype = 127, jnp.int8
+        y = 2 * y / (1 + jnp.abs(y))
+    else:
+        top, dtype = 255, jnp.uint8
+    y = top * y
+    if bits is None:
+        y = jnp.round(y)
+    else:
+        y = jnp.floor(y + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16))
+    y = jnp.nan_to_num(jnp.clip(y, -top, top))
+    if kind is RootCodes:  # what is divided by its root must not become zero
+        y = jnp.where(grouped > 0, jnp.maximum(y, 1), y)
+    return kind(_ungrouped(y, x.shape).astype(dtype), _to_scale(scale[..., 0]))
+
+
+def decoded(x: Codes) -> Array:
+    """The array of codes, in float32."""
+    y = _grouped(x.codes.astype(jnp.float32))
+    scale = _from_scale(x.scales)[..., None]
+    if isinstance(x, SignedCodes):
+        y = y / 127
+        return _ungrouped(scale * (y / (2 - jnp.abs(y))), x.codes.shape)
+    return _ungrouped(jnp.square(scale * (y / 255)), x.codes.shape)
+
+
+def _grouped(x: Array) -> Array:
+    """The groups along a new axis, the last one filled up with zeros."""
+    *rest, width = x.shape
+    number = -(-width // GROUP)
+    if missing := number * GROUP - width:  # not by a pad, which could move rows
+        x = jnp.concatenate([x, jnp.zeros((*rest, missing), x.dtype)], axis=-1)
+    return x.reshape(*rest, number, GROUP)
+
+
+def _ungrouped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
+
+
+def _to_scale(scale: Array) -> Array:
+    """Rounded to the nearest, at a tie to an even mantissa."""
+    pattern = lax.bitcast_convert_type(scale, jnp.uint32)
+    half = np.uint32((1 << 12) - 1) + ((pattern >> _DROPPED) & np.uint32(1))
+    kept = (pattern + half) >> _DROPPED
+    code = jnp.clip(jnp.maximum(kept, _BASE) - _BASE, 0, _NAN - 1)
+    return jnp.where(jnp.isnan(scale), _NAN, code).astype(jnp.uint16)
+
+
+def _from_scale(code: Array) -> Array:
+    wide = code.astype(jnp.uint32)
+    scale = lax.bitcast_convert_type((wide + _BASE) << _DROPPED, jnp.float32)
+    return jnp.where(wide == _NAN, jnp.nan, jnp.where(wide == 0, 0, scale))
