@@ -95,7 +95,7 @@ def master_weights(
     def init(params):
         zeros = lambda x: jnp.zeros(x.shape, dtype) if _is_split(x) else ()
         corrections = jax.tree.map(zeros, params)
-        if not jax.tree.leaves(corrections):
+        if jax.tree.leaves(params) and not jax.tree.leaves(corrections):
             raise ValueError(
                 "params: master_weights has nothing to correct, as no parameter is in bfloat16; "
                 "give optzoo.split_params, or leave it out"
