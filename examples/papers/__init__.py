@@ -18,6 +18,7 @@ NAMES = (
     "ill_conditioned",
     "diloco",
     "backup_workers",
+    "flashoptim",
 )
 
 
