@@ -158,6 +158,7 @@ from .state.sharding import state_sharding as state_sharding
 from .state.slots import get_slot as get_slot
 from .state.slots import set_slot as set_slot
 from .state.slots import slot_names as slot_names
+from .state.storage import slots_like as slots_like
 from .state.types import LeafwiseState as LeafwiseState
 from .state.types import LocalSGDState as LocalSGDState
 from .state.types import ReplicaState as ReplicaState

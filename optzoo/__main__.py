@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from .core.pipes import until_closed
+from .core.terminal import until_closed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

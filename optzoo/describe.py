@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .core.columns import columns
 from .core.paths import out_of_box, path_name, value_by_name
+from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf

@@ -25,24 +25,34 @@ WRAPPERS = {
     "caught_up": lambda inner: optzoo.caught_up(inner, tables=True, dense=True),
     "graft": lambda inner: optzoo.graft(inner, inner),
     "groups": lambda inner: optzoo.groups({".*": inner}),
+    "master_weights": optzoo.master_weights,
     "on_rows": optzoo.on_rows,
     "on_values": optzoo.on_values,
     "slots_dtype": lambda inner: optzoo.slots_dtype(inner, "bfloat16", packed=True),
     # Random bits by the places of rows, which the proof does not follow.
     "slots_dtype at random": lambda inner: optzoo.slots_dtype(inner, "bfloat16", stochastic=True),
+    "slots_dtype in 8 bits": lambda inner: optzoo.slots_dtype(inner, "int8"),
     "stacked": optzoo.stacked,
 }
 # What is said of rows beyond the keywords, where the wrapper keeps it; with a law of its own.
 STORED = {"slots_dtype", "slots_dtype at random"}
-KEEPS_ROWS = {"decoupled_weight_decay", "groups", "multitask", "on_rows", "stacked", *STORED}
+KEEPS_ROWS = {
+    "decoupled_weight_decay",
+    "groups",
+    "master_weights",
+    "multitask",
+    "on_rows",
+    "stacked",
+}
+KEEPS_ROWS |= {"slots_dtype in 8 bits", *STORED}
 KEEPS_LAW = {"decoupled_weight_decay", "moving_average", *STORED}
-PARAMS = {"table": jnp.ones((7, 3))}
+PARAMS = {"table": jnp.ones((7, 8))}
 
 
-def is_alone(tx, **extra_args):
+def is_alone(tx, params=PARAMS, **extra_args):
     """Whether it is proved that an optimizer updates each touched row by itself."""
     try:
-        prove_alone(tx, PARAMS, {0: "table"}, extra_args)
+        prove_alone(tx, params, {0: "table"}, extra_args)
     except NotAlone:
         return False
     return True
@@ -50,7 +60,7 @@ def is_alone(tx, **extra_args):
 
 def read_by(tx, names):
     """The keywords on which a result of an update depends, of dense gradients or of rows."""
-    rows = {"table": SparseRows(jnp.array([2]), jnp.ones((1, 3)), 7)}
+    rows = {"table": SparseRows(jnp.array([2]), jnp.ones((1, 8)), 7)}
     state, found = jax.eval_shape(tx.init, PARAMS), set()
     others = {name: jnp.zeros([]) for name in sorted({*names} - {"global_step"})}
     step = {"global_step": jnp.zeros([], jnp.int32)}  # read by schedules, where no value is given
@@ -91,7 +101,9 @@ def test_a_wrapper_hands_on_what_is_known(wrapper):
     assert UNKNOWN not in about.reads and inner.about.reads <= about.reads
     assert (about.rows is optzoo.lazy) == (wrapper in KEEPS_ROWS)
     assert about.row_wise == (wrapper in KEEPS_ROWS - {"multitask", "slots_dtype at random"})
-    assert not about.row_wise or is_alone(WRAPPERS[wrapper](inner))
+    dtype = "bfloat16" if wrapper == "master_weights" else "float32"
+    params = {"table": PARAMS["table"].astype(dtype)}
+    assert not about.row_wise or is_alone(WRAPPERS[wrapper](inner), params)
     assert (about.law is not None) == (wrapper in KEEPS_LAW)
     assert (about.sleepers is not None) == (wrapper == "caught_up")
 

@@ -13,8 +13,8 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
-from ..core.columns import columns
 from ..core.compat import kept_arguments
+from ..core.terminal import columns
 from .devices import devices_of
 from .hlo import Instruction, Program
 

@@ -35,8 +35,8 @@ class Lines:
 
     Attributes:
         value: the array, of shape ``(number of lines, lanes)``; of two slots side by side of shape
-            ``(number of lines, 2 * lanes)``; of a slot with one number for each row, and of other
-            slots that are not in lines, as it is.
+            ``(number of lines, 2 * lanes)``; of a slot with one number for each row as it is. What
+            has rows of another width is in lines of its own.
         shape: of the table, ``(num_rows, *row_shape)``.
     """
 
@@ -122,7 +122,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
     if like is None:
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
-        return _in_lines(jnp.asarray(table), jnp.shape(table))
+        return as_lines(jnp.asarray(table), jnp.shape(table))
     return jax.tree.map(_like, like, table, is_leaf=is_lines)
 
 
@@ -149,7 +149,7 @@ def from_lines(tree: Any) -> Any:
 def _like(old: Any, x: Any) -> Any:
     if not is_lines(old):
         return x
-    made = _in_lines(x, old.shape)
+    made = as_lines(x, old.shape)
     given, wanted = ([jnp.shape(a) for a in jax.tree.leaves(t)] for t in (made, old))
     if given != wanted:
         raise ValueError(
@@ -172,7 +172,7 @@ def plain(table: Lines) -> Any:
 def in_lines(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of arrays, for tables in lines too: what it makes for one belongs to it."""
     # What optax masks has no array.
-    return lambda x: _in_lines(jax.tree.map(f, plain(x)), x.shape) if is_lines(x) else f(x)
+    return lambda x: as_lines(jax.tree.map(f, plain(x)), x.shape) if is_lines(x) else f(x)
 
 
 def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., 
         if not any(are_lines(a, shape) for a in jax.tree.leaves((x, slots))):
             return rule(g, x, slots, *args, **kwargs)
         x, slots = plain(Lines((x, slots), shape))
-        return _in_lines(rule(g, x, slots, *args, **kwargs), shape).value
+        return as_lines(rule(g, x, slots, *args, **kwargs), shape).value
 
     return on_arrays
 
@@ -208,17 +208,28 @@ def _each(f: Callable[[Array], Array], x: Array, number: int) -> Array:
     return jnp.concatenate([f(part) for part in jnp.split(x, number, axis=-1)], axis=-1)
 
 
+def _widths(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of a row of a table, of two of them side by side, and of a line."""
+    lines = shape_of_lines(shape)
+    return [shape[1:], doubled(shape)[1:], lines[1:], doubled(lines)[1:]]
+
+
 def _has_shape(x: Any) -> bool:
     return hasattr(x, "shape")
 
 
-def _in_lines(tree: Any, shape: tuple[int, ...]) -> Lines:
+def as_lines(tree: Any, shape: tuple[int, ...]) -> Lines:
     """Arrays that belong to a table; those of its shape are in lines."""
     return Lines(jax.tree.map(lambda a: _joined(a, shape), tree), shape)
 
 
-def _joined(x: Array, shape: tuple[int, ...]) -> Array:
-    """The lines of an array of the shape of the table; any other array as it is."""
+def _joined(x: Any, shape: tuple[int, ...]) -> Any:
+    """The lines of an array of the shape of the table.
+
+    One with rows of another width is in lines of its own; any other is as it is.
+    """
+    if len(of_x := jnp.shape(x)) > 1 and of_x[0] == shape[0] and of_x[1:] not in _widths(shape):
+        return as_lines(x, of_x)
     (lines, lanes), width = shape_of_lines(shape), math.prod(shape[1:])
     if shape == (lines, lanes):
         return x
@@ -231,8 +242,10 @@ def _joined(x: Array, shape: tuple[int, ...]) -> Array:
     return jnp.pad(rows.reshape(lines, -1), ((0, 0), (0, lanes - per_line * width)))
 
 
-def _parted(x: Array, shape: tuple[int, ...]) -> Array:
+def _parted(x: Any, shape: tuple[int, ...]) -> Array:
     """The other direction."""
+    if is_lines(x):
+        return plain(x)
     if not are_lines(x, shape):
         return x
     if (number := _side_by_side(x, shape)) > 1:

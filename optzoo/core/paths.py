@@ -208,3 +208,8 @@ def resolve_unmasked(which: Any, tree: Any) -> Any:
 
 def _are_fragments(which: Any) -> bool:
     return isinstance(which, tuple | list) and all(isinstance(f, str) for f in which)
+
+
+def arrays_by_path(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, where they are."""
+    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .checks import check_transformation
 from .compat import vary, varying
-from .lines import add_rows, are_lines, put_rows, take_rows
+from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marks import marked
 from .merge import add, merge
 from .numerics import upcast
@@ -228,16 +228,21 @@ class SparseRows(metaclass=_HintInErrors):
         shape = jnp.shape(like) if is_like else self.shape
         return (jnp.zeros(shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
 
-    def gather(self, dense: Array) -> Array:
+    def gather(self, dense: Any) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
+        if is_lines(dense):
+            return take_rows(dense.value, self.indices, dense.shape)
         if self.num_rows == 0:
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
         if are_lines(dense, self.shape):
             return take_rows(dense, self.indices, self.shape)
         return _gather(dense, self.indices)
 
-    def scatter(self, dense: Array, rows: Array) -> Array:
+    def scatter(self, dense: Any, rows: Array) -> Any:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
+        if is_lines(dense):
+            new = put_rows(dense.value, self.indices, rows.astype(dense.dtype), dense.shape)
+            return Lines(new, dense.shape)
         if are_lines(dense, self.shape):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
         return _scatter(dense, self.indices, rows.astype(dense.dtype))

@@ -88,14 +88,10 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         built, probe = _build(new(), names, xs), _probe(new())
         # All names, whatever the parameters are, so that optax.tree.map_params finds them.
         variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
-        slots = {name: [optax.MaskedNode()] * len(xs) for name in probe.slots} | {
-            name: [
-                optax.MaskedNode() if v is None else _placed_like(x, v.value)
-                for x, v in zip(xs, vs, strict=True)
-            ]
-            for name, vs in built.slots.items()
-        }
-        return SlotsByName(variables, {name: treedef.unflatten(s) for name, s in slots.items()})
+        put = lambda x, v: optax.MaskedNode() if v is None else _placed_like(x, v.value)
+        slots = {name: [None] * len(xs) for name in probe.slots} | built.slots
+        trees = {name: treedef.unflatten(map(put, xs, vs)) for name, vs in slots.items()}
+        return SlotsByName(variables, trees)
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
         del extra_args

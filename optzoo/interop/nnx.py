@@ -95,7 +95,7 @@ def nnx_minimize(
             **nnx.as_pure(extra_args),
         )
         nnx.update((model, objects), nnx.State({0: params}), others)
-        nnx.update(optimizer.opt_state, nnx.state(state))
+        _set_values(optimizer.opt_state, state)
         optimizer.step[...] += 1
         return (value, aux) if has_aux else value
 
@@ -147,6 +147,13 @@ class _Layout:
                 f"the loss deletes variable '{name}', but a step keeps all: delete it outside"
             )
         return others_after
+
+
+def _set_values(variables: Any, tree: Any) -> None:
+    """Sets variables to the values at their places; ``nnx.update`` would take trees apart."""
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_object)
+    for variable, value in zip(leaves, treedef.flatten_up_to(tree), strict=True):
+        variable.set_value(value)
 
 
 def _is_object(x: Any) -> bool:

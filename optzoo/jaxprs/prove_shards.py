@@ -23,7 +23,7 @@ from ..core.lines import is_lines
 from ..core.optimizer import about_of
 from ..core.rows import Shard, SparseRows, is_rows
 from .equations import used_inputs
-from .graph import Graph, Operation
+from .graph import Graph, Operation, needed
 from .primitives import CALLS, Kind
 from .prove_rows import NotRowWise, check_operation, primes, row_axes
 
@@ -149,8 +149,9 @@ def trace_update(
     jaxpr, (updates, _) = trace(squares, ids, values, state, params)
     us = treedef.flatten_up_to(updates)
     ends = list(itertools.accumulate(len(jax.tree.leaves(u)) for u in us))
+    graph = Graph.of(jaxpr.jaxpr, jaxpr.consts)
     return Trace(
-        Graph.of(jaxpr.jaxpr, jaxpr.consts),
+        Graph(graph.inputs, needed(graph.operations, graph.results), graph.results),
         {n: tables[i] for i, n in of_table.items()},
         {n: tables[i] for i, n in of_gradient.items()},
         [tables[i] for i in tables if not is_rows(us[i])],

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..catalog import CATALOG, DISTRIBUTED
-from ..core.pipes import until_closed
+from ..core.terminal import until_closed
 from ..race import report, session
 from .advice import advice
 from .entrants import REPLICAS

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from ..core.lines import on_plain
+from ..core.lines import is_lines, on_plain
 from ..core.rows import SparseRows
 
 
@@ -83,9 +83,9 @@ def lazy(rule: Rule) -> RowsRule:
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
-        x, few = jax.tree.map(g.gather, (x, s))
+        x, few = jax.tree.map(g.gather, (x, s), is_leaf=is_lines)
         u, new = rule(g.values, x, few, t, **scheduled)
-        return g.with_values(u).drop_padding(), jax.tree.map(g.scatter, s, new)
+        return g.with_values(u).drop_padding(), jax.tree.map(g.scatter, s, new, is_leaf=is_lines)
 
     return on_rows
 

@@ -67,7 +67,7 @@ class SoapOptions:
         return blocks._replace(full=full, parts=parts, preconditioned=preconditioned)
 
 
-class Work(NamedTuple):
+class SoapParameter(NamedTuple):
     """One parameter during an update, in float32 at least and in blocks if it has a basis."""
 
     leaf: Leaf  # as it came
@@ -288,7 +288,7 @@ def _update(
     return done, {"num_failed_bases": shared["num_failed_bases"] + failed}
 
 
-def _begin(options: SoapOptions, leaf: Leaf) -> Work:
+def _begin(options: SoapOptions, leaf: Leaf) -> SoapParameter:
     """The gradient and the slots in blocks, all in one dtype."""
     g, _, s = leaf
     g, s = jax.tree.map(upcast, (g.to_dense() if is_rows(g) else g, s))
@@ -300,10 +300,10 @@ def _begin(options: SoapOptions, leaf: Leaf) -> Work:
         unstack = lambda matrices: jax.tree.map(blocks.unstack, matrices)
         g = blocks.split(g)
         s = SoapSlots(in_blocks(s.m), in_blocks(s.v), unstack(s.statistics), unstack(s.basis))
-    return Work(leaf, blocks, g, s)
+    return SoapParameter(leaf, blocks, g, s)
 
 
-def _adam(options: SoapOptions, work: Work, t: Array) -> tuple[Array, Array, Array]:
+def _adam(options: SoapOptions, work: SoapParameter, t: Array) -> tuple[Array, Array, Array]:
     """The direction of Adam in the basis so far, and the means of ``g`` and ``g**2`` in it."""
     b1, b2, eps = (jnp.asarray(v, work.g.dtype) for v in (options.b1, options.b2, options.eps))
     g, basis = _turned(work, work.g, work.slots.basis, 0), work.slots.basis
@@ -320,7 +320,7 @@ def _sum_of_weights(decay: Array, t: Array) -> Array:
     return -jnp.expm1(t * jnp.log(decay))
 
 
-def _statistics(options: SoapOptions, work: Work) -> tuple[Any, ...]:
+def _statistics(options: SoapOptions, work: SoapParameter) -> tuple[Any, ...]:
     """The means of the second moments, with this gradient."""
     decay = jnp.asarray(options.shampoo_b2, work.g.dtype)
     new = list(work.slots.statistics)
@@ -329,7 +329,7 @@ def _statistics(options: SoapOptions, work: Work) -> tuple[Any, ...]:
     return tuple(new)
 
 
-def _turned(work: Work, x: Array, basis: Sequence[Any], axis: int) -> Array:
+def _turned(work: SoapParameter, x: Array, basis: Sequence[Any], axis: int) -> Array:
     """``x`` into the basis (a sum over axis 0 of its matrices), or back (over axis 1)."""
     for i in work.full:
         x = multiply(x, basis[i], i, axis)
@@ -341,7 +341,7 @@ def _turned(work: Work, x: Array, basis: Sequence[Any], axis: int) -> Array:
 
 def _renewed(
     options: SoapOptions,
-    works: Sequence[Work],
+    works: Sequence[SoapParameter],
     slots: Sequence[SoapSlots],
     t: Array,
     frequency: Any,
@@ -365,7 +365,7 @@ def _renewed(
 
 def _bases(
     options: SoapOptions,
-    works: Sequence[Work],
+    works: Sequence[SoapParameter],
     slots: Sequence[SoapSlots],
     old: Sequence[tuple[Any, ...]],
     t: Array,
@@ -405,7 +405,7 @@ def _after(arrays: Sequence[Array], t: Array) -> Array:
 # The end
 
 
-def _end(work: Work, d: Array, new: SoapSlots) -> tuple[Any, SoapSlots]:
+def _end(work: SoapParameter, d: Array, new: SoapSlots) -> tuple[Any, SoapSlots]:
     """The update as the gradient came, and the slots as the state keeps them."""
     g, _, s = work.leaf
     if work.blocks.preconditioned:

@@ -43,7 +43,12 @@ def lookup_sparse(
 
     Bags are either the rows of ``ids``, of shape ``(num_bags, length)``, filled up with the padding
     id ``num_rows``; or ragged: ``ids`` of shape ``(n,)`` with the bag of each in ``segment_ids``.
-    Padding counts for nothing. A bag without ids, or without weight, gives zeros.
+    Padding counts for nothing. Where ids are padded with -1, replace it:
+    ``ids = jnp.where(ids < 0, num_rows, ids)``. A bag without ids, or without weight, gives zeros.
+    Ids out of range, so all negative ids, are an error or give NaN, as in :func:`optzoo.lookup`.
+
+    Where ragged bags are given by the position at which each begins, ``offsets``, as in torch,
+    ``segment_ids`` are ``jnp.searchsorted(offsets, jnp.arange(n), side="right") - 1``.
 
     As with :func:`optzoo.lookup` the gradient of the table is row-sparse. With ``sharding`` the
     table is sharded by rows, as in :func:`optzoo.sharded_lookup`, and several tables share the

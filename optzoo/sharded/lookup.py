@@ -38,7 +38,9 @@ def sharded_lookup(
     The gradient is that of the **sum** of the losses of all devices. For their mean, end the loss
     with ``jax.lax.pmean(loss, axis_name)``.
 
-    The id ``num_rows`` is padding: it reads zeros and has no gradient. Ids out of range read NaN.
+    The id ``num_rows`` is padding: it reads zeros and has no gradient. Where ids are padded with
+    -1, replace it: ``ids = jnp.where(ids < 0, sharding.num_rows, ids)``. Ids out of range, so all
+    negative ids, read NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo

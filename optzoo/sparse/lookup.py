@@ -36,7 +36,8 @@ def lookup(table: Any, ids: Any) -> Array:
     from it in three ways: the table may have any size, there is an id for padding, and wrong ids
     do not pass for others.
 
-    The id ``len(table)`` is padding: it reads zeros and has no gradient. Any other id outside
+    The id ``len(table)`` is padding: it reads zeros and has no gradient. Where ids are padded with
+    -1, replace it: ``ids = jnp.where(ids < 0, len(table), ids)``. Any other id outside
     ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
     that it cannot go unnoticed. Negative ids do not count from the end, and ids are not clipped.
 
@@ -241,6 +242,8 @@ def _check_range(ids: Any, num_rows: int) -> None:
     ids = np.asarray(jax.device_get(ids))
     bad = (ids < 0) | (ids > num_rows)
     if bad.any():
+        first = ids[bad].flat[0]
+        fix = f": jnp.where(ids < 0, {num_rows}, ids) makes it padding" if first < 0 else ""
         raise IndexError(
-            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {ids[bad].flat[0]}"
+            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {first}{fix}"
         )

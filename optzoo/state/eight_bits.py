@@ -123,7 +123,8 @@ def _grouped(x: Array) -> Array:
     """The groups along a new axis, the last one filled up with zeros."""
     *rest, width = x.shape
     number = -(-width // GROUP)
-    x = jnp.pad(x, [(0, 0)] * len(rest) + [(0, number * GROUP - width)])
+    if missing := number * GROUP - width:  # not by a pad, which could move rows
+        x = jnp.concatenate([x, jnp.zeros((*rest, missing), x.dtype)], axis=-1)
     return x.reshape(*rest, number, GROUP)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from ..core.lines import as_lines, is_lines, plain
 from .eight_bits import decoded, encoded, has_codes, is_coded
 from .stochastic_rounding import DTYPES
 
@@ -97,8 +98,8 @@ def is_packed(slots: Any) -> bool:
 
 
 def _decoded(tree: Any) -> Any:
-    f = lambda x: _of_arrays(decoded, x) if is_coded(x) else x
-    return jax.tree.map(f, tree, is_leaf=is_coded) if has_codes(tree) else tree
+    f = lambda x: _of_arrays(decoded, x) if has_codes(x) else x
+    return _map_stored(f, tree) if has_codes(tree) else tree
 
 
 def _encoded_like(old: Any, new: Any) -> Any:
@@ -106,7 +107,18 @@ def _encoded_like(old: Any, new: Any) -> Any:
         encode = lambda b: encoded(type(a), b)
         return _of_arrays(encode, b) if is_coded(a) and not is_coded(b) else b
 
-    return jax.tree.map(f, old, new, is_leaf=is_coded) if has_codes(old) else new
+    return _map_stored(f, old, new) if has_codes(old) else new
+
+
+def _map_stored(f: Any, *trees: Any) -> Any:
+    """``f`` of arrays as they are stored; of those of a table in lines as if it were not."""
+
+    def of_each(*xs):
+        if not is_lines(xs[0]):
+            return f(*xs)
+        return as_lines(f(*map(plain, xs)), xs[0].shape)
+
+    return jax.tree.map(of_each, *trees, is_leaf=lambda x: is_coded(x) or is_lines(x))
 
 
 def _of_arrays(f: Any, *args: Any) -> Any:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from ..core.paths import is_masked, out_of_box, path_name
-from .eight_bits import is_coded
 from .packing import pack_like, unpack
 from .resting import Resting, check_awake
 from .stacks import is_stack, layout_of, stack, unstack
@@ -189,7 +188,7 @@ def is_state(node: Any) -> bool:
     any other transformation is found at the top, in a chain, or in a field ``inner...`` of a
     wrapper, by the convention of optax.
     """
-    if not getattr(node, "_fields", ()) or is_stack(node) or is_coded(node):
+    if not getattr(node, "_fields", ()) or is_stack(node):
         return False
     return type(node).__module__.partition(".")[0] in ("optax", "optzoo")
 

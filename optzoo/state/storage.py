@@ -18,7 +18,9 @@ from ..core.optimizer import Notes
 from ..core.paths import path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .eight_bits import encoded, has_codes, is_coded
+from .fit import StateError, misfit, slots_words
 from .packing import is_packed, pack_like, unpack
+from .stacks import layout_of, stack, unstack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
@@ -28,6 +30,7 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
+from .types import LeafwiseState, map_nodes
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"
@@ -155,3 +158,55 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
     if bits is None:
         return saturating_cast_like(old, new)
     return round_at_random(new, bits, old.dtype)
+
+
+def slots_like(state: Any, like: Any) -> Any:
+    """A state with its slots stored as in another one: in its dtypes, packed, or in 8 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> params, plain = jnp.ones((4, 8)), optzoo.adam(0.1)
+        >>> short = optzoo.slots_dtype(plain, "int8")
+        >>> state = optzoo.slots_like(plain.init(params), jax.eval_shape(short.init, params))
+        >>> print(state[0].slots.m.codes.dtype)
+        int8
+
+    Args:
+        state: of an optimizer of this library, alone or within optax's chains and wrappers.
+        like: the state of the same optimizer and parameters in the other storage; abstract arrays
+            are enough.
+
+    Raises:
+        ValueError: if the states are not of the same optimizer and parameters.
+    """
+    is_node = lambda node: isinstance(node, LeafwiseState)
+    olds, news = (jax.tree.structure(tree, is_leaf=is_node) for tree in (like, state))
+    if olds != news:
+        raise StateError(f"like must be a state of the same transformation: {news} and {olds}")
+    return map_nodes(LeafwiseState, _slots_like, state, like)
+
+
+def _slots_like(state: LeafwiseState, like: LeafwiseState) -> LeafwiseState:
+    given, wanted = unpack(state.slots), unpack(like.slots)
+    kinds = [[a.shape for a in jax.tree.leaves(slots)] for slots in (given, wanted)]
+    if kinds[0] != kinds[1] or jax.tree.structure(given) != jax.tree.structure(wanted):
+        raise misfit(slots_words(like.slots), slots_words(state.slots))
+    cast = jax.tree.map(saturating_cast_like, wanted, given)
+    return state._replace(slots=pack_like(like.slots, cast))
+
+
+def unpack_state(state: Any) -> Any:
+    """The state with every slot in arrays of its own, without stacks and packed pairs."""
+    unpacked = lambda slots: type(slots)._make(map(unstack, unpack(slots)))
+    return map_nodes(LeafwiseState, lambda x: x._replace(slots=unpacked(x.slots)), state)
+
+
+def pack_state_like(packed: Any, state: Any) -> Any:
+    """An unpacked state in the form of another one."""
+
+    def packed_like(x, old):
+        pairs = zip(unpack(old.slots), x.slots, strict=True)
+        stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
+        return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
+
+    return map_nodes(LeafwiseState, packed_like, state, packed)

@@ -144,6 +144,9 @@ def wide_params(params: Any, state: Any) -> Any:
 def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]:
     """Parameters in bfloat16 and a new state, which together have the values that are given.
 
+    To go on with a run in float32, or from a checkpoint of TensorFlow 1, give the new state the
+    state of the optimizer inside: ``state._replace(inner=loaded)``.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.master_weights(optzoo.adam(0.1), bits=32)
@@ -201,7 +204,7 @@ def _step(u: Any, x: Any, c: Any) -> tuple[Any, Any]:
     old = u.gather(x)
     new, few = _split(_joined(old, u.gather(c)) + u.values, c.dtype)
     moved = u.with_values(new.astype(jnp.float32) - old.astype(jnp.float32))
-    return moved.drop_padding().rounded_once(), u.scatter(c, few)
+    return moved.rounded_once(), u.scatter(c, few)
 
 
 def _joined(x: Array, c: Array) -> Array:

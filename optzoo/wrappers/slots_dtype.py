@@ -38,7 +38,7 @@ def slots_dtype(
     packed: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the slots of any optimizer of this library in ``dtype``.
+    r"""Stores the slots of any optimizer of this library in ``dtype``.
 
     ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory. Without it slots
     have the dtype of their parameter, or float32 if that has 16 bits. The arithmetic is always in
@@ -48,8 +48,26 @@ def slots_dtype(
     Rounding to the nearest stops slots that change slowly: with ``b2=0.999`` a step changes a mean
     by a thousandth, less than the 1/256 that bfloat16 resolves. It is off by default because the
     result then depends on a seed. The average of :func:`optzoo.moving_average` stays in float32 at
-    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that their
-    class names in ``at_least_float32 = ("count",)``.
+    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that are
+    ``optzoo.rules.Exact`` in their class.
+
+    ``"int8"`` needs 8.5 bits for an element. Groups of 32 consecutive elements of the last axis
+    share a scale of 16 bits, their greatest magnitude :math:`s`. Of a slot that is
+    ``optzoo.rules.Signed``, a mean or a decaying sum, and of one that is ``NotNegative``, such as a
+    mean of squares, elements :math:`x` are stored as
+
+    .. math::
+        q = \operatorname{round}\Big(127\, \frac{2y}{1 + |y|}\Big), \quad y = \frac{x}{s}
+        \qquad \text{and} \qquad q = \operatorname{round}\Big(255\, \frac{\sqrt x}{s}\Big),
+        \quad s = \max \sqrt x
+
+    where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
+    such slots. The update is computed from the slots before they are rounded. All other slots stay
+    as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, those
+    of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is an
+    error. With ``stochastic`` codes are rounded at random. Rows are read and written as the touched
+    rows of codes and scales. :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes,
+    :func:`optzoo.slots_like` converts a whole state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
@@ -84,24 +102,27 @@ def slots_dtype(
     Args:
         inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
             within optax's chains, masks and wrappers.
-        dtype: a floating-point dtype; ``"bfloat16"`` or ``"float16"`` with ``stochastic``, these,
-            ``"float32"`` or ``"float64"`` with ``packed``.
+        dtype: a floating-point dtype or ``"int8"``; ``"int8"``, ``"bfloat16"`` or ``"float16"``
+            with ``stochastic``; a floating-point dtype of 16, 32 or 64 bits with ``packed``.
         stochastic: round at random.
         packed: two slots in one array. It changes the structure of the state.
         seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
             for one step. If ``slots_dtype`` is nested, the outermost seed counts.
 
     Raises:
-        TypeError: if ``dtype`` is not a floating-point dtype, or the seed is not an int; when an
-            update with slots packed in 16 bits is differentiated.
+        TypeError: if ``dtype`` is neither a floating-point dtype nor ``"int8"``, or the seed is not
+            an int; when an update with slots packed in 16 bits is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
-            has no slots of this library; by ``update``, if the state has slots in complex numbers,
-            as they were packed in the past, or with ``stochastic`` if a transformation inside
-            does not pass the keywords of its update on.
+            has no slots of this library, or none that may have 8 bits; by ``update``, if the state
+            has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if
+            a transformation inside does not pass the keywords of its update on.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision
-        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding).
+        <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding). Ortiz et al., `FlashOptim:
+        Optimizers for Memory Efficient Training <https://arxiv.org/abs/2602.23349>`_, 2026 (8
+        bits). There scales are float16; here they have its precision, but no sign and six bits of
+        exponent, so that magnitudes down to 1e-14 keep it.
     """
     inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)

@@ -194,6 +194,24 @@ def test_rows_that_rest():
     np.testing.assert_allclose(params["embedding"], want, rtol=1e-5)
 
 
+def test_slots_and_parameters_of_several_arrays():
+    """In 8 and 24 bits: a variable of the optimizer holds codes and scales, over several steps."""
+    table = nnx.Embed(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tx = optzoo.master_weights(optzoo.slots_dtype(optzoo.lazy_adam(0.1), "int8"))
+    optimizer = nnx.Optimizer(table, tx, wrt=nnx.Param)
+    params = jax.tree.map(jnp.array, nnx.as_pure(nnx.state(table, nnx.Param)))
+    state, square = tx.init(params), lambda rows: jnp.sum(rows.astype(jnp.float32) ** 2)
+    step = optzoo.nnx_minimize(lambda table, ids: square(table(ids)))
+    usual = optzoo.minimize(lambda params, ids: square(params["embedding"][ids]), tx)
+    for ids in (IDS[0], IDS[1], IDS[1]):
+        step(table, optimizer, ids)
+        params, state, _ = usual(params, state, ids)
+    close(arrays(table)[0], params)
+    found = nnx.as_pure(optimizer.opt_state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
 def assigns(model, ids, y, metrics):
     model.out.kernel[...] = model.out.kernel[...] / 2
     return loss(model, ids, y, metrics)

@@ -20,38 +20,40 @@ RATE_MODES: dict[str, Any] = {
 }
 STEP_MODES = ("NONE", "USE_COUNTER", "USE_ITER")
 
-# The fields of FBGEMM's definitions, with its defaults.
-COUNTER = {
-    "counter_weight_decay_mode": "NONE",
-    "counter_halflife": -1,
-    "adjustment_iter": -1,
-    "adjustment_ub": 1.0,
-    "learning_rate_mode": "EQUAL",
-    "grad_sum_decay": "NO_DECAY",
-    "tail_id_threshold": {},
-    "max_counter_update_freq": 1000,
-}
-TAIL_ID_THRESHOLD = {"val": 0.0, "is_ratio": False}
-COWCLIP = {
-    "counter_weight_decay_mode": "NONE",
-    "counter_halflife": -1,
-    "weight_norm_coefficient": 0.0,
-    "lower_bound": 0.0,
-}
-EMA_IN_PLACE = {"step_ema": 10, "step_start": 0, "step_ema_coef": 0.6}
-ENSEMBLE = {
-    "step_ema": 10000,
-    "step_swap": 10000,
-    "step_start": 0,
-    "step_ema_coef": 0.6,
-    "step_mode": "USE_ITER",
-}
-GLOBAL_DECAY = {"start_iter": 0, "lower_bound": 0.0}
-USER_ENABLED = {
-    "use_rowwise_bias_correction": False,
-    "use_writeback_bwd_prehook": False,
-    "writeback_first_feature_only": False,
-    "precompute_writeback": False,
+# The fields of FBGEMM's definitions with its defaults, by the arguments that take them.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "counter_based_regularization": {
+        "counter_weight_decay_mode": "NONE",
+        "counter_halflife": -1,
+        "adjustment_iter": -1,
+        "adjustment_ub": 1.0,
+        "learning_rate_mode": "EQUAL",
+        "grad_sum_decay": "NO_DECAY",
+        "tail_id_threshold": {},
+        "max_counter_update_freq": 1000,
+    },
+    "tail_id_threshold": {"val": 0.0, "is_ratio": False},
+    "cowclip_regularization": {
+        "counter_weight_decay_mode": "NONE",
+        "counter_halflife": -1,
+        "weight_norm_coefficient": 0.0,
+        "lower_bound": 0.0,
+    },
+    "emainplace_mode": {"step_ema": 10, "step_start": 0, "step_ema_coef": 0.6},
+    "ensemble_mode": {
+        "step_ema": 10000,
+        "step_swap": 10000,
+        "step_start": 0,
+        "step_ema_coef": 0.6,
+        "step_mode": "USE_ITER",
+    },
+    "global_weight_decay": {"start_iter": 0, "lower_bound": 0.0},
+    "extra_optimizer_config": {
+        "use_rowwise_bias_correction": False,
+        "use_writeback_bwd_prehook": False,
+        "writeback_first_feature_only": False,
+        "precompute_writeback": False,
+    },
 }
 
 
@@ -71,24 +73,20 @@ def member(argument: str, value: Any, known: Iterable[str]) -> str:
     return short
 
 
-def definition(argument: str, value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def definition(argument: str, value: Any) -> dict[str, Any]:
     """The fields of one of FBGEMM's definitions, given as an object or a mapping; None is default.
 
     Raises:
         TypeError: if it has other fields, or is neither.
     """
-    if value is None:
-        return dict(fields)
-    if not isinstance(value, Mapping):
-        try:
-            value = vars(value)
-        except TypeError:
-            raise TypeError(
-                f"{argument} must be a mapping or a definition of FBGEMM, got {value!r}"
-            ) from None
-    for field in value:
+    fields = _FIELDS[argument]
+    value = {} if value is None else value
+    given = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    if given is None:
+        raise TypeError(f"{argument} must be a mapping or a definition of FBGEMM, got {value!r}")
+    for field in given:
         if field not in fields:
             near = difflib.get_close_matches(str(field), fields, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{argument} has no field {field!r}{meant}; it has {', '.join(fields)}")
-    return {**fields, **value}
+    return {**fields, **given}

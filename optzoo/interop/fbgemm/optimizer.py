@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,21 +27,15 @@ from ...first_order.row_wise_adagrad import row_wise_adagrad
 from ...first_order.row_wise_lars import row_wise_lars
 from ...first_order.row_wise_rmsprop import row_wise_rmsprop
 from ...registry import add_name
+from ...transforms._per_leaf import on_listed
 from ...wrappers.ema_in_place import ema_in_place
 from ...wrappers.ensemble import ensemble
 from ...wrappers.variable_clipping import variable_clipping
 from .definitions import (
-    COUNTER,
     COUNTER_DECAY_MODES,
-    COWCLIP,
     DECAY_MODES,
-    EMA_IN_PLACE,
-    ENSEMBLE,
-    GLOBAL_DECAY,
     RATE_MODES,
     STEP_MODES,
-    TAIL_ID_THRESHOLD,
-    USER_ENABLED,
     definition,
     member,
 )
@@ -169,11 +163,6 @@ class _Given(NamedTuple):
     ema_beta: float
     min_shrinkage: float
 
-    @property
-    def decay_or_none(self) -> float | None:
-        """The decay, None if it is zero."""
-        return None if _is_zero(self.weight_decay) else self.weight_decay
-
 
 class _Kind(NamedTuple):
     """An optimizer: how it is made, and the arguments that it reads."""
@@ -188,65 +177,45 @@ def _sgd(given: _Given) -> Transformation:
     return gradient_descent(given.learning_rate)
 
 
-def _adagrad(given: _Given) -> Transformation:
-    return adagrad_eps(given.learning_rate, given.eps)
-
-
 def _row_wise_adagrad(given: _Given) -> Transformation:
     mode = _decay_mode(given)
-    if mode == "COUNTER":
-        return _counter(given)
-    if mode == "COWCLIP":
-        return _cowclip(given)
+    if mode in ("COUNTER", "COWCLIP"):
+        if not _is_zero(given.max_norm):
+            _warn(f"max_norm={given.max_norm!r} does nothing with weight_decay_mode={mode!r}")
+        return _counter(given) if mode == "COUNTER" else _cowclip(given)
     if mode == "DECOUPLE_GLOBAL":
-        about = definition("global_weight_decay", given.global_weight_decay, GLOBAL_DECAY)
-        return _with_max_norm(
-            given,
-            global_decay_row_wise_adagrad(
-                given.learning_rate,
-                given.eps,
-                given.weight_decay,
-                start_step=max(0, _whole("start_iter", about["start_iter"])),
-                lower_bound=about["lower_bound"],
-            ),
+        about = definition("global_weight_decay", given.global_weight_decay)
+        tx = global_decay_row_wise_adagrad(
+            given.learning_rate,
+            given.eps,
+            given.weight_decay,
+            start_step=_start(about, "start_iter"),
+            lower_bound=about["lower_bound"],
         )
-    return _plain_row_wise_adagrad(given, mode)
-
-
-def _plain_row_wise_adagrad(given: _Given, mode: str) -> Transformation:
-    decay = None if mode == "NONE" else given.decay_or_none
-    if mode == "NONE" and given.decay_or_none is not None:
-        _warn(f"weight_decay={given.weight_decay!r} does nothing with weight_decay_mode='NONE'")
-    tx = row_wise_adagrad(given.learning_rate, given.eps, decay, decoupled=mode != "L2")
-    return _with_max_norm(given, tx)
-
-
-def _with_max_norm(given: _Given, tx: Transformation) -> Transformation:
-    if _is_zero(given.max_norm):
-        return tx
-    return variable_clipping(tx, {".*": (1,)}, given.max_norm)
+    else:
+        decay = _none_if_zero(given.weight_decay)
+        if mode == "NONE" and decay is not None:
+            _warn(f"weight_decay={decay!r} does nothing with weight_decay_mode='NONE'")
+            decay = None
+        tx = row_wise_adagrad(given.learning_rate, given.eps, decay, decoupled=mode != "L2")
+    return tx if _is_zero(given.max_norm) else variable_clipping(tx, {".*": (1,)}, given.max_norm)
 
 
 def _counter(given: _Given) -> Transformation:
-    about = definition("counter_based_regularization", given.counter_based_regularization, COUNTER)
-    tail = definition("tail_id_threshold", about["tail_id_threshold"], TAIL_ID_THRESHOLD)
-    decay = member(
-        "counter_weight_decay_mode", about["counter_weight_decay_mode"], COUNTER_DECAY_MODES
-    )
-    rate = member("learning_rate_mode", about["learning_rate_mode"], RATE_MODES)
-    if member("grad_sum_decay", about["grad_sum_decay"], ("NO_DECAY", "CTR_DECAY")) != "NO_DECAY":
+    about = definition("counter_based_regularization", given.counter_based_regularization)
+    tail = definition("tail_id_threshold", about["tail_id_threshold"])
+    if _mode(about, "grad_sum_decay", ("NO_DECAY", "CTR_DECAY")) != "NO_DECAY":
         _warn("grad_sum_decay does nothing: no code of FBGEMM reads it")
-    _warn_about_max_norm(given, "COUNTER")
-    every = _whole("max_counter_update_freq", about["max_counter_update_freq"])
+    every = _whole(about, "max_counter_update_freq")
     return counter_row_wise_adagrad(
         given.learning_rate,
         given.eps,
         given.weight_decay,
-        COUNTER_DECAY_MODES[decay],
+        COUNTER_DECAY_MODES[_mode(about, "counter_weight_decay_mode", COUNTER_DECAY_MODES)],
         half_life=about["counter_halflife"],
-        start_step=max(0, _whole("adjustment_iter", about["adjustment_iter"])),
+        start_step=_start(about, "adjustment_iter"),
         adjustment_ub=about["adjustment_ub"],
-        learning_rate_mode=RATE_MODES[rate],
+        learning_rate_mode=RATE_MODES[_mode(about, "learning_rate_mode", RATE_MODES)],
         tail_threshold=tail["val"],
         is_ratio=tail["is_ratio"],
         max_counter_every=every if every > 0 else _NEVER,
@@ -254,10 +223,8 @@ def _counter(given: _Given) -> Transformation:
 
 
 def _cowclip(given: _Given) -> Transformation:
-    about = definition("cowclip_regularization", given.cowclip_regularization, COWCLIP)
-    decay = member(
-        "counter_weight_decay_mode", about["counter_weight_decay_mode"], COUNTER_DECAY_MODES
-    )
+    about = definition("cowclip_regularization", given.cowclip_regularization)
+    decay = _mode(about, "counter_weight_decay_mode", COUNTER_DECAY_MODES)
     if decay == "ADAGRADW":
         _warn("COWCLIP with ADAGRADW decays nothing, as in FBGEMM: take L2 or DECOUPLE")
         decay = "NONE"
@@ -266,7 +233,6 @@ def _cowclip(given: _Given) -> Transformation:
             "COWCLIP with weight_norm_coefficient=0 and lower_bound=0, FBGEMM's defaults, clips "
             "all gradients to zero: rows move by their decay only"
         )
-    _warn_about_max_norm(given, "COWCLIP")
     return cowclip_row_wise_adagrad(
         given.learning_rate,
         given.eps,
@@ -278,78 +244,64 @@ def _cowclip(given: _Given) -> Transformation:
     )
 
 
-def _inner_row_wise_adagrad(given: _Given) -> Transformation:
+def _averaged(given: _Given) -> Transformation:
     """Row-wise Adagrad inside of an average, where FBGEMM has the simple modes only."""
-    mode = _decay_mode(given)
-    if mode not in ("NONE", "L2", "DECOUPLE"):
+    if (mode := _decay_mode(given)) not in ("NONE", "L2", "DECOUPLE"):
         raise ValueError(f"weight_decay_mode={mode!r} needs the optimizer EXACT_ROWWISE_ADAGRAD")
-    return _plain_row_wise_adagrad(given, mode)
+    return _row_wise_adagrad(given)
 
 
 def _ema_in_place(given: _Given) -> Transformation:
-    about = definition("emainplace_mode", given.emainplace_mode, EMA_IN_PLACE)
+    about = definition("emainplace_mode", given.emainplace_mode)
     return ema_in_place(
-        _inner_row_wise_adagrad(given),
-        every=_whole("step_ema", about["step_ema"]),
-        start_step=max(0, _whole("step_start", about["step_start"])),
+        _averaged(given),
+        every=_whole(about, "step_ema"),
+        start_step=_start(about, "step_start"),
         coefficient=about["step_ema_coef"],
     )
 
 
 def _ensemble(given: _Given) -> Transformation:
-    about = definition("ensemble_mode", given.ensemble_mode, ENSEMBLE)
+    about = definition("ensemble_mode", given.ensemble_mode)
     return ensemble(
-        _inner_row_wise_adagrad(given),
-        every=_whole("step_ema", about["step_ema"]),
-        swap_every=_whole("step_swap", about["step_swap"]),
-        start_step=max(0, _whole("step_start", about["step_start"])),
+        _averaged(given),
+        every=_whole(about, "step_ema"),
+        swap_every=_whole(about, "step_swap"),
+        start_step=_start(about, "step_start"),
         coefficient=about["step_ema_coef"],
-        reset=member("step_mode", about["step_mode"], STEP_MODES) == "NONE",
+        reset=_mode(about, "step_mode", STEP_MODES) == "NONE",
     )
 
 
 def _rmsprop(given: _Given) -> Transformation:
-    decay = None if _is_zero(given.ar_alpha) else given.ar_alpha
-    return row_wise_rmsprop(
-        given.learning_rate, given.ema_beta, given.eps, decay, given.min_shrinkage
-    )
+    decay = _none_if_zero(given.ar_alpha)
+    rate, shrinkage = given.learning_rate, given.min_shrinkage
+    return row_wise_rmsprop(rate, given.ema_beta, given.eps, decay, shrinkage)
 
 
 def _adam(given: _Given) -> Transformation:
-    about = _refuse_writeback(given)
-    return lazy_adamw(
-        given.learning_rate,
-        given.beta1,
-        given.beta2,
-        given.eps,
-        given.decay_or_none,
-        row_wise_bias_correction=about["use_rowwise_bias_correction"],
-    )
+    correction = _refuse_writeback(given)["use_rowwise_bias_correction"]
+    decay = _none_if_zero(given.weight_decay)
+    return lazy_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
 
 
-def _partial_adam(given: _Given) -> Transformation:
-    betas = given.beta1, given.beta2
-    return partial_row_wise_adam(given.learning_rate, *betas, given.eps, given.decay_or_none)
+def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
+    return given.learning_rate, given.beta1, given.beta2, given.eps
 
 
-def _lamb(given: _Given) -> Transformation:
-    return lamb(given.learning_rate, given.beta1, given.beta2, given.eps, given.weight_decay)
-
-
-def _partial_lamb(given: _Given) -> Transformation:
-    betas = given.beta1, given.beta2
-    return partial_row_wise_lamb(given.learning_rate, *betas, given.eps, given.weight_decay)
-
-
-def _lars(given: _Given) -> Transformation:
-    return row_wise_lars(given.learning_rate, given.momentum, given.weight_decay, given.eta)
-
-
+# What each optimizer reads, or `fbgemm_optimizer` itself.
+_OF_ALL = frozenset(
+    {"optimizer", "learning_rate", "gradient_clipping", "max_gradient", "stochastic_rounding"}
+)
 _ROW_WISE = frozenset({"eps", "weight_decay", "weight_decay_mode", "max_norm"})
 _ADAM = frozenset({"eps", "beta1", "beta2", "weight_decay"})
 _KINDS = {
     "EXACT_SGD": _Kind(_sgd, frozenset({"extra_optimizer_config"}), rounds_once=False),
-    "EXACT_ADAGRAD": _Kind(_adagrad, frozenset({"eps"}), rounds_once=False),
+    "EXACT_ADAGRAD": _Kind(
+        lambda given: adagrad_eps(given.learning_rate, given.eps),
+        frozenset({"eps"}),
+        rounds_once=False,
+    ),
     "EXACT_ROWWISE_ADAGRAD": _Kind(
         _row_wise_adagrad,
         _ROW_WISE
@@ -358,10 +310,22 @@ _KINDS = {
     "EMAINPLACE_ROWWISE_ADAGRAD": _Kind(_ema_in_place, _ROW_WISE | {"emainplace_mode"}),
     "ENSEMBLE_ROWWISE_ADAGRAD": _Kind(_ensemble, _ROW_WISE | {"ensemble_mode"}),
     "ADAM": _Kind(_adam, _ADAM | {"extra_optimizer_config"}),
-    "PARTIAL_ROWWISE_ADAM": _Kind(_partial_adam, _ADAM),
-    "LAMB": _Kind(_lamb, _ADAM),
-    "PARTIAL_ROWWISE_LAMB": _Kind(_partial_lamb, _ADAM),
-    "LARS_SGD": _Kind(_lars, frozenset({"momentum", "weight_decay", "eta"})),
+    "PARTIAL_ROWWISE_ADAM": _Kind(
+        lambda given: partial_row_wise_adam(
+            *_adam_arguments(given), _none_if_zero(given.weight_decay)
+        ),
+        _ADAM,
+    ),
+    "LAMB": _Kind(lambda given: lamb(*_adam_arguments(given), given.weight_decay), _ADAM),
+    "PARTIAL_ROWWISE_LAMB": _Kind(
+        lambda given: partial_row_wise_lamb(*_adam_arguments(given), given.weight_decay), _ADAM
+    ),
+    "LARS_SGD": _Kind(
+        lambda given: row_wise_lars(
+            given.learning_rate, given.momentum, given.weight_decay, given.eta
+        ),
+        frozenset({"momentum", "weight_decay", "eta"}),
+    ),
     "ROWWISE_RMSPROP_AR": _Kind(
         _rmsprop, frozenset({"eps", "ar_alpha", "ema_beta", "min_shrinkage"})
     ),
@@ -416,7 +380,7 @@ def _decay_mode(given: _Given) -> str:
 
 
 def _refuse_writeback(given: _Given) -> dict[str, Any]:
-    about = definition("extra_optimizer_config", given.extra_optimizer_config, USER_ENABLED)
+    about = definition("extra_optimizer_config", given.extra_optimizer_config)
     for field, value in about.items():
         if value and field != "use_rowwise_bias_correction":
             raise ValueError(f"extra_optimizer_config: {field} changes lookups, not the optimizer")
@@ -425,20 +389,14 @@ def _refuse_writeback(given: _Given) -> dict[str, Any]:
 
 def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None:
     """Warns of arguments other than their defaults that an optimizer does not read."""
-    parameters = inspect.signature(fbgemm_optimizer).parameters
-    for argument, value in given._asdict().items():
-        if argument in reads or argument == "learning_rate":
+    for argument, parameter in inspect.signature(fbgemm_optimizer).parameters.items():
+        if argument in reads | _OF_ALL:
             continue
+        value, default = getattr(given, argument), parameter.default
         if argument == "weight_decay_mode":
             value = member(argument, value, DECAY_MODES)
-        default = parameters[argument].default
         if not (value is default or (np.ndim(value) == 0 and value == default)):
             _warn(f"{name} ignores {argument}={value!r}, here and in FBGEMM")
-
-
-def _warn_about_max_norm(given: _Given, mode: str) -> None:
-    if not _is_zero(given.max_norm):
-        _warn(f"max_norm={given.max_norm!r} does nothing with weight_decay_mode={mode!r}")
 
 
 def _warn(message: str) -> None:
@@ -450,11 +408,26 @@ def _is_zero(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer) and value == 0
 
 
-def _whole(field: str, value: Any) -> int:
-    """A number of updates; FBGEMM's classes have floats for some."""
+def _none_if_zero(value: Any) -> Any:
+    return None if _is_zero(value) else value
+
+
+def _mode(about: Mapping[str, Any], field: str, known: Iterable[str]) -> str:
+    """A field of a definition that is an enum's member."""
+    return member(field, about[field], known)
+
+
+def _whole(about: Mapping[str, Any], field: str) -> int:
+    """A field that is a number of updates; FBGEMM's classes have floats for some."""
+    value = about[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise TypeError(f"{field} must be a whole number, got {value!r}")
     return int(value)
+
+
+def _start(about: Mapping[str, Any], field: str) -> int:
+    """A field that is the first update of something; -1 is the first of all."""
+    return max(0, _whole(about, field))
 
 
 def _in_float32(rate: Any) -> Any:
@@ -466,10 +439,7 @@ def _in_float32(rate: Any) -> Any:
 
 def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformation:
     """The optimizer with clipped gradients and FBGEMM's rounding of rows."""
-
-    def clip(g):
-        clipped = lambda a: jnp.clip(a, -bound, bound).astype(a.dtype)
-        return g.with_values(clipped(g.values)) if is_rows(g) else clipped(g)
+    clip = lambda g: on_listed(lambda values: jnp.clip(values, -bound, bound), g)
 
     def update(updates, state, params=None, **extra_args):
         if bound is not None:
@@ -492,12 +462,11 @@ def _merged(updates: Any, params: Any) -> Any:
     return jax.tree.map(merge, updates, params, is_leaf=is_sparse_or_none)
 
 
-def _add_names() -> None:
-    for name in (*_KINDS, *_REFUSED):
-        factory = functools.partial(fbgemm_optimizer, name)
-        full = f"EmbOptimType.{name}"
-        others = [name] if name in _UNAMBIGUOUS else []
-        add_name(full, factory, f"fbgemm_gpu.{full}", others=others, rounds=False)
-
-
-_add_names()
+for _known in (*_KINDS, *_REFUSED):
+    add_name(
+        f"EmbOptimType.{_known}",
+        functools.partial(fbgemm_optimizer, _known),
+        f"fbgemm_gpu.EmbOptimType.{_known}",
+        others=[_known] if _known in _UNAMBIGUOUS else [],
+        rounds=False,
+    )

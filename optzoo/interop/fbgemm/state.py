@@ -21,6 +21,7 @@ from ...first_order.partial_row_wise_adam import PartialRowWiseAdamSlots
 from ...first_order.row_wise_adagrad import RowWiseAdagradSlots
 from ...first_order.row_wise_lars import RowWiseLARSSlots
 from ...first_order.row_wise_rmsprop import RowWiseRMSPropSlots
+from ...state.storage import pack_state_like, unpack_state
 from ...state.types import LeafwiseState, NoSlots, map_nodes, nodes_of
 from ...wrappers.ema_in_place import EMAInPlaceState
 from ...wrappers.ensemble import EnsembleState
@@ -119,17 +120,36 @@ def load_fbgemm_state(
             return like
         return jnp.asarray(value, like.dtype)
 
+    def tree_of(theirs, tree):
+        of_leaf = lambda path, a: take(f"{name_of(path_name(path))}/{theirs}", a)
+        return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+    def with_slots(node):
+        names = _slot_names(node)
+        slots = {ours: tree_of(theirs, getattr(node.slots, ours)) for ours, theirs in names.items()}
+        return node._replace(slots=node.slots._replace(**slots))
+
+    def with_average(node):
+        return node._replace(average=tree_of("momentum2", node.average))
+
+    def with_max(node):
+        top = given.get("max_counter", np.ones((), np.float32))
+        return node._replace(max_counter=jnp.asarray(top, jnp.float32).reshape(()))
+
     if any(key.endswith("/weights") for key in given):
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-        weights = [take(f"{name_of(path_name(path))}/weights", x) for path, x in paths]
-        params = treedef.unflatten(weights)
-    state = tx.init(params)
-    step = take("iter", np.zeros((), np.int32))
-    filled = _filled(state, name_of, take, step, given)
+        params = tree_of("weights", params)
+    start = tx.init(params)
+    state = unpack_state(start)
+    step = jnp.asarray(take("iter", np.zeros((), np.int32)))
+    for kind in _COUNTING:
+        state = map_nodes(kind, lambda node: node._replace(count=step), state)
+    state = map_nodes(LeafwiseState, with_slots, state)
+    state = map_nodes(EnsembleState, with_average, state)
+    state = map_nodes(MaxCounterState, with_max, state)
     problems += [f"left over: {key}" for key in sorted(given.keys() - used)]
     if problems:
         raise ValueError("state_dict does not fit: " + "; ".join(problems))
-    return to_lines_of(like, tx, (params, filled))
+    return to_lines_of(like, tx, (params, pack_state_like(start, state)))
 
 
 def save_fbgemm_state(
@@ -193,54 +213,18 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
         ValueError: if the state is not that of an optimizer that FBGEMM has, or if its parts
             counted different numbers of updates.
     """
-    params, state = from_lines((params, state))
+    params, state = from_lines((params, unpack_state(state)))
     name_of = _names_of(tables)
-    steps = {int(node.count) for node in _counting_nodes(state)}
+    steps = {int(node.count) for kind in _COUNTING for node in nodes_of(kind, state)}
     if len(steps) != 1:
         raise ValueError(f"state must have one number of updates, got {sorted(steps)}")
     saved = {"iter": np.array([*steps], np.int64)}
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        saved[f"{name_of(path_name(path))}/weights"] = np.asarray(x)
-    for theirs, tree in _trees(state):
+    for theirs, tree in [("weights", params), *_trees(state)]:
         for path, a in jax.tree_util.tree_leaves_with_path(tree):
             saved[f"{name_of(path_name(path))}/{theirs}"] = np.asarray(a)
     for node in nodes_of(MaxCounterState, state):
         saved["max_counter"] = np.asarray(node.max_counter).reshape(1)
     return saved
-
-
-def _filled(
-    state: Any, name_of: Callable[[str], str], take: Callable[..., Any], step: Any, given: Any
-) -> Any:
-    """The state with the arrays of FBGEMM."""
-
-    def tree_of(theirs, tree):
-        of_leaf = lambda path, a: take(f"{name_of(path_name(path))}/{theirs}", a)
-        return jax.tree_util.tree_map_with_path(of_leaf, tree)
-
-    def leafwise(node):
-        names = _slot_names(node)
-        slots = {ours: tree_of(theirs, getattr(node.slots, ours)) for ours, theirs in names.items()}
-        return node._replace(count=jnp.asarray(step), slots=node.slots._replace(**slots))
-
-    def averaged(node):
-        average = tree_of("momentum2", node.average)
-        return node._replace(count=jnp.asarray(step), average=average)
-
-    def with_max(node):
-        top = given.get("max_counter", np.ones((), np.float32))
-        return node._replace(max_counter=jnp.asarray(top, jnp.float32).reshape(()))
-
-    state = map_nodes(LeafwiseState, leafwise, state)
-    state = map_nodes(EMAInPlaceState, lambda node: node._replace(count=jnp.asarray(step)), state)
-    state = map_nodes(EnsembleState, averaged, state)
-    return map_nodes(MaxCounterState, with_max, state)
-
-
-def _counting_nodes(state: Any) -> Iterator[Any]:
-    """All parts of a state that count updates."""
-    for kind in _COUNTING:
-        yield from nodes_of(kind, state)
 
 
 def _trees(state: Any) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,6 @@
 """The updater of RETURNN's JAX backend, on the optimizers of optzoo."""
 
-import inspect
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -11,7 +9,7 @@ from jax import Array
 from ...core.checks import check_positive
 from .options import read_options
 from .updater import returnn_updater
-from .values import STEP_READERS
+from .values import schedule
 
 
 class OptzooUpdater:
@@ -59,14 +57,15 @@ class OptzooUpdater:
         from returnn.log import log
 
         options = dict(config.typed_dict)
-        schedule = options.pop("dynamic_learning_rate", None)
-        self.learning_rate_function = _schedule(schedule)
+        self.learning_rate_function = _schedule(options.pop("dynamic_learning_rate", None))
         self.log_grad_norm_p = _norm_order(options.pop("log_grad_norm", None))
         layers = options.pop("updater_layers", {})
         self.names = [name.replace(".", "/") for name in param_names]
         self._optimizer = returnn_updater(options, layers=layers)
-        for running in _optimizers(options, layers):
-            print(f"JAX updater: optzoo.create({running})", file=log.v3)
+        running = [o.optimizer for o in read_options(options, layers).distinct]
+        for i, optimizer in enumerate(running):
+            if optimizer not in running[:i]:
+                print(f"JAX updater: optzoo.create({optimizer})", file=log.v3)
 
     def get_effective_learning_rate(
         self,
@@ -111,42 +110,20 @@ class OptzooUpdater:
         return dict(zip(self.names, arrays, strict=True))
 
 
-def _optimizers(options: Mapping[str, Any], layers: Any) -> list[dict[str, Any]]:
-    """The optimizers that run, each once, with all that RETURNN adds to their options."""
-    found: list[dict[str, Any]] = []
-    for param in read_options(options, layers).distinct:
-        if param.optimizer not in found:
-            found.append(param.optimizer)
-    return found
-
-
 def _schedule(value: Any) -> Callable[..., Any] | None:
     """``dynamic_learning_rate`` as a function of what the engine knows."""
     if value is None:
         return None
-    if isinstance(value, Mapping):
-        spec = STEP_READERS["dynamic_learning_rate"]("dynamic_learning_rate", value)
-        power = lambda step: spec["decay"] ** (step % spec["interval"])
-        return lambda learning_rate, global_train_step, **_: (
-            learning_rate * power(global_train_step)
-        )
-    if not callable(value):
-        raise TypeError(f"dynamic_learning_rate must be a dict or a function, got {value!r}")
-    parameters = inspect.signature(value).parameters
-    if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        raise TypeError("dynamic_learning_rate must take **kwargs, as RETURNN requires")
-    if "network" in parameters:
-        raise ValueError("dynamic_learning_rate needs 'network', which only TensorFlow has")
-    return value
+    read = schedule("dynamic_learning_rate", value, {"network"}, "which only TensorFlow has")
+    if callable(read):
+        return read
+    power = lambda step: read["decay"] ** (step % read["interval"])
+    return lambda learning_rate, global_train_step, **_: learning_rate * power(global_train_step)
 
 
 def _norm_order(value: Any) -> float | None:
     """The order of the norm of all gradients that the engine logs; None for no norm."""
-    if value is None or value is False:
-        return None
-    if value is True:
-        return 2.0
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"log_grad_norm must be True or the order of the norm, got {value!r}")
-    check_positive(log_grad_norm=value)
+    if value is None or isinstance(value, bool):
+        return 2.0 if value else None
+    check_positive(fix="it is True or the order of the norm", log_grad_norm=value)
     return float(value)

@@ -8,34 +8,27 @@ from .values import PARAM_READERS, STEP_READERS
 
 # Read by LearningRateControl.
 EPOCH_OPTIONS = (
-    "learning_rates",
-    "min_learning_rate",
-    "learning_rate_control",
-    "learning_rate_control_error_measure",
-    "learning_rate_control_min_num_epochs_per_new_lr",
-    "learning_rate_control_relative_error_relative_lr",
-    "learning_rate_decay",
-    "learning_rate_growth",
-    "newbob_error_threshold",
-    "newbob_learning_rate_decay",
-    "newbob_learning_rate_growth",
-    "newbob_multi_num_epochs",
-    "newbob_multi_update_interval",
-    "newbob_relative_error_div_by_old",
-    "newbob_relative_error_grow_threshold",
+    "learning_rates", "min_learning_rate", "learning_rate_control",
+    "learning_rate_control_error_measure", "learning_rate_control_min_num_epochs_per_new_lr",
+    "learning_rate_control_relative_error_relative_lr", "learning_rate_decay",
+    "learning_rate_growth", "newbob_error_threshold", "newbob_learning_rate_decay",
+    "newbob_learning_rate_growth", "newbob_multi_num_epochs", "newbob_multi_update_interval",
+    "newbob_relative_error_div_by_old", "newbob_relative_error_grow_threshold",
     "newbob_relative_error_threshold",
-)
+)  # fmt: skip
 _OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
 # They have no effect here: the state is an argument, and nothing is updated in parallel.
 _WITHOUT_EFFECT = ("optimizer_use_locking", "debug_save_updater_vars")
 # They look like options of the updater, but belong to the engine or to the data.
 _OF_OTHERS = (
-    "horovod_dataset_distribution",
-    "learning_rate_file",
-    "pretrain_learning_rate",
+    "horovod_dataset_distribution", "learning_rate_file", "pretrain_learning_rate",
     "use_learning_rate_control_always",
-)
-_THEANO = "only RETURNN's old Theano backend had it; remove it"
+)  # fmt: skip
+_THEANO = (
+    "adadelta_decay", "adadelta_offset", "adamdelta", "adasecant", "ena", "eve",
+    "gradient_noise_decay", "max_norm", "mean_normalized_sgd", "nadam_decay", "smorms3",
+    "update_clip", "weight_clip",
+)  # fmt: skip
 _REFUSED = {
     "tags": "it is an option of a layer, in its updater_opts",
     "L2": "it is an option of a layer",
@@ -53,24 +46,7 @@ _REFUSED = {
     "grad_scaler": "scale the loss and its gradients outside",
     "horovod_param_sync_step": "use optzoo.model_average around the updater",
     "horovod_param_sync_time_diff": "use optzoo.model_average around the updater",
-    **dict.fromkeys(
-        (
-            "adadelta_decay",
-            "adadelta_offset",
-            "adamdelta",
-            "adasecant",
-            "ena",
-            "eve",
-            "gradient_noise_decay",
-            "max_norm",
-            "mean_normalized_sgd",
-            "nadam_decay",
-            "smorms3",
-            "update_clip",
-            "weight_clip",
-        ),
-        _THEANO,
-    ),
+    **dict.fromkeys(_THEANO, "only RETURNN's old Theano backend had it; remove it"),
 }
 _KNOWN = {
     *PARAM_READERS,
@@ -83,18 +59,9 @@ _KNOWN = {
     "horovod_reduce_type",
 } - {"tags"}
 _PREFIXES = (
-    "accum_grad",
-    "clip_",
-    "decouple_",
-    "decoupled_",
-    "grad_",
-    "gradient_",
-    "gradients_",
-    "horovod_",
-    "newbob_",
-    "optimizer_",
-    "updater_",
-)
+    "accum_grad", "clip_", "decouple_", "decoupled_", "grad_", "gradient_", "gradients_",
+    "horovod_", "newbob_", "optimizer_", "updater_",
+)  # fmt: skip
 
 
 def refuse_unknown(config: Mapping[str, Any]) -> None:

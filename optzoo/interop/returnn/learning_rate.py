@@ -1,18 +1,18 @@
 """RETURNN's control of the learning rate from epoch to epoch, on the host."""
 
+import functools
 import itertools
 import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...core.checks import check, check_not_negative, check_size
+from ...core.checks import check, check_choice, check_not_negative, check_size
 from .keys import EPOCH_OPTIONS
 from .values import number
 
 _PREFIXES = ("learning_rate_", "learning_rates", "min_learning_rate", "newbob_")
 _OF_THE_ENGINE = ("learning_rate_file",)
-_NAMES = {"newbob": "newbob_rel", "newbob_relative": "newbob_rel"}
 
 
 class LearningRateControl:
@@ -64,17 +64,6 @@ class LearningRateControl:
             known = key in EPOCH_OPTIONS or key in _OF_THE_ENGINE
             if key.startswith(_PREFIXES) and not known:
                 raise ValueError(f"config: there is no option {key!r}, only {EPOCH_OPTIONS}")
-        name = given.get("learning_rate_control", "constant")
-        rules = {
-            "constant": self._constant,
-            "newbob_rel": self._newbob_rel,
-            "newbob_abs": self._newbob_abs,
-            "newbob_multi_epoch": self._newbob_multi_epoch,
-        }
-        if _NAMES.get(name, name) not in rules:
-            raise ValueError(f"learning_rate_control must be one of {[*rules]}, got {name!r}")
-        self._rule = rules[_NAMES.get(name, name)]
-
         real = lambda key, default: number(key, given.get(key, default))
         size = lambda key, default, least: check_size(least, **{key: given.get(key, default)})
         self._first_rate = real("learning_rate", 1.0)
@@ -90,7 +79,6 @@ class LearningRateControl:
             infinite=True,
             newbob_relative_error_grow_threshold=self._grow_threshold,
         )
-        self._abs_threshold = real("newbob_error_threshold", -0.01)
         self._by_old = bool(given.get("newbob_relative_error_div_by_old", False))
         self._by_rate = bool(given.get("learning_rate_control_relative_error_relative_lr", False))
         self._min_epochs = size("learning_rate_control_min_num_epochs_per_new_lr", 0, 0)
@@ -98,6 +86,19 @@ class LearningRateControl:
         self._interval = size("newbob_multi_update_interval", self._num_epochs, 1)
         measure = given.get("learning_rate_control_error_measure", [])
         self._measures = [measure] if isinstance(measure, str) else list(measure)
+        absolute = real("newbob_error_threshold", -0.01)
+        relative = functools.partial(self._newbob, self._relative_error, self._threshold)
+        rules = {
+            "constant": self._last_rate,
+            "newbob": relative,
+            "newbob_rel": relative,
+            "newbob_relative": relative,
+            "newbob_abs": functools.partial(self._newbob, self._difference, absolute),
+            "newbob_multi_epoch": self._newbob_multi_epoch,
+        }
+        name = given.get("learning_rate_control", "constant")
+        check_choice(rules, learning_rate_control=name)
+        self._rule = rules[name]
         self._rates: dict[int, float] = _fixed(given.get("learning_rates"))
         self._scores: dict[int, dict[str, float]] = {}
 
@@ -148,16 +149,7 @@ class LearningRateControl:
                 return last[-1]
         return self._rule(epoch)
 
-    def _constant(self, epoch: int) -> float:
-        return self._last_rate(epoch)
-
-    def _newbob_rel(self, epoch: int) -> float:
-        return self._newbob(epoch, self._relative_error, self._threshold)
-
-    def _newbob_abs(self, epoch: int) -> float:
-        return self._newbob(epoch, self._difference, self._abs_threshold)
-
-    def _newbob(self, epoch: int, measured: Callable[..., float | None], threshold: float) -> float:
+    def _newbob(self, measured: Callable[..., float | None], threshold: float, epoch: int) -> float:
         last = self._before(epoch)[-2:]
         error = measured(*last) if len(last) == 2 else None
         if error is None:
@@ -171,7 +163,7 @@ class LearningRateControl:
         last = self._before(epoch)[-self._num_epochs - 1 :]
         errors = [self._relative_error(*pair) for pair in itertools.pairwise(last)]
         known = [e for e in errors if e is not None]
-        if not errors or len(known) < len(errors):
+        if not known or len(known) < len(errors):
             return rate
         mean = sum(known) / len(known)
         return self._changed(rate, mean > self._threshold, mean < self._grow_threshold)
@@ -239,7 +231,7 @@ def _fixed(rates: Any) -> dict[int, float]:
     """The rates that ``learning_rates`` gives, by epoch."""
     if not rates:
         return {}
-    if isinstance(rates, str) or not isinstance(rates, list | tuple | Mapping):
+    if not isinstance(rates, list | tuple | Mapping):
         raise TypeError(
             f"learning_rates must be a list or a dict by epoch, got {rates!r}; a string of Python "
             "is not evaluated"

@@ -1,8 +1,8 @@
 """The options of RETURNN's updater, read from its config: each is supported or refused."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ...registry import accepts
 from .keys import hint, refuse_unknown
@@ -10,15 +10,14 @@ from .values import (
     PARAM_READERS,
     STEP_READERS,
     ParamOptions,
+    Readers,
     StepOptions,
     flag,
+    mapping,
     not_negative,
     number,
     whole,
 )
-
-ReturnnVersion = Literal["2017", "2022", "2026"]
-RETURNN_VERSIONS = get_args(ReturnnVersion)
 
 
 class Options(NamedTuple):
@@ -38,6 +37,17 @@ class Options(NamedTuple):
         """The default options and those of each layer."""
         return [self.default, *self.layers.values()]
 
+    @property
+    def needed_tags(self) -> set[str | None]:
+        """The tags for which a norm is needed; None for the norm of all gradients."""
+        used = self.distinct
+        clip = {o.gradient_clip_global_norm_tag for o in used if o.gradient_clip_global_norm}
+        return clip | {o.global_norm_tag for o in used if o.grad_norm_to_clip_to_zero}
+
+    def has(self, option: str) -> bool:
+        """Whether a parameter has this option."""
+        return any(getattr(o, option) for o in self.distinct)
+
     def check_names(self, names: list[str]) -> None:
         """Raises ``ValueError`` if a layer or an extra update has no parameter."""
         for layer in self.layers:
@@ -45,11 +55,10 @@ class Options(NamedTuple):
                 raise ValueError(
                     f"layers: no parameter's path begins with '{layer}/'; there are {names}"
                 )
-        for name in self.step.extra_updates:
-            if name not in names:
-                raise ValueError(
-                    f"extra_updates: no parameter has the path {name!r}; there are {names}"
-                )
+        if unknown := sorted(self.step.extra_updates.keys() - set(names)):
+            raise ValueError(
+                f"extra_updates: no parameter has the path {unknown[0]!r}; there are {names}"
+            )
 
 
 def read_options(config: Any, layers: Any) -> Options:
@@ -62,14 +71,19 @@ def read_options(config: Any, layers: Any) -> Options:
     given = {name: value for name, value in config.items() if value is not None}
     step = StepOptions(**_read(given, STEP_READERS))
     optimizer = _complete(_default_optimizer(given), {}, given)
-    default = _with_tag(ParamOptions(optimizer=optimizer, **_read(given, PARAM_READERS)))
-    found = _layers_of(config) if layers is None else layers
-    if not isinstance(found, Mapping):
-        raise TypeError(f"layers must be a dict of layers' options by their names, got {found!r}")
+    default = ParamOptions(optimizer=optimizer, **_read(given, PARAM_READERS))
+    tag = default.gradient_clip_global_norm_tag or default.global_norm_tag
+    default = dataclasses.replace(default, gradient_clip_global_norm_tag=tag)
+    found = mapping("layers", _layers_of(config) if layers is None else layers)
     of_layers = {name: _layer(name, options, default, given) for name, options in found.items()}
     _fill_from_outer(of_layers, found)
     options = Options(step, default, of_layers)
-    _check_tags(options)
+    known = {tag for one in of_layers.values() for tag in one.tags}
+    if unknown := sorted(map(repr, options.needed_tags - {None, *known})):
+        raise ValueError(
+            f"global_norm_tag or gradient_clip_global_norm_tag: no layer has {unknown[0]} "
+            f"among its tags; there are {sorted(known)}"
+        )
     return options
 
 
@@ -81,8 +95,9 @@ def _innermost(layers: Iterable[str], name: str) -> str | None:
     return max((layer for layer in layers if _is_in(name, layer)), key=len, default=None)
 
 
-def _read(given: Mapping[str, Any], readers: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: read(name, given[name]) for name, read in readers.items() if name in given}
+def _read(given: Mapping[str, Any], readers: Readers, where: str = "") -> dict[str, Any]:
+    is_given = lambda name: given.get(name) is not None
+    return {name: readers[name](where + name, given[name]) for name in filter(is_given, readers)}
 
 
 # The optimizer
@@ -99,27 +114,26 @@ def _default_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         return dict(optimizer)
     momentum = number("momentum", given.get("momentum", 0))
-    for name in ("adam", "nadam", "adadelta", "adagrad"):
-        if flag(name, given.get(name, False)):
-            if momentum:
-                raise ValueError(f"{name} takes no momentum, got momentum={momentum}")
-            return _old({"class": name}, given)
+    switches = ("adam", "nadam", "adadelta", "adagrad")
+    switch = next((name for name in switches if flag(name, given.get(name, False))), None)
+    if switch and momentum:
+        raise ValueError(f"{switch} takes no momentum, got momentum={momentum}")
     rmsprop = given.get("rmsprop", False)
-    if isinstance(rmsprop, float):
-        return _old({"class": "rmsprop", "decay": rmsprop}, given)
-    if flag("rmsprop", rmsprop):
-        return _old({"class": "rmsprop"}, given)
-    if momentum:
-        return _old({"class": "momentum"}, given)
-    return {"class": "gradientdescent"}
-
-
-def _old(optimizer: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if switch:
+        old = {"class": switch}
+    elif isinstance(rmsprop, float):
+        old = {"class": "rmsprop", "decay": rmsprop}
+    elif flag("rmsprop", rmsprop):
+        old = {"class": "rmsprop"}
+    elif momentum:
+        old = {"class": "momentum"}
+    else:
+        return {"class": "gradientdescent"}
     if whole("behavior_version", given.get("behavior_version", 0)) >= 2:
         raise ValueError(
-            f"behavior_version 2 and later need optimizer={optimizer!r} instead of the switch"
+            f"behavior_version 2 and later need optimizer={old!r} instead of the switch"
         )
-    return optimizer
+    return old
 
 
 def _complete(
@@ -135,53 +149,40 @@ def _complete(
     multiplier = optimizer.get("learning_rate_multiplier")
     if multiplier is not None:
         optimizer["learning_rate_multiplier"] = number("learning_rate_multiplier", multiplier)
-    added = {
-        "epsilon": not_negative("optimizer_epsilon", given.get("optimizer_epsilon", 1e-16)),
-        "momentum": number("momentum", given.get("momentum", 0)),
-    }
-    added = {k: v for k, v in added.items() if k == "epsilon" or v}
-    ours = {"epsilon": "eps"}
-    for name, value in added.items():
-        if not {name, ours.get(name)} & optimizer.keys() and accepts(optimizer["class"], name):
-            optimizer[name] = value
+    epsilon = not_negative("optimizer_epsilon", given.get("optimizer_epsilon", 1e-16))
+    momentum = number("momentum", given.get("momentum", 0))
+    if not {"epsilon", "eps"} & optimizer.keys() and accepts(optimizer["class"], "epsilon"):
+        optimizer["epsilon"] = epsilon
+    if momentum and "momentum" not in optimizer and accepts(optimizer["class"], "momentum"):
+        optimizer["momentum"] = momentum
     return optimizer
 
 
 # Layers
 
 
-def _layer(name: str, options: Any, default: ParamOptions, given: Mapping[str, Any]):
+def _layer(
+    name: str, options: Any, default: ParamOptions, given: Mapping[str, Any]
+) -> ParamOptions:
     """The options of one layer over the default ones."""
     if not isinstance(options, Mapping) or options.keys() - {"L2", "updater_opts"}:
         raise ValueError(f"layers: {name!r} may have L2 and updater_opts, got {options!r}")
     where = f"layer {name!r}: "
-    own = options.get("updater_opts") or {}
-    if not isinstance(own, Mapping):
-        raise TypeError(f"{where}updater_opts must be a dict, got {own!r}")
-    own = dict(own)
-    values: dict[str, Any] = {}
-    optimizer = own.pop("optimizer", None)
-    if optimizer is not None:
-        if not isinstance(optimizer, Mapping):
-            raise TypeError(f"{where}optimizer must be a dict, got {optimizer!r}")
-        values["optimizer"] = _complete(dict(optimizer), default.optimizer, given)
-    if unread := own.keys() - PARAM_READERS.keys():
+    own = mapping(f"{where}updater_opts", options.get("updater_opts") or {})
+    if unread := own.keys() - {*PARAM_READERS, "optimizer"}:
         hints = [hint(key, [*PARAM_READERS, "optimizer"]) for key in sorted(unread)]
         raise ValueError(f"{where}updater_opts has unknown options: {'; '.join(hints)}")
-    own = {key: value for key, value in own.items() if value is not None}
-    values |= {key: PARAM_READERS[key](f"{where}{key}", value) for key, value in own.items()}
-    if "global_norm_tag" in own and "gradient_clip_global_norm_tag" not in own:
+    values = _read(own, PARAM_READERS, where)
+    if own.get("optimizer") is not None:
+        optimizer = mapping(f"{where}optimizer", own["optimizer"])
+        values["optimizer"] = _complete(optimizer, default.optimizer, given)
+    if "global_norm_tag" in values and "gradient_clip_global_norm_tag" not in values:
         # The default one falls back on the layer's own tag, unless the config names one.
         named = given.get("gradient_clip_global_norm_tag")
-        values["gradient_clip_global_norm_tag"] = named or own["global_norm_tag"]
+        values["gradient_clip_global_norm_tag"] = named or values["global_norm_tag"]
     if options.get("L2"):
         values["L2"] = not_negative("L2", options["L2"])
     return dataclasses.replace(default, **values)
-
-
-def _with_tag(options: ParamOptions) -> ParamOptions:
-    tag = options.gradient_clip_global_norm_tag or options.global_norm_tag
-    return dataclasses.replace(options, gradient_clip_global_norm_tag=tag)
 
 
 def _fill_from_outer(layers: dict[str, ParamOptions], found: Mapping[str, Any]) -> None:
@@ -204,12 +205,10 @@ def _layers_of(config: Mapping[str, Any]) -> dict[str, Any]:
             "the network of this config is not a dict whose layers can be read: pass layers=, a "
             "dict of the options (L2, updater_opts) of the layers that have some, or layers={}"
         )
-    found: dict[str, Any] = {}
-    _collect(network, "", found)
-    return found
+    return dict(_layers_in(network))
 
 
-def _collect(network: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> None:
+def _layers_in(network: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, layer in network.items():
         if name.startswith("#") or not isinstance(layer, Mapping):
             continue
@@ -219,24 +218,8 @@ def _collect(network: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> 
                     f"layer {prefix + name!r}: {key} depends on the output of the layer: add it "
                     "to the loss and remove it from the config"
                 )
-        options = {key: layer[key] for key in ("L2", "updater_opts") if layer.get(key)}
-        if options:
-            found[prefix + name] = options
+        if options := {key: layer[key] for key in ("L2", "updater_opts") if layer.get(key)}:
+            yield prefix + name, options
         for inside in ("subnetwork", "unit"):
             if isinstance(layer.get(inside), Mapping):
-                _collect(layer[inside], f"{prefix}{name}/", found)
-
-
-def _check_tags(options: Options) -> None:
-    known = {tag for one in options.layers.values() for tag in one.tags}
-    for one in options.distinct:
-        used = {
-            "gradient_clip_global_norm_tag": one.gradient_clip_global_norm,
-            "global_norm_tag": one.grad_norm_to_clip_to_zero,
-        }
-        for name, is_used in used.items():
-            tag = getattr(one, name)
-            if is_used and tag is not None and tag not in known:
-                raise ValueError(
-                    f"{name}: no layer has {tag!r} among its tags; there are {sorted(known)}"
-                )
+                yield from _layers_in(layer[inside], f"{prefix}{name}/")

@@ -1,5 +1,6 @@
 """The steps of RETURNN's updater between the raw gradients and the new parameters."""
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from jax import Array
 from ...core.norms import clipping_factor
 from ...core.numerics import upcast
 from ...core.paths import path_name
-from ...core.rows import is_rows, is_sparse_or_none
+from ...core.rows import SparseRows, is_sparse_or_none, map_rows
 from ...transforms._per_leaf import on_listed
 from ...transforms.clip_by_average_norm import clipped_by_average_norm
 from ...transforms.clip_by_norm import clipped_by_norm
@@ -38,115 +39,64 @@ class StepContext(NamedTuple):
 # Only for `init`, which does not depend on it.
 NO_CONTEXT = StepContext(norms={}, key=None, decay=None)
 
-
-# Each step takes one gradient, its name, its options, and the context. Norms of rows are those of
-# the rows as they are listed: RETURNN does not merge them. What is dense afterwards is dense in
-# RETURNN, too, so that a lazy optimizer sees the same.
+dense = functools.partial(map_rows, SparseRows.to_dense)
 
 
-def _noise(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    if not o.gradient_noise:
-        return g
-    g = _dense(g)
-    # By the name, so that the noise of a parameter does not depend on which others there are.
-    key = jax.random.fold_in(context.key, zlib.crc32(name.encode()))
-    noise = jax.random.truncated_normal(key, -2, 2, jnp.shape(g), jnp.float32)
-    return on_listed(lambda v: v + o.gradient_noise * noise, g)
+def process_gradients(options: Options, context: StepContext) -> optax.GradientTransformation:
+    """Noise, clipping and filters, in RETURNN's order."""
+    on_leaf = functools.partial(_processed, context)
+    return optax.stateless(lambda updates, params: map_named(options, on_leaf, updates))
 
 
-def _clip(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c = o.gradient_clip
-    return on_listed(lambda v: jnp.clip(v, -c, c), g) if c else g
+def _processed(context: StepContext, name: str, o: ParamOptions, g: Any) -> Any:
+    """One gradient after these steps.
+
+    Norms of rows are those of the rows as they are listed: RETURNN does not merge them. What is
+    dense afterwards is dense in RETURNN, too, so that a lazy optimizer sees the same.
+    """
+    if o.gradient_noise:
+        g = dense(g)
+        # By the name, so that the noise of a parameter does not depend on which others there are.
+        key = jax.random.fold_in(context.key, zlib.crc32(name.encode()))
+        noise = jax.random.truncated_normal(key, -2, 2, jnp.shape(g), jnp.float32)
+        g = on_listed(lambda v: v + o.gradient_noise * noise, g)
+    if o.gradient_clip:
+        g = on_listed(lambda v: jnp.clip(v, -o.gradient_clip, o.gradient_clip), g)
+    if o.gradient_clip_norm:
+        g = clipped_by_norm(g, o.gradient_clip_norm)
+    if o.gradient_clip_avg_norm:
+        g = dense(g)
+        g = clipped_by_average_norm(g, jnp.size(g), o.gradient_clip_avg_norm)
+    if o.gradient_clip_global_norm:
+        norm = context.norms[o.gradient_clip_global_norm_tag]
+        factor = clipping_factor(norm, o.gradient_clip_global_norm)
+        factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+        g = on_listed(lambda v: v * factor.astype(v.dtype), g)
+    if o.gradient_nan_inf_filter:
+        g = filtered(g)
+    if o.grad_norm_to_clip_to_zero:
+        keep = is_within(context.norms[o.global_norm_tag], o.grad_norm_to_clip_to_zero)
+        g = zero_unless(keep, dense(g))
+    return g
 
 
-def _clip_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c = o.gradient_clip_norm
-    return clipped_by_norm(g, c) if c else g
-
-
-def _clip_avg_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c, dense = o.gradient_clip_avg_norm, _dense(g)
-    return clipped_by_average_norm(dense, jnp.size(dense), c) if c else g
-
-
-def _clip_global_norm(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c = o.gradient_clip_global_norm
-    if not c:
-        return g
-    norm = context.norms[o.gradient_clip_global_norm_tag]
-    factor = jnp.where(jnp.isfinite(norm), clipping_factor(norm, c), jnp.nan)
-    return on_listed(lambda v: v * factor.astype(v.dtype), g)
-
-
-def _nan_inf_filter(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    return filtered(g) if o.gradient_nan_inf_filter else g
-
-
-def _clip_to_zero(g: Any, name: str, o: ParamOptions, context: StepContext) -> Any:
-    c = o.grad_norm_to_clip_to_zero
-    return zero_unless(is_within(context.norms[o.global_norm_tag], c), _dense(g)) if c else g
-
-
-STEPS: tuple[Callable[[Any, str, ParamOptions, StepContext], Any], ...] = (
-    _noise,
-    _clip,
-    _clip_norm,
-    _clip_avg_norm,
-    _clip_global_norm,
-    _nan_inf_filter,
-    _clip_to_zero,
-)
-
-
-def process_gradients(
-    options: Options, context: StepContext
+def with_decay(
+    inner: optax.GradientTransformation, options: Options, context: StepContext, *, after: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """All these steps in their order."""
-
-    def on_leaf(name, o, g):
-        for step in STEPS:
-            g = step(g, name, o, context)
-        return g
-
-    def update(updates, state, params=None, **extra_args):
-        del params, extra_args
-        return map_named(options, on_leaf, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def needed_tags(options: Options) -> set[str | None]:
-    """The tags for which a norm is needed."""
-    used = options.distinct
-    clip = {o.gradient_clip_global_norm_tag for o in used if o.gradient_clip_global_norm}
-    return clip | {o.global_norm_tag for o in used if o.grad_norm_to_clip_to_zero}
-
-
-def decay_before(
-    inner: optax.GradientTransformation, options: Options, context: StepContext
-) -> optax.GradientTransformationExtraArgs:
-    """Decoupled constraints before the update of ``inner``, which sees the decayed parameters."""
+    """Decoupled constraints after the update of ``inner``; or before it, which then sees them."""
     inner = optax.with_extra_args_support(inner)
+    decay = lambda x, o: -2 * o.L2 * context.decay * upcast(x) if o.L2 else None
 
     def update(updates, state, params=None, **extra_args):
-        decays = map_named(options, lambda name, o, g, x: _decay(o, context, x), updates, params)
-        decayed = jax.tree.map(_plus, params, decays)
-        updates, state = inner.update(updates, state, decayed, **extra_args)
-        return jax.tree.map(_plus, updates, decays, is_leaf=is_sparse_or_none), state
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def decay_after(
-    inner: optax.GradientTransformation, options: Options, context: StepContext
-) -> optax.GradientTransformationExtraArgs:
-    """Decoupled constraints after the update of ``inner``."""
-    inner = optax.with_extra_args_support(inner)
-
-    def update(updates, state, params=None, **extra_args):
-        updates, state = inner.update(updates, state, params, **extra_args)
-        decay = lambda name, o, u, x: _plus(u, _decay(o, context, upcast(x) + u))
-        return map_named(options, decay, updates, params), state
+        if after:
+            updates, state = inner.update(updates, state, params, **extra_args)
+            decay_new = lambda name, o, u, x: decay(upcast(x) + u, o)
+            decays = map_named(options, decay_new, updates, params)
+        else:
+            decays = map_named(options, lambda name, o, g, x: decay(x, o), updates, params)
+            decayed = jax.tree.map(plus, params, decays)
+            updates, state = inner.update(updates, state, decayed, **extra_args)
+        return jax.tree.map(plus, updates, decays, is_leaf=is_sparse_or_none), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -180,29 +130,19 @@ def with_extra_updates(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _decay(o: ParamOptions, context: StepContext, x: Any) -> Any:
-    return -2 * o.L2 * context.decay * upcast(x) if o.L2 else None
-
-
-def _plus(a: Any, change: Any) -> Any:
-    """``a``, perhaps rows, with a change added in float32 at least; None is no change."""
-    if a is None or change is None:
-        return a
-    a = a.to_dense() if is_rows(a) else jnp.asarray(a)
-    return (upcast(a) + change).astype(a.dtype)
-
-
 def map_named(options: Options, f: Callable[..., Any], updates: Any, *others: Any) -> Any:
     """``f(name, options, gradient, *others)`` for each parameter that has a gradient."""
 
     def on_leaf(path, g, *rest):
-        if g is None:
-            return None
         name = path_name(path)
-        return f(name, options.of(name), g, *rest)
+        return None if g is None else f(name, options.of(name), g, *rest)
 
     return jax.tree_util.tree_map_with_path(on_leaf, updates, *others, is_leaf=is_sparse_or_none)
 
 
-def _dense(g: Any) -> Any:
-    return g.to_dense() if is_rows(g) else g
+def plus(a: Any, change: Any) -> Any:
+    """``a``, perhaps rows, with a change added in float32 at least; None is no change."""
+    if a is None or change is None:
+        return a
+    a = jnp.asarray(dense(a))
+    return (upcast(a) + change).astype(a.dtype)

@@ -1,15 +1,14 @@
 """RETURNN's updater: one transformation from a config."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.checks import check_params, check_positive
+from ...core.checks import check_choice, check_params, check_positive
 from ...core.gradients import check_gradients
 from ...core.norms import global_norm
 from ...core.numerics import safe_divide, upcast
@@ -20,18 +19,19 @@ from ...registry import create
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
 from ...wrappers.accumulate import accumulate
-from .options import RETURNN_VERSIONS, Options, ReturnnVersion, read_options
+from .options import Options, read_options
 from .steps import (
     NO_CONTEXT,
     StepContext,
-    decay_after,
-    decay_before,
     map_named,
-    needed_tags,
+    plus,
     process_gradients,
+    with_decay,
     with_extra_updates,
 )
 from .values import ParamOptions, StepOptions
+
+ReturnnVersion = Literal["2017", "2022", "2026"]
 
 
 class UpdaterState(NamedTuple):
@@ -125,16 +125,13 @@ def returnn_updater(
     if options.step.use_horovod and axis_name is None:
         raise ValueError("use_horovod needs axis_name=, the axis of the replicas")
     replicas = Replicas(axis_name if options.step.use_horovod else None)
-    updater = _Updater(options, decoupled, replicas, _Optimizers(options, decoupled))
+    updater = _Updater(options, decoupled, replicas)
     return optax.GradientTransformationExtraArgs(updater.init, updater.update)
 
 
 def _decoupled(options: StepOptions, version: str) -> str | None:
     """The version of the decoupled constraints; None if they are coupled."""
-    if version not in RETURNN_VERSIONS:
-        raise ValueError(
-            f"returnn_version must be one of {', '.join(RETURNN_VERSIONS)}, got {version!r}"
-        )
+    check_choice(ReturnnVersion, returnn_version=version)
     if not options.decouple_constraints:
         return None
     if version in ("2017", "2022"):
@@ -147,14 +144,19 @@ def _decoupled(options: StepOptions, version: str) -> str | None:
     return version
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Updater:
-    """The functions ``init`` and ``update`` of :func:`returnn_updater`."""
+    """The functions ``init`` and ``update`` of :func:`returnn_updater`.
 
-    options: Options
-    decoupled: str | None  # the version of the decoupled constraints
-    replicas: Replicas
-    optimizers: "_Optimizers"
+    It makes the optimizers once: one for each of the ``kinds``, which are the configs of optimizers
+    with their numbers of micro-steps. ``decoupled`` is the version of the decoupled constraints.
+    """
+
+    def __init__(self, options: Options, decoupled: str | None, replicas: Replicas):
+        self.options, self.decoupled, self.replicas = options, decoupled, replicas
+        kinds = [_kind(o) for o in options.distinct]
+        self.kinds = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+        rate = options.step.learning_rate
+        self.optimizers = [create(config, learning_rate=rate) for config, _ in self.kinds]
 
     def init(self, params: Any) -> UpdaterState:
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -162,11 +164,11 @@ class _Updater:
         if names and not hides_leaves(params):
             self.options.check_names(names)
         shared = {}
-        if any(o.gradient_noise for o in self.options.distinct):
+        if self.options.has("gradient_noise"):
             shared["noise_key"] = jax.random.PRNGKey(self.options.step.random_seed)
-        if _keeps_norm(self.options):
+        if self.options.step.log_grad_norm or self.options.has("debug_grad_summaries"):
             shared["grad_norm"] = jnp.zeros([], jnp.float32)
-        inner = self.optimizers.with_steps(NO_CONTEXT).init(params)
+        inner = self.with_steps(NO_CONTEXT).init(params)
         return UpdaterState(jnp.zeros([], jnp.int32), shared, inner)
 
     def update(
@@ -189,70 +191,81 @@ class _Updater:
         rate = _rate_at(step, options.step, learning_rate, self.replicas)
         raw = self.raw_gradients(updates, params)
         context, shared = self.context(raw, state.shared, step, rate)
-        if any(o.maximize_grad_norm for o in options.distinct):
-            raw = _norm_maximized(options, raw, params, grad_fn, self.raw_gradients)
+        if options.has("maximize_grad_norm"):
+            raw = self.norm_maximized(raw, params, grad_fn)
 
-        inner = self.optimizers.with_steps(context)
         extra_args |= {"learning_rate": rate, "global_step": step}
-        new, inner_state = inner.update(raw, state.inner, params, **extra_args)
+        new, inner = self.with_steps(context).update(raw, state.inner, params, **extra_args)
         if options.step.debug_add_check_numerics_ops:
             raise_if_bad(new, "update", step)
         count = jnp.asarray(optax.safe_increment(state.count))
-        return new, UpdaterState(count, shared, inner_state)
+        return new, UpdaterState(count, shared, inner)
 
     def raw_gradients(self, updates: Any, params: Any) -> Any:
         """The gradients of the whole loss, of all replicas."""
         self.replicas.check_per_replica(updates)
         if self.decoupled is None:
-            updates = map_named(self.options, _plus_constraint, updates, params)
+            constrained = lambda name, o, g, x: plus(g, 2 * o.L2 * upcast(x)) if o.L2 else g
+            updates = map_named(self.options, constrained, updates, params)
         if not self.options.step.use_horovod:
             return updates
         sums, _ = self.replicas.sum_gradients(updates, True)
         number = self.replicas.size if self.options.step.horovod_avg_grad else 1
         return divide_gradients(sums, jnp.asarray(number), updates)
 
+    def norm_maximized(self, raw: Any, params: Any, grad_fn: Callable[[Any], Any] | None) -> Any:
+        """The raw gradients g plus the gradient of minus f times their norm: g - f H g / |g|."""
+        if grad_fn is None:
+            raise ValueError(
+                "maximize_grad_norm needs the gradient as a function: pass update(..., grad_fn=f), "
+                "where f(params) is the gradient of the loss"
+            )
+        if any(map(is_rows, jax.tree.leaves(raw, is_leaf=is_rows))):
+            raise TypeError("maximize_grad_norm takes no rows: all gradients must be dense")
+        norm = self.norm(raw, None)
+        unit = lambda x, g: (
+            jnp.zeros_like(x) if g is None else safe_divide(upcast(g), norm).astype(x.dtype)
+        )
+        units = jax.tree.map(unit, params, raw)
+        _, change = jax.jvp(lambda p: self.raw_gradients(grad_fn(p), p), (params,), (units,))
+        less = lambda name, o, g, c: (g - o.maximize_grad_norm * c).astype(jnp.result_type(g))
+        return map_named(self.options, less, raw, change)
+
     def context(
         self, raw: Any, shared: dict[str, Array], step: Any, rate: Array
     ) -> tuple[StepContext, dict[str, Array]]:
         """What the steps of this update need, and the new arrays of the state."""
-        options = self.options
-        norms = {tag: _norm(options, raw, tag) for tag in needed_tags(options)}
+        norms = {tag: self.norm(raw, tag) for tag in self.options.needed_tags}
         if "grad_norm" in shared:
-            shared = {**shared, "grad_norm": _norm(options, raw, None).astype(jnp.float32)}
+            shared = {**shared, "grad_norm": self.norm(raw, None).astype(jnp.float32)}
         key = jax.random.fold_in(shared["noise_key"], step) if "noise_key" in shared else None
         decay = 1
         if self.decoupled in ("2017", "2022"):
-            factor = options.step.decouple_constraints_factor
-            decay = factor * rate / options.step.learning_rate
+            step_options = self.options.step
+            decay = step_options.decouple_constraints_factor * rate / step_options.learning_rate
         return StepContext(norms, key, decay), shared
 
-
-class _Optimizers:
-    """The optimizers of a config, made once: one for each number of micro-steps."""
-
-    def __init__(self, options: Options, decoupled: str | None):
-        self.options, self.decoupled = options, decoupled
-        self.kinds: list[tuple[Any, int]] = []
-        for o in options.distinct:
-            if _kind(o) not in self.kinds:
-                self.kinds.append(_kind(o))
-        rate = options.step.learning_rate
-        self.made = [create(optimizer, learning_rate=rate) for optimizer, _ in self.kinds]
+    def norm(self, raw: Any, tag: str | None) -> Array:
+        """The norm of all raw gradients with a tag; None for all."""
+        leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=is_sparse_or_none)
+        has_tag = lambda path: tag is None or tag in self.options.of(path_name(path)).tags
+        return global_norm(g for path, g in leaves if has_tag(path))
 
     def with_steps(self, context: StepContext) -> optax.GradientTransformationExtraArgs:
         """All optimizers, each with the steps before and after it, for one update."""
-        groups = [
-            self._with_steps(tx, every, context)
-            for tx, (_, every) in zip(self.made, self.kinds, strict=True)
-        ]
-        inner = groups[0] if len(groups) == 1 else self._partition(groups)
-        if self.decoupled == "2022":
-            return decay_before(inner, self.options, context)
-        if self.decoupled == "2017":
-            return decay_after(inner, self.options, context)
-        return inner
+        groups: dict[Any, optax.GradientTransformationExtraArgs] = {
+            f"group{i}": self.group(tx, every, context)
+            for i, (tx, (_, every)) in enumerate(zip(self.optimizers, self.kinds, strict=True))
+        }
+        label = lambda o: f"group{self.kinds.index(_kind(o))}"
+        tx = groups["group0"]
+        if len(groups) > 1:
+            tx = optax.partition(groups, lambda tree: self.of_each(label, tree))
+        if self.decoupled in ("2017", "2022"):
+            tx = with_decay(tx, self.options, context, after=self.decoupled == "2017")
+        return tx
 
-    def _with_steps(
+    def group(
         self, tx: optax.GradientTransformationExtraArgs, every: int, context: StepContext
     ) -> optax.GradientTransformationExtraArgs:
         """One optimizer with all that happens from the sum of the micro-steps on."""
@@ -260,82 +273,25 @@ class _Optimizers:
         if options.step.deterministic_train:
             tx = optax.chain(coalesce(deterministic=True), tx)
         if self.decoupled == "2026":
-            tx = decay_before(tx, options, context)
+            tx = with_decay(tx, options, context, after=False)
         if options.step.extra_updates:
             tx = with_extra_updates(tx, options.step.extra_updates)
         steps = [process_gradients(options, context), tx]
-        if any(o.debug_grad_summaries for o in options.distinct):
-            wanted = lambda tree: _has_summaries(options, tree)
+        if options.has("debug_grad_summaries"):
+            wanted = lambda tree: self.of_each(lambda o: o.debug_grad_summaries, tree)
             steps.insert(0, optax.masked(gradient_summaries(), wanted))
         tx = optax.chain(*steps)
         return accumulate(tx, every) if every else tx
 
-    def _partition(
-        self, groups: list[optax.GradientTransformationExtraArgs]
-    ) -> optax.GradientTransformationExtraArgs:
-        """Each optimizer for its parameters."""
-
-        def label(path, _):
-            return f"group{self.kinds.index(_kind(self.options.of(path_name(path))))}"
-
-        labels = lambda tree: jax.tree_util.tree_map_with_path(
-            label, tree, is_leaf=is_sparse_or_none
-        )
-        return optax.partition({f"group{i}": tx for i, tx in enumerate(groups)}, labels)
+    def of_each(self, f: Callable[[ParamOptions], Any], tree: Any) -> Any:
+        """``f`` of the options of each parameter of a tree."""
+        of_path = lambda path, _: f(self.options.of(path_name(path)))
+        return jax.tree_util.tree_map_with_path(of_path, tree, is_leaf=is_sparse_or_none)
 
 
 def _kind(o: ParamOptions) -> tuple[Any, int]:
     """What parameters have in common that share an optimizer."""
     return o.optimizer, o.accum_grad_multiple_step
-
-
-def _has_summaries(options: Options, tree: Any) -> Any:
-    wanted = lambda path, _: options.of(path_name(path)).debug_grad_summaries
-    return jax.tree_util.tree_map_with_path(wanted, tree, is_leaf=is_sparse_or_none)
-
-
-def _plus_constraint(name: str, o: ParamOptions, g: Any, x: Any) -> Any:
-    """A gradient plus that of L2, which is dense."""
-    if not o.L2:
-        return g
-    g = g.to_dense() if is_rows(g) else jnp.asarray(g)
-    return (upcast(g) + 2 * o.L2 * upcast(x)).astype(g.dtype)
-
-
-def _keeps_norm(options: Options) -> bool:
-    return options.step.log_grad_norm or any(o.debug_grad_summaries for o in options.distinct)
-
-
-def _norm(options: Options, raw: Any, tag: str | None) -> Array:
-    """The norm of all raw gradients with a tag; None for all."""
-    leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=is_sparse_or_none)
-    has_tag = lambda path: tag is None or tag in options.of(path_name(path)).tags
-    return global_norm(g for path, g in leaves if has_tag(path))
-
-
-def _norm_maximized(
-    options: Options,
-    raw: Any,
-    params: Any,
-    grad_fn: Callable[[Any], Any] | None,
-    raw_gradients: Callable[[Any, Any], Any],
-) -> Any:
-    """The raw gradients g plus the gradient of minus f times their norm: g - f H g / |g|."""
-    if grad_fn is None:
-        raise ValueError(
-            "maximize_grad_norm needs the gradient as a function: pass update(..., grad_fn=f), "
-            "where f(params) is the gradient of the loss"
-        )
-    if any(map(is_rows, jax.tree.leaves(raw, is_leaf=is_rows))):
-        raise TypeError("maximize_grad_norm takes no rows: all gradients must be dense")
-    norm = _norm(options, raw, None)
-    unit = lambda x, g: (
-        jnp.zeros_like(x) if g is None else safe_divide(upcast(g), norm).astype(x.dtype)
-    )
-    units = jax.tree.map(unit, params, raw)
-    _, change = jax.jvp(lambda p: raw_gradients(grad_fn(p), p), (params,), (units,))
-    less = lambda name, o, g, c: (g - o.maximize_grad_norm * c).astype(jnp.result_type(g))
-    return map_named(options, less, raw, change)
 
 
 def _rate_at(step: Any, options: StepOptions, override: Any, replicas: Replicas) -> Array:

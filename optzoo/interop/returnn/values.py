@@ -3,10 +3,10 @@
 import dataclasses
 import inspect
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, get_origin, get_type_hints
 
-from ...core.checks import check_not_negative
+from ...core.checks import check_flags, check_function, check_not_negative
 
 
 def number(name: str, value: Any) -> float:
@@ -38,9 +38,15 @@ def whole(name: str, value: Any) -> int:
 
 def flag(name: str, value: Any) -> bool:
     """True or False, or 1 or 0."""
-    if value not in (True, False):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+    check_flags(**{name: value})
     return bool(value)
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """A dict."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, got {value!r}")
+    return dict(value)
 
 
 def _tag(name: str, value: Any) -> str:
@@ -75,22 +81,27 @@ def _extra_updates(name: str, value: Any) -> Mapping[str, Callable[..., Any]]:
     return value
 
 
-def _dynamic_learning_rate(name: str, value: Any) -> Any:
+def schedule(name: str, value: Any, lacks: Iterable[str], why: str) -> Any:
+    """A dict of interval and decay, or a function; ``why`` tells of arguments that it lacks."""
     if isinstance(value, Mapping):
         if value.keys() != {"interval", "decay"}:
             raise ValueError(f"{name} must have the keys interval and decay, got {value!r}")
         return {"interval": whole(name, value["interval"]), "decay": number(name, value["decay"])}
-    if not callable(value):
-        raise TypeError(f"{name} must be a dict or a function, got {value!r}")
+    check_function("a dict or a function", **{name: value})
     parameters = inspect.signature(value).parameters
     if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        raise TypeError(f"{name} must take **kwargs, as RETURNN requires")
-    if missing := {"network", "epoch", "epoch_continuous"} & parameters.keys():
-        raise ValueError(
-            f"{name} needs {sorted(missing)}, unknown inside of a step; it gets global_train_step "
-            "and learning_rate. What depends on the epoch belongs into update(learning_rate=)"
-        )
+        raise TypeError(f"{name} must take **kwargs, as RETURNN requires, got {value!r}")
+    if missing := sorted(parameters.keys() & lacks):
+        raise ValueError(f"{name} needs {missing}, {why}")
     return value
+
+
+def _dynamic_learning_rate(name: str, value: Any) -> Any:
+    why = (
+        "unknown inside of a step; it gets global_train_step and learning_rate. What depends on "
+        "the epoch belongs into update(learning_rate=)"
+    )
+    return schedule(name, value, {"network", "epoch", "epoch_continuous"}, why)
 
 
 Flag = Annotated[bool, flag]
@@ -141,12 +152,13 @@ class StepOptions:
     random_seed: Whole = 0
 
 
-def _readers(options: type) -> dict[str, Callable[[str, Any], Any]]:
+Readers = Mapping[str, Callable[[str, Any], Any]]
+
+
+def _readers(options: type) -> Readers:
     """The reader of each option that has one."""
-    hints = get_type_hints(options, include_extras=True)
-    return {
-        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
-    }
+    hints = get_type_hints(options, include_extras=True).items()
+    return {name: hint.__metadata__[0] for name, hint in hints if get_origin(hint) is Annotated}
 
 
 PARAM_READERS, STEP_READERS = _readers(ParamOptions), _readers(StepOptions)

@@ -50,12 +50,12 @@ class RowOptimizer:
 
     def __init__(self, tx: optax.GradientTransformation, width: int | None):
         self._tx = optax.with_extra_args_support(tx)
-        self._width = width
+        self._width, self._traced_width = width, width or _WIDTH
         paths, self._treedef, self._is_slot = self._prove()
         names, _ = self._divided(self._treedef.unflatten(map(path_name, paths)))
         self.slot_names = _short(names)
         self._check_slots(names)
-        self._split = self._split_at(width or _WIDTH)
+        self._split = self._split_at(self._traced_width)
         if width is None and mixes_elements(self._split.row):
             raise Refused(
                 "the elements of a row depend on each other, and SparseCore pads rows with zeros",
@@ -83,7 +83,7 @@ class RowOptimizer:
         num_slots = len(self.slot_names)
         padded, scalars = (gradient, row, *rest[:num_slots]), rest[num_slots:]
         width = self._known_width(row.shape[1])
-        at_width = self._split if width == (self._width or _WIDTH) else self._split_at(width)
+        at_width = self._split if width == self._traced_width else self._split_at(width)
         if len(at_width.dtypes) != self.num_scalars:
             raise Refused("what it computes once in a step depends on the width of the table")
         needed = scalars[: self.num_scalars]
@@ -94,7 +94,7 @@ class RowOptimizer:
 
     def first_shared(self, step: Any) -> Shared:
         """What is kept for all rows together before the first update."""
-        table = jnp.zeros((1, self._width or _WIDTH), jnp.float32)
+        table = jnp.zeros((1, self._traced_width), jnp.float32)
         _, arrays = self._divided(self._tx.init(table))
         return Shared(jnp.asarray(step, jnp.int32), tuple(arrays))
 
@@ -116,7 +116,7 @@ class RowOptimizer:
 
     def _prove(self) -> tuple[list[Any], Any, list[bool]]:
         """The paths, the structure and the rows of the state; raises unless it is row-wise."""
-        table = jnp.zeros((_ROWS, self._width or _WIDTH), jnp.float32)
+        table = jnp.zeros((_ROWS, self._traced_width), jnp.float32)
         ids = jnp.arange(_TOUCHED)
         rows = SparseRows(ids, jnp.zeros((_TOUCHED, *table.shape[1:]), jnp.float32), _ROWS)
         state = self._tx.init(table)
@@ -138,7 +138,7 @@ class RowOptimizer:
 
     def _check_slots(self, names: Sequence[str]) -> None:
         """Raises unless each slot can be stored in an array of the shape of the table."""
-        table = jax.ShapeDtypeStruct((_ROWS, self._width or _WIDTH), jnp.float32)
+        table = jax.ShapeDtypeStruct((_ROWS, self._traced_width), jnp.float32)
         slots = lambda x: self._divided(self._tx.init(x))[0]
         jaxpr: Any = jax.make_jaxpr(slots)(table).jaxpr
         for name, v in zip(names, jaxpr.outvars, strict=True):
@@ -152,7 +152,7 @@ class RowOptimizer:
 
     def _check_rule(self) -> None:
         """Raises if the rule for SparseRows is another than that for arrays, by an example."""
-        width = self._width or _WIDTH
+        width = self._traced_width
         g, x = (jnp.cos(jnp.arange(i, i + width, dtype=jnp.float32))[None] for i in (0, 1))
 
         @jax.jit
@@ -169,7 +169,7 @@ class RowOptimizer:
 
     def _check_form(self) -> None:
         """Raises if the function of a row cannot be written without slices."""
-        padded = -(-(self._width or _WIDTH) // 8) * 8
+        padded = -(-self._traced_width // 8) * 8
         row = jax.ShapeDtypeStruct((1, padded), jnp.float32)
         number = 2 + len(self.slot_names) + self.num_scalars
         jax.eval_shape(self.update_row, *[row] * number)
@@ -179,15 +179,10 @@ class RowOptimizer:
         leaves = list(zip(self._treedef.flatten_up_to(state), self._is_slot, strict=True))
         return [a for a, is_slot in leaves if is_slot], [a for a, is_slot in leaves if not is_slot]
 
-    def _row_avals(self, width: int) -> list[Any]:
-        """Gradient, row and slots as the optimizer has them."""
-        row = jax.ShapeDtypeStruct((1, width), jnp.float32)
-        return [row, row, *self._divided(jax.eval_shape(self._tx.init, row))[0]]
-
     def _split_at(self, width: int) -> Split:
         """The update of a table of one row."""
-        row = self._row_avals(width)
-        _, others = self._divided(jax.eval_shape(self._tx.init, row[0]))
+        row = jax.ShapeDtypeStruct((1, width), jnp.float32)
+        slots, others = self._divided(jax.eval_shape(self._tx.init, row))
 
         def update(inputs, shared):
             (g, x, *slots), (step, *others) = inputs, shared
@@ -199,7 +194,8 @@ class RowOptimizer:
             return [optax.apply_updates(x, updates), *slots], others
 
         try:
-            return split(update, row, [jax.ShapeDtypeStruct((), jnp.int32), *others])
+            step = jax.ShapeDtypeStruct((), jnp.int32)
+            return split(update, [row, row, *slots], [step, *others])
         except NotRowWise as error:
             raise Refused(error.reason) from None
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,13 +12,12 @@ import numpy as np
 from ...core.paths import path_name
 from ...sleeping.state import CaughtUpState
 from ...sleeping.tables import all_awake
+from ...state.storage import pack_state_like, unpack_state
 from ...state.tf1_names import tf1_names
 from ...state.types import LeafwiseState, map_nodes
-from .entries import Vector
 from .names import GLOBAL_STEP
-from .plan import Plan
+from .plan import Plan, Source
 from .steps import Steps
-from .storage import pack_state_like, unpack_state
 
 
 def build_state(
@@ -54,21 +53,19 @@ def build_variables(
 ) -> dict[str, np.ndarray]:
     """The variables of a checkpoint, in the dtypes of those in ``like``."""
     saved = dict(like)
-    for variable, value, dtype in _variables(plan, step, params, state):
-        saved[variable] = value.astype(like[variable].dtype if variable in like else dtype)
-    return saved
 
+    def put(variable, value, dtype):
+        dtype = like[variable].dtype if variable in like else dtype
+        saved[variable] = np.asarray(value).astype(dtype)
 
-def _variables(
-    plan: Plan, step: int, params: Mapping[str, Any], state: Mapping[str, Any]
-) -> Iterator[tuple[str, np.ndarray, Any]]:
     for arrays, sources in ((params, plan.parameters), (state, plan.arrays)):
         for source in sources:
-            yield source.variable, np.asarray(arrays[source.path]), source.saved_dtype
+            put(source.variable, arrays[source.path], source.saved_dtype)
     for vector in plan.vectors:
-        yield vector.variable, _concatenate(vector, state), vector.dtype
+        put(vector.variable, _concatenate(vector, state), vector.saved_dtype)
     if plan.counts:
-        yield GLOBAL_STEP, np.asarray(step), np.int64
+        put(GLOBAL_STEP, step, np.int64)
+    return saved
 
 
 def _fill(tree: Any, values: Mapping[str, Any]) -> Any:
@@ -94,7 +91,7 @@ def _with_computed(state: LeafwiseState) -> LeafwiseState:
     return state._replace(shared=shared)
 
 
-def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
+def _split(vector: Source, value: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays of the parameters by path."""
     rows = math.prod(vector.shape[:-1])
     size = lambda part: math.prod(part.shape) // rows
@@ -104,6 +101,6 @@ def _split(vector: Vector, value: np.ndarray) -> dict[str, np.ndarray]:
     return {part.path: cut.reshape(part.shape) for part, cut in pairs}
 
 
-def _concatenate(vector: Vector, state: Mapping[str, Any]) -> np.ndarray:
+def _concatenate(vector: Source, state: Mapping[str, Any]) -> np.ndarray:
     rows = [np.asarray(state[p.path]).reshape(*vector.shape[:-1], -1) for p in vector.parts]
     return np.concatenate(rows, axis=-1) if rows else np.zeros(vector.shape)

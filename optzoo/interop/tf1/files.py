@@ -5,7 +5,6 @@ import glob
 import importlib
 import itertools
 import os
-import pathlib
 import re
 import shutil
 import zipfile
@@ -220,14 +219,13 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
 
 
 def _read_prefix(path: str) -> dict[str, np.ndarray]:
-    file = pathlib.Path(path)
-    index = file.with_name(f"{file.name}.index") if file.name else file
-    if not file.exists() and not index.exists():
+    index = f"{path}.index"
+    if not os.path.exists(path) and not os.path.exists(index):
         raise FileNotFoundError(
             f"no checkpoint {path!r}: give its prefix, such as 'model.ckpt-1000' for "
             "model.ckpt-1000.index and model.ckpt-1000.data-00000-of-00001"
         )
-    if not index.exists() and (part := _PART.fullmatch(path)):
+    if not os.path.exists(index) and (part := _PART.fullmatch(path)):
         raise ValueError(f"{path!r} is one file of a checkpoint: give its prefix, {part[1]!r}")
     tf = import_tensorflow()
     # The reader turns some of TensorFlow's errors into Python's.
@@ -244,10 +242,10 @@ def _read_prefix(path: str) -> dict[str, np.ndarray]:
                 raise  # otherwise another process has just replaced the files
 
 
-def _identity(file: pathlib.Path) -> tuple[int, int] | None:
+def _identity(file: str) -> tuple[int, int] | None:
     """What differs after the file is replaced."""
     try:
-        stat = file.stat()
+        stat = os.stat(file)
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns

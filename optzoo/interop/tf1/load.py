@@ -6,6 +6,8 @@ from typing import Any
 import optax
 
 from ...core.lines import from_lines, to_lines_of
+from ...core.paths import arrays_by_path
+from ...state.storage import unpack_state
 from . import files
 from .build import build_state
 from .check import check_load
@@ -13,7 +15,6 @@ from .files import Checkpoint
 from .names import Choices, Names, OptimizerName
 from .plan import make_plan
 from .steps import plan_steps
-from .storage import arrays_by_path, unpack_state
 
 
 def load_tf1_state(

@@ -50,13 +50,6 @@ class NonSlot(NamedTuple):
     ndim: int = 0
 
 
-class SlotNames(NamedTuple):
-    """The names of the slots of several parameters."""
-
-    first: dict[str, str]  # of each parameter, by its name; the others end in ``_1``, ``_2``, ...
-    not_found: list[str]  # messages about the parameters for which a checkpoint has no slots
-
-
 def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
     """The parameters with TensorFlow's names, by their paths.
 
@@ -133,13 +126,18 @@ class CheckpointNames:
 
     def slots(
         self, possible: Mapping[str, set[int]], last: str | None = None, hint: str = ""
-    ) -> SlotNames:
-        """The names of slots, such as ``scope/w/Adam``.
+    ) -> tuple[dict[str, str], list[str]]:
+        """The name of the first slot of each parameter, such as ``scope/w/Adam``.
+
+        The others end in ``_1``, ``_2``, and so on.
 
         Args:
             possible: of each parameter how many slots it may have.
             last: the last part of the names, if it is not the optimizer's name.
             hint: what a message adds if they are not found.
+
+        Returns:
+            The names by those of the parameters, and messages about parameters without slots.
 
         Raises:
             ValueError: if several names fit, or if there is no checkpoint and no name is given.
@@ -160,7 +158,7 @@ class CheckpointNames:
                 not_found += self._not_found(group, name, hint)
             else:
                 first |= {owner: join(found[0], owner, found[1]) for owner in group}
-        return SlotNames(first, not_found)
+        return first, not_found
 
     def _optimizer_name(self, owner: str) -> str | None:
         given = self.choices.optimizer_name
@@ -180,7 +178,7 @@ class CheckpointNames:
             best = {found for found in best if not found[0]} or best
         if len(best) > 1:
             raise ValueError(
-                f"the slots of {[*possible]} may be those of any of {sorted(map(tuple, best))}: "
+                f"the slots of {[*possible]} may be those of any of {sorted(best)}: "
                 "say scope= (the first part) or optimizer_name= (the second)"
             )
         return best.pop() if best else None

@@ -38,12 +38,8 @@ def can_be_power(power: Any, base: Any) -> bool:
     return 0 <= power <= 1 if exponent is None else is_integer_exponent(exponent)
 
 
-def is_lost(power: Any, base: Any) -> bool:
-    """Whether it is 0 or not normal, as after many steps."""
-    return 0 < float(base) < 1 and 0 <= float(power) <= _TINY
-
-
-def may_be_lost(base: Any, exponent: float) -> bool:
-    """Whether ``base ** exponent`` may be 0 or not normal."""
+def is_lost_before(power: Any, base: Any, exponent: float) -> bool:
+    """Whether a power is 0 or not normal, which ``base ** exponent`` cannot be."""
     rounding = 0.1 + 1e-7 * exponent  # which may add up over the steps
-    return exponent * math.log(float(base)) < math.log(_TINY) + rounding
+    is_lost = 0 < float(base) < 1 and 0 <= float(power) <= _TINY
+    return is_lost and exponent * math.log(float(base)) >= math.log(_TINY) + rounding

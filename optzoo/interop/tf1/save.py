@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from ...core.lines import from_lines
+from ...core.paths import arrays_by_path
 from ...state.resting import check_awake
+from ...state.storage import unpack_state
 from . import files
 from .build import build_variables
 from .check import check_save
@@ -15,7 +17,6 @@ from .files import Checkpoint
 from .names import Choices, Names, OptimizerName
 from .plan import make_plan
 from .steps import check_step, step_of_state
-from .storage import arrays_by_path, unpack_state
 
 
 def save_tf1_state(

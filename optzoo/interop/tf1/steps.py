@@ -2,43 +2,38 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .entries import Count, Source
 from .names import GLOBAL_STEP
-from .plan import Plan
-from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost, may_be_lost
+from .plan import Count, Plan, Source
+from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_lost_before
 
 
 class Steps(NamedTuple):
     """The counts of a state that is loaded, from a checkpoint or from the caller."""
 
-    values: Mapping[str, int] = MappingProxyType({})  # by path
-    used: tuple[str, ...] = ()  # variables
-    missing: tuple[str, ...] = ()  # messages
-    wrong: tuple[str, ...] = ()
+    values: dict[str, int]  # by path
+    used: tuple[str, ...]  # variables
+    missing: list[str]  # messages
+    wrong: list[str]
 
 
 class _Power(NamedTuple):
     """A variable such as ``beta1_power`` that belongs to an optimizer of the state."""
 
-    path: str
-    variable: str
+    source: Source  # optional if it is a worker's, which counts its own steps
     value: Any
     base: Any
-    exponent: float | None
-    optional: bool  # a worker's, which counts its own steps
 
     @property
     def updates(self) -> int | None:
         """The ``n`` of ``beta1 ** (n + 1)``."""
-        if self.exponent is None or not is_integer_exponent(self.exponent):
-            return None
-        return round(self.exponent) - 1
+        exponent = estimate_exponent(self.value, self.base)
+        is_known = exponent is not None and is_integer_exponent(exponent)
+        return round(exponent) - 1 if is_known else None
 
 
 def plan_steps(
@@ -62,59 +57,44 @@ def plan_steps(
         TypeError: if the global step is no int.
         ValueError: if the global step is out of range, ambiguous, or not there by its name.
     """
-    powers = list(_powers(plan.arrays, state, given))
-    wrong = list(_spoilt(powers))
+    powers = [
+        _Power(source, value, state[source.path])
+        for source in plan.arrays
+        if source.path.endswith("_power")
+        and (value := given.get(source.variable)) is not None
+        and value.ndim == 0
+    ]
+    wrong = [
+        f"betas: {source.variable} is {value}, no power of {base}, which tx has; load with the "
+        "checkpoint's betas, and continue with others if you like: the state is the same"
+        for source, value, base in powers
+        if not can_be_power(value, base)
+    ]
     if not plan.counts:
-        return Steps(wrong=tuple(wrong))
+        return Steps({}, (), [], wrong)
     step, used = _find_global_step(global_step, given)
     is_saved = global_step is None or isinstance(global_step, str)
-    values, missing = dict[str, int](), []
+    values, missing = dict[str, int](), list[str]()
     wrappers = dict.fromkeys(count.wrapper for count in plan.counts)
     for wrapper in wrappers:
         counts = [count.path for count in plan.counts if count.wrapper == wrapper]
-        number = step if wrapper is None else None
-        inside = [p for p in powers if _wrapper_of(p, wrappers) == wrapper]
-        wrong += _contradictions(inside, number if is_saved else None)
-        if number is None:
-            number = _of_powers(inside)
-        if number is None and wrapper is None:
-            number = _own_count(plan.arrays, given)
+        inside = [power for power in powers if _wrapper_of(power.source.path, wrappers) == wrapper]
+        is_outermost = wrapper is None
+        wrong += _contradictions(inside, step if is_outermost and is_saved else None)
+        told = [_of_powers(inside)]
+        if is_outermost:
+            told = [step, *told, _own_count(plan.arrays, given)]
+        number = next((number for number in told if number is not None), None)
         if number is not None:
             values |= dict.fromkeys(counts, number)
-        elif wrapper is None:
+        elif is_outermost:
             missing.append("the number of updates: say global_step=")
         else:
             missing.append(
                 f"the number of updates at {counts}, which may be fewer than the steps: name their "
                 "variable by variables="
             )
-    return Steps(values, used, tuple(missing), tuple(wrong))
-
-
-def _powers(
-    arrays: Iterable[Source], state: Mapping[str, Any], given: Mapping[str, np.ndarray]
-) -> Iterable[_Power]:
-    for source in arrays:
-        value = given.get(source.variable)
-        if source.path.endswith("_power") and value is not None and value.ndim == 0:
-            base = state[source.path]
-            exponent = estimate_exponent(value, base)
-            optional = source.optional
-            yield _Power(source.path, source.variable, value, base, exponent, optional)
-
-
-def _spoilt(powers: Iterable[_Power]) -> Iterator[str]:
-    """Messages about what no number of updates gives."""
-    for variable, value, base in (power[1:4] for power in powers):
-        if can_be_power(value, base):
-            continue
-        if 0 < value <= 1 and 0 < base < 1:
-            yield (
-                f"betas: {variable} is {value}, no power of {base}, which tx has; load with the "
-                "checkpoint's betas, and continue with others if you like: the state is the same"
-            )
-        else:
-            yield f"betas: {variable} is {value}, which no power of {base}, the beta of tx, can be"
+    return Steps(values, used, missing, wrong)
 
 
 def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]:
@@ -122,23 +102,23 @@ def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]
 
     A step that the caller gives is not among them: the powers may have another.
     """
-    powers = [power for power in powers if not power.optional]
+    powers = [power for power in powers if not power.source.optional]
     told = _of_powers(powers)
     updates = step if told is None else told
     for power in powers:
-        is_, lost = f"{power.variable} is {power.value}", is_lost(power.value, power.base)
+        is_ = f"{power.source.variable} is {power.value}"
         if power.updates is not None and step is not None and power.updates != step:
             yield (
                 f"global_step: it is {step}, and {is_}, as after {power.updates} updates; "
                 "say global_step=, the number of updates"
             )
-        elif lost and updates is not None and not may_be_lost(power.base, updates + 1):
+        elif updates is not None and is_lost_before(power.value, power.base, updates + 1):
             yield f"betas: {is_}, which it cannot be after {updates} updates"
 
 
-def _wrapper_of(power: _Power, wrappers: Iterable[str | None]) -> str | None:
-    """The innermost wrapper around a power."""
-    around = [w for w in wrappers if w is not None and power.path.startswith(f"{w}/" if w else "")]
+def _wrapper_of(path: str, wrappers: Iterable[str | None]) -> str | None:
+    """The innermost wrapper around an array."""
+    around = [w for w in wrappers if w is not None and path.startswith(f"{w}/" if w else "")]
     return max(around, key=len, default=None)
 
 

@@ -45,7 +45,7 @@ class ShampooSlots(NamedTuple):
     )
 
 
-class Work(NamedTuple):
+class ShampooParameter(NamedTuple):
     """One parameter during an update, in float32 at least."""
 
     leaf: Leaf  # as it came
@@ -114,7 +114,7 @@ def _update(
     return done, {"num_failed_roots": shared["num_failed_roots"] + num_failed}
 
 
-def _by_parameter(works: Sequence[Work], arrays: ByDimension) -> list[tuple[Any, ...]]:
+def _by_parameter(works: Sequence[ShampooParameter], arrays: ByDimension) -> list[tuple[Any, ...]]:
     """For each parameter a tuple over its dimensions, with () where there is no array."""
     return [
         tuple(arrays.get((j, i), ()) for i in range(len(work.slots.Gbar)))
@@ -125,7 +125,7 @@ def _by_parameter(works: Sequence[Work], arrays: ByDimension) -> list[tuple[Any,
 # Begin
 
 
-def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
+def _begin(options: ShampooOptions, leaf: Leaf) -> ShampooParameter:
     """Rows or an array, in float32 at least, and the slots in blocks."""
     g, _, s = leaf
     blocks, rows = options.cutting.blocks(g.shape), None
@@ -136,7 +136,7 @@ def _begin(options: ShampooOptions, leaf: Leaf) -> Work:
     elif is_rows(g):
         g = g.to_dense()
     g, s = jax.tree.map(upcast, (g, s))
-    return Work(leaf, blocks, rows, g, _map_matrices(blocks.unstack, s))
+    return ShampooParameter(leaf, blocks, rows, g, _map_matrices(blocks.unstack, s))
 
 
 def _has_diagonal_rows(blocks: Blocks) -> bool:
@@ -149,7 +149,7 @@ def _has_diagonal_rows(blocks: Blocks) -> bool:
 
 
 def _statistics(
-    options: ShampooOptions, now: StepValues, works: Sequence[Work]
+    options: ShampooOptions, now: StepValues, works: Sequence[ShampooParameter]
 ) -> tuple[ByDimension, ByDimension]:
     """The second moments to use at this step, and those to keep."""
     gs = [work.blocks.split(work.g) for work in works]
@@ -180,7 +180,7 @@ def _statistics(
     return used, kept
 
 
-def _second_moment(now: StepValues, work: Work, g: Array, i: int) -> Array:
+def _second_moment(now: StepValues, work: ShampooParameter, g: Array, i: int) -> Array:
     """What the gradient, in blocks, adds to the statistics of dimension ``i``."""
     if work.blocks.full[i]:
         return now.mat_gbar_weight * now.precond_update_interval * gram(g, i)
@@ -192,7 +192,7 @@ def _second_moment(now: StepValues, work: Work, g: Array, i: int) -> Array:
 
 
 def _roots(
-    options: ShampooOptions, now: StepValues, works: Sequence[Work], used: ByDimension
+    options: ShampooOptions, now: StepValues, works: Sequence[ShampooParameter], used: ByDimension
 ) -> tuple[ByDimension, Array]:
     """The roots of the matrices, new where it is time; and how many could not be used."""
     keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
@@ -237,7 +237,7 @@ def _order(rank: int, alpha: Any, method: str) -> Any:
 def _finish(
     options: ShampooOptions,
     now: StepValues,
-    work: Work,
+    work: ShampooParameter,
     used: tuple[Array, ...],
     kept: tuple[Array, ...],
     roots: tuple[Any, ...],
@@ -255,7 +255,9 @@ def _finish(
     return _end(work, p, ShampooSlots(gbar, kept, roots, v, m))
 
 
-def _sum_of_gradients(options: ShampooOptions, now: StepValues, work: Work) -> tuple[Array, Array]:
+def _sum_of_gradients(
+    options: ShampooOptions, now: StepValues, work: ShampooParameter
+) -> tuple[Array, Array]:
     """The weighted sum of the gradients: to use, and to keep. Of rows it is the gradient."""
     if work.rows is not None:
         return work.g, work.slots.gbar
@@ -292,7 +294,7 @@ def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
     return (p + options.momentum * m if options.nesterov else m), m
 
 
-def _end(work: Work, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
+def _end(work: ShampooParameter, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
     """The update as the gradient came, and the slots as the state keeps them."""
     g, _, s = work.leaf
     u, new = saturating_cast(p, g.dtype), _map_matrices(work.blocks.restack, new)

@@ -76,8 +76,8 @@ def loss(params, ids, y):
     return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
 
 
-def parameters(width: int, rows: int = ROWS) -> dict[str, Any]:
-    return {"table": of(rows, width), "w": of(width)}
+def parameters(width: int, rows: int = ROWS, dtype: Any = jnp.float32) -> dict[str, Any]:
+    return {"table": of(rows, width, dtype=dtype), "w": of(width)}
 
 
 def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
@@ -110,19 +110,20 @@ def first(
     in_lines: bool = False,
     rows: int = ROWS,
     native: bool = False,
+    dtype: Any = jnp.float32,
 ):
     """The first step on a table; in lines all steps are like it."""
     del device
-    params = parameters(width, rows)
+    params = parameters(width, rows, dtype)
     if in_lines:
         params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
     return optzoo.minimize(loss, tx, native=native), args
 
 
-def rows(tx: Any, width: int, device: str, *, native: bool = False):
+def rows(tx: Any, width: int, device: str, **options: Any):
     """A step on a table."""
-    return later(*first(tx, width, device, native=native), device)
+    return later(*first(tx, width, device, **options), device)
 
 
 def loop(tx: Any, width: int, device: str):
@@ -256,11 +257,13 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "slots_dtype, stochastic, packed": lambda: optzoo.slots_dtype(
         lazy_adam(), "bfloat16", stochastic=True, packed=True
     ),
+    "slots_dtype, int8": lambda: optzoo.slots_dtype(lazy_adam(), "int8"),
     "slots_dtype, float32, packed": lambda: optzoo.slots_dtype(lazy_adam(), "float32", packed=True),
     "caught_up": lambda: optzoo.caught_up(optzoo.adam(1e-3)),
     "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
     "clip_by_global_norm": lambda: optax.chain(optzoo.clip_by_global_norm(1.0), lazy_adam()),
 }
+IN_24_BITS = lambda: optzoo.master_weights(optzoo.slots_dtype(lazy_adam(), "int8"))
 LOOPS = {name: OPTIMIZERS[name] for name in ("lazy_adam", "row_wise_adagrad", "adam")}
 
 SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -269,6 +272,7 @@ SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "row_wise_adagrad, max_norm": (OPTIMIZERS["row_wise_adagrad"], {"max_norm": 1.0}),
     "clip_by_global_norm": (WRAPPERS["clip_by_global_norm"], {}),
     "slots_dtype": (WRAPPERS["slots_dtype"], {}),
+    "slots_dtype, int8": (WRAPPERS["slots_dtype, int8"], {}),
     "on_rows": (WRAPPERS["on_rows"], {}),
     "caught_up": (WRAPPERS["caught_up"], {}),
     "adam, one round": (OPTIMIZERS["adam"], {"capacity_factor": None}),
@@ -305,7 +309,13 @@ def _all() -> Iterator[Case]:
         yield from _on(ONE[:2], f"native/{name}/{width}", make)
     for name, tx in OPTIMIZERS.items():
         yield from _on(ONE, f"dense/{name}", lambda device, tx=tx: dense(tx(), device))
+    in_8_bits = lambda device: dense(optzoo.slots_dtype(optzoo.adam(1e-3), "int8"), device)
+    yield from _on(ONE, "dense/adam, slots_dtype, int8", in_8_bits)
+    make = lambda device: first(WRAPPERS["slots_dtype, int8"](), 64, device, in_lines=True)
+    yield from _on(ONE, "lines/slots_dtype, int8/64", make)
     for width in FEW_WIDTHS:
+        make = lambda device, width=width: rows(IN_24_BITS(), width, device, dtype=jnp.bfloat16)
+        yield from _on(ONE, f"wrapper/master_weights, int8/{width}", make)
         for name, tx in WRAPPERS.items():
             make = lambda device, tx=tx, width=width: rows(tx(), width, device)
             yield from _on(ONE, f"wrapper/{name}/{width}", make)

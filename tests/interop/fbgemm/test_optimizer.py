@@ -134,6 +134,22 @@ SAME = {
         (EmbOptimType.ADAM, {"learning_rate": 0.1, "weight_decay": 0.2}),
         lambda: optzoo.lazy_adamw(F32, weight_decay=0.2),
     ),
+    "partial adam": (
+        ("EmbOptimType.PARTIAL_ROWWISE_ADAM", {**DECAY, "beta1": 0.8}),
+        lambda: optzoo.partial_row_wise_adam(F32, 0.8, weight_decay=0.2),
+    ),
+    "lamb": (
+        ("EmbOptimType.LAMB", {**DECAY, "beta2": 0.9}),
+        lambda: optzoo.lamb(F32, b2=0.9, weight_decay=0.2),
+    ),
+    "partial lamb": (
+        ("EmbOptimType.PARTIAL_ROWWISE_LAMB", {**DECAY, "eps": 0.1}),
+        lambda: optzoo.partial_row_wise_lamb(F32, eps=0.1, weight_decay=0.2),
+    ),
+    "lars": (
+        ("LARS_SGD", {**DECAY, "momentum": 0.8, "eta": 0.1}),
+        lambda: optzoo.row_wise_lars(F32, 0.8, 0.2, 0.1),
+    ),
     "adam by its value": (
         ("EmbOptimType.adam", {"learning_rate": 0.1}),
         lambda: optzoo.lazy_adamw(F32),
@@ -295,6 +311,12 @@ def test_warnings(name):
     with pytest.warns(UserWarning, match=message) as caught:
         create(optimizer, **arguments)
     assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_decay_without_a_mode_does_nothing():
+    tx = create("EXACT_ROWWISE_ADAGRAD", **DECAY)
+    chex.assert_trees_all_equal(trained(tx), trained(optzoo.row_wise_adagrad(F32)))
 
 
 def test_defaults_warn_of_nothing():

@@ -169,3 +169,19 @@ def test_errors_name_the_fix(tmp_path):
     groups = {"a": tx.init(TABLES), "b": tx.init(TABLES)._replace(count=jnp.int32(3))}
     with pytest.raises(ValueError, match=r"one number of updates, got \[0, 3\]"):
         fbgemm_state_dict(TABLES, groups)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_slots_in_other_storages_have_the_names_of_fbgemm(dtype):
+    """Those in 8 bits are saved decoded, and packed ones apart."""
+    packed = {"packed": True} if dtype == "bfloat16" else {}
+    tx = optzoo.slots_dtype(optzoo.fbgemm_optimizer("adam", learning_rate=0.1), dtype, **packed)
+    params = {"t": jnp.ones((10, 16))}
+    rows = optzoo.SparseRows(jnp.array([1, 2]), jnp.linspace(-1, 1, 32).reshape(2, 16), 10)
+    updates, state = tx.update({"t": rows}, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    saved = optzoo.fbgemm_state_dict(params, state)
+    assert saved.keys() == {"iter", "t/weights", "t/momentum1", "t/momentum2"}
+    np.testing.assert_array_equal(saved["t/momentum2"], optzoo.get_slot(state, "v")["t"])
+    loaded = optzoo.load_fbgemm_state(tx, params, saved)
+    jax.tree.map(np.testing.assert_array_equal, loaded, (params, state))

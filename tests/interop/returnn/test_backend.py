@@ -90,7 +90,9 @@ def test_a_dict_as_schedule():
         learning_rate=1.0, global_train_step=step, epoch=1, epoch_continuous=0.5
     )
     assert [rate(step) for step in range(5)] == [1, 0.5, 0.25, 1, 0.5]
-    plain = OptzooUpdater(config=Config({"optimizer": {"class": "sgd"}}), param_names=NAMES)
+    plain = {"optimizer": {"class": "sgd"}, "log_grad_norm": False}
+    plain = OptzooUpdater(config=Config(plain), param_names=NAMES)
+    assert plain.log_grad_norm_p is None
     assert plain.get_effective_learning_rate(learning_rate=0.3, global_train_step=9, epoch=2) == 0.3
 
 
@@ -115,7 +117,7 @@ def test_the_log_names_what_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"log_grad_norm": "2"}, TypeError, "log_grad_norm must be True or the order"),
+        ({"log_grad_norm": "2"}, TypeError, "log_grad_norm must be .*got '2': it is True or"),
         ({"log_grad_norm": -1}, ValueError, "log_grad_norm must be .*got -1"),
         ({"dynamic_learning_rate": 0.5}, TypeError, "dynamic_learning_rate must be a dict or a"),
         ({"dynamic_learning_rate": lambda epoch: epoch}, TypeError, "must take \\*\\*kwargs"),

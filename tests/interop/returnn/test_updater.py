@@ -389,6 +389,32 @@ def test_check_numerics():
         step(tx, learning_rate=jnp.inf)
 
 
+def test_a_global_norm_that_is_not_finite_spoils_all_gradients():
+    infinite = {**G, "enc": {**G["enc"], "b": jnp.array([jnp.inf, 1.0])}}
+    moved, _ = step(make({"gradient_clip_global_norm": 1.0}), infinite)
+    assert all(jnp.isnan(x).all() for x in jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("named", [None, "a"])
+def test_a_layer_clips_by_its_own_tag_unless_the_config_names_one(named):
+    layers = {
+        "enc/w": {"updater_opts": {"tags": ["a"]}},
+        "enc/b": {"updater_opts": {"tags": ["b"], "global_norm_tag": "b"}},
+    }
+    config = {"optimizer": {"class": "sgd"}, "gradient_clip_global_norm": 0.1}
+    tags = {"global_norm_tag": "a", "gradient_clip_global_norm_tag": named}
+    moved, _ = step(make({**config, **tags}, layers))
+    norm = {"a": jnp.linalg.norm(G["enc"]["w"]), "b": jnp.linalg.norm(G["enc"]["b"])}
+    for (layer, name), tag in {("out", "table"): "a", ("enc", "b"): named or "b"}.items():
+        want = X[layer][name] - 0.1 * G[layer][name] / norm[tag]
+        np.testing.assert_allclose(moved[layer][name], want, rtol=1e-5)
+
+
+def test_an_epsilon_by_our_name_is_not_replaced():
+    ours, theirs = ({"class": "adam", name: 0.1} for name in ("eps", "epsilon"))
+    chex.assert_trees_all_equal(step(make({"optimizer": ours})), step(make({"optimizer": theirs})))
+
+
 # What is refused
 
 

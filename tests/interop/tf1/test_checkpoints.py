@@ -517,14 +517,15 @@ def test_spoilt_powers_are_refused(value, partial):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=partial)
 
 
+@pytest.mark.parametrize("steps", [900, 2000])
 @pytest.mark.parametrize(("base", "value"), [(0.0, 0.0), (0.9, 0.0)])
-def test_powers_of_zero(base, value):
-    """The one of a beta of 0, and of 0.9 after 2000 steps."""
+def test_powers_of_zero(base, value, steps):
+    """The one of a beta of 0, and of 0.9 after many steps."""
     *_, saved = saved_adam()
-    saved |= {"beta1_power": np.float32(value), "beta2_power": np.float32(0.999) ** 2001}
-    saved |= {"global_step": np.int64(2000)}
+    saved |= {"beta1_power": np.float32(value), "beta2_power": np.float32(0.999) ** (steps + 1)}
+    saved |= {"global_step": np.int64(steps)}
     saved = {name: np.asarray(x) for name, x in saved.items()}
-    assert counts(load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)[1]) == {2000}
+    assert counts(load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)[1]) == {steps}
     saved["beta1_power"] = np.asarray(0.25, np.float32)
     with pytest.raises(
         ValueError, match=r"beta1_power is 0\.25, (no power of|which no power of) 0"
@@ -620,6 +621,12 @@ def test_dtypes_are_those_of_the_parameters(enabled, x64):
         assert_same(load_tf1_state(tx, params, saved), (params, state))
 
 
+def test_dtypes_are_those_of_like():
+    params, state, saved = saved_adam()
+    like = saved | {"beta1_power": saved["beta1_power"].astype(np.float64)}
+    assert tf1_variables(params, state, like=like)["beta1_power"].dtype == np.float64
+
+
 def test_arrays_stay_where_they_were():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -687,6 +694,15 @@ def test_through_chains_and_wrappers(name):
         jax.tree.map(np.testing.assert_array_equal, again, saved)
 
 
+def test_slots_in_8_bits_are_saved_decoded():
+    tx = optzoo.slots_dtype(optzoo.adam(0.1), "int8")
+    params = {"w": jnp.sin(jnp.arange(64.0)).reshape(4, 16), "b": jnp.ones(16)}
+    params, state = trained(tx, params)
+    saved = tf1_variables(params, state, optimizer_name="Adam")
+    np.testing.assert_array_equal(saved["w/Adam"], optzoo.get_slot(state, "m")["w"])
+    assert_same(load_tf1_state(tx, params, saved), (params, state))
+
+
 def test_stacked_slots_are_saved_one_by_one():
     plain = optzoo.adam(0.1)
     tx = optzoo.stacked(plain)
@@ -750,11 +766,24 @@ def test_a_single_array_as_parameters():
     assert_same(new_state[0].slots, state[0].slots)
     alone = {n: v for n, v in saved.items() if n != "global_step"}  # GGT counts its updates itself
     assert_same(load_tf1_state(tx, params, alone, {"": "w"})[1][0].count, state[0].count)
+    unread = {n: v for n, v in saved.items() if n != "flat_grad"}  # written before it is read
+    assert_same(load_tf1_state(tx, params, unread, {"": "w"})[1][0].slots, state[0].slots)
     lost = {n: v for n, v in saved.items() if n != "moment1"}
     with pytest.raises(ValueError, match=r"missing: moment1, for 0/slots/moment1"):
         load_tf1_state(tx, params, lost, {"": "w"})
     with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
+
+
+def test_concatenated_slots_of_workers_may_start_again():
+    tx = optzoo.model_average(optzoo.ggt(0.1, window=2), axis_name=None)
+    params, state = trained(tx, {"w": jnp.arange(3.0)})
+    saved = tf1_variables(params, state)
+    assert saved["moment1"].any()
+    local = ("moment1", "grad_buffer", "flat_grad", "global_step_1")
+    lost = {n: v for n, v in saved.items() if n not in local}
+    loaded = load_tf1_state(tx, params, lost)[1]
+    assert not loaded.per_replica.inner[0].slots.moment1["w"].any()
 
 
 def test_no_optimizer_is_imported():

@@ -1,0 +1,510 @@
+"""Slots in 8 bits: codes, and everything that reads a state."""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optzoo
+from optzoo import SparseRows, slots_dtype
+from optzoo.rules import Exact, NotNegative, Signed, Sum
+from optzoo.state.eight_bits import RootCodes, SignedCodes, decoded, encoded, is_coded
+from optzoo.state.types import LeafwiseState, holds, nodes_of
+from optzoo.testing import samples
+
+WIDTH = 40  # a group of 32 and one of 8
+SHAPE = (6, WIDTH)
+
+
+def numbers(seed, shape=SHAPE):
+    """With magnitudes from 1e-3 to 1e3."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 10 ** rng.uniform(-3, 3, shape)).astype(np.float32)
+
+
+# The published formulas, in NumPy.
+
+
+def groups(x):
+    """The groups of 32 of the last axis, filled up with zeros."""
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)])
+    return padded.reshape(*x.shape[:-1], -1, 32)
+
+
+def published(kind, x):
+    """The codes before they are rounded, and the scales."""
+    x = np.sqrt(x) if kind is RootCodes else x
+    scale = abs(groups(x)).max(-1, keepdims=True)
+    x = groups(x) / np.where(scale > 0, scale, 1)
+    y = 255 * x if kind is RootCodes else 127 * (2 * x / (1 + abs(x)))
+    return y.reshape(*y.shape[:-2], -1), scale[..., 0].astype(np.float16)
+
+
+def published_values(kind, codes, scales):
+    codes, scales = groups(codes.astype(np.float32)), scales.astype(np.float32)[..., None]
+    if kind is RootCodes:
+        x = np.square(scales * (codes / 255))
+    else:
+        y = codes / 127
+        x = scales * (y / (2 - abs(y)))
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def check_codes(kind, x, found):
+    """The codes are those of the formulas, but where a tie may be rounded to either side."""
+    want, scales = (a[..., : x.shape[-1]] for a in published(kind, x))
+    codes = np.asarray(found.codes, np.float32)
+    if kind is RootCodes:  # see encoded
+        want = np.where((x > 0) & (want < 1), 1, want)
+    assert abs(codes - want).max() <= 0.5 + 1e-3
+    exact = np.asarray(decoded(kind(jnp.ones_like(found.codes), found.scales)))
+    unit = published_values(kind, np.ones_like(x), scales)[..., : x.shape[-1]]
+    np.testing.assert_allclose(exact, unit, rtol=1e-6)  # the scales are those of float16
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_codes_are_the_published_ones(kind):
+    x = numbers(0)
+    x = x**2 if kind is RootCodes else x
+    found = jax.jit(functools.partial(encoded, kind))(x)
+    assert found.codes.dtype == (jnp.uint8 if kind is RootCodes else jnp.int8)
+    assert found.scales.shape == (6, 2) and found.scales.dtype == jnp.uint16
+    check_codes(kind, x, found)
+    values = published_values(kind, np.asarray(found.codes), published(kind, x)[1])[..., :WIDTH]
+    np.testing.assert_allclose(decoded(found), values, rtol=2e-6)
+    again = encoded(kind, decoded(found))
+    chex.assert_trees_all_equal(again, found)
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+@pytest.mark.parametrize("scale", [1e-12, 1e-7, 1.0, 1e4])
+def test_the_error_is_a_fraction_of_the_greatest_one(kind, scale):
+    """In float16 scales below 6e-8 would be zero."""
+    x = scale * np.linspace(0.01, 1, WIDTH, dtype=np.float32)
+    stored = np.asarray(decoded(encoded(kind, x[None] ** (2 if kind is RootCodes else 1))))[0]
+    stored = np.sqrt(stored) if kind is RootCodes else stored
+    np.testing.assert_allclose(stored, x, atol=scale / 100)
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_zero_infinity_and_nan(kind):
+    x = np.zeros((3, 8), np.float32)
+    x[1, 2], x[2, 0] = np.inf, np.nan
+    zero, infinite, nan = np.asarray(decoded(encoded(kind, x)))
+    assert not zero.any() and np.isnan(nan).all()
+    assert np.isfinite(infinite).all() and infinite[2] > 6e4  # as saturating casts to 16 bits
+
+
+def test_scales_are_rounded_as_in_float16():
+    """At a tie to the even neighbour."""
+    ties = np.float32([[1 + 2**-11] * 8, [1 + 3 * 2**-11] * 8, [-1.0001] * 8])
+    scales = np.asarray(decoded(encoded(SignedCodes, ties)))[:, 0]
+    np.testing.assert_array_equal(scales, ties[:, 0].astype(np.float16))
+
+
+def test_no_small_square_becomes_zero():
+    """An update is divided by its root."""
+    x = np.full((1, 32), 1e-12, np.float32)
+    x[0, 0], x[0, 1] = 1, 0
+    for bits in (None, jnp.zeros((1, 32), jnp.uint32)):
+        codes = np.asarray(encoded(RootCodes, x, bits).codes)
+        np.testing.assert_array_equal(codes, [[255, 0] + [1] * 30])
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_random_bits_round_in_proportion(kind):
+    """Over all 16 bits the mean of the codes is the exact one; a tie to the nearest is none."""
+    x = np.abs(numbers(1, (1, 32))) + 30
+    x = x**2 if kind is RootCodes else -x
+    every = np.arange(0, 2**16, 2**6, dtype=np.uint32)
+    bits = np.broadcast_to(every[:, None, None], (len(every), 1, 32))
+    codes = jax.vmap(lambda b: encoded(kind, x, b).codes)(bits)
+    mean = np.asarray(codes, np.float64).mean(0)
+    np.testing.assert_allclose(mean, published(kind, x)[0], atol=2e-3)
+
+
+# Optimizers: each step from the state before by the formulas, for a thousand steps.
+
+
+class LionSlots(NamedTuple):
+    """The slot of Lion."""
+
+    m: Signed
+
+
+def optzoo_lion(rate):
+    """Not an optimizer of this library: as a user would write it."""
+
+    def rule(g, x, s, t):
+        return -rate * jnp.sign(0.9 * s.m + 0.1 * g), LionSlots(0.99 * s.m + 0.01 * g)
+
+    return optzoo.leafwise(rule, slots=LionSlots(optzoo.zeros))
+
+
+def adam(g, s, t):
+    m, v = 0.9 * s["m"] + 0.1 * g, 0.999 * s["v"] + 0.001 * g * g
+    size = np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+    return -0.01 * size * m / (np.sqrt(v) + 1e-8), {"m": m, "v": v}
+
+
+def momentum(g, s, t):
+    m = 0.9 * s["momentum"] + g
+    return -0.01 * m, {"momentum": m}
+
+
+def lion(g, s, t):
+    return -0.01 * np.sign(0.9 * s["m"] + 0.1 * g), {"m": 0.99 * s["m"] + 0.01 * g}
+
+
+REPLAYS = {
+    "adam": (optzoo.adam(0.01), adam, 0.0),
+    "adamw": (optzoo.adamw(0.01, weight_decay_per_step=1e-3), adam, 1e-3),
+    "momentum": (optzoo.momentum(0.01, 0.9), momentum, 0.0),
+    "lion": (optzoo_lion(0.01), lion, 0.0),
+}
+STEPS = 1000
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_a_thousand_steps_by_the_formulas(name):
+    """On a quadratic with noise. Each step starts where ours is, so errors do not add up."""
+    tx, formula, decay = REPLAYS[name]
+    tx = slots_dtype(tx, "int8")
+    x, noise = numbers(3) / 100, np.random.default_rng(4)
+    noise = noise.normal(size=(STEPS, *SHAPE)).astype(np.float32) * 10.0 ** noise.integers(
+        -4, 2, SHAPE
+    )
+    gradients = lambda x, noise: 0.1 * x + noise
+
+    @jax.jit
+    def run(x, noise):
+        def body(carry, noise):
+            x, state = carry
+            updates, state = tx.update(gradients(x, noise), state, x)
+            after = optax.apply_updates(x, updates)
+            return (after, state), (x, state, after)
+
+        return jax.lax.scan(body, (x, tx.init(x)), noise)[1]
+
+    befores, states, afters = run(x, noise.astype(np.float32))
+    [found] = nodes_of(LeafwiseState, states)
+    slots = {k: jax.tree.map(np.asarray, a) for k, a in found.slots._asdict().items()}
+    for t in range(1, STEPS, 7):
+        stored = {k: type(a)(a.codes[t - 1], a.scales[t - 1]) for k, a in slots.items()}
+        loaded = {k: np.asarray(decoded(a)) for k, a in stored.items()}
+        g = np.asarray(gradients(befores[t], noise[t].astype(np.float32)))
+        u, want = formula(g, loaded, t + 1)
+        for k, a in slots.items():
+            check_codes(type(a), np.asarray(want[k], np.float32), type(a)(a.codes[t], a.scales[t]))
+        np.testing.assert_allclose(
+            afters[t], befores[t] + u - decay * befores[t], rtol=1e-4, atol=1e-5
+        )
+
+
+# Which slots
+
+SUMS = "adagrad adagrad_da adagrad_eps counter_row_wise_adagrad cowclip_row_wise_adagrad ftrl"
+SUMS += " global_decay_row_wise_adagrad proximal_adagrad reg_adagrad row_wise_adagrad"
+REFUSED = {*SUMS.split(), "row_wise_rmsprop"}  # the last one has a number for each row
+CODED = {
+    "adadelta": "accum accum_update",
+    "adamax": "m v",
+    "add_sign": "m",
+    "amsgrad": "m v v_hat",
+    "blocked_shampoo": "gbar",
+    "ggt": "moment1",
+    "gradient_descent": "",
+    "lars": "momentum",
+    "momentum": "momentum",
+    "momentumw": "momentum",
+    "neural_optimizer1": "m",
+    "normalized_sgd": "",
+    "partial_row_wise_adam": "m",
+    "partial_row_wise_lamb": "m",
+    "power_sign": "m",
+    "proximal_gradient_descent": "",
+    "rmsprop": "rms momentum",
+    "row_wise_lars": "momentum",
+    "shampoo": "gbar",
+}  # all others: m and v
+PARAMS = {"w": jnp.ones((4, 16)), "b": jnp.ones(16), "few": jnp.ones((4, 2))}
+
+
+def test_which_slots_are_in_8_bits(entry):
+    """Means and decaying sums of arrays with 8 columns or more, and nothing else."""
+    tx, name = slots_dtype(samples.make(entry), "int8"), entry.factory.__name__
+    if name in REFUSED:
+        with pytest.raises(ValueError, match="dtype=int8 has no slot to store here"):
+            tx.init(PARAMS)
+        return
+    state = tx.init(PARAMS)
+    found = {
+        slot
+        for node in nodes_of(LeafwiseState, state)
+        for slot, tree in node.slots._asdict().items()
+        if any(map(is_coded, jax.tree.leaves(tree, is_leaf=is_coded)))
+    }
+    assert found == {*CODED.get(name, "m v").split()}
+    for slot in found:
+        assert {path for path, a in tree_of(state, slot).items() if is_coded(a)} == {"w"}
+    updates, after = tx.update(jax.tree.map(jnp.cos, PARAMS), state, PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+    chex.assert_tree_all_finite(updates)
+
+
+def tree_of(state, slot):
+    """The arrays of a slot as they are stored, by parameter."""
+    [tree] = [
+        n.slots._asdict()[slot] for n in nodes_of(LeafwiseState, state) if slot in n.slots._fields
+    ]
+    return tree
+
+
+# What reads and writes states
+
+
+def table_and_kernel(width=WIDTH):
+    return {"t": numbers(5, (12, width)), "w": numbers(6, (width, 8)) / 100}
+
+
+def loss(params, ids):
+    rows = optzoo.lookup(params["t"], ids) / 100
+    return jnp.mean((rows @ params["w"] - 1) ** 2)
+
+
+IDS = np.array([[1, 5, 1, 7], [3, 5, 11, 1], [0, 2, 2, 5]])
+
+
+def train(tx, params, state=None, **options):
+    params = jax.tree.map(jnp.array, params)
+    state = tx.init(params) if state is None else state
+    step = optzoo.minimize(loss, tx, **options)
+    for ids in IDS:
+        params, state, _ = step(params, state, ids)
+    return params, state
+
+
+@pytest.fixture(scope="module")
+def trained():
+    tx = slots_dtype(optzoo.lazy_adam(0.1), "int8")
+    return tx, *train(tx, table_and_kernel())
+
+
+def test_rows_are_those_of_the_touched_rows_alone(trained):
+    """Codes and scales of others do not change; those of touched rows are as in a smaller table."""
+    tx, params, state = trained
+    touched = np.unique(IDS)
+    for slot in ("m", "v"):
+        codes = tree_of(state, slot)["t"]
+        for a in codes:
+            np.testing.assert_array_equal(np.asarray(a).any(1), np.isin(np.arange(12), touched))
+    small = {**table_and_kernel(), "t": table_and_kernel()["t"][touched]}
+    step, small_state = optzoo.minimize(loss, tx), tx.init(small)
+    for ids in IDS:
+        small, small_state, _ = step(small, small_state, np.searchsorted(touched, ids))
+    chex.assert_trees_all_close(small["t"], params["t"][touched], rtol=1e-5)
+    for slot in ("m", "v"):
+        rows = jax.tree.map(lambda a: a[touched], tree_of(state, slot)["t"])
+        chex.assert_trees_all_close(
+            decoded(tree_of(small_state, slot)["t"]), decoded(rows), rtol=0.02
+        )
+
+
+class Two(NamedTuple):
+    """Slots that hold the same."""
+
+    a: Signed
+    b: Signed
+
+
+def rule_of_two(g, x, s, t):
+    return -g, Two(g, g)
+
+
+def test_random_rounding_is_the_same_for_rows_and_arrays():
+    tx = slots_dtype(optzoo.lazy_adam(0.1), "int8", stochastic=True, seed=3)
+    x, g = jnp.ones(SHAPE), np.random.default_rng(7).normal(size=SHAPE).astype(np.float32)
+    _, dense = tx.update(g, tx.init(x), x)
+    rows = SparseRows(jnp.arange(6)[::-1], jnp.asarray(g[::-1]), 6)
+    _, sparse = tx.update(rows, tx.init(x), x)
+    chex.assert_trees_all_equal(sparse[0].slots, dense[0].slots)
+    _, nearest = slots_dtype(optzoo.lazy_adam(0.1), "int8").update(g, tx.init(x), x)
+    for a, b in zip(dense[0].slots, nearest[0].slots, strict=True):
+        assert 0.15 < np.mean(np.asarray(a.codes) != b.codes) < 0.35  # a quarter
+    twice = slots_dtype(
+        optzoo.leafwise(rule_of_two, slots=Two(optzoo.zeros, optzoo.zeros)), "int8", stochastic=True
+    )
+    _, two = twice.update(g, twice.init(x), x)
+    assert (two.slots.a.codes != two.slots.b.codes).any()  # each slot has random bits of its own
+    _, again = tx.update(g, tx.init(x), x, rounding_seed=4)
+    assert (again[0].slots.m.codes != dense[0].slots.m.codes).any()
+
+
+def test_native_code_gives_the_same(trained):
+    tx, params, state = trained
+    other, other_state = train(tx, table_and_kernel(), native=True)
+    chex.assert_trees_all_close(other, params, rtol=1e-5)
+    chex.assert_trees_all_equal(
+        tree_of(other_state, "m")["t"].scales, tree_of(state, "m")["t"].scales
+    )
+
+
+def test_tables_in_lines(trained):
+    tx, params, state = trained
+    like = {**table_and_kernel(), "t": optzoo.to_lines(table_and_kernel()["t"])}
+    lines, in_lines = train(tx, like)
+    assert tree_of(in_lines, "m")["t"].value.codes.shape == lines["t"].value.shape
+    chex.assert_trees_all_close(optzoo.from_lines(lines), params, rtol=1e-5)
+    chex.assert_trees_all_close(
+        optzoo.get_slot(optzoo.from_lines(in_lines), "m"),
+        optzoo.get_slot(state, "m"),
+        rtol=0.02,
+        atol=1e-6,
+    )
+
+
+def test_sharded_tables(trained):
+    """Four devices, each with a part of the batch, and several rounds: as one device."""
+    tx, params, state = trained
+    mesh, sharding = (
+        Mesh(np.array(jax.devices()[:4]), ("shard",)),
+        optzoo.RowSharding(12, 4, multiple=1),
+    )
+    start = jax.tree.map(jnp.asarray, table_and_kernel())
+    rows_of = lambda ids: start["t"].at[ids].get(mode="fill", fill_value=0)
+    everywhere = jax.device_put(start["w"], NamedSharding(mesh, PartitionSpec()))
+    sharded = {"t": optzoo.create_table(sharding, mesh, rows_of), "w": everywhere}
+    shardings = optzoo.state_sharding(tx, sharded)
+    sharded_state = jax.jit(tx.init, out_shardings=shardings)(sharded)
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"t": sharding}, capacity_factor=0.25)
+    for ids in IDS:
+        sharded, sharded_state, _ = step(sharded, sharded_state, ids)
+    tables = {"t": sharding}
+    found = optzoo.in_order_of_ids((sharded, sharded_state), tables, sharded)
+    found[0]["t"] = found[0]["t"][:12]  # the others fill up the shards
+    chex.assert_trees_all_close(found[0], params, rtol=1e-5, atol=1e-6)
+    for slot in ("m", "v"):
+        ours, theirs = (tree_of(s, slot)["t"] for s in (found[1], state))
+        np.testing.assert_allclose(decoded(ours)[:12], decoded(theirs), rtol=0.02, atol=1e-7)
+
+
+def test_get_and_set_by_name(trained):
+    _, _, state = trained
+    m = optzoo.get_slot(state, "m")
+    np.testing.assert_array_equal(m["t"], decoded(tree_of(state, "m")["t"]))
+    again = optzoo.set_slot(optzoo.set_slot(state, "m", jax.tree.map(jnp.zeros_like, m)), "m", m)
+    chex.assert_trees_all_equal(again, state)
+
+
+def test_flax_serialization(trained):
+    tx, params, state = trained
+    read = flax.serialization.from_bytes(tx.init(params), flax.serialization.to_bytes(state))
+    chex.assert_trees_all_equal(read, state)
+
+
+def test_from_one_storage_to_another(trained):
+    """By one call; a step with the state in float32 starts from the same numbers."""
+    tx, params, state = trained
+    plain = optzoo.lazy_adam(0.1)
+    wide = optzoo.slots_like(state, jax.eval_shape(plain.init, params))
+    assert jax.tree.structure(wide) == jax.tree.structure(plain.init(params))
+    chex.assert_trees_all_equal(optzoo.get_slot(wide, "v"), optzoo.get_slot(state, "v"))
+    chex.assert_trees_all_equal(optzoo.slots_like(wide, jax.eval_shape(tx.init, params)), state)
+    half = slots_dtype(plain, "bfloat16", packed=True)
+    packed = optzoo.slots_like(state, jax.eval_shape(half.init, params))
+    chex.assert_trees_all_close(
+        optzoo.get_slot(packed, "v"),
+        jax.tree.map(lambda a: a.astype("bfloat16"), optzoo.get_slot(state, "v")),
+    )
+    with pytest.raises(ValueError, match=r"expected MomentumSlots\(momentum\), got AdamSlots"):
+        optzoo.slots_like(state, optzoo.momentum(0.1, 0.9).init(params))
+
+
+def test_tables_that_grow(trained):
+    tx, params, state = trained
+    _, larger = optzoo.resize_table(params, state, {"t": 15}, tx=tx)
+    for slot in ("m", "v"):
+        for new, old in zip(tree_of(larger, slot)["t"], tree_of(state, slot)["t"], strict=True):
+            np.testing.assert_array_equal(new[:12], old)
+            assert len(new) == 15 and not new[12:].any()
+    _, reset = optzoo.reset_rows(params, state, {"t": jnp.array([5])}, tx=tx)
+    assert not tree_of(reset, "m")["t"].codes[5].any() and tree_of(reset, "m")["t"].codes[1].any()
+
+
+def test_shardings_of_states():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    placed = lambda shape, *spec: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    params = {
+        "rows": placed((8, 64), "d"),
+        "long": placed((8, 256), None, "d"),
+        "short": placed((8, 64), None, "d"),
+    }
+    tx = slots_dtype(optzoo.adam(0.1), "int8")
+    specs = jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params)[0].slots.m)
+    assert specs["rows"] == (PartitionSpec("d"), PartitionSpec("d"))
+    assert specs["long"] == (PartitionSpec(None, "d"), PartitionSpec(None, "d"))
+    assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec(None))
+    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape), x.sharding), params)
+    jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(zeros)
+
+
+def test_stacked_leaves():
+    params = {f"w{i}": jnp.asarray(numbers(i)) for i in range(3)}
+    grads = jax.tree.map(lambda x: x / 3, params)
+    one, many = (
+        slots_dtype(tx, "int8") for tx in (optzoo.stacked(optzoo.adam(0.1)), optzoo.adam(0.1))
+    )
+    found, state = one.update(grads, one.init(params), params)
+    want, usual = many.update(grads, many.init(params), params)
+    chex.assert_trees_all_close(found, want, rtol=1e-6)
+    chex.assert_trees_all_equal(optzoo.get_slot(state, "v"), optzoo.get_slot(usual, "v"))
+
+
+def test_sizes():
+    """Codes and two bytes for each group."""
+    found = optzoo.describe(slots_dtype(optzoo.lazy_adam(0.1), "int8"), table_and_kernel(64))
+    sizes = {(s.slot, s.parameter): (s.dtype, s.nbytes) for s in found.slots}
+    assert sizes["m", "t"] == ("int8", 12 * (64 + 2 * 2)) and sizes["v", "t"][0] == "uint8"
+
+
+def test_states_of_other_parameters():
+    tx = slots_dtype(optzoo.adam(0.1), "int8")
+    state = tx.init({"w": jnp.ones((4, 16))})
+    with pytest.raises(ValueError, match=r"real numbers of shape \(4, 24\).*got.*\(4, 16\)"):
+        tx.update({"w": jnp.ones((4, 24))}, state, {"w": jnp.ones((4, 24))})
+
+
+def test_refused():
+    momentum = optzoo.momentum(0.1, 0.9)
+    with pytest.raises(ValueError, match="packed, got int8"):
+        slots_dtype(momentum, "int8", packed=True)
+    with pytest.raises(ValueError, match="in 8 bits already"):
+        slots_dtype(slots_dtype(momentum, "int8"), "int8").init(jnp.ones(SHAPE))
+    with pytest.raises(TypeError, match="slots_dtype, but for int8"):
+        optzoo.caught_up(slots_dtype(momentum, "int8"), dense=True)
+
+    class Unsaid(NamedTuple):
+        a: Any
+
+    unsaid = optzoo.leafwise(lambda g, x, s, t: (g, s), slots=Unsaid(optzoo.zeros))
+    with pytest.raises(ValueError, match=r"Unsaid\.a: it is not said"):
+        slots_dtype(unsaid, "int8").init(jnp.ones(SHAPE))
+
+
+def test_what_a_slot_holds_is_in_its_class():
+    class Slots(NamedTuple):
+        a: Signed
+        b: NotNegative
+        c: Sum
+        d: Exact
+
+    assert holds(Slots(0, 0, 0, 0)) == {"a": Signed, "b": NotNegative, "c": Sum, "d": Exact}
