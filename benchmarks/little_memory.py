@@ -1,13 +1,14 @@
-"""Slots in 8 bits and weights in 24: is training as good, what does a step cost, and how many bytes are kept?
+"""Slots in 8 bits and weights in 24: the quality of training, the cost of a step, the bytes kept.
 
-    .venv/bin/python benchmarks/little_memory.py quality [--seeds 8] [--problems digits words text] [--save]
+    .venv/bin/python benchmarks/little_memory.py quality [--seeds 8] [--problems text] [--save]
     .venv/bin/python benchmarks/little_memory.py cost [--rounds 25] [--save]
     .venv/bin/python benchmarks/little_memory.py bytes [--save]
 
-Quality: the loss on held-out data after each seed's run, of five optimizers in each form of slots and
-weights; the rates are those of the catalogue, and for the text the best of two or three. All forms have
-the same seeds and batches. Cost: contenders take turns in a new order each round, on one core, with
-donated arguments. With ``--save``: ``little_memory_<part>.json`` in ``results``.
+Quality: the loss on held-out data after each seed's run, of five optimizers in each form of slots
+and weights; the rates are those of the catalogue, and for the text the best of two or three that
+were tried with one seed. All forms have the same seeds and batches. Cost: contenders take turns in
+a new order each round, on one core, with donated arguments. With ``--save``:
+``little_memory_<part>.json`` in ``results``.
 """
 
 import argparse

@@ -17,8 +17,9 @@ import optax
 import optzoo
 from optzoo.race import Problem
 from optzoo.race.problems import characters
+from optzoo.state import types
 from optzoo.state.eight_bits import GROUP, RootCodes, SignedCodes, decoded, encoded
-from optzoo.state.types import LeafwiseState, NotNegative, Signed, holds, map_nodes
+from optzoo.state.types import LeafwiseState, NotNegative, Signed, map_nodes
 
 PAPER = "Ortiz et al. 2026, [FlashOptim](https://arxiv.org/abs/2602.23349)"
 CLAIM = "with companding, slots in 8 bits train as well as in 32; linear codes do not"
@@ -86,7 +87,7 @@ def linear_slots(tx):
     """An optimizer whose slots are rounded to linear codes of 8 bits after each update."""
 
     def store(node):
-        trees = zip(holds(node.slots).values(), node.slots, strict=True)
+        trees = zip(types.holds(node.slots).values(), node.slots, strict=True)
         slots = (jax.tree.map(functools.partial(_linear, what), tree) for what, tree in trees)
         return node._replace(slots=node.slots._make(slots))
 
