@@ -99,8 +99,10 @@ def two_sided(t, freedom):
 def compared(losses, reference):
     """Mean, deviation, Welch's test of equal means, and the test of the differences by seed."""
     a, b = (np.asarray(x, np.float64) for x in (losses, reference))
+    if not np.isfinite(a).all():
+        return {"losses": [x if np.isfinite(x) else None for x in losses]}
     found = {"losses": losses, "mean": a.mean(), "deviation": a.std(ddof=1)}
-    if losses is reference or not np.isfinite(a).all():
+    if losses is reference:
         return found
     va, vb = (x.var(ddof=1) / len(x) for x in (a, b))
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
