@@ -142,10 +142,10 @@ def test_backup_workers():
 def test_flashoptim():
     """Codes with companding train as float32 does, linear ones do not; and are less exact."""
     flashoptim = PAPERS["flashoptim"]
-    result = flashoptim.run(seeds=2, width=32, layers=1, steps=40)
+    result = flashoptim.run(seeds=2, width=32, layers=1, steps=120)
     losses = result["losses"]
     np.testing.assert_allclose(losses["8 bits"], losses["32 bits"], rtol=0.01)
-    assert max(losses["32 bits"]) < 3.7 < 4.8 < min(x or np.inf for x in losses["8 bits, linear"])
+    assert max(losses["32 bits"]) < 3.3 < 10 < min(x or np.inf for x in losses["8 bits, linear"])
     assert flashoptim.holds(result)
     lost, linear = (result["errors"][name] for name in ("8 bits", "8 bits, linear"))
     assert lost["m"] < 0.7 * linear["m"] and lost["v"] < 0.1 * linear["v"]
