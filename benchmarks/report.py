@@ -425,7 +425,60 @@ def machine_line() -> str:
     return f"{machine['date']}, {machine['processor']}, one core; {with_versions}.\n"
 
 
+def _of_seeds(found: Any) -> str:
+    """The mean of a form, and the probabilities of Welch's test and of that of the pairs."""
+    if isinstance(found, str):
+        return found
+    wrong = sum(x is None or x > DIVERGED for x in found["losses"])
+    if wrong:
+        return f"diverges: {wrong} of {len(found['losses'])}"
+    if "p" not in found:
+        return f"{found['mean']:.3f} ± {found['deviation']:.3f}"
+    return f"{found['mean']:.3f} ({found['p']:.2f}, {found['p of pairs']:.2f})"
+
+
+DIVERGED = 10.0  # a loss that is larger than that of any start
+
+
+def memory_quality_table() -> str:
+    """Losses of each form of slots and weights."""
+    problems = {k: v for k, v in result("little_memory_quality").items() if k != "machine"}
+    forms = list(problems["text"]["adamw"])
+    lines = [f"| loss | {' | '.join(forms)} |", "|---" * (1 + len(forms)) + "|"]
+    for problem, optimizers in problems.items():
+        for name, found in optimizers.items():
+            cells = [_of_seeds(found[form]) for form in forms]
+            lines.append(f"| {problem}, `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_cost_table() -> str:
+    """Times of a step relative to float32, least (median)."""
+    cases = {k: v for k, v in result("little_memory_cost").items() if k != "machine"}
+    forms = [form for form in next(iter(cases.values())) if form != "float32"]
+    lines = [f"| | float32, ms | {' | '.join(forms)} |", "|---" * (2 + len(forms)) + "|"]
+    ratio = lambda r: f"{r['ratio of least']:.2f} ({r['ratio of medians']:.2f})" if r else ""
+    for case, found in cases.items():
+        cells = [f"{found['float32']['least ms']:.2f}", *(ratio(found.get(f)) for f in forms)]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_bytes_table() -> str:
+    """Bytes for each parameter, by what is chosen."""
+    lines = ["| choice | weights | state | both | temporaries | `tx` |", "|---" * 6 + "|"]
+    for name, found in result("little_memory_bytes")["choices"].items():
+        parts = [found["weights"], found["state"], found["weights"] + found["state"]]
+        cells = [f"{x:.2f}" for x in parts]
+        cells.append(f"{found['temporaries']:.2f}" if "temporaries" in found else "")
+        lines.append(f"| {name} | {' | '.join(cells)} | `{found['code']}` |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
+    "little memory bytes": memory_bytes_table,
+    "little memory quality": memory_quality_table,
+    "little memory cost": memory_cost_table,
     "performance machine": machine_line,
     "performance goals": goals_table,
     "performance dense": dense_table,

@@ -34,6 +34,8 @@ FULL = {
     "rows": ["rows.py", "--case", "all"],
     "small_leaves": ["small_leaves.py", "--rounds", "51"],
     "half_slots": ["half_slots.py"],
+    "little_memory_cost": ["little_memory.py", "cost"],
+    "little_memory_bytes": ["little_memory.py", "bytes"],
     "shampoo": ["shampoo.py"],
     "ggt": ["ggt.py"],
     "native_rows": ["native.py", "rows"],

@@ -149,6 +149,20 @@ def test_backup_workers():
     assert backup["seconds of an update"] < 0.6 * alone["seconds of an update"]
 
 
+def test_flashoptim():
+    """Codes with companding train as float32 does, linear ones do not; and are less exact."""
+    flashoptim = PAPERS["flashoptim"]
+    result = flashoptim.run(seeds=2, width=32, layers=1, steps=120)
+    losses = result["losses"]
+    np.testing.assert_allclose(losses["8 bits"], losses["32 bits"], rtol=0.01)
+    assert max(losses["32 bits"]) < 3.3 < 10 < min(x or np.inf for x in losses["8 bits, linear"])
+    assert flashoptim.holds(result)
+    lost, linear = (result["errors"][name] for name in ("8 bits", "8 bits, linear"))
+    assert lost["m"] < 0.7 * linear["m"] and lost["v"] < 0.1 * linear["v"]
+    worse = {**losses, "8 bits": [x + 1 for x in losses["32 bits"]]}
+    assert flashoptim.holds({**result, "losses": worse}) == "in part"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", PAPERS)
 def test_as_stored(name):

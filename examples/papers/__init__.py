@@ -19,6 +19,7 @@ NAMES = (
     "diloco",
     "backup_workers",
     "muloco",
+    "flashoptim",
 )
 
 

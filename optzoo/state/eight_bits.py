@@ -66,27 +66,22 @@ def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
         bits: uint32, of which the lower 16 decide whether a code is rounded up or down, in
             proportion to the distances; None to round to the nearest.
     """
-    x = x.astype(jnp.float32)
-    if kind is RootCodes:
-        x = jnp.sqrt(jnp.maximum(x, 0))
-    x = jnp.clip(x, -_GREATEST, _GREATEST)
-    grouped = _grouped(x)
-    scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
-    y = grouped / jnp.where(scale > 0, scale, 1)
+    shape, wide = x.shape, x.astype(jnp.float32)
+    low, high = (-_GREATEST, _GREATEST) if kind is SignedCodes else (0, _GREATEST**2)
+    x = _grouped(jnp.clip(wide, low, high))
+    scale = _greatest(x)
     if kind is SignedCodes:
         top, dtype = 127, jnp.int8
-        y = 2 * y / (1 + jnp.abs(y))
+        y = 2 * top * x / (jnp.where(scale > 0, scale, 1) + jnp.abs(x))
     else:
         top, dtype = 255, jnp.uint8
-    y = top * y
-    if bits is None:
-        y = jnp.round(y)
-    else:
-        y = jnp.floor(y + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16))
-    y = jnp.nan_to_num(jnp.clip(y, -top, top))
-    if kind is RootCodes:  # what is divided by its root must not become zero
-        y = jnp.where(grouped > 0, jnp.maximum(y, 1), y)
-    return kind(_ungrouped(y, x.shape).astype(dtype), _to_scale(scale[..., 0]))
+        scale = jnp.sqrt(scale)
+        y = jnp.sqrt(x) * (top / jnp.where(scale > 0, scale, 1))
+        y = jnp.where(x > 0, jnp.maximum(y, 1), y)  # what an update is divided by the root of
+    if bits is not None:
+        y = jnp.minimum(y, top) + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16)
+        y = jnp.floor(y)
+    return kind(_ungrouped(_to_integer(y), shape).astype(dtype), _to_scale(scale[..., 0]))
 
 
 def decoded(x: Codes) -> Array:
@@ -94,9 +89,34 @@ def decoded(x: Codes) -> Array:
     y = _grouped(x.codes.astype(jnp.float32))
     scale = _from_scale(x.scales)[..., None]
     if isinstance(x, SignedCodes):
-        y = y / 127
-        return _ungrouped(scale * (y / (2 - jnp.abs(y))), x.codes.shape)
-    return _ungrouped(jnp.square(scale * (y / 255)), x.codes.shape)
+        y = scale * (y * np.float32(1 / 254)) * _inverse(1 - jnp.abs(y) * np.float32(1 / 254))
+    else:
+        y = jnp.square(scale * (y * np.float32(1 / 255)))
+    return _ungrouped(y, x.codes.shape)
+
+
+def _greatest(groups: Array) -> Array:
+    """The greatest magnitude of each group, or NaN.
+
+    It is that of the bit patterns, in the same order: XLA repeats cheap operations on integers in
+    the loop that reduces them, where it stores floating-point numbers first.
+    """
+    pattern = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(pattern, axis=-1, keepdims=True), jnp.float32)
+
+
+def _to_integer(x: Array) -> Array:
+    """The nearest integer of less than 2**15, at a tie the even one; of NaN any."""
+    # In 2**23 + 2**22 + x the last place is 1. XLA's conversion also clips, in several operations.
+    return lax.bitcast_convert_type(x + np.float32(3 * 2**22), jnp.int32)
+
+
+def _inverse(x: Array) -> Array:
+    """``1 / x`` of numbers in [1/2, 1] without a division, whose results XLA would store."""
+    y = np.float32(48 / 17) - np.float32(32 / 17) * x
+    for _ in range(3):
+        y = y * (2 - x * y)
+    return y
 
 
 def _grouped(x: Array) -> Array:

@@ -224,7 +224,7 @@ _CODES = {Signed: SignedCodes, NotNegative: RootCodes}
 
 
 def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
-    del inner, params
+    del inner
 
     def code(state):
         if is_packed(state.slots):
@@ -239,7 +239,8 @@ def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
         if what not in _CODES
     }
     state = map_nodes(LeafwiseState, code, state)
-    if has_codes(state) or not names:
+    # Without parameters, as optax.tree.map_params asks for a state, there is nothing to miss.
+    if has_codes(state) or not names or not jax.tree.leaves(params):
         return state
     raise ValueError(
         f"dtype=int8 has no slot to store here ({'; '.join(sorted(names))}): give bfloat16, for "

@@ -148,3 +148,13 @@ def test_refuses(params):
     with pytest.raises(ValueError) as info:
         state_sharding(optax.flatten(tx), params)
     assert "like that of optax.flatten" in info.value.__notes__[0]
+
+
+def test_codes_and_corrections(mesh):
+    """Where optax asks for a state without parameters, nothing is missed."""
+    sharding = NamedSharding(mesh, P("rows"))
+    of = lambda dtype: {"w": jax.ShapeDtypeStruct((16, 8), dtype, sharding=sharding)}
+    weights = state_sharding(optzoo.master_weights(optzoo.momentum(0.1, 0.9)), of(jnp.bfloat16))
+    assert weights.corrections["w"] == sharding
+    # GGT has one slot that may be in 8 bits, and one that may not.
+    state_sharding(optzoo.slots_dtype(optzoo.ggt(0.1), "int8"), of(jnp.float32))
