@@ -1,5 +1,6 @@
 """Slots in 8 bits: codes of the elements, and a 16-bit scale for each group of them."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ def nbytes_of_codes(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * (shape[-1] + 2 * -(-shape[-1] // GROUP))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
     """An array in 8 bits; infinities become the greatest number that a scale holds.
 
@@ -82,6 +84,14 @@ def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
         y = jnp.minimum(y, top) + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16)
         y = jnp.floor(y)
     return kind(_ungrouped(_to_integer(y), shape).astype(dtype), _to_scale(scale[..., 0]))
+
+
+@encoded.defjvp
+def _(kind, primals, tangents):
+    raise TypeError(
+        "slots in 8 bits are integers, which have no derivative: to differentiate through an "
+        "update use optzoo.slots_dtype with a floating-point dtype"
+    )
 
 
 def decoded(x: Codes) -> Array:

@@ -89,8 +89,8 @@ def slots_dtype(
     are in bfloat16, and from the slots before they are rounded if in float16.
 
     Derivatives pass straight through random rounding, and through slots packed in float32 or
-    float64. Words have none: to differentiate through an update with slots packed in 16 bits is an
-    error.
+    float64. Words and codes have none: to differentiate through an update with slots in 8 bits, or
+    packed in 16, is an error.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -111,7 +111,7 @@ def slots_dtype(
 
     Raises:
         TypeError: if ``dtype`` is neither a floating-point dtype nor ``"int8"``, or the seed is not
-            an int; when an update with slots packed in 16 bits is differentiated.
+            an int; when an update with slots in 8 bits, or packed in 16, is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
             has no slots of this library, or none that may have 8 bits; by ``update``, if the state
             has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if

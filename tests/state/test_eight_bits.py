@@ -130,6 +130,21 @@ def test_random_bits_round_in_proportion(kind):
     np.testing.assert_allclose(mean, published(kind, x)[0], atol=2e-3)
 
 
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_random_bits_do_not_pass_the_greatest_code(kind):
+    x = np.random.default_rng(5).normal(size=(500, 32)).astype(np.float32)
+    x = x**2 if kind is RootCodes else x
+    codes = np.asarray(encoded(kind, x, jnp.full(x.shape, 0xFFFF, jnp.uint32)).codes)
+    greatest = np.take_along_axis(codes, abs(x).argmax(-1)[:, None], -1)
+    np.testing.assert_array_equal(abs(greatest), 255 if kind is RootCodes else 127)
+
+
+def test_codes_have_no_derivative():
+    tx, x = slots_dtype(optzoo.adam(0.1), "int8"), jnp.ones(SHAPE)
+    with pytest.raises(TypeError, match="no derivative"):
+        jax.grad(lambda g: jnp.sum(tx.update(g, tx.init(x), x)[0]))(x)
+
+
 # Optimizers: each step from the state before by the formulas, for a thousand steps.
 
 

@@ -188,7 +188,9 @@ def test_a_large_model_in_three_bytes():
     step = optzoo.minimize(loss, tx).lower(params, jax.eval_shape(tx.init, params), IDS[0])
     found, table = step.compile().memory_analysis(), 100_000 * 64
     assert found.alias_size_in_bytes < (3 + 2 * 68 / 64) * table + 1e5  # table and both slots
-    assert found.temp_size_in_bytes < 1e5
+    # Before, XLA scatters rows of 16 bits through a float32 copy of the table.
+    limit = 1e5 if jax.__version_info__ >= (0, 11) else 4.1 * table
+    assert found.temp_size_in_bytes < limit
 
 
 def test_native_code_lines_and_shards():
