@@ -89,6 +89,55 @@ class CallFrame(ctypes.Structure):
     ]
 
 
+class Api(ctypes.Structure):
+    """``XLA_FFI_Api``, up to the last function that is used: pointers to the functions of XLA."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("api_version", Version),
+        ("internal_api", _Pointer),
+        *(
+            (f"XLA_FFI_{name}", _Pointer)
+            for name in (
+                "Error_Create", "Error_GetDetails", "Error_Destroy", "Handler_Register",
+                "Stream_Get", "Type_Register", "InvokeContext_Get", "State_Set", "State_Get",
+                "DeviceMemory_Allocate", "DeviceMemory_Free", "ThreadPool_Schedule",
+                "ThreadPool_NumThreads",
+            )
+        ),
+    ]  # fmt: skip
+
+
+class Schedule(ctypes.Structure):
+    """``XLA_FFI_ThreadPool_Schedule_Args``: a task for a thread of XLA's pool."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("ctx", _Pointer),
+        ("task", _Pointer),
+        ("data", _Pointer),
+    ]
+
+
+class NumThreads(ctypes.Structure):
+    """``XLA_FFI_ThreadPool_NumThreads_Args``."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("extension_start", _Pointer),
+        ("ctx", _Pointer),
+        ("num_threads", _Pointer),
+    ]
+
+
+class Destroy(ctypes.Structure):
+    """``XLA_FFI_Error_Destroy_Args``."""
+
+    _fields_ = [("struct_size", _Size), ("extension_start", _Pointer), ("error", _Pointer)]
+
+
 EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 _STRUCTS = {
     r"XLA_FFI_(?:InternalExtension|Extension_Base)": Extension,
@@ -99,6 +148,10 @@ _STRUCTS = {
     "XLA_FFI_Args": Args,
     "XLA_FFI_Rets": Rets,
     "XLA_FFI_CallFrame": CallFrame,
+    "XLA_FFI_Api": Api,
+    "XLA_FFI_ThreadPool_Schedule_Args": Schedule,
+    "XLA_FFI_ThreadPool_NumThreads_Args": NumThreads,
+    "XLA_FFI_Error_Destroy_Args": Destroy,
 }
 _KINDS: dict[str, Any] = {
     "size_t": _Size,
@@ -134,6 +187,7 @@ def version_of_jaxlib() -> tuple[int, int]:
 def check_header(text: str) -> tuple[int, int]:
     """The version in a header; raises unless it has the structures above."""
     text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
     for name, struct in _STRUCTS.items():
         expected = [(field[0], field[1]) for field in struct._fields_]
         found = _fields(name, text)

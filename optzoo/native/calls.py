@@ -22,6 +22,7 @@ from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
 from .groups import Group, LeafGroup, RowsGroup, Unsupported
+from .scratch import of_rows
 
 
 class Call:
@@ -127,21 +128,9 @@ class Call:
             jax.ShapeDtypeStruct(shape, v.aval.dtype)
             for shape, v in zip(shapes, self.outs, strict=True)
         ]
-        scratch = _scratch(part) if isinstance(part, RowsGroup) else []
+        scratch = of_rows(part) if isinstance(part, RowsGroup) else []
         call = jax.ffi.ffi_call(self.name, [*results, *scratch], input_output_aliases=self.aliases)
         return tuple(call(*args))[: len(results)]
-
-
-def _scratch(rows: RowsGroup) -> list[jax.ShapeDtypeStruct]:
-    """The memory in which rows of equal ids are merged: see :class:`sums.Sums`."""
-    if rows.merged is None:
-        return []
-    many = rows.ids.shape[0]
-    table = 1 << max(4, (2 * many - 1).bit_length())
-    return [
-        jax.ShapeDtypeStruct((table + 2 * many,), jnp.int32),
-        jax.ShapeDtypeStruct((max(1, many // 2), *rows.merged.shape[1:]), rows.merged.aval.dtype),
-    ]
 
 
 def _types(*avals: Any, call: Call) -> list[Any] | None:

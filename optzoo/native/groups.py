@@ -41,6 +41,12 @@ class RowsGroup(Group):
     scalars: list[Value]
     writes: list[Operation]
 
+    @property
+    def repeats(self) -> bool:
+        """Whether ids may be equal: XLA has not merged them."""
+        maker = self.ids.maker
+        return self.merged is not None or maker is None or maker.name != "rows_merge"
+
 
 @dataclasses.dataclass(eq=False)
 class LeafGroup(Group):

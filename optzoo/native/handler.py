@@ -47,9 +47,9 @@ class Frame:
             )
         return self.b.load(total, typ=I64)
 
-    def length(self, buffer: Any) -> Any:
-        """The first dimension of a buffer that has one."""
-        return word_at(self.b, I64, self.field(POINTER, buffer, Buffer.dims), ZERO)
+    def length(self, buffer: Any, axis: int = 0) -> Any:
+        """A dimension of a buffer that has it."""
+        return word_at(self.b, I64, self.field(POINTER, buffer, Buffer.dims), I64(axis))
 
     def scalars(self, start: int, values: Sequence[Value]) -> list[Any]:
         """Scalars, which are arguments from ``start`` on."""

@@ -50,7 +50,7 @@ class Machine:
         return engine
 
 
-_EVERYWHERE = {"memcpy", "memmove", "memset"}  # of the C library
+_EVERYWHERE = {"memcpy", "memmove", "memset", "malloc", "free", "sched_yield"}  # of the C library
 _SYMBOL_TABLE = 2  # SHT_SYMTAB of ELF
 
 

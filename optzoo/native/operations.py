@@ -66,6 +66,16 @@ def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
     return convert(b, b.fadd(x, y, flags=_CONTRACT), wide, dtype)
 
 
+def smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The smaller one of two signed integers."""
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The larger one of two signed integers."""
+    return b.select(b.icmp_signed(">", x, y), x, y)
+
+
 def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
     """A step of a reduction, in any order."""
     if name == "reduce_sum":
@@ -184,17 +194,22 @@ def stored_type(dtype: str) -> Any:
     return I8 if dtype == "bool" else TYPES[dtype]
 
 
+def element(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
+    """The place of the element at an index of an array."""
+    return b.gep(pointer, [at], source_etype=stored_type(dtype))
+
+
 def load(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any) -> Any:
     """The element at an index of an array."""
     t = stored_type(dtype)
-    x = b.load(b.gep(pointer, [at], source_etype=t), typ=t)
+    x = b.load(element(b, dtype, pointer, at), typ=t)
     return b.icmp_unsigned("!=", x, I8(0)) if dtype == "bool" else x
 
 
 def store(b: ir.IRBuilder, dtype: str, pointer: Any, at: Any, x: Any) -> None:
     """Writes the element at an index of an array."""
-    t = stored_type(dtype)
-    b.store(b.zext(x, t) if dtype == "bool" else x, b.gep(pointer, [at], source_etype=t))
+    x = b.zext(x, I8) if dtype == "bool" else x
+    b.store(x, element(b, dtype, pointer, at))
 
 
 def bytes_of(dtype: str) -> int:

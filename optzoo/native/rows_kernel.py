@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -11,12 +11,18 @@ from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .groups import REDUCTIONS, RowsGroup
 from .handler import Frame, inner_function, module_of
-from .loops import POINTER, VECTOR, ZERO, loop, variable, word_at
-from .operations import I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, store
-from .sums import Sums
+from .loops import POINTER, VECTOR, ZERO, loop, variable
+from .merging import Ids, Parts, Sums
+from .operations import (
+    I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, smaller, store,
+)  # fmt: skip
+from .pool import in_parallel
+from .scratch import BLOCK
 
 _AHEAD = 16  # rows are fetched so many rows before they are needed
 _LINE = 64  # bytes of a cache line
+_BLOCK = 256  # rows of a task
+_MANY = 1024  # ids for which threads are worth their start
 _MOST_LINES = 32  # of a row that are fetched ahead
 
 
@@ -26,9 +32,61 @@ def rows_kernel(name: str, rows: RowsGroup, version: tuple[int, int]) -> str:
     def execute(module, frame):
         function, inner = inner_function(module, "row", _RowArguments(rows).types())
         _Row(inner, rows, _RowArguments(rows).named(function.args)).write()
-        _EveryRow(frame, rows, function).write()
+        for i, o in rows.aliases.items():
+            frame.keep(rows.ins[i].dtype, frame.argument(I64(i)), frame.result(I64(o)))
+        if rows.repeats:
+            _by_parts(frame, rows, function)
+        else:
+            _by_blocks(frame, rows, function)
 
     return module_of(name, version, execute)
+
+
+def _by_blocks(frame: Frame, rows: RowsGroup, function: Any) -> None:
+    """Rows of different ids, as they come."""
+    b, many = frame.b, Ids(frame, rows).many
+
+    def some(frame, task):
+        b, each = frame.b, _EachRow(frame, rows, function)
+        start = b.mul(task, I64(_BLOCK))
+        size = smaller(b, I64(_BLOCK), b.sub(each.ids.many, start))
+        each.write(size, lambda k: b.add(start, k), lambda position: ())
+
+    tasks = b.sdiv(b.add(many, I64(_BLOCK - 1)), I64(_BLOCK))
+    in_parallel(frame, "rows", tasks, _is_worth(b, many), some)
+
+
+def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
+    """Rows of equal ids by the same thread, and merged if they are to be."""
+    b, parts, merged = frame.b, Parts(frame, rows), rows.merged
+    is_worth = _is_worth(b, parts.ids.many)
+    of = lambda work: lambda frame, task: work(Parts(frame, rows), task)
+    in_parallel(frame, "count", parts.chunks, is_worth, of(Parts.count))
+    is_long = parts.divide()
+    in_parallel(frame, "sort", parts.chunks, is_worth, of(Parts.sort))
+    if merged is not None:
+        with b.if_then(is_long):
+            blocks = b.sdiv(b.add(parts.ids.many, I64(BLOCK - 1)), I64(BLOCK))
+            merge = lambda frame, block: Sums(frame, rows, merged).merge_block(block)
+            in_parallel(frame, "blocks", blocks, is_worth, merge)
+
+    def some(frame, part):
+        each = _EachRow(frame, rows, function)
+        sums = None if merged is None else Sums(frame, rows, merged)
+        parts = Parts(frame, rows) if sums is None else sums.parts
+        if sums is not None:
+            sums.join_blocks(part)
+        start, size = parts.get(parts.starts, part), parts.length(part)
+        if sums is not None:
+            size = sums.merge(start, size)
+        position = lambda k: parts.get(parts.order, frame.b.add(start, k))
+        each.write(size, position, lambda position: () if sums is None else (sums.of(position),))
+
+    in_parallel(frame, "rows", parts.number, is_worth, some)
+
+
+def _is_worth(b: ir.IRBuilder, many: Any) -> Any:
+    return b.icmp_signed(">=", many, I64(_MANY))
 
 
 class _RowArguments:
@@ -171,21 +229,48 @@ def _reductions(operations: Sequence[Operation]) -> Iterator[Operation]:
             yield op
 
 
-class _EveryRow:
-    """The loop over the rows that the ids name, in the function that XLA calls."""
+class _EachRow:
+    """A loop over rows that some ids name."""
 
     def __init__(self, frame: Frame, rows: RowsGroup, function: Any):
         self.b, self.frame, self.rows, self.function = frame.b, frame, rows, function
         first = 1 if rows.merged is None else 2
         end = first + len(rows.tables)
-        for i, o in rows.aliases.items():
-            frame.keep(rows.ins[i].dtype, frame.argument(I64(i)), frame.result(I64(o)))
-        ids = frame.argument(ZERO)
-        self.ids, self.many = frame.data(ids), frame.length(ids)
-        self.num_rows = frame.length(frame.argument(I64(first)))
+        self.ids = Ids(frame, rows)
         self.tables = {rows.ins[i]: self._memory(i) for i in range(first, end)}
         self.streams = [self._memory(end + k) for k in range(len(rows.streams))]
         self.scalars = frame.scalars(end + len(rows.streams), rows.scalars)
+
+    def write(
+        self,
+        many: Any,
+        position_of: Callable[[Any], Any],
+        gradient_of: Callable[[Any], tuple[Any, ...]],
+    ) -> None:
+        """Updates the rows.
+
+        Args:
+            many: how many there are.
+            position_of: the position of one in the ids.
+            gradient_of: the memory of its gradient, if that is no stream.
+        """
+        b = self.b
+        with loop(b, many) as k:
+            later = b.add(k, I64(_AHEAD))
+            with b.if_then(b.icmp_signed("<", later, many)):
+                row = self.ids.at(position_of(later))
+                with b.if_then(self.ids.is_real(row)):
+                    for v, start in self.tables.items():
+                        fetch_row(b, self._row(v, start, row), _size(v))
+            position = position_of(k)
+            row = self.ids.at(position)
+            with b.if_then(self.ids.is_real(row)):
+                pointers = [self._row(v, start, row) for v, start in self.tables.items()]
+                place = row, position, self.ids.num_rows
+                gradient = gradient_of(position)
+                b.call(
+                    self.function, [*pointers, *gradient, *self.streams, *self.scalars, *place]
+                )
 
     def _memory(self, i: int) -> Any:
         """That of an argument, or of the result that takes its place."""
@@ -193,65 +278,8 @@ class _EveryRow:
         frame = self.frame
         return frame.data(frame.argument(I64(i)) if o is None else frame.result(I64(o)))
 
-    def _id(self, position: Any) -> Any:
-        kind = self.rows.ids.dtype
-        return convert(self.b, word_at(self.b, TYPES[kind], self.ids, position), kind, "int64")
-
-    def _is_real(self, row: Any) -> Any:
-        return self.b.icmp_unsigned("<", row, self.num_rows)
-
     def _row(self, value: Value, start: Any, row: Any) -> Any:
         return self.b.gep(start, [self.b.mul(row, I64(_size(value)))], source_etype=I8)
-
-    def _fetch(self, row: Any) -> None:
-        for v, start in self.tables.items():
-            fetch_row(self.b, self._row(v, start, row), _size(v))
-
-    def _update(self, row: Any, position: Any, *gradient: Any) -> None:
-        pointers = [self._row(v, start, row) for v, start in self.tables.items()]
-        place = row, position, self.num_rows
-        arguments = [*pointers, *gradient, *self.streams, *self.scalars, *place]
-        self.b.call(self.function, arguments)
-
-    def write(self) -> None:
-        """Merges rows of equal ids, or takes them as they come."""
-        if self.rows.merged is None:
-            self._as_they_come()
-        else:
-            self._merged(self.rows.merged)
-
-    def _as_they_come(self) -> None:
-        b = self.b
-        with loop(b, self.many) as position:
-            later = b.add(position, I64(_AHEAD))
-            with b.if_then(b.icmp_signed("<", later, self.many)):
-                row = self._id(later)
-                with b.if_then(self._is_real(row)):
-                    self._fetch(row)
-            row = self._id(position)
-            with b.if_then(self._is_real(row)):
-                self._update(row, position)
-
-    def _merged(self, merged: Value) -> None:
-        b, frame, outs = self.b, self.frame, len(self.rows.outs)
-        values, words = frame.data(frame.argument(I64(1))), frame.result(I64(outs))
-        totals = frame.data(frame.result(I64(outs + 1)))
-        sums = Sums(
-            b, frame.data(words), frame.length(words), self.many,
-            lambda place: self._row(merged, totals, place),
-            lambda position: self._row(merged, values, position),
-            math.prod(merged.shape[1:]), merged.dtype,
-        )  # fmt: skip
-        with loop(b, self.many) as position:
-            row = self._id(position)
-            with b.if_then(self._is_real(row)):
-                sums.append(position, row, self._id)
-        with loop(b, sums.count()) as k:
-            later = b.add(k, I64(_AHEAD))
-            with b.if_then(b.icmp_signed("<", later, sums.count())):
-                self._fetch(self._id(sums.at(sums.firsts, later)))
-            position = sums.at(sums.firsts, k)
-            self._update(self._id(position), position, sums.of(position))
 
 
 def _size(value: Value) -> int:
