@@ -6,6 +6,7 @@ number of threads.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -15,12 +16,26 @@ from .groups import RowsGroup
 from .handler import Frame, inner_function
 from .loops import POINTER, VECTOR, ZERO, loop, repeat, variable, word_at
 from .operations import (
-    BOOL, I8, I32, I64, TYPES, add, bytes_of, convert, larger, load, smaller, store,
+    BOOL,
+    I8,
+    I32,
+    I64,
+    TYPES,
+    add,
+    bytes_of,
+    convert,
+    load,
+    smaller,
+    store,
 )  # fmt: skip
-from .scratch import BLOCK, CHUNK
+from .scratch import CHUNK
 
 _HASH = 2654435761  # Knuth's multiplicative hashing
 _MASK = 2**32 - 1
+_SAMPLED = 4  # chunks from which on the first one is a sample
+AHEAD = 16  # rows are fetched so many rows before they are needed
+_LINE = 64  # bytes of a cache line
+_MOST_LINES = 32  # of a row that are fetched ahead
 
 
 class Ids:
@@ -45,28 +60,30 @@ class Ids:
 class Parts:
     """The positions of the ids, by parts.
 
-    The memory is that of :func:`scratch.of_parts`: by chunks of positions and by parts how many
-    there are, then where the next one goes; by parts where it begins and ends; one counter. And by
-    positions: those of each part; the number of the sum of its gradient, -1 if there is none; and
-    the hash tables.
+    The memory is that of :func:`scratch.of_rows`. The first array has a row for each chunk of
+    positions: by parts how many there are, then where the next one goes; and how many there are at
+    all. Then by parts where each begins and ends, and two words for all. The second array has rows
+    by positions: those of each chunk, those of each part, and, for sums, the number of the sum of
+    a position, -1 if there is none, and hash tables of two words a position.
     """
 
     def __init__(self, frame: Frame, rows: RowsGroup):
         self.b, self.ids = frame.b, Ids(frame, rows)
         counts, words = (frame.result(I64(len(rows.outs) + k)) for k in range(2))
-        self.number = frame.length(counts, 1)
+        self.number = self.b.sub(frame.length(counts, 1), I64(1))
         self.chunks = self.b.sub(frame.length(counts), I64(3))
-        self._counts, order = frame.data(counts), frame.data(words)
+        self._counts, self._kept = frame.data(counts), frame.data(words)
         row = lambda k: self._of_chunk(self.b.add(self.chunks, I64(k)))
-        self.starts, self.ends, self.counter = row(0), row(1), row(2)
-        after = lambda pointer, k: self.b.gep(
-            pointer, [self.b.mul(self.ids.many, I64(k))], source_etype=I32
+        self.starts, self.ends, self.common = row(0), row(1), row(2)
+        after = lambda k: self.b.gep(
+            self._kept, [self.b.mul(self.ids.many, I64(k))], source_etype=I32
         )
-        self.order, self.places, self.table = order, after(order, 1), after(order, 2)
+        self.order, self.places, self.table = after(1), after(2), after(3)
 
     def _of_chunk(self, chunk: Any) -> Any:
         """The counts of a chunk."""
-        return self.b.gep(self._counts, [self.b.mul(chunk, self.number)], source_etype=I32)
+        at = self.b.mul(chunk, self.b.add(self.number, I64(1)))
+        return self.b.gep(self._counts, [at], source_etype=I32)
 
     def get(self, words: Any, i: Any) -> Any:
         """A word, as a number of 64 bits."""
@@ -84,57 +101,81 @@ class Parts:
         product = b.mul(bits, self.number)
         return b.lshr(product, I64(32)), b.and_(product, I64(_MASK))
 
+    def keep(self, chunk: Any, start_of: Callable[[Any], None]) -> None:
+        """Lists the positions of a chunk whose ids are rows.
+
+        Args:
+            chunk: its number.
+            start_of: is called for each of them.
+        """
+        b, start, number = self.b, self.b.mul(chunk, I64(CHUNK)), variable(self.b, I64)
+        b.store(ZERO, number)
+        kept = self.kept(chunk)
+        with loop(b, smaller(b, I64(CHUNK), b.sub(self.ids.many, start))) as k:
+            position = b.add(start, k)
+            with b.if_then(self.ids.is_real(self.ids.at(position))):
+                start_of(position)
+                self.set(kept, b.load(number, typ=I64), position)
+                b.store(b.add(b.load(number, typ=I64), I64(1)), number)
+        self.set_length(chunk, b.load(number, typ=I64))
+
+    def kept(self, chunk: Any) -> Any:
+        """The positions of a chunk."""
+        return self.b.gep(self._kept, [self.b.mul(chunk, I64(CHUNK))], source_etype=I32)
+
+    def length_of_chunk(self, chunk: Any) -> Any:
+        """How many positions are left of a chunk."""
+        return self.get(self._of_chunk(chunk), self.number)
+
+    def set_length(self, chunk: Any, length: Any) -> None:
+        """Sets how many positions are left of a chunk."""
+        self.set(self._of_chunk(chunk), self.number, length)
+
     def count(self, chunk: Any) -> None:
-        """Counts the ids of a chunk."""
+        """Counts the positions of a chunk by parts."""
         counts = self._of_chunk(chunk)
         _fill(self.b, counts, 0, self.number)
-        for position in self._real(chunk):
-            part, _ = self.hashed(self.ids.at(position))
+        for _, part in self._of_parts(chunk):
             self.set(counts, part, self.b.add(self.get(counts, part), I64(1)))
 
-    def divide(self) -> Any:
-        """Gives each part, and each chunk of it, its place; gives whether a part is long."""
-        b, next_, longest = self.b, variable(self.b, I64), variable(self.b, I64)
-        for word in (next_, longest):
-            b.store(ZERO, word)
+    def divide(self) -> None:
+        """Gives each part, and each chunk of it, its place."""
+        b, following = self.b, variable(self.b, I64)
+        b.store(ZERO, following)
         with loop(b, self.number) as part:
-            self.set(self.starts, part, b.load(next_, typ=I64))
+            self.set(self.starts, part, b.load(following, typ=I64))
             with loop(b, self.chunks) as chunk:
-                counts, at = self._of_chunk(chunk), b.load(next_, typ=I64)
-                b.store(b.add(at, self.get(counts, part)), next_)
+                counts, at = self._of_chunk(chunk), b.load(following, typ=I64)
+                b.store(b.add(at, self.get(counts, part)), following)
                 self.set(counts, part, at)
-            self.set(self.ends, part, b.load(next_, typ=I64))
-            b.store(larger(b, b.load(longest, typ=I64), self.length(part)), longest)
-        self.set(self.counter, ZERO, ZERO)
-        return b.icmp_signed(">", b.load(longest, typ=I64), I64(BLOCK))
+            self.set(self.ends, part, b.load(following, typ=I64))
 
     def sort(self, chunk: Any) -> None:
         """Puts the positions of a chunk into their parts."""
         counts = self._of_chunk(chunk)
-        for position in self._real(chunk):
-            part, _ = self.hashed(self.ids.at(position))
+        for position, part in self._of_parts(chunk):
             at = self.get(counts, part)
             self.set(counts, part, self.b.add(at, I64(1)))
             self.set(self.order, at, position)
-            self.set(self.places, position, I64(-1))
 
-    def length(self, part: Any) -> Any:
-        """How many positions a part has."""
-        return self.b.sub(self.get(self.ends, part), self.get(self.starts, part))
+    def _of_parts(self, chunk: Any) -> Iterator[tuple[Any, Any]]:
+        """The loop over the positions of a chunk, each with its part."""
+        kept = self.kept(chunk)
+        with loop(self.b, self.length_of_chunk(chunk)) as k:
+            position = self.get(kept, k)
+            yield position, self.hashed(self.ids.at(position))[0]
 
-    def _real(self, chunk: Any):
-        """The loop over the positions of a chunk whose ids are rows."""
-        b, start = self.b, self.b.mul(chunk, I64(CHUNK))
-        with loop(b, smaller(b, I64(CHUNK), b.sub(self.ids.many, start))) as k:
-            position = b.add(start, k)
-            with b.if_then(self.ids.is_real(self.ids.at(position))):
-                yield position
+    def of(self, part: Any) -> tuple[Any, Any]:
+        """The positions of a part, where they begin among all, and how many they are."""
+        start = self.get(self.starts, part)
+        return start, self.b.sub(self.get(self.ends, part), start)
 
 
 class Sums:
     """The sums of the gradients of equal ids, each in the order of their positions.
 
-    Positions of one id beyond :data:`scratch.BLOCK` are added in blocks, by several threads.
+    Where many ids are equal, those of a chunk are merged first, and then the sums of the chunks: so
+    several threads add the gradients of an id that most positions have.
     """
 
     def __init__(self, frame: Frame, rows: RowsGroup, merged: Value):
@@ -154,11 +195,12 @@ class Sums:
     def _row(self, start: Any, number: Any) -> Any:
         return self.b.gep(start, [self.b.mul(number, I64(self.bytes))], source_etype=I8)
 
-    def merge(self, start: Any, many: Any) -> Any:
-        """Merges some positions of a part, and puts the first ones of each id in front.
+    def merge(self, order: Any, start: Any, many: Any) -> Any:
+        """Merges some positions, and puts the first ones of each id in front.
 
         Args:
-            start: where they begin.
+            order: the positions.
+            start: where the memory of their hash table begins.
             many: how many there are.
 
         Returns:
@@ -167,13 +209,15 @@ class Sums:
         b, parts = self.b, self.parts
         length = b.mul(many, I64(2))
         table = b.gep(parts.table, [b.mul(start, I64(2))], source_etype=I32)
-        order = b.gep(parts.order, [start], source_etype=I32)
         _fill(b, table, -1, length)
         number = variable(b, I64)
         b.store(ZERO, number)
         with loop(b, many) as k:
             position = parts.get(order, k)
             row = parts.ids.at(position)
+            later = b.add(k, I64(AHEAD))
+            with b.if_then(b.icmp_signed("<", later, many)):
+                fetch(b, self.of(parts.get(order, later)), self.bytes)
 
             def is_found(at, row=row):
                 first = parts.get(table, at)
@@ -205,7 +249,7 @@ class Sums:
             with single:
                 with b.if_else(b.icmp_signed("<", places[1], ZERO)) as (both, other):
                     with both:  # Each sum takes two positions at least: half of them suffice.
-                        total = b.atomic_rmw("add", parts.counter, I32(1), "monotonic")
+                        total = b.atomic_rmw("add", parts.common, I32(1), "monotonic")
                         total = b.zext(total, I64)
                         copy = b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, I64])
                         target = self._row(self._sums, total)
@@ -231,44 +275,46 @@ class Sums:
         b.ret_void()
         return function
 
-    # Long parts
+    # Chunks
 
-    def merge_block(self, block: Any) -> None:
-        """Merges the positions of a block, part by part, of long parts alone."""
+    def prepare(self, chunk: Any, merges: Any) -> None:
+        """Lists the positions of a chunk; merges them if ``merges``."""
         b, parts = self.b, self.parts
-        with loop(b, parts.number) as part, b.if_then(self._is_long(part)):
-            start, many = self._within(part, block)
-            with b.if_then(b.icmp_signed(">", many, ZERO)):
-                number = self.merge(start, many)
-                parts.set(parts.table, b.mul(start, I64(2)), number)
+        parts.keep(chunk, lambda position: parts.set(parts.places, position, I64(-1)))
+        with b.if_then(merges):
+            start, many = b.mul(chunk, I64(CHUNK)), parts.length_of_chunk(chunk)
+            parts.set_length(chunk, self.merge(parts.kept(chunk), start, many))
 
-    def join_blocks(self, part: Any) -> None:
-        """Puts what is left of the blocks of a part side by side, if it is long."""
+    def sample(self) -> None:
+        """Merges the first chunk of many, and notes whether many of its ids are equal."""
         b, parts = self.b, self.parts
-        with b.if_then(self._is_long(part)):
-            number, start = variable(b, I64), parts.get(parts.starts, part)
-            b.store(start, number)
-            first, end = (b.sdiv(x, I64(BLOCK)) for x in (start, parts.get(parts.ends, part)))
-            with loop(b, b.add(b.sub(end, first), I64(1))) as k:
-                begin, many = self._within(part, b.add(first, k))
-                with b.if_then(b.icmp_signed(">", many, ZERO)):
-                    left = parts.get(parts.table, b.mul(begin, I64(2)))
-                    with loop(b, left) as j:
-                        to = b.load(number, typ=I64)
-                        parts.set(parts.order, to, parts.get(parts.order, b.add(begin, j)))
-                        b.store(b.add(to, I64(1)), number)
-            parts.set(parts.ends, part, b.load(number, typ=I64))
+        for word in range(2):
+            parts.set(parts.common, I64(word), ZERO)
+        with b.if_then(self._has_sample()):
+            self.prepare(ZERO, BOOL(1))
+            is_less = b.icmp_signed("<", parts.length_of_chunk(ZERO), I64(CHUNK * 7 // 8))
+            parts.set(parts.common, I64(1), b.zext(is_less, I64))
 
-    def _is_long(self, part: Any) -> Any:
-        return self.b.icmp_signed(">", self.parts.length(part), I64(BLOCK))
+    def prepare_next(self, chunk: Any) -> None:
+        """Lists the positions of a chunk that is no sample, and merges them as the sample tells."""
+        b = self.b
+        is_sample = b.and_(self._has_sample(), b.icmp_signed("==", chunk, ZERO))
+        with b.if_then(b.not_(is_sample)):
+            merges = b.icmp_signed(">", self.parts.get(self.parts.common, I64(1)), ZERO)
+            self.prepare(chunk, merges)
 
-    def _within(self, part: Any, block: Any) -> tuple[Any, Any]:
-        """Where the positions of a part in a block begin, and how many they are."""
-        b, parts = self.b, self.parts
-        start, begin = parts.get(parts.starts, part), b.mul(block, I64(BLOCK))
-        start = larger(b, start, begin)
-        end = smaller(b, parts.get(parts.ends, part), b.add(begin, I64(BLOCK)))
-        return start, b.sub(end, start)
+    def _has_sample(self) -> Any:
+        return self.b.icmp_signed(">=", self.parts.chunks, I64(_SAMPLED))
+
+
+def fetch(b: ir.IRBuilder, pointer: Any, size: int) -> None:
+    """Asks for a row that will be written."""
+    function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(
+        b.module, ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    for line in range(min(_MOST_LINES, -(-size // _LINE))):
+        place = b.gep(pointer, [I64(line * _LINE)], source_etype=I8)
+        b.call(function, [place, I32(0), I32(3), I32(1)])
 
 
 def _fill(b: ir.IRBuilder, words: Any, byte: int, many: Any) -> None:

@@ -12,18 +12,26 @@ from .elements import Elements, Index
 from .groups import REDUCTIONS, RowsGroup
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable
-from .merging import Ids, Parts, Sums
+from .merging import AHEAD, Ids, Parts, Sums, fetch
 from .operations import (
-    I8, I32, I64, TYPES, add, bytes_of, constant, convert, load, reduced, smaller, store,
+    I8,
+    I32,
+    I64,
+    TYPES,
+    add,
+    bytes_of,
+    constant,
+    convert,
+    load,
+    reduced,
+    smaller,
+    store,
 )  # fmt: skip
 from .pool import in_parallel
-from .scratch import BLOCK
 
-_AHEAD = 16  # rows are fetched so many rows before they are needed
-_LINE = 64  # bytes of a cache line
 _BLOCK = 256  # rows of a task
-_MANY = 1024  # ids for which threads are worth their start
-_MOST_LINES = 32  # of a row that are fetched ahead
+_NBYTES = 2**21  # of written rows for which threads are worth their start
+_CHUNKS = 8  # chunks for which they are
 
 
 def rows_kernel(name: str, rows: RowsGroup, version: tuple[int, int]) -> str:
@@ -53,40 +61,45 @@ def _by_blocks(frame: Frame, rows: RowsGroup, function: Any) -> None:
         each.write(size, lambda k: b.add(start, k), lambda position: ())
 
     tasks = b.sdiv(b.add(many, I64(_BLOCK - 1)), I64(_BLOCK))
-    in_parallel(frame, "rows", tasks, _is_worth(b, many), some)
+    in_parallel(frame, "rows", tasks, _is_worth(b, rows, many), some)
 
 
 def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
     """Rows of equal ids by the same thread, and merged if they are to be."""
     b, parts, merged = frame.b, Parts(frame, rows), rows.merged
-    is_worth = _is_worth(b, parts.ids.many)
-    of = lambda work: lambda frame, task: work(Parts(frame, rows), task)
-    in_parallel(frame, "count", parts.chunks, is_worth, of(Parts.count))
-    is_long = parts.divide()
-    in_parallel(frame, "sort", parts.chunks, is_worth, of(Parts.sort))
+    is_worth = _is_worth(b, rows, parts.ids.many)
+    of_chunks = b.and_(is_worth, b.icmp_signed(">=", parts.chunks, I64(_CHUNKS)))
     if merged is not None:
-        with b.if_then(is_long):
-            blocks = b.sdiv(b.add(parts.ids.many, I64(BLOCK - 1)), I64(BLOCK))
-            merge = lambda frame, block: Sums(frame, rows, merged).merge_block(block)
-            in_parallel(frame, "blocks", blocks, is_worth, merge)
+        Sums(frame, rows, merged).sample()
+
+    def count(frame, chunk):
+        if merged is None:
+            Parts(frame, rows).keep(chunk, lambda position: None)
+        else:
+            Sums(frame, rows, merged).prepare_next(chunk)
+        Parts(frame, rows).count(chunk)
 
     def some(frame, part):
-        each = _EachRow(frame, rows, function)
-        sums = None if merged is None else Sums(frame, rows, merged)
-        parts = Parts(frame, rows) if sums is None else sums.parts
-        if sums is not None:
-            sums.join_blocks(part)
-        start, size = parts.get(parts.starts, part), parts.length(part)
-        if sums is not None:
-            size = sums.merge(start, size)
-        position = lambda k: parts.get(parts.order, frame.b.add(start, k))
-        each.write(size, position, lambda position: () if sums is None else (sums.of(position),))
+        each, parts = _EachRow(frame, rows, function), Parts(frame, rows)
+        start, many = parts.of(part)
+        order = frame.b.gep(parts.order, [start], source_etype=I32)
+        gradient = lambda position: ()
+        if merged is not None:
+            sums = Sums(frame, rows, merged)
+            many, gradient = sums.merge(order, start, many), lambda p: (sums.of(p),)
+        each.write(many, lambda k: parts.get(order, k), gradient)
 
+    in_parallel(frame, "count", parts.chunks, of_chunks, count)
+    parts.divide()
+    sort = lambda frame, chunk: Parts(frame, rows).sort(chunk)
+    in_parallel(frame, "sort", parts.chunks, of_chunks, sort)
     in_parallel(frame, "rows", parts.number, is_worth, some)
 
 
-def _is_worth(b: ir.IRBuilder, many: Any) -> Any:
-    return b.icmp_signed(">=", many, I64(_MANY))
+def _is_worth(b: ir.IRBuilder, rows: RowsGroup, many: Any) -> Any:
+    """Whether a step on some ids is worth the start of threads."""
+    nbytes = sum(_size(write.ins[0]) for write in rows.writes)
+    return b.icmp_signed(">=", many, I64(_NBYTES // nbytes))
 
 
 class _RowArguments:
@@ -256,21 +269,27 @@ class _EachRow:
         """
         b = self.b
         with loop(b, many) as k:
-            later = b.add(k, I64(_AHEAD))
+            later = b.add(k, I64(AHEAD))
             with b.if_then(b.icmp_signed("<", later, many)):
                 row = self.ids.at(position_of(later))
                 with b.if_then(self.ids.is_real(row)):
                     for v, start in self.tables.items():
-                        fetch_row(b, self._row(v, start, row), _size(v))
+                        fetch(b, self._row(v, start, row), _size(v))
+                    if not self.rows.merged:
+                        self._fetch_streams(position_of(later))
             position = position_of(k)
             row = self.ids.at(position)
             with b.if_then(self.ids.is_real(row)):
                 pointers = [self._row(v, start, row) for v, start in self.tables.items()]
                 place = row, position, self.ids.num_rows
                 gradient = gradient_of(position)
-                b.call(
-                    self.function, [*pointers, *gradient, *self.streams, *self.scalars, *place]
-                )
+                b.call(self.function, [*pointers, *gradient, *self.streams, *self.scalars, *place])
+
+    def _fetch_streams(self, position: Any) -> None:
+        """Asks for what arrays have at a position."""
+        for v, start in zip(self.rows.streams, self.streams, strict=True):
+            if v.shape[:1] == self.rows.ids.shape:
+                fetch(self.b, self._row(v, start, position), _size(v))
 
     def _memory(self, i: int) -> Any:
         """That of an argument, or of the result that takes its place."""
@@ -285,13 +304,3 @@ class _EachRow:
 def _size(value: Value) -> int:
     """The bytes of a row."""
     return math.prod(value.shape[1:]) * bytes_of(value.dtype)
-
-
-def fetch_row(b: ir.IRBuilder, pointer: Any, size: int) -> None:
-    """Asks for a row that will be written."""
-    function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(
-        b.module, ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32]), "llvm.prefetch.p0"
-    )
-    for line in range(min(_MOST_LINES, -(-size // _LINE))):
-        place = b.gep(pointer, [I64(line * _LINE)], source_etype=I8)
-        b.call(function, [place, I32(1), I32(3), I32(1)])

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 
 from .groups import RowsGroup
 
-CHUNK = 4096  # positions that one task puts into parts
-BLOCK = 2048  # positions of a part that one task merges
+CHUNK = 2048  # positions that one task puts into parts
 _PART = 256  # positions that a part has, about
 _MOST_PARTS = 4096
 
@@ -18,11 +17,8 @@ def of_rows(rows: RowsGroup) -> list[jax.ShapeDtypeStruct]:
     many = rows.ids.shape[0]
     parts = min(max(1, many // _PART), _MOST_PARTS)
     words = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    counts = words(-(-many // CHUNK) + 3, parts + 1)
     if rows.merged is None:
-        return [words(-(-many // CHUNK) + 3, parts), words(2, many)]
+        return [counts, words(2, many)]
     sums = (max(1, many // 2), *rows.merged.shape[1:])
-    return [
-        words(-(-many // CHUNK) + 3, parts),
-        words(4, many),
-        jax.ShapeDtypeStruct(sums, rows.merged.aval.dtype),
-    ]
+    return [counts, words(5, many), jax.ShapeDtypeStruct(sums, rows.merged.aval.dtype)]
