@@ -224,8 +224,10 @@ def _kind(c_type: str) -> Any:
 # Calls without XLA
 
 
-def call_as_xla(place: int, args: list[Any], rets: list[Any]) -> None:
-    """Calls the function at an address with NumPy arrays, as XLA would."""
+def call_as_xla(place: int, args: list[Any], rets: list[Any], **fields: Any) -> None:
+    """Calls the function at an address with NumPy arrays, as XLA would; without threads, unless
+    ``fields`` of the call frame tell where they are.
+    """
     kept: list[Any] = []
 
     def pointers(arrays):
@@ -240,7 +242,7 @@ def call_as_xla(place: int, args: list[Any], rets: list[Any]) -> None:
         return ctypes.cast(table, _Pointer)
 
     of = lambda kind, arrays: kind(ctypes.sizeof(kind), None, len(arrays), None, pointers(arrays))
-    _call(place, args=of(Args, args), rets=of(Rets, rets))
+    _call(place, args=of(Args, args), rets=of(Rets, rets), **fields)
 
 
 def metadata_of(place: int) -> tuple[int, int]:

@@ -244,24 +244,28 @@ class Sums:
     def _join(self, first: Any, position: Any) -> None:
         """Adds what a position has to what the first one of its id has."""
         b, parts = self.b, self.parts
-        places = [parts.get(parts.places, p) for p in (first, position)]
-        with b.if_else(b.icmp_signed("<", places[0], ZERO)) as (single, summed):
+        place = parts.get(parts.places, first)
+        with b.if_else(b.icmp_signed("<", place, ZERO)) as (single, summed):
             with single:
-                with b.if_else(b.icmp_signed("<", places[1], ZERO)) as (both, other):
-                    with both:  # Each sum takes two positions at least: half of them suffice.
-                        total = b.atomic_rmw("add", parts.common, I32(1), "monotonic")
-                        total = b.zext(total, I64)
-                        copy = b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, I64])
-                        target = self._row(self._sums, total)
-                        b.call(copy, [target, self.of(first), I64(self.bytes), BOOL(0)])
-                        parts.set(parts.places, first, total)
-                        b.call(self._add(), [target, self.of(position)])
-                    with other:
-                        target = self._row(self._sums, places[1])
-                        b.call(self._add(), [target, self.of(first)])
-                        parts.set(parts.places, first, places[1])
+                self._begin_sum(first, position)
             with summed:
-                b.call(self._add(), [self._row(self._sums, places[0]), self.of(position)])
+                b.call(self._add(), [self._row(self._sums, place), self.of(position)])
+
+    def _begin_sum(self, first: Any, position: Any) -> None:
+        """The sum of two positions, of which the first one has none yet."""
+        b, parts = self.b, self.parts
+        place = parts.get(parts.places, position)
+        with b.if_else(b.icmp_signed("<", place, ZERO)) as (single, summed):
+            with single:  # A sum is that of two positions at least, so half of them suffice.
+                new = b.zext(b.atomic_rmw("add", parts.common, I32(1), "monotonic"), I64)
+                copy = b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, I64])
+                total = self._row(self._sums, new)
+                b.call(copy, [total, self.of(first), I64(self.bytes), BOOL(0)])
+                b.call(self._add(), [total, self.of(position)])
+                parts.set(parts.places, first, new)
+            with summed:
+                b.call(self._add(), [self._row(self._sums, place), self.of(first)])
+                parts.set(parts.places, first, place)
 
     def _add(self) -> ir.Function:
         """The function that adds a row to another one."""
