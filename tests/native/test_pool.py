@@ -151,4 +151,18 @@ def test_what_threads_share_is_freed(cases, how):
         return used().word7  # bytes in use
 
     memory(5)
-    assert memory(500) - memory(1) < 500 * 32  # of each call 48 bytes would be left
+    before = memory(1)
+    assert memory(500) - before < 500 * 32  # of each call 48 bytes would be left
+
+
+def test_chunks_are_merged_first_where_many_ids_are_equal(cases):
+    """So an id in half of the places is the work of several threads."""
+    for name, expected in {"many ids": 0, "skewed": 1, "one id": 1}.items():
+        call, args, _ = cases[name]
+        place, avals = compiled(call)
+        outs = [np.empty(x.shape, x.dtype) for x in avals]
+        call_as_xla(place, args, outs)
+        counts = outs[len(call.outs)]
+        assert counts[-1, 1] == expected, name
+        left = counts[:-3, -1].sum()  # positions after the chunks are merged
+        assert (left < 0.6 * 20_000) == bool(expected), (name, left)
