@@ -1,0 +1,40 @@
+"""Native steps through XLA, with pools of several sizes, in processes of their own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from optzoo.native import engine
+
+pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(number, *args):
+    """What ``threads.py`` prints with a number of threads in XLA's pool."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "tests.native.threads", *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": str(number)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("mode", ["steps", "devices"])
+def test_the_number_of_threads_does_not_change_a_bit(mode):
+    alone, two, four = (run(number, mode) for number in (1, 2, 4))
+    assert len(alone) == {"steps": 11, "devices": 1}[mode]
+    assert alone == two == four
+
+
+@pytest.mark.full
+def test_memory_stays_flat_while_shapes_change():
+    [grown] = run(4, "soak", "10000")
+    assert int(grown) < 2**22
