@@ -23,6 +23,10 @@ def test_the_installed_header_is_known():
         ("ExecutionStage_EXECUTE = 3", "ExecutionStage_EXECUTE = 4"),
         ("XLA_FFI_API_MAJOR 0", "XLA_FFI_API_MAJOR 1"),
         ("int minor_version;", "int64_t minor_version;"),
+        ("  XLA_FFI_Task* task;\n  void* data;", "  void* data;\n  XLA_FFI_Task* task;"),
+        ("_FIELD(XLA_FFI_ThreadPool_Schedule);", "_FIELD(XLA_FFI_ThreadPool_Start);"),
+        ("_FIELD(XLA_FFI_Stream_Get);", "_FIELD(XLA_FFI_Stream_Get);\n  void* one_more;"),
+        ("  int64_t* num_threads;", "  int64_t num_threads;"),
         ("struct XLA_FFI_Rets {", "struct XLA_FFI_Results {"),
     ],
 )
