@@ -226,8 +226,9 @@ def _kind(c_type: str) -> Any:
 
 
 def call_as_xla(place: int, args: list[Any], rets: list[Any], **fields: Any) -> None:
-    """Calls the function at an address with NumPy arrays, as XLA would; without threads, unless
-    ``fields`` of the call frame tell where they are.
+    """Calls the function at an address with NumPy arrays, as XLA would.
+
+    There are no other threads, unless ``fields`` of the call frame name a pool.
     """
     kept: list[Any] = []
 

@@ -31,7 +31,14 @@ MACHINES = {
     "ivybridge": lambda: machine.Machine("x86_64-unknown-linux-gnu", "ivybridge", ""),
     "skylake": lambda: machine.Machine("x86_64-unknown-linux-gnu", "skylake-avx512", ""),
 }
-EVERYWHERE = {"memcpy", "memset", "memmove", "malloc", "free", "sched_yield"}  # of the C library, which every process has
+EVERYWHERE = {
+    "memcpy",
+    "memset",
+    "memmove",
+    "malloc",
+    "free",
+    "sched_yield",
+}  # of the C library, which every process has
 
 
 def calls_of(assembly):

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax

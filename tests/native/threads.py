@@ -75,7 +75,7 @@ def on_devices():
 
 
 def soak(steps):
-    """Steps of changing shapes; how many bytes the process has more after the last three quarters."""
+    """Steps of changing shapes; by how many bytes the process grows in the last three quarters."""
     rng = np.random.default_rng(0)
     tx = optzoo.lazy_adam(0.1)
     step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
