@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Operation, Value
 from .loops import ZERO
-from .operations import I64, compute, constant, convert
+from .operations import I64, compute, constant, convert, load
 
 Index = tuple[Any, ...]  # an integer for each axis
 
@@ -35,9 +35,12 @@ class Elements:
         constant_of: Callable[[Value], Any] = lambda v: constant(v.dtype, v.literal),
     ):
         self.b, self.known, self.constant_of = b, known, constant_of
+        self.stored: dict[Value, tuple[Any, Any]] = {}  # by values the memory and the position
         self._made: list[dict[Any, Any]] = [{}]
         # Of indices in a part of an axis: the index in the part, and where the part begins.
         self._parts: dict[Any, tuple[Any, int]] = {}
+        # Of elements in a group: the position of the group and in the group, by that in the row.
+        self._groups: dict[Any, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -50,6 +53,21 @@ class Elements:
         """Sets the one element that a value has in a row."""
         self._made[-1][value, None] = element
 
+    def in_group(self, group: Any, lane: Any, length: int) -> Any:
+        """The index in a row of an element of one of its groups."""
+        for found, pair in self._groups.items():
+            if pair == (group, lane):
+                return found
+        found = self.b.add(self.b.mul(group, I64(length)), lane)
+        self._groups[found] = group, lane
+        return found
+
+    def _split(self, i: Any, length: int) -> tuple[Any, Any]:
+        """The group of an element of a row, and its position there."""
+        if i in self._groups:
+            return self._groups[i]
+        return self.b.udiv(i, I64(length)), self.b.urem(i, I64(length))
+
     def of(self, value: Value, index: Index) -> Any:
         """The element of a value at an index."""
         if value.literal is not None and not value.shape:
@@ -58,7 +76,10 @@ class Elements:
         for made in self._made:
             if (value, None) in made or key in made:
                 return made[(value, None) if (value, None) in made else key]
-        element = self.known(value, index)
+        if value in self.stored:
+            element = load(self.b, value.dtype, *self.stored[value])
+        else:
+            element = self.known(value, index)
         if element is None:
             element = self._compute(value, index)
         self._made[-1][key] = element
@@ -77,11 +98,17 @@ class Elements:
             axes = zip(params["broadcast_dimensions"], inner.shape, strict=True)
             return self.of(inner, tuple(ZERO if d == 1 else index[axis] for axis, d in axes))
         if op.name in ("reshape", "squeeze", "expand_dims"):
-            long = iter([i for i, d in zip(index, value.shape, strict=True) if d != 1])
-            return self.of(inner, tuple(ZERO if d == 1 else next(long) for d in inner.shape))
+            long = [i for i, d in zip(index, value.shape, strict=True) if d != 1]
+            more = sum(d != 1 for d in inner.shape) - len(long)
+            if more > 0:
+                long[-1:] = self._split(long[-1], inner.shape[-1])
+            elif more < 0:
+                long[-2:] = [self.in_group(*long[-2:], value.shape[-1])]
+            left = iter(long)
+            return self.of(inner, tuple(ZERO if d == 1 else next(left) for d in inner.shape))
         if op.name == "slice":
             axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
-            in_inner = lambda i, start, d, e: i if d == e else self.in_part(i, start)
+            in_inner = lambda i, start, d, e: i if d == e or not start else self.in_part(i, start)
             return self.of(inner, tuple(in_inner(*axis) for axis in axes))
         if op.name == "concatenate":
             return self._concatenated(op, index)

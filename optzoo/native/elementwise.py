@@ -2,12 +2,21 @@
 
 from ..jaxprs.graph import Operation
 
-SIZES = {"bool": 8, "uint16": 16, "bfloat16": 16, "float16": 16, "int64": 64, "uint64": 64}
+SIZES = {
+    "bool": 8,
+    "int8": 8,
+    "uint8": 8,
+    "uint16": 16,
+    "bfloat16": 16,
+    "float16": 16,
+    "int64": 64,
+    "uint64": 64,
+}
 SIZES |= {"float64": 64, "float32": 32, "int32": 32, "uint32": 32}  # in bits
 DTYPES = {*SIZES}
 NARROW = {"bfloat16", "float16"}
-UNSIGNED = {"bool", "uint16", "uint32", "uint64"}
-INTEGERS = {"int32", "int64", *UNSIGNED}
+UNSIGNED = {"bool", "uint8", "uint16", "uint32", "uint64"}
+INTEGERS = {"int8", "int32", "int64", *UNSIGNED}
 SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _FLOATS = {*NARROW, "float32", "float64"}

@@ -3,7 +3,7 @@
 import dataclasses
 import graphlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..core.lines import doubled
@@ -40,6 +40,7 @@ class RowsGroup(Group):
     streams: list[Value]
     scalars: list[Value]
     writes: list[Operation]
+    lanes: tuple[int, int] | None  # the number of groups of elements in a row, and their length
 
     @property
     def repeats(self) -> bool:
@@ -154,7 +155,7 @@ def _rows(
     aliases = {start + part.tables.index(t): k for k, t in enumerate(targets)}
     return RowsGroup(
         ins, outs, group, aliases, ids, merged if merges_here else None,
-        part.tables, part.streams, part.scalars, writes,
+        part.tables, part.streams, part.scalars, writes, _lanes(part.operations),
     )  # fmt: skip
 
 
@@ -244,7 +245,11 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
+    lanes = _lanes(part.operations)
     shapes = {t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}
+    if lanes is not None:
+        _check_lanes(part.operations, lanes)
+        shapes -= {lanes[:1]}
     shortest = min(shapes, key=math.prod, default=())
     if not shapes <= {shortest, doubled(shortest)}:
         raise Unsupported("its slots have rows of several shapes")
@@ -257,6 +262,42 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
         raise Unsupported("it has 2**31 rows or more")
 
 
+def _lanes(operations: Iterable[Operation]) -> tuple[int, int] | None:
+    """The groups of consecutive elements into which rows are split: how many, and how long."""
+    for op in each(operations):
+        split = splits(op)
+        if split is not None:
+            return split
+    return None
+
+
+def _check_lanes(operations: Iterable[Operation], lanes: tuple[int, int]) -> None:
+    """All rows are split into the same groups."""
+    number, length = lanes
+    for op in each(operations):
+        for v in (*op.ins, *op.outs):
+            row = v.shape[1:]
+            is_plain = math.prod(row) == 1 or (len(row) == 1 and row[0] <= number * length)
+            if not is_plain and row not in (lanes, (number, 1)):
+                raise Unsupported("its rows are split into several kinds of groups")
+
+
+def each(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Operations and those that they stand for."""
+    for op in operations:
+        yield from each(op.inside)
+        yield op
+
+
+def splits(op: Operation) -> tuple[int, int] | None:
+    """The last two axes, if a reshape splits the last axis into them, or joins them."""
+    if op.name != "reshape" or op.eqn.params["dimensions"] is not None:
+        return None
+    short, long = sorted((op.ins[0].shape, op.outs[0].shape), key=len)
+    is_split = len(short) > 1 and len(long) == len(short) + 1 and long[:-2] == short[:-1]
+    return long[-2:] if is_split and min(long[-2:]) > 1 else None
+
+
 def is_known(op: Operation) -> bool:
     """Whether a group of rows can do an operation: one that computes each row from the same row."""
     if not {v.dtype for v in (*op.ins, *op.outs)} <= DTYPES:
@@ -267,7 +308,7 @@ def is_known(op: Operation) -> bool:
         return len(op.ins) == 1
     if op.kind is Kind.MOVE:
         longer = lambda shape: [d for d in shape if d != 1]
-        same = longer(op.ins[0].shape) == longer(op.outs[0].shape)
+        same = longer(op.ins[0].shape) == longer(op.outs[0].shape) or splits(op) is not None
         return same and (op.name != "reshape" or op.eqn.params["dimensions"] is None)
     if op.name == "iota":
         return not op.ins
@@ -278,7 +319,10 @@ def is_known(op: Operation) -> bool:
     if op.name == "concatenate":
         return op.eqn.params["dimension"] > 0 and all(0 not in v.shape for v in op.ins)
     if op.name in REDUCTIONS:
-        is_row = 0 not in op.eqn.params["axes"] and math.prod(op.outs[0].shape[1:]) == 1
+        axes, shape = op.eqn.params["axes"], op.ins[0].shape
+        is_row = 0 not in axes and math.prod(op.outs[0].shape[1:]) == 1
+        if op.ins[0].dtype == "int32":  # of a group in the row
+            return len(shape) == 3 and tuple(axes) == (2,) and op.name != "reduce_sum"
         return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
     return is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
 

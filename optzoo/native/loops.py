@@ -78,6 +78,15 @@ def variable(b: ir.IRBuilder, t: Any) -> Any:
         return b.alloca(t)
 
 
+def memory(b: ir.IRBuilder, nbytes: int) -> Any:
+    """Memory of the function."""
+    with b.goto_entry_block():
+        found = b.alloca(ir.IntType(8), nbytes)
+    found.align = 64
+    found.type = POINTER  # llvmlite gives it a type of its own, as LLVM did once
+    return found
+
+
 def word_at(b: ir.IRBuilder, t: Any, pointer: Any, index: Any) -> Any:
     """The word at an index."""
     return b.load(b.gep(pointer, [index], source_etype=t), typ=t)

@@ -3,6 +3,7 @@
 A value of a dtype is a value of LLVM: bfloat16 as its bits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from .elementwise import COMPARISONS, INTEGERS, NARROW, SAME, SIZES, UNSIGNED
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 TYPES = {
-    "bool": BOOL, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
+    "bool": BOOL, "int8": I8, "uint8": I8, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
     "bfloat16": I16, "float16": F16, "float32": F32, "float64": F64,
 }  # fmt: skip
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
@@ -76,8 +77,18 @@ def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     return b.select(b.icmp_signed(">", x, y), x, y)
 
 
+def neutral(name: str, dtype: str) -> Any:
+    """Where a reduction starts."""
+    if dtype in INTEGERS:
+        last = 2 ** (SIZES[dtype] - 1)
+        return TYPES[dtype](-last if name == "reduce_max" else last - 1)
+    return TYPES[dtype]({"reduce_sum": 0.0, "reduce_max": -math.inf, "reduce_min": math.inf}[name])
+
+
 def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
     """A step of a reduction, in any order."""
+    if isinstance(x.type, ir.IntType):  # with a sign
+        return (larger if name == "reduce_max" else smaller)(b, total, x)
     if name == "reduce_sum":
         return b.fadd(total, x, flags=("reassoc", "contract"))
     return _extreme(b, ">=" if name == "reduce_max" else "<=", total, x)

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from .call_frame import Api, CallFrame, Destroy, NumThreads, Schedule
 from .handler import Frame
-from .loops import POINTER, ZERO, loop, repeat, variable
+from .loops import POINTER, ZERO, loop, memory, repeat, variable
 from .operations import I8, I32, I64, smaller
 
 # What threads share, in words of 64 bits: the next task, how many are done, how many threads will
@@ -35,9 +35,9 @@ def in_parallel(
     """
     b = frame.b
     work, task = _functions(frame.b.module, name, write)
-    alone = _words(b, _WORDS)
-    memory = variable(b, POINTER)
-    b.store(alone, memory)
+    alone = memory(b, 8 * _WORDS)
+    place = variable(b, POINTER)
+    b.store(alone, place)
     helpers = variable(b, I64)
     b.store(ZERO, helpers)
     with b.if_then(b.and_(is_worth, b.icmp_signed(">", many, I64(1)))):
@@ -45,9 +45,9 @@ def in_parallel(
         with b.if_then(b.icmp_signed(">", others, ZERO)):
             common = b.call(_from_c(b.module, "malloc", POINTER, [I64]), [I64(8 * _WORDS)])
             with b.if_then(b.icmp_unsigned("!=", common, POINTER(None))):
-                b.store(common, memory)
+                b.store(common, place)
                 b.store(others, helpers)
-    shared, others = b.load(memory, typ=POINTER), b.load(helpers, typ=I64)
+    shared, others = b.load(place, typ=POINTER), b.load(helpers, typ=I64)
     for word, value in ((_NEXT, ZERO), (_DONE, ZERO), (_OWNERS, b.add(others, I64(1)))):
         b.store(value, _word(b, shared, word))
     b.store(many, _word(b, shared, _MANY))
@@ -96,7 +96,7 @@ def _functions(
 
 def _threads(frame: Frame) -> Any:
     """How many threads the pool has; 1 if there is none."""
-    b, found = frame.b, _words(frame.b, 1)
+    b, found = frame.b, memory(frame.b, 8)
     b.store(I64(1), found)
     api = frame.field(POINTER, frame.pointer, CallFrame.api)
     with b.if_then(b.icmp_unsigned("!=", api, POINTER(None))):
@@ -113,7 +113,7 @@ def _ask(frame: Frame, function: Any, kind: type, fields: Mapping[Any, Any]) -> 
     ctx = frame.field(POINTER, frame.pointer, CallFrame.ctx)
 
     def call(function, kind, fields):
-        args = _words(b, ctypes.sizeof(kind) // 8)
+        args = memory(b, ctypes.sizeof(kind))
         fixed = {kind.struct_size: I64(ctypes.sizeof(kind)), kind.extension_start: POINTER(None)}
         for field, value in {**fixed, **fields}.items():
             b.store(value, b.gep(args, [I64(field.offset)], source_etype=I8))
@@ -130,14 +130,6 @@ def _release(b: ir.IRBuilder, shared: Any) -> None:
     last = b.icmp_signed("==", _count(b, shared, _OWNERS, -1), I64(1))
     with b.if_then(last):
         b.call(_from_c(b.module, "free", ir.VoidType(), [POINTER]), [shared])
-
-
-def _words(b: ir.IRBuilder, many: int) -> Any:
-    """Memory of the thread."""
-    with b.goto_entry_block():
-        memory = b.alloca(I64, many)
-    memory.type = POINTER  # llvmlite gives it a type of its own, as LLVM did once
-    return memory
 
 
 def _word(b: ir.IRBuilder, shared: Any, word: int) -> Any:

@@ -1,6 +1,7 @@
 """The native function of rows: each is merged, read, computed and written, one after the other."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
-from .groups import REDUCTIONS, RowsGroup
+from .group_loop import IndexOf, write_group
+from .groups import REDUCTIONS, RowsGroup, each
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable
 from .merging import AHEAD, Ids, Parts, Sums, fetch
@@ -23,6 +25,7 @@ from .operations import (
     constant,
     convert,
     load,
+    neutral,
     reduced,
     smaller,
     store,
@@ -30,7 +33,7 @@ from .operations import (
 from .pool import in_parallel
 
 _BLOCK = 256  # rows of a task
-_NBYTES = 2**21  # of written rows for which threads are worth their start
+_NBYTES = 3 * 2**19  # of written rows for which threads are worth their start
 _CHUNKS = 8  # chunks for which they are
 
 
@@ -131,18 +134,44 @@ class _Row:
         self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
-        for op in _reductions(self.rows.operations):
-            self.elements.keep(op.outs[0], self._reduce(op))
-        single = lambda write: math.prod(write.ins[0].shape[1:]) == 1
-        several = [write for write in self.rows.writes if not single(write)]
-        if several:
+        reductions = [*_reductions(self.rows.operations)]
+        for op in reductions:
+            if _many(op.outs[0]) == 1:
+                self.elements.keep(op.outs[0], self._reduce(op, self._elements(op.ins[0].shape)))
+        several = [write for write in self.rows.writes if _many(write.ins[0]) > 1]
+        if self.rows.lanes is not None:
+            self._write_groups(several, [op for op in reductions if _many(op.outs[0]) > 1])
+        elif several:
             shape = min((write.ins[0].shape for write in several), key=math.prod)
-            with self._elements(shape) as (index, _):
-                self._store([each for w in several for each in self._parts(w, index, shape)])
+            with self._elements(shape) as index:
+                self._store([part for w in several for part in self._parts(w, index, shape)])
         axes = lambda write: len(write.ins[0].shape) - 1
-        rest = filter(single, self.rows.writes)
+        rest = [write for write in self.rows.writes if write not in several]
         self._store([(write, (self.position, *[ZERO] * axes(write))) for write in rest])
         self.b.ret_void()
+
+    def _write_groups(self, writes: Sequence[Operation], reductions: Sequence[Operation]) -> None:
+        """Group after group: its reductions, its elements, what has one element for each group."""
+        number, length = self.rows.lanes
+        of_groups = [write for write in writes if _many(write.ins[0]) == number]
+        writes = [write for write in writes if write not in of_groups]
+        width = _many(writes[0].ins[0])
+
+        def store(index_of):
+            self._store([(write, index_of(write.ins[0].shape)) for write in writes])
+
+        with loop(self.b, I64(number)) as group, self.elements.scope():
+            write_group(
+                self.b,
+                self.elements,
+                reductions,
+                [write.ins[2] for write in writes],
+                functools.partial(self._lanes, group),
+                length,
+                lambda v: width == number * length and _many(v) == width,
+                store,
+            )
+            self._store([(write, (self.position, group)) for write in of_groups])
 
     def _parts(
         self, write: Operation, index: Index, shape: Sequence[int]
@@ -168,13 +197,35 @@ class _Row:
             store(self.b, table.dtype, self.given[table], at, new)
 
     @contextlib.contextmanager
-    def _elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, Any]]:
-        """A loop over the elements of a row: the index, and the position in the row."""
-        with loop(self.b, I64(math.prod(shape[1:])), **VECTOR) as flat, self.elements.scope():
+    def _elements(self, shape: Sequence[int]) -> Iterator[Index]:
+        """A loop over the elements of a row, group after group if it has groups; the index."""
+        lanes, width = self.rows.lanes, math.prod(shape[1:])
+        if lanes is not None and width > lanes[0]:
+            with loop(self.b, I64(lanes[0])) as group:
+                with self._lanes(group, shape) as (_, index_of):
+                    yield index_of(shape)
+            return
+        with loop(self.b, I64(width), **VECTOR) as flat, self.elements.scope():
             inner = self._coordinates(flat, shape[1:])
             self.flat = inner, flat
-            yield (self.position, *inner), flat
+            yield (self.position, *inner)
             self.flat = None
+
+    @contextlib.contextmanager
+    def _lanes(self, group: Any, shape: Sequence[int]) -> Iterator[tuple[Any, IndexOf]]:
+        """A loop over the elements of a group in rows of a shape."""
+        number, length = self.rows.lanes
+        many, width = I64(length), math.prod(shape[1:])
+        if width < number * length:
+            left = self.b.sub(I64(width), self.b.mul(group, many))
+            many = smaller(self.b, many, left)
+        with loop(self.b, many, unroll_disable=1) as lane, self.elements.scope():
+            at = self.elements.in_group(group, lane, length)
+
+            def index_of(shape):
+                return (self.position, *((at,) if len(shape) == 2 else (group, lane)))
+
+            yield lane, index_of
 
     def _coordinates(self, flat: Any, shape: Sequence[int]) -> Index:
         found, rest = [], flat
@@ -189,15 +240,15 @@ class _Row:
                 rest = self.b.urem(rest, I64(after))
         return tuple(found)
 
-    def _reduce(self, op: Operation) -> Any:
-        operand, t = op.ins[0], TYPES[op.outs[0].dtype]
-        start = {"reduce_sum": 0.0, "reduce_max": -math.inf, "reduce_min": math.inf}[op.name]
-        total = variable(self.b, t)
-        self.b.store(t(start), total)
-        with self._elements(operand.shape) as (index, _):
-            element = self.elements.of(operand, index)
-            self.b.store(reduced(self.b, op.name, self.b.load(total, typ=t), element), total)
-        return self.b.load(total, typ=t)
+    def _reduce(self, op: Operation, elements: Any) -> Any:
+        """A reduction over some elements, which are a loop."""
+        total = variable(self.b, TYPES[op.outs[0].dtype])
+        self.b.store(neutral(op.name, op.outs[0].dtype), total)
+        get = lambda: self.b.load(total, typ=TYPES[op.outs[0].dtype])
+        with elements as index:
+            element = self.elements.of(op.ins[0], index)
+            self.b.store(reduced(self.b, op.name, get(), element), total)
+        return get()
 
     def _known(self, value: Value, index: Index) -> Any:
         rows = self.rows
@@ -236,10 +287,12 @@ def _same(index: Index, other: Index) -> bool:
 
 
 def _reductions(operations: Sequence[Operation]) -> Iterator[Operation]:
-    for op in operations:
-        yield from _reductions(op.inside)
-        if op.name in REDUCTIONS:
-            yield op
+    return (op for op in each(operations) if op.name in REDUCTIONS)
+
+
+def _many(value: Value) -> int:
+    """How many elements a row has."""
+    return math.prod(value.shape[1:])
 
 
 class _EachRow:

@@ -1,0 +1,103 @@
+"""Elements in groups that share a number, such as the scale of their codes, in LLVM's language."""
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from ..jaxprs.graph import Operation, Value
+from .elements import Elements, Index
+from .loops import memory, variable
+from .operations import TYPES, bytes_of, load, neutral, reduced, store
+
+IndexOf = Callable[[Sequence[int]], Index]  # by the shape of a value that of its element
+# A loop over the elements of a group in an array of a shape; the position of one in the group.
+Lanes = Callable[[Sequence[int]], contextlib.AbstractContextManager[tuple[Any, IndexOf]]]
+
+
+def write_group(
+    b: ir.IRBuilder,
+    elements: Elements,
+    reductions: Sequence[Operation],
+    results: Sequence[Value],
+    lanes: Lanes,
+    length: int,
+    keeps: Callable[[Value], bool],
+    stores: Callable[[IndexOf], None],
+) -> None:
+    """Computes the reductions of a group, then its results, which may need them.
+
+    Elements that both need are kept in between.
+
+    Args:
+        b: the builder.
+        elements: computes elements.
+        reductions: over a group.
+        results: what ``stores`` will need for each element.
+        lanes: makes a loop over the elements.
+        length: the number of elements of a group.
+        keeps: whether the elements of a value may be kept.
+        stores: writes the results of an element, given the indices of values.
+    """
+    left, kept = list(reductions), dict[Value, Any]()
+    while left:
+        now = [op for op in left if not _cone(op.ins).intersection(v for o in left for v in o.outs)]
+        left = [op for op in left if op not in now]
+        cone = _cone([v for op in now for v in op.ins])
+        wanted = [*results, *(v for op in left for v in op.ins)]
+        common = [v for v in _frontier(wanted, cone) if v not in kept and keeps(v)]
+        new = {v: memory(b, length * bytes_of(v.dtype)) for v in common}
+        totals = {op: variable(b, TYPES[op.outs[0].dtype]) for op in now}
+        for op, total in totals.items():
+            b.store(neutral(op.name, op.outs[0].dtype), total)
+        with lanes(now[0].ins[0].shape) as (lane, index_of), _read(elements, kept, lane):
+            for op, total in totals.items():
+                element = elements.of(op.ins[0], index_of(op.ins[0].shape))
+                so_far = b.load(total, typ=TYPES[op.outs[0].dtype])
+                b.store(reduced(b, op.name, so_far, element), total)
+            for v, place in new.items():
+                store(b, v.dtype, place, lane, elements.of(v, index_of(v.shape)))
+        for op, total in totals.items():
+            elements.keep(op.outs[0], b.load(total, typ=TYPES[op.outs[0].dtype]))
+        kept |= new
+    with lanes(results[0].shape) as (lane, index_of), _read(elements, kept, lane):
+        stores(index_of)
+
+
+@contextlib.contextmanager
+def _read(elements: Elements, kept: dict[Value, Any], lane: Any):
+    elements.stored = {v: (place, lane) for v, place in kept.items()}
+    yield
+    elements.stored = {}
+
+
+def _cone(values: Sequence[Value]) -> set[Value]:
+    """All that values are made of, and they themselves."""
+    return {*_walk(values, ())[0]}
+
+
+def _frontier(values: Sequence[Value], cone: Collection[Value]) -> list[Value]:
+    """What others than those of a cone need of it, if it is computed."""
+    is_computed = lambda v: v.maker is not None and v.maker.name != "rows_gather"
+    return [v for v in _walk(values, cone)[1] if v.shape and is_computed(v)]
+
+
+def _walk(
+    values: Sequence[Value], stop: Collection[Value]
+) -> tuple[dict[Value, None], dict[Value, None]]:
+    """All that values are made of, but for what those of ``stop`` are made of; and these."""
+    waiting, seen, met = [*values], dict[Value, None](), dict[Value, None]()
+    while waiting:
+        v = waiting.pop()
+        if v in seen or v in met:
+            continue
+        if v in stop:
+            met[v] = None
+            continue
+        seen[v] = None
+        if v.meaning is not None:
+            waiting.append(v.meaning)
+        elif v.maker is not None:
+            waiting += v.maker.ins
+    return seen, met
