@@ -67,8 +67,9 @@ class Call:
         """The function for CPUs, in a program that is lowered."""
         if reason := problem():
             return self._without(reason)
-        is_divided = number_of_partitions(ctx) > 1
-        if is_divided and (isinstance(self.parts[0], RowsGroup) or not can_partition(ctx)):
+        is_divided, first = number_of_partitions(ctx) > 1, self.parts[0]
+        in_groups = isinstance(first, RowsGroup) or first.length > 1
+        if is_divided and (in_groups or not can_partition(ctx)):
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
@@ -121,6 +122,8 @@ class Call:
         part, many = self.parts[0], len(self.parts[0].outs)
         if isinstance(part, RowsGroup):
             shapes = [v.shape for v in part.outs]
+        elif part.length > 1:
+            shapes = [v.shape for v in self.outs]
         else:  # those of this device, which may be a part
             arrays = len(part.ins) - self.shared
             shapes = [args[self.shared + k // many * arrays].shape for k in range(len(self.outs))]

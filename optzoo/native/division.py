@@ -4,10 +4,11 @@ import graphlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..jaxprs.graph import Graph, Operation, Value
+from ..jaxprs.graph import Graph, Operation, Value, needed
 from . import engine, groups
 from .calls import Call
 from .elementwise import uses_half
+from .grouped_leaves import find_grouped_leaves
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -66,8 +67,14 @@ class Division:
         }
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
+        grouped = find_grouped_leaves(rest, places, set(in_place), self._report)
+        made = made.union(*(leaf.outs for leaf in grouped))
+        places = {before: after for before, after in places.items() if after not in made}
+        left = [v for v in program.results if v not in made]
+        rest = Graph(program.inputs, needed(rest.operations, left), left)
+        leaves = groups.find_leaves(rest, places, set(in_place), self._report)
         alike: dict[Any, list[groups.LeafGroup]] = {}
-        for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
+        for leaf in (*grouped, *leaves):
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
         calls = [
             Call(leaves[i : i + MOST_LEAVES], self._required)

@@ -6,6 +6,7 @@ between the operations of a group.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..jaxprs.graph import Operation, Value
 from .loops import ZERO
 from .operations import I64, compute, constant, convert, load
 
+_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice"}
 Index = tuple[Any, ...]  # an integer for each axis
 
 
@@ -91,9 +93,18 @@ class Elements:
         op = value.maker
         if op is None:
             raise AssertionError(f"a value of shape {value.shape} is neither made nor read")
-        inner, params = op.ins[0] if op.ins else value, op.eqn.params
         if op.name == "iota":
-            return convert(self.b, index[params["dimension"]], "int64", value.dtype)
+            at = index[op.eqn.params["dimension"]]
+            return convert(self.b, at, "int64", value.dtype)
+        if op.name in _MOVES:
+            return self._moved(op, index)
+        if op.name == "concatenate":
+            return self._concatenated(op, index)
+        return compute(self.b, op, [self.of(v, self._within(index, value, v)) for v in op.ins])
+
+    def _moved(self, op: Operation, index: Index) -> Any:
+        """An element that an operation only moves."""
+        value, inner, params = op.outs[0], op.ins[0], op.eqn.params
         if op.name == "broadcast_in_dim":
             axes = zip(params["broadcast_dimensions"], inner.shape, strict=True)
             return self.of(inner, tuple(ZERO if d == 1 else index[axis] for axis, d in axes))
@@ -110,9 +121,13 @@ class Elements:
             axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
             in_inner = lambda i, start, d, e: i if d == e or not start else self.in_part(i, start)
             return self.of(inner, tuple(in_inner(*axis) for axis in axes))
-        if op.name == "concatenate":
-            return self._concatenated(op, index)
-        return compute(self.b, op, [self.of(v, _narrowed(index, value, v)) for v in op.ins])
+        raise AssertionError(f"{op.name} does not only move elements")
+
+    def _within(self, index: Index, value: Value, operand: Value) -> Index:
+        """The index in an operand, whose axes may be of length 1 or missing."""
+        if operand.shape == value.shape:
+            return index
+        return tuple(ZERO if d == 1 else i for d, i in zip(operand.shape, index, strict=False))
 
     def in_part(self, i: Any, start: int) -> Any:
         """An index in a part of an axis, which begins at ``start``, as an index of the axis."""
@@ -140,8 +155,16 @@ class Elements:
         return found
 
 
-def _narrowed(index: Index, value: Value, operand: Value) -> Index:
-    """The index in an operand, whose axes may be of length 1 or missing."""
-    if operand.shape == value.shape:
-        return index
-    return tuple(ZERO if d == 1 else i for d, i in zip(operand.shape, index, strict=False))
+class FlatElements(Elements):
+    """Elements of values whose only index is the position among all elements, or groups of them."""
+
+    def _moved(self, op: Operation, index: Index) -> Any:
+        inner = op.ins[0]
+        return self.of(inner, self._within(index, op.outs[0], inner))
+
+    def _within(self, index: Index, value: Value, operand: Value) -> Index:
+        if not operand.shape:
+            return ()
+        if math.prod(operand.shape) == math.prod(value.shape):
+            return index
+        return self._groups[index[0]][:1]

@@ -21,7 +21,7 @@ SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/prox
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _FLOATS = {*NARROW, "float32", "float64"}
 _ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
-_OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs"}
+_OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs", "floor"}
 _BITS = {"and", "or", "xor"}
 _SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
 _ELEMENTWISE = {*SAME, *COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}

@@ -9,7 +9,7 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .loops import memory, variable
-from .operations import TYPES, bytes_of, load, neutral, reduced, store
+from .operations import TYPES, bytes_of, neutral, reduced, store
 
 IndexOf = Callable[[Sequence[int]], Index]  # by the shape of a value that of its element
 # A loop over the elements of a group in an array of a shape; the position of one in the group.

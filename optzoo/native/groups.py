@@ -55,6 +55,12 @@ class LeafGroup(Group):
 
     scalars: list[Value]
     arrays: list[Value]
+    length: int = 1  # of the groups of consecutive elements that share a number
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the arrays, but for those with one element for each group."""
+        return max((v.shape for v in self.outs), key=math.prod)
 
     def signature(self) -> Any:
         """Equal for leaves of the same operations, whatever their shapes."""
@@ -63,7 +69,10 @@ class LeafGroup(Group):
         dtypes = [v.dtype for v in self.ins]
         described = _described(self.operations, names)
         outs = [(names[v], v.dtype) for v in self.outs]
-        return repr((dtypes, described, outs, sorted(self.aliases.items())))
+        sizes = [
+            math.prod(v.shape) * self.length // max(1, math.prod(self.shape)) for v in self.arrays
+        ]
+        return repr((dtypes, described, outs, sorted(self.aliases.items()), self.length, sizes))
 
 
 def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
@@ -359,7 +368,7 @@ def find_leaves(
         inside = set(ops)
         is_read = lambda v, inside=inside: any(r not in inside for r in readers.get(v, ()))
         outs = [v for op in ops for v in op.outs if v in results or is_read(v)]
-        leaf = _leaf(ops, outs, places, in_place)
+        leaf = leaf_group(ops, outs, places, in_place)
         given = all(v in places or v not in made for v in leaf.arrays)
         updates = any(v in places for v in leaf.arrays)
         if given and updates and set(outs) <= results:
@@ -388,12 +397,14 @@ def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Opera
     return "something else needs a result between its operations"
 
 
-def _leaf(
+def leaf_group(
     ops: list[Operation],
     outs: list[Value],
     places: Mapping[Value, Value],
     in_place: Collection[Value],
+    length: int = 1,
 ) -> LeafGroup:
+    """The group of some operations: see :func:`find_leaves`, and ``LeafGroup.length``."""
     own = {v for op in ops for v in op.outs}
     read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
     scalars = [v for v in read if not v.shape and v.literal is None]
@@ -405,7 +416,7 @@ def _leaf(
         for k, v in enumerate(outs)
         if v in now and v.dtype == arrays[now[v]].dtype
     }
-    return LeafGroup([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
+    return LeafGroup([*scalars, *arrays], outs, ops, aliases, scalars, arrays, length)
 
 
 def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:

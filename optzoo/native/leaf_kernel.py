@@ -1,14 +1,17 @@
 """The native function of leaves: loops over blocks of their elements."""
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from ..jaxprs.graph import Value
 from .call_frame import CallFrame, Rets
-from .elements import Elements
-from .groups import LeafGroup
+from .elements import Elements, FlatElements
+from .group_loop import write_group
+from .groups import REDUCTIONS, LeafGroup, each
 from .handler import inner_function, module_of
 from .loops import POINTER, ZERO, loop, repeat, variable
 from .operations import I64, TYPES, element, load, smaller, store
@@ -21,6 +24,9 @@ _MANY = 8  # tasks for which threads are worth their start
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
     """The text of the native function of some leaves with the same operations."""
     no, ni, ns = len(leaf.outs), len(leaf.arrays), len(leaf.scalars)
+    whole = next(o for o, v in enumerate(leaf.outs) if _is_whole(leaf, v))
+    block_size = _BLOCK // leaf.length * leaf.length
+    size_of = lambda frame, k: frame.size(result(frame, k, whole))
     aliased = {i - ns: k for i, k in leaf.aliases.items()}
     apart = [i for i in range(ni) if i not in aliased]
 
@@ -42,22 +48,24 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
 
         def block(frame, task):
             """A block of a leaf: those of the leaves before it come first."""
-            b, first = frame.b, variable(frame.b, I64)
-            b.store(task, first)
+            b, rest = frame.b, variable(frame.b, I64)
+            b.store(task, rest)
 
             def is_here(k):
-                return b.icmp_signed("<", b.load(first, typ=I64), many_blocks(frame, k))
+                return b.icmp_signed("<", b.load(rest, typ=I64), many_blocks(frame, k))
 
             def after(k):
-                b.store(b.sub(b.load(first, typ=I64), many_blocks(frame, k)), first)
+                b.store(b.sub(b.load(rest, typ=I64), many_blocks(frame, k)), rest)
                 return b.add(k, I64(1))
 
             k = repeat(b, ZERO, is_here, after)
-            start = b.mul(b.load(first, typ=I64), I64(_BLOCK))
-            at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), start)
+            start = b.mul(b.load(rest, typ=I64), I64(block_size))
+            of_groups = b.sdiv(start, I64(leaf.length))
+            first = lambda v: start if _is_whole(leaf, v) else of_groups
+            at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), first(v))
             outs = [at(v, result(frame, k, o)) for o, v in enumerate(leaf.outs)]
             ins = [at(leaf.arrays[i], argument(frame, k, i)) for i in apart]
-            size = smaller(b, I64(_BLOCK), b.sub(frame.size(result(frame, k, 0)), start))
+            size = smaller(b, I64(block_size), b.sub(size_of(frame, k), start))
             b.call(function, [*outs, *ins, *frame.scalars(0, leaf.scalars), size])
 
         in_parallel(frame, "blocks", many, b.icmp_signed(">=", many, I64(_MANY)), block)
@@ -69,27 +77,61 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
         return frame.result(frame.b.add(frame.b.mul(k, I64(no)), I64(i)))
 
     def many_blocks(frame, k):
-        size = frame.size(result(frame, k, 0))
-        return frame.b.sdiv(frame.b.add(size, I64(_BLOCK - 1)), I64(_BLOCK))
+        size = frame.b.add(size_of(frame, k), I64(block_size - 1))
+        return frame.b.sdiv(size, I64(block_size))
 
     return module_of(name, version, execute)
+
+
+def _is_whole(leaf: LeafGroup, value: Value) -> bool:
+    """Whether an array has one number for each element, not for each group of them."""
+    return math.prod(value.shape) == math.prod(leaf.shape)
 
 
 def _leaf(
     b: ir.IRBuilder, leaf: LeafGroup, pointers: dict[Value, Any], args: Sequence[Any]
 ) -> None:
-    """The loop over the elements."""
+    """The loop over the elements, or over the groups of them."""
     first = len(args) - 1 - len(leaf.scalars)
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))
-    with loop(b, args[-1]) as e:
 
-        def known(value, index):
-            if value in scalars:
-                return scalars[value]
-            return load(b, value.dtype, pointers[value], e) if value in pointers else None
+    def known(value, index):
+        if value in scalars:
+            return scalars[value]
+        return load(b, value.dtype, pointers[value], *index) if value in pointers else None
 
-        elements = Elements(b, known)
-        made = [elements.of(v, (e,)) for v in leaf.outs]
-        for v, pointer, element in zip(leaf.outs, args, made, strict=False):
-            store(b, v.dtype, pointer, e, element)
+    outs = dict(zip(leaf.outs, args, strict=False))
+    elements = Elements(b, known) if leaf.length == 1 else FlatElements(b, known)
+
+    def write(index_of, values):
+        made = [elements.of(v, index_of(v.shape)) for v in values]
+        for v, new in zip(values, made, strict=True):
+            store(b, v.dtype, outs[v], *index_of(v.shape), new)
+
+    if leaf.length == 1:
+        with loop(b, args[-1]) as e, elements.scope():
+            write(lambda shape: (e,), leaf.outs)
+    else:
+        with loop(b, b.sdiv(args[-1], I64(leaf.length))) as group, elements.scope():
+            _group(b, leaf, elements, group, write)
     b.ret_void()
+
+
+def _group(
+    b: ir.IRBuilder, leaf: LeafGroup, elements: FlatElements, group: Any, write: Callable[..., None]
+) -> None:
+    """A group of elements, and what has one number for it."""
+    size = math.prod(leaf.shape)
+    whole = [v for v in leaf.outs if _is_whole(leaf, v)]
+
+    @contextlib.contextmanager
+    def lanes(shape):
+        with loop(b, I64(leaf.length), unroll_disable=1) as lane, elements.scope():
+            at = elements.in_group(group, lane, leaf.length)
+            yield lane, lambda shape: (at if math.prod(shape) == size else group,)
+
+    reductions = [op for op in each(leaf.operations) if op.name in REDUCTIONS]
+    keeps = lambda v: math.prod(v.shape) == size
+    store = lambda index_of: write(index_of, whole)
+    write_group(b, elements, reductions, whole, lanes, leaf.length, keeps, store)
+    write(lambda shape: (group,), [v for v in leaf.outs if v not in whole])

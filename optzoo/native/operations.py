@@ -16,7 +16,8 @@ from .elementwise import COMPARISONS, INTEGERS, NARROW, SAME, SIZES, UNSIGNED
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 TYPES = {
-    "bool": BOOL, "int8": I8, "uint8": I8, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64, "uint16": I16,
+    "bool": BOOL, "int8": I8, "uint8": I8, "uint16": I16,
+    "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
     "bfloat16": I16, "float16": F16, "float32": F32, "float64": F64,
 }  # fmt: skip
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
@@ -133,6 +134,7 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         "neg": lambda x: b.fneg(x),
         "abs": lambda x: _intrinsic(b, "fabs", x),
         "sqrt": lambda x: _intrinsic(b, "sqrt", x),
+        "floor": lambda x: _intrinsic(b, "floor", x),
         "rsqrt": lambda x: b.fdiv(t(1.0), _intrinsic(b, "sqrt", x)),
         "max": lambda x, y: _extreme(b, ">=", x, y),
         "min": lambda x, y: _extreme(b, "<=", x, y),

@@ -201,9 +201,9 @@ class _Row:
         """A loop over the elements of a row, group after group if it has groups; the index."""
         lanes, width = self.rows.lanes, math.prod(shape[1:])
         if lanes is not None and width > lanes[0]:
-            with loop(self.b, I64(lanes[0])) as group:
-                with self._lanes(group, shape) as (_, index_of):
-                    yield index_of(shape)
+            groups = loop(self.b, I64(lanes[0]))
+            with groups as group, self._lanes(group, shape) as (_, index_of):
+                yield index_of(shape)
             return
         with loop(self.b, I64(width), **VECTOR) as flat, self.elements.scope():
             inner = self._coordinates(flat, shape[1:])

@@ -167,7 +167,7 @@ def run_rows(tx, row, *, many=MANY, num_rows=NUM_ROWS, dtype="float32", limit=2e
 def run_leaves(tx, sizes=(0, 1, 7, 1000), dtype="float32", limit=2e-6):
     """A step on several arrays of different sizes."""
     rng = np.random.default_rng(0)
-    draw = lambda: {f"p{n}": jnp.asarray(rng.normal(size=n), dtype) for n in sizes}
+    draw = lambda: {f"p{k}": jnp.asarray(rng.normal(size=n), dtype) for k, n in enumerate(sizes)}
     params, grads = draw(), draw()
     probe, found = native_calls(tx, params, grads)
     state = optax.with_extra_args_support(tx).init(params)
@@ -206,7 +206,7 @@ def in_float64(run, *args, **kwargs):
 
 ROW_SHAPES = [(), (1,), (3,), (64,), (2, 3)]
 # A value near the middle between two of 16 bits may be rounded to the other one.
-BF16, F16 = 2**-7, 2**-9
+BF16, F16, CODES = 2**-7, 2**-9, 2e-6
 CASES = {
     **{f"rows {s}": (run_rows, adam(), s) for s in ROW_SHAPES},
     **{f"merged outside {s}": (run_rows, clipped(), s) for s in [(), (3,), (2, 3)]},
@@ -228,6 +228,14 @@ CASES = {
         lambda: run_rows(adam("bfloat16", packed=True, stochastic=True), (3,), limit=BF16),
     ),
     "random": (lambda: run_rows(adam("float16", stochastic=True), (2, 3), limit=F16),),
+    "8 bits": (lambda: run_rows(adam("int8"), (64,), limit=CODES),),
+    "8 bits, filled up": (lambda: run_rows(adam("int8"), (40,), limit=CODES),),
+    "8 bits, one group": (lambda: run_rows(adam("int8"), (9,), limit=CODES),),
+    "leaves in 8 bits": (
+        lambda: run_leaves(
+            optzoo.slots_dtype(optzoo.adam(0.1), "int8"), [(1, 32), (5, 64), (2, 3, 96)]
+        ),
+    ),
     "all in bfloat16": (lambda: run_rows(adam(), (3,), dtype="bfloat16", limit=BF16),),
     "all in float16": (lambda: run_rows(adam(), (3,), dtype="float16", limit=F16),),
     "float64": (in_float64, run_rows, adam(), (3,)),

@@ -64,6 +64,7 @@ def kernels():
     """Rows and arrays, in several dtypes."""
     table = jnp.ones((5, 3))
     rows = optzoo.SparseRows(jnp.array([1, 3, 1], jnp.int32), jnp.ones((3, 3)), 5)
+    wide, wide_rows = jnp.ones((5, 64)), optzoo.SparseRows(rows.indices, jnp.ones((3, 64)), 5)
     adam, words = optzoo.lazy_adam(0.1), {"packed": True, "stochastic": True}
     cases = [
         (adam, table, rows),
@@ -71,6 +72,8 @@ def kernels():
         (optzoo.row_wise_adagrad(0.1), table, rows),
         (optzoo.slots_dtype(adam, "bfloat16", **words), table, rows),
         (optzoo.slots_dtype(adam, "float16", stochastic=True), table, rows),
+        (optzoo.slots_dtype(adam, "int8"), wide, wide_rows),
+        (optzoo.slots_dtype(optzoo.adam(0.1), "int8"), wide, wide),
         (optzoo.adam(0.1), table, table),
         (optzoo.slots_dtype(optzoo.adam(0.1), "float16"), table, table),
         (optzoo.adam(0.1), table.astype("bfloat16"), table.astype("bfloat16")),
@@ -100,8 +103,9 @@ def test_the_check_finds_calls():
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-INTEGERS = ["int32", "uint32", "int64", "uint64", "uint16"]
+INTEGERS = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "uint16"]
 OPERATIONS = {
+    "floor": lambda x, y: lax.floor(x),
     "add": lambda x, y: x + y,
     "compare": lambda x, y: jnp.where(x < y, x, y),
     "divide": lambda x, y: lax.div(x, y),
@@ -167,7 +171,7 @@ SPECIAL = {
 def values(dtype):
     """All pairs of special values of a dtype."""
     kind = dtype.rstrip("0123456789").removeprefix("b") if dtype != "bool" else dtype
-    some = np.array(SPECIAL[kind], jnp.dtype(dtype))
+    some = np.array(SPECIAL[kind]).astype(jnp.dtype(dtype))
     if dtype == "float32":
         some[-1:].view("uint32")[:] = 0x7FFFFFFF  # NaN; rounded as a number it would be -0
     return np.repeat(some, len(some)), np.tile(some, len(some))
@@ -176,6 +180,8 @@ def values(dtype):
 def computed(f, x, y):
     """The results of the native engine, called as XLA calls it."""
     leaf = leaf_of(f, str(x.dtype), len(x))
+    if not leaf.outs:
+        return []
     place = machine.address(lambda name: leaf_kernel(name, leaf, version_of_jaxlib()))[1]
     results = [np.zeros(len(x), v.dtype) for v in leaf.outs]
     call_as_xla(place, [x, y], results)

@@ -579,7 +579,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
         ({"width": 5}, "its slots have rows of several shapes"),
         ({"width": 2}, "its slots have rows of several shapes"),
         ({"more": 1}, "its slots have other numbers of rows"),
-        ({"dtype": jnp.int8}, "the dtype int8 is not known"),
+        ({"dtype": jnp.int16}, "the dtype int16 is not known"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows, slots_dtype
+from optzoo.native import engine
 from optzoo.rules import Exact, NotNegative, Signed, Sum
 from optzoo.state.eight_bits import RootCodes, SignedCodes, decoded, encoded, is_coded
 from optzoo.state.types import LeafwiseState, holds, nodes_of
@@ -362,13 +363,38 @@ def test_random_rounding_is_the_same_for_rows_and_arrays():
     assert (again[0].slots.m.codes != dense[0].slots.m.codes).any()
 
 
-def test_native_code_gives_the_same(trained):
-    tx, params, state = trained
-    other, other_state = train(tx, table_and_kernel(), native=True)
-    chex.assert_trees_all_close(other, params, rtol=1e-5)
-    chex.assert_trees_all_equal(
-        tree_of(other_state, "m")["t"].scales, tree_of(state, "m")["t"].scales
-    )
+@pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_native_code_makes_the_same_codes(stochastic):
+    """Rows whose last group is filled up, rows of one group, arrays of two and three axes."""
+    rng = np.random.default_rng(11)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    shapes = {"filled": (50, 72), "one": (50, 9), "w": (6, 64), "w3": (2, 3, 96), "b": (5,)}
+    params = {name: draw(*shape) for name, shape in shapes.items()}
+    tx = slots_dtype(optzoo.lazy_adam(0.1), "int8", stochastic=stochastic, seed=3)
+    native = jax.jit(optzoo.native_step(tx, required=True))
+
+    @jax.jit
+    def plain(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    got = expected = params, tx.init(params)
+    for _ in range(3):
+        grads = {name: draw(*shape) for name, shape in shapes.items()}
+        for name in ("filled", "one"):
+            ids = jnp.asarray(rng.integers(-1, 51, 80), jnp.int32)
+            grads[name] = SparseRows(ids, draw(80, shapes[name][1]), 50)
+        got, expected = native(*got, grads), plain(*expected, grads)
+    chex.assert_trees_all_close(got[0], expected[0], rtol=1e-5, atol=1e-6)
+    slots = [state[0].slots for _, state in (got, expected)]
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x, s) for s in slots))
+
+
+def test_arrays_whose_groups_are_filled_up_are_left_to_xla():
+    tx, x = slots_dtype(optzoo.adam(0.1), "int8"), jnp.ones((3, 40))
+    with pytest.raises(ValueError, match="native code is required"):
+        optzoo.native_step(tx, required=True)(x, tx.init(x), x)
 
 
 def test_tables_in_lines(trained):

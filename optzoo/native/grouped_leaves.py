@@ -1,0 +1,97 @@
+"""Arrays whose slots are in groups of consecutive elements that share a scale."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from ..jaxprs.graph import Graph, Operation, Value
+from .elementwise import is_elementwise
+from .groups import REDUCTIONS, LeafGroup, each, leaf_group
+
+
+def find_grouped_leaves(
+    program: Graph,
+    places: Mapping[Value, Value],
+    in_place: Collection[Value],
+    report: Callable[[Value, str], None],
+) -> list[LeafGroup]:
+    """The groups of operations on arrays whose elements are reduced in groups.
+
+    Values have the size of the array, or one element for each group of consecutive elements.
+
+    Args:
+        program: without the groups of rows.
+        places: by each array of the parameters and the state its next value.
+        in_place: those arrays whose next values take their memory.
+        report: gets results that are in no group, with the reason.
+    """
+    found, made = [], program.depending(places)
+    for results in _together(list(places.values())):
+        ops = _operations(results)
+        reductions = [op for op in each(ops) if op.name in REDUCTIONS]
+        if not reductions:
+            continue
+        operand = reductions[0].ins[0].shape
+        size, length = math.prod(operand), operand[-1]
+        own = {v for op in ops for v in op.outs}
+        arrays = {v for op in ops for v in op.ins if v.shape and v not in own}
+        values = [v for op in each(ops) for v in (*op.ins, *op.outs) if v.shape]
+        if any(math.prod(v.shape) not in (size, size // length) for v in values):
+            reason = "its groups are filled up, or have several lengths"
+        elif any(v in made and v not in places for v in arrays):
+            reason = "something else needs a result between its operations"
+        else:
+            in_turn = [op for op in program.operations if op in ops]
+            found.append(leaf_group(in_turn, results, places, in_place, length))
+            continue
+        for v in results:
+            report(v, reason)
+    return found
+
+
+def _together(results: Iterable[Value]) -> list[list[Value]]:
+    """Results that share operations."""
+    found: list[tuple[list[Value], set[Operation]]] = []
+    for result in results:
+        together, ops = [result], set(_operations([result]))
+        rest = []
+        for others, theirs in found:
+            if ops.isdisjoint(theirs):
+                rest.append((others, theirs))
+            else:
+                together, ops = [*others, *together], ops | theirs
+        found = [*rest, (together, ops)]
+    return [together for together, _ in found]
+
+
+def _operations(results: Iterable[Value]) -> list[Operation]:
+    """The operations, each on elements or on groups, that results are made of."""
+    waiting, found = [*results], dict[Operation, None]()
+    while waiting:
+        op = waiting.pop().maker
+        if op is None or op in found or not op.outs[0].shape or not _is_known(op):
+            continue
+        found[op] = None
+        waiting += op.ins
+    return [*found]
+
+
+def _is_known(op: Operation) -> bool:
+    """Whether an operation computes an element, or one of a group, from the same ones."""
+    if op.inside:
+        return all(_is_known(inner) or not inner.outs[0].shape for inner in op.inside)
+    ins, out = [v.shape for v in op.ins], op.outs[0].shape
+    if op.name == "broadcast_in_dim":
+        same = tuple(op.params["broadcast_dimensions"]) == tuple(range(len(ins[0])))
+        return not ins[0] or (same and _is_part(ins[0], out))
+    if op.name in ("reshape", "squeeze", "expand_dims"):
+        return op.params.get("dimensions") is None or op.name != "reshape"
+    if op.name in REDUCTIONS:
+        is_last = tuple(op.params["axes"]) == (len(ins[0]) - 1,)
+        return is_last and len(ins[0]) > 1 and op.ins[0].dtype == "int32"
+    return is_elementwise(op) and all(not shape or _is_part(shape, out) for shape in ins)
+
+
+def _is_part(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    """Whether an array has the shape of another one, but for the last axes, of length 1."""
+    longer = (*shape, *[1] * (len(out) - len(shape)))
+    return longer == out or (longer[:-1] == out[:-1] and longer[-1] == 1)
