@@ -171,7 +171,7 @@ SPECIAL = {
 def values(dtype):
     """All pairs of special values of a dtype."""
     kind = dtype.rstrip("0123456789").removeprefix("b") if dtype != "bool" else dtype
-    some = np.array(SPECIAL[kind]).astype(jnp.dtype(dtype))
+    some = np.array(SPECIAL[kind], jnp.dtype(dtype) if dtype in FLOATS else None).astype(dtype)
     if dtype == "float32":
         some[-1:].view("uint32")[:] = 0x7FFFFFFF  # NaN; rounded as a number it would be -0
     return np.repeat(some, len(some)), np.tile(some, len(some))
