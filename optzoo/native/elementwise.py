@@ -22,10 +22,19 @@ COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "
 _FLOATS = {*NARROW, "float32", "float64"}
 _ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
 _OF_FLOATS = {"div", "sqrt", "rsqrt", "integer_pow", "is_finite", "sign", "abs", "floor"}
+_OF_FLOATS |= {"exp", "log"}
 _BITS = {"and", "or", "xor"}
 _SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
 _ELEMENTWISE = {*SAME, *COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
-_ELEMENTWISE |= {"neg", "not", "select_n", "clamp", "convert_element_type", "bitcast_convert_type"}
+_ELEMENTWISE |= {
+    "pow",
+    "neg",
+    "not",
+    "select_n",
+    "clamp",
+    "convert_element_type",
+    "bitcast_convert_type",
+}
 
 
 def is_elementwise(op: Operation) -> bool:
@@ -49,6 +58,8 @@ def is_elementwise(op: Operation) -> bool:
         return kind != "bool"
     if name in _OF_FLOATS:
         return kind in _FLOATS
+    if name == "pow":  # computed in float64, which is not enough for its own powers
+        return kind == kinds[1] and kind in _FLOATS - {"float64"}
     if name in _BITS or name == "not":
         return kind in INTEGERS
     if name in ("neg", "square"):

@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Operation
 from .elementwise import COMPARISONS, INTEGERS, NARROW, SAME, SIZES, UNSIGNED
+from .powers import exponential, logarithm, power
 
 BOOL, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -23,6 +24,7 @@ TYPES = {
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
 _CONTRACT = ("contract",)
 _BITS = {"and": "and_", "or": "or_", "xor": "xor"}
+_POWERS = {"exp": exponential, "log": logarithm, "pow": power}
 _SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
 
 
@@ -118,6 +120,9 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         return b.fcmp_ordered("<", _intrinsic(b, "fabs", x), t(float("inf")))
     if name == "integer_pow":
         return _integer_power(b, x, op.eqn.params["y"], t)
+    if name in _POWERS:
+        doubles = [convert(b, a, kind, "float64") for a in args]
+        return convert(b, _POWERS[name](b, *doubles), "float64", kind)
     if name == "sign":
         one = _intrinsic(b, "copysign", t(1.0), x)
         return b.select(b.fcmp_ordered("!=", x, t(0.0)), one, x)

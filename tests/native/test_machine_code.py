@@ -105,6 +105,9 @@ INF, NAN = float("inf"), float("nan")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "uint16"]
 OPERATIONS = {
+    "exponential": lambda x, y: lax.exp(x),
+    "logarithm": lambda x, y: lax.log(lax.abs(x)),
+    "real power": lambda x, y: lax.pow(x, y),
     "floor": lambda x, y: lax.floor(x),
     "add": lambda x, y: x + y,
     "compare": lambda x, y: jnp.where(x < y, x, y),
@@ -196,6 +199,8 @@ def test_operations_compute_what_xla_does(dtype, x64):
         tiny = float(jnp.finfo(dtype).smallest_subnormal)
         close = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 3e-7, "float64": 1e-15}[dtype]
         for name, f in OPERATIONS.items():
+            if name == "real power" and dtype == "float64":  # left to XLA
+                continue
             [got] = computed(lambda x, y, f=f: [f(x, y)], x, y)
             want = np.asarray(f(jnp.asarray(x), jnp.asarray(y)))
             got, want = got.astype("float64"), want.astype("float64")
@@ -220,3 +225,31 @@ def test_conversions_are_those_of_xla(dtype, x64):
                 want = np.asarray(lax.convert_element_type(some, other))
                 got, want = (a.astype("float64") for a in (got, want))
                 np.testing.assert_array_equal(got, want, err_msg=other)
+
+
+@pytest.mark.parametrize("name", ["exponential", "logarithm", "real power"])
+def test_powers_in_float32_are_rounded_once(name):
+    rng = np.random.default_rng(0)
+    x = {
+        "exponential": rng.uniform(-87, 88, 3000),
+        "logarithm": np.exp(rng.uniform(-80, 80, 3000)),
+        "real power": np.exp(rng.uniform(-15, 15, 3000)),
+    }[name].astype(np.float32)
+    y = rng.uniform(-4, 4, 3000).astype(np.float32)
+    [got] = computed(lambda x, y: [OPERATIONS[name](x, y)], x, y)
+    exact = {"exponential": np.exp, "logarithm": np.log, "real power": np.power}[name]
+    want = exact(*(a.astype(np.float64) for a in (x, y)[: 1 + (name == "real power")]))
+    unit = np.spacing(abs(want).astype(np.float32))
+    assert (abs(got - want) / unit).max() < 0.501
+
+
+@pytest.mark.parametrize("name", ["exponential", "logarithm"])
+def test_powers_in_float64_are_close(name, x64):
+    rng = np.random.default_rng(0)
+    with x64(True):
+        x = rng.uniform(-740, 709, 3000)
+        x = np.exp(x) if name == "logarithm" else x
+        x[:1000] = 1 + 1e-3 * rng.normal(size=1000)
+        [got] = computed(lambda x, y: [OPERATIONS[name](x, y)], x, x)
+        want = {"exponential": np.exp, "logarithm": np.log}[name](x)
+        assert (abs(got - want) / np.spacing(abs(want))).max() < 1.6  # each is off by less than one
