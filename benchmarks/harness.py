@@ -27,10 +27,16 @@ if not _KEEP.keys() <= os.environ.keys():
     os.execve(sys.executable, sys.orig_argv, {**_KEEP, **os.environ})
 
 
+# Those of the first process: one that it starts has only the cores that it was pinned to.
+if hasattr(os, "sched_getaffinity"):
+    os.environ.setdefault("BENCHMARK_CORES", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+
+
 def pin(cores: int) -> None:
     """Pins the process to this number of cores; call it before JAX starts its threads."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-cores:])
+        known = os.environ["BENCHMARK_CORES"].split(",")
+        os.sched_setaffinity(0, [int(core) for core in known[-cores:]])
 
 
 def compile_timed(function, *args):

@@ -12,7 +12,8 @@ it. torch is included if it is installed.
 roof is that of ``dense.py``, for the bytes of the optimizer. ``training``: whole training steps, by
 :func:`optzoo.minimize`, and by hand with all in place or the slots alone. ``compile``: seconds to
 trace, lower and compile, each in a new process, after a first small step. ``threads``: the same
-programs on one core and on two, each in a process of its own.
+programs on one core and on two, each in a process of its own; with a copy of as many bytes as a
+dense step in float32 reads and writes, which shows what the memory can do.
 """
 
 import argparse
@@ -333,28 +334,70 @@ def compile_(args):
 # Threads
 
 
-def two_tables():
-    """``lazy_adam`` on two tables."""
-    grads = [rows_benchmark.gradients(500_000, 64, 16_384, seed=seed)[2] for seed in (0, 1)]
-    return optzoo.lazy_adam(1e-3), [jnp.zeros((500_000, 64))] * 2, list(zip(*grads, strict=True))
+def one_table(cores):
+    """``lazy_adam`` and torch's SparseAdam on a table; 4,096 ids in each step."""
+    many, width, ids, zipf = TABLES["1M x 64"]
+    batches, values, grads = rows_benchmark.gradients(many, width, ids, zipf)
+    runs = xla_and_native(optzoo.lazy_adam(1e-3), jnp.zeros((many, width)), grads)
+    if importlib.util.find_spec("torch"):
+        runs["torch"] = rows_benchmark.of_torch("SparseAdam", batches, values, many, lr=1e-3)
+        threads_of_torch(cores)
+    return runs
 
 
-def resnet50():
-    """``adam`` on ResNet-50."""
-    shapes = dense_benchmark.CASES["resnet50"]
-    draw = lambda seed: list(map(jnp.asarray, dense_benchmark.arrays(shapes, seed)))
-    return optzoo.adam(1e-3), draw(0), [draw(1)]
+def more_tables(many, rows, ids, zipf=False):
+    """``lazy_adam`` on several tables."""
+    each = [rows_benchmark.gradients(rows, 64, ids, zipf, seed=k)[2] for k in range(many)]
+    grads = [list(g) for g in zip(*each, strict=True)]
+    return xla_and_native(optzoo.lazy_adam(1e-3), [jnp.zeros((rows, 64))] * many, grads)
 
 
-ON_CORES = {"`lazy_adam`, two tables": two_tables, "`adam`, ResNet-50": resnet50}
+def dense_arrays(case, cores, slots="float32"):
+    """``adam``, torch's fused Adam, and the copy of as many bytes, on the arrays of a model."""
+    params, grads = (dense_benchmark.arrays(dense_benchmark.CASES[case], seed) for seed in (0, 1))
+    on_device = [list(map(jnp.asarray, arrays)) for arrays in (params, grads)]
+    tx = optzoo.slots_dtype(optzoo.adam(1e-3), slots)
+    runs = xla_and_native(tx, on_device[0], on_device[1:])
+    if slots != "float32":
+        runs["float32, native"] = xla_and_native(optzoo.adam(1e-3), *on_device[:1], on_device[1:])[
+            "native"
+        ]
+    if importlib.util.find_spec("torch"):
+        runs["torch"] = harness.of_torch("Adam", params, grads, fused=True)
+        threads_of_torch(cores)
+    # Reads and writes 28 bytes for each parameter, as the step does, by NumPy on each core.
+    size = sum(x.size for x in params)
+    parts = [np.zeros(size * 14 // cores, np.uint8) for _ in range(2 * cores)]
+    pool = concurrent.futures.ThreadPoolExecutor(cores)
+    pairs = [(parts[2 * k], parts[2 * k + 1]) for k in range(cores)]
+    runs["copy"] = lambda k: list(pool.map(lambda pair: np.copyto(*pair), pairs))
+    return runs
+
+
+def threads_of_torch(cores):
+    """Gives torch as many threads."""
+    import torch
+
+    torch.set_num_threads(cores)
+
+
+ON_CORES = {
+    "`lazy_adam`, 1M x 64, 4,096 ids": one_table,
+    "`lazy_adam`, two tables, 16,384 ids": lambda cores: more_tables(2, 500_000, 16_384),
+    "`lazy_adam`, 26 tables, 4,096 ids": lambda cores: more_tables(26, 100_000, 4096),
+    "`lazy_adam`, 1M x 64, 65,536 ids, Zipf": lambda cores: more_tables(1, 1_000_000, 65_536, True),
+    "`adam`, ResNet-50": lambda cores: dense_arrays("resnet50", cores),
+    "`adam`, transformer": lambda cores: dense_arrays("transformer", cores),
+    "`adam`, transformer, slots in 8 bits": lambda cores: dense_arrays(
+        "transformer", cores, "int8"
+    ),
+}
 
 
 def measure_threads(case, cores, rounds):
     """One program in a process on so many cores."""
     harness.pin(cores)
-    tx, params, grads = ON_CORES[case]()
-    grads = [list(g) for g in grads]
-    return compared(harness.take_turns(xla_and_native(tx, params, grads), rounds))
+    return compared(harness.take_turns(ON_CORES[case](cores), rounds))
 
 
 def threads(args):
