@@ -406,14 +406,19 @@ def native_compile_table() -> str:
 
 def native_threads_table() -> str:
     """Times of the same programs on one core and on two, each in its own process."""
-    lines = ["| ms, least (median) | cores | XLA | native | native / XLA |", "|---" * 5 + "|"]
+    who = ("native", "XLA", "torch", "copy")
+    heads = ["ms, least (median)", "cores", *who, "native / XLA", "native / torch"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case, by_cores in result("native_threads")["cases"].items():
         for cores, r in by_cores.items():
             cells = [
                 f"{1e3 * r['least s'][w]:.2f} ({1e3 * r['median s'][w]:.2f})"
-                for w in ("XLA", "native")
+                if w in r["least s"]
+                else ""
+                for w in who
             ]
-            lines.append(f"| {case} | {cores} | {' | '.join([*cells, _both(r, 'XLA')])} |")
+            ratios = [_both(r, w) if w in r["least s"] else "" for w in ("XLA", "torch")]
+            lines.append(f"| {' | '.join([case, cores, *cells, *ratios])} |")
     return "\n".join(lines) + "\n"
 
 
