@@ -218,14 +218,14 @@ DISTRIBUTED: dict[str, Method] = _by_name(
 
 
 def optimizers_table() -> str:
-    """The table of optimizers in the README."""
+    """The table of all optimizers."""
     lines = ["| optimizer | what it is | original | rows |", "|---|---|---|---|"]
     lines += [f"{_about(name, entry)} {entry.rows} |" for name, entry in CATALOG.items()]
     return "\n".join(lines) + "\n"
 
 
 def distributed_table() -> str:
-    """The table of distributed methods in the README."""
+    """The table of distributed methods."""
     lines = ["| wrapper | what it is | original |", "|---|---|---|"]
     lines += [_about(name, method) for name, method in DISTRIBUTED.items()]
     return "\n".join(lines) + "\n"

@@ -103,6 +103,16 @@ def test_examples_run(page, tmp_path, monkeypatch):
         assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 50
 
 
+def test_the_readme_is_short_and_counts_right():
+    text = (ROOT / "README.md").read_text()
+    originals = sum(entry.original is not None for entry in catalog.CATALOG.values())
+    many, others = len(catalog.CATALOG), len(catalog.CATALOG) - originals
+    words = " ".join(text.split())
+    assert f"Of {many} optimizers {originals} follow recorded trajectories" in words
+    assert f"step by step; {others} have none" in words
+    assert len(text.splitlines()) <= 100
+
+
 def test_links_lead_somewhere():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
