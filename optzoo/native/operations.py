@@ -24,7 +24,7 @@ TYPES = {
 # XLA contracts products and sums on the CPU, too: only so are the results equal to the bit.
 _CONTRACT = ("contract",)
 _BITS = {"and": "and_", "or": "or_", "xor": "xor"}
-_POWERS = {"exp": exponential, "log": logarithm, "pow": power}
+_OF_DOUBLES = {"log": logarithm, "pow": power}
 _SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
 
 
@@ -120,9 +120,9 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         return b.fcmp_ordered("<", _intrinsic(b, "fabs", x), t(float("inf")))
     if name == "integer_pow":
         return _integer_power(b, x, op.eqn.params["y"], t)
-    if name in _POWERS:
+    if name in _OF_DOUBLES:
         doubles = [convert(b, a, kind, "float64") for a in args]
-        return convert(b, _POWERS[name](b, *doubles), "float64", kind)
+        return convert(b, _OF_DOUBLES[name](b, *doubles), "float64", kind)
     if name == "sign":
         one = _intrinsic(b, "copysign", t(1.0), x)
         return b.select(b.fcmp_ordered("!=", x, t(0.0)), one, x)
@@ -139,6 +139,7 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         "neg": lambda x: b.fneg(x),
         "abs": lambda x: _intrinsic(b, "fabs", x),
         "sqrt": lambda x: _intrinsic(b, "sqrt", x),
+        "exp": lambda x: exponential(b, x),
         "floor": lambda x: _intrinsic(b, "floor", x),
         "rsqrt": lambda x: b.fdiv(t(1.0), _intrinsic(b, "sqrt", x)),
         "max": lambda x, y: _extreme(b, ">=", x, y),

@@ -1,38 +1,65 @@
-"""Exponentials, logarithms and real powers of doubles, in LLVM's language.
+"""Exponentials, logarithms and real powers, in LLVM's language.
 
 They are written out, because calls of a library would keep LLVM from computing several elements at
 once. Integers are made by adding a large number, whose last place is 1, for the same reason.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 
-I64, F64 = ir.IntType(64), ir.DoubleType()
+I32, I64 = ir.IntType(32), ir.IntType(64)
+F32, F64 = ir.FloatType(), ir.DoubleType()
 _INF, _NAN = F64(math.inf), F64(math.nan)
-# The logarithm of 2 in two parts: the product of the first one and an exponent is exact.
-_LN2_HIGH, _LN2_LOW = 0.6931471675634384, 1.2996506893889889e-08
-_MAGIC = 3 * 2.0**51  # its last place is 1
-_BITS_OF_MAGIC = int(np.array(_MAGIC).view(np.int64))
 _CONTRACT = ("contract",)
 
 
+class _Format(NamedTuple):
+    """What an exponential needs to know of a type."""
+
+    integer: Any  # of as many bits
+    places: int  # of the mantissa
+    bias: int  # of the exponent
+    least: float  # below it the exponential is 0
+    most: float  # above it it is infinite
+    # The logarithm of 2 in two parts: the product of the first one and an exponent is exact.
+    high: float
+    low: float
+    terms: int  # of the Taylor series
+
+    def magic(self) -> float:
+        """A number whose last place is 1."""
+        return 1.5 * 2.0**self.places
+
+
+_LN2_HIGH, _LN2_LOW = 0.6931471675634384, 1.2996506893889889e-08
+_FORMATS = {
+    F32: _Format(I32, 23, 127, -105.0, 89.0, 0.693359375, -2.1219444005469057e-4, 8),
+    F64: _Format(I64, 52, 1023, -746.0, 710.0, _LN2_HIGH, _LN2_LOW, 14),
+}
+
+
 def exponential(b: ir.IRBuilder, x: Any) -> Any:
-    """``exp(x)``: 2 to an integer times the Taylor series of what is left, to the 13th power."""
-    x = _select(b, "<", x, F64(-746.0), F64(-746.0), x)  # all of these are 0
-    x = _select(b, ">", x, F64(710.0), F64(710.0), x)  # and these infinite
-    shifted = _plus(b, _times(b, x, F64(1 / math.log(2))), F64(_MAGIC))
-    whole = b.fsub(shifted, F64(_MAGIC))
-    rest = _plus(b, _times(b, whole, F64(-_LN2_HIGH)), x)
-    rest = _plus(b, _times(b, whole, F64(-_LN2_LOW)), rest)
-    series = _polynomial(b, rest, [1 / math.factorial(k) for k in range(14)])
-    power = b.sub(b.bitcast(shifted, I64), I64(_BITS_OF_MAGIC))
-    half = b.ashr(power, I64(1))  # two factors, since one alone may be too small or too large
+    """``exp(x)``: 2 to an integer times the Taylor series of what is left."""
+    t, form = x.type, _FORMATS[x.type]
+    x = _select(b, "<", x, t(form.least), t(form.least), x)
+    x = _select(b, ">", x, t(form.most), t(form.most), x)
+    shifted = _plus(b, _times(b, x, t(1 / math.log(2))), t(form.magic()))
+    whole = b.fsub(shifted, t(form.magic()))
+    rest = _plus(b, _times(b, whole, t(-form.high)), x)
+    rest = _plus(b, _times(b, whole, t(-form.low)), rest)
+    series = _polynomial(b, rest, [1 / math.factorial(k) for k in range(form.terms)])
+    bits = (
+        np.dtype(f"float{form.integer.width}").type(form.magic()).view(f"int{form.integer.width}")
+    )
+    power = b.sub(b.bitcast(shifted, form.integer), form.integer(int(bits)))
+    half = b.ashr(power, form.integer(1))  # one factor alone may be too small or too large
     for factor in (half, b.sub(power, half)):
-        bits = b.shl(b.add(factor, I64(1023)), I64(52))
-        series = b.fmul(series, b.bitcast(bits, F64))
+        exponent = b.add(factor, form.integer(form.bias))
+        scale = b.bitcast(b.shl(exponent, form.integer(form.places)), t)
+        series = b.fmul(series, scale)
     return series
 
 
@@ -87,9 +114,9 @@ def power(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 def _polynomial(b: ir.IRBuilder, x: Any, factors: list[float]) -> Any:
     """By Horner's rule, the factor of the lowest power first."""
-    found = F64(factors[-1])
+    found = x.type(factors[-1])
     for factor in reversed(factors[:-1]):
-        found = _plus(b, _times(b, found, x), F64(factor))
+        found = _plus(b, _times(b, found, x), x.type(factor))
     return found
 
 
