@@ -28,8 +28,16 @@ def _run(argv: list[str]) -> int:
             print(f"optzoo list: error: {error}", file=sys.stderr)
             return 2
         return 0
+    if argv == ["--version"]:
+        from . import __version__
+
+        print(f"optzoo {__version__}")
+        return 0
     asked = argv[:1] in (["-h"], ["--help"])
-    usage = "usage: optzoo race ...   (optzoo race --help)\n       optzoo list [part of a name]"
+    usage = (
+        "usage: optzoo race ...   (optzoo race --help)\n       optzoo list [part of a name]\n"
+        "       optzoo --version"
+    )
     print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

@@ -273,6 +273,11 @@ def test_usage(argv, status, capsys):
     assert shown.startswith("usage: optzoo race") and other == ""
 
 
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"optzoo {optzoo.__version__}\n"
+
+
 def test_list_of_an_unknown_name(capsys):
     assert main(["list", "ftlr"]) == 2
     out, err = capsys.readouterr()
