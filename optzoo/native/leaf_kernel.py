@@ -18,7 +18,7 @@ from .operations import I64, TYPES, element, load, smaller, store
 from .pool import in_parallel
 
 _BLOCK = 16_384  # elements of a task
-_MANY = 8  # tasks for which threads are worth their start
+_MANY = 4  # tasks for which threads are worth their start
 
 
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
