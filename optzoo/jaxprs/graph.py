@@ -295,6 +295,51 @@ def inlined(
     return graph
 
 
+def inlined_branch(
+    op: Operation,
+    number: int,
+    following: Sequence[Operation],
+    results: Sequence[Value],
+    calls: Collection[str],
+    whole: Collection[str] = (),
+) -> tuple[Graph, list[Value]]:
+    """A branch of a ``cond``, and operations that follow it, as a program of its own.
+
+    Args:
+        op: the ``cond``.
+        number: that of the branch.
+        following: operations on results of ``op``, of each other and of other values, in order.
+        results: of ``op`` and of these, those that the program is to have.
+        calls: as in :func:`inlined`.
+        whole: as in :func:`inlined`.
+
+    Returns:
+        The program, and what its inputs are outside.
+    """
+    graph, outside, within = Graph([], [], []), list[Value](), dict[Value, Value]()
+
+    def enter(v):
+        if v.literal is not None:
+            return v
+        if v not in within:
+            within[v] = Value(v.aval)
+            graph.inputs.append(within[v])
+            outside.append(v)
+        return within[v]
+
+    inliner = _Inliner(graph, calls, whole)
+    jaxpr, consts = list(closed_jaxprs(op.eqn))[number]
+    values = {v: Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    values.update(zip(jaxpr.invars, map(enter, op.ins[1:]), strict=True))
+    within.update(zip(op.outs, inliner.add(jaxpr, values), strict=True))
+    for each in following:
+        outs = inliner.append(each.name, each.eqn, list(map(enter, each.ins)), each.jaxpr)
+        within.update(zip(each.outs, outs, strict=True))
+    graph.results = [within[v] for v in results]
+    graph.operations = needed(graph.operations, graph.results)
+    return graph, outside
+
+
 class _Inliner:
     """Adds the equations of jaxprs to a graph."""
 
@@ -309,9 +354,13 @@ class _Inliner:
             if name in self.calls and not has_shardings(eqn):
                 outs = self._inside(self, eqn, ins)
             else:
-                outs = _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
+                outs = self.append(name, eqn, ins, jaxpr)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [_value(v, values) for v in jaxpr.outvars]
+
+    def append(self, name: str, eqn: Any, ins: list[Value], jaxpr: Any) -> list[Value]:
+        """Adds an equation on values of this graph, unless its results are known; its results."""
+        return _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
 
     def _inside(self, inliner: "_Inliner", eqn: Any, ins: list[Value]) -> list[Value]:
         jaxpr, consts = next(closed_jaxprs(eqn))
