@@ -90,8 +90,17 @@ def divide_branches(
     kept: Mapping[Value, Value],
     in_place: Collection[Value],
     divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
+    report: Callable[[Value, str], None],
 ) -> Graph:
-    """The program with :class:`Branches` in the place of each ``cond`` that has native calls."""
+    """The program with :class:`Branches` in the place of each ``cond`` that has native calls.
+
+    Args:
+        program: a step, or a branch in it.
+        kept: as in :class:`Branches`.
+        in_place: as in :class:`Branches`.
+        divide: as in :class:`Branches`.
+        report: gets results of branches that are not made by native calls, with the reason.
+    """
     for op in program.operations:
         if op.kind is not Kind.BRANCH:
             continue
@@ -105,6 +114,8 @@ def divide_branches(
             if v in results or not moved.issuperset(readers.get(v, ()))
         ]
         node = Branches(op, outs, following, divide, kept, in_place)
+        for v, why in node.reasons.items():
+            report(v, why)
         if not node.calls:
             continue
         for v in outs:
@@ -165,10 +176,11 @@ def _unchanged(op: Operation) -> Value | None:
     if op.name == "rows_add":
         return op.ins[0] if _is_zero(op.ins[2]) else None
     if op.name == "convert_element_type":  # back, after nothing was added
-        inner = op.ins[0].maker
-        is_back = inner is not None and inner.name == op.name
-        is_wider = is_back and jnp.promote_types(inner.ins[0].aval.dtype, op.ins[0].aval.dtype)
-        return inner.ins[0] if is_back and is_wider == op.ins[0].aval.dtype else None
+        middle = op.ins[0]
+        if middle.maker is not None and middle.maker.name == op.name:
+            first = middle.maker.ins[0]
+            is_wider = jnp.promote_types(first.dtype, middle.dtype) == middle.dtype
+            return first if is_wider else None
     return None
 
 

@@ -68,7 +68,7 @@ class Division:
         self, program: Graph, kept: Mapping[Value, Value], in_place: Collection[Value]
     ) -> list[Any]:
         of_branch = functools.partial(Division, required=self._required)
-        program = divide_branches(program, kept, in_place, of_branch)
+        program = divide_branches(program, kept, in_place, of_branch, self._report)
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
@@ -92,10 +92,8 @@ class Division:
         ]
         done = {v for call in calls for v in call.outs}
         branches = [node for node in nodes if isinstance(node, Branches)]
-        within = {v for node in branches for v in node.outs}
+        within = {v for node in branches for v in node.outs if v not in node.reasons}
         self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made | within}
-        for node in branches:
-            self.reasons |= node.reasons
         nodes = [node for node in nodes if not done.intersection(node.outs)]
         return groups.in_order([*nodes, *calls], program.results)
 
