@@ -296,20 +296,20 @@ def inlined(
 
 
 def inlined_branch(
+    operations: Sequence[Operation],
     op: Operation,
     number: int,
-    following: Sequence[Operation],
     results: Sequence[Value],
     calls: Collection[str],
     whole: Collection[str] = (),
 ) -> tuple[Graph, list[Value]]:
-    """A branch of a ``cond``, and operations that follow it, as a program of its own.
+    """Operations, in which a branch takes the place of its ``cond``, as a program of its own.
 
     Args:
-        op: the ``cond``.
+        operations: of a graph, in order.
+        op: one of them, a ``cond``.
         number: that of the branch.
-        following: operations on results of ``op``, of each other and of other values, in order.
-        results: of ``op`` and of these, those that the program is to have.
+        results: of these operations, those that the program is to have.
         calls: as in :func:`inlined`.
         whole: as in :func:`inlined`.
 
@@ -329,11 +329,16 @@ def inlined_branch(
 
     inliner = _Inliner(graph, calls, whole)
     jaxpr, consts = list(closed_jaxprs(op.eqn))[number]
-    values = {v: Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-    values.update(zip(jaxpr.invars, map(enter, op.ins[1:]), strict=True))
-    within.update(zip(op.outs, inliner.add(jaxpr, values), strict=True))
-    for each in following:
-        outs = inliner.append(each.name, each.eqn, list(map(enter, each.ins)), each.jaxpr)
+    for each in operations:
+        if each is op:
+            ins = [
+                *(Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True))
+            ]
+            ins += map(enter, op.ins[1:])
+            values = dict(zip((*jaxpr.constvars, *jaxpr.invars), ins, strict=True))
+            outs = inliner.add(jaxpr, values)
+        else:
+            outs = inliner.append(each.name, each.eqn, list(map(enter, each.ins)), each.jaxpr)
         within.update(zip(each.outs, outs, strict=True))
     graph.results = [within[v] for v in results]
     graph.operations = needed(graph.operations, graph.results)

@@ -19,8 +19,8 @@ class Branches(Operation):
 
     Args:
         op: the ``cond``.
-        outs: its results, and those of operations that follow it, which are needed elsewhere.
-        following: these operations.
+        moved: the operations that the branches take over, and itself, in order.
+        outs: those of their results that are needed elsewhere.
         divide: gives the division of a branch: of a program, with those of its inputs that its
             results replace, and those of them that may be overwritten.
         kept: by values that the program around it replaces those that replace them.
@@ -30,17 +30,17 @@ class Branches(Operation):
     def __init__(
         self,
         op: Operation,
+        moved: Sequence[Operation],
         outs: list[Value],
-        following: Sequence[Operation],
         divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
         kept: Mapping[Value, Value],
         in_place: Collection[Value],
     ):
         self.programs, self.divisions, outside = list[Graph](), [], list[Value]()
         for number in range(len(op.bodies)):
-            # The inputs of all are the same: the operands, and what the following operations read.
+            # Of the same inputs in all of them.
             program, outside = inlined_branch(
-                op, number, following, outs, PLAIN_CALLS, WITH_DERIVATIVES
+                moved, op, number, outs, PLAIN_CALLS, WITH_DERIVATIVES
             )
             _drop_zeros(program)
             within = dict(zip(outside, program.inputs, strict=True))
@@ -104,43 +104,49 @@ def divide_branches(
     for op in program.operations:
         if op.kind is not Kind.BRANCH:
             continue
-        following = _following(program, op)
-        moved = {op, *following}
-        readers, results = program.readers(), set(program.results)
-        outs = [
-            v
-            for each in (op, *following)
-            for v in each.outs
-            if v in results or not moved.issuperset(readers.get(v, ()))
-        ]
-        node = Branches(op, outs, following, divide, kept, in_place)
+        moved = _moved(program, op)
+        others = [each for each in program.operations if each not in moved]
+        read = {*program.results, *(v for each in others for v in each.ins)}
+        outs = [v for each in moved for v in each.outs if v in read]
+        node = Branches(op, moved, outs, divide, kept, in_place)
         for v, why in node.reasons.items():
             report(v, why)
         if not node.calls:
             continue
         for v in outs:
             v.maker = node
-        others = [each for each in program.operations if each not in moved]
         operations = in_order([*others, node], program.results)
         program = Graph(program.inputs, operations, program.results)
     return program
 
 
-def _following(program: Graph, op: Operation) -> list[Operation]:
-    """What branches can do beside: they have all that it needs, and none but results leave it."""
+def _moved(program: Graph, op: Operation) -> list[Operation]:
+    """A ``cond`` and what its branches can do beside, in order.
+
+    They take over what comes later, if they have all that it needs and only results of the program
+    leave it, and what comes before for them alone.
+    """
     after, results, readers = program.depending(op.outs), {*program.results}, program.readers()
-    found = [each for each in program.operations if _is_movable(each)]
+    others = {each for each in program.operations if _is_movable(each)}
     while True:
-        before, given, found = set(found), set(op.outs), []
+        given, later = set(op.outs), set[Operation]()
         for each in program.operations:
-            if each not in before or not given.intersection(each.ins):
+            if each not in others or not given.intersection(each.ins):
                 continue
-            leaves = (v for v in each.outs if not before.issuperset(readers.get(v, ())))
+            leaves = (v for v in each.outs if not others.issuperset(readers.get(v, ())))
             if results.issuperset(leaves) and not after.intersection(each.ins) - given:
                 given.update(each.outs)
-                found.append(each)
-        if len(found) == len(before):
-            return found
+                later.add(each)
+        if len(later) == len(others):
+            break
+        others = later
+    moved = {op, *later}
+    for each in reversed(program.operations):
+        stays = any(v in results or v is op.ins[0] for v in each.outs)
+        is_for_them = all(moved.issuperset(readers.get(v, ())) for v in each.outs)
+        if _is_movable(each) and is_for_them and not stays:
+            moved.add(each)
+    return [each for each in program.operations if each in moved]
 
 
 def _is_movable(op: Operation) -> bool:

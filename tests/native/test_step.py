@@ -334,13 +334,17 @@ def test_donated_arrays_are_updated_in_place(draw):
     assert program.memory_analysis().temp_size_in_bytes <= scratch
 
 
+def finite(tx):
+    return optax.apply_if_finite(tx, 2)
+
+
 # With the gradients, and how many native calls there are; of arrays, with how many in place.
 BRANCHES = {
     "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
     "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"": IDS}), rows, 1, 3),
-    "finite": (optax.apply_if_finite(optzoo.lazy_adam(0.1), 2), arrays, 1, 9),
+    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 1, 9),
     "nested": (
-        optzoo.accumulate(optax.apply_if_finite(optzoo.lazy_adam(0.1), 2), 2), arrays, 2, 12
+        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 2, 12
     ),
 }  # fmt: skip
 
@@ -527,8 +531,10 @@ def test_a_table_that_xla_shards_is_left_to_xla():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("axes", [{"x", "y"}, {"x"}])
-def test_inside_of_shard_map(axes):
+@pytest.mark.parametrize("branches", [False, True])
+def test_inside_of_shard_map(axes, branches):
     mesh, tx = mesh_of(2, 4), optzoo.lazy_adam(0.1)
+    tx = optax.conditionally_mask(tx, lambda step: step < 9) if branches else tx
     params = table(shape=(8, 8))
     spec = lambda tree: jax.tree.map(lambda a: P("x") if a.ndim else P(), tree)
     state = tx.init(params)
