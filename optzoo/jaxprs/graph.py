@@ -295,6 +295,56 @@ def inlined(
     return graph
 
 
+def inlined_branch(
+    operations: Sequence[Operation],
+    op: Operation,
+    number: int,
+    results: Sequence[Value],
+    calls: Collection[str],
+    whole: Collection[str] = (),
+) -> tuple[Graph, list[Value]]:
+    """Operations, in which a branch takes the place of its ``cond``, as a program of its own.
+
+    Args:
+        operations: of a graph, in order.
+        op: one of them, a ``cond``.
+        number: that of the branch.
+        results: of these operations, those that the program is to have.
+        calls: as in :func:`inlined`.
+        whole: as in :func:`inlined`.
+
+    Returns:
+        The program, and what its inputs are outside.
+    """
+    graph, outside, within = Graph([], [], []), list[Value](), dict[Value, Value]()
+
+    def enter(v):
+        if v.literal is not None:
+            return v
+        if v not in within:
+            within[v] = Value(v.aval)
+            graph.inputs.append(within[v])
+            outside.append(v)
+        return within[v]
+
+    inliner = _Inliner(graph, calls, whole)
+    jaxpr, consts = list(closed_jaxprs(op.eqn))[number]
+    for each in operations:
+        if each is op:
+            ins = [
+                *(Value(v.aval, literal=c) for v, c in zip(jaxpr.constvars, consts, strict=True))
+            ]
+            ins += map(enter, op.ins[1:])
+            values = dict(zip((*jaxpr.constvars, *jaxpr.invars), ins, strict=True))
+            outs = inliner.add(jaxpr, values)
+        else:
+            outs = inliner.append(each.name, each.eqn, list(map(enter, each.ins)), each.jaxpr)
+        within.update(zip(each.outs, outs, strict=True))
+    graph.results = [within[v] for v in results]
+    graph.operations = needed(graph.operations, graph.results)
+    return graph, outside
+
+
 class _Inliner:
     """Adds the equations of jaxprs to a graph."""
 
@@ -309,9 +359,13 @@ class _Inliner:
             if name in self.calls and not has_shardings(eqn):
                 outs = self._inside(self, eqn, ins)
             else:
-                outs = _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
+                outs = self.append(name, eqn, ins, jaxpr)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [_value(v, values) for v in jaxpr.outvars]
+
+    def append(self, name: str, eqn: Any, ins: list[Value], jaxpr: Any) -> list[Value]:
+        """Adds an equation on values of this graph, unless its results are known; its results."""
+        return _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
 
     def _inside(self, inliner: "_Inliner", eqn: Any, ins: list[Value]) -> list[Value]:
         jaxpr, consts = next(closed_jaxprs(eqn))

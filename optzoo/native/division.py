@@ -1,11 +1,13 @@
 """Divides a program into native calls and the rest, which XLA does."""
 
+import functools
 import graphlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..jaxprs.graph import Graph, Operation, Value, needed
 from . import engine, groups
+from .branches import Branches, divide_branches
 from .calls import Call
 from .elementwise import uses_half
 from .grouped_leaves import find_grouped_leaves
@@ -17,16 +19,23 @@ MOST_LEAVES = 16
 class Division:
     """What to run, in order.
 
+    Args:
+        program: a step, or a branch in it.
+        kept: by arrays of the parameters and the state those of its results that replace them.
+        in_place: those of these arrays that may be overwritten.
+        required: whether it is an error if the program is compiled for another platform.
+        has_effects: whether it has side effects.
+
     Attributes:
-        nodes: operations and native calls.
+        nodes: operations, branches and native calls.
         reasons: why results are not made by native calls.
     """
 
     def __init__(
         self,
         program: Graph,
-        kept: Sequence[Value],
-        in_place: Sequence[Value],
+        kept: Mapping[Value, Value],
+        in_place: Collection[Value],
         required: bool = False,
         has_effects: bool = False,
     ):
@@ -44,16 +53,23 @@ class Division:
 
     @property
     def calls(self) -> list[Call]:
-        """The native calls."""
-        return [node for node in self.nodes if isinstance(node, Call)]
+        """The native calls, those in branches too."""
+        found = [[node] if isinstance(node, Call) else node.calls for node in self._native]
+        return [call for calls in found for call in calls]
+
+    @property
+    def _native(self) -> list[Call | Branches]:
+        return [node for node in self.nodes if isinstance(node, Call | Branches)]
 
     def _report(self, result: Value, why: str) -> None:
         """Notes the first reason of a result."""
         self.reasons.setdefault(result, why)
 
     def _divide(
-        self, program: Graph, kept: Sequence[Value], in_place: Sequence[Value]
+        self, program: Graph, kept: Mapping[Value, Value], in_place: Collection[Value]
     ) -> list[Any]:
+        of_branch = functools.partial(Division, required=self._required)
+        program = divide_branches(program, kept, in_place, of_branch, self._report)
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
@@ -62,7 +78,7 @@ class Division:
         )
         places = {
             before: after
-            for before, after in zip(kept, program.results, strict=True)
+            for before, after in kept.items()
             if before.shape and after is not before and after not in made
         }
         rest = [node for node in nodes if isinstance(node, Operation)]
@@ -82,12 +98,14 @@ class Division:
             for i in range(0, len(leaves), MOST_LEAVES)
         ]
         done = {v for call in calls for v in call.outs}
-        self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made}
+        branches = [node for node in nodes if isinstance(node, Branches)]
+        within = {v for node in branches for v in node.outs if v not in node.reasons}
+        self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made | within}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
         return groups.in_order([*nodes, *calls], program.results)
 
 
-def _refusal(program: Graph, kept: Sequence[Value], has_effects: bool) -> str | None:
+def _refusal(program: Graph, kept: Mapping[Value, Value], has_effects: bool) -> str | None:
     """Why nothing of a program is given to native code."""
     if not kept:
         return "the update changes the structure of the state"

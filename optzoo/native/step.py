@@ -151,10 +151,11 @@ def apply_natively(
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
     program = read_program(closed.jaxpr)
     is_same = jax.tree.structure(shapes) == jax.tree.structure((params, state))
-    kept = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
+    before = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
+    kept = dict(zip(before, program.results, strict=True)) if is_same else {}
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
     has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
-    division = Division(program, kept, kept[of_params:], required, has_effects)
+    division = Division(program, kept, before[of_params:], required, has_effects)
     if required:
         after = jax.tree_util.tree_leaves_with_path(shapes)
         _check_all(division, program.results, [path for path, _ in after])

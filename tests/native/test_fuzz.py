@@ -30,6 +30,29 @@ WRAPPERS = {
     "groups": lambda tx, shapes: optzoo.groups({min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}),
     "stacked": lambda tx, shapes: optzoo.stacked(tx),
 }
+# The update is in a branch. Their arguments: the optimizer, and how many rows a step has of tables.
+BRANCHES = {
+    "accumulate": lambda tx, sizes: optzoo.accumulate(tx, 2, rows=sizes),
+    "accumulate finite": lambda tx, sizes: optzoo.accumulate(
+        tx if sizes else optax.apply_if_finite(tx, 5), 2, rows=sizes
+    ),
+    "averaged": lambda tx, sizes: optzoo.moving_average(
+        optzoo.accumulate(tx, 2, use_mean=True, rows=sizes), 0.9
+    ),
+    "clipped": lambda tx, sizes: optax.chain(
+        optzoo.accumulate(tx, 2, rows=sizes), optzoo.clip_by_global_norm(0.1)
+    ),
+    "dense": lambda tx, sizes: optzoo.accumulate(tx, 3),
+    "multi_steps": lambda tx, sizes: chain_dense(optax.MultiSteps(tx, 2).gradient_transformation()),
+    "finite": lambda tx, sizes: chain_dense(optax.apply_if_finite(tx, 5)),
+}
+
+
+def chain_dense(tx):
+    """For what takes no rows."""
+    return optax.chain(optzoo.densify(), tx)
+
+
 ROW_SHAPES = [(), (1,), (3,), (8,), (65,), (2, 3), (1, 4), (2, 1, 2)]
 LEAF_SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (2, 3, 4), (3, 0)]
 IDS = [0, 1, 2, 19, 100]
@@ -83,7 +106,12 @@ class Case:
             self.limit = max(self.limit, LIMITS[slots])
             self.name += f" {slots} {how}"
             return optzoo.slots_dtype(tx, slots, **how)
-        if kind < 0.75:
+        if kind < 0.5:
+            branch = pick(sorted(BRANCHES))
+            self.name += f" in a branch: {branch}"
+            sizes = {k: max(1, many) for k, (_, _, many) in self.tables.items()}
+            return BRANCHES[branch](tx, sizes)
+        if kind < 0.8:
             wrapper = pick(sorted(WRAPPERS))
             self.name += f" {wrapper}"
             return WRAPPERS[wrapper](tx, self.shapes())
@@ -116,6 +144,8 @@ class Case:
 
     def grads(self):
         found, ids = {k: self.array(shape) for k, shape in self.leaves.items()}, None
+        if "finite" in self.name and self.rng.random() < 0.4:
+            found = {k: jnp.full_like(x, jnp.inf) for k, x in found.items()}
         if self.use == "one gradient" and found:
             found = dict.fromkeys(found, next(iter(found.values())))
         for k, (num_rows, row, many) in self.tables.items():
@@ -163,7 +193,8 @@ def check_close(case, expected, got):
             assert wrong < 0.6, case
             continue
         x, y = (np.asarray(part, np.float64) for part in (a, b))
-        scale = np.sqrt(np.mean(x**2)) if x.size else 0.0
+        finite = x[np.isfinite(x)]
+        scale = np.sqrt(np.mean(finite**2)) if finite.size else 0.0
         np.testing.assert_allclose(
             x, y, rtol=case.limit, atol=case.limit * scale, err_msg=str(case)
         )

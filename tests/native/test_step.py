@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo import CATALOG, SparseRows
+from optzoo.jaxprs.graph import Graph
 from optzoo.native import engine
 from optzoo.state.storage import unpack_state
 from optzoo.testing.samples import with_global_step
@@ -333,6 +334,72 @@ def test_donated_arrays_are_updated_in_place(draw):
     assert program.memory_analysis().temp_size_in_bytes <= scratch
 
 
+def finite(tx):
+    return optax.apply_if_finite(tx, 2)
+
+
+# With the gradients, and how many native calls there are; of arrays, with how many in place.
+BRANCHES = {
+    "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
+    "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"": IDS}), rows, 1, 3),
+    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 1, 9),
+    "nested": (
+        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 2, 12
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_update_in_place_or_do_nothing(name):
+    """A branch in which updates are zeros has no native call, and nothing is copied."""
+    tx, draw, calls, aliases = BRANCHES[name]
+    params = jax.tree.map(jnp.copy, table() if draw is rows else arrays(9))
+    state, before = tx.init(params), jax.tree.map(np.array, params)
+    step = optzoo.native_step(tx, required=draw is arrays)
+    assert calls_in(step, params, state, draw(0)) == calls
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, draw(0))
+    assert lowered.as_text().count("output_operand_alias<") == aliases
+    program = lowered.compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 8192
+    places = pointers((params, state))
+    for _ in range(2):
+        params, state = program(params, state, draw(0))
+        assert pointers((params, state)) == places
+    if name != "finite":
+        params, state = program(before, tx.init(before), draw(0))
+        jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_parameters_are_not_converted_where_nothing_is_added():
+    tx, params = BRANCHES["accumulate"][0], jax.tree.map(jnp.bfloat16, arrays(9))
+    step = optzoo.native_step(tx, required=True)
+    assert calls_in(step, params, tx.init(params), arrays(0)) == 2
+    check_close(*both(tx, params, arrays), limit=2**-7)
+
+
+def test_operations_after_a_branch_that_need_more_than_it_has():
+    """The norm of the updates of a branch: the slots are in it, the parameters are not."""
+    inner = optzoo.accumulate(optzoo.lazy_adam(0.1), 2)
+    tx = optax.chain(inner, optzoo.clip_by_global_norm(0.1))
+    check_close(*both(tx, arrays(9), arrays, steps=4, required=False))
+    with pytest.raises(ValueError, match=r"updates 3 arrays: 'params a': .*: `cond`, `reduce_sum`"):
+        both(tx, arrays(9), arrays)
+    state, step = tx.init(arrays(9)), optzoo.native_step(tx)
+    program = jax.make_jaxpr(step)(arrays(9), state, arrays(0))
+    [branches] = [op for op in Graph.of(program.jaxpr).operations if op.name == "cond"]
+    # The updates and the state, not their squares too.
+    assert len(branches.outs) == len(arrays(0)) + len(jax.tree.leaves(state[0].inner))
+
+
+def test_two_branches_of_which_one_needs_the_other():
+    tx = optax.chain(
+        optzoo.accumulate(optzoo.lazy_adam(0.1), 2),
+        optax.apply_if_finite(optzoo.momentum(1.0, 0.9), 2),
+    )
+    check_close(*both(tx, arrays(9), arrays, steps=4))
+
+
 def test_arrays_that_are_not_donated_stay_as_they_are():
     tx, params = optzoo.lazy_adam(0.1), table()
     state, copy = tx.init(params), np.array(table())
@@ -464,8 +531,10 @@ def test_a_table_that_xla_shards_is_left_to_xla():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("axes", [{"x", "y"}, {"x"}])
-def test_inside_of_shard_map(axes):
+@pytest.mark.parametrize("branches", [False, True])
+def test_inside_of_shard_map(axes, branches):
     mesh, tx = mesh_of(2, 4), optzoo.lazy_adam(0.1)
+    tx = optax.conditionally_mask(tx, lambda step: step < 9) if branches else tx
     params = table(shape=(8, 8))
     spec = lambda tree: jax.tree.map(lambda a: P("x") if a.ndim else P(), tree)
     state = tx.init(params)
@@ -538,7 +607,7 @@ def test_code_that_cannot_be_compiled(monkeypatch):
     [
         (optzoo.power_sign(0.1), "'params a': operations that are unknown, .*: `exp`"),
         (optzoo.ggt(0.1), "operations that are unknown, .* `dot_general`"),
-        (optax.apply_if_finite(optzoo.adam(0.1), 3), "'params a': .*: `cond`"),
+        (optax.apply_if_finite(optzoo.power_sign(0.1), 3), "'params a': in a branch: .*: `exp`"),
         (optax.chain(optax.stateless(lambda u, p: jax.debug.print("x") or u)), "side effects"),
     ],
     ids=["exponentials", "matrices", "branches", "effects"],

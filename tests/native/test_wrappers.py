@@ -15,7 +15,9 @@ MORE = {
     "accumulate": lambda inner: optzoo.accumulate(inner, 2, rows={"table": 4}),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
     "groups": lambda inner: optzoo.groups({"table": inner, ".*": optzoo.momentum(0.1, 0.9)}),
+    "finite_accumulate": lambda inner: optzoo.accumulate(optax.apply_if_finite(inner, 2), 2),
     "masked": lambda inner: optax.masked(inner, lambda p: jax.tree.map(lambda x: x.ndim > 0, p)),
+    "multi_steps": lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),
     "stacked": lambda inner: optzoo.stacked(inner),
 }
 INNER = {
@@ -26,9 +28,10 @@ INNER = {
 CASES = {f"{w}-{i}-{d}" for w in {**WRAPPERS, **MORE} for i in INNER for d in ("rows", "arrays")}
 # They refuse rows, arrays, or updates of another structure than the gradients.
 CASES -= {f"{w}-optax.sgd-rows" for w in {**WRAPPERS, **MORE}}
-CASES -= {f"masked-{i}-rows" for i in INNER}
+CASES -= {f"{w}-{i}-rows" for w in ("masked", "multi_steps") for i in INNER}
 CASES -= {f"accumulate-{i}-arrays" for i in INNER} | {"apply_if_finite-adam-rows"}
 CHOSEN = {f"{w}-lazy_adam-rows" for w in ("accumulate", "groups", "moving_average", "stacked")}
+CHOSEN |= {f"{w}-lazy_adam-arrays" for w in ("finite_accumulate", "multi_steps")}
 CHOSEN |= {"moving_average-gradient_descent-rows", "moving_average-normalized_sgd-rows"}
 
 

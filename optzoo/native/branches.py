@@ -1,0 +1,197 @@
+"""The branches of a program, each divided into native calls and the rest."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..core.marks import WRITES
+from ..jaxprs.graph import Graph, Operation, Value, inlined_branch, read
+from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
+from .groups import in_order, is_known
+
+_OF_ROWS = {*WRITES, "rows_gather", "rows_merge", "rows_plain", "rows_protect"}
+
+
+class Branches(Operation):
+    """A ``cond`` whose branches are divided, with the operations that they took over.
+
+    Args:
+        op: the ``cond``.
+        moved: the operations that the branches take over, and itself, in order.
+        outs: those of their results that are needed elsewhere.
+        divide: gives the division of a branch: of a program, with those of its inputs that its
+            results replace, and those of them that may be overwritten.
+        kept: by values that the program around it replaces those that replace them.
+        in_place: those of them that may be overwritten.
+    """
+
+    def __init__(
+        self,
+        op: Operation,
+        moved: Sequence[Operation],
+        outs: list[Value],
+        divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
+        kept: Mapping[Value, Value],
+        in_place: Collection[Value],
+    ):
+        self.programs, self.divisions, outside = list[Graph](), [], list[Value]()
+        for number in range(len(op.bodies)):
+            # Of the same inputs in all of them.
+            program, outside = inlined_branch(
+                moved, op, number, outs, PLAIN_CALLS, WITH_DERIVATIVES
+            )
+            _drop_zeros(program)
+            within = dict(zip(outside, program.inputs, strict=True))
+            results = dict(zip(outs, program.results, strict=True))
+            pairs = [(v, w) for v, w in kept.items() if v in within and w in results]
+            places = {within[v]: results[w] for v, w in pairs}
+            self.programs.append(program)
+            mine = {within[v] for v in in_place if v in within}
+            self.divisions.append(divide(program, places, mine))
+        super().__init__(op.name, op.eqn, [op.ins[0], *outside], outs, op.jaxpr)
+
+    @property
+    def calls(self) -> list[Any]:
+        """The native calls."""
+        return [call for division in self.divisions for call in division.calls]
+
+    @property
+    def reasons(self) -> dict[Value, str]:
+        """Why results are not made by native calls."""
+        found = dict[Value, str]()
+        for program, division in zip(self.programs, self.divisions, strict=True):
+            for v, result in zip(self.outs, program.results, strict=True):
+                if result.maker is not None and result in division.reasons:
+                    found.setdefault(v, f"in a branch: {division.reasons[result]}")
+        return found
+
+    def run(self, known: dict[Value, Any]) -> None:
+        """Computes the results from what is known, and adds them."""
+
+        def branch(program, nodes):
+            def run(*values):
+                now = dict(zip(program.inputs, values, strict=True))
+                for node in nodes:
+                    node.run(now)
+                return [jnp.asarray(read(now, v)) for v in program.results]
+
+            return run
+
+        nodes = [division.nodes for division in self.divisions]
+        index, *values = (read(known, v) for v in self.ins)
+        results = lax.switch(index, list(map(branch, self.programs, nodes)), *values)
+        known.update(zip(self.outs, results, strict=True))
+
+
+def divide_branches(
+    program: Graph,
+    kept: Mapping[Value, Value],
+    in_place: Collection[Value],
+    divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
+    report: Callable[[Value, str], None],
+) -> Graph:
+    """The program with :class:`Branches` in the place of each ``cond`` that has native calls.
+
+    Args:
+        program: a step, or a branch in it.
+        kept: as in :class:`Branches`.
+        in_place: as in :class:`Branches`.
+        divide: as in :class:`Branches`.
+        report: gets results of branches that are not made by native calls, with the reason.
+    """
+    for op in program.operations:
+        if op.kind is not Kind.BRANCH:
+            continue
+        moved = _moved(program, op)
+        others = [each for each in program.operations if each not in moved]
+        read = {*program.results, *(v for each in others for v in each.ins)}
+        outs = [v for each in moved for v in each.outs if v in read]
+        node = Branches(op, moved, outs, divide, kept, in_place)
+        for v, why in node.reasons.items():
+            report(v, why)
+        if not node.calls:
+            continue
+        for v in outs:
+            v.maker = node
+        operations = in_order([*others, node], program.results)
+        program = Graph(program.inputs, operations, program.results)
+    return program
+
+
+def _moved(program: Graph, op: Operation) -> list[Operation]:
+    """A ``cond`` and what its branches can do beside, in order.
+
+    They take over what comes later, if they have all that it needs and only results of the program
+    leave it, and what comes before for them alone.
+    """
+    after, results, readers = program.depending(op.outs), {*program.results}, program.readers()
+    others = {each for each in program.operations if _is_movable(each)}
+    while True:
+        given, later = set(op.outs), set[Operation]()
+        for each in program.operations:
+            if each not in others or not given.intersection(each.ins):
+                continue
+            leaves = (v for v in each.outs if not others.issuperset(readers.get(v, ())))
+            if results.issuperset(leaves) and not after.intersection(each.ins) - given:
+                given.update(each.outs)
+                later.add(each)
+        if len(later) == len(others):
+            break
+        others = later
+    moved = {op, *later}
+    for each in reversed(program.operations):
+        stays = any(v in results or v is op.ins[0] for v in each.outs)
+        is_for_them = all(moved.issuperset(readers.get(v, ())) for v in each.outs)
+        if _is_movable(each) and is_for_them and not stays:
+            moved.add(each)
+    return [each for each in program.operations if each in moved]
+
+
+def _is_movable(op: Operation) -> bool:
+    return op.name in _OF_ROWS or (op.kind is not Kind.BRANCH and bool(op.outs) and is_known(op))
+
+
+# Zeros
+
+
+def _drop_zeros(program: Graph) -> None:
+    """Takes additions of zeros out of a program, as XLA does it."""
+    same = dict[Value, Value]()
+
+    def replace(op):
+        op.ins = [same.get(v, v) for v in op.ins]
+        for each in op.inside:
+            replace(each)
+
+    for op in program.operations:
+        replace(op)
+        found = _unchanged(op)
+        if found is not None and found.aval == op.outs[0].aval:
+            same[op.outs[0]] = found
+    program.results = [same.get(v, v) for v in program.results]
+    operations = [op for op in program.operations if not same.keys() & {*op.outs}]
+    program.operations = in_order(operations, program.results)
+
+
+def _unchanged(op: Operation) -> Value | None:
+    """The operand that the result is equal to, if there is one."""
+    if op.name in ("add", "add_any"):
+        return next((v for v, w in (op.ins, op.ins[::-1]) if _is_zero(w)), None)
+    if op.name == "rows_add":
+        return op.ins[0] if _is_zero(op.ins[2]) else None
+    if op.name == "convert_element_type":  # back, after nothing was added
+        middle = op.ins[0]
+        if middle.maker is not None and middle.maker.name == op.name:
+            first = middle.maker.ins[0]
+            is_wider = jnp.promote_types(first.dtype, middle.dtype) == middle.dtype
+            return first if is_wider else None
+    return None
+
+
+def _is_zero(v: Value) -> bool:
+    """Whether all its elements are known to be zero."""
+    while v.literal is None and v.maker is not None and v.maker.name == "broadcast_in_dim":
+        v = v.maker.ins[0]
+    return v.literal is not None and not v.shape and v.aval.dtype.kind in "iuf" and v.literal == 0
