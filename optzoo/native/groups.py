@@ -69,10 +69,10 @@ class LeafGroup(Group):
         dtypes = [v.dtype for v in self.ins]
         described = _described(self.operations, names)
         outs = [(names[v], v.dtype) for v in self.outs]
-        sizes = [
-            math.prod(v.shape) * self.length // max(1, math.prod(self.shape)) for v in self.arrays
+        of_groups = [
+            self.length > 1 and math.prod(v.shape) < math.prod(self.shape) for v in self.ins
         ]
-        return repr((dtypes, described, outs, sorted(self.aliases.items()), self.length, sizes))
+        return repr((dtypes, described, outs, sorted(self.aliases.items()), self.length, of_groups))
 
 
 def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
