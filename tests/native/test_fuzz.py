@@ -53,8 +53,8 @@ def chain_dense(tx):
     return optax.chain(optzoo.densify(), tx)
 
 
-ROW_SHAPES = [(), (1,), (3,), (8,), (65,), (2, 3), (1, 4), (2, 1, 2)]
-LEAF_SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (2, 3, 4), (3, 0)]
+ROW_SHAPES = [(), (1,), (3,), (8,), (64,), (65,), (2, 3), (1, 4), (2, 1, 2)]
+LEAF_SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (3, 32), (2, 3, 4), (3, 0)]
 IDS = [0, 1, 2, 19, 100]
 NUM_ROWS = [1, 2, 5, 60]
 # What else the program does, which decides what XLA may overwrite.
@@ -100,7 +100,9 @@ class Case:
         tx = with_global_step(CATALOG[self.name].make)()
         kind = self.rng.random()
         if kind < 0.25:
-            slots = pick(["float32", "bfloat16", "float16"])
+            slots = pick(["float32", "bfloat16", "float16", "int8"])
+            if slots == "int8":
+                return self.in_8_bits(tx)
             how = {"packed": bool(self.rng.random() < 0.5)}
             how["stochastic"] = slots != "float32" and bool(self.rng.random() < 0.5)
             self.limit = max(self.limit, LIMITS[slots])
@@ -116,6 +118,15 @@ class Case:
             self.name += f" {wrapper}"
             return WRAPPERS[wrapper](tx, self.shapes())
         return tx
+
+    def in_8_bits(self, tx):
+        found = optzoo.slots_dtype(tx, "int8", stochastic=bool(self.rng.random() < 0.5))
+        try:
+            optax.with_extra_args_support(found).init(self.params())
+        except ValueError:  # none of its slots may be in 8 bits
+            return tx
+        self.name += " int8"
+        return found
 
     def __str__(self):
         told = (self.name, self.dtype, self.use, self.in_place, self.tables, self.leaves)
