@@ -68,7 +68,7 @@ class Call:
         if reason := problem():
             return self._without(reason)
         is_divided, first = number_of_partitions(ctx) > 1, self.parts[0]
-        in_groups = isinstance(first, RowsGroup) or first.length > 1
+        in_groups = not isinstance(first, LeafGroup) or first.length > 1
         if is_divided and (in_groups or not can_partition(ctx)):
             return self.reference  # XLA would gather the arrays on every device
         try:
@@ -122,7 +122,7 @@ class Call:
         part, many = self.parts[0], len(self.parts[0].outs)
         if isinstance(part, RowsGroup):
             shapes = [v.shape for v in part.outs]
-        elif part.length > 1:
+        elif isinstance(part, LeafGroup) and part.length > 1:
             shapes = [v.shape for v in self.outs]
         else:  # those of this device, which may be a part
             arrays = len(part.ins) - self.shared

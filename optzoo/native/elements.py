@@ -114,7 +114,8 @@ class Elements:
             if more > 0:
                 long[-1:] = self._split(long[-1], inner.shape[-1])
             elif more < 0:
-                long[-2:] = [self.in_group(*long[-2:], value.shape[-1])]
+                group, lane = long[-2:]
+                long[-2:] = [self.in_group(group, lane, value.shape[-1])]
             left = iter(long)
             return self.of(inner, tuple(ZERO if d == 1 else next(left) for d in inner.shape))
         if op.name == "slice":

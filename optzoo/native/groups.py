@@ -304,7 +304,7 @@ def splits(op: Operation) -> tuple[int, int] | None:
         return None
     short, long = sorted((op.ins[0].shape, op.outs[0].shape), key=len)
     is_split = len(short) > 1 and len(long) == len(short) + 1 and long[:-2] == short[:-1]
-    return long[-2:] if is_split and min(long[-2:]) > 1 else None
+    return (long[-2], long[-1]) if is_split and min(long[-2:]) > 1 else None
 
 
 def is_known(op: Operation) -> bool:

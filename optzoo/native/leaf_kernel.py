@@ -106,7 +106,8 @@ def _leaf(
     def write(index_of, values):
         made = [elements.of(v, index_of(v.shape)) for v in values]
         for v, new in zip(values, made, strict=True):
-            store(b, v.dtype, outs[v], *index_of(v.shape), new)
+            (at,) = index_of(v.shape)
+            store(b, v.dtype, outs[v], at, new)
 
     if leaf.length == 1:
         with loop(b, args[-1]) as e, elements.scope():
@@ -118,7 +119,7 @@ def _leaf(
 
 
 def _group(
-    b: ir.IRBuilder, leaf: LeafGroup, elements: FlatElements, group: Any, write: Callable[..., None]
+    b: ir.IRBuilder, leaf: LeafGroup, elements: Elements, group: Any, write: Callable[..., None]
 ) -> None:
     """A group of elements, and what has one number for it."""
     size = math.prod(leaf.shape)

@@ -152,7 +152,7 @@ class _Row:
 
     def _write_groups(self, writes: Sequence[Operation], reductions: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""
-        number, length = self.rows.lanes
+        number, length = self._groups()
         of_groups = [write for write in writes if _many(write.ins[0]) == number]
         writes = [write for write in writes if write not in of_groups]
         width = _many(writes[0].ins[0])
@@ -214,7 +214,7 @@ class _Row:
     @contextlib.contextmanager
     def _lanes(self, group: Any, shape: Sequence[int]) -> Iterator[tuple[Any, IndexOf]]:
         """A loop over the elements of a group in rows of a shape."""
-        number, length = self.rows.lanes
+        number, length = self._groups()
         many, width = I64(length), math.prod(shape[1:])
         if width < number * length:
             left = self.b.sub(I64(width), self.b.mul(group, many))
@@ -226,6 +226,11 @@ class _Row:
                 return (self.position, *((at,) if len(shape) == 2 else (group, lane)))
 
             yield lane, index_of
+
+    def _groups(self) -> tuple[int, int]:
+        """How many groups a row has, and their length."""
+        assert self.rows.lanes is not None
+        return self.rows.lanes
 
     def _coordinates(self, flat: Any, shape: Sequence[int]) -> Index:
         found, rest = [], flat
