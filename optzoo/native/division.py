@@ -100,9 +100,18 @@ class Division:
         done = {v for call in calls for v in call.outs}
         branches = [node for node in nodes if isinstance(node, Branches)]
         within = {v for node in branches for v in node.outs if v not in node.reasons}
-        self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made | within}
+        native = done | made | within
+        self.reasons = {v: why for v, why in self.reasons.items() if _same(v) not in native}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
         return groups.in_order([*nodes, *calls], program.results)
+
+
+def _same(result: Value) -> Value:
+    """A result before a conversion to its own dtype: of a parameter whose type is weak."""
+    maker = result.maker
+    if maker is not None and maker.name == "convert_element_type":
+        return maker.ins[0] if maker.ins[0].dtype == result.dtype else result
+    return result
 
 
 def _refusal(program: Graph, kept: Mapping[Value, Value], has_effects: bool) -> str | None:

@@ -602,6 +602,13 @@ def test_code_that_cannot_be_compiled(monkeypatch):
     engine.warn_once.cache_clear()
 
 
+def test_tables_whose_type_is_weak():
+    tx, x = optzoo.lazy_adam(0.1), jnp.full((ROWS, WIDTH), 0.5)
+    assert x.weak_type
+    expected, got = both(tx, {"t": x}, lambda seed: {"t": rows(seed)}, steps=2)
+    check_close(expected, got)
+
+
 TANH = optax.chain(
     optzoo.momentum(0.1, 0.9), optax.stateless(lambda u, p: jax.tree.map(jnp.tanh, u))
 )
