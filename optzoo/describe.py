@@ -13,7 +13,7 @@ from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
-from .state.eight_bits import Codes, nbytes_of_codes
+from .state.eight_bits import Codes, nbytes_of_codes, shape_of
 from .state.slots import get_slot, slot_names
 from .state.types import map_nodes
 
@@ -235,7 +235,7 @@ def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
 
 
 def _of_codes(x: Codes) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.codes.shape, x.codes.dtype)
+    return jax.ShapeDtypeStruct(shape_of(x), x.codes.dtype)
 
 
 def _of_slot(x: Any) -> int:

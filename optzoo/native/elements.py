@@ -16,7 +16,7 @@ from ..jaxprs.graph import Operation, Value
 from .loops import ZERO
 from .operations import I64, compute, constant, convert, load
 
-_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice"}
+_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "slice", "split"}
 Index = tuple[Any, ...]  # an integer for each axis
 
 
@@ -97,14 +97,14 @@ class Elements:
             at = index[op.eqn.params["dimension"]]
             return convert(self.b, at, "int64", value.dtype)
         if op.name in _MOVES:
-            return self._moved(op, index)
+            return self._moved(value, op, index)
         if op.name == "concatenate":
             return self._concatenated(op, index)
         return compute(self.b, op, [self.of(v, self._within(index, value, v)) for v in op.ins])
 
-    def _moved(self, op: Operation, index: Index) -> Any:
+    def _moved(self, value: Value, op: Operation, index: Index) -> Any:
         """An element that an operation only moves."""
-        value, inner, params = op.outs[0], op.ins[0], op.eqn.params
+        inner, params = op.ins[0], op.params
         if op.name == "broadcast_in_dim":
             axes = zip(params["broadcast_dimensions"], inner.shape, strict=True)
             return self.of(inner, tuple(ZERO if d == 1 else index[axis] for axis, d in axes))
@@ -122,6 +122,10 @@ class Elements:
             axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
             in_inner = lambda i, start, d, e: i if d == e or not start else self.in_part(i, start)
             return self.of(inner, tuple(in_inner(*axis) for axis in axes))
+        if op.name == "split":
+            axis, before = params["axis"], params["sizes"][: op.outs.index(value)]
+            at = self.in_part(index[axis], sum(before)) if before else index[axis]
+            return self.of(inner, (*index[:axis], at, *index[axis + 1 :]))
         raise AssertionError(f"{op.name} does not only move elements")
 
     def _within(self, index: Index, value: Value, operand: Value) -> Index:
@@ -159,9 +163,8 @@ class Elements:
 class FlatElements(Elements):
     """Elements of values whose only index is the position among all elements, or groups of them."""
 
-    def _moved(self, op: Operation, index: Index) -> Any:
-        inner = op.ins[0]
-        return self.of(inner, self._within(index, op.outs[0], inner))
+    def _moved(self, value: Value, op: Operation, index: Index) -> Any:
+        return self.of(op.ins[0], self._within(index, value, op.ins[0]))
 
     def _within(self, index: Index, value: Value, operand: Value) -> Index:
         if not operand.shape:

@@ -2,17 +2,17 @@
 
 import dataclasses
 import graphlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.lines import doubled
 from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, inlined, needed
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .elementwise import DTYPES, is_elementwise
 
-_PARTS = {"slice", "concatenate"}
+_PARTS = {"slice", "split", "concatenate"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
 
 
@@ -24,6 +24,14 @@ class Group:
     outs: list[Value]
     operations: list[Operation]
     aliases: dict[int, int]  # an input -> the output that takes its memory
+
+
+class Part(NamedTuple):
+    """New elements of rows, and where they are in the rows of a table."""
+
+    write: Operation
+    value: Value
+    start: int  # in the last axis
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,6 +49,11 @@ class RowsGroup(Group):
     scalars: list[Value]
     writes: list[Operation]
     lanes: tuple[int, int] | None  # the number of groups of elements in a row, and their length
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is written."""
+        return parts_of(self.writes, self.lanes)
 
     @property
     def repeats(self) -> bool:
@@ -254,13 +267,11 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
-    lanes = _lanes(part.operations)
-    shapes = {t.shape[1:] for t in targets if math.prod(t.shape[1:]) > 1}
-    if lanes is not None:
+    if (lanes := _lanes(part.operations)) is not None:
         _check_lanes(part.operations, lanes)
-        shapes -= {lanes[:1]}
-    shortest = min(shapes, key=math.prod, default=())
-    if not shapes <= {shortest, doubled(shortest)}:
+    shapes = {p.value.shape[1:] for p in parts_of(writes, lanes)}
+    shapes = {shape for shape in shapes if math.prod(shape) > 1 and shape != _one_each(lanes)}
+    if len(shapes) > 1:
         raise Unsupported("its slots have rows of several shapes")
     for v in (*part.tables, *part.streams, *part.scalars, *(w.ins[2] for w in writes)):
         if v.dtype not in DTYPES:
@@ -269,6 +280,30 @@ def _check_tables(part: _Slice, writes: list[Operation]) -> None:
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
     if part.num_rows >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
+
+
+def parts_of(writes: Sequence[Operation], lanes: tuple[int, int] | None) -> list[Part]:
+    """What some writes put into the rows of tables; of long rows their parts."""
+    shapes = {write.ins[0].shape[1:] for write in writes}
+    shapes = {shape for shape in shapes if math.prod(shape) > 1 and shape != _one_each(lanes)}
+    shortest, found = min(shapes, key=math.prod, default=()), []
+    for write in writes:
+        value = write.ins[2]
+        while value.meaning is not None:
+            value = value.meaning
+        op, last = value.maker, len(value.shape) - 1
+        is_short = math.prod(write.ins[0].shape[1:]) <= math.prod(shortest)
+        if is_short or op is None or op.name != "concatenate" or op.params["dimension"] != last:
+            found.append(Part(write, write.ins[2], 0))
+            continue
+        ends = itertools.accumulate(v.shape[-1] for v in op.ins)
+        found += [Part(write, v, end - v.shape[-1]) for v, end in zip(op.ins, ends, strict=True)]
+    return found
+
+
+def _one_each(lanes: tuple[int, int] | None) -> tuple[int, ...]:
+    """The shape of rows with one element for each group."""
+    return () if lanes is None else lanes[:1]
 
 
 def _lanes(operations: Iterable[Operation]) -> tuple[int, int] | None:
@@ -284,7 +319,9 @@ def _check_lanes(operations: Iterable[Operation], lanes: tuple[int, int]) -> Non
     """All rows are split into the same groups."""
     number, length = lanes
     for op in each(operations):
-        for v in (*op.ins, *op.outs):
+        ins = [] if op.name in ("rows_gather", "slice", "split") else op.ins
+        outs = [] if op.name in ("rows_gather", "concatenate") else op.outs
+        for v in (*ins, *outs):
             row = v.shape[1:]
             is_plain = math.prod(row) == 1 or (len(row) == 1 and row[0] <= number * length)
             if not is_plain and row not in (lanes, (number, 1)):
@@ -325,6 +362,8 @@ def is_known(op: Operation) -> bool:
         starts, strides = op.eqn.params["start_indices"], op.eqn.params["strides"]
         is_whole = starts[0] == 0 and op.outs[0].shape[0] == op.ins[0].shape[0]
         return is_whole and (strides is None or set(strides) == {1})
+    if op.name == "split":
+        return op.params["axis"] > 0
     if op.name == "concatenate":
         return op.eqn.params["dimension"] > 0 and all(0 not in v.shape for v in op.ins)
     if op.name in REDUCTIONS:

@@ -11,7 +11,7 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .group_loop import IndexOf, write_group
-from .groups import REDUCTIONS, RowsGroup, each
+from .groups import REDUCTIONS, Part, RowsGroup, each
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop, variable
 from .merging import AHEAD, Ids, Parts, Sums, fetch
@@ -130,7 +130,8 @@ class _Row:
     ):
         self.b, self.rows = b, rows
         self.given, self.row, self.position, self.num_rows = given
-        self.flat: tuple[Index, Any] | None = None  # the coordinates of an element, its position
+        # The coordinates of an element, its position, and the shape of the row.
+        self.flat: tuple[Index, Any, Sequence[int]] | None = None
         self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
@@ -138,62 +139,53 @@ class _Row:
         for op in reductions:
             if _many(op.outs[0]) == 1:
                 self.elements.keep(op.outs[0], self._reduce(op, self._elements(op.ins[0].shape)))
-        several = [write for write in self.rows.writes if _many(write.ins[0]) > 1]
+        several = [part for part in self.rows.parts if _many(part.value) > 1]
         if self.rows.lanes is not None:
             self._write_groups(several, [op for op in reductions if _many(op.outs[0]) > 1])
         elif several:
-            shape = min((write.ins[0].shape for write in several), key=math.prod)
+            shape = several[0].value.shape
             with self._elements(shape) as index:
-                self._store([part for w in several for part in self._parts(w, index, shape)])
-        axes = lambda write: len(write.ins[0].shape) - 1
-        rest = [write for write in self.rows.writes if write not in several]
-        self._store([(write, (self.position, *[ZERO] * axes(write))) for write in rest])
+                self._store([(part, index) for part in several])
+        axes = lambda part: len(part.value.shape) - 1
+        rest = [part for part in self.rows.parts if part not in several]
+        self._store([(part, (self.position, *[ZERO] * axes(part))) for part in rest])
         self.b.ret_void()
 
-    def _write_groups(self, writes: Sequence[Operation], reductions: Sequence[Operation]) -> None:
+    def _write_groups(self, parts: Sequence[Part], reductions: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""
         number, length = self._groups()
-        of_groups = [write for write in writes if _many(write.ins[0]) == number]
-        writes = [write for write in writes if write not in of_groups]
-        width = _many(writes[0].ins[0])
+        of_groups = [part for part in parts if _many(part.value) == number]
+        parts = [part for part in parts if part not in of_groups]
+        width = _many(parts[0].value)
 
         def store(index_of):
-            self._store([(write, index_of(write.ins[0].shape)) for write in writes])
+            self._store([(part, index_of(part.value.shape)) for part in parts])
 
         with loop(self.b, I64(number)) as group, self.elements.scope():
             write_group(
                 self.b,
                 self.elements,
                 reductions,
-                [write.ins[2] for write in writes],
+                [part.value for part in parts],
                 functools.partial(self._lanes, group),
                 length,
                 lambda v: width == number * length and _many(v) == width,
                 store,
             )
-            self._store([(write, (self.position, group)) for write in of_groups])
+            self._store([(part, (self.position, group)) for part in of_groups])
 
-    def _parts(
-        self, write: Operation, index: Index, shape: Sequence[int]
-    ) -> list[tuple[Operation, Index]]:
-        """The elements of a row that are written for one of a shape: two, of slots side by side."""
-        if write.ins[0].shape == shape:
-            return [(write, index)]
-        starts = 0, shape[-1]
-        return [(write, (*index[:-1], self.elements.in_part(index[-1], s))) for s in starts]
-
-    def _store(self, writes: Sequence[tuple[Operation, Index]]) -> None:
+    def _store(self, parts: Sequence[tuple[Part, Index]]) -> None:
         """Replaces an element of each table, or adds to it, once all of them are computed."""
         made = []
-        for write, index in writes:
-            table, new = write.ins[0], self.elements.of(write.ins[2], index)
-            if write.name == "rows_add":
+        for part, index in parts:
+            table, new = part.write.ins[0], self.elements.of(part.value, index)
+            if part.start:
+                index = (*index[:-1], self.elements.in_part(index[-1], part.start))
+            if part.write.name == "rows_add":
                 old = self.elements.of(table, (self.row, *index[1:]))
                 new = add(self.b, table.dtype, old, new)
-            made.append(new)
-        for (write, index), new in zip(writes, made, strict=True):
-            table = write.ins[0]
-            at = self._offset(table.shape[1:], index[1:])
+            made.append((table, self._offset(table.shape[1:], index[1:]), new))
+        for table, at, new in made:
             store(self.b, table.dtype, self.given[table], at, new)
 
     @contextlib.contextmanager
@@ -207,7 +199,7 @@ class _Row:
             return
         with loop(self.b, I64(width), **VECTOR) as flat, self.elements.scope():
             inner = self._coordinates(flat, shape[1:])
-            self.flat = inner, flat
+            self.flat = inner, flat, shape[1:]
             yield (self.position, *inner)
             self.flat = None
 
@@ -279,7 +271,9 @@ class _Row:
 
     def _offset(self, shape: Sequence[int], index: Index) -> Any:
         if self.flat is not None and len(index) and _same(index, self.flat[0]):
-            return self.flat[1]
+            is_row = len(shape) == 1 or tuple(shape) == tuple(self.flat[2])  # not a part of one
+            if is_row:
+                return self.flat[1]
         total = ZERO
         for k, i in enumerate(index):
             if i is not ZERO:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 GROUP = 32  # consecutive elements of the last axis that share a scale
+_NARROW = 128  # columns of a matrix whose rows have their scales beside them
 _LEAST_WIDTH = 8  # of the last axis: scales of fewer elements would take more than they save
 
 # A scale is a float32 without sign whose exponent has 6 bits and whose mantissa 10, those of
@@ -19,19 +20,24 @@ _BASE = np.uint32((127 - 47) << 10)
 _NAN = np.uint32(0xFFFF)
 _GREATEST = np.float32(2.0**17 - 2.0**6)
 
+# Scales are uint16, of shape (..., number of groups). Those of a matrix with few columns, which may
+# be a table, are further columns of its codes: first the lower bytes, then the upper ones, and ()
+# in the place of scales. A TPU stores a row of two scales in 128 lanes, and XLA changes the layout
+# of all of them for the few that a loop reads. Beside their codes they are read with them.
+
 
 class SignedCodes(NamedTuple):
     """A slot in 8 bits: ``round(127 y)`` of ``y = 2 x / (1 + |x|)`` for elements ``scale * x``."""
 
-    codes: Array  # int8, of the shape of the slot
-    scales: Array  # uint16, of shape (..., number of groups): the greatest magnitudes
+    codes: Array  # int8, of the shape of the slot, or with scales beside them
+    scales: Array | tuple[()]  # the greatest magnitudes of the groups
 
 
 class RootCodes(NamedTuple):
     """A slot in 8 bits that is never negative: ``round(255 x)`` for elements ``(scale * x)**2``."""
 
-    codes: Array  # uint8, of the shape of the slot
-    scales: Array  # uint16, of shape (..., number of groups): the roots of the greatest elements
+    codes: Array  # uint8, of the shape of the slot, or with scales beside them
+    scales: Array | tuple[()]  # the roots of the greatest elements of the groups
 
 
 Codes = SignedCodes | RootCodes
@@ -54,12 +60,14 @@ def takes_codes(x: Any) -> bool:
 
 def nbytes_of_codes(shape: tuple[int, ...]) -> int:
     """The bytes of an array in 8 bits, codes and scales."""
-    return math.prod(shape[:-1]) * (shape[-1] + 2 * -(-shape[-1] // GROUP))
+    return math.prod(shape[:-1]) * (shape[-1] + 2 * _number_of_groups(shape[-1]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
-    """An array in 8 bits; infinities become the greatest number that a scale holds.
+    """An array in 8 bits, with scales apart.
+
+    Infinities become the greatest number that a scale holds.
 
     Args:
         kind: of the codes. With :class:`RootCodes` the code of a number above zero is not zero,
@@ -83,7 +91,8 @@ def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
     if bits is not None:
         y = jnp.minimum(y, top) + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16)
         y = jnp.floor(y)
-    return kind(_ungrouped(_to_integer(y), shape).astype(dtype), _to_scale(scale[..., 0]))
+    codes = _ungrouped(_to_integer(y), shape).astype(dtype)
+    return kind(codes, _to_scale(scale[..., 0]))
 
 
 @encoded.defjvp
@@ -96,13 +105,14 @@ def _(kind, primals, tangents):
 
 def decoded(x: Codes) -> Array:
     """The array of codes, in float32."""
-    y = _grouped(x.codes.astype(jnp.float32))
-    scale = _from_scale(x.scales)[..., None]
+    codes, scales = apart(x)
+    y = _grouped(codes.astype(jnp.float32))
+    scale = _from_scale(scales)[..., None]
     if isinstance(x, SignedCodes):
         y = scale * (y * np.float32(1 / 254)) * _inverse(1 - jnp.abs(y) * np.float32(1 / 254))
     else:
         y = jnp.square(scale * (y * np.float32(1 / 255)))
-    return _ungrouped(y, x.codes.shape)
+    return _ungrouped(y, codes.shape)
 
 
 def _greatest(groups: Array) -> Array:
@@ -132,7 +142,7 @@ def _inverse(x: Array) -> Array:
 def _grouped(x: Array) -> Array:
     """The groups along a new axis, the last one filled up with zeros."""
     *rest, width = x.shape
-    number = -(-width // GROUP)
+    number = _number_of_groups(width)
     if missing := number * GROUP - width:  # not by a pad, which could move rows
         x = jnp.concatenate([x, jnp.zeros((*rest, missing), x.dtype)], axis=-1)
     return x.reshape(*rest, number, GROUP)
@@ -140,6 +150,42 @@ def _grouped(x: Array) -> Array:
 
 def _ungrouped(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
+
+
+def stored(x: Codes, like: Codes | None = None) -> Codes:
+    """Codes with scales apart in the form of others; or in that of a new slot."""
+    is_narrow = x.codes.ndim == 2 and x.codes.shape[-1] <= _NARROW
+    if not (is_narrow if like is None else is_beside(like)):
+        return x
+    halves = [x.scales & np.uint16(255), x.scales >> np.uint16(8)]
+    in_bytes = [lax.bitcast_convert_type(a.astype(jnp.uint8), x.codes.dtype) for a in halves]
+    return type(x)(jnp.concatenate([x.codes, *in_bytes], axis=-1), ())
+
+
+def apart(x: Codes) -> tuple[Array, Array]:
+    """The codes of the elements, and the scales of the groups."""
+    if not is_beside(x):
+        return x.codes, x.scales
+    width = shape_of(x)[-1]
+    codes, low, high = jnp.split(x.codes, [width, width + _number_of_groups(width)], axis=-1)
+    low, high = (lax.bitcast_convert_type(a, jnp.uint8).astype(jnp.uint16) for a in (low, high))
+    return codes, low | high << np.uint16(8)
+
+
+def is_beside(x: Codes) -> bool:
+    """Whether the scales of codes are further columns of them."""
+    return isinstance(x.scales, tuple)
+
+
+def shape_of(x: Codes) -> tuple[int, ...]:
+    """The shape of the slot."""
+    *rest, columns = x.codes.shape
+    number = -(-columns // (GROUP + 2)) if is_beside(x) else 0
+    return (*rest, columns - 2 * number)
+
+
+def _number_of_groups(width: int) -> int:
+    return -(-width // GROUP)
 
 
 def _to_scale(scale: Array) -> Array:

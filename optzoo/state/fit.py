@@ -15,10 +15,10 @@ from jax import Array
 from jax.tree_util import tree_leaves_with_path
 
 from ..core.gradients import check_gradients
-from ..core.lines import are_lines, doubled
+from ..core.lines import are_lines, doubled, is_lines, shape_of_lines
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
-from .eight_bits import is_coded
+from .eight_bits import is_coded, shape_of
 from .packing import is_packed
 from .slots import has_states
 from .types import LeafwiseState
@@ -128,11 +128,20 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
         slot: a tree of arrays.
         of: the shape of a table that has sparse gradients; its slots may be in lines.
     """
-    in_lines = lambda shape: (
-        of is not None and are_lines(jax.ShapeDtypeStruct(shape, jnp.float32), of)
-    )
-    kinds = map(_kind, jax.tree.leaves(slot, is_leaf=is_coded))
-    return [(of, numbers) if in_lines(shape) else (shape, numbers) for shape, numbers in kinds]
+
+    def kind(a):
+        shape, numbers = _kind(a)
+        return (of if of is not None and _is_in_lines(a, shape, of) else shape), numbers
+
+    return list(map(kind, jax.tree.leaves(slot, is_leaf=is_coded)))
+
+
+def _is_in_lines(a: Any, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Whether an array of a slot has the lines of a table, or of the shard that is here."""
+    if is_coded(a) and is_lines(lines := a.codes):
+        wanted = shape_of_lines((of[0], *lines.shape[1:]))
+        return shape[1:] == of[1:] and lines.value.shape == wanted
+    return are_lines(jax.ShapeDtypeStruct(shape, jnp.float32), of)
 
 
 def _is_half(expected: list[Any], got: list[Any]) -> bool:
@@ -234,7 +243,7 @@ def _kind(a: Any) -> Any:
     if isinstance(a, LeafwiseState):
         return slots_words(a.slots)
     if is_coded(a):
-        return a.codes.shape, "real numbers"
+        return shape_of(a), "real numbers"
     if is_rows(a) or _is_array(a):
         return a.shape, _kind_of_dtype(a.dtype)
     is_number = isinstance(a, int | float | complex)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.lines import as_lines, is_lines, plain
-from .eight_bits import decoded, encoded, has_codes, is_coded
+from .eight_bits import decoded, encoded, has_codes, is_coded, stored
 from .stochastic_rounding import DTYPES
 
 
@@ -104,7 +104,7 @@ def _decoded(tree: Any) -> Any:
 
 def _encoded_like(old: Any, new: Any) -> Any:
     def f(a, b):
-        encode = lambda b: encoded(type(a), b)
+        encode = lambda b: stored(encoded(type(a), b), a)
         return _of_arrays(encode, b) if is_coded(a) and not is_coded(b) else b
 
     return _map_stored(f, old, new) if has_codes(old) else new

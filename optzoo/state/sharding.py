@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.lines import doubled, is_lines, shape_of_lines
+from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.paths import out_of_box, path_name
-from .eight_bits import is_coded
+from .eight_bits import Codes, is_beside, is_coded, shape_of
 from .slots import map_slot_trees
 
 _HINT = (
@@ -49,16 +50,20 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Raises:
         TypeError: if a parameter has no sharding.
-        ValueError: if there is no parameter, or if the parameters are on different devices.
+        ValueError: if there is no parameter, if the parameters are on different devices, or if the
+            lines of a slot in 8 bits do not divide the shards of a table in lines.
     """
     paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
+    obstacles = list[str | None]()
 
     def place(path, slot):
         if is_coded(slot):
-            codes = place(path, slot.codes)
-            return type(slot)(codes, _of_scales(codes, slot.scales.shape))
+            whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
+            if (x := owners.get(out_of_box(path))) is not None:
+                obstacles.append(_obstacle(x, whole, slot))
+            return _of_codes(whole, slot)
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
         return everywhere if x is None else _like(x, slot.shape) or everywhere
@@ -66,10 +71,13 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     state = jax.eval_shape(tx.init, params)
     try:
         of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots, is_leaf=is_coded)
-        return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+        placed = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
         raise
+    if found := list(filter(None, obstacles)):
+        raise ValueError(found[0])
+    return placed
 
 
 def _everywhere(owners: dict[Any, Any]) -> Sharding:
@@ -115,13 +123,38 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
     return sharding.update(spec=PartitionSpec(*axes))
 
 
-def _of_scales(codes: Any, shape: tuple[int, ...]) -> Any:
-    """The sharding of the scales by that of the codes; a last axis that is too short is whole."""
-    try:
-        codes.shard_shape(shape)
-    except ValueError:
-        return codes.update(spec=PartitionSpec(*codes.spec[: len(shape) - 1]))
-    return codes
+def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
+    """Why the lines of a slot in 8 bits cannot be sharded as the table is."""
+    rows = whole.shard_shape(shape_of(slot))[0]
+    for part in filter(is_lines, slot):
+        per_line = rows_per_line(part.shape[1:])
+        if rows < len(part) and rows % per_line:
+            return (
+                f"params has a table of shape {x.shape} with {rows} rows in a shard, of whose slots "
+                f"in 8 bits a line has {per_line} rows: give RowSharding a multiple= of {per_line} "
+                "times the number of shards, or the table as an array"
+            )
+    return None
+
+
+def _of_codes(whole: Any, x: Codes) -> Any:
+    """The shardings of the arrays of a slot in 8 bits by that of the slot.
+
+    A last axis that is too short is whole, and so is one with scales beside codes.
+    """
+    if not isinstance(whole, NamedSharding):
+        return jax.tree.map(lambda _: whole, x)
+
+    def place(a):
+        try:
+            whole.shard_shape(a.shape)
+            is_whole = is_beside(x)
+        except ValueError:
+            is_whole = True
+        rest = whole.spec[: a.ndim - 1]
+        return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
+
+    return jax.tree.map(place, x)
 
 
 def _sharding(x: Any) -> Any:

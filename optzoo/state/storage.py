@@ -17,7 +17,7 @@ from ..core.numerics import saturating_cast_like, upcast
 from ..core.optimizer import Notes
 from ..core.paths import path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
-from .eight_bits import encoded, has_codes, is_coded
+from .eight_bits import encoded, has_codes, is_coded, stored
 from .fit import StateError, misfit, slots_words
 from .packing import is_packed, pack_like, unpack
 from .stacks import layout_of, stack, unstack
@@ -154,7 +154,7 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
         start = start + np.uint32(k // 2 * _STREAM % 2**32)
         bits = random_bits(start, new.shape) >> np.uint32(16 * (k % 2))
     if is_coded(old):
-        return encoded(type(old), new, bits)
+        return stored(encoded(type(old), new, bits), old)
     if bits is None:
         return saturating_cast_like(old, new)
     return round_at_random(new, bits, old.dtype)

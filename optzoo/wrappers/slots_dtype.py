@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_flags, check_size
 from ..core.lines import in_lines, is_lines
 from ..core.optimizer import Notes, Optimizer
-from ..state.eight_bits import RootCodes, SignedCodes, encoded, has_codes, takes_codes
+from ..state.eight_bits import RootCodes, SignedCodes, encoded, has_codes, stored, takes_codes
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, is_packed, pack
 from ..state.stochastic_rounding import DTYPES
@@ -258,5 +258,5 @@ _WHY_NOT = {
 def _coded(what: Any, slots: Any) -> Any:
     if (kind := _CODES.get(what)) is None:
         return slots
-    code = in_lines(lambda a: encoded(kind, a) if takes_codes(a) else a)
+    code = in_lines(lambda a: stored(encoded(kind, a)) if takes_codes(a) else a)
     return jax.tree.map(code, slots, is_leaf=is_lines)

@@ -229,11 +229,12 @@ CASES = {
     ),
     "random": (lambda: run_rows(adam("float16", stochastic=True), (2, 3), limit=F16),),
     "8 bits": (lambda: run_rows(adam("int8"), (64,), limit=CODES),),
+    "8 bits, wide": (lambda: run_rows(adam("int8"), (160,), limit=CODES),),
     "8 bits, filled up": (lambda: run_rows(adam("int8"), (40,), limit=CODES),),
     "8 bits, one group": (lambda: run_rows(adam("int8"), (9,), limit=CODES),),
     "leaves in 8 bits": (
         lambda: run_leaves(
-            optzoo.slots_dtype(optzoo.adam(0.1), "int8"), [(1, 32), (5, 64), (2, 3, 96)]
+            optzoo.slots_dtype(optzoo.adam(0.1), "int8"), [(1, 160), (5, 192), (2, 3, 96)]
         ),
     ),
     "all in bfloat16": (lambda: run_rows(adam(), (3,), dtype="bfloat16", limit=BF16),),
