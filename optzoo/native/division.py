@@ -82,8 +82,9 @@ class Division:
         }
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
+        rest, found = groups.find_leaves(rest, places, set(in_place), self._report)
         alike: dict[Any, list[groups.LeafGroup]] = {}
-        for leaf in groups.find_leaves(rest, places, set(in_place), self._report):
+        for leaf in found:
             alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
         calls = [
             Call(leaves[i : i + MOST_LEAVES], self._required)
@@ -91,6 +92,7 @@ class Division:
             for i in range(0, len(leaves), MOST_LEAVES)
         ]
         done = {v for call in calls for v in call.outs}
+        nodes = [*rest.operations, *(node for node in nodes if not isinstance(node, Operation))]
         branches = [node for node in nodes if isinstance(node, Branches)]
         within = {v for node in branches for v in node.outs if v not in node.reasons}
         self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made | within}

@@ -1,5 +1,6 @@
 """The parts of a program that one native loop can compute."""
 
+import copy
 import dataclasses
 import graphlib
 import math
@@ -293,7 +294,7 @@ def find_leaves(
     places: Mapping[Value, Value],
     in_place: Collection[Value],
     report: Callable[[Value, str], None],
-) -> list[LeafGroup]:
+) -> tuple[Graph, list[LeafGroup]]:
     """The groups of arrays of one shape that are updated element by element.
 
     Args:
@@ -301,8 +302,39 @@ def find_leaves(
         places: by each array of the parameters and the state its next value.
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
+
+    Returns:
+        The program in which the groups are, and these. Some of its operations are done twice: in a
+        group, and before it for a norm that it needs.
     """
     fusible = {op for op in program.operations if _is_fusible(op)}
+    made_by = lambda leaves: {v for leaf in leaves for v in leaf.outs}
+    found = _leaves(program, fusible, places, in_place)
+    missing, made = {*places.values()} - made_by(found), program.depending(places)
+    while missing:
+        twice = _done_twice(program, fusible, missing)
+        more = _leaves(twice, fusible, places, in_place)
+        late = missing & made_by(_come_last(twice, more))
+        if late == missing:
+            program, found = twice, more
+            break
+        missing = late
+    for v in program.results:
+        if v.shape and v.maker is not None and v not in made_by(found):
+            report(v, _obstacles(v, made, fusible))
+    for op in program.operations:
+        for v in op.outs:
+            v.maker = op
+    return program, found
+
+
+def _leaves(
+    program: Graph,
+    fusible: Collection[Operation],
+    places: Mapping[Value, Value],
+    in_place: Collection[Value],
+) -> list[LeafGroup]:
+    """The groups of operations element by element, as the program has them."""
     made, readers, results = program.depending(places), program.readers(), set(program.results)
     found = []
     for ops in _together(program, fusible):
@@ -314,11 +346,47 @@ def find_leaves(
         updates = any(v in places for v in leaf.arrays)
         if given and updates and set(outs) <= results:
             found.append(leaf)
-    done = {v for leaf in found for v in leaf.outs}
-    for v in program.results:
-        if v.shape and v.maker is not None and v not in done:
-            report(v, _obstacles(v, made, fusible))
     return found
+
+
+def _come_last(program: Graph, leaves: Iterable[LeafGroup]) -> list[LeafGroup]:
+    """The groups that need all that reads what they overwrite: XLA need not copy it for them."""
+    readers, before = program.readers(), dict[Any, set[Operation]]()
+    found = []
+    for leaf in leaves:
+        key, inside = frozenset(leaf.ins) - {*program.inputs}, set(leaf.operations)
+        if key not in before:
+            before[key] = set(needed(program.operations, key))
+        over = [leaf.ins[i] for i in leaf.aliases]
+        if all(op in inside or op in before[key] for v in over for op in readers[v]):
+            found.append(leaf)
+    return found
+
+
+def _done_twice(
+    program: Graph, fusible: Collection[Operation], results: Collection[Value]
+) -> Graph:
+    """What is not element by element gets copies of the operations element by element before it.
+
+    So these need not be done before it where results need both, such as an update and its norm.
+    """
+    before, kept = set(needed(program.operations, results)), set(program.results)
+    copies, operations = dict[Value, Value](), list[Operation]()
+    for op in program.operations:
+        is_fusible = op in fusible
+        if not is_fusible:
+            is_read = lambda v, op=op: v in copies and (op in before or v not in kept)
+            ins = [copies[v] if is_read(v) else v for v in op.ins]
+            if ins != op.ins:
+                op = copy.copy(op)
+                op.ins = ins
+        elif op in before:
+            outs = [Value(v.aval) for v in op.outs]
+            ins = [copies.get(v, v) for v in op.ins]
+            copies.update(zip(op.outs, outs, strict=True))
+            operations.append(Operation(op.name, op.eqn, ins, outs, op.jaxpr))
+        operations.append(op)
+    return Graph(program.inputs, needed(operations, program.results), program.results)
 
 
 def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
