@@ -22,13 +22,14 @@ from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
 from .groups import Group, LeafGroup, RowsGroup, Unsupported
+from .norms import SumGroup
 
 
 class Call:
-    """One native call: some rows, or some leaves that share their operations and their scalars.
+    """One native call: some rows, or leaves, or sums, that share their operations and scalars.
 
     Args:
-        parts: the rows, or the leaves.
+        parts: the rows, the leaves or the sums.
         required: whether it is an error if the program is compiled for another platform.
     """
 
@@ -67,7 +68,9 @@ class Call:
         if reason := problem():
             return self._without(reason)
         is_divided = number_of_partitions(ctx) > 1
-        if is_divided and (isinstance(self.parts[0], RowsGroup) or not can_partition(ctx)):
+        if is_divided and (
+            isinstance(self.parts[0], RowsGroup | SumGroup) or not can_partition(ctx)
+        ):
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
@@ -78,7 +81,8 @@ class Call:
         arrays = [len(p.arrays) for p in self.parts if isinstance(p, LeafGroup)]
         shapes = [p.ins[-1].shape for p in self.parts]
         outs = [len(p.outs) for p in self.parts]
-        return partitioned_by_first(self._native, self.shared, shapes, arrays, outs)
+        f, ns = partitioned_by_first(self._native, self.shared, shapes, arrays, outs), self.shared
+        return lambda *args: f(*(jnp.reshape(x, ()) for x in args[:ns]), *args[ns:])
 
     def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
         """The function for TPUs, of which XLA makes one loop for each leaf by itself."""
@@ -108,18 +112,21 @@ class Call:
         from .call_frame import version_of_jaxlib
         from .leaf_kernel import leaf_kernel
         from .rows_kernel import rows_kernel
+        from .sum_kernel import sum_kernel
 
         part, version = self.parts[0], version_of_jaxlib()
         if isinstance(part, RowsGroup):
             return machine.register(lambda name: rows_kernel(name, part, version))
+        if isinstance(part, SumGroup):
+            return machine.register(lambda name: sum_kernel(name, part, version))
         assert isinstance(part, LeafGroup)
         return machine.register(lambda name: leaf_kernel(name, part, version))
 
     def _native(self, *args: Array) -> tuple[Array, ...]:
         """The call, for arrays of one device."""
         part, many = self.parts[0], len(self.parts[0].outs)
-        if isinstance(part, RowsGroup):
-            shapes = [v.shape for v in part.outs]
+        if isinstance(part, RowsGroup | SumGroup):
+            shapes = [v.shape for v in self.outs]
         else:  # those of this device, which may be a part
             arrays = len(part.ins) - self.shared
             shapes = [args[self.shared + k // many * arrays].shape for k in range(len(self.outs))]

@@ -2,14 +2,16 @@
 
 import functools
 import graphlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ..jaxprs.graph import Graph, Operation, Value
+from ..jaxprs.graph import Graph, Operation, Value, needed
 from . import engine, groups
 from .branches import Branches, divide_branches
 from .calls import Call
 from .elementwise import uses_half
+from .groups import LeafGroup
+from .norms import SumGroup, find_sums
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -83,21 +85,36 @@ class Division:
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
         rest, found = groups.find_leaves(rest, places, set(in_place), self._report)
-        alike: dict[Any, list[groups.LeafGroup]] = {}
-        for leaf in found:
-            alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
-        calls = [
-            Call(leaves[i : i + MOST_LEAVES], self._required)
-            for leaves in alike.values()
-            for i in range(0, len(leaves), MOST_LEAVES)
-        ]
+        calls = self._calls(found)
         done = {v for call in calls for v in call.outs}
-        nodes = [*rest.operations, *(node for node in nodes if not isinstance(node, Operation))]
+        new = {v for op in rest.operations for v in op.outs}
+        nodes = [*rest.operations, *(node for node in nodes if not new.intersection(node.outs))]
         branches = [node for node in nodes if isinstance(node, Branches)]
         within = {v for node in branches for v in node.outs if v not in node.reasons}
         self.reasons = {v: why for v, why in self.reasons.items() if v not in done | made | within}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return groups.in_order([*nodes, *calls], program.results)
+        return self._with_sums(groups.in_order([*nodes, *calls], program.results), program)
+
+    def _with_sums(self, nodes: list[Any], program: Graph) -> list[Any]:
+        """The nodes in which the norms that native calls need are native, too."""
+        native = [node for node in nodes if isinstance(node, Call | Branches)]
+        wanted = set(needed(nodes, [v for node in native for v in node.ins]))
+        sums = self._calls(find_sums(nodes, wanted))
+        done = {v for call in sums for v in call.outs}
+        nodes = [node for node in nodes if not done.intersection(node.outs)]
+        return groups.in_order([*nodes, *sums], program.results)
+
+    def _calls(self, leaves: Iterable[LeafGroup]) -> list[Call]:
+        """Leaves, or sums, of the same operations share calls."""
+        alike: dict[Any, list[LeafGroup]] = {}
+        for leaf in leaves:
+            stage = leaf.stage if isinstance(leaf, SumGroup) else None
+            alike.setdefault((leaf.signature(), stage, *leaf.scalars), []).append(leaf)
+        return [
+            Call(parts[i : i + MOST_LEAVES], self._required)
+            for parts in alike.values()
+            for i in range(0, len(parts), MOST_LEAVES)
+        ]
 
 
 def _refusal(program: Graph, kept: Mapping[Value, Value], has_effects: bool) -> str | None:

@@ -307,7 +307,7 @@ def find_leaves(
         The program in which the groups are, and these. Some of its operations are done twice: in a
         group, and before it for a norm that it needs.
     """
-    fusible = {op for op in program.operations if _is_fusible(op)}
+    fusible = {op for op in program.operations if is_fusible(op)}
     made_by = lambda leaves: {v for leaf in leaves for v in leaf.outs}
     found = _leaves(program, fusible, places, in_place)
     missing, made = {*places.values()} - made_by(found), program.depending(places)
@@ -381,12 +381,22 @@ def _done_twice(
                 op = copy.copy(op)
                 op.ins = ins
         elif op in before:
-            outs = [Value(v.aval) for v in op.outs]
-            ins = [copies.get(v, v) for v in op.ins]
-            copies.update(zip(op.outs, outs, strict=True))
-            operations.append(Operation(op.name, op.eqn, ins, outs, op.jaxpr))
+            operations.append(_copied(op, copies))
         operations.append(op)
     return Graph(program.inputs, needed(operations, program.results), program.results)
+
+
+def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
+    """An operation with other results, on those of the operations before it; adds them."""
+    inside = [_copied(each, copies) for each in op.inside]
+    ins = [copies.get(v, v) for v in op.ins]
+    means = lambda v: None if v.meaning is None else copies.get(v.meaning, v.meaning)
+    outs = [Value(v.aval, meaning=means(v)) for v in op.outs]
+    copies.update(zip(op.outs, outs, strict=True))
+    made = Operation(op.name, op.eqn, ins, outs, op.jaxpr, inside)
+    for v in outs:
+        v.maker = made
+    return made
 
 
 def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
@@ -412,10 +422,7 @@ def _leaf(
     places: Mapping[Value, Value],
     in_place: Collection[Value],
 ) -> LeafGroup:
-    own = {v for op in ops for v in op.outs}
-    read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
-    scalars = [v for v in read if not v.shape and v.literal is None]
-    arrays = [v for v in read if v.shape]
+    scalars, arrays = what_is_read(ops)
     # A table that is read here may be written by a group of rows: it has no next value here.
     now = {places[v]: i for i, v in enumerate(arrays) if v in in_place and v in places}
     aliases = {
@@ -424,6 +431,15 @@ def _leaf(
         if v in now and v.dtype == arrays[now[v]].dtype
     }
     return LeafGroup([*scalars, *arrays], outs, ops, aliases, scalars, arrays)
+
+
+def what_is_read(ops: Iterable[Operation]) -> tuple[list[Value], list[Value]]:
+    """The scalars and the arrays that operations read: arrays of one element may be scalars."""
+    own = {v for op in ops for v in op.outs}
+    read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
+    numbers = {op.ins[0] for op in ops if op.name == "broadcast_in_dim"}
+    is_scalar = lambda v: v in numbers if v.shape else v.literal is None
+    return list(filter(is_scalar, read)), [v for v in read if v.shape and v not in numbers]
 
 
 def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
@@ -438,7 +454,7 @@ def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[O
     in_turn = [op for op in program.operations if op in fusible]
     for op in in_turn:
         for v in op.ins:
-            if v.shape:
+            if v.shape == op.outs[0].shape:
                 parent[find((v, stages[op]))] = find((op.outs[0], stages[op]))
     groups: dict[Any, list[Operation]] = {}
     for op in in_turn:
@@ -446,14 +462,15 @@ def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[O
     return groups.values()
 
 
-def _is_fusible(op: Operation) -> bool:
+def is_fusible(op: Operation) -> bool:
+    """Whether a group of leaves can do an operation: one on elements, of arrays of one shape."""
     if not op.outs or not op.outs[0].shape or not is_known(op):
         return False
     if op.name == "broadcast_in_dim":
-        return not op.ins[0].shape
+        return math.prod(op.ins[0].shape) == 1 < math.prod(op.outs[0].shape) or not op.ins[0].shape
     if any(v.shape not in ((), op.outs[0].shape) for v in op.ins):
         return False
-    is_single = lambda each: _is_fusible(each) or not each.outs[0].shape
+    is_single = lambda each: is_fusible(each) or not each.outs[0].shape
     is_other = op.kind is Kind.MOVE or op.name in _PARTS | REDUCTIONS | {"iota"}
     return not is_other and all(map(is_single, op.inside))
 

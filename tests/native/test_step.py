@@ -342,9 +342,9 @@ def finite(tx):
 BRANCHES = {
     "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
     "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"": IDS}), rows, 1, 3),
-    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 1, 9),
+    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 2, 9),  # are all finite, and update
     "nested": (
-        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 2, 12
+        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 3, 12
     ),
 }  # fmt: skip
 
