@@ -5,6 +5,7 @@ kernel. Elsewhere, under ``vmap`` and in derivatives, it is the operations thems
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,14 +23,15 @@ from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
 from .groups import Group, LeafGroup, RowsGroup, Unsupported
-from .scratch import of_rows
+from .norms import SumGroup
+from .scratch import of_rows, of_sums
 
 
 class Call:
-    """One native call: some rows, or some leaves that share their operations and their scalars.
+    """One native call: some rows, or leaves, or sums, that share their operations and scalars.
 
     Args:
-        parts: the rows, or the leaves.
+        parts: the rows, the leaves or the sums.
         required: whether it is an error if the program is compiled for another platform.
     """
 
@@ -68,8 +70,8 @@ class Call:
         if reason := problem():
             return self._without(reason)
         is_divided, first = number_of_partitions(ctx) > 1, self.parts[0]
-        in_groups = not isinstance(first, LeafGroup) or first.length > 1
-        if is_divided and (in_groups or not can_partition(ctx)):
+        is_whole = isinstance(first, RowsGroup | SumGroup) or _in_groups(first)
+        if is_divided and (is_whole or not can_partition(ctx)):
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
@@ -80,7 +82,8 @@ class Call:
         arrays = [len(p.arrays) for p in self.parts if isinstance(p, LeafGroup)]
         shapes = [p.ins[-1].shape for p in self.parts]
         outs = [len(p.outs) for p in self.parts]
-        return partitioned_by_first(self._native, self.shared, shapes, arrays, outs)
+        f, ns = partitioned_by_first(self._native, self.shared, shapes, arrays, outs), self.shared
+        return lambda *args: f(*(jnp.reshape(x, ()) for x in args[:ns]), *args[ns:])
 
     def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
         """The function for TPUs, of which XLA makes one loop for each leaf by itself."""
@@ -110,19 +113,20 @@ class Call:
         from .call_frame import version_of_jaxlib
         from .leaf_kernel import leaf_kernel
         from .rows_kernel import rows_kernel
+        from .sum_kernel import sum_kernel
 
         part, version = self.parts[0], version_of_jaxlib()
         if isinstance(part, RowsGroup):
             return machine.register(lambda name: rows_kernel(name, part, version))
+        if isinstance(part, SumGroup):
+            return machine.register(lambda name: sum_kernel(name, part, version))
         assert isinstance(part, LeafGroup)
         return machine.register(lambda name: leaf_kernel(name, part, version))
 
     def _native(self, *args: Array) -> tuple[Array, ...]:
         """The call, for arrays of one device."""
         part, many = self.parts[0], len(self.parts[0].outs)
-        if isinstance(part, RowsGroup):
-            shapes = [v.shape for v in part.outs]
-        elif isinstance(part, LeafGroup) and part.length > 1:
+        if isinstance(part, RowsGroup | SumGroup) or _in_groups(part):
             shapes = [v.shape for v in self.outs]
         else:  # those of this device, which may be a part
             arrays = len(part.ins) - self.shared
@@ -132,8 +136,15 @@ class Call:
             for shape, v in zip(shapes, self.outs, strict=True)
         ]
         scratch = of_rows(part) if isinstance(part, RowsGroup) else []
+        if isinstance(part, SumGroup):
+            scratch = of_sums([math.prod(p.arrays[0].shape) for p in self.parts], many)
         call = jax.ffi.ffi_call(self.name, [*results, *scratch], input_output_aliases=self.aliases)
         return tuple(call(*args))[: len(results)]
+
+
+def _in_groups(part: Group) -> bool:
+    """Whether some arrays of leaves have one element for each group of those of others."""
+    return isinstance(part, LeafGroup) and part.length > 1
 
 
 def _types(*avals: Any, call: Call) -> list[Any] | None:

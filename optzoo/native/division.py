@@ -2,7 +2,7 @@
 
 import functools
 import graphlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..jaxprs.graph import Graph, Operation, Value, needed
@@ -11,6 +11,8 @@ from .branches import Branches, divide_branches
 from .calls import Call
 from .elementwise import uses_half
 from .grouped_leaves import find_grouped_leaves
+from .groups import LeafGroup
+from .norms import SumGroup, find_sums
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -88,22 +90,38 @@ class Division:
         places = {before: after for before, after in places.items() if after not in made}
         left = [v for v in program.results if v not in made]
         rest = Graph(program.inputs, needed(rest.operations, left), left)
-        leaves = groups.find_leaves(rest, places, set(in_place), self._report)
-        alike: dict[Any, list[groups.LeafGroup]] = {}
-        for leaf in (*grouped, *leaves):
-            alike.setdefault((leaf.signature(), *leaf.scalars), []).append(leaf)
-        calls = [
-            Call(leaves[i : i + MOST_LEAVES], self._required)
-            for leaves in alike.values()
-            for i in range(0, len(leaves), MOST_LEAVES)
-        ]
+        rest, leaves = groups.find_leaves(rest, places, set(in_place), self._report)
+        calls = self._calls([*grouped, *leaves])
         done = {v for call in calls for v in call.outs}
+        new = {v for op in rest.operations for v in op.outs}
+        nodes = [*rest.operations, *(node for node in nodes if not new.intersection(node.outs))]
         branches = [node for node in nodes if isinstance(node, Branches)]
         within = {v for node in branches for v in node.outs if v not in node.reasons}
         native = done | made | within
         self.reasons = {v: why for v, why in self.reasons.items() if _same(v) not in native}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return groups.in_order([*nodes, *calls], program.results)
+        return self._with_sums(groups.in_order([*nodes, *calls], program.results), program)
+
+    def _with_sums(self, nodes: list[Any], program: Graph) -> list[Any]:
+        """The nodes in which the norms that native calls need are native, too."""
+        native = [node for node in nodes if isinstance(node, Call | Branches)]
+        wanted = set(needed(nodes, [v for node in native for v in node.ins]))
+        sums = self._calls(find_sums(nodes, wanted))
+        done = {v for call in sums for v in call.outs}
+        nodes = [node for node in nodes if not done.intersection(node.outs)]
+        return groups.in_order([*nodes, *sums], program.results)
+
+    def _calls(self, leaves: Iterable[LeafGroup]) -> list[Call]:
+        """Leaves, or sums, of the same operations share calls."""
+        alike: dict[Any, list[LeafGroup]] = {}
+        for leaf in leaves:
+            stage = leaf.stage if isinstance(leaf, SumGroup) else None
+            alike.setdefault((leaf.signature(), stage, *leaf.scalars), []).append(leaf)
+        return [
+            Call(parts[i : i + MOST_LEAVES], self._required)
+            for parts in alike.values()
+            for i in range(0, len(parts), MOST_LEAVES)
+        ]
 
 
 def _same(result: Value) -> Value:

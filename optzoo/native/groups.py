@@ -1,5 +1,6 @@
 """The parts of a program that one native loop can compute."""
 
+import copy
 import dataclasses
 import graphlib
 import itertools
@@ -391,7 +392,7 @@ def find_leaves(
     places: Mapping[Value, Value],
     in_place: Collection[Value],
     report: Callable[[Value, str], None],
-) -> list[LeafGroup]:
+) -> tuple[Graph, list[LeafGroup]]:
     """The groups of arrays of one shape that are updated element by element.
 
     Args:
@@ -399,8 +400,39 @@ def find_leaves(
         places: by each array of the parameters and the state its next value.
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
+
+    Returns:
+        The program in which the groups are, and these. Some of its operations are done twice: in a
+        group, and before it for a norm that it needs.
     """
-    fusible = {op for op in program.operations if _is_fusible(op)}
+    fusible = {op for op in program.operations if is_fusible(op)}
+    made_by = lambda leaves: {v for leaf in leaves for v in leaf.outs}
+    found = _leaves(program, fusible, places, in_place)
+    missing, made = {*places.values()} - made_by(found), program.depending(places)
+    while missing:
+        twice = _done_twice(program, fusible, missing)
+        more = _leaves(twice, fusible, places, in_place)
+        late = missing & made_by(_come_last(twice, more))
+        if late == missing:
+            program, found = twice, more
+            break
+        missing = late
+    for v in program.results:
+        if v.shape and v.maker is not None and v not in made_by(found):
+            report(v, _obstacles(v, made, fusible))
+    for op in program.operations:
+        for v in op.outs:
+            v.maker = op
+    return program, found
+
+
+def _leaves(
+    program: Graph,
+    fusible: Collection[Operation],
+    places: Mapping[Value, Value],
+    in_place: Collection[Value],
+) -> list[LeafGroup]:
+    """The groups of operations element by element, as the program has them."""
     made, readers, results = program.depending(places), program.readers(), set(program.results)
     found = []
     for ops in _together(program, fusible):
@@ -412,11 +444,57 @@ def find_leaves(
         updates = any(v in places for v in leaf.arrays)
         if given and updates and set(outs) <= results:
             found.append(leaf)
-    done = {v for leaf in found for v in leaf.outs}
-    for v in program.results:
-        if v.shape and v.maker is not None and v not in done:
-            report(v, _obstacles(v, made, fusible))
     return found
+
+
+def _come_last(program: Graph, leaves: Iterable[LeafGroup]) -> list[LeafGroup]:
+    """The groups that need all that reads what they overwrite: XLA need not copy it for them."""
+    readers, before = program.readers(), dict[Any, set[Operation]]()
+    found = []
+    for leaf in leaves:
+        key, inside = frozenset(leaf.ins) - {*program.inputs}, set(leaf.operations)
+        if key not in before:
+            before[key] = set(needed(program.operations, key))
+        over = [leaf.ins[i] for i in leaf.aliases]
+        if all(op in inside or op in before[key] for v in over for op in readers[v]):
+            found.append(leaf)
+    return found
+
+
+def _done_twice(
+    program: Graph, fusible: Collection[Operation], results: Collection[Value]
+) -> Graph:
+    """What is not element by element gets copies of the operations element by element before it.
+
+    So these need not be done before it where results need both, such as an update and its norm.
+    """
+    before, kept = set(needed(program.operations, results)), set(program.results)
+    copies, operations = dict[Value, Value](), list[Operation]()
+    for op in program.operations:
+        is_fusible = op in fusible
+        if not is_fusible:
+            is_read = lambda v, op=op: v in copies and (op in before or v not in kept)
+            ins = [copies[v] if is_read(v) else v for v in op.ins]
+            if ins != op.ins:
+                op = copy.copy(op)
+                op.ins = ins
+        elif op in before:
+            operations.append(_copied(op, copies))
+        operations.append(op)
+    return Graph(program.inputs, needed(operations, program.results), program.results)
+
+
+def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
+    """An operation with other results, on those of the operations before it; adds them."""
+    inside = [_copied(each, copies) for each in op.inside]
+    ins = [copies.get(v, v) for v in op.ins]
+    means = lambda v: None if v.meaning is None else copies.get(v.meaning, v.meaning)
+    outs = [Value(v.aval, meaning=means(v)) for v in op.outs]
+    copies.update(zip(op.outs, outs, strict=True))
+    made = Operation(op.name, op.eqn, ins, outs, op.jaxpr, inside)
+    for v in outs:
+        v.maker = made
+    return made
 
 
 def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
@@ -444,10 +522,7 @@ def leaf_group(
     length: int = 1,
 ) -> LeafGroup:
     """The group of some operations: see :func:`find_leaves`, and ``LeafGroup.length``."""
-    own = {v for op in ops for v in op.outs}
-    read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
-    scalars = [v for v in read if not v.shape and v.literal is None]
-    arrays = [v for v in read if v.shape]
+    scalars, arrays = what_is_read(ops)
     # A table that is read here may be written by a group of rows: it has no next value here.
     now = {places[v]: i for i, v in enumerate(arrays) if v in in_place and v in places}
     aliases = {
@@ -456,6 +531,15 @@ def leaf_group(
         if v in now and v.dtype == arrays[now[v]].dtype
     }
     return LeafGroup([*scalars, *arrays], outs, ops, aliases, scalars, arrays, length)
+
+
+def what_is_read(ops: Iterable[Operation]) -> tuple[list[Value], list[Value]]:
+    """The scalars and the arrays that operations read: arrays of one element may be scalars."""
+    own = {v for op in ops for v in op.outs}
+    read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
+    numbers = {op.ins[0] for op in ops if op.name == "broadcast_in_dim"}
+    is_scalar = lambda v: v in numbers if v.shape else v.literal is None
+    return list(filter(is_scalar, read)), [v for v in read if v.shape and v not in numbers]
 
 
 def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
@@ -470,7 +554,7 @@ def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[O
     in_turn = [op for op in program.operations if op in fusible]
     for op in in_turn:
         for v in op.ins:
-            if v.shape:
+            if v.shape == op.outs[0].shape:
                 parent[find((v, stages[op]))] = find((op.outs[0], stages[op]))
     groups: dict[Any, list[Operation]] = {}
     for op in in_turn:
@@ -478,14 +562,15 @@ def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[O
     return groups.values()
 
 
-def _is_fusible(op: Operation) -> bool:
+def is_fusible(op: Operation) -> bool:
+    """Whether a group of leaves can do an operation: one on elements, of arrays of one shape."""
     if not op.outs or not op.outs[0].shape or not is_known(op):
         return False
     if op.name == "broadcast_in_dim":
-        return not op.ins[0].shape
+        return math.prod(op.ins[0].shape) == 1 < math.prod(op.outs[0].shape) or not op.ins[0].shape
     if any(v.shape not in ((), op.outs[0].shape) for v in op.ins):
         return False
-    is_single = lambda each: _is_fusible(each) or not each.outs[0].shape
+    is_single = lambda each: is_fusible(each) or not each.outs[0].shape
     is_other = op.kind is Kind.MOVE or op.name in _PARTS | REDUCTIONS | {"iota"}
     return not is_other and all(map(is_single, op.inside))
 

@@ -13,7 +13,7 @@ from .elements import Elements, FlatElements
 from .group_loop import write_group
 from .groups import REDUCTIONS, LeafGroup, each
 from .handler import inner_function, module_of
-from .loops import POINTER, ZERO, loop, repeat, variable
+from .loops import POINTER, loop, summed, which
 from .operations import I64, TYPES, element, load, smaller, store
 from .pool import in_parallel
 
@@ -38,28 +38,16 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
         pointers |= {leaf.arrays[i]: function.args[no + n] for n, i in enumerate(apart)}
         _leaf(inner, leaf, pointers, function.args)
         number = b.sdiv(frame.field(I64, frame.pointer, CallFrame.rets, Rets.size), I64(no))
-        blocks = variable(b, I64)
-        b.store(ZERO, blocks)
         with loop(b, number) as k:
             for i, o in aliased.items():
                 frame.keep(leaf.arrays[i].dtype, argument(frame, k, i), result(frame, k, o))
-            b.store(b.add(b.load(blocks, typ=I64), many_blocks(frame, k)), blocks)
-        many = b.load(blocks, typ=I64)
+        many = summed(b, number, lambda k: many_blocks(frame, k))
 
         def block(frame, task):
             """A block of a leaf: those of the leaves before it come first."""
-            b, rest = frame.b, variable(frame.b, I64)
-            b.store(task, rest)
-
-            def is_here(k):
-                return b.icmp_signed("<", b.load(rest, typ=I64), many_blocks(frame, k))
-
-            def after(k):
-                b.store(b.sub(b.load(rest, typ=I64), many_blocks(frame, k)), rest)
-                return b.add(k, I64(1))
-
-            k = repeat(b, ZERO, is_here, after)
-            start = b.mul(b.load(rest, typ=I64), I64(block_size))
+            b = frame.b
+            k, rest = which(b, task, lambda k: many_blocks(frame, k))
+            start = b.mul(rest, I64(block_size))
             of_groups = b.sdiv(start, I64(leaf.length))
             first = lambda v: start if _is_whole(leaf, v) else of_groups
             at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), first(v))

@@ -72,6 +72,30 @@ def repeat(b: ir.IRBuilder, start: Any, is_done: Callable, next_of: Callable) ->
     return i
 
 
+def which(b: ir.IRBuilder, number: Any, count: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Of numbers in groups of ``count(0)``, ``count(1)``, ...: the group of one, and its place."""
+    place = variable(b, I64)
+    b.store(number, place)
+
+    def is_here(k):
+        return b.icmp_signed("<", b.load(place, typ=I64), count(k))
+
+    def after(k):
+        b.store(b.sub(b.load(place, typ=I64), count(k)), place)
+        return b.add(k, I64(1))
+
+    return repeat(b, ZERO, is_here, after), b.load(place, typ=I64)
+
+
+def summed(b: ir.IRBuilder, end: Any, count: Callable[[Any], Any]) -> Any:
+    """The sum of ``count(k)`` for all ``k`` below ``end``."""
+    total = variable(b, I64)
+    b.store(ZERO, total)
+    with loop(b, end, **SCALAR) as k:
+        b.store(b.add(b.load(total, typ=I64), count(k)), total)
+    return b.load(total, typ=I64)
+
+
 def variable(b: ir.IRBuilder, t: Any) -> Any:
     """Memory for a number, which LLVM replaces by a register."""
     with b.goto_entry_block():

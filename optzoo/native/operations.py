@@ -25,6 +25,7 @@ TYPES = {
 _CONTRACT = ("contract",)
 _BITS = {"and": "and_", "or": "or_", "xor": "xor"}
 _OF_DOUBLES = {"log": logarithm, "pow": power}
+_OF_BOOLS = {"reduce_and": "and_", "reduce_or": "or_"}
 _SHIFTS = {"shift_left": "shl", "shift_right_logical": "lshr", "shift_right_arithmetic": "ashr"}
 
 
@@ -82,6 +83,8 @@ def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 def neutral(name: str, dtype: str) -> Any:
     """Where a reduction starts."""
+    if dtype == "bool":
+        return BOOL(name == "reduce_and")
     if dtype in INTEGERS:
         last = 2 ** (SIZES[dtype] - 1)
         return TYPES[dtype](-last if name == "reduce_max" else last - 1)
@@ -90,6 +93,8 @@ def neutral(name: str, dtype: str) -> Any:
 
 def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
     """A step of a reduction, in any order."""
+    if name in _OF_BOOLS:
+        return getattr(b, _OF_BOOLS[name])(total, x)
     if isinstance(x.type, ir.IntType):  # with a sign
         return (larger if name == "reduce_max" else smaller)(b, total, x)
     if name == "reduce_sum":

@@ -1,4 +1,6 @@
-"""The memory that the native function of rows needs besides its arrays."""
+"""The memory that native functions need besides their arrays."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,15 @@ import jax.numpy as jnp
 from .groups import RowsGroup
 
 CHUNK = 2048  # positions that one task puts into parts
+SUMMED = 4096  # elements that are reduced one after the other
 _PART = 256  # positions that a part has, about
 _MOST_PARTS = 4096
+
+
+def of_sums(sizes: Sequence[int], many: int) -> list[jax.ShapeDtypeStruct]:
+    """The array of :mod:`sum_kernel`: for each block of some arrays ``many`` numbers of 8 bytes."""
+    blocks = sum(-(-size // SUMMED) for size in sizes)
+    return [jax.ShapeDtypeStruct((2 * blocks * many,), jnp.int32)]
 
 
 def of_rows(rows: RowsGroup) -> list[jax.ShapeDtypeStruct]:

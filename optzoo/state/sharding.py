@@ -130,9 +130,9 @@ def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
         per_line = rows_per_line(part.shape[1:])
         if rows < len(part) and rows % per_line:
             return (
-                f"params has a table of shape {x.shape} with {rows} rows in a shard, of whose slots "
-                f"in 8 bits a line has {per_line} rows: give RowSharding a multiple= of {per_line} "
-                "times the number of shards, or the table as an array"
+                f"params has a table of shape {x.shape} with {rows} rows in a shard, of whose "
+                f"slots in 8 bits a line has {per_line} rows: give RowSharding a multiple= of "
+                f"{per_line} times the number of shards, or the table as an array"
             )
     return None
 

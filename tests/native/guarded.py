@@ -20,7 +20,9 @@ from optzoo.native import calls, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
 from optzoo.native.groups import RowsGroup
 from optzoo.native.leaf_kernel import leaf_kernel
+from optzoo.native.norms import SumGroup
 from optzoo.native.rows_kernel import rows_kernel
+from optzoo.native.sum_kernel import sum_kernel
 from optzoo.testing.samples import with_global_step
 
 PAGE = mmap.PAGESIZE
@@ -88,6 +90,8 @@ def native_calls(tx, params, grads):
 def text_of(call, name="kernel"):
     """The kernel of a call in LLVM's language."""
     part, version = call.parts[0], version_of_jaxlib()
+    if isinstance(part, SumGroup):
+        return sum_kernel(name, part, version)
     write = rows_kernel if isinstance(part, RowsGroup) else leaf_kernel
     return write(name, part, version)
 
@@ -195,6 +199,17 @@ def clipped():
     return optax.chain(optzoo.clip_by_global_norm(1.0), adam())
 
 
+def run_sums(tx, sizes=(16, 17, 4095, 4097, 9000), dtype="float32", limit=2e-6):
+    """A step after norms of arrays of different sizes."""
+    rng = np.random.default_rng(0)
+    draw = lambda: {f"p{n}": jnp.asarray(rng.normal(size=n), dtype) for n in sizes}
+    params, grads = draw(), draw()
+    probe, found = native_calls(tx, params, grads)
+    state = optax.with_extra_args_support(tx).init(params)
+    assert sum(len(c.parts) for c in found if isinstance(c.parts[0], SumGroup)) >= len(sizes)
+    check_all(found, probe(params, state, grads), limit)
+
+
 def in_float64(run, *args, **kwargs):
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
@@ -241,6 +256,8 @@ CASES = {
     "all in float16": (lambda: run_rows(adam(), (3,), dtype="float16", limit=F16),),
     "float64": (in_float64, run_rows, adam(), (3,)),
     "leaves": (run_leaves, optzoo.adam(0.1)),
+    "sums": (run_sums, optax.lamb(0.1)),
+    "sums in float64": (in_float64, run_sums, optax.lamb(0.1)),
     "leaves of ftrl": (run_leaves, optzoo.ftrl(0.1)),
     "leaves in bfloat16": (lambda: run_leaves(optzoo.adam(0.1), dtype="bfloat16", limit=BF16),),
     "leaves in float16": (lambda: run_leaves(optzoo.adam(0.1), dtype="float16", limit=F16),),
@@ -249,7 +266,7 @@ CASES = {
 # Those that differ little from others; in `make test-full` only.
 MORE = {"rows (1,)", "rows (64,)", "merged outside ()", "merged outside (2, 3)", "wide rows"}
 MORE |= {"one id, merged outside", "no ids, merged outside", "norms (2, 3)", "all in float16"}
-MORE |= {"leaves of ftrl", "leaves in float16", "leaves in float64"}
+MORE |= {"leaves of ftrl", "leaves in float16", "leaves in float64", "sums in float64"}
 QUICK = CASES.keys() - MORE
 
 

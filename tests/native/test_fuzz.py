@@ -21,6 +21,7 @@ NAMES = sorted(name for name, entry in CATALOG.items() if entry.family != "secon
 POLICIES = ["lazy", "dense", "touched", "linear"]
 WRAPPERS = {
     "clipped": lambda tx, shapes: optax.chain(optzoo.clip_by_global_norm(1.0), tx),
+    "clipped after": lambda tx, shapes: optax.chain(tx, optzoo.clip_by_global_norm(0.1)),
     "averaged": lambda tx, shapes: optzoo.moving_average(tx, 0.9),
     "decayed": lambda tx, shapes: optzoo.decoupled_weight_decay(tx, weight_decay_per_step=0.01),
     "variable_clipping": lambda tx, shapes: optzoo.variable_clipping(

@@ -43,16 +43,17 @@ def rows_case(tx, kind, many, width=64):
     return case_of(tx, table, grads)
 
 
-def leaves_case(tx, sizes):
+def leaves_case(tx, sizes, which=-1):
     rng = np.random.default_rng(2)
     draw = lambda: {f"p{n}": jnp.asarray(rng.normal(size=n), jnp.float32) for n in sizes}
-    return case_of(tx, draw(), draw())
+    return case_of(tx, draw(), draw(), which)
 
 
-def case_of(tx, params, grads):
+def case_of(tx, params, grads, which=-1):
     tx = optax.with_extra_args_support(tx)
-    probe, [call] = native_calls(tx, params, grads)
-    [(args, expected)] = probe(params, tx.init(params), grads)
+    probe, calls = native_calls(tx, params, grads)
+    args, expected = probe(params, tx.init(params), grads)[which]
+    call = calls[which]
     return call, [np.asarray(x) for x in args], expected
 
 
@@ -66,6 +67,7 @@ CASES = {
     "added": lambda: rows_case(optzoo.gradient_descent(0.1), "skewed", 17_000),
     "merged outside": lambda: rows_case(CLIPPED, "random", 3000),
     "norms": lambda: rows_case(optzoo.row_wise_lars(0.1), "skewed", 20_000),
+    "sums": lambda: leaves_case(CLIPPED, [16, 4095, 65_537, 200_000], which=0),
     "leaves": lambda: leaves_case(optzoo.adam(0.1), [0, 1, 16_384, 16_385, 200_000]),
 }
 

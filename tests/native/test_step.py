@@ -31,9 +31,8 @@ SECOND_ORDER = {name for name, e in CATALOG.items() if e.family == "second_order
 NOT_LAZY = {"adam", "adam_gs", "adamw", "add_sign", "global_decay_row_wise_adagrad"}
 NOT_LAZY |= {"grad_variance_scaled", "nadam", "neural_optimizer1", "power_sign"}
 LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
-# Norms of updates, or values for each row.
-NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name}
-NOT_BY_ELEMENT |= {"lamb", "lars", "normalized_sgd"}
+# Norms of each row, or values for each row.
+NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name} | {"lamb"}
 BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER - NOT_BY_ELEMENT)
 # On arrays, equal to the bit. In the others some version of XLA contracts other operations.
 EQUAL = {"adagrad_eps", "adam", "adam_gs", "adamax", "custom_adam", "gradient_descent"}
@@ -237,6 +236,70 @@ def test_other_transformations(tx, draw, params):
     check_close(expected, got)
 
 
+def clipped(tx, clip):
+    return optax.chain(tx, clip, optax.scale(-0.1))
+
+
+OF_NORMS = {
+    "lamb": optax.lamb(0.1, weight_decay=0.1),
+    "lars": optax.lars(0.1, weight_decay=0.1),
+    "fromage": optax.fromage(0.1),
+    "novograd": optax.novograd(0.1),
+    "the norm of all updates": clipped(optax.scale_by_adam(), optax.clip_by_global_norm(0.1)),
+    "of each": clipped(optzoo.scale_by_lazy_adam(), optax.clip_by_block_rms(0.1)),
+    "several": clipped(optax.lamb(0.1), optax.clip_by_global_norm(0.1)),
+    "the largest": clipped(
+        optax.scale_by_adam(),
+        optax.stateless(lambda u, p: jax.tree.map(lambda x: x / jnp.max(jnp.abs(x)), u)),
+    ),
+    "in a branch": optzoo.accumulate(optax.lamb(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("name", OF_NORMS)
+def test_norms_of_updates(name):
+    """The operations before a norm are done twice: for it, and in the update."""
+    check_close(*both(OF_NORMS[name], {**arrays(9), "e": table()}, draw_with_table, steps=4))
+
+
+def draw_with_table(seed):
+    return {**arrays(seed), "e": table(seed)}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["lamb", "the norm of all updates"])
+def test_norms_of_updates_take_no_memory(name):
+    tx, params = OF_NORMS[name], {"a": table(shape=(200, 50)), "b": table(shape=(100, 100))}
+    params, grads = jax.tree.map(jnp.copy, (params, params))
+    state = tx.init(params)
+    step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
+    program = step.lower(params, state, grads).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 8192
+    places = pointers((params, state))
+    assert pointers(program(params, state, grads)) == places
+
+
+def test_norms_whose_update_stays_with_xla():
+    """Slots stay with it, too: it would have to copy what the native loop overwrites."""
+    tx = optax.chain(optax.scale_by_adam(), optax.stateless(lambda u, p: u @ u))
+    step, params = optzoo.native_step(tx), table(shape=(8, 8))
+    assert calls_in(step, params, tx.init(params), params) == 0
+    with pytest.raises(ValueError, match=r"updates 3 arrays: 'params': .*: `dot_general`"):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_of_many_elements_are_exact(dtype, x64):
+    """4,096 at a time: one after the other they would lose digits."""
+    with x64(True):
+        x = jnp.asarray(np.random.default_rng(0).uniform(size=2_000_003), dtype)
+        tx = optax.stateless(lambda u, p: u / jnp.sqrt(jnp.sum(u**2)))
+        got, _ = optzoo.native_step(tx, required=True)(jnp.zeros_like(x), tx.init(x), x)
+        wide = np.asarray(x, np.longdouble)
+        error = np.max(np.abs(np.asarray(got) * np.sqrt(np.sum(wide**2)) / wide - 1))
+        assert error < 4 * np.finfo(dtype).eps
+
+
 def test_empty_arrays():
     params = {"none": jnp.zeros((0, 3)), "t": table(), "some": jnp.ones(4)}
     draw = lambda seed: {"none": jnp.zeros((0, 3)), "t": rows(seed, ids=0), "some": jnp.ones(4)}
@@ -342,9 +405,9 @@ def finite(tx):
 BRANCHES = {
     "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
     "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"": IDS}), rows, 1, 3),
-    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 1, 9),
+    "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 2, 9),  # are all finite, and update
     "nested": (
-        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 2, 12
+        optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 3, 12
     ),
 }  # fmt: skip
 
