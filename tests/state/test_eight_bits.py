@@ -245,7 +245,9 @@ def test_a_thousand_steps_by_the_formulas(name):
         g = np.asarray(gradients(befores[t], noise[t].astype(np.float32)))
         u, want = formula(g, loaded, t + 1)
         for k, a in slots.items():
-            check_codes(type(a), np.asarray(want[k], np.float32), jax.tree.map(lambda x, t=t: x[t], a))
+            check_codes(
+                type(a), np.asarray(want[k], np.float32), jax.tree.map(lambda x, t=t: x[t], a)
+            )
         np.testing.assert_allclose(
             afters[t], befores[t] + u - decay * befores[t], rtol=1e-4, atol=1e-5
         )
@@ -500,6 +502,19 @@ def test_shardings_of_states():
     assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec(None))
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape), x.sharding), params)
     jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(zeros)
+
+
+def test_shards_that_lines_do_not_divide():
+    """Lines of codes have 8 rows with 40 elements, those of the table 3."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
+    table = optzoo.create_table(
+        optzoo.RowSharding(12, 4, multiple=12),
+        mesh,
+        lambda ids: jnp.zeros((len(ids), 40)),
+        lines=True,
+    )
+    with pytest.raises(ValueError, match=r"12 rows in a shard.*of 8 rows.*multiple= of 8 times"):
+        optzoo.state_sharding(slots_dtype(optzoo.lazy_adam(0.1), "int8"), {"t": table})
 
 
 def test_stacked_leaves():
