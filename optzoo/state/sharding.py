@@ -131,9 +131,10 @@ def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
         per_line = rows_per_line(part.shape[1:])
         if rows < len(part) and rows % per_line:
             return (
-                f"params has a table of shape {x.shape} in lines with {rows} rows in a shard, which "
-                f"lines of a slot in 8 bits, of {per_line} rows, do not divide: give RowSharding a "
-                f"multiple= of {per_line} times the number of shards, or the table as an array"
+                f"params has a table of shape {x.shape} in lines with {rows} rows in a shard, "
+                f"which lines of a slot in 8 bits, of {per_line} rows, do not divide: give "
+                f"RowSharding a multiple= of {per_line} times the number of shards, or the table "
+                "as an array"
             )
     return None
 
