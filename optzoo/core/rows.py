@@ -231,7 +231,7 @@ class SparseRows(metaclass=_HintInErrors):
     def gather(self, dense: Any) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""
         if is_lines(dense):
-            return take_rows(dense.value, self.indices, self._shape_of(dense))
+            return take_rows(dense.value, self.indices, dense.shape)
         if self.num_rows == 0:
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
         if are_lines(dense, self.shape):
@@ -241,8 +241,7 @@ class SparseRows(metaclass=_HintInErrors):
     def scatter(self, dense: Any, rows: Array) -> Any:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
         if is_lines(dense):
-            rows, shape = rows.astype(dense.dtype), self._shape_of(dense)
-            new = put_rows(dense.value, self.indices, rows, shape)
+            new = put_rows(dense.value, self.indices, rows.astype(dense.dtype), dense.shape)
             return Lines(new, dense.shape)
         if are_lines(dense, self.shape):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
@@ -272,10 +271,6 @@ class SparseRows(metaclass=_HintInErrors):
             self._row_ids(), values, num_rows=self.num_rows, deterministic=deterministic
         )
         return self._same(values.astype(self.dtype), ids=protect(ids), coalesced=True)
-
-    def _shape_of(self, lines: Lines) -> tuple[int, ...]:
-        """The shape of the rows in lines, of which this device may have those of a shard."""
-        return (self.num_rows, *lines.shape[1:])
 
     def _row_ids(self) -> Array:
         """The indices; those out of range are replaced by that of padding."""

@@ -137,7 +137,8 @@ class Call:
         ]
         scratch = of_rows(part) if isinstance(part, RowsGroup) else []
         if isinstance(part, SumGroup):
-            scratch = of_sums([math.prod(p.arrays[0].shape) for p in self.parts], many)
+            sums = (p for p in self.parts if isinstance(p, SumGroup))
+            scratch = of_sums([math.prod(p.arrays[0].shape) for p in sums], many)
         call = jax.ffi.ffi_call(self.name, [*results, *scratch], input_output_aliases=self.aliases)
         return tuple(call(*args))[: len(results)]
 

@@ -30,14 +30,14 @@ class SignedCodes(NamedTuple):
     """A slot in 8 bits: ``round(127 y)`` of ``y = 2 x / (1 + |x|)`` for elements ``scale * x``."""
 
     codes: Array  # int8, of the shape of the slot, or with scales beside them
-    scales: Array | tuple[()]  # the greatest magnitudes of the groups
+    scales: Any  # uint16, the greatest magnitudes of the groups; or ()
 
 
 class RootCodes(NamedTuple):
     """A slot in 8 bits that is never negative: ``round(255 x)`` for elements ``(scale * x)**2``."""
 
     codes: Array  # uint8, of the shape of the slot, or with scales beside them
-    scales: Array | tuple[()]  # the roots of the greatest elements of the groups
+    scales: Any  # uint16, the roots of the greatest elements of the groups; or ()
 
 
 Codes = SignedCodes | RootCodes

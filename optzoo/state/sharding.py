@@ -126,13 +126,15 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
 def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
     """Why the lines of a slot in 8 bits cannot be sharded as the table is."""
     rows = whole.shard_shape(shape_of(slot))[0]
-    for part in filter(is_lines, slot):
+    of_lines: list[Any] = [part for part in slot if is_lines(part)]
+    for part in of_lines:
         per_line = rows_per_line(part.shape[1:])
         if rows < len(part) and rows % per_line:
             return (
-                f"params has a table of shape {x.shape} with {rows} rows in a shard, of whose "
-                f"slots in 8 bits a line has {per_line} rows: give RowSharding a multiple= of "
-                f"{per_line} times the number of shards, or the table as an array"
+                f"params has a table of shape {x.shape} in lines with {rows} rows in a shard, "
+                f"which lines of a slot in 8 bits, of {per_line} rows, do not divide: give "
+                f"RowSharding a multiple= of {per_line} times the number of shards, or the table "
+                "as an array"
             )
     return None
 

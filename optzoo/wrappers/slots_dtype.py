@@ -65,9 +65,10 @@ def slots_dtype(
     such slots. The update is computed from the slots before they are rounded. All other slots stay
     as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, those
     of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is an
-    error. With ``stochastic`` codes are rounded at random. Rows are read and written as the touched
-    rows of codes and scales. :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes,
-    :func:`optzoo.slots_like` converts a whole state.
+    error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most 128
+    columns, which may be a table, are further columns of its codes, so a row is read and written
+    with them; if its last axis is sharded, that of the codes is whole. :func:`optzoo.get_slot`
+    decodes, :func:`optzoo.set_slot` encodes, :func:`optzoo.slots_like` converts a whole state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or

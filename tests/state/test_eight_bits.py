@@ -542,6 +542,19 @@ def test_shardings_of_states():
     jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(zeros)
 
 
+def test_shards_that_lines_do_not_divide():
+    """Lines of codes have 8 rows with 40 elements, those of the table 3."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
+    table = optzoo.create_table(
+        optzoo.RowSharding(12, 4, multiple=12),
+        mesh,
+        lambda ids: jnp.zeros((len(ids), 40)),
+        lines=True,
+    )
+    with pytest.raises(ValueError, match=r"12 rows in a shard.*of 8 rows.*multiple= of 8 times"):
+        optzoo.state_sharding(slots_dtype(optzoo.lazy_adam(0.1), "int8"), {"t": table})
+
+
 def test_stacked_leaves():
     params = {f"w{i}": jnp.asarray(numbers(i)) for i in range(3)}
     grads = jax.tree.map(lambda x: x / 3, params)

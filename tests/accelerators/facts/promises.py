@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.core.lines import shape_of_lines
+from optzoo.state.eight_bits import nbytes_of_codes
 
 from . import record
 from .cases import CASES, FEW_ROWS, IDS, ROWS, Case
@@ -52,7 +53,10 @@ def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
     limit = max(TEMPORARIES[case.platform], 0.02 * facts["arguments"])
     limit *= 2 if case.name.startswith("sharded/") else 1  # with messages
     if "lines" in case.name:  # a few arrays with a line for each id
-        _, lanes = shape_of_lines((ROWS, _width(case)))
+        width = _width(case)
+        if "int8" in case.name:  # rows of codes have their scales beside them
+            width = nbytes_of_codes((width,))
+        _, lanes = shape_of_lines((ROWS, width))
         limit = max(limit, 10 * 4 * IDS * lanes)
     if facts["temporaries"] > limit:
         yield f"temporaries of {facts['temporaries']:,} bytes, more than {limit:,.0f}"
@@ -65,11 +69,7 @@ def _of_few_rows(case: Case, facts: Facts) -> Iterator[str]:
         yield f"sends {sent:,} bytes"
     # An operation on all rows in the memory of its argument is no large one. The estimate for v6e
     # counts whole tables for what its SparseCores gather and scatter. A step moves whole lines.
-    # The scales of slots in 8 bits are gone through in the loop of a sharded step: this is known,
-    # and stands in docs/accelerators.md.
-    has_scales = case.name.startswith("sharded/") and "int8" in case.name
-    passes = 4 if "lines" in case.name else 3 if has_scales else 2
-    most = passes * table
+    most = (4 if "lines" in case.name else 2) * table
     if case.device.startswith("v5e") and not is_brought and facts.get("bytes", 0) >= most:
         yield f"reads and writes {facts['bytes']:,} bytes, as much as all rows"
 
