@@ -229,12 +229,24 @@ def test_several_tables_and_arrays():
         (optzoo.on_rows(optax.adamw(0.1)), rows, table()),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), arrays, arrays(9)),
         (optzoo.moving_average(optzoo.adam(0.1), 0.9), arrays, arrays(9)),
+        (optzoo.moving_average(optzoo.lazy_adam(0.1), 0.9), rows, table()),
     ],
-    ids=["on_rows", "clip and adamw", "moving_average"],
+    ids=["on_rows", "clip and adamw", "moving_average", "moving_average of rows"],
 )
 def test_other_transformations(tx, draw, params):
     expected, got = both(tx, params, draw)
     check_close(expected, got)
+
+
+@pytest.mark.parametrize("draw", [rows, arrays])
+def test_averages_and_decay_are_in_the_pass_of_the_update(draw):
+    """One call for all arrays; of rows one, and one for the average, which has all of them."""
+    tx = optzoo.decoupled_weight_decay(optzoo.lazy_adam(0.1), weight_decay_per_step=0.1)
+    tx = optzoo.moving_average(tx, 0.9)
+    params = table() if draw is rows else arrays(9)
+    step = optzoo.native_step(tx, required=True)
+    assert calls_in(step, params, tx.init(params), draw(0)) == (2 if draw is rows else 1)
+    check_close(*both(tx, params, draw))
 
 
 def clipped(tx, clip):
