@@ -9,7 +9,9 @@ from jax import lax
 from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, inlined_branch, read
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
-from .groups import in_order, is_known
+from .groups import is_known
+from .order import in_order
+from .simplify import simplify
 
 _OF_ROWS = {*WRITES, "rows_gather", "rows_merge", "rows_plain", "rows_protect"}
 
@@ -42,7 +44,7 @@ class Branches(Operation):
             program, outside = inlined_branch(
                 moved, op, number, outs, PLAIN_CALLS, WITH_DERIVATIVES
             )
-            _drop_zeros(program)
+            simplify(program)
             within = dict(zip(outside, program.inputs, strict=True))
             results = dict(zip(outs, program.results, strict=True))
             pairs = [(v, w) for v, w in kept.items() if v in within and w in results]
@@ -151,47 +153,3 @@ def _moved(program: Graph, op: Operation) -> list[Operation]:
 
 def _is_movable(op: Operation) -> bool:
     return op.name in _OF_ROWS or (op.kind is not Kind.BRANCH and bool(op.outs) and is_known(op))
-
-
-# Zeros
-
-
-def _drop_zeros(program: Graph) -> None:
-    """Takes additions of zeros out of a program, as XLA does it."""
-    same = dict[Value, Value]()
-
-    def replace(op):
-        op.ins = [same.get(v, v) for v in op.ins]
-        for each in op.inside:
-            replace(each)
-
-    for op in program.operations:
-        replace(op)
-        found = _unchanged(op)
-        if found is not None and found.aval == op.outs[0].aval:
-            same[op.outs[0]] = found
-    program.results = [same.get(v, v) for v in program.results]
-    operations = [op for op in program.operations if not same.keys() & {*op.outs}]
-    program.operations = in_order(operations, program.results)
-
-
-def _unchanged(op: Operation) -> Value | None:
-    """The operand that the result is equal to, if there is one."""
-    if op.name in ("add", "add_any"):
-        return next((v for v, w in (op.ins, op.ins[::-1]) if _is_zero(w)), None)
-    if op.name == "rows_add":
-        return op.ins[0] if _is_zero(op.ins[2]) else None
-    if op.name == "convert_element_type":  # back, after nothing was added
-        middle = op.ins[0]
-        if middle.maker is not None and middle.maker.name == op.name:
-            first = middle.maker.ins[0]
-            is_wider = jnp.promote_types(first.dtype, middle.dtype) == middle.dtype
-            return first if is_wider else None
-    return None
-
-
-def _is_zero(v: Value) -> bool:
-    """Whether all its elements are known to be zero."""
-    while v.literal is None and v.maker is not None and v.maker.name == "broadcast_in_dim":
-        v = v.maker.ins[0]
-    return v.literal is not None and not v.shape and v.aval.dtype.kind in "iuf" and v.literal == 0

@@ -13,6 +13,7 @@ from .elementwise import uses_half
 from .grouped_leaves import find_grouped_leaves
 from .groups import LeafGroup
 from .norms import SumGroup, find_sums
+from .order import in_order
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -75,9 +76,7 @@ class Division:
         rows = groups.find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
-        nodes = groups.in_order(
-            [*others, *(Call([g], self._required) for g in rows)], program.results
-        )
+        nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
         places = {
             before: after
             for before, after in kept.items()
@@ -100,7 +99,7 @@ class Division:
         native = done | made | within
         self.reasons = {v: why for v, why in self.reasons.items() if _same(v) not in native}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return self._with_sums(groups.in_order([*nodes, *calls], program.results), program)
+        return self._with_sums(in_order([*nodes, *calls], program.results), program)
 
     def _with_sums(self, nodes: list[Any], program: Graph) -> list[Any]:
         """The nodes in which the norms that native calls need are native, too."""
@@ -109,7 +108,7 @@ class Division:
         sums = self._calls(find_sums(nodes, wanted))
         done = {v for call in sums for v in call.outs}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return groups.in_order([*nodes, *sums], program.results)
+        return in_order([*nodes, *sums], program.results)
 
     def _calls(self, leaves: Iterable[LeafGroup]) -> list[Call]:
         """Leaves, or sums, of the same operations share calls."""

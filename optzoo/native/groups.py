@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import graphlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, inlined, needed
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .elementwise import DTYPES, is_elementwise
+from .simplify import simplify
 
 _PARTS = {"slice", "split", "concatenate"}
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
@@ -112,7 +112,7 @@ def read_program(jaxpr: Any) -> Graph:
     Calls are replaced by their operations. Functions with derivatives of their own stay.
     """
     program = inlined(jaxpr, None, PLAIN_CALLS, WITH_DERIVATIVES)
-    program.operations = needed(program.operations, program.results)
+    simplify(program)
     return program
 
 
@@ -595,18 +595,3 @@ def _stages(program: Graph, fusible: Collection[Operation]) -> dict[Operation, i
         for v in op.ins:
             latest[v] = min(latest.get(v, last), stages[op])
     return stages
-
-
-# Order
-
-
-def in_order(nodes: Iterable[Any], results: Iterable[Value]) -> list[Any]:
-    """Operations and groups such that each comes after what it needs; without the superfluous.
-
-    Raises:
-        graphlib.CycleError: if there is no such order.
-    """
-    nodes = list(nodes)
-    maker = {v: node for node in nodes for v in node.outs}
-    graph = {node: [maker[v] for v in node.ins if v in maker] for node in nodes}
-    return needed(list(graphlib.TopologicalSorter(graph).static_order()), results)

@@ -35,8 +35,10 @@ def native_step(
     CPU compiler makes one loop for each array that it writes, and reads and writes rows one after
     the other. Here the operations of the update are found in its program and compiled again, to one
     loop: for the rows of a table (merge, read, compute, write), and for arrays that are updated
-    element by element. Everything else stays with XLA: norms, matrices, and what is in a ``cond``
-    (:func:`optzoo.accumulate`, ``optax.apply_if_finite``).
+    element by element. So are norms of whole arrays that an update needs, and the branches of a
+    ``cond`` (:func:`optzoo.accumulate`, ``optax.apply_if_finite``), with the addition to the
+    parameters; where updates are zeros, parameters are not touched. Everything else stays with
+    XLA, such as matrices and loops.
 
     On TPUs the rows of a table and of its slots are read, computed and written by one Pallas
     kernel, if their elements have 32 bits and each of them has rows of several elements.

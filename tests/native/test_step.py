@@ -228,12 +228,24 @@ def test_several_tables_and_arrays():
         (optzoo.on_rows(optax.adamw(0.1)), rows, table()),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), arrays, arrays(9)),
         (optzoo.moving_average(optzoo.adam(0.1), 0.9), arrays, arrays(9)),
+        (optzoo.moving_average(optzoo.lazy_adam(0.1), 0.9), rows, table()),
     ],
-    ids=["on_rows", "clip and adamw", "moving_average"],
+    ids=["on_rows", "clip and adamw", "moving_average", "moving_average of rows"],
 )
 def test_other_transformations(tx, draw, params):
     expected, got = both(tx, params, draw)
     check_close(expected, got)
+
+
+@pytest.mark.parametrize("draw", [rows, arrays])
+def test_averages_and_decay_are_in_the_pass_of_the_update(draw):
+    """One call for all arrays; of rows one, and one for the average, which has all of them."""
+    tx = optzoo.decoupled_weight_decay(optzoo.lazy_adam(0.1), weight_decay_per_step=0.1)
+    tx = optzoo.moving_average(tx, 0.9)
+    params = table() if draw is rows else arrays(9)
+    step = optzoo.native_step(tx, required=True)
+    assert calls_in(step, params, tx.init(params), draw(0)) == (2 if draw is rows else 1)
+    check_close(*both(tx, params, draw))
 
 
 def clipped(tx, clip):
@@ -286,6 +298,19 @@ def test_norms_whose_update_stays_with_xla():
     assert calls_in(step, params, tx.init(params), params) == 0
     with pytest.raises(ValueError, match=r"updates 3 arrays: 'params': .*: `dot_general`"):
         jax.make_jaxpr(optzoo.native_step(tx, required=True))(params, tx.init(params), params)
+
+
+def test_what_reads_old_slots_comes_before_they_are_overwritten():
+    """Nothing makes this median come first, so XLA would copy the old slots for it."""
+
+    def update(g, state, params=None):
+        mean = 0.9 * state[0].astype(jnp.float32) + g
+        return -0.1 * mean, (mean.astype(jnp.bfloat16), jnp.sort(mean, 0)[len(mean) // 2])
+
+    init = lambda x: (jnp.zeros_like(x, jnp.bfloat16), jnp.zeros(WIDTH))
+    tx = optax.with_extra_args_support(optax.GradientTransformation(init, update))
+    assert calls_in(optzoo.native_step(tx), table(), tx.init(table()), table(1)) == 0
+    check_close(*both(tx, table(), table, required=False))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
