@@ -204,7 +204,7 @@ def rows(number, width, ids):
     values = jnp.asarray(rng.normal(size=(ids, width)), jnp.float32)
     places = (jnp.asarray(rng.integers(0, number, ids), jnp.int32) for _ in range(64))
     grads = [optzoo.SparseRows(i, values, number) for i in places]
-    return steps(optzoo.lazy_adam(1e-3), {}, table, grads)
+    return steps(optzoo.lazy_adam(1e-3), {}, table, grads, native=True)
 
 
 def cost(save):

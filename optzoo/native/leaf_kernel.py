@@ -17,8 +17,8 @@ from .loops import POINTER, loop, summed, which
 from .operations import I64, TYPES, element, load, smaller, store
 from .pool import in_parallel
 
-_BLOCK = 16_384  # elements of a task
-_MANY = 4  # tasks for which threads are worth their start
+_BLOCK = 65_536  # elements of a task
+_MANY = 65_536  # elements for which threads are worth their start
 
 
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
@@ -56,7 +56,8 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
             size = smaller(b, I64(block_size), b.sub(size_of(frame, k), start))
             b.call(function, [*outs, *ins, *frame.scalars(0, leaf.scalars), size])
 
-        in_parallel(frame, "blocks", many, b.icmp_signed(">=", many, I64(_MANY)), block)
+        elements = summed(b, number, lambda k: size_of(frame, k))
+        in_parallel(frame, "blocks", many, b.icmp_signed(">=", elements, I64(_MANY)), block)
 
     def argument(frame, k, i):
         return frame.argument(frame.b.add(frame.b.mul(k, I64(ni)), I64(ns + i)))

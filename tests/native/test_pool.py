@@ -68,7 +68,7 @@ CASES = {
     "merged outside": lambda: rows_case(CLIPPED, "random", 3000),
     "norms": lambda: rows_case(optzoo.row_wise_lars(0.1), "skewed", 20_000),
     "sums": lambda: leaves_case(CLIPPED, [16, 4095, 65_537, 200_000], which=0),
-    "leaves": lambda: leaves_case(optzoo.adam(0.1), [0, 1, 16_384, 16_385, 200_000]),
+    "leaves": lambda: leaves_case(optzoo.adam(0.1), [0, 1, 65_536, 65_537, 200_000]),
 }
 
 
@@ -111,7 +111,10 @@ def test_results_are_the_same_bits_on_all_pools(cases, name):
 
 
 def test_few_rows_and_small_arrays_ask_no_thread():
-    small = [rows_case(optzoo.lazy_adam(0.1), "random", 200), leaves_case(optzoo.adam(0.1), [9])]
+    small = [
+        rows_case(optzoo.lazy_adam(0.1), "random", 200),
+        leaves_case(optzoo.adam(0.1), range(1, 17)),
+    ]
     for case in small:
         results_of(case, pool := Pool("threads", 4))
         assert pool.given == 0
