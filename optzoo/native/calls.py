@@ -86,18 +86,38 @@ class Call:
         return lambda *args: f(*(jnp.reshape(x, ()) for x in args[:ns]), *args[ns:])
 
     def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
-        """The function for TPUs, of which XLA makes one loop for each leaf by itself."""
-        from .tpu_kernel import tpu_kernel
-
-        rows = self.parts[0]
-        if not isinstance(rows, RowsGroup) or number_of_partitions(ctx) > 1:
+        """The function for TPUs, of which XLA makes one loop for each other leaf by itself."""
+        first = self.parts[0]
+        has_kernel = isinstance(first, RowsGroup) or _in_groups(first)
+        if not has_kernel or number_of_partitions(ctx) > 1:
             return self.reference
+        from .tpu_kernel import tpu_kernel
+        from .tpu_leaf_kernel import tpu_leaf_kernel
+
         try:
-            return tpu_kernel(rows)
+            if isinstance(first, RowsGroup):
+                return tpu_kernel(first)
+            return self._each([tpu_leaf_kernel(p) for p in self.parts if isinstance(p, LeafGroup)])
         except Unsupported as error:
             if self.required:
                 raise RuntimeError(f"native code is required, but {error}") from error
             return self.reference
+
+    def _each(
+        self, kernels: Sequence[Callable[..., tuple[Array, ...]]]
+    ) -> Callable[..., tuple[Array, ...]]:
+        """One function for each part."""
+        many = len(self.parts[0].ins) - self.shared
+
+        def call(*args):
+            scalars, arrays = args[: self.shared], args[self.shared :]
+            found = [
+                kernel(*scalars, *arrays[k * many : (k + 1) * many])
+                for k, kernel in enumerate(kernels)
+            ]
+            return tuple(x for each in found for x in each)
+
+        return call
 
     def _without(self, reason: str) -> Callable[..., tuple[Array, ...]]:
         """The operations themselves, where native code for CPUs cannot run."""
