@@ -154,3 +154,27 @@ def test_a_lost_kernel_is_found(monkeypatch):
         line.split(":")[0] for line in record.differences(record.read(record.FACTS)[key], now)
     }
     assert promises.broken(key, now) == ["its rows are left to XLA"]
+
+
+def test_arrays_in_8_bits_have_a_kernel():
+    """With it a step moves fewer bytes than one in float32, and needs no temporaries."""
+    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def facts(tx, step):
+        args = shape, jax.eval_shape(tx.init, shape), shape
+        step = jax.jit(step(tx), donate_argnums=(0, 1))
+        return record.facts_of(optzoo.compile_report(step, *args, device="v5e:2x2"))
+
+    def plain(tx):
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step
+
+    in_8_bits = optzoo.slots_dtype(optzoo.adam(1e-3), "int8")
+    wide, coded = facts(optzoo.adam(1e-3), plain), facts(in_8_bits, plain)
+    native = facts(in_8_bits, optzoo.native_step)
+    assert promises.KERNEL in native["calls"] and promises.KERNEL not in coded.get("calls", ())
+    assert native["bytes"] < 0.65 * wide["bytes"] < coded["bytes"]
+    assert native["temporaries"] < 10_000
