@@ -24,8 +24,11 @@ def find_grouped_leaves(
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
     """
+    if not any(op.name in REDUCTIONS for op in each(program.operations)):
+        return []
     found, made = [], program.depending(places)
-    for results in _together(list(places.values())):
+    place = {op: k for k, op in enumerate(program.operations)}
+    for results in _together(places.values()):
         ops = _operations(results)
         reductions = [op for op in each(ops) if op.name in REDUCTIONS]
         if not reductions:
@@ -40,7 +43,7 @@ def find_grouped_leaves(
         elif any(v in made and v not in places for v in arrays):
             reason = "something else needs a result between its operations"
         else:
-            in_turn = [op for op in program.operations if op in ops]
+            in_turn = sorted(ops, key=place.__getitem__)
             found.append(leaf_group(in_turn, results, places, in_place, length))
             continue
         for v in results:
@@ -48,19 +51,25 @@ def find_grouped_leaves(
     return found
 
 
-def _together(results: Iterable[Value]) -> list[list[Value]]:
+def _together(results: Iterable[Value]) -> Iterable[list[Value]]:
     """Results that share operations."""
-    found: list[tuple[list[Value], set[Operation]]] = []
-    for result in results:
-        together, ops = [result], set(_operations([result]))
-        rest = []
-        for others, theirs in found:
-            if ops.isdisjoint(theirs):
-                rest.append((others, theirs))
-            else:
-                together, ops = [*others, *together], ops | theirs
-        found = [*rest, (together, ops)]
-    return [together for together, _ in found]
+    groups: dict[int, list[Value]] = {}
+    owner: dict[Operation, int] = {}  # of operations the group, which may have been joined
+    joined: dict[int, int] = {}
+
+    def find(number):
+        while number in joined:
+            number = joined[number]
+        return number
+
+    for number, result in enumerate(results):
+        groups[number] = [result]
+        for op in _operations([result]):
+            other = find(owner.setdefault(op, number))
+            if other != (mine := find(number)):
+                joined[mine] = other
+                groups[other] += groups.pop(mine)
+    return groups.values()
 
 
 def _operations(results: Iterable[Value]) -> list[Operation]:
