@@ -7,7 +7,7 @@ between the operations of a group.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llvmlite import ir
@@ -158,6 +158,19 @@ class Elements:
             element = self.of(v, at(self.b.select(is_in, self.b.sub(i, I64(start)), ZERO)))
             found = element if found is None else self.b.select(is_in, element, found)
         return found
+
+
+def in_memory(
+    b: ir.IRBuilder, scalars: Mapping[Value, Any], pointers: Mapping[Value, Any]
+) -> Callable[[Value, Index], Any]:
+    """Gives elements of scalars, and of arrays with one index."""
+
+    def known(value, index):
+        if value in scalars:
+            return scalars[value]
+        return load(b, value.dtype, pointers[value], *index) if value in pointers else None
+
+    return known
 
 
 class FlatElements(Elements):

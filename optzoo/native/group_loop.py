@@ -8,8 +8,9 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
-from .loops import memory, variable
-from .operations import TYPES, bytes_of, neutral, reduced, store
+from .loops import memory
+from .operations import bytes_of, store
+from .totals import Totals
 
 IndexOf = Callable[[Sequence[int]], Index]  # by the shape of a value that of its element
 # A loop over the elements of a group in an array of a shape; the position of one in the group.
@@ -48,18 +49,13 @@ def write_group(
         wanted = [*results, *(v for op in left for v in op.ins)]
         common = [v for v in _frontier(wanted, cone) if v not in kept and keeps(v)]
         new = {v: memory(b, length * bytes_of(v.dtype)) for v in common}
-        totals = {op: variable(b, TYPES[op.outs[0].dtype]) for op in now}
-        for op, total in totals.items():
-            b.store(neutral(op.name, op.outs[0].dtype), total)
+        totals = Totals(b, now)
         with lanes(now[0].ins[0].shape) as (lane, index_of), _read(elements, kept, lane):
-            for op, total in totals.items():
-                element = elements.of(op.ins[0], index_of(op.ins[0].shape))
-                so_far = b.load(total, typ=TYPES[op.outs[0].dtype])
-                b.store(reduced(b, op.name, so_far, element), total)
+            totals.add(lambda op: elements.of(op.ins[0], index_of(op.ins[0].shape)))
             for v, place in new.items():
                 store(b, v.dtype, place, lane, elements.of(v, index_of(v.shape)))
-        for op, total in totals.items():
-            elements.keep(op.outs[0], b.load(total, typ=TYPES[op.outs[0].dtype]))
+        for op in now:
+            elements.keep(op.outs[0], totals.get(op))
         kept |= new
     with lanes(results[0].shape) as (lane, index_of), _read(elements, kept, lane):
         stores(index_of)

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ..jaxprs.graph import Graph, Operation, Value
+from ..jaxprs.primitives import Kind
 from .elementwise import is_elementwise
-from .groups import REDUCTIONS, LeafGroup, each, leaf_group
+from .groups import REDUCTIONS, LeafGroup, each, leaf_group, reductions
 
 
 def find_grouped_leaves(
@@ -24,16 +25,15 @@ def find_grouped_leaves(
         in_place: those arrays whose next values take their memory.
         report: gets results that are in no group, with the reason.
     """
-    if not any(op.name in REDUCTIONS for op in each(program.operations)):
+    if not reductions(program.operations):
         return []
     found, made = [], program.depending(places)
     place = {op: k for k, op in enumerate(program.operations)}
     for results in _together(places.values()):
         ops = _operations(results)
-        reductions = [op for op in each(ops) if op.name in REDUCTIONS]
-        if not reductions:
+        if not (over := reductions(ops)):
             continue
-        operand = reductions[0].ins[0].shape
+        operand = over[0].ins[0].shape
         size, length = math.prod(operand), operand[-1]
         own = {v for op in ops for v in op.outs}
         arrays = {v for op in ops for v in op.ins if v.shape and v not in own}
@@ -92,8 +92,8 @@ def _is_known(op: Operation) -> bool:
     if op.name == "broadcast_in_dim":
         same = tuple(op.params["broadcast_dimensions"]) == tuple(range(len(ins[0])))
         return not ins[0] or (same and _is_part(ins[0], out))
-    if op.name in ("reshape", "squeeze", "expand_dims"):
-        return op.params.get("dimensions") is None or op.name != "reshape"
+    if op.kind is Kind.MOVE:
+        return op.name != "reshape" or op.params["dimensions"] is None
     if op.name in REDUCTIONS:
         is_last = tuple(op.params["axes"]) == (len(ins[0]) - 1,)
         return is_last and len(ins[0]) > 1 and op.ins[0].dtype == "int32"

@@ -336,6 +336,11 @@ def each(operations: Iterable[Operation]) -> Iterator[Operation]:
         yield op
 
 
+def reductions(operations: Iterable[Operation]) -> list[Operation]:
+    """Those of the operations, and of those that they stand for, that are reductions."""
+    return [op for op in each(operations) if op.name in REDUCTIONS]
+
+
 def splits(op: Operation) -> tuple[int, int] | None:
     """The last two axes, if a reshape splits the last axis into them, or joins them."""
     if op.name != "reshape" or op.eqn.params["dimensions"] is not None:

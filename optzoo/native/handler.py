@@ -65,6 +65,28 @@ class Frame:
             self.b.call(copy, [target, source, size, BOOL(0)])
 
 
+class Members:
+    """The arguments and results of a call for several groups, which share its first arguments.
+
+    Args:
+        shared: the number of arguments that all share.
+        ins: the number of further arguments of each.
+        outs: the number of results of each.
+    """
+
+    def __init__(self, shared: int, ins: int, outs: int):
+        self.shared, self.ins, self.outs = shared, ins, outs
+
+    def argument(self, frame: Frame, k: Any, i: int) -> Any:
+        """The buffer of one of the further arguments of a group."""
+        b = frame.b
+        return frame.argument(b.add(b.mul(k, I64(self.ins)), I64(self.shared + i)))
+
+    def result(self, frame: Frame, k: Any, i: int) -> Any:
+        """The buffer of one of the results of a group."""
+        return frame.result(frame.b.add(frame.b.mul(k, I64(self.outs)), I64(i)))
+
+
 def module_of(
     name: str, version: tuple[int, int], execute: Callable[[ir.Module, Frame], None]
 ) -> str:

@@ -9,12 +9,12 @@ from llvmlite import ir
 
 from ..jaxprs.graph import Value
 from .call_frame import CallFrame, Rets
-from .elements import Elements, FlatElements
+from .elements import Elements, FlatElements, in_memory
 from .group_loop import write_group
-from .groups import REDUCTIONS, LeafGroup, each
-from .handler import inner_function, module_of
+from .groups import LeafGroup, reductions
+from .handler import Members, inner_function, module_of
 from .loops import POINTER, loop, summed, which
-from .operations import I64, TYPES, element, load, smaller, store
+from .operations import I64, TYPES, element, smaller, store
 from .pool import in_parallel
 
 _BLOCK = 65_536  # elements of a task
@@ -24,9 +24,10 @@ _MANY = 65_536  # elements for which threads are worth their start
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
     """The text of the native function of some leaves with the same operations."""
     no, ni, ns = len(leaf.outs), len(leaf.arrays), len(leaf.scalars)
+    of = Members(ns, ni, no)
     whole = next(o for o, v in enumerate(leaf.outs) if _is_whole(leaf, v))
     block_size = _BLOCK // leaf.length * leaf.length
-    size_of = lambda frame, k: frame.size(result(frame, k, whole))
+    size_of = lambda frame, k: frame.size(of.result(frame, k, whole))
     aliased = {i - ns: k for i, k in leaf.aliases.items()}
     apart = [i for i in range(ni) if i not in aliased]
 
@@ -40,7 +41,8 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
         number = b.sdiv(frame.field(I64, frame.pointer, CallFrame.rets, Rets.size), I64(no))
         with loop(b, number) as k:
             for i, o in aliased.items():
-                frame.keep(leaf.arrays[i].dtype, argument(frame, k, i), result(frame, k, o))
+                pair = of.argument(frame, k, i), of.result(frame, k, o)
+                frame.keep(leaf.arrays[i].dtype, *pair)
         many = summed(b, number, lambda k: many_blocks(frame, k))
 
         def block(frame, task):
@@ -51,19 +53,13 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
             of_groups = b.sdiv(start, I64(leaf.length))
             first = lambda v: start if _is_whole(leaf, v) else of_groups
             at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), first(v))
-            outs = [at(v, result(frame, k, o)) for o, v in enumerate(leaf.outs)]
-            ins = [at(leaf.arrays[i], argument(frame, k, i)) for i in apart]
+            outs = [at(v, of.result(frame, k, o)) for o, v in enumerate(leaf.outs)]
+            ins = [at(leaf.arrays[i], of.argument(frame, k, i)) for i in apart]
             size = smaller(b, I64(block_size), b.sub(size_of(frame, k), start))
             b.call(function, [*outs, *ins, *frame.scalars(0, leaf.scalars), size])
 
         elements = summed(b, number, lambda k: size_of(frame, k))
         in_parallel(frame, "blocks", many, b.icmp_signed(">=", elements, I64(_MANY)), block)
-
-    def argument(frame, k, i):
-        return frame.argument(frame.b.add(frame.b.mul(k, I64(ni)), I64(ns + i)))
-
-    def result(frame, k, i):
-        return frame.result(frame.b.add(frame.b.mul(k, I64(no)), I64(i)))
 
     def many_blocks(frame, k):
         size = frame.b.add(size_of(frame, k), I64(block_size - 1))
@@ -83,13 +79,8 @@ def _leaf(
     """The loop over the elements, or over the groups of them."""
     first = len(args) - 1 - len(leaf.scalars)
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))
-
-    def known(value, index):
-        if value in scalars:
-            return scalars[value]
-        return load(b, value.dtype, pointers[value], *index) if value in pointers else None
-
     outs = dict(zip(leaf.outs, args, strict=False))
+    known = in_memory(b, scalars, pointers)
     elements = Elements(b, known) if leaf.length == 1 else FlatElements(b, known)
 
     def write(index_of, values):
@@ -120,8 +111,7 @@ def _group(
             at = elements.in_group(group, lane, leaf.length)
             yield lane, lambda shape: (at if math.prod(shape) == size else group,)
 
-    reductions = [op for op in each(leaf.operations) if op.name in REDUCTIONS]
     keeps = lambda v: math.prod(v.shape) == size
     store = lambda index_of: write(index_of, whole)
-    write_group(b, elements, reductions, whole, lanes, leaf.length, keeps, store)
+    write_group(b, elements, reductions(leaf.operations), whole, lanes, leaf.length, keeps, store)
     write(lambda shape: (group,), [v for v in leaf.outs if v not in whole])

@@ -27,7 +27,7 @@ from .operations import (
     load,
     smaller,
     store,
-)  # fmt: skip
+)
 from .scratch import CHUNK
 
 _HASH = 2654435761  # Knuth's multiplicative hashing

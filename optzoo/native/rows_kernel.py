@@ -11,9 +11,9 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .group_loop import IndexOf, write_group
-from .groups import REDUCTIONS, Part, RowsGroup, each
+from .groups import Part, RowsGroup, reductions
 from .handler import Frame, inner_function, module_of
-from .loops import POINTER, VECTOR, ZERO, loop, variable
+from .loops import POINTER, VECTOR, ZERO, loop
 from .merging import AHEAD, Ids, Parts, Sums, fetch
 from .operations import (
     I8,
@@ -25,12 +25,11 @@ from .operations import (
     constant,
     convert,
     load,
-    neutral,
-    reduced,
     smaller,
     store,
-)  # fmt: skip
+)
 from .pool import in_parallel
+from .totals import Totals
 
 _BLOCK = 256  # rows of a task
 _NBYTES = 3 * 2**19  # of written rows for which threads are worth their start
@@ -75,20 +74,26 @@ def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
     if merged is not None:
         Sums(frame, rows, merged).sample()
 
-    def count(frame, chunk):
+    def of(frame):
+        """The parts, and the sums if there are any, in the function of a task."""
         if merged is None:
-            Parts(frame, rows).keep(chunk, lambda position: None)
+            return Parts(frame, rows), None
+        return (sums := Sums(frame, rows, merged)).parts, sums
+
+    def count(frame, chunk):
+        parts, sums = of(frame)
+        if sums is None:
+            parts.keep(chunk, lambda position: None)
         else:
-            Sums(frame, rows, merged).prepare_next(chunk)
-        Parts(frame, rows).count(chunk)
+            sums.prepare_next(chunk)
+        parts.count(chunk)
 
     def some(frame, part):
-        each, parts = _EachRow(frame, rows, function), Parts(frame, rows)
+        each, (parts, sums) = _EachRow(frame, rows, function), of(frame)
         start, many = parts.of(part)
         order = frame.b.gep(parts.order, [start], source_etype=I32)
         gradient = lambda position: ()
-        if merged is not None:
-            sums = Sums(frame, rows, merged)
+        if sums is not None:
             many, gradient = sums.merge(order, start, many), lambda p: (sums.of(p),)
         each.write(many, lambda k: parts.get(order, k), gradient)
 
@@ -135,13 +140,13 @@ class _Row:
         self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
-        reductions = [*_reductions(self.rows.operations)]
-        for op in reductions:
-            if _many(op.outs[0]) == 1:
-                self.elements.keep(op.outs[0], self._reduce(op, self._elements(op.ins[0].shape)))
+        of_row = lambda op: _many(op.outs[0]) == 1
+        found = reductions(self.rows.operations)
+        for op in filter(of_row, found):
+            self.elements.keep(op.outs[0], self._reduce(op))
         several = [part for part in self.rows.parts if _many(part.value) > 1]
         if self.rows.lanes is not None:
-            self._write_groups(several, [op for op in reductions if _many(op.outs[0]) > 1])
+            self._write_groups(several, [op for op in found if not of_row(op)])
         elif several:
             shape = several[0].value.shape
             with self._elements(shape) as index:
@@ -151,7 +156,7 @@ class _Row:
         self._store([(part, (self.position, *[ZERO] * axes(part))) for part in rest])
         self.b.ret_void()
 
-    def _write_groups(self, parts: Sequence[Part], reductions: Sequence[Operation]) -> None:
+    def _write_groups(self, parts: Sequence[Part], of_group: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""
         number, length = self._groups()
         of_groups = [part for part in parts if _many(part.value) == number]
@@ -165,7 +170,7 @@ class _Row:
             write_group(
                 self.b,
                 self.elements,
-                reductions,
+                of_group,
                 [part.value for part in parts],
                 functools.partial(self._lanes, group),
                 length,
@@ -237,15 +242,12 @@ class _Row:
                 rest = self.b.urem(rest, I64(after))
         return tuple(found)
 
-    def _reduce(self, op: Operation, elements: Any) -> Any:
-        """A reduction over some elements, which are a loop."""
-        total = variable(self.b, TYPES[op.outs[0].dtype])
-        self.b.store(neutral(op.name, op.outs[0].dtype), total)
-        get = lambda: self.b.load(total, typ=TYPES[op.outs[0].dtype])
-        with elements as index:
-            element = self.elements.of(op.ins[0], index)
-            self.b.store(reduced(self.b, op.name, get(), element), total)
-        return get()
+    def _reduce(self, op: Operation) -> Any:
+        """A reduction over the elements of a row."""
+        total = Totals(self.b, [op])
+        with self._elements(op.ins[0].shape) as index:
+            total.add(lambda op: self.elements.of(op.ins[0], index))
+        return total.get(op)
 
     def _known(self, value: Value, index: Index) -> Any:
         rows = self.rows
@@ -283,10 +285,6 @@ class _Row:
 
 def _same(index: Index, other: Index) -> bool:
     return len(index) == len(other) and all(i is j for i, j in zip(index, other, strict=True))
-
-
-def _reductions(operations: Sequence[Operation]) -> Iterator[Operation]:
-    return (op for op in each(operations) if op.name in REDUCTIONS)
 
 
 def _many(value: Value) -> int:

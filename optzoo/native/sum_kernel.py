@@ -4,20 +4,21 @@ Elements are reduced in blocks, and the blocks in order: so a result does not de
 of threads, and sums of large arrays are exact enough in float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from ..jaxprs.graph import Operation
 from .call_frame import CallFrame, Rets
-from .elements import Elements
-from .handler import inner_function, module_of
+from .elements import Elements, in_memory
+from .handler import Members, inner_function, module_of
 from .loops import POINTER, ZERO, loop, summed, variable, which
 from .norms import SumGroup
-from .operations import I8, I64, TYPES, element, load, neutral, reduced, smaller, store
+from .operations import I8, I64, TYPES, element, load, smaller, store
 from .pool import in_parallel
 from .scratch import SUMMED
+from .totals import Totals
 
 _TASK = 16  # blocks of a task
 _BYTES = 8  # of the memory for a number of a block
@@ -26,7 +27,7 @@ _BYTES = 8  # of the memory for a number of a block
 def sum_kernel(name: str, sums: SumGroup, version: tuple[int, int]) -> str:
     """The text of the native function of some groups of reductions with the same operations."""
     no, ni, ns = len(sums.outs), len(sums.arrays), len(sums.scalars)
-    reductions = sums.operations[-no:]
+    reductions, of = sums.operations[-no:], Members(ns, ni, no)
 
     def execute(module, frame):
         b = frame.b
@@ -38,13 +39,13 @@ def sum_kernel(name: str, sums: SumGroup, version: tuple[int, int]) -> str:
             """Some blocks of one of the groups."""
             b = frame.b
             k, rest = which(b, task, lambda k: tasks(frame, k))
-            first, size = b.mul(rest, I64(_TASK)), frame.size(argument(frame, k, 0))
+            first, size = b.mul(rest, I64(_TASK)), frame.size(of.argument(frame, k, 0))
             before = summed(b, k, lambda j: blocks(frame, j))
             with loop(b, smaller(b, I64(_TASK), b.sub(blocks(frame, k), first))) as i:
                 block = b.add(first, i)
                 start = b.mul(block, I64(SUMMED))
                 arrays = [
-                    element(b, v.dtype, frame.data(argument(frame, k, n)), start)
+                    element(b, v.dtype, frame.data(of.argument(frame, k, n)), start)
                     for n, v in enumerate(sums.arrays)
                 ]
                 outs = [place(frame, b.add(before, block), o) for o in range(no)]
@@ -58,19 +59,17 @@ def sum_kernel(name: str, sums: SumGroup, version: tuple[int, int]) -> str:
         block = variable(b, I64)
         b.store(ZERO, block)
         with loop(b, groups) as k:
-            totals = _start(b, reductions)
+            totals = Totals(b, reductions)
             with loop(b, blocks(frame, k)):
                 at = b.load(block, typ=I64)
-                _add(b, reductions, totals, lambda o, t: load(b, t, place(frame, at, o), ZERO))
+                at_block = {op: place(frame, at, o) for o, op in enumerate(reductions)}
+                totals.add(lambda op: load(b, op.outs[0].dtype, at_block[op], ZERO))
                 b.store(b.add(at, I64(1)), block)
-            outs = [frame.data(frame.result(b.add(b.mul(k, I64(no)), I64(o)))) for o in range(no)]
-            _end(b, reductions, totals, outs)
-
-    def argument(frame, k, i):
-        return frame.argument(frame.b.add(frame.b.mul(k, I64(ni)), I64(ns + i)))
+            outs = [frame.data(of.result(frame, k, o)) for o in range(no)]
+            _write(b, reductions, totals, outs)
 
     def blocks(frame, k):
-        size = frame.b.add(frame.size(argument(frame, k, 0)), I64(SUMMED - 1))
+        size = frame.b.add(frame.size(of.argument(frame, k, 0)), I64(SUMMED - 1))
         return frame.b.sdiv(size, I64(SUMMED))
 
     def tasks(frame, k):
@@ -91,45 +90,16 @@ def _block(b: ir.IRBuilder, sums: SumGroup, args: Sequence[Any]) -> None:
     reductions, no, ni = sums.operations[-len(sums.outs) :], len(sums.outs), len(sums.arrays)
     arrays = dict(zip(sums.arrays, args[no : no + ni], strict=True))
     scalars = dict(zip(sums.scalars, args[no + ni : -1], strict=True))
-    totals = _start(b, reductions)
+    totals = Totals(b, reductions)
     with loop(b, args[-1]) as i:
-
-        def known(value, index):
-            if value in scalars:
-                return scalars[value]
-            return load(b, value.dtype, arrays[value], i) if value in arrays else None
-
-        elements = Elements(b, known)
-        _add(b, reductions, totals, lambda o, _: elements.of(reductions[o].ins[0], (i,)))
-    _end(b, reductions, totals, args[:no])
+        elements = Elements(b, in_memory(b, scalars, arrays))
+        totals.add(lambda op: elements.of(op.ins[0], (i,)))
+    _write(b, reductions, totals, args[:no])
     b.ret_void()
 
 
-def _start(b: ir.IRBuilder, reductions: Sequence[Operation]) -> list[Any]:
-    """A total for each reduction."""
-    totals = [variable(b, TYPES[op.outs[0].dtype]) for op in reductions]
-    for op, total in zip(reductions, totals, strict=True):
-        b.store(neutral(op.name, op.outs[0].dtype), total)
-    return totals
-
-
-def _add(
-    b: ir.IRBuilder,
-    reductions: Sequence[Operation],
-    totals: Sequence[Any],
-    element_of: Callable[[int, str], Any],
+def _write(
+    b: ir.IRBuilder, reductions: Sequence[Operation], totals: Totals, places: Sequence[Any]
 ) -> None:
-    """Adds to each total the element that ``element_of`` gives for its number and dtype."""
-    for o, (op, total) in enumerate(zip(reductions, totals, strict=True)):
-        dtype = op.outs[0].dtype
-        before = b.load(total, typ=TYPES[dtype])
-        b.store(reduced(b, op.name, before, element_of(o, dtype)), total)
-
-
-def _end(
-    b: ir.IRBuilder, reductions: Sequence[Operation], totals: Sequence[Any], places: Sequence[Any]
-) -> None:
-    """Writes the totals."""
-    for op, total, pointer in zip(reductions, totals, places, strict=True):
-        dtype = op.outs[0].dtype
-        store(b, dtype, pointer, ZERO, b.load(total, typ=TYPES[dtype]))
+    for op, pointer in zip(reductions, places, strict=True):
+        store(b, op.outs[0].dtype, pointer, ZERO, totals.get(op))

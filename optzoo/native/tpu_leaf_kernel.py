@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..core.compat import shape_varying, vary, varying
 from ..jaxprs.equations import bind_equation
 from ..jaxprs.graph import Operation, Value
+from ..jaxprs.primitives import Kind
 from .elementwise import SAME
 from .groups import REDUCTIONS, LeafGroup, Unsupported, each
 
@@ -26,7 +27,6 @@ _ROWS = 32  # of a block: those of a tile of 8-bit elements
 _LANES = 128
 _COLUMNS = 128 * 32  # of a block in a wide array: as many groups as lanes
 _FAST_MEMORY = 64 * 2**20  # of 128 MiB
-_MOVES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 _SMALL = {"int8", "uint8", "uint16"}  # computed in 32 bits
 
 
@@ -136,7 +136,7 @@ class _Kernel:
         op = value.maker
         assert op is not None
         ins = [self._of(v, made) for v in op.ins]
-        if op.name in _MOVES or op.name in SAME:
+        if op.kind is Kind.MOVE or op.name in SAME:
             return ins[0]
         if op.name in REDUCTIONS:
             return self._reduced(op, ins[0])
