@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.race.problems import digits
@@ -58,16 +58,22 @@ def sent(program):
     return sum(4 * math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
-def bytes_of_a_step(problem, period, tx):
-    """What a replica receives from collectives, for each step, on eight devices."""
+def on_devices(problem, period, tx):
+    """A round on eight devices, and its arguments."""
     mesh = jax.make_mesh((REPLICAS,), ("replica",), axis_types=(AxisType.Auto,))
     params = jax.eval_shape(problem.init, jax.random.key(0))
     params = jax.tree.map(lambda a: jnp.zeros(a.shape), params)
     params, state = optzoo.replicate(params, tx.init(params), REPLICAS, mesh=mesh)
     shape = (REPLICAS, period, BATCH)
     batches = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[1:], a.dtype), problem.train)
-    step = jax.jit(a_round(problem.loss, tx, period, mesh))
-    return sent(step.lower(params, state, batches).compile()) / period
+    batches = jax.device_put(batches, NamedSharding(mesh, PartitionSpec("replica")))
+    return jax.jit(a_round(problem.loss, tx, period, mesh)), (params, state, batches)
+
+
+def bytes_of_a_step(problem, period, tx):
+    """What a replica receives from collectives, for each step, on eight devices."""
+    step, args = on_devices(problem, period, tx)
+    return sent(step.lower(*args).compile()) / period
 
 
 def curves(problem, period, make, rates, steps, seeds):

@@ -7,16 +7,13 @@ that is best in float32, by the mean over eight seeds. The bytes are what a repl
 those of the collectives in the compiled program of a round on eight devices, sent in rings.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.race.problems import digits
 
-from .diloco import REPLICAS, a_round, curves
+from .diloco import REPLICAS, curves, on_devices
 
 PAPER = "Thérien et al. 2025, [MuLoCo](https://arxiv.org/abs/2505.23725)"
 CLAIM = "with Muon inside and error feedback, an exchange in 2 bits loses next to nothing"
@@ -54,15 +51,8 @@ def sent(collectives, replicas):
 
 def bytes_of_a_step(problem, tx):
     """What a replica sends, for each step."""
-    mesh = jax.make_mesh((REPLICAS,), ("replica",), axis_types=(AxisType.Auto,))
-    params = jax.eval_shape(problem.init, jax.random.key(0))
-    params = jax.tree.map(lambda a: jnp.zeros(a.shape), params)
-    params, state = optzoo.replicate(params, tx.init(params), REPLICAS, mesh=mesh)
-    shape = (REPLICAS, PERIOD, BATCH)
-    batches = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[1:], a.dtype), problem.train)
-    batches = jax.device_put(batches, NamedSharding(mesh, PartitionSpec("replica")))
-    step = jax.jit(a_round(problem.loss, tx, PERIOD, mesh))
-    report = optzoo.compile_report(step, params, state, batches, device="cpu")
+    step, args = on_devices(problem, PERIOD, tx)
+    report = optzoo.compile_report(step, *args, device="cpu")
     return sent(report.collectives, REPLICAS) / PERIOD
 
 
