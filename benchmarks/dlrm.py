@@ -105,9 +105,9 @@ def dense_step(tx):
 
 def report(device, is_dense, is_native, examples):
     """Of the step for a slice."""
-    devices = optzoo.devices_of(device)
+    devices = optzoo.compiled.devices_of(device)
     mesh = Mesh(np.array(devices), ("shard",))
-    sharding = optzoo.RowSharding(ROWS, len(devices))
+    sharding = optzoo.sharded.RowSharding(ROWS, len(devices))
     by_rows, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["shard"], []))
     put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     place = lambda x: put(x, by_rows if x.shape[:1] == (sharding.stored_rows,) else everywhere)

@@ -40,8 +40,14 @@ jax.config.update("jax_num_cpu_devices", DEVICES if args.part == "bytes" else 1)
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from papers import flashoptim  # noqa: E402
 
-OPTIMIZERS = ("adamw", "momentum", "lamb", "row_wise_adagrad", "ftrl")
-RATES = {"adamw": 1e-3, "momentum": 0.03, "lamb": 0.01, "row_wise_adagrad": 0.03, "ftrl": 0.1}
+OPTIMIZERS = ("adamw", "momentum", "row_wise_lamb", "row_wise_adagrad", "ftrl")
+RATES = {
+    "adamw": 1e-3,
+    "momentum": 0.03,
+    "row_wise_lamb": 0.01,
+    "row_wise_adagrad": 0.03,
+    "ftrl": 0.1,
+}
 
 
 def optimizer(problem, name):

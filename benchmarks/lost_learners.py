@@ -86,7 +86,7 @@ def learner(problem, make):
         tx = make(rate)
 
         def step(params, state, batch, given):
-            grads = jax.grad(problem.loss)(optzoo.per_replica(params), batch)
+            grads = jax.grad(problem.loss)(optzoo.replicas.per_replica(params), batch)
             updates, state = tx.update(grads, state, params, **given)
             return optax.apply_updates(params, updates), state
 
@@ -95,14 +95,14 @@ def learner(problem, make):
             key = jax.random.fold_in(jax.random.key(1000 + seed), t)
             ids = jax.random.randint(key, (LEARNERS, BATCH), 0, len(train[0]))
             batch = jax.tree.map(lambda a: a[ids], train)
-            return optzoo.map_over_replicas(step)(*carry, batch, given), None
+            return optzoo.replicas.map_over_replicas(step)(*carry, batch, given), None
 
         def period(carry, inputs):
             carry, _ = jax.lax.scan(tick, carry, inputs)
             return carry, problem.loss(optzoo.eval_params(*carry), valid)
 
         params = problem.init(jax.random.key(seed))
-        start = optzoo.replicate(params, tx.init(params), LEARNERS)
+        start = optzoo.replicas.replicate(params, tx.init(params), LEARNERS)
         cut = lambda a: a.reshape(-1, PERIOD, *a.shape[1:])
         return jax.lax.scan(period, start, jax.tree.map(cut, (jnp.arange(TICKS), inputs)))[1]
 

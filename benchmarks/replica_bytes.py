@@ -52,13 +52,13 @@ def compiled(tx, mesh, exchanges):
     """The report of a step that exchanges: the first fragment, if there are several."""
     when = {"exchange": True, "fragment": 0} if exchanges > 1 else {"exchange": True}
     params = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * MATRICES
-    start = lambda params: optzoo.replicate(params, tx.init(params), mesh.size)
+    start = lambda params: optzoo.replicas.replicate(params, tx.init(params), mesh.size)
     carry = jax.eval_shape(start, params)
-    specs = optzoo.replica_specs(*carry, PartitionSpec(), PartitionSpec("replica"))
+    specs = optzoo.replicas.replica_specs(*carry, PartitionSpec(), PartitionSpec("replica"))
     is_shared = isinstance(specs[0], PartitionSpec) and specs[0] == PartitionSpec()
 
     def step(params, state, target):
-        grads = jax.tree.map(lambda x: x - target, optzoo.per_replica(params))
+        grads = jax.tree.map(lambda x: x - target, optzoo.replicas.per_replica(params))
         updates, state = tx.update(grads, state, params, **({} if is_shared else when))
         return optax.apply_updates(params, updates), state
 
@@ -69,7 +69,7 @@ def compiled(tx, mesh, exchanges):
 
     carry = jax.tree.map(place, specs, carry, is_leaf=lambda s: isinstance(s, PartitionSpec))
     target = place(PartitionSpec("replica"), jax.ShapeDtypeStruct((mesh.size,), jnp.float32))
-    jitted = jax.jit(optzoo.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
+    jitted = jax.jit(optzoo.replicas.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
     return jitted, (*carry, target)
 
 
@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--device", default="v5e:4x4")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    devices = optzoo.devices_of(args.device)
+    devices = optzoo.compiled.devices_of(args.device)
     mesh, table = Mesh(np.array(devices), ("replica",)), {}
     for name, (tx, exchanges, period) in methods(len(devices)).items():
         jitted, arguments = compiled(tx, mesh, exchanges)

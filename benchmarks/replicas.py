@@ -7,9 +7,9 @@
 through gloo, each pinned to one core. ``gradient_descent`` on a quadratic, whose gradient costs
 almost nothing, so the optimizer and its messages are measured. All contenders take turns in a new
 order each round, after a barrier; the time of a turn is that of the slowest process. In the *step*
-form an exchange is conditional, in the *round* form (``optzoo.scan_local_steps``) it ends each
-round. Bytes are the outputs of all collectives in the compiled program, divided by the period; a
-ring of n processes sends 2 (n - 1) / n times as much.
+form an exchange is conditional, in the *round* form (``optzoo.replicas.scan_local_steps``) it ends
+each round. Bytes are the outputs of all collectives in the compiled program, divided by the period;
+a ring of n processes sends 2 (n - 1) / n times as much.
 
 ``buckets``: the mean over the replicas of 10 MB in few and in many arrays, in place, with several
 sizes up to which arrays are sent together.
@@ -128,16 +128,18 @@ class Cluster:
         """``run(k)`` and the compiled program of a step, or of a round of ``steps`` steps."""
 
         def step(params, state, target, **chosen):
-            grads = jax.tree.map(lambda x: x - target, optzoo.per_replica(params))
+            grads = jax.tree.map(lambda x: x - target, optzoo.replicas.per_replica(params))
             updates, state = tx.update(grads, state, params, **static, **chosen)
             return optax.apply_updates(params, updates), state
 
-        step = step if steps is None else optzoo.scan_local_steps(step)
+        step = step if steps is None else optzoo.replicas.scan_local_steps(step)
         shape = (self.size,) if steps is None else (self.size, steps)
         sharding = NamedSharding(self.mesh, PartitionSpec("replica"))
         targets = jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()
-        carry = optzoo.replicate(params, tx.init(params), self.size, mesh=self.mesh)
-        train = jax.jit(optzoo.map_over_replicas(step, mesh=self.mesh), donate_argnums=(0, 1))
+        carry = optzoo.replicas.replicate(params, tx.init(params), self.size, mesh=self.mesh)
+        train = jax.jit(
+            optzoo.replicas.map_over_replicas(step, mesh=self.mesh), donate_argnums=(0, 1)
+        )
         program = train.lower(*carry, targets).compile()
 
         def run(times):
@@ -257,7 +259,7 @@ def rounds(tx, params, grads, length, exchange=True):
             return optax.apply_updates(params, updates), state
 
         if exchange:
-            return optzoo.scan_local_steps(step)(params, state, jnp.zeros(length))
+            return optzoo.replicas.scan_local_steps(step)(params, state, jnp.zeros(length))
         return jax.lax.scan(lambda c, _: (step(*c, _), None), (params, state), length=length)[0]
 
     carry = jax.tree.map(lambda x: x.copy(), (params, tx.init(params)))
@@ -359,7 +361,7 @@ def learner(problem, tx, n):
     train, valid = (jax.tree.map(jnp.asarray, a) for a in (problem.train, problem.valid))
 
     def step(params, state, batch, rate=1.0):
-        grads = jax.grad(problem.loss)(optzoo.per_replica(params), batch)
+        grads = jax.grad(problem.loss)(optzoo.replicas.per_replica(params), batch)
         updates, state = tx.update(grads, state, params, learning_rate=rate)
         return optax.apply_updates(params, updates), state
 
@@ -370,11 +372,11 @@ def learner(problem, tx, n):
 
     def begin(seed):
         params = problem.init(jax.random.key(seed))
-        return optzoo.replicate(params, tx.init(params), n)
+        return optzoo.replicas.replicate(params, tx.init(params), n)
 
     @jax.jit
     def learn(rate, seed):
-        simulated = optzoo.map_over_replicas(functools.partial(step, rate=rate))
+        simulated = optzoo.replicas.map_over_replicas(functools.partial(step, rate=rate))
 
         def tick(carry, t):
             return simulated(*carry, draw(jax.random.key(1000 + seed), t)), None
@@ -387,7 +389,7 @@ def learner(problem, tx, n):
         first = problem.loss(problem.init(jax.random.key(seed)), valid)
         return jnp.concatenate([first[None], losses])
 
-    really = jax.jit(optzoo.map_over_replicas(step, mesh=mesh(n)))
+    really = jax.jit(optzoo.replicas.map_over_replicas(step, mesh=mesh(n)))
     shapes = jax.eval_shape(lambda: (*begin(0), draw(jax.random.key(0), 0)))
     return learn, really.lower(*shapes).compile()
 

@@ -45,7 +45,7 @@ def ours(others):
         found["lazy_adam, packed"] = optzoo.slots_dtype(
             optzoo.lazy_adam(1e-3), "float32", packed=True
         )
-        found["optax.adam, dense"] = optax.chain(optzoo.densify(), optax.adam(1e-3))
+        found["optax.adam, dense"] = optax.chain(optzoo.rows.densify(), optax.adam(1e-3))
     if others == "all":
         found |= {
             "momentum": optzoo.momentum(0.1, 0.9),
@@ -54,7 +54,7 @@ def ours(others):
             "lazy_adam, 16 bits": optzoo.slots_dtype(
                 optzoo.lazy_adam(1e-3), "bfloat16", stochastic=True, packed=True
             ),
-            "optax.adagrad, dense": optax.chain(optzoo.densify(), optax.adagrad(0.1)),
+            "optax.adagrad, dense": optax.chain(optzoo.rows.densify(), optax.adagrad(0.1)),
         }
     return found
 

@@ -82,7 +82,7 @@ def sent_by_a_device(text, n):
 def steps(mesh, tables=None):
     """The contenders: functions of parameters, state and a batch."""
     tx, n = optzoo.lazy_adam(1e-3), mesh.size
-    s = optzoo.RowSharding(ROWS, n)
+    s = optzoo.sharded.RowSharding(ROWS, n)
     return tx, {
         "auto": optzoo.minimize(loss, tx),
         "any ids": optzoo.sharded_minimize(loss, tx, mesh, {"table": s}, capacity_factor=None),
@@ -134,7 +134,7 @@ def rounds():
     """The rounds of an update, at the default capacity, of 20 batches."""
     out = {}
     for n in (2, 8, 64):
-        s = optzoo.RowSharding(ROWS, n)
+        s = optzoo.sharded.RowSharding(ROWS, n)
         for per in (256, 4096):
             capacity = s.capacity(per, 1.0)
             for kind in ("uniform", "zipf 1.05", "zipf 1.2", "zipf 1.4"):
@@ -220,8 +220,8 @@ def many_of():
     """In a process of its own."""
     mesh, tables, each, width = mesh_of(4), 26, 40_000, 16
     tx, rng = optzoo.lazy_adam(1e-3), np.random.default_rng(0)
-    sharding = optzoo.RowSharding(each, 4)
-    together = optzoo.RowSharding(each * tables, 4)
+    sharding = optzoo.sharded.RowSharding(each, 4)
+    together = optzoo.sharded.RowSharding(each * tables, 4)
 
     def apart(params, ids):
         rows = [optzoo.lookup(params[f"t{i}"], ids[:, i]) for i in range(tables)]
@@ -276,9 +276,11 @@ def large_of(i, number, address):
     )
     resource.setrlimit(resource.RLIMIT_DATA, (limit + used * 1024,) * 2)
     rows, tx = 1 << 22, optzoo.lazy_adam(1e-3)
-    s = optzoo.RowSharding(rows, number)
+    s = optzoo.sharded.RowSharding(rows, number)
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s})
-    table = optzoo.create_table(s, mesh, optzoo.uniform_rows(jax.random.key(0), WIDTH))
+    table = optzoo.sharded.create_table(
+        s, mesh, optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
+    )
     params = {"table": table, "w": place(mesh, np.ones(WIDTH, np.float32))}
     placed = optzoo.state_sharding(tx, params)
     state = jax.jit(tx.init, out_shardings=placed)(params)

@@ -73,11 +73,15 @@ class Training:
         self.data = (images / 16).astype(np.float32), labels.astype(np.int32)
 
         def step(params, state, images, labels):
-            loss, grads = jax.value_and_grad(loss_of)(optzoo.per_replica(params), images, labels)
+            loss, grads = jax.value_and_grad(loss_of)(
+                optzoo.replicas.per_replica(params), images, labels
+            )
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss
 
-        self.step = jax.jit(optzoo.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1))
+        self.step = jax.jit(
+            optzoo.replicas.map_over_replicas(step, mesh=mesh), donate_argnums=(0, 1)
+        )
 
     def sharding(self, *spec):
         """The sharding of a spec on the mesh; the default device without a mesh."""
@@ -92,7 +96,7 @@ class Training:
 
     def init(self):
         """Parameters and state of all replicas."""
-        return optzoo.replicate(*self.start(), self.size, mesh=self.mesh)
+        return optzoo.replicas.replicate(*self.start(), self.size, mesh=self.mesh)
 
     def batch(self, step, size=16):
         """Images and labels of all replicas; each process makes those of its own devices.
@@ -173,9 +177,11 @@ class Checkpoints:
         # Without Orbax's barriers: if one process raised an error, the others would deadlock.
         training = self.training
         about = json.loads((path / "about" / "metadata").read_text())
-        start = jax.eval_shape(lambda: optzoo.replicate(*training.start(), about["replicas"]))
+        start = jax.eval_shape(
+            lambda: optzoo.replicas.replicate(*training.start(), about["replicas"])
+        )
         axis = () if about["replicas"] % training.size else ("replica",)
-        marks = optzoo.replica_specs(*start, training.sharding(), training.sharding(*axis))
+        marks = optzoo.replicas.replica_specs(*start, training.sharding(), training.sharding(*axis))
         place = lambda mark, tree: jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=mark), tree
         )
@@ -185,7 +191,9 @@ class Checkpoints:
 
     def _resized(self, params, state):
         training = self.training
-        return optzoo.resize_replicas(training.tx, params, state, training.size, mesh=training.mesh)
+        return optzoo.replicas.resize_replicas(
+            training.tx, params, state, training.size, mesh=training.mesh
+        )
 
     def _set_aside(self, paths):
         for path in paths if jax.process_index() == 0 else ():

@@ -36,7 +36,7 @@ def joined(mesh, params, state):
         here = [jax.device_put(part, device) for device in mesh.local_devices]
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), here)
 
-    specs = optzoo.replica_specs(params, state, PartitionSpec(), PartitionSpec("replica"))
+    specs = optzoo.replicas.replica_specs(params, state, PartitionSpec(), PartitionSpec("replica"))
     join_all = lambda spec, tree: jax.tree.map(lambda part: join(spec, part), tree)
     return jax.tree.map(join_all, specs, (params, state))
 
@@ -68,7 +68,7 @@ def main():
         heartbeat_timeout_seconds=args.heartbeat,
     )
     one = Training(args.method, args.period, num_replicas=1)
-    kept = mine(optzoo.replicate(*one.start(), 1))
+    kept = mine(optzoo.replicas.replicate(*one.start(), 1))
     step, mesh, failures = 0, None, 0
     while step < args.steps:
         try:

@@ -49,7 +49,7 @@ PLACES = [
 BAGS = [range(1, 9), range(9, 33)]
 HISTORY = 32
 
-TX = optzoo.groups(
+TX = optzoo.param_groups(
     {
         "wide": optzoo.ftrl(0.1, l1_regularization_strength=1e-4),
         "deep": optzoo.lazy_adam(0.002),
@@ -119,7 +119,7 @@ class Model:
 
     def __init__(self, mesh):
         self.mesh = mesh
-        self.sharding = s = optzoo.RowSharding(ROWS, mesh.size)
+        self.sharding = s = optzoo.sharded.RowSharding(ROWS, mesh.size)
         self.tables = {"wide|deep": s}
         self.step = optzoo.sharded_minimize(loss_of, TX, mesh, self.tables)
 
@@ -129,7 +129,7 @@ class Model:
         )
         def predict(params, crosses, *bags):
             tables = [params["wide"], params["deep"]]
-            wide, deep = optzoo.sharded_lookup(tables, [crosses] * 2, s)
+            wide, deep = optzoo.sharded.lookup(tables, [crosses] * 2, s)
             bags = [optzoo.lookup_sparse(params["deep"], bag, sharding=s) for bag in bags]
             return logits_of(params["layers"], wide, deep, bags)
 
@@ -153,10 +153,12 @@ class Model:
             x.shape, whole, lambda index: x[index].astype(np.float32)
         )
         params = {
-            "wide": optzoo.create_table(
+            "wide": optzoo.sharded.create_table(
                 self.sharding, self.mesh, lambda ids: jnp.zeros((len(ids), 1))
             ),
-            "deep": optzoo.create_table(self.sharding, self.mesh, optzoo.uniform_rows(key, WIDTH)),
+            "deep": optzoo.sharded.create_table(
+                self.sharding, self.mesh, optzoo.sharded.uniform_rows(key, WIDTH)
+            ),
             "layers": jax.tree.map(place, layers),
         }
         placed = optzoo.state_sharding(TX, params)
@@ -263,7 +265,7 @@ def main():
             step = saved.latest_step()
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, trained)
             restored = saved.restore(step, args=ocp.args.StandardRestore(like))
-            trained = optzoo.from_order_of_ids(restored, model.tables, restored["params"])
+            trained = optzoo.sharded.from_order_of_ids(restored, model.tables, restored["params"])
             say(f"resumes at step {step}", flush=True)
         start, begin = time.perf_counter(), step
         params, state = trained["params"], trained["state"]
@@ -279,7 +281,7 @@ def main():
                 say(f"step {step} loss {losses[-1]:.6f}, {speed:,.0f} examples/s", flush=True)
             if step % args.save_every == 0 or step == args.steps:
                 trained = {"params": params, "state": state}
-                trained = optzoo.in_order_of_ids(trained, model.tables, params)
+                trained = optzoo.sharded.in_order_of_ids(trained, model.tables, params)
                 saved.save(step, args=ocp.args.StandardSave(trained))
         saved.wait_until_finished()
     loss, auc = evaluate(model, params, hashes, is_name, test)

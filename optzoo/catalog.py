@@ -27,9 +27,7 @@ from .first_order.custom_adam import custom_adam
 from .first_order.global_decay_row_wise_adagrad import global_decay_row_wise_adagrad
 from .first_order.grad_variance_scaled import grad_variance_scaled
 from .first_order.gradient_descent import gradient_descent
-from .first_order.lamb import lamb, partial_row_wise_lamb
 from .first_order.lars import lars
-from .first_order.lazy_adamw import lazy_adamw
 from .first_order.momentum import momentum
 from .first_order.momentumw import momentumw
 from .first_order.nadam import nadam
@@ -40,8 +38,10 @@ from .first_order.power_sign import power_sign
 from .first_order.reg_adagrad import reg_adagrad
 from .first_order.rmsprop import rmsprop
 from .first_order.row_wise_adagrad import row_wise_adagrad
+from .first_order.row_wise_lamb import partial_row_wise_lamb, row_wise_lamb
 from .first_order.row_wise_lars import row_wise_lars
 from .first_order.row_wise_rmsprop import row_wise_rmsprop
+from .first_order.sparse_adamw import sparse_adamw
 from .proximal.adagrad_da import adagrad_da
 from .proximal.ftrl import ftrl
 from .proximal.proximal_adagrad import proximal_adagrad
@@ -58,6 +58,8 @@ from .wrappers.multitask import multitask
 from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
+
+__all__ = ["CATALOG", "DISTRIBUTED", "WRAPPERS", "Entry", "Method", "Wrapper"]
 
 _T = TypeVar("_T", "Entry", "Wrapper", "Method")
 Rows = Literal["lazy", "dense", "touched", "linear"]
@@ -128,11 +130,9 @@ CATALOG: dict[str, Entry] = _by_name(
     Entry(global_decay_row_wise_adagrad, "lazy", 0.1, None, static=("start_step",)),
     Entry(grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"),
     Entry(gradient_descent, "linear", 0.1, f"{_TRAIN}.GradientDescentOptimizer"),
-    Entry(lamb, "lazy", 0.02, None),
     Entry(lars, "lazy", 1.0, f"{_CONTRIB}.LARSOptimizer"),
     Entry(lazy_adam, "lazy", 0.01, f"{_CONTRIB}.LazyAdamOptimizer"),
     Entry(lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True),
-    Entry(lazy_adamw, "lazy", 0.01, None),
     Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
     Entry(momentumw, "lazy", 0.03, f"{_CONTRIB}.MomentumWOptimizer", required=_MOMENTUM | _DECAY),
     Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
@@ -146,10 +146,12 @@ CATALOG: dict[str, Entry] = _by_name(
     Entry(reg_adagrad, "lazy", 0.1, f"{_CONTRIB}.RegAdagradOptimizer"),
     Entry(rmsprop, "lazy", 0.01, f"{_TRAIN}.RMSPropOptimizer"),
     Entry(row_wise_adagrad, "lazy", 0.1, None),
+    Entry(row_wise_lamb, "lazy", 0.02, None),
     Entry(row_wise_lars, "lazy", 10.0, None),
     Entry(row_wise_rmsprop, "lazy", 0.01, None),
     Entry(shampoo, "dense", 0.1, f"{_CONTRIB}.ShampooOptimizer", static=("max_matrix_size",)),
     Entry(soap, "dense", 0.01, None, static=("block_size", "max_matrix_size")),
+    Entry(sparse_adamw, "lazy", 0.01, None),
 )
 
 
@@ -158,7 +160,7 @@ class Wrapper(NamedTuple):
 
     Example:
         >>> import optzoo
-        >>> print(optzoo.WRAPPERS["moving_average"].original)
+        >>> print(optzoo.catalog.WRAPPERS["moving_average"].original)
         tf.contrib.opt.MovingAverageOptimizer
     """
 
@@ -184,7 +186,7 @@ class Method(NamedTuple):
 
     Example:
         >>> import optzoo
-        >>> method = optzoo.DISTRIBUTED["elastic_average"]
+        >>> method = optzoo.catalog.DISTRIBUTED["elastic_average"]
         >>> print(method.original)
         tf.contrib.opt.ElasticAverageOptimizer
         >>> tx = method.make(optzoo.adam(0.1), 4)

@@ -20,6 +20,8 @@ from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
 
+__all__ = ["create", "register"]
+
 
 def create(
     name_or_config: str | enum.Enum | Mapping[str, Any], **kwargs: Any
@@ -44,7 +46,7 @@ def create(
             with or without ``Optimizer`` and underscores; a member of FBGEMM's ``EmbOptimType``; or
             a dict with one of these under ``"class"`` and the arguments beside it. A config is
             data: nothing in it is imported or evaluated. ``"ADAM"`` is TensorFlow's, and
-            ``"EmbOptimType.ADAM"`` FBGEMM's (:func:`optzoo.fbgemm_optimizer`).
+            ``"EmbOptimType.ADAM"`` FBGEMM's (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`).
         **kwargs: arguments, in addition to those of a config. Their names may be the original's
             (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
             ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
@@ -99,7 +101,9 @@ def register(
 
     Example:
         >>> import optax, optzoo
-        >>> optzoo.register("my_sgd", lambda learning_rate: optax.sgd(learning_rate), rate=0.1)
+        >>> optzoo.registry.register(
+        ...     "my_sgd", lambda learning_rate: optax.sgd(learning_rate), rate=0.1
+        ... )
         >>> tx = optzoo.create("MySGD", learning_rate=0.1)
         >>> print(optzoo.CATALOG.pop("my_sgd").rows)
         dense
@@ -110,7 +114,7 @@ def register(
         rows: how it treats row-sparse gradients.
         rate: a learning rate that suits small problems.
         original: the class whose values it computes, if any: ``create`` rounds as that one does.
-        **about: further fields of :class:`optzoo.Entry`, such as ``required``.
+        **about: further fields of :class:`optzoo.catalog.Entry`, such as ``required``.
 
     Raises:
         TypeError: if the factory is not a function.
@@ -242,7 +246,7 @@ def _find(name: Any) -> _Found:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
-            "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.leafwise"
+            "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.rules.leafwise"
         )
     raise ValueError(f"no optimizer is called {name!r}{_nearest(_key(name), table)}")
 

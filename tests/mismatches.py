@@ -20,17 +20,17 @@ WRAPPERS = {
         inner, weight_decay_per_step=0.1
     ),
     "moving_average": optzoo.moving_average,
-    "ensemble": optzoo.ensemble,
+    "ensemble": optzoo.interop.fbgemm.ensemble,
     "multitask": optzoo.multitask,
     "stacked": lambda inner: optzoo.stacked(inner, check=False),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {}, 1.0),
-    "groups": lambda inner: optzoo.groups({"table": inner, ".*": optzoo.adam(0.1)}),
+    "groups": lambda inner: optzoo.param_groups({"table": inner, ".*": optzoo.adam(0.1)}),
     "on_rows": optzoo.on_rows,
-    "graft": lambda inner: optzoo.graft(optzoo.momentum(1.0, 0.9), inner),
+    "graft": lambda inner: optzoo.transforms.graft(optzoo.momentum(1.0, 0.9), inner),
 }
 METHODS = {
     name: functools.partial(method.make, num_replicas=1, axis_name=None)
-    for name, method in optzoo.DISTRIBUTED.items()
+    for name, method in optzoo.catalog.DISTRIBUTED.items()
 }
 
 

@@ -69,7 +69,7 @@ EXEMPT: dict[str, dict[str, str]] = {
         "test_untouched_rows": WINDOW,
     },
     "global_decay_row_wise_adagrad": BY_ROWS | COUNTERS,
-    "lamb": BY_ROWS,
+    "row_wise_lamb": BY_ROWS,
     "lars": {
         "test_flatten": NORM,
         "test_rows_equal_the_dense_gradient_where_they_touch": MOMENTUM,

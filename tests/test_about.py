@@ -23,11 +23,11 @@ WRAPPERS = {
     },
     "accumulate": lambda inner: optzoo.accumulate(inner, 2),
     "caught_up": lambda inner: optzoo.caught_up(inner, tables=True, dense=True),
-    "graft": lambda inner: optzoo.graft(inner, inner),
-    "groups": lambda inner: optzoo.groups({".*": inner}),
+    "graft": lambda inner: optzoo.transforms.graft(inner, inner),
+    "groups": lambda inner: optzoo.param_groups({".*": inner}),
     "master_weights": optzoo.master_weights,
     "on_rows": optzoo.on_rows,
-    "on_values": optzoo.on_values,
+    "on_values": optzoo.rows.on_values,
     "slots_dtype": lambda inner: optzoo.slots_dtype(inner, "bfloat16", packed=True),
     # Random bits by the places of rows, which the proof does not follow.
     "slots_dtype at random": lambda inner: optzoo.slots_dtype(inner, "bfloat16", stochastic=True),
@@ -99,7 +99,7 @@ def test_a_wrapper_hands_on_what_is_known(wrapper):
     inner = optzoo.momentum(0.1, 0.9)
     about = about_of(WRAPPERS[wrapper](inner))
     assert UNKNOWN not in about.reads and inner.about.reads <= about.reads
-    assert (about.rows is optzoo.lazy) == (wrapper in KEEPS_ROWS)
+    assert (about.rows is optzoo.rules.lazy) == (wrapper in KEEPS_ROWS)
     assert about.row_wise == (wrapper in KEEPS_ROWS - {"multitask", "slots_dtype at random"})
     dtype = "bfloat16" if wrapper == "master_weights" else "float32"
     params = {"table": PARAMS["table"].astype(dtype)}
@@ -117,7 +117,7 @@ def test_a_wrapper_of_another_library_s_transformation_knows_that_it_does_not_kn
 
 
 def test_all_wrappers_are_here():
-    assert {*optzoo.WRAPPERS, *optzoo.DISTRIBUTED} <= WRAPPERS.keys()
+    assert {*optzoo.catalog.WRAPPERS, *optzoo.catalog.DISTRIBUTED} <= WRAPPERS.keys()
 
 
 def test_an_optimizer_is_a_transformation_of_optax():
@@ -131,7 +131,7 @@ def test_an_optimizer_is_a_transformation_of_optax():
 
 def test_notes_pass_transformations_of_jax():
     """They are no arrays: a program that is traced for other notes is another one."""
-    tx = optax.chain(optax.clip(1.0), optzoo.scale_by_learning_rate(0.1))
+    tx = optax.chain(optax.clip(1.0), optzoo.transforms.scale_by_learning_rate(0.1))
     state, notes = tx.init(PARAMS), [Notes(), Notes()]
     for each in notes:
         jax.jit(tx.update)(PARAMS, state, PARAMS, optzoo_reads=each)

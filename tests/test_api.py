@@ -12,21 +12,27 @@ import pathlib
 import pytest
 
 import optzoo
+from tests.public import BY_LAST, MODULES, NAMES
 
 PACKAGE = pathlib.Path(optzoo.__file__).parent
 FAMILIES = ["first_order", "proximal", "second_order"]
 
 
-def test_public_names_are_those_that_are_imported_as_themselves():
+@pytest.mark.parametrize("module", ["optzoo", *MODULES])
+def test_public_names_are_those_that_are_imported_as_themselves(module):
     """Type checkers know these as public."""
-    source = ast.parse((PACKAGE / "__init__.py").read_text())
-    froms = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom)]
-    assert all(alias.asname == alias.name for node in froms for alias in node.names)
-    homes = {alias.name: f"optzoo.{node.module}" for node in froms for alias in node.names}
-    assert homes.keys() == {*optzoo.__all__, *optzoo._ALIASES}
-    assert homes.keys() <= {*dir(optzoo)}
-    for name, home in homes.items():
-        assert getattr(optzoo, name) is getattr(importlib.import_module(home), name), name
+    module = importlib.import_module(module)
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    public = [a for node in froms for a in node.names if a.asname]
+    assert all(alias.asname == alias.name for alias in public)
+    assert {alias.name for alias in public} <= {*dir(module)}
+
+
+def test_the_root_has_what_a_training_script_needs():
+    """About a hundred names; others are in modules that say what they are about."""
+    assert len(optzoo.__all__) <= 100
+    assert {f"optzoo.{name}" for name in optzoo.__all__} == {n for n in NAMES if n.count(".") == 1}
 
 
 def test_an_unknown_name_is_refused():
@@ -34,9 +40,9 @@ def test_an_unknown_name_is_refused():
         _ = optzoo.addam
 
 
-@pytest.mark.parametrize("name", optzoo.__all__)
+@pytest.mark.parametrize("name", NAMES)
 def test_public_names_have_docstrings(name):
-    thing = getattr(optzoo, name)
+    thing = NAMES[name]
     if not isinstance(thing, dict):  # the tables are data
         assert inspect.getdoc(thing), name
 
@@ -44,22 +50,22 @@ def test_public_names_have_docstrings(name):
 @pytest.mark.parametrize("name", optzoo.CATALOG)
 def test_catalogue_is_public(name):
     entry = optzoo.CATALOG[name]
-    assert getattr(optzoo, name) is entry.factory
+    assert BY_LAST[name] is entry.factory
     assert entry.factory.__name__ == name
-    assert callable(getattr(optzoo, entry.rows))
+    assert callable(getattr(optzoo.rules, entry.rows))
 
 
-@pytest.mark.parametrize("name", optzoo.DISTRIBUTED)
+@pytest.mark.parametrize("name", optzoo.catalog.DISTRIBUTED)
 def test_the_distributed_family_is_public(name):
-    method = optzoo.DISTRIBUTED[name]
-    assert getattr(optzoo, name) is method.factory
+    method = optzoo.catalog.DISTRIBUTED[name]
+    assert BY_LAST[name] is method.factory
     assert method.make(optzoo.adam(), 8, axis_name="replica").init({})
 
 
-@pytest.mark.parametrize("name", [*optzoo.WRAPPERS, *optzoo.DISTRIBUTED])
+@pytest.mark.parametrize("name", [*optzoo.catalog.WRAPPERS, *optzoo.catalog.DISTRIBUTED])
 def test_docstrings_of_wrappers_are_complete(name):
-    wrapper = getattr(optzoo, name)
-    original = {**optzoo.WRAPPERS, **optzoo.DISTRIBUTED}[name].original
+    wrapper = BY_LAST[name]
+    original = {**optzoo.catalog.WRAPPERS, **optzoo.catalog.DISTRIBUTED}[name].original
     doc = inspect.getdoc(wrapper)
     parts = [".. math::", "Args:", "References:"]
     if name == "stacked":  # which changes no number
@@ -76,13 +82,13 @@ def test_docstrings_of_wrappers_are_complete(name):
 @pytest.mark.parametrize(
     ("folder", "names"),
     [
-        ("wrappers", [*optzoo.WRAPPERS, "groups", "slots_dtype"]),
-        ("distributed", optzoo.DISTRIBUTED),
+        ("wrappers", [*optzoo.catalog.WRAPPERS, "param_groups", "slots_dtype"]),
+        ("distributed", optzoo.catalog.DISTRIBUTED),
     ],
 )
 def test_no_docstring_of_a_wrapper_is_forgotten(folder, names):
     files = {path.stem for path in (PACKAGE / folder).glob("[a-z]*.py")}
-    assert {getattr(optzoo, name).__module__.rsplit(".", 1)[1] for name in names} == files
+    assert {BY_LAST[name].__module__.rsplit(".", 1)[1] for name in names} == files
 
 
 SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt")
@@ -90,13 +96,12 @@ SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt")
 
 def signatures():
     """The arguments and defaults of all that is public, and what the tables say."""
-    things = {n: getattr(optzoo, n) for n in optzoo.__all__}
-    things |= {f"rules.{n}": thing for n, thing in vars(optzoo.rules).items() if n[0] != "_"}
+    things = {name.removeprefix("optzoo."): thing for name, thing in NAMES.items()}
     others = ("sgd", "nadam_keras", "EmbOptimType.ADAM")  # all modes of FBGEMM have the same
     things |= {f"create({n!r})": optzoo.registry.factory_of(n) for n in others}
     takes = lambda thing: inspect.isfunction(thing) or hasattr(thing, "_fields")
     lines = [f"{name}{signature(thing)}" for name, thing in sorted(things.items()) if takes(thing)]
-    tables = {**optzoo.CATALOG, **optzoo.DISTRIBUTED, **optzoo.WRAPPERS}
+    tables = {**optzoo.CATALOG, **optzoo.catalog.DISTRIBUTED, **optzoo.catalog.WRAPPERS}
     for name, entry in sorted(tables.items()):
         if not entry.factory.__module__.startswith("optzoo."):
             continue  # registered by another test
@@ -149,7 +154,9 @@ ROOMS = [
     ["train"],
     ["wrappers"],
     ["growing"],
-    ["transforms", *FAMILIES],
+    FAMILIES,
+    ["transforms"],
+    ["rows", "replicas"],
     ["catalog"],
     ["registry", "describe"],
     ["cite"],

@@ -25,6 +25,7 @@ from .mismatches import (
     transformations,
     update,
 )
+from .public import BY_LAST
 
 NAN, INF = float("nan"), float("inf")
 ADAM = optzoo.adam(0.1)
@@ -79,10 +80,11 @@ NO_NUMBERS = {
 
 
 def factories() -> dict[str, Callable]:
-    scalings = [name for name in optzoo.__all__ if name.startswith("scale")]
+    scalings = [name for name in vars(optzoo.transforms) if name.startswith("scale_by")]
+    scalings += ["scale"]
     scalings.remove("scale_by_schedule")  # of a function alone
-    names = [*optzoo.CATALOG, *optzoo.WRAPPERS, *scalings, *TRANSFORMS]
-    return {name: getattr(optzoo, name) for name in names}
+    names = [*optzoo.CATALOG, *optzoo.catalog.WRAPPERS, *scalings, *TRANSFORMS]
+    return {name: BY_LAST[name] for name in names}
 
 
 def kinds(parameter):
@@ -191,7 +193,7 @@ def test_a_flag_is_true_or_false(factory, name):
         make(factory, **{name: value})
 
 
-@pytest.mark.parametrize("wrapper", [*optzoo.WRAPPERS, "slots_dtype"])
+@pytest.mark.parametrize("wrapper", [*optzoo.catalog.WRAPPERS, "slots_dtype"])
 @pytest.mark.parametrize(
     "inner", [None, optzoo.adam, 0.1, {}, "adam", optax.GradientTransformation]
 )
@@ -203,7 +205,7 @@ def test_a_wrapper_takes_a_transformation(wrapper, inner):
 @pytest.mark.parametrize("inner", [None, optzoo.adam, "adam"])
 @pytest.mark.parametrize("name", [*METHODS, "on_rows", "on_values"])
 def test_others_that_take_a_transformation(name, inner):
-    build = {"on_rows": optzoo.on_rows, "on_values": optzoo.on_values, **METHODS}[name]
+    build = {"on_rows": optzoo.on_rows, "on_values": optzoo.rows.on_values, **METHODS}[name]
     with pytest.raises(TypeError, match=r"^inner must be an optax transformation"):
         build(inner)
 
@@ -213,7 +215,7 @@ def test_arguments_of_methods():
         optzoo.diloco(ADAM, outer="adam")
     for arguments, name in (((None, ADAM), "direction"), ((ADAM, None), "length")):
         with pytest.raises(TypeError, match=f"^{name} must be an optax transformation"):
-            optzoo.graft(*arguments)
+            optzoo.transforms.graft(*arguments)
     for staleness, message in ((NAN, "must be a number, got nan"), ("1", "must be a number")):
         with pytest.raises((TypeError, ValueError), match=f"^staleness {message}"):
             optzoo.drop_stale_gradient(ADAM, staleness)
@@ -243,8 +245,8 @@ UPDATES = {
     "lars": optzoo.lars(0.1),
     "ftrl": optzoo.ftrl(0.1),
     "shampoo": optzoo.shampoo(),
-    "numerics": optzoo.check_numerics(),
-    "groups": optzoo.groups({".*": ADAM}),
+    "numerics": optzoo.transforms.check_numerics(),
+    "groups": optzoo.param_groups({".*": ADAM}),
     "chain": optax.chain(optax.identity(), optzoo.gradient_descent(0.1)),
     "accumulate": optzoo.accumulate(ADAM, 2),
     "decay": optzoo.decoupled_weight_decay(ADAM, weight_decay_per_step=0.1),
@@ -320,7 +322,7 @@ def test_a_learning_rate_that_nothing_reads(name, inner):
     with pytest.raises(TypeError, match=f"learning_rate, but nothing in {argument} reads it"):
         call()
     # The fix that the error names.
-    rate = optzoo.scale_by_learning_rate(0.1)
+    rate = optzoo.transforms.scale_by_learning_rate(0.1)
     update(wrap(optax.chain(optax.scale_by_adam(), rate)), learning_rate=0.5)
 
 
@@ -362,13 +364,21 @@ def test_a_state_of_other_parameters_is_told_by_its_names():
 @pytest.mark.parametrize(
     "tx",
     [
-        optzoo.counter_row_wise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="adagradw"),
-        optzoo.lazy_adamw(0.1, weight_decay=0.1),
+        optzoo.interop.fbgemm.counter_row_wise_adagrad(
+            0.1, weight_decay=0.1, weight_decay_mode="adagradw"
+        ),
+        optzoo.sparse_adamw(0.1, weight_decay=0.1),
         optzoo.partial_row_wise_adam(0.1, weight_decay=0.1),
         optzoo.row_wise_adagrad(0.1, weight_decay=0.1),
         optzoo.row_wise_rmsprop(0.1, weight_decay=0.1),
     ],
-    ids=["counter_row_wise", "lazy_adamw", "partial_adam", "row_wise_adagrad", "row_wise_rmsprop"],
+    ids=[
+        "counter_row_wise",
+        "sparse_adamw",
+        "partial_adam",
+        "row_wise_adagrad",
+        "row_wise_rmsprop",
+    ],
 )
 def test_a_decay_needs_the_parameters(tx):
     """Those of no other optimizer are optional; the contract has them without a decay."""
@@ -400,7 +410,9 @@ def test_decays_that_16_bits_round_to_one_are_below_one(name):
                 assert any(np.any(leaf) for leaf in leaves), (decay, mean)
 
 
-@pytest.mark.parametrize("wrapper", [optzoo.ema_in_place, optzoo.ensemble])
+@pytest.mark.parametrize(
+    "wrapper", [optzoo.interop.fbgemm.ema_in_place, optzoo.interop.fbgemm.ensemble]
+)
 def test_coefficients_of_averages(wrapper):
     inner = optzoo.gradient_descent(0.1)
     for coefficient in (0.0, 1.0):

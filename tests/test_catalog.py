@@ -16,7 +16,7 @@ READS_PARAMS = {
     "adamw",
     "cowclip_row_wise_adagrad",
     "global_decay_row_wise_adagrad",
-    "lamb",
+    "row_wise_lamb",
     "lars",
     "momentumw",
     "partial_row_wise_lamb",
@@ -166,7 +166,7 @@ def test_docstring_is_complete(entry):
         assert f"as in ``{entry.original}``" in doc.splitlines()[0]
     for part in (".. math::", "Args:", "References:"):
         assert part in doc, part
-    assert f":func:`optzoo.{entry.rows}`" in doc
+    assert f":func:`optzoo.rules.{entry.rows}`" in doc
     described = re.split("Raises:|References:", doc.split("Args:")[1])[0]
     for argument in inspect.signature(entry.factory).parameters:
         assert f"{argument}:" in described, argument

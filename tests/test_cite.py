@@ -9,7 +9,7 @@ import pytest
 import optzoo
 from optzoo import registry
 
-NAMES = [*optzoo.CATALOG, *optzoo.WRAPPERS, *optzoo.DISTRIBUTED]
+NAMES = [*optzoo.CATALOG, *optzoo.catalog.WRAPPERS, *optzoo.catalog.DISTRIBUTED]
 WITHOUT = {"stacked"}  # which computes what the optimizer inside computes
 
 

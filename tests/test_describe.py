@@ -103,7 +103,7 @@ def test_another_number_of_replicas():
 
 
 def test_tables_sharded_by_rows():
-    s = optzoo.RowSharding(1000, 4, multiple=16)
+    s = optzoo.sharded.RowSharding(1000, 4, multiple=16)
     params = {"table": jnp.zeros((s.stored_rows, 8)), "w": jnp.zeros(3)}
     about = describe(
         optzoo.adagrad(0.1), params, tables={"table": s}, ids={"table": 100}, capacity_factor=None

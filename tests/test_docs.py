@@ -10,10 +10,10 @@ import sys
 import jax
 import pytest
 
-import optzoo
 from optzoo import catalog
 from tests.accelerators.facts.tables import TABLES as FACTS
 from tests.blocks import run_blocks
+from tests.public import BY_LAST
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [
@@ -27,8 +27,8 @@ DIFFERENCES = "Differences from the original:"
 def differences():
     """What the docstrings say of deliberate differences, as a table."""
     lines = ["| | original | here, other than there |", "|---|---|---|"]
-    for name in dir(optzoo):
-        doc = inspect.getdoc(getattr(optzoo, name)) or ""
+    for name, thing in sorted(BY_LAST.items()):
+        doc = inspect.getdoc(thing) or ""
         if DIFFERENCES in doc:
             text = " ".join(doc.split(DIFFERENCES)[1].split())
             text = re.sub(r":math:`(.*?)`", r"$\1$", text).replace("``", "`")

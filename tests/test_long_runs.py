@@ -25,7 +25,7 @@ COUNTS = ("count", "global_step", "local_step", "last")
 # Their bias corrections are functions of the count, so the first steps are others.
 OF_COUNT = (
     *("adam_gs", "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad"),
-    *("ggt", "global_decay_row_wise_adagrad", "lazy_adam_gs", "lazy_adamw"),
+    *("ggt", "global_decay_row_wise_adagrad", "lazy_adam_gs", "sparse_adamw"),
     *("partial_row_wise_adam", "row_wise_rmsprop", "soap"),
 )
 BY_SCHEDULE = {"scale_by_schedule", "transforms"}
@@ -94,12 +94,12 @@ def test_rows_that_sleep():
     first, ids = {"table": jnp.ones((4, 2))}, np.array([0, 3] + [0, 1, 2] * 20 + [3])
 
     def step(carry, row):
-        x, state = optzoo.catch_up(*carry, {"table": row[None]})
+        x, state = optzoo.rows.catch_up(*carry, {"table": row[None]})
         g = {"table": SparseRows(row[None], jnp.ones((1, 2)), 4)}
         return samples.step(tx, g, x, state), None
 
     def run(state):
-        return optzoo.flush(*jax.lax.scan(step, (first, state), ids)[0])
+        return optzoo.rows.catch_up(*jax.lax.scan(step, (first, state), ids)[0])
 
     with jax.disable_jit(False):
         run, begun = jax.jit(run), (0, 99_999, LAST - len(ids))
@@ -117,7 +117,7 @@ def test_a_schedule_sees_the_count_itself(count):
     for tx in (
         optzoo.gradient_descent(rate),
         optzoo.adam(rate),
-        optzoo.scale_by_schedule(rate),
+        optzoo.transforms.scale_by_schedule(rate),
         optzoo.moving_average(optzoo.momentum(rate, 0.9)),
         optzoo.slots_dtype(optzoo.adagrad(rate), "bfloat16"),
     ):

@@ -93,20 +93,20 @@ def clipped(pattern):
 
 
 def sharded(pattern):
-    found = shardings_by_leaf({pattern: optzoo.RowSharding(2, 1, multiple=1)}, tree())
+    found = shardings_by_leaf({pattern: optzoo.sharded.RowSharding(2, 1, multiple=1)}, tree())
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree())]
     return {name for name, sharding in zip(names, found, strict=True) if sharding}
 
 
 def described(pattern):
-    tables = {pattern: optzoo.RowSharding(2, 1, multiple=1)}
+    tables = {pattern: optzoo.sharded.RowSharding(2, 1, multiple=1)}
     shown = optzoo.describe(optzoo.gradient_descent(0.1), tree(), tables=tables, ids={pattern: 3})
     return {table.parameter for table in shown.tables}
 
 
 def grouped(pattern):
     move = optax.stateless(lambda updates, params: jax.tree.map(jnp.ones_like, updates))
-    return moved(optzoo.groups({pattern: move, ".*": optax.set_to_zero()}))
+    return moved(optzoo.param_groups({pattern: move, ".*": optax.set_to_zero()}))
 
 
 def decayed(fragment):
@@ -120,7 +120,7 @@ def not_skipped(fragment):
 
 def in_layer(layer):
     config = {"optimizer": {"class": "GradientDescent"}, "learning_rate": 1.0}
-    return moved(optzoo.returnn_updater(config, layers={layer: {"L2": 0.5}}))
+    return moved(optzoo.interop.returnn.returnn_updater(config, layers={layer: {"L2": 0.5}}))
 
 
 def saved(pattern, folder):
@@ -164,9 +164,11 @@ class Slots(NamedTuple):
 
 
 def test_slots_whose_names_are_parts_of_each_other():
-    slots = Slots(*(optzoo.full(value) for value in (1.0, 2.0, 3.0)))
-    tx = optzoo.leafwise(lambda g, x, s, t: (g, s), slots=slots)
-    state = optzoo.groups({"m": tx, "ema_m": tx}).init({"m": jnp.ones(1), "ema_m": jnp.ones(1)})
+    slots = Slots(*(optzoo.rules.full(value) for value in (1.0, 2.0, 3.0)))
+    tx = optzoo.rules.leafwise(lambda g, x, s, t: (g, s), slots=slots)
+    state = optzoo.param_groups({"m": tx, "ema_m": tx}).init(
+        {"m": jnp.ones(1), "ema_m": jnp.ones(1)}
+    )
     for name, want in {"m": 1, "ema_m": 2, "m_ema": 3}.items():
         assert optzoo.get_slot(state, name) == {"m": want, "ema_m": want}
     for name in ("ema", "a_m", "m_", "_m", "M"):
@@ -179,4 +181,4 @@ def test_steps_whose_names_are_parts_of_each_other():
     others = {"my_global_step": 1, "global_step_2": 2, "a_global_step/x": 3, "a/global_step": 7}
     given = {"w": np.ones(2, "float32"), **state, **{k: np.int64(n) for k, n in others.items()}}
     _, loaded = optzoo.load_tf1_state(optzoo.momentum(0.1, 0.9), x, given, partial=True)
-    assert nodes_of(optzoo.LeafwiseState, loaded)[0].count == 7
+    assert nodes_of(optzoo.state.LeafwiseState, loaded)[0].count == 7

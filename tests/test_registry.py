@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, DISTRIBUTED, WRAPPERS, create, register
+from optzoo import CATALOG, create
 from optzoo.__main__ import main
-from optzoo.registry import accepts, names
+from optzoo.catalog import DISTRIBUTED, WRAPPERS
+from optzoo.registry import accepts, names, register
 from optzoo.testing import samples
 
 # The keys of RETURNN's registry under TensorFlow 1.15, and what each needs beside a rate.
@@ -197,7 +198,7 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
         ("adaam", ValueError, "no optimizer is called 'adaam'; the nearest are adam, "),
         ("xyz", ValueError, "no optimizer is called 'xyz'$"),
         ("os.system", ValueError, "no optimizer is called 'os.system'"),
-        ("BaseCustomOptimizer", ValueError, "use optzoo.leafwise"),
+        ("BaseCustomOptimizer", ValueError, "use optzoo.rules.leafwise"),
         ("momentum", TypeError, "momentum needs learning_rate, momentum"),
         ("moving_average", TypeError, "moving_average needs 'opt'"),
         ({"momentum": 0.9}, TypeError, "a dict with its name under 'class'"),

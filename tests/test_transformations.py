@@ -14,9 +14,11 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, DISTRIBUTED, WRAPPERS
+from optzoo import CATALOG
+from optzoo.catalog import DISTRIBUTED, WRAPPERS
 from optzoo.testing import samples
 from optzoo.testing.samples import step
+from tests.public import BY_LAST, NAMES
 
 from .selection import quick
 
@@ -47,7 +49,7 @@ BRANCHES = {
         "max_counter_every": 2,
     },
     "cowclip_row_wise_adagrad, l2": {"weight_decay": 0.1, "weight_decay_mode": "l2"},
-    "lazy_adamw, rows": {"weight_decay": 0.1, "row_wise_bias_correction": True},
+    "sparse_adamw, rows": {"weight_decay": 0.1, "row_wise_bias_correction": True},
     "row_wise_adagrad, decay": {"weight_decay": 0.1},
     "row_wise_adagrad, l2": {"weight_decay": 0.1, "decoupled": False},
     "row_wise_rmsprop, decay": {"weight_decay": 0.1},
@@ -64,22 +66,22 @@ WRAPPED = {
     "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(
         inner, weight_decay_per_step=0.1
     ),
-    "ema_in_place": lambda inner: optzoo.ema_in_place(inner, 2),
-    "ensemble": lambda inner: optzoo.ensemble(inner, 2, 3),
+    "ema_in_place": lambda inner: optzoo.interop.fbgemm.ema_in_place(inner, 2),
+    "ensemble": lambda inner: optzoo.interop.fbgemm.ensemble(inner, 2, 3),
     "moving_average": lambda inner: optzoo.moving_average(inner, 0.9),
     "multitask": lambda inner: optzoo.multitask(inner),
     "stacked": lambda inner: optzoo.stacked(inner),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {"w": (1,)}, 0.9),
 }
 TRANSFORMS = {
-    "clip_by_average_norm": optzoo.clip_by_average_norm(0.2),
+    "clip_by_average_norm": optzoo.transforms.clip_by_average_norm(0.2),
     "clip_by_global_norm": optzoo.clip_by_global_norm(2.0),
-    "clip_by_norm": optzoo.clip_by_norm(1.5),
-    "gradient_nan_inf_filter": optzoo.gradient_nan_inf_filter(),
-    "gradient_summaries": optzoo.gradient_summaries(),
-    "scale": optzoo.scale(0.5),
-    "scale_by_schedule": optzoo.scale_by_schedule(lambda step: 1 / (1 + step)),
-    "zero_if_norm_exceeds": optzoo.zero_if_norm_exceeds(9.0),
+    "clip_by_norm": optzoo.transforms.clip_by_norm(1.5),
+    "gradient_nan_inf_filter": optzoo.transforms.gradient_nan_inf_filter(),
+    "gradient_summaries": optzoo.transforms.gradient_summaries(),
+    "scale": optzoo.transforms.scale(0.5),
+    "scale_by_schedule": optzoo.transforms.scale_by_schedule(lambda step: 1 / (1 + step)),
+    "zero_if_norm_exceeds": optzoo.transforms.zero_if_norm_exceeds(9.0),
 }
 RETURNN = {
     "gradient_clip_norm": 1.5,
@@ -94,7 +96,9 @@ WRAPPED |= {
 }
 WRAPPED["transforms"] = lambda inner: optax.chain(*TRANSFORMS.values(), inner)
 WRAPPED["returnn"] = lambda inner: optax.chain(
-    optzoo.returnn_updater({"optimizer": {"class": "GradientDescent"}, **RETURNN}, layers={}),
+    optzoo.interop.returnn.returnn_updater(
+        {"optimizer": {"class": "GradientDescent"}, **RETURNN}, layers={}
+    ),
     inner,
 )
 PERIODS = {
@@ -137,9 +141,9 @@ QUICK = (
 def test_nothing_is_left_out():
     of_bfloat16 = {"master_weights"}  # see tests/wrappers/test_master_weights.py
     assert {*CATALOG, *WRAPPERS, *DISTRIBUTED} <= {*ALL, *of_bfloat16}
-    made = {getattr(optzoo, name) for name in TRANSFORMS}
-    of_gradients = (v for v in vars(optzoo).values() if _makes_transformation(v))
-    assert made | {optzoo.check_numerics} == set(of_gradients)  # which has no value
+    made = {BY_LAST[name] for name in TRANSFORMS}
+    of_gradients = (v for v in NAMES.values() if _makes_transformation(v))
+    assert made | {optzoo.transforms.check_numerics} == set(of_gradients)  # which has no value
 
 
 def _makes_transformation(thing):

@@ -59,6 +59,7 @@ nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!optzoo\.).*")]
 
 NAMES = public.names()
+BY_LAST = public.by_last_part()
 # Of these a bare name in a page becomes a link; of all others ``optzoo.name`` does.
 TABLES = pages.TABLES
 
@@ -89,7 +90,7 @@ def resolve(app, env, node, content):
     """Leads names of modules inside of optzoo to the public name of the same object."""
     target = node.get("reftarget", "")
     domain = env.domains["py"]
-    for name in (f"optzoo.{target.rpartition('.')[2]}", target):
+    for name in (target, BY_LAST.get(target.rpartition(".")[2])):
         if name in domain.objects and target.startswith("optzoo."):
             return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
     # What is not public stays text; a name that does not exist is an error.
@@ -114,7 +115,7 @@ class NamesToLinks(SphinxPostTransform):
             if isinstance(literal.parent, addnodes.pending_xref):
                 continue
             text = literal.astext()
-            name = text if text in NAMES else f"optzoo.{text}" if text in TABLES else ""
+            name = text if text in NAMES else BY_LAST[text] if text in TABLES else ""
             page = text.removesuffix(".md") if text.startswith("docs/") else ""
             if name and here != f"api/{name}":
                 self.link(literal, f"api/{name}")

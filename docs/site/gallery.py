@@ -62,7 +62,7 @@ def write(source: pathlib.Path, cache: pathlib.Path) -> None:
     (source / "gallery.md").write_text(text)
 
 
-def state_bytes(entry: optzoo.Entry) -> str:
+def state_bytes(entry: optzoo.catalog.Entry) -> str:
     """The bytes of state for each parameter of a table."""
     state = optzoo.describe(entry.make(), {"table": TABLE}).state_per_parameter
     return f"{state:.2f}".rstrip("0").rstrip(".") if state >= 0.005 else "0"
@@ -75,7 +75,7 @@ def card(name: str, when: str, time: dict | None) -> str:
     facts = {
         "When to take it": re.sub(r"\bblocked_shampoo\b", "`blocked_shampoo`", when),
         "Original": f"`{entry.original}`" if entry.original else "optzoo",
-        "Rows": f"{{py:func}}`{entry.rows} <optzoo.{entry.rows}>`",
+        "Rows": f"{{py:func}}`{entry.rows} <optzoo.rules.{entry.rows}>`",
         "State": f"{state_bytes(entry)} bytes for each parameter",
     }
     if time:
@@ -84,6 +84,6 @@ def card(name: str, when: str, time: dict | None) -> str:
     listed = "\n".join(f"- **{label}** {value}" for label, value in facts.items())
     words = html.escape(f"{name}: path in the valley, loss by step, loss by learning rate")
     return (
-        f":::{{container}} card\n[`{name}`](api/optzoo.{name}.rst)\n\n{what}\n\n"
+        f":::{{container}} card\n[`{name}`](api/{public.by_last_part()[name]}.rst)\n\n{what}\n\n"
         f"![{words}](_pictures/{name}.svg)\n\n{listed}\n:::"
     )

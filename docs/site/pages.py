@@ -42,12 +42,12 @@ GROUPS = {
 # Names without a module: data and types.
 DATA = {
     "optzoo.CATALOG": "optzoo.catalog",
-    "optzoo.DISTRIBUTED": "optzoo.catalog",
-    "optzoo.WRAPPERS": "optzoo.catalog",
-    "optzoo.ReplicaState": "optzoo.state.types",
-    "optzoo.RowsPolicy": "optzoo.rules.policies",
-    "optzoo.Rule": "optzoo.rules.policies",
-    "optzoo.Slot": "optzoo.state.types",
+    "optzoo.catalog.DISTRIBUTED": "optzoo.catalog",
+    "optzoo.catalog.WRAPPERS": "optzoo.catalog",
+    "optzoo.replicas.ReplicaState": "optzoo.state.types",
+    "optzoo.rules.RowsPolicy": "optzoo.rules.policies",
+    "optzoo.rules.Rule": "optzoo.rules.policies",
+    "optzoo.state.Slot": "optzoo.state.types",
     "optzoo.rules.Exact": "optzoo.state.types",
     "optzoo.rules.NotNegative": "optzoo.state.types",
     "optzoo.rules.Signed": "optzoo.state.types",
@@ -56,9 +56,10 @@ DATA = {
     "optzoo.rules.RowsRule": "optzoo.rules.policies",
 }
 ABOUT = {
-    "optzoo.CATALOG": "All optimizers by name: an :class:`optzoo.Entry` for each.",
-    "optzoo.DISTRIBUTED": "All distributed methods by name: an :class:`optzoo.Method` for each.",
-    "optzoo.WRAPPERS": "All wrappers by name: an :class:`optzoo.Wrapper` for each.",
+    "optzoo.CATALOG": "All optimizers by name: an :class:`optzoo.catalog.Entry` for each.",
+    "optzoo.catalog.DISTRIBUTED": "All distributed methods by name: "
+    "a :class:`optzoo.catalog.Method` for each.",
+    "optzoo.catalog.WRAPPERS": "All wrappers by name: an :class:`optzoo.catalog.Wrapper` for each.",
     "optzoo.race.PROBLEMS": "The built-in problems of the race by name: "
     "an :class:`optzoo.race.Problem` for each.",
 }
@@ -187,7 +188,7 @@ def _reference(source: pathlib.Path) -> None:
     for name, thing in names.items():
         module = module_of(name, thing)
         title = next(t for t, homes in GROUPS.items() if module.startswith(tuple(homes)))
-        if "optimizers" in title and name.startswith("optzoo.scale_by_"):
+        if "optimizers" in title and name.startswith("optzoo.transforms."):
             title = "Directions"
         grouped[title].append(name)
         _put(source, pathlib.PurePath("api", f"{name}.rst"), _entry(name, thing, module))
@@ -205,7 +206,7 @@ def _reference(source: pathlib.Path) -> None:
     _put(source, pathlib.PurePath("api/index.rst"), text)
 
 
-TABLES = {*optzoo.CATALOG, *optzoo.WRAPPERS, *optzoo.DISTRIBUTED}
+TABLES = {*optzoo.CATALOG, *optzoo.catalog.WRAPPERS, *optzoo.catalog.DISTRIBUTED}
 REFERENCE = """
 One page for each public name, made from its docstring. Every example is run by the tests. They
 show at most four digits of a number:
@@ -243,19 +244,20 @@ def _entry(name: str, thing: Any, module: str) -> str:
     """The page of one public name."""
     short = name.removeprefix("optzoo.")
     lines = [_title(short.replace("_", "\\_") if short.endswith("_") else short)]
-    if short in optzoo.CATALOG:
-        entry = optzoo.CATALOG[short]
+    last = name.rpartition(".")[2]
+    if last in optzoo.CATALOG:
+        entry = optzoo.CATALOG[last]
         original = f"Original: ``{entry.original}``" if entry.original else "Of optzoo"
-        card = f"{original} · rows: :func:`optzoo.{entry.rows}` · :doc:`/gallery`"
-        picture = f"/_pictures/{short}.svg"
-        words = f"{short} in a valley, its loss by step, and its loss by learning rate"
+        card = f"{original} · rows: :func:`optzoo.rules.{entry.rows}` · :doc:`/gallery`"
+        picture = f"/_pictures/{last}.svg"
+        words = f"{last} in a valley, its loss by step, and its loss by learning rate"
         lines += [card, "", f".. image:: {picture}", "   :class: card-picture", f"   :alt: {words}"]
     if name.count(".") > 1:  # the pages of source code lead to the name in optzoo itself
         lines += [
             "",
             ".. raw:: html",
             "",
-            f'   <span id="optzoo.{name.rpartition(".")[2]}"></span>',
+            f'   <span id="optzoo.{last}"></span>',
         ]
     lines.append("")
     if inspect.isclass(thing):
@@ -274,17 +276,17 @@ def _entry(name: str, thing: Any, module: str) -> str:
         lines += ["", f"Source: `{path} <{page}>`__"]
     else:
         lines += ["", f"Source: ``{path}``"]
-    if short in TABLES and "References:" in (inspect.getdoc(thing) or ""):
-        bibtex = [f"   {line}" if line else "" for line in optzoo.cite(short).splitlines()]
-        lines += ["", ".. rubric:: BibTeX", "", f"``optzoo.cite({short!r})``", ""]
+    if last in TABLES and "References:" in (inspect.getdoc(thing) or ""):
+        bibtex = [f"   {line}" if line else "" for line in optzoo.cite(last).splitlines()]
+        lines += ["", ".. rubric:: BibTeX", "", f"``optzoo.cite({last!r})``", ""]
         lines += [".. code-block:: bibtex", "", *bibtex]
     return "\n".join(lines) + "\n"
 
 
 def _members(name: str, table: dict[str, Any]) -> list[str]:
     """The names in a table of the library, with links."""
-    known = public.names()
-    link = lambda key: f":doc:`{key} <optzoo.{key}>`" if f"optzoo.{key}" in known else f"``{key}``"
+    full = public.by_last_part()
+    link = lambda key: f":doc:`{key} <{full[key]}>`" if key in full else f"``{key}``"
     text = lambda value: inspect.getdoc(getattr(value, "factory", value)) or ""
     return [
         _table([(link(k), text(v).splitlines()[0] if text(v) else "") for k, v in table.items()])

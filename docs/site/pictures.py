@@ -28,7 +28,7 @@ def valley(x):
     return (1 - x[..., 0]) ** 2 + 10 * (x[..., 1] - x[..., 0] ** 2) ** 2
 
 
-def track(entry: optzoo.Entry, rate):
+def track(entry: optzoo.catalog.Entry, rate):
     """The points that an optimizer visits in the valley, the start included."""
     tx = entry.make(1.0)
     loss = lambda x: jnp.sum(valley(x))

@@ -10,7 +10,14 @@ import optzoo
 
 ROOT = pathlib.Path(optzoo.__file__).parents[1]
 # The modules beside optzoo itself that users import from.
-MODULES = ("optzoo.rules", "optzoo.testing", "optzoo.race", "optzoo.interop.returnn")
+MODULES = tuple(
+    f"optzoo.{name}"
+    for name in (
+        *("catalog", "compiled", "growing", "interop.fbgemm", "interop.keras", "interop.returnn"),
+        *("interop.sparsecore", "interop.tf1", "race", "registry", "replicas", "rows", "rules"),
+        *("sharded", "state", "testing", "transforms"),
+    )
+)
 
 
 def names() -> dict[str, Any]:
@@ -25,13 +32,19 @@ def names() -> dict[str, Any]:
     return found
 
 
+def by_last_part() -> dict[str, str]:
+    """The full name for the last part of each public name; that of optzoo itself goes first."""
+    return {n.rpartition(".")[2]: n for n in sorted(names(), key=lambda n: -n.count("."))}
+
+
 def _of(module: Any) -> dict[str, Any]:
     """The names in ``__all__`` of a module, and those that it imports as themselves."""
     nodes = ast.walk(ast.parse(inspect.getsource(module)))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     aliases = {a.name for node in imports for a in node.names if a.asname == a.name}
     listed = sorted({*getattr(module, "__all__", ()), *aliases})
-    return {f"{module.__name__}.{name}": getattr(module, name) for name in listed}
+    found = {f"{module.__name__}.{name}": getattr(module, name) for name in listed}
+    return {name: thing for name, thing in found.items() if not inspect.ismodule(thing)}
 
 
 def home(thing: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 It has the functions that AlgoPerf asks of a submission, and uses its workload as it is: AdamW with
 a warm-up and a cosine decay, as in AlgoPerf's own ``adamw``, but rows that a batch does not read
-keep their values and moments (``optzoo.lazy_adamw``), so a step costs what the batch reads. On
+keep their values and moments (``optzoo.sparse_adamw``), so a step costs what the batch reads. On
 several devices each has the whole table and a part of the batch, and gets the rows of all.
 
 The batch decides whether this is worth it: see ``run.py``.
@@ -77,7 +77,7 @@ def start(workload, model_params, hyperparameters, tx, **options):
 def init_optimizer_state(workload, model_params, model_state, hyperparameters, rng):
     """The state of the optimizer, and the train step."""
     del model_state, rng
-    tx = optzoo.lazy_adamw(
+    tx = optzoo.sparse_adamw(
         schedule(workload, hyperparameters),
         b1=1.0 - hyperparameters.one_minus_beta1,
         b2=hyperparameters.beta2,

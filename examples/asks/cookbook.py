@@ -38,7 +38,7 @@ def with_optax():
 
 def with_optzoo():
     """The average is in the state, saved and sharded with it."""
-    groups = optzoo.groups({"kernel": optax.sgd(0.1), "bias": optax.sgd(0.01)})
+    groups = optzoo.param_groups({"kernel": optax.sgd(0.1), "bias": optax.sgd(0.01)})
     tx = optzoo.moving_average(groups, DECAY)
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(STEPS):

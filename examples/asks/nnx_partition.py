@@ -39,7 +39,9 @@ def with_optax():
 
 def with_optzoo():
     """No tree of labels: patterns of names."""
-    return f'`groups({{"kernel": ..., "bias": ...}})`: {trained(lambda _: optzoo.groups(RATES))}'
+    return (
+        f'`groups({{"kernel": ..., "bias": ...}})`: {trained(lambda _: optzoo.param_groups(RATES))}'
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def with_optax():
 def with_optzoo():
     """Optimizers of optax work beside those of optzoo, with the same collectives."""
     alone = collectives(optax.contrib.muon(1e-3))
-    grouped = collectives(optzoo.groups({"w": optax.contrib.muon(1e-3)}))
+    grouped = collectives(optzoo.param_groups({"w": optax.contrib.muon(1e-3)}))
     soap = "more" if collectives(optzoo.soap(1e-3)) > 10 else "not more"
     return (
         f"`groups` around optax's `muon` has as many: {grouped == alone}; the nearest optimizer "

@@ -60,19 +60,19 @@ def losses(problem, aggregate, masks, rate, every):
 
     def step(params, state, ids, masks):
         batch = jax.tree.map(lambda a: a[ids], train)
-        value, grads = jax.value_and_grad(problem.loss)(optzoo.per_replica(params), batch)
+        value, grads = jax.value_and_grad(problem.loss)(optzoo.replicas.per_replica(params), batch)
         updates, state = tx.update(grads, state, params, **masks)
         return optax.apply_updates(params, updates), state, value
 
     def update(carry, turn):
-        return optzoo.map_over_replicas(step)(*carry, turn["ids"], turn["masks"])[:2], None
+        return optzoo.replicas.map_over_replicas(step)(*carry, turn["ids"], turn["masks"])[:2], None
 
     def stretch(carry, turn):
         carry, _ = jax.lax.scan(update, carry, turn)
         return carry, problem.loss(optzoo.eval_params(*carry), valid)
 
     params = problem.init(jax.random.key(0))
-    start = optzoo.replicate(params, tx.init(params), WORKERS)
+    start = optzoo.replicas.replicate(params, tx.init(params), WORKERS)
     (_, state), found = jax.jit(lambda start, turns: jax.lax.scan(stretch, start, turns))(
         start, turns
     )

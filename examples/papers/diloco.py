@@ -43,12 +43,12 @@ def a_round(loss, tx, period, mesh=None):
     """``period`` steps of all replicas, the last one with an exchange."""
 
     def step(params, state, batch, exchange):
-        value, grads = jax.value_and_grad(loss)(optzoo.per_replica(params), batch)
+        value, grads = jax.value_and_grad(loss)(optzoo.replicas.per_replica(params), batch)
         masks = {} if period == 1 else {"exchange": exchange}
         updates, state = tx.update(grads, state, params, **masks)
         return optax.apply_updates(params, updates), state, value
 
-    return optzoo.map_over_replicas(optzoo.scan_local_steps(step), mesh=mesh)
+    return optzoo.replicas.map_over_replicas(optzoo.replicas.scan_local_steps(step), mesh=mesh)
 
 
 def sent(program):
@@ -63,7 +63,7 @@ def on_devices(problem, period, tx):
     mesh = jax.make_mesh((REPLICAS,), ("replica",), axis_types=(AxisType.Auto,))
     params = jax.eval_shape(problem.init, jax.random.key(0))
     params = jax.tree.map(lambda a: jnp.zeros(a.shape), params)
-    params, state = optzoo.replicate(params, tx.init(params), REPLICAS, mesh=mesh)
+    params, state = optzoo.replicas.replicate(params, tx.init(params), REPLICAS, mesh=mesh)
     shape = (REPLICAS, period, BATCH)
     batches = jax.tree.map(lambda a: jnp.zeros(shape + a.shape[1:], a.dtype), problem.train)
     batches = jax.device_put(batches, NamedSharding(mesh, PartitionSpec("replica")))
@@ -92,7 +92,7 @@ def curves(problem, period, make, rates, steps, seeds):
             params, state, _ = step(*carry, jax.tree.map(lambda a: a[ids], train))
             return (params, state), problem.loss(optzoo.eval_params(params, state), valid)
 
-        start = optzoo.replicate(params, tx.init(params), REPLICAS)
+        start = optzoo.replicas.replicate(params, tx.init(params), REPLICAS)
         return jax.lax.scan(turn, start, ids)[1]
 
     all_runs = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)))

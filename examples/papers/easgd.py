@@ -52,9 +52,9 @@ def a_round(eta, alpha, replicas, order):
         return x, state
 
     def step(point):
-        x, state = optzoo.replicate(jnp.zeros(()), tx.init(jnp.zeros(())), replicas)
+        x, state = optzoo.replicas.replicate(jnp.zeros(()), tx.init(jnp.zeros(())), replicas)
         state = state._replace(replicated=state.replicated._replace(center=point[-1]))
-        x, state = optzoo.map_over_replicas(replica)(point[:-1], state)
+        x, state = optzoo.replicas.map_over_replicas(replica)(point[:-1], state)
         return jnp.append(x, state.replicated.center)
 
     return step

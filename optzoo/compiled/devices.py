@@ -44,7 +44,7 @@ def devices_of(device: str) -> list[Any]:
 
     Example:
         >>> import optzoo
-        >>> optzoo.devices_of("cpu")[0].platform
+        >>> optzoo.compiled.devices_of("cpu")[0].platform
         'cpu'
 
     Args:

@@ -152,11 +152,11 @@ def compile_report(
     compiler decided, so they are facts of the program; bytes read and written, seconds and cycles
     are its estimates.
 
-    A step on several devices is made for a mesh of :func:`optzoo.devices_of`, and takes arguments
-    with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``). If no
-    argument has one, the step is compiled for the first device. A shape may also have a layout
-    (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``); without one it has
-    that which the compiler takes.
+    A step on several devices is made for a mesh of :func:`optzoo.compiled.devices_of`, and takes
+    arguments with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``).
+    If no argument has one, the step is compiled for the first device. A shape may also have a
+    layout (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``); without one it
+    has that which the compiler takes.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -252,7 +252,7 @@ def _placed(tree: Any, devices: list[Any], device: str) -> Any:
         if here(x) is not None and len(here(x).device_set) > 1 and not on_devices(x):
             raise ValueError(
                 f"{_name(path)} is sharded over other devices than those of {device!r}: give its "
-                f"shape with a sharding over a mesh of optzoo.devices_of({device!r})"
+                f"shape with a sharding over a mesh of optzoo.compiled.devices_of({device!r})"
             )
     first = None if is_sharded else SingleDeviceSharding(devices[0])
     # Of a sharding for one device JAX does not read the kind of memory.

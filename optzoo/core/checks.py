@@ -186,7 +186,7 @@ def with_decay_per_step(factory: Callable[_P, _T]) -> Callable[_P, _T]:
             raise TypeError(
                 f"{getattr(factory, '__name__', factory)} has no weight_decay, got "
                 f"{kwargs['weight_decay']!r}: give weight_decay_per_step, which is weight_decay * "
-                "learning_rate of optax.adamw and optzoo.lazy_adamw"
+                "learning_rate of optax.adamw and optzoo.sparse_adamw"
             )
         return factory(*args, **kwargs)
 
@@ -211,7 +211,9 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
             raise TypeError(f"update has no argument {name!r}: it must be {right!r}")
     rate, step = extra_args.get("learning_rate"), extra_args.get("global_step")
     if rate is not None:
-        fix = "it is the rate of this update for all parameters; optzoo.groups has several rates"
+        fix = (
+            "it is the rate of this update for all parameters; for several, use optzoo.param_groups"
+        )
         check_finite(on_device=False, fix=fix, learning_rate=rate)
     if step is not None:
         fix = "it is the number of updates before this one"

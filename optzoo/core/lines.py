@@ -19,7 +19,7 @@ _FIELD = GetAttrKey("value")  # as the field of a box of Flax: it is in no name 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lines:
-    """A table in lines: made by :func:`optzoo.to_lines`, read by :func:`optzoo.lookup`.
+    """A table in lines: made by :func:`optzoo.rows.to_lines`, read by :func:`optzoo.lookup`.
 
     A TPU stores each row of a table that is gathered and scattered by rows in a multiple of 128
     lanes. Lines hold several rows side by side, so that little memory is left over: row ``i`` is
@@ -29,7 +29,7 @@ class Lines:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> table = optzoo.to_lines(jnp.ones((1000, 16)))
+        >>> table = optzoo.rows.to_lines(jnp.ones((1000, 16)))
         >>> table.shape, table.value.shape
         ((1000, 16), (125, 128))
 
@@ -101,14 +101,14 @@ def to_lines(table: Any, like: Any = None) -> Any:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> params = {"table": optzoo.to_lines(jnp.ones((1000, 16)))}
+        >>> params = {"table": optzoo.rows.to_lines(jnp.ones((1000, 16)))}
         >>> params["table"].value.shape
         (125, 128)
         >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
         >>> tx = optzoo.lazy_adam(0.1)
         >>> step, state = optzoo.minimize(loss, tx), tx.init(params)
         >>> params, state, value = step(params, state, jnp.array([0, 3]))
-        >>> optzoo.from_lines(params)["table"].shape
+        >>> optzoo.rows.from_lines(params)["table"].shape
         (1000, 16)
 
     Args:
@@ -129,13 +129,13 @@ def to_lines(table: Any, like: Any = None) -> Any:
 def from_lines(tree: Any) -> Any:
     """A tree with plain arrays in the place of tables in lines: for checkpoints, and other readers.
 
-    A state becomes that of the same optimizer for plain arrays; :func:`optzoo.to_lines` with
+    A state becomes that of the same optimizer for plain arrays; :func:`optzoo.rows.to_lines` with
     ``like`` is the other direction.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> table = optzoo.to_lines(jnp.ones((1000, 16)))
-        >>> optzoo.from_lines({"table": table, "w": jnp.ones(3)})["table"].shape
+        >>> table = optzoo.rows.to_lines(jnp.ones((1000, 16)))
+        >>> optzoo.rows.from_lines({"table": table, "w": jnp.ones(3)})["table"].shape
         (1000, 16)
 
     Args:

@@ -13,7 +13,7 @@ UNKNOWN = "**"
 class About(NamedTuple):
     """What is known of a transformation; by default nothing."""
 
-    # The policy for row-sparse gradients: optzoo.lazy, linear, dense or touched. None: unknown.
+    # The policy for row-sparse gradients, of optzoo.rules: lazy, linear, ... None: unknown.
     rows: Callable[..., Any] | None = None
     # Whether it updates each touched row by itself, and no other. False: it must be proved.
     row_wise: bool = False

@@ -22,8 +22,10 @@ from .compat import opaque_dtype
 from .marks import marked
 
 HINT = (
-    "If a transformation does not support `SparseRows`, put `optzoo.densify()` before it or wrap "
-    "it in `optzoo.on_values`; `optzoo.accumulate(..., rows=...)` replaces `optax.MultiSteps`, and "
+    "If a transformation does not support `SparseRows`, put `optzoo.rows.densify()` before it "
+    "or wrap "
+    "it in `optzoo.rows.on_values`; `optzoo.accumulate(..., rows=...)` replaces "
+    "`optax.MultiSteps`, and "
     "`optzoo.clip_by_global_norm` that of optax."
 )
 

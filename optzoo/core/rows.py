@@ -31,7 +31,8 @@ class _HintInErrors(type):
         # Optax calls a function that makes masks or labels on the gradients, too.
         return (
             f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. Masks and labels must be "
-            "trees that were made from the parameters, not functions; optzoo.groups takes patterns "
+            "trees that were made from the parameters, not functions; optzoo.param_groups takes "
+            "patterns "
             f"of names. {HINT})"
         )
 
@@ -58,7 +59,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     A transformation that maps over all leaves gets ``ids`` and ``values``. The ids have a dtype
     that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
-    Use :func:`optzoo.densify` or :func:`optzoo.on_values` there, and
+    Use :func:`optzoo.rows.densify` or :func:`optzoo.rows.on_values` there, and
     :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
     padding. What writes arrays to files or turns them into NumPy arrays takes no ids, and raises an
     error: give it ``indices`` and ``values``.
@@ -401,7 +402,7 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.coalesce()
+        >>> tx = optzoo.rows.coalesce()
         >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.array([[1.0], [3.0]]), 4)
         >>> updates, state = tx.update(rows, tx.init(None))
         >>> print(updates.indices, updates.values.ravel())  # 4, the number of rows, is padding
@@ -423,7 +424,7 @@ def densify() -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optax.chain(optzoo.densify(), optax.scale_by_adam())
+        >>> tx = optax.chain(optzoo.rows.densify(), optax.scale_by_adam())
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.zeros((3, 2))))
         >>> print(updates)
@@ -448,7 +449,7 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optzoo.on_values(optax.clip(1.0))
+        >>> tx = optzoo.rows.on_values(optax.clip(1.0))
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[5.0, 0.5]]), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.zeros((3, 2))))
         >>> print(updates.values)

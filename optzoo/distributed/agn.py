@@ -65,16 +65,16 @@ def agn(
     It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
     whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
     to push now, whatever the step count; the mean is over the steps since the last push; see
-    :func:`optzoo.scan_local_steps`).
+    :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.agn(optzoo.gradient_descent(0.1), communication_period=2)
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> on_all = optzoo.map_over_replicas(step)
+        >>> on_all = optzoo.replicas.map_over_replicas(step)
         >>> for _ in range(2):
         ...     params, state = on_all(params, state, jnp.array([[1.0], [3.0]]))
         >>> print(params)  # the push: the rate times the mean gradient of a step

@@ -86,19 +86,19 @@ def diloco(
     whether its parameters count; it takes the new ones in any case), ``active`` (bool per replica:
     whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
     exchange now, whatever the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"``;
-    see :func:`optzoo.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange`` the only
-    fragment to exchange); and ``weight`` (a number of at least 0 per replica: its weight in the
-    mean, such as its tokens or samples since the last exchange). Whether parameters count, and
-    their weight, is asked where an exchange starts.
+    see :func:`optzoo.replicas.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange``
+    the only fragment to exchange); and ``weight`` (a number of at least 0 per replica: its weight
+    in the mean, such as its tokens or samples since the last exchange). Whether parameters count,
+    and their weight, is asked where an exchange starts.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.diloco(optzoo.gradient_descent(0.1), optax.sgd(1.0), communication_period=2)
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> on_all = optzoo.map_over_replicas(step)
+        >>> on_all = optzoo.replicas.map_over_replicas(step)
         >>> for _ in range(2):
         ...     params, state = on_all(params, state, jnp.array([[1.0], [3.0]]))
         >>> print(params)  # both replicas: the mean of -0.2 and -0.6

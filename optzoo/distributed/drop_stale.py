@@ -59,11 +59,13 @@ def drop_stale_gradient(
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.drop_stale_gradient(optzoo.gradient_descent(0.1), staleness=0)
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> params, state = optzoo.replicas.map_over_replicas(step)(
+        ...     params, state, jnp.array([[1.0], [3.0]])
+        ... )
         >>> print(params)  # the gradient of the second replica was one update old
         [-0.1]
 

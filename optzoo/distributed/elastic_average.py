@@ -51,18 +51,20 @@ def elastic_average(
 
     It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
     whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
-    to exchange now, whatever the step count; see :func:`optzoo.scan_local_steps`).
+    to exchange now, whatever the step count; see :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.elastic_average(
         ...     optzoo.gradient_descent(0.1), 2, communication_period=1, moving_rate=0.5
         ... )
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> params, state = optzoo.replicas.map_over_replicas(step)(
+        ...     params, state, jnp.array([[1.0], [3.0]])
+        ... )
         >>> print(params.ravel(), optzoo.eval_params(params, state))
         [-0.05 -0.15] [-0.2]
 

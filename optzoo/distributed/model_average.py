@@ -49,16 +49,18 @@ def model_average(
     It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
     whether its parameters count), ``active`` (bool per replica: whether it makes a step now) and
     ``exchange`` (a Python bool, the same on all replicas: whether to average now, whatever the
-    step count; see :func:`optzoo.scan_local_steps`).
+    step count; see :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.model_average(optzoo.gradient_descent(0.1), interval_steps=1)
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> params, state = optzoo.replicas.map_over_replicas(step)(
+        ...     params, state, jnp.array([[1.0], [3.0]])
+        ... )
         >>> print(params.ravel())  # the mean of -0.1 and -0.3
         [-0.2 -0.2]
 

@@ -85,11 +85,13 @@ def sync_replicas(
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> tx = optzoo.sync_replicas(optzoo.gradient_descent(0.1), 2)
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
         >>> def step(params, state, gradient):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> params, state = optzoo.replicas.map_over_replicas(step)(
+        ...     params, state, jnp.array([[1.0], [3.0]])
+        ... )
         >>> print(params)  # one copy for all replicas
         [-0.2]
 

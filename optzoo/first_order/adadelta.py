@@ -26,7 +26,7 @@ def scale_by_adadelta(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_adadelta(rho=0.9, eps=1e-2)
+        >>> tx = optzoo.transforms.scale_by_adadelta(rho=0.9, eps=1e-2)
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 0.3015 -0.3123]
@@ -70,7 +70,7 @@ def adadelta(
         x_t &= x_{t-1} - \eta_t\, d_t
 
     The paper has no learning rate (:math:`\eta = 1`); the default is that of the original. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -24,7 +24,7 @@ def scale_by_adagrad(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_adagrad(initial_accumulator_value=1e-6)
+        >>> tx = optzoo.transforms.scale_by_adagrad(initial_accumulator_value=1e-6)
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1. -1.]
@@ -48,7 +48,7 @@ def adagrad(
         x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t}}
 
     There is no epsilon; the accumulator starts above zero instead. Rows without a gradient keep
-    their parameters and slots (:func:`optzoo.lazy`).
+    their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -16,7 +16,7 @@ def scale_by_adagrad_eps(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_adagrad_eps(eps=1.0)
+        >>> tx = optzoo.transforms.scale_by_adagrad_eps(eps=1.0)
         >>> updates, state = tx.update(jnp.array([3.0, -1.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 0.75 -0.5 ]
@@ -42,7 +42,7 @@ def adagrad_eps(
         x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t} + \epsilon}
 
     :func:`optzoo.adagrad` is that of TensorFlow 1, which has no epsilon. Rows without a gradient
-    keep their parameters and slots (:func:`optzoo.lazy`).
+    keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -62,7 +62,7 @@ def scale_by_adam(
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optzoo.scale_by_adam()
+        >>> tx = optzoo.transforms.scale_by_adam()
         >>> tx = optax.chain(tx, optax.add_decayed_weights(0.1), optax.scale(-0.1))
         >>> params = jnp.array([1.0, -2.0])
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
@@ -79,7 +79,7 @@ def scale_by_lazy_adam(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_lazy_adam()
+        >>> tx = optzoo.transforms.scale_by_lazy_adam()
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))))
         >>> print(updates.indices, updates.values)
@@ -103,9 +103,9 @@ def adam(
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
     This is the paper's "epsilon hat": it is added to :math:`\sqrt{v_t}` before the bias correction,
-    unlike in ``optax.adam``. A row-sparse gradient is treated as dense (:func:`optzoo.dense`): for
-    rows without a gradient the slots decay and the parameters move. See :func:`optzoo.lazy_adam`
-    for an update whose cost grows with the touched rows only.
+    unlike in ``optax.adam``. A row-sparse gradient is treated as dense
+    (:func:`optzoo.rules.dense`): for rows without a gradient the slots decay and the parameters
+    move. See :func:`optzoo.lazy_adam` for an update whose cost grows with the touched rows only.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -150,8 +150,8 @@ def lazy_adam(
         x_t &= x_{t-1} - \eta_t\, \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \cdot
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t`
-    counts every update. For dense gradients it is :func:`optzoo.adam`.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but
+    :math:`t` counts every update. For dense gradients it is :func:`optzoo.adam`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

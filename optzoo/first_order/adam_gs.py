@@ -19,7 +19,7 @@ def scale_by_adam_gs(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_adam_gs()
+        >>> tx = optzoo.transforms.scale_by_adam_gs()
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)), global_step=0)
         >>> print(updates)
         [ 1. -1.]
@@ -34,7 +34,7 @@ def scale_by_lazy_adam_gs(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_lazy_adam_gs()
+        >>> tx = optzoo.transforms.scale_by_lazy_adam_gs()
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))), global_step=0)
         >>> print(updates.indices, updates.values)
@@ -61,7 +61,7 @@ def adam_gs(
     must be given. If :math:`n` starts at 0, this is :func:`optzoo.adam`. If it starts later, the
     bias correction does not match the means, which start at zero: with the default decays the first
     step has length :math:`0.98\, \eta` at :math:`n = 100` and :math:`2.5\, \eta` at
-    :math:`n = 1000`. A row-sparse gradient is treated as dense (:func:`optzoo.dense`).
+    :math:`n = 1000`. A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -107,8 +107,8 @@ def lazy_adam_gs(
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
     where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
-    must be given. Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
-    For dense gradients it is :func:`optzoo.adam_gs`.
+    must be given. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.rules.lazy`). For dense gradients it is :func:`optzoo.adam_gs`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

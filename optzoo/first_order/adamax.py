@@ -28,7 +28,7 @@ def scale_by_adamax(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_adamax()
+        >>> tx = optzoo.transforms.scale_by_adamax()
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1. -1.]
@@ -58,7 +58,7 @@ def adamax(
         v_t &= \max(\beta_2 v_{t-1}, |g_t|) \\
         x_t &= x_{t-1} - \frac{\eta_t}{1 - \beta_1^t} \cdot \frac{m_t}{v_t + \epsilon}
 
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

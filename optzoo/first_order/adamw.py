@@ -26,9 +26,10 @@ def adamw(
 
     where :math:`u_t` is the update of :func:`optzoo.adam`. Unlike in ``optax.adamw``, the decay is
     not multiplied by the learning rate: ``adamw(rate, weight_decay_per_step=rate * decay)``
-    corresponds to ``optax.adamw(rate, weight_decay=decay)``. (:func:`optzoo.lazy_adamw` multiplies
-    as optax does. :func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Adam treats a
-    row-sparse gradient as dense (:func:`optzoo.dense`), but only the rows of the gradient decay.
+    corresponds to ``optax.adamw(rate, weight_decay=decay)``. (:func:`optzoo.sparse_adamw`
+    multiplies as optax does. :func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Adam
+    treats a row-sparse gradient as dense (:func:`optzoo.rules.dense`), but only the rows of the
+    gradient decay.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -27,7 +27,7 @@ def scale_by_add_sign(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_add_sign(alpha=1.0)
+        >>> tx = optzoo.transforms.scale_by_add_sign(alpha=1.0)
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)  # 1 + alpha times the gradient, as its mean has its sign
         [ 6. -8.]
@@ -57,7 +57,7 @@ def add_sign(
         x_t &= x_{t-1} - \eta_t\, (\alpha + \delta_t\, \mathrm{sgn}(g_t)\, \mathrm{sgn}(m_t))\, g_t
 
     The mean starts at zero, without bias correction. With row-sparse gradients the mean decays in
-    all rows, but only rows with a gradient move (:func:`optzoo.touched`).
+    all rows, but only rows with a gradient move (:func:`optzoo.rules.touched`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

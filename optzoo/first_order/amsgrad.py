@@ -35,7 +35,7 @@ def scale_by_amsgrad(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_amsgrad()
+        >>> tx = optzoo.transforms.scale_by_amsgrad()
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1. -1.]
@@ -70,7 +70,7 @@ def amsgrad(
         x_t &= x_{t-1} - \frac{\eta_t}{\sqrt{t}} \cdot \frac{m_t}{\sqrt{\hat v_t} + \epsilon}
 
     where :math:`\sqrt{t}` is replaced by 1 unless ``decay`` is true. There is no bias correction.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

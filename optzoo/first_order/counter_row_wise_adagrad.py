@@ -79,7 +79,7 @@ def counter_row_wise_adagrad(
 
     for each row, where :math:`p` is the last update in which it had a gradient (:math:`t - p` is 1
     at its first) and :math:`h = g`. Without the options below :math:`c = 1` and :math:`M = m`.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     ======================  =======================================================================
     ``learning_rate_mode``  :math:`M`, for rows with :math:`n` above the threshold
@@ -110,7 +110,7 @@ def counter_row_wise_adagrad(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.counter_row_wise_adagrad(0.1)
+        >>> tx = optzoo.interop.fbgemm.counter_row_wise_adagrad(0.1)
         >>> table = jnp.ones((3, 2))
         >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
         >>> updates, state = tx.update(gradient, tx.init(table), table)

@@ -42,11 +42,11 @@ def cowclip_row_wise_adagrad(
     at its first). :math:`h = g + \lambda x` and :math:`c = 1 - \lambda M` with ``"l2"``; otherwise
     :math:`h = g`, and :math:`c = 1 - \lambda \eta` with ``"decoupled"``, 1 with ``"none"``. The
     accumulator sums gradients as they are before the clip. Rows without a gradient keep their
-    parameters and slots (:func:`optzoo.lazy`).
+    parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.cowclip_row_wise_adagrad(0.1, lower_bound=0.5)
+        >>> tx = optzoo.interop.fbgemm.cowclip_row_wise_adagrad(0.1, lower_bound=0.5)
         >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> updates, state = tx.update(jnp.full((2, 2), 100.0), tx.init(table), table)
         >>> print(updates)  # gradients are clipped by the norm of their row

@@ -17,7 +17,7 @@ def custom_adam(
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
     It is the same as :func:`optzoo.lazy_adam`: rows without a gradient keep their parameters and
-    slots (:func:`optzoo.lazy`).
+    slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

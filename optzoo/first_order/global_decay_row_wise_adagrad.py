@@ -38,15 +38,15 @@ def global_decay_row_wise_adagrad(
 
     for each row, where :math:`p` is the last update from :math:`s` on in which it had a gradient, 0
     if there was none. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`); the decay that they miss is applied at their next gradient, with the rate
-    of that update.
+    (:func:`optzoo.rules.lazy`); the decay that they miss is applied at their next gradient, with
+    the rate of that update.
 
     The original applies the decay that a row missed in lookups, too. Here the loss sees rows as of
     their last update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.global_decay_row_wise_adagrad(0.1, weight_decay=0.1)
+        >>> tx = optzoo.interop.fbgemm.global_decay_row_wise_adagrad(0.1, weight_decay=0.1)
         >>> table = jnp.ones((3, 2))
         >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
         >>> updates, state = tx.update(gradient, tx.init(table), table)

@@ -26,7 +26,7 @@ def scale_by_grad_variance(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_grad_variance()
+        >>> tx = optzoo.transforms.scale_by_grad_variance()
         >>> state = tx.init(jnp.ones(2))
         >>> for g in [1.0, 1.2, 0.8]:
         ...     updates, state = tx.update(jnp.array([1.0, g]), state)
@@ -69,7 +69,7 @@ def grad_variance_scaled(
 
     There is no bias correction, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
     row-sparse gradients the means decay in all rows, but only rows with a gradient move
-    (:func:`optzoo.touched`); :math:`d_t` is zero in the others.
+    (:func:`optzoo.rules.touched`); :math:`d_t` is zero in the others.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -13,7 +13,7 @@ def gradient_descent(
     .. math::
         x_t = x_{t-1} - \eta_t\, g_t
 
-    Rows without a gradient keep their parameters (:func:`optzoo.linear`).
+    Rows without a gradient keep their parameters (:func:`optzoo.rules.linear`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo

@@ -31,7 +31,7 @@ def scale_by_lars_trust_ratio(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_lars_trust_ratio(weight_decay=0.0, eeta=0.01)
+        >>> tx = optzoo.transforms.scale_by_lars_trust_ratio(weight_decay=0.0, eeta=0.01)
         >>> params = jnp.array([0.6, 0.8])
         >>> updates, state = tx.update(jnp.array([30.0, 40.0]), tx.init(params), params)
         >>> print(updates)
@@ -72,7 +72,7 @@ def lars(
     skipped parameter :math:`s_t = \eta_t\, g_t`. The learning rate is part of the sum :math:`a_t`,
     so LARS applies it itself. A parameter with row-sparse gradients is updated as by
     :func:`optzoo.momentum` (with the learning rate outside of the sum, without decay): rows without
-    a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

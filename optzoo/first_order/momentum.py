@@ -25,7 +25,7 @@ def scale_by_momentum(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_momentum(0.9, nesterov=True)
+        >>> tx = optzoo.transforms.scale_by_momentum(0.9, nesterov=True)
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1.9 -3.8]
@@ -50,7 +50,7 @@ def momentum(
         x_t &= x_{t-1} - \eta_t\, a_t
             \quad\text{or, with Nesterov,}\quad x_{t-1} - \eta_t\, (g_t + \mu\, a_t)
 
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -26,7 +26,7 @@ def momentumw(
     where :math:`u_t` is the update of :func:`optzoo.momentum`. The decay is not multiplied by the
     learning rate: it is ``decay * rate`` of an optimizer that multiplies, such as ``optax.adamw``.
     (:func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Rows without a gradient keep
-    their parameters and slots, and do not decay (:func:`optzoo.lazy`).
+    their parameters and slots, and do not decay (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -19,7 +19,7 @@ def scale_by_nadam(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_nadam()
+        >>> tx = optzoo.transforms.scale_by_nadam()
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1.9 -1.9]
@@ -54,7 +54,7 @@ def nadam(
     This is neither the paper's formula nor ``optax.nadam``: there is no momentum schedule, and both
     terms have the same bias correction, so that the first step is :math:`(1 + \beta_1)\, \eta`.
     With row-sparse gradients the means decay in all rows, but only rows with a gradient move
-    (:func:`optzoo.touched`).
+    (:func:`optzoo.rules.touched`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

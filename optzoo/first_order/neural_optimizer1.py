@@ -25,7 +25,7 @@ def scale_by_neural_optimizer1(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_neural_optimizer1()
+        >>> tx = optzoo.transforms.scale_by_neural_optimizer1()
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 3. -4.]
@@ -54,7 +54,7 @@ def neural_optimizer1(
 
     With :math:`f = e^{-2}` this is :func:`optzoo.power_sign` at a learning rate divided by
     :math:`e`. With row-sparse gradients the mean decays in all rows, but only rows with a gradient
-    move (:func:`optzoo.touched`).
+    move (:func:`optzoo.rules.touched`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -14,7 +14,7 @@ def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_own_norm()
+        >>> tx = optzoo.transforms.scale_by_own_norm()
         >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init({"w": jnp.ones(2)}))
         >>> print(updates["w"])
         [0.6 0.8]
@@ -42,7 +42,7 @@ def normalized_sgd(
     :math:`\eta` unless its gradient is almost zero, and a scalar by exactly :math:`\pm\eta`.
     Clipping the norms before this has no effect. The norm of a row-sparse gradient is computed
     after rows that share an index are summed; rows without a gradient keep their parameters
-    (:func:`optzoo.lazy`).
+    (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

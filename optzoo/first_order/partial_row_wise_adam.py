@@ -26,7 +26,7 @@ def scale_by_partial_row_wise_adam(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_partial_row_wise_adam()
+        >>> tx = optzoo.transforms.scale_by_partial_row_wise_adam()
         >>> table = jnp.ones((1, 2))
         >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
         >>> print(updates)  # divided by the root of the mean square of the row
@@ -65,8 +65,8 @@ def partial_row_wise_adam(
                {\sqrt{v_{i,t} / (1 - \beta_2^t)} + \epsilon} + \lambda\, x_{t-1} \right)
 
     where :math:`i` counts the rows, along the first axis, and a row has :math:`d` elements. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t` counts
-    every update.
+    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but :math:`t`
+    counts every update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

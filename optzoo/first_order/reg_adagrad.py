@@ -25,7 +25,7 @@ def scale_by_reg_adagrad(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_reg_adagrad(initial_accumulator_value=1e-6)
+        >>> tx = optzoo.transforms.scale_by_reg_adagrad(initial_accumulator_value=1e-6)
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 1. -1.]
@@ -53,7 +53,7 @@ def reg_adagrad(
     ``update(..., update_slots=False)`` moves the parameters and leaves the accumulator unchanged.
     This is useful for the gradient of a regularizer, which should not be accumulated together with
     that of the loss. The flag may be traced. Rows without a gradient keep their parameters and
-    slots (:func:`optzoo.lazy`).
+    slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -68,7 +68,7 @@ def rmsprop(
     where :math:`c_t` is zero unless ``centered`` is true. The mean square starts at one, so early
     steps are small. The learning rate is inside the momentum sum, so RMSProp applies it itself, and
     a change of the rate applies to new gradients only. Rows without a gradient keep their
-    parameters and slots (:func:`optzoo.lazy`).
+    parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

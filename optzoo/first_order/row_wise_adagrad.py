@@ -25,7 +25,7 @@ def scale_by_row_wise_adagrad(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_row_wise_adagrad()
+        >>> tx = optzoo.transforms.scale_by_row_wise_adagrad()
         >>> table = jnp.ones((1, 2))
         >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
         >>> print(updates)  # divided by the root of the mean square of the row
@@ -65,9 +65,9 @@ def row_wise_adagrad(
     table of width 64 the slots are 64 times smaller than those of :func:`optzoo.adagrad`, and an
     update of few rows writes little more than the rows themselves. In a vector each element is a
     row; a scalar is one row. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`); rows that share an index are summed first. So only rows with a gradient
-    decay. Without ``decoupled`` there is no last term, and :math:`g + \lambda x` takes the place of
-    :math:`g` everywhere (L2).
+    (:func:`optzoo.rules.lazy`); rows that share an index are summed first. So only rows with a
+    gradient decay. Without ``decoupled`` there is no last term, and :math:`g + \lambda x` takes the
+    place of :math:`g` everywhere (L2).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -34,8 +34,8 @@ def row_wise_lars(
 
     where the norms are those of a row, along the first axis; :func:`optzoo.lars` takes those of the
     whole parameter, and of row-sparse gradients none. A row of zeros moves by its momentum alone.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`). The learning rate
-    is part of the sum :math:`a_t`, so LARS applies it itself.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`). The
+    learning rate is part of the sum :math:`a_t`, so LARS applies it itself.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -44,7 +44,7 @@ def row_wise_rmsprop(
     where :math:`i` counts the rows, along the first axis, a row has :math:`d` elements, and
     :math:`p_i` is the last update in which the row had a gradient (:math:`t - p_i` is 1 at its
     first). A row that was not touched for long decays more when it is. There is no bias correction.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`).
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

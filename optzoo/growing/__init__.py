@@ -1,1 +1,5 @@
 """Tables that grow: more rows, rows for other ids, and which id has which row."""
+
+from .reset_rows import reset_rows as reset_rows
+from .resize_table import resize_table as resize_table
+from .vocabulary import Vocabulary as Vocabulary

@@ -47,7 +47,7 @@ def check_whole(name: str, x: Any, example: str) -> None:
     if sharding is not None and sharding.shard_shape(shape)[0] != shape[0]:
         raise ValueError(
             f"parameter '{name}' is sharded by rows: give shardings={{{name!r}: {example}}} with "
-            "its optzoo.RowSharding"
+            "its optzoo.sharded.RowSharding"
         )
 
 

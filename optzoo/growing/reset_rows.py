@@ -39,10 +39,10 @@ def reset_rows(
 ) -> tuple[Any, Any]:
     """Parameters and state in which some rows of tables, and their slots, start anew.
 
-    It is for a row that another id gets (:class:`optzoo.Vocabulary`): nothing that was learned for
-    the id before is left. The row is as :func:`optzoo.resize_table` makes a new one; all other rows
-    keep their values. A row that rested (:func:`optzoo.caught_up`) is as of now. What
-    :func:`optzoo.accumulate` has collected for it is forgotten.
+    It is for a row that another id gets (:class:`optzoo.growing.Vocabulary`): nothing that was
+    learned for the id before is left. The row is as :func:`optzoo.growing.resize_table` makes a new
+    one; all other rows keep their values. A row that rested (:func:`optzoo.caught_up`) is as of
+    now. What :func:`optzoo.accumulate` has collected for it is forgotten.
 
     In a compiled function whose parameters and state are donated, it costs what the rows cost. One
     number of ids is one program: fill up with the number of rows, which is no row.
@@ -51,7 +51,7 @@ def reset_rows(
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.momentum(0.1, 0.9)
         >>> params = {"emb": jnp.ones((4, 2))}
-        >>> params, state = optzoo.reset_rows(
+        >>> params, state = optzoo.growing.reset_rows(
         ...     params, tx.init(params), {"emb": jnp.array([1, 4])}, tx=tx
         ... )
         >>> print(params["emb"][:, 0])
@@ -63,8 +63,8 @@ def reset_rows(
         tables: by a regular expression that matches the whole path of a parameter the ids of its
             rows, integers of shape ``(n,)``. They may repeat. Those out of range are ignored.
         tx: the transformation, which gives the slots of new rows.
-        init: as for :func:`optzoo.resize_table`. It gets the number of rows, or more, for ids that
-            are ignored.
+        init: as for :func:`optzoo.growing.resize_table`. It gets the number of rows, or more, for
+            ids that are ignored.
         shardings: for each table that is sharded by rows, by pattern, its sharding. In a compiled
             function it cannot be checked that none is missing.
 
@@ -72,7 +72,8 @@ def reset_rows(
         TypeError: if ``tables`` or ``shardings`` is no dict, if ids are not integers, or if ``tx``
             is no transformation.
         StateError: if the state is not that of ``tx`` and of these parameters.
-        ValueError: if ids are not of shape ``(n,)``; otherwise as :func:`optzoo.resize_table`.
+        ValueError: if ids are not of shape ``(n,)``; otherwise as
+            :func:`optzoo.growing.resize_table`.
 
     Returns:
         The new parameters and the new state.
@@ -83,7 +84,9 @@ def reset_rows(
     check_by_pattern("shardings", shardings, "{'emb': sharding}")
     for sharding in shardings.values():
         if not isinstance(sharding, RowSharding):
-            raise TypeError(f"shardings must have an optzoo.RowSharding each, got {sharding!r}")
+            raise TypeError(
+                f"shardings must have an optzoo.sharded.RowSharding each, got {sharding!r}"
+            )
     ids_of = value_by_name("tables", tables, params)
     check_tables("tables", params, ids_of)
     rows_of = init_by_name(init, params)

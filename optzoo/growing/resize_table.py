@@ -13,7 +13,7 @@ from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_li
 from ..core.paths import value_by_name
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
-from ..sleeping.catch_up import flush
+from ..sleeping.catch_up import catch_up
 from ..state.resting import has_resting
 from .arguments import (
     RowsOf,
@@ -45,9 +45,9 @@ def resize_table(
     slots are as in a new table: rows by ``init``, slots by ``tx.init``. A smaller number drops the
     rows of the greatest ids. All other arrays, such as counts, stay as they are.
 
-    Rows that rest (:func:`optzoo.caught_up`) are caught up before, as by :func:`optzoo.flush`; new
-    rows are as of now. Of the rows that :func:`optzoo.accumulate` has collected, those of dropped
-    rows are forgotten.
+    Rows that rest (:func:`optzoo.caught_up`) are caught up before, as by
+    :func:`optzoo.rows.catch_up`; new rows are as of now. Of the rows that :func:`optzoo.accumulate`
+    has collected, those of dropped rows are forgotten.
 
     Programs that were compiled for the old shapes are compiled again for the new ones, so let
     tables grow in large steps. Old and new arrays need memory at the same time.
@@ -56,8 +56,8 @@ def resize_table(
         >>> import jax, jax.numpy as jnp, optzoo
         >>> tx = optzoo.lazy_adam(0.1)
         >>> params = {"emb": jnp.ones((4, 2))}
-        >>> rows = optzoo.uniform_rows(jax.random.key(0), 2)
-        >>> params, state = optzoo.resize_table(
+        >>> rows = optzoo.sharded.uniform_rows(jax.random.key(0), 2)
+        >>> params, state = optzoo.growing.resize_table(
         ...     params, tx.init(params), {"emb": 6}, tx=tx, init=rows
         ... )
         >>> params["emb"].shape, optzoo.get_slot(state, "m")["emb"].shape
@@ -70,8 +70,8 @@ def resize_table(
             rows, the length of its first axis.
         tx: the transformation, which gives the slots of new rows.
         init: gives the rows of an array of ids, of shape ``(n, *row_shape)``, as for
-            :func:`optzoo.create_table`; they are stored in the dtype of the table. Or a dict of
-            such functions by pattern. None, or a table that no pattern matches: zeros.
+            :func:`optzoo.sharded.create_table`; they are stored in the dtype of the table. Or a
+            dict of such functions by pattern. None, or a table that no pattern matches: zeros.
         shardings: for each table that is sharded by rows, by pattern, its shardings before and
             after, with the same number of shards. ``tables`` has the new number of ids,
             ``num_rows``. Rows move to the devices that own them now.
@@ -99,7 +99,7 @@ def resize_table(
     stored = {**size_of, **{name: s.stored_rows for name, s in new.items()}}
     row_axes(tx, params, state, stored)
     if has_resting(state):
-        params, state = flush(params, state)
+        params, state = catch_up(params, state)
     like = _with_lines(params, stored)
     params, state = from_lines((params, state))
     params, state = _reordered(in_order_of_ids, params, state, old)
@@ -122,7 +122,8 @@ def _pairs_by_name(
     for pair in shardings.values():
         if not isinstance(pair, tuple) or [type(s) for s in pair] != [RowSharding] * 2:
             raise TypeError(
-                f"shardings must have a pair of optzoo.RowSharding for each table, the old and the "
+                "shardings must have a pair of optzoo.sharded.RowSharding for each table, the "
+                "old and the "
                 f"new one, got {pair!r}"
             )
     pairs = value_by_name("shardings", shardings, params)
@@ -154,7 +155,7 @@ def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: 
         raise ValueError(
             f"shardings: parameter '{name}' has {old.num_shards} shards before and "
             f"{new.num_shards} after: keep num_shards here, and change it by "
-            "optzoo.in_order_of_ids and optzoo.from_order_of_ids"
+            "optzoo.sharded.in_order_of_ids and optzoo.sharded.from_order_of_ids"
         )
 
 

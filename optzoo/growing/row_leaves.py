@@ -92,7 +92,7 @@ def row_axes(
 _ARRANGED = (
     "tx arranges its state by the number of rows (such as in blocks, or in stacks of parameters of "
     "one shape), so these tables cannot be resized: take another optimizer for them by "
-    "optzoo.groups, or keep them out of stacks"
+    "optzoo.param_groups, or keep them out of stacks"
 )
 
 
@@ -108,7 +108,7 @@ def _axes(now: Any, then: Any, rows: set[tuple[int, int]]) -> list[int | None]:
             raise ValueError(
                 f"the state of tx has an array of shape {a.shape} at '{path_name(path)}', which "
                 "depends on all rows of a table, so the table cannot be resized: take an optimizer "
-                "whose slots have the rows of the table, by optzoo.groups"
+                "whose slots have the rows of the table, by optzoo.param_groups"
             )
     return found
 

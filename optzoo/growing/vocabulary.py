@@ -11,7 +11,7 @@ from ..core.checks import check_size
 
 
 class Observed(NamedTuple):
-    """What :meth:`optzoo.Vocabulary.observe` returns."""
+    """What :meth:`optzoo.growing.Vocabulary.observe` returns."""
 
     rows: np.ndarray  # integers in the shape of the ids
     reset: np.ndarray  # rows that have another id now: reset them before they are read
@@ -23,8 +23,8 @@ class Vocabulary:
     """A dictionary, on the host, from raw ids to the rows of a table.
 
     It tells apart ids that are seen often enough to have a row of their own, and gives rows that
-    are not used any more to new ids. It holds no parameters: :func:`optzoo.reset_rows` makes rows
-    new, and :func:`optzoo.resize_table` the table larger.
+    are not used any more to new ids. It holds no parameters: :func:`optzoo.growing.reset_rows`
+    makes rows new, and :func:`optzoo.growing.resize_table` the table larger.
 
     Row 0 is that of all ids without a row. It is trained as any other row.
 
@@ -38,7 +38,7 @@ class Vocabulary:
 
     Example:
         >>> import optzoo
-        >>> vocabulary = optzoo.Vocabulary(3, admit_after=2)
+        >>> vocabulary = optzoo.growing.Vocabulary(3, admit_after=2)
         >>> vocabulary.observe(["a", "b", "a"]).rows
         array([1, 0, 1], dtype=int32)
         >>> found = vocabulary.observe(["b", "c"])
@@ -140,7 +140,7 @@ class Vocabulary:
         return Observed(self._rows(flat, shape), reset, evicted, len(admitted) - len(rows))
 
     def grow(self, capacity: int) -> None:
-        """Makes room for more ids; :func:`optzoo.resize_table` does this to the table.
+        """Makes room for more ids; :func:`optzoo.growing.resize_table` does this to the table.
 
         Args:
             capacity: the new number of rows.

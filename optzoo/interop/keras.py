@@ -25,6 +25,8 @@ from ..registry import add_name
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
 
+__all__ = ["keras_optimizer"]
+
 _HINT = (
     f"{how_to_install('keras')}; set the environment variable KERAS_BACKEND=jax before the first "
     "import of keras"
@@ -61,7 +63,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         >>> import jax, jax.numpy as jnp, optzoo
         >>> import os; os.environ["KERAS_BACKEND"] = "jax"
         >>> import keras
-        >>> tx = optzoo.keras_optimizer(keras.optimizers.SGD(0.1))
+        >>> tx = optzoo.interop.keras.keras_optimizer(keras.optimizers.SGD(0.1))
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)), jnp.ones(2))
         >>> print(updates)
         [-0.1  0.2]

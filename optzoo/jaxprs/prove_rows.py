@@ -242,10 +242,10 @@ def row_axes(a: Any, names: dict[int, str]) -> list[int]:
 
 # Errors
 
-_HINT = "Put optzoo.densify() before an optimizer that does not treat each row independently."
+_HINT = "Put optzoo.rows.densify() before an optimizer that does not treat each row independently."
 _CHECK_HINT = (
     "If the optimizer treats each row independently, use optzoo.on_rows(..., check=False); "
-    "otherwise put optzoo.densify() before it."
+    "otherwise put optzoo.rows.densify() before it."
 )
 
 

@@ -33,9 +33,9 @@ _IN_ONE_ROUND = (
     "optzoo.on_rows(...)"
 )
 _BY_ROWS = (
-    "Take an optimizer that treats each row by itself, such as optzoo.lazy_adam, lamb or "
+    "Take an optimizer that treats each row by itself, such as optzoo.lazy_adam, row_wise_lamb or "
     "row_wise_lars; to clip, put optzoo.clip_by_global_norm or clip_by_norm before it, which count "
-    "all shards, and no optzoo.densify or optzoo.on_values"
+    "all shards, and no optzoo.rows.densify or optzoo.rows.on_values"
 )
 
 

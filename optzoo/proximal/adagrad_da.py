@@ -36,7 +36,7 @@ def adagrad_da(
     ``update(..., global_step=n)``. It is meant for sparse linear models. The new parameters do not
     depend on the old ones: the initial values have no influence, and an element whose gradients
     were all zero becomes zero. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`), but :math:`T` counts every update.
+    (:func:`optzoo.rules.lazy`), but :math:`T` counts every update.
 
     It computes new parameters. So it applies the learning rate itself and must be the last
     transformation of a chain.

@@ -43,8 +43,8 @@ def ftrl(
     update keeps the share :math:`(n_1^{-p} - n_0^{-p}) / (\beta + n_1^{-p})` of the initial value
     :math:`x_0`: little of it where :math:`n_0` or :math:`\beta` is large beside the gradient, and
     nothing where the gradient is zero. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.lazy`). :func:`optzoo.ftrl_from` has the arguments of other libraries, in which
-    the same names have other meanings.
+    (:func:`optzoo.rules.lazy`). :func:`optzoo.ftrl_from` has the arguments of other libraries, in
+    which the same names have other meanings.
 
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.

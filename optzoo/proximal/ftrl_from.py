@@ -51,8 +51,8 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
     ============== ============================================================================
     ``tf1``        of ``tf.train.FtrlOptimizer``: those of :func:`optzoo.ftrl` without ``beta``
     ``keras``      of ``keras.optimizers.Ftrl``: those of :func:`optzoo.ftrl`, with
-                   ``learning_rate=0.001``. :func:`optzoo.keras_optimizer` takes also those of all
-                   Keras' optimizers, such as ``clipnorm``
+                   ``learning_rate=0.001``. :func:`optzoo.interop.keras.keras_optimizer` takes also
+                   those of all Keras' optimizers, such as ``clipnorm``
     ``sparsecore`` of ``FTRLOptimizerSpec`` in jax-tpu-embedding: ``learning_rate=0.01``,
                    ``learning_rate_power=-0.5``, ``l1_regularization_strength=0.0``,
                    ``l2_regularization_strength=0.0``, ``beta=0.0``,

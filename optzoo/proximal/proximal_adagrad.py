@@ -32,7 +32,7 @@ def proximal_adagrad(
         x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - e_t \lambda_1, 0)}{1 + e_t \lambda_2}
 
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
-    their parameters and slots; the penalties do not shrink them (:func:`optzoo.lazy`).
+    their parameters and slots; the penalties do not shrink them (:func:`optzoo.rules.lazy`).
 
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.

@@ -20,7 +20,7 @@ def proximal_gradient_descent(
         x_t &= \frac{\mathrm{sgn}(u_t)\, \max(|u_t| - \eta_t \lambda_1, 0)}{1 + \eta_t \lambda_2}
 
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
-    their parameters; the penalties do not shrink them (:func:`optzoo.lazy`).
+    their parameters; the penalties do not shrink them (:func:`optzoo.rules.lazy`).
 
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.

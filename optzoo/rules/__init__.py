@@ -2,7 +2,6 @@
 
 from ..state.types import Exact, NotNegative, Signed, Sum
 from .leafwise import full, leafwise, zeros
-from .learning_rate import scale_by_learning_rate
 from .policies import RowsPolicy, RowsRule, Rule, dense, lazy, linear, touched
 from .treewise import treewise
 
@@ -19,7 +18,6 @@ __all__ = [
     "lazy",
     "leafwise",
     "linear",
-    "scale_by_learning_rate",
     "touched",
     "treewise",
     "zeros",

@@ -46,7 +46,7 @@ def frame(
 ) -> Optimizer:
     """The transformation of a rule that sees all parameters, with their slots as they are stored.
 
-    :func:`optzoo.treewise` describes the arguments.
+    :func:`optzoo.rules.treewise` describes the arguments.
     """
     _check_slots(slots)
     scheduled = dict(scheduled or {})
@@ -88,7 +88,7 @@ def frame(
 def _check_slots(slots: Any) -> None:
     """Raises ``TypeError`` unless slots are a named tuple of functions."""
     if not isinstance(slots, tuple) or not hasattr(slots, "_fields"):
-        fix = "Slots(m=optzoo.zeros) with class Slots(typing.NamedTuple)"
+        fix = "Slots(m=optzoo.rules.zeros) with class Slots(typing.NamedTuple)"
         raise TypeError(f"slots must be a named tuple of initializers, got {slots!r}: {fix}")
     by_name = {f"slots.{name}": f for name, f in zip(slots._fields, slots, strict=True)}
     check_function("a function of the parameter", **by_name)

@@ -24,11 +24,11 @@ from .policies import POLICIES, RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
-    """A slot of zeros for the parameter ``x``, as :func:`optzoo.full`.
+    """A slot of zeros for the parameter ``x``, as :func:`optzoo.rules.full`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> print(optzoo.zeros(jnp.ones((2, 2))))
+        >>> print(optzoo.rules.zeros(jnp.ones((2, 2))))
         [[0. 0.]
          [0. 0.]]
     """
@@ -43,7 +43,7 @@ def full(value: Any) -> Callable[[Any], Array]:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> print(optzoo.full(0.1)(jnp.ones((2, 2))))
+        >>> print(optzoo.rules.full(0.1)(jnp.ones((2, 2))))
         [[0.1 0.1]
          [0.1 0.1]]
     """
@@ -72,7 +72,7 @@ def leafwise(
         >>> import jax.numpy as jnp, optzoo
         >>> def rule(g, x, slots, t, learning_rate):
         ...     return -learning_rate * jnp.sign(g), slots
-        >>> tx = optzoo.leafwise(rule, scheduled={"learning_rate": 0.1})
+        >>> tx = optzoo.rules.leafwise(rule, scheduled={"learning_rate": 0.1})
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [-0.1  0.1]
@@ -107,7 +107,7 @@ def leafwise(
             gradient is neither real floating-point nor SparseRows.
     """
     check_function(rule=rule)
-    check_function("a policy such as optzoo.lazy", rows=rows)
+    check_function("a policy such as optzoo.rules.lazy", rows=rows)
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
     bases = dict(powers or {})
@@ -134,7 +134,7 @@ def leafwise(
 
 
 def without_state(transformation: Optimizer) -> Optimizer:
-    """A transformation made by :func:`optzoo.leafwise` that keeps no slots and needs no count."""
+    """A transformation made by :func:`leafwise` that keeps no slots and needs no count."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         updates, _ = transformation.update(updates, transformation.init({}), params, **extra_args)

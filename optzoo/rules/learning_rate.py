@@ -27,7 +27,7 @@ def scale_by_learning_rate(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_learning_rate(0.1)
+        >>> tx = optzoo.transforms.scale_by_learning_rate(0.1)
         >>> state = tx.init(jnp.ones(2))
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), state, learning_rate=0.5)
         >>> print(updates)  # the rate of this step is overridden
@@ -73,8 +73,8 @@ def descend(
 
     Args:
         learning_rate: a number or a schedule.
-        *directions: transformations, the first made by :func:`optzoo.leafwise` or
-            :func:`optzoo.treewise`.
+        *directions: transformations, the first made by :func:`optzoo.rules.leafwise` or
+            :func:`optzoo.rules.treewise`.
     """
     direction = optax.chain(*directions)
     rate = scale_by_learning_rate(learning_rate)

@@ -33,7 +33,7 @@ def in_float32(rule: Rule) -> Rule:
 
 
 def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for all parameters, as :func:`optzoo.treewise` takes it, on stored slots."""
+    """A rule for all parameters, as :func:`optzoo.rules.treewise` takes it, on stored slots."""
 
     def on_stored(leaves, shared, t, **scheduled):
         _check_matrices(leaves)
@@ -51,5 +51,5 @@ def _check_matrices(leaves: Any) -> None:
         if is_rows(leaf.g) and leaf.x is not None and are_lines(leaf.x, leaf.g.shape):
             raise ValueError(
                 f"a table of shape {leaf.g.shape} is in lines, but this optimizer sees whole "
-                "parameters: give an array (optzoo.from_lines), or take optzoo.lazy_adam"
+                "parameters: give an array (optzoo.rows.from_lines), or take optzoo.lazy_adam"
             )

@@ -20,8 +20,8 @@ class Rule(Protocol):
         >>> import jax.numpy as jnp, optzoo
         >>> def rule(g, x, slots, t):
         ...     return -jnp.sign(g), slots
-        >>> checked: optzoo.Rule = rule
-        >>> tx = optzoo.leafwise(checked)
+        >>> checked: optzoo.rules.Rule = rule
+        >>> tx = optzoo.rules.leafwise(checked)
         >>> print(tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))[0])
         [-1.  1.]
     """
@@ -38,7 +38,7 @@ class RowsRule(Protocol):
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> rule = optzoo.lazy(lambda g, x, slots, t: (-g, slots))  # a RowsRule
+        >>> rule = optzoo.rules.lazy(lambda g, x, slots, t: (-g, slots))  # a RowsRule
         >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.ones((2, 1)), 3)
         >>> update, slots = rule(rows, jnp.ones((3, 1)), (), 1)
         >>> print((jnp.zeros((3, 1)) + update).ravel())
@@ -58,7 +58,7 @@ class RowsPolicy(Protocol):
         >>> import jax.numpy as jnp, optzoo
         >>> def frozen(rule):  # a policy: rows never change
         ...     return lambda g, x, slots, t: (g.with_values(0 * g.values), slots)
-        >>> tx = optzoo.leafwise(lambda g, x, slots, t: (-g, slots), rows=frozen)
+        >>> tx = optzoo.rules.leafwise(lambda g, x, slots, t: (-g, slots), rows=frozen)
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
         >>> print(tx.update(rows, tx.init(jnp.ones((3, 1))))[0].values)
         [[0.]]
@@ -74,7 +74,7 @@ def lazy(rule: Rule) -> RowsRule:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.lazy)
+        >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.rules.lazy)
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
         >>> print((jnp.zeros((3, 1)) + updates).ravel())  # the rule sees row 2 alone
@@ -95,7 +95,7 @@ def dense(rule: Rule) -> RowsRule:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.dense)
+        >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.rules.dense)
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
         >>> print(updates.ravel())  # rows 0 and 1 have a gradient of zero
@@ -109,7 +109,7 @@ def touched(rule: Rule) -> RowsRule:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.touched)
+        >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.rules.touched)
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 1)), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
         >>> print((jnp.zeros((3, 1)) + updates).ravel())
@@ -129,7 +129,7 @@ def linear(rule: Rule) -> RowsRule:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.leafwise(lambda g, x, s, t: (-0.1 * g, s), rows=optzoo.linear)
+        >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-0.1 * g, s), rows=optzoo.rules.linear)
         >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.ones((2, 1)), 3)
         >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 1))))
         >>> print(updates.indices)  # repeated rows are not merged: the rule is linear

@@ -27,7 +27,7 @@ def treewise(
         >>> def rule(leaves, shared, t):
         ...     norm = jnp.sqrt(sum(jnp.sum(leaf.g**2) for leaf in leaves))
         ...     return [(-leaf.g / norm, leaf.slots) for leaf in leaves], shared
-        >>> tx = optzoo.treewise(rule)
+        >>> tx = optzoo.rules.treewise(rule)
         >>> gradients = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
         >>> updates, state = tx.update(gradients, tx.init(gradients))
         >>> print(updates["a"], updates["b"])

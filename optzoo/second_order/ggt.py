@@ -58,7 +58,7 @@ def scale_by_ggt(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_ggt(window=2)
+        >>> tx = optzoo.transforms.scale_by_ggt(window=2)
         >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
         >>> print(float(updates[0]) > 0, float(updates[1]) < 0)
         True True
@@ -131,7 +131,7 @@ def ggt(
         x_t &= x_{t-1} - \eta_t\, d_t
 
     where :math:`m_t` is the vector of all parameters together. There is no bias correction.
-    Row-sparse gradients become dense (:func:`optzoo.dense`), and the update is an array.
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`), and the update is an array.
 
     A step reads the window twice and computes the products of every row with the newest one: only
     that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window takes

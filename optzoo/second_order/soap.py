@@ -37,7 +37,7 @@ class SoapSlots(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class SoapOptions:
-    """The arguments of :func:`optzoo.scale_by_soap`; :func:`optzoo.soap` describes them."""
+    """The arguments of ``scale_by_soap``; :func:`optzoo.soap` describes them."""
 
     b1: Any
     b2: Any
@@ -100,7 +100,7 @@ def scale_by_soap(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_soap(precondition_frequency=1)
+        >>> tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
         >>> gradient = jnp.array([[1.0, 2.0], [2.0, -1.0]])
         >>> state = tx.init(gradient)
         >>> for _ in range(2):
@@ -178,7 +178,7 @@ def soap(
     statistics, two in the bases, :math:`m` and :math:`v`. If a parameter is cut into blocks, these
     two have an axis for the blocks, then those of a block.
 
-    Row-sparse gradients become dense (:func:`optzoo.dense`): for embedding tables use another
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
 
     Example:

@@ -14,7 +14,8 @@ from ..core.paths import path_name
 from ..jaxprs.lookup import bind_lookup
 from ..sparse.lookup import lookup
 from .exchange import exchange, first_positions, to_transport
-from .lookup import check_shard, sharded_lookup
+from .lookup import check_shard
+from .lookup import lookup as lookup_in_shards
 from .row_sharding import RowSharding
 
 Combiner = Literal["mean", "sum", "sqrtn"]
@@ -51,7 +52,7 @@ def lookup_sparse(
     ``segment_ids`` are ``jnp.searchsorted(offsets, jnp.arange(n), side="right") - 1``.
 
     As with :func:`optzoo.lookup` the gradient of the table is row-sparse. With ``sharding`` the
-    table is sharded by rows, as in :func:`optzoo.sharded_lookup`, and several tables share the
+    table is sharded by rows, as in :func:`optzoo.sharded.lookup`, and several tables share the
     messages: give trees of tables, of ids, of segment ids and of weights.
 
     Example:
@@ -67,9 +68,9 @@ def lookup_sparse(
         num_segments: the number of ragged bags.
         weights: like ``ids``; None for ones.
         combiner: ``"mean"``, ``"sum"`` or ``"sqrtn"``.
-        sharding: a :class:`optzoo.RowSharding`, a tree of them, or None for whole tables.
-        capacity_factor: as in :func:`optzoo.sharded_lookup`.
-        transport: as in :func:`optzoo.sharded_lookup`.
+        sharding: a :class:`optzoo.sharded.RowSharding`, a tree of them, or None for whole tables.
+        capacity_factor: as in :func:`optzoo.sharded.lookup`.
+        transport: as in :func:`optzoo.sharded.lookup`.
         pool: where rows of sharded tables are summed: ``"here"``, once each distinct row has
             arrived; at its ``"owner"``, which sends a sum for each bag and each device; or where
             less is sent (``"auto"``).
@@ -113,7 +114,7 @@ def lookup_sparse(
     here = [s is not None and not w for s, w in zip(shardings, at_owner, strict=True)]
     options = {"capacity_factor": capacity_factor, "transport": transport}
     found = iter(
-        sharded_lookup(
+        lookup_in_shards(
             pick(tables, here), [b.ids for b in pick(bags, here)], pick(shardings, here), **options
         )
     )

@@ -29,29 +29,29 @@ def create_table(
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
         >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
-        >>> sharding = optzoo.RowSharding(10, 1, multiple=1)
-        >>> rows = optzoo.uniform_rows(jax.random.key(0), 4)
-        >>> optzoo.create_table(sharding, mesh, rows).shape
+        >>> sharding = optzoo.sharded.RowSharding(10, 1, multiple=1)
+        >>> rows = optzoo.sharded.uniform_rows(jax.random.key(0), 4)
+        >>> optzoo.sharded.create_table(sharding, mesh, rows).shape
         (10, 4)
 
     Args:
         sharding: of the table.
         mesh: with the axis of the sharding.
         rows_of: gives the rows of an array of ids, of shape ``(n, *row_shape)``. The row of an id
-            must depend on the id alone (:func:`optzoo.uniform_rows`), then the table does not
-            depend on the number of shards. It is compiled, and gets ids of at least ``num_rows``
-            for the rows that only fill up the shards.
+            must depend on the id alone (:func:`optzoo.sharded.uniform_rows`), then the table does
+            not depend on the number of shards. It is compiled, and gets ids of at least
+            ``num_rows`` for the rows that only fill up the shards.
         chunk: the number of rows to make at once.
         lines: whether the table is in lines, which take less memory on TPUs
-            (:func:`optzoo.to_lines`). The number of rows of a shard must be a multiple of those of
-            a line.
+            (:func:`optzoo.rows.to_lines`). The number of rows of a shard must be a multiple of
+            those of a line.
 
     Raises:
         ValueError: if the mesh does not have the axes of the sharding, of the size ``num_shards``,
             or if lines do not divide a shard.
 
     Returns:
-        An array; or :class:`optzoo.Lines`.
+        An array; or :class:`optzoo.rows.Lines`.
     """
     check_mesh(mesh, sharding)
     check_flags(lines=lines)
@@ -91,11 +91,11 @@ def create_table(
 def uniform_rows(
     key: Array, width: int, scale: float = 0.05, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Callable[[Array], Array]:
-    """For :func:`optzoo.create_table`: uniform rows in ``[-scale, scale)``, each from its id.
+    """Uniform rows in ``[-scale, scale)``, each from its id, for ``create_table``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> rows_of = optzoo.uniform_rows(jax.random.key(0), width=2, scale=0.05)
+        >>> rows_of = optzoo.sharded.uniform_rows(jax.random.key(0), width=2, scale=0.05)
         >>> print(rows_of(jnp.array([7, 7])).shape)  # both are the row of id 7
         (2, 2)
 

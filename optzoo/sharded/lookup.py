@@ -19,7 +19,7 @@ from .row_sharding import RowSharding
 Read = Callable[[Array], Array]  # the rows of some ids of a shard, zeros for padding
 
 
-def sharded_lookup(
+def lookup(
     table: Any,
     ids: Any,
     sharding: Any,
@@ -45,8 +45,8 @@ def sharded_lookup(
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
         >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
-        >>> sharding = optzoo.RowSharding(4, 1, multiple=1)
-        >>> read = lambda table, ids: optzoo.sharded_lookup(table, ids, sharding)
+        >>> sharding = optzoo.sharded.RowSharding(4, 1, multiple=1)
+        >>> read = lambda table, ids: optzoo.sharded.lookup(table, ids, sharding)
         >>> spec = jax.sharding.PartitionSpec("shard")
         >>> read = jax.shard_map(read, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         >>> print(read(jnp.arange(4.0)[:, None], jnp.array([3, 1])).ravel())
@@ -55,10 +55,10 @@ def sharded_lookup(
     Args:
         table: the rows of this device, of shape ``(rows_per_shard, *row_shape)``; or a tree.
         ids: of this device, integers of any shape; or a tree like ``table``.
-        sharding: the :class:`optzoo.RowSharding` of the table; or a tree like ``table``.
+        sharding: the :class:`optzoo.sharded.RowSharding` of the table; or a tree like ``table``.
         capacity_factor: the messages have room for this multiple of the average number of ids for
-            an owner, and some more (:meth:`optzoo.RowSharding.capacity`). Ids without room read
-            NaN. None: room for any ids, ``num_shards`` times as much.
+            an owner, and some more (:meth:`optzoo.sharded.RowSharding.capacity`). Ids without room
+            read NaN. None: room for any ids, ``num_shards`` times as much.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
 
@@ -135,17 +135,18 @@ def check_shard(name: str, shard: Any, s: Any) -> None:
     """Raises an error unless ``shard`` is one of ``s`` where replication is checked."""
     where = f"of table '{name}'" if name else "of the table"
     if not isinstance(s, RowSharding):
-        raise TypeError(f"sharding {where} must be an optzoo.RowSharding, got {s!r}")
+        raise TypeError(f"sharding {where} must be an optzoo.sharded.RowSharding, got {s!r}")
     if jnp.shape(shard)[:1] != (s.rows_per_shard,):
         raise ValueError(
             f"the shard {where} must have {s.rows_per_shard} rows, got shape {jnp.shape(shard)}: "
             f"shard_map with in_specs={s.spec} gives it, of an array of {s.stored_rows} rows "
-            "(optzoo.create_table)"
+            "(optzoo.sharded.create_table)"
         )
     if missing := set(s.axes) - varying(shard):
         raise ValueError(
             f"the shard {where} does not differ along the mesh axes {sorted(missing)}: call "
-            f"sharded_lookup inside jax.shard_map(..., check_vma=True) with in_specs={s.spec} for "
+            "optzoo.sharded.lookup inside jax.shard_map(..., check_vma=True) with "
+            f"in_specs={s.spec} for "
             "the table. Without check_vma the gradients of dense parameters would be wrong by a "
             "factor, without an error"
         )

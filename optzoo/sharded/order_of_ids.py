@@ -28,16 +28,16 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
     arrays are returned as they are, whatever their shapes. What cannot be told apart is refused.
 
     An array does not tell which order it has: call this once, before a checkpoint is saved, and
-    :func:`optzoo.from_order_of_ids` once, after it is restored.
+    :func:`optzoo.sharded.from_order_of_ids` once, after it is restored.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tables = {"emb": optzoo.RowSharding(4, 2, multiple=1)}
-        >>> stored = jnp.array([[0.0], [2.0], [1.0], [3.0]])  # shard 0 has the even rows
+        >>> tables = {"emb": optzoo.sharded.RowSharding(4, 2, multiple=1)}
+        >>> stored = jnp.array([[0.0], [2.0], [1.0], [3.0]])  # even rows first
         >>> params = {"emb": stored, "kernel": stored}
         >>> state = optzoo.momentum(0.1, 0.9).init(params)
         >>> trained = {"params": params, "state": state}
-        >>> ordered = optzoo.in_order_of_ids(trained, tables, params)["params"]
+        >>> ordered = optzoo.sharded.in_order_of_ids(trained, tables, params)["params"]
         >>> print(ordered["emb"].ravel(), ordered["kernel"].ravel())
         [0. 1. 2. 3.] [0. 2. 1. 3.]
 
@@ -64,13 +64,13 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
 
 
 def from_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
-    """The inverse of :func:`optzoo.in_order_of_ids`, perhaps for another number of shards.
+    """The inverse of :func:`optzoo.sharded.in_order_of_ids`, perhaps for another number of shards.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> sharding = optzoo.RowSharding(4, 2, multiple=1)
+        >>> sharding = optzoo.sharded.RowSharding(4, 2, multiple=1)
         >>> table = jnp.array([[0.0], [1.0], [2.0], [3.0]])
-        >>> print(optzoo.from_order_of_ids(table, sharding).ravel())  # shard 0 has the even rows
+        >>> print(optzoo.sharded.from_order_of_ids(table, sharding).ravel())
         [0. 2. 1. 3.]
     """
     return _rearranged(tree, tables, params, lambda s: s.rows_per_shard)

@@ -30,11 +30,11 @@ class RowSharding:
     than ``num_rows`` rows, since all devices must have the same number. ``stored_rows`` depends on
     ``num_shards`` only if this does not divide the root of ``multiple`` (with ``"mod"``) or
     ``multiple`` (with ``"div"``), so a checkpoint of 64 devices can be restored on 1, 2, 4, ...,
-    64 by default (:func:`optzoo.in_order_of_ids`).
+    64 by default (:func:`optzoo.sharded.in_order_of_ids`).
 
     Example:
         >>> import numpy as np, optzoo
-        >>> sharding = optzoo.RowSharding(10, 4, multiple=1)
+        >>> sharding = optzoo.sharded.RowSharding(10, 4, multiple=1)
         >>> sharding.stored_rows, sharding.rows_per_shard
         (16, 4)
         >>> sharding.places_of(np.array([0, 1, 4, 5])).tolist()
@@ -178,6 +178,6 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
         if found[-1] is not None and jnp.shape(x)[:1] != (found[-1].stored_rows,):
             raise ValueError(
                 f"parameter '{path_name(path)}' must have the {found[-1].stored_rows} stored rows "
-                f"of its sharding, got shape {jnp.shape(x)}: optzoo.create_table makes it"
+                f"of its sharding, got shape {jnp.shape(x)}: optzoo.sharded.create_table makes it"
             )
     return found

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.paths import path_name
+from ..core.paths import path_name, value_by_name
 from ..state.resting import has_resting
 from ..state.types import nodes_of
 from .tables import by_ids, map_tables, whole
@@ -21,40 +21,52 @@ NOTHING_FOLLOWS = (
 )
 
 
-def catch_up(params: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-    """The rows of some ids as of now: for a loop of your own, before the loss reads them.
+def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
+    """The rows of some ids as of now, or all rows: those that :func:`optzoo.caught_up` let rest.
 
-    :func:`optzoo.minimize` does it itself. Repeated ids do no harm. Ids out of range are ignored.
+    With ``ids``: for a loop of your own, before the loss reads these rows. (:func:`optzoo.minimize`
+    does it itself.) Repeated ids do no harm. Ids out of range are ignored.
+
+    Without: for evaluation, export and checkpoints, and before settings change. It reads and writes
+    every row once. The result is what the optimizer has without :func:`optzoo.caught_up`, and
+    ``state.inner`` is its state; training may resume from either. Of arrays that are sharded by
+    rows each device does its own. Inside ``jit`` the shardings are not known, so there call it in a
+    ``jax.shard_map`` (docs/caught_up.md).
+
+    Outside of ``jit`` the tables are copied. To write them in place, use
+    ``jax.jit(optzoo.rows.catch_up, donate_argnums=(0, 1))``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.caught_up(optzoo.adam(0.1))
         >>> table = jnp.ones((3, 2))
-        >>> table, state = optzoo.catch_up(table, tx.init(table), jnp.array([0, 2]))
-        >>> print(table.shape)
-        (3, 2)
+        >>> table, state = optzoo.rows.catch_up(table, tx.init(table), jnp.array([0, 2]))
+        >>> table, state = optzoo.rows.catch_up(table, state)
+        >>> print(optzoo.slot_names(state.inner))  # a state of adam
+        ('m', 'v')
 
     Args:
         params: the parameters.
         state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
-        ids: by the path of a table, such as ``{"users/embedding": user_ids}``, integers of any
-            shape; or the integers alone if the parameters are one array.
+        ids: for each table, by a pattern for its name (:func:`optzoo.param_groups`), such as
+            ``{"users/embedding": user_ids}``, integers of any shape; or the integers alone if the
+            parameters are one array; None for all rows of all tables.
 
     Returns:
-        The parameters and the state. Donate both, so that the rows are written in place.
+        The parameters and the state.
 
     Raises:
         TypeError: if ids are not integers.
-        ValueError: if there is no parameter of such a path, if no part of the state is of
-            :func:`optzoo.caught_up`, or if it is not the last of its ``optax.chain``.
+        ValueError: if no part of the state is of :func:`optzoo.caught_up`; with ``ids`` also if a
+            pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
+            ``optax.chain``.
     """
+    if ids is None:
+        return _all_rows(params, state)
     check_no_guard(state)
     _check_nothing_follows(state)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    names = [path_name(path) for path, _ in paths]
-    given = ids if isinstance(ids, Mapping) else {"": ids}
-    if unknown := sorted(set(given) - set(names)):
-        raise ValueError(f"ids: no parameter is called {unknown}; there are {names}")
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    given = value_by_name("ids", ids if isinstance(ids, Mapping) else {"": ids}, params)
     by_leaf = {i: jnp.asarray(given[name]) for i, name in enumerate(names) if name in given}
     for i, of_leaf in by_leaf.items():
         if not jnp.issubdtype(of_leaf.dtype, jnp.integer):
@@ -69,7 +81,8 @@ def check_no_guard(state: Any) -> None:
         if has_resting(node.inner_state):
             raise ValueError(
                 "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "
-                "than the gradients: put optzoo.zero_if_norm_exceeds(math.inf) before it in a chain"
+                "than the gradients: put optzoo.transforms.zero_if_norm_exceeds(math.inf) "
+                "before it in a chain"
             )
 
 
@@ -90,43 +103,15 @@ def _check_nothing_follows(state: Any) -> None:
             _check_nothing_follows(part)
 
 
-def flush(params: Any, state: Any) -> tuple[Any, Any]:
-    """All rows as of now: for evaluation, export and checkpoints, and before settings change.
-
-    It reads and writes every row once. The result is what the optimizer has without
-    :func:`optzoo.caught_up`, and ``state.inner`` is its state; training may resume from either.
-    Outside of ``jit`` the tables are copied. To write them in place, use
-    ``jax.jit(optzoo.flush, donate_argnums=(0, 1))``.
-
-    Of arrays that are sharded by rows each device flushes its own. Inside ``jit`` the shardings are
-    not known, so there call it in a ``jax.shard_map`` (docs/caught_up.md).
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.caught_up(optzoo.adam(0.1))
-        >>> table = jnp.ones((3, 2))
-        >>> table, state = optzoo.flush(table, tx.init(table))
-        >>> print(optzoo.slot_names(state.inner))  # a state of adam
-        ('m', 'v')
-
-    Args:
-        params: the parameters.
-        state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
-
-    Returns:
-        The parameters and the state.
-
-    Raises:
-        ValueError: if no part of the state is of :func:`optzoo.caught_up`.
-    """
+def _all_rows(params: Any, state: Any) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten((params, state))
     meshes = {x.sharding.mesh for x in leaves if _has_shards(x)}
     if len(meshes) != 1:
-        return _flush(params, state)
+        return _whole(params, state)
     [mesh] = meshes
     on_mesh = lambda x: getattr(getattr(x, "sharding", None), "mesh", None) == mesh
     specs = [x.sharding.spec if on_mesh(x) else PartitionSpec() for x in leaves]
-    return _flush_of_shards(mesh, treedef, tuple(specs))(params, state)
+    return _whole_of_shards(mesh, treedef, tuple(specs))(params, state)
 
 
 def _has_shards(x: Any) -> bool:
@@ -137,20 +122,20 @@ def _has_shards(x: Any) -> bool:
 
 
 @jax.jit
-def _flush(params: Any, state: Any) -> tuple[Any, Any]:
+def _whole(params: Any, state: Any) -> tuple[Any, Any]:
     return map_tables(params, state, lambda i, table: whole(table))
 
 
 @functools.cache
-def _flush_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+def _whole_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) -> Any:
     tree = treedef.unflatten(specs)
 
-    def flush(params, state):
+    def caught_up(params, state):
         # The parameters are the first of the leaves.
         awake = lambda i, table: whole(table.divided(_axes_of(specs[i])))
         return map_tables(params, state, awake)
 
-    return jax.jit(jax.shard_map(flush, mesh=mesh, in_specs=tree, out_specs=tree))
+    return jax.jit(jax.shard_map(caught_up, mesh=mesh, in_specs=tree, out_specs=tree))
 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:

@@ -43,12 +43,12 @@ def caught_up(
     :func:`optzoo.minimize` finds the ids of all lookups, wakes their rows, and updates them. If the
     loss uses a table in another way too (tied weights, a norm), all rows of it are caught up in
     each step, with a :class:`optzoo.DenseGradientWarning`. It does so in a chain or in
-    :func:`optzoo.groups` too, where each row is read and written twice; nothing may follow in the
-    chain, since the update includes how swept rows moved. :func:`optzoo.sharded_minimize` does the
-    same with tables sharded by rows. In a loop of your own, call
-    :func:`optzoo.catch_up` before the loss reads rows. :func:`optzoo.flush` catches up all rows,
-    for all other readers; :func:`optzoo.eval_params` gives parameters of which no row sleeps.
-    ``optzoo.get_slot`` and ``optzoo.save_tf1_state`` raise an error while rows sleep.
+    :func:`optzoo.param_groups` too, where each row is read and written twice; nothing may follow in
+    the chain, since the update includes how swept rows moved. :func:`optzoo.sharded_minimize` does
+    the same with tables sharded by rows. In a loop of your own, call :func:`optzoo.rows.catch_up`
+    before the loss reads rows. :func:`optzoo.rows.catch_up` catches up all rows, for all other
+    readers; :func:`optzoo.eval_params` gives parameters of which no row sleeps. ``optzoo.get_slot``
+    and ``optzoo.save_tf1_state`` raise an error while rows sleep.
 
     What cannot be right becomes NaN, so that it is noticed: the update of a row that was not caught
     up, and rows that slept for longer than the clock remembers. That happens only to a state
@@ -70,7 +70,7 @@ def caught_up(
         >>> step, state = optzoo.minimize(loss, tx), tx.init(params)
         >>> for ids in [0, 3], [1, 1], [2, 3]:
         ...     params, state, value = step(params, state, jnp.array(ids))
-        >>> params, state = optzoo.flush(params, state)
+        >>> params, state = optzoo.rows.catch_up(params, state)
         >>> [round(float(x), 2) for x in params["table"][:, 0]]
         [0.78, 0.87, 0.94, 0.75, 1.0, 1.0]
 
@@ -82,7 +82,8 @@ def caught_up(
             their paths, or a function of the parameters that returns one of these; None for those
             of at least 4096 rows. All others are updated as by ``inner``.
         dense: what to equal: False for ``inner`` given the row-sparse gradient; True for ``inner``
-            given the same gradient as an array (:func:`optzoo.densify`). For adam they are equal.
+            given the same gradient as an array (:func:`optzoo.rows.densify`). For adam they are
+            equal.
         horizon: the number of steps after which a row is swept at the latest. The clock has
             ``4 * horizon`` numbers for Adam in float32.
 
@@ -115,14 +116,14 @@ def caught_up(
 def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -> CaughtUpState:
     """The state of ``caught_up(inner)`` with which training resumes from a state of ``inner``.
 
-    The other direction: after :func:`optzoo.flush`, ``state.inner`` is a state of ``inner``. Both
-    serve to change settings during training, too.
+    The other direction: after :func:`optzoo.rows.catch_up`, ``state.inner`` is a state of
+    ``inner``. Both serve to change settings during training, too.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> inner = optzoo.adam(0.1)
         >>> table = jnp.ones((3, 2))
-        >>> state = optzoo.take_over(optzoo.caught_up(inner), table, inner.init(table))
+        >>> state = optzoo.rows.take_over(optzoo.caught_up(inner), table, inner.init(table))
         >>> print(type(state).__name__)
         CaughtUpState
 

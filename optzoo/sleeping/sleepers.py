@@ -59,8 +59,9 @@ class Sleepers(NamedTuple):
             if is_lines(x) and not is_masked(x.value):
                 raise ValueError(
                     f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
-                    "cannot sleep: give it as an array (optzoo.from_lines), or take an optimizer "
-                    "of touched rows for it by optzoo.groups"
+                    "cannot sleep: give it as an array (optzoo.rows.from_lines), or take an "
+                    "optimizer "
+                    "of touched rows for it by optzoo.param_groups"
                 )
         state = self.inner.init(params)
         marks = _marks(self.tables, params)
@@ -75,12 +76,13 @@ class Sleepers(NamedTuple):
         if not isinstance(state, CaughtUpState):
             raise StateError(
                 f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
-                "optzoo.take_over makes it from a state of the optimizer inside"
+                "optzoo.rows.take_over makes it from a state of the optimizer inside"
             )
         [(law, clock)], mine = state.clock.items(), self.sleeper.law
         fix = (
-            "catch up all rows by params, state = optzoo.flush(params, state), then resume from "
-            "optzoo.take_over(tx, params, state.inner)"
+            "catch up all rows by params, state = optzoo.rows.catch_up(params, state), then "
+            "resume from "
+            "optzoo.rows.take_over(tx, params, state.inner)"
         )
         if law != mine:
             raise StateError(f"rows of this state sleep by the law [{law}], not [{mine}]: {fix}")

@@ -33,7 +33,8 @@ class CaughtUpState(NamedTuple):
             return
         if any((np.asarray(last) != clock.count).any() for last in arrays[1:]):
             raise ValueError(
-                f"{what} would read rows that sleep: call optzoo.flush(params, state) before"
+                f"{what} would read rows that sleep: call optzoo.rows.catch_up(params, state) "
+                "before"
             )
 
 

@@ -23,7 +23,7 @@ _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from thos
 
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
-    """The state with all rows as of the count of the inner state, as after :func:`flush`."""
+    """The state with all rows as of the count of the inner state, as after ``catch_up``."""
     [law], (motion, _) = state.clock, motion_of(state)
     count = count_of_updates(state.inner)
     clock = start_clock(motion, count)

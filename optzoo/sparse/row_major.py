@@ -31,7 +31,7 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
         >>> def step(params, state, grads):
         ...     updates, state = tx.update(grads, state, params)
         ...     return optax.apply_updates(params, updates), state
-        >>> step = jax.jit(optzoo.row_major(step), donate_argnums=(0, 1))
+        >>> step = jax.jit(optzoo.rows.row_major(step), donate_argnums=(0, 1))
         >>> params = jnp.ones((3, 2))
         >>> grads = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
         >>> params, state = step(params, tx.init(params), grads)

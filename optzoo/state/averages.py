@@ -26,13 +26,13 @@ def averages_of(params: Any, state: Any) -> Any:
     """The averages or the center of the parameters, in their dtypes.
 
     Raises:
-        ValueError: as :func:`optzoo.swap`.
+        ValueError: as :func:`optzoo.state.swap_averages`.
     """
-    averages, _ = swap(params, state)
+    averages, _ = swap_averages(params, state)
     return jax.tree.map(lambda a, x: _on_device(a).astype(jnp.result_type(x)), averages, params)
 
 
-def swap(params: Any, state: Any) -> tuple[Any, Any]:
+def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
     """Exchanges the parameters with the averages or the center; twice changes nothing.
 
     A checkpoint of the result has the averages in the place of the parameters, for evaluation.
@@ -44,8 +44,8 @@ def swap(params: Any, state: Any) -> tuple[Any, Any]:
         >>> tx = optzoo.moving_average(optzoo.gradient_descent(1.0), average_decay=0.5)
         >>> params = jnp.zeros(1)
         >>> updates, state = tx.update(jnp.array([1.0]), tx.init(params), params)
-        >>> averages, swapped = optzoo.swap(params + updates, state)
-        >>> print(averages, optzoo.swap(averages, swapped)[0])
+        >>> averages, swapped = optzoo.state.swap_averages(params + updates, state)
+        >>> print(averages, optzoo.state.swap_averages(averages, swapped)[0])
         [-0.5] [-1.]
 
     Args:

@@ -108,5 +108,6 @@ def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
         raise TypeError(
             f"update got a learning_rate, but nothing in {name} reads it: give an optimizer of "
-            "optzoo, or optax.chain(optax.scale_by_adam(), optzoo.scale_by_learning_rate(rate))"
+            "optzoo, or optax.chain(optax.scale_by_adam(), "
+            "optzoo.transforms.scale_by_learning_rate(rate))"
         )

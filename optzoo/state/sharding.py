@@ -29,7 +29,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is
     restored. Nothing is computed, so parameters may be abstract. The state of many replicas has a
-    replica axis: use :func:`optzoo.replica_specs` for it.
+    replica axis: use :func:`optzoo.replicas.replica_specs` for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo

@@ -167,7 +167,7 @@ def slots_like(state: Any, like: Any) -> Any:
         >>> import jax, jax.numpy as jnp, optzoo
         >>> params, plain = jnp.ones((4, 8)), optzoo.adam(0.1)
         >>> short = optzoo.slots_dtype(plain, "int8")
-        >>> state = optzoo.slots_like(plain.init(params), jax.eval_shape(short.init, params))
+        >>> state = optzoo.state.slots_like(plain.init(params), jax.eval_shape(short.init, params))
         >>> print(state[0].slots.m.codes.dtype)
         int8
 

@@ -31,7 +31,7 @@ class LeafwiseState(NamedTuple):
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> state = optzoo.scale_by_momentum(0.9).init({"w": jnp.ones(2)})
+        >>> state = optzoo.transforms.scale_by_momentum(0.9).init({"w": jnp.ones(2)})
         >>> print(state.slots.momentum["w"])
         [0. 0.]
     """

@@ -1,7 +1,7 @@
 """The conformance tests for optimizers.
 
 Import them into a test module with a fixture ``entry`` of the scope ``"module"`` that returns an
-:class:`optzoo.Entry`::
+:class:`optzoo.catalog.Entry`::
 
     from optzoo.testing.contract import *
 
@@ -384,9 +384,9 @@ def test_composes_with_optax_on_rows(entry):
     params = samples.params()
     everything = jax.tree.map(lambda _: True, LABELS)
     tx = optax.masked(optax.partition({"a": entry.make(), "b": entry.make()}, LABELS), everything)
-    tx = optax.apply_if_finite(optax.chain(optzoo.on_values(optax.clip(1e9)), tx), 3)
+    tx = optax.apply_if_finite(optax.chain(optzoo.rows.on_values(optax.clip(1e9)), tx), 3)
     # apply_if_finite does not accept an update that is dense if the gradient is row-sparse.
-    front = optzoo.densify() if entry.rows == "dense" else optax.identity()
+    front = optzoo.rows.densify() if entry.rows == "dense" else optax.identity()
     tx = optax.chain(front, tx, optax.inject_hyperparams(optzoo.gradient_descent)(-1.0))
     grads, state = row_grads(params), tx.init(params)
     moved, after = step(tx, grads, params, state)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optzoo import LeafwiseState, SparseRows
+from optzoo import SparseRows
 from optzoo.core.rows import map_rows
+from optzoo.state import LeafwiseState
 from optzoo.state.types import nodes_of
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..sleeping.catch_up import flush
+from ..sleeping.catch_up import catch_up
 from ..state.averages import averages_of, has_averages
 from ..state.resting import has_resting
 
@@ -31,10 +31,10 @@ def eval_params(params: Any, state: Any) -> Any:
         :func:`optzoo.caught_up` no row of it sleeps.
 
     Raises:
-        ValueError: as :func:`optzoo.swap`.
+        ValueError: as :func:`optzoo.state.swap_averages`.
     """
     if has_resting(state):
-        params, state = flush(params, state)
+        params, state = catch_up(params, state)
         if not has_averages(state):
             return params
     return averages_of(params, state)

@@ -43,8 +43,8 @@ def minimize(
 
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``.
-        tx: any optax transformation; put :func:`optzoo.densify` before one that does not support
-            SparseRows.
+        tx: any optax transformation; put :func:`optzoo.rows.densify` before one that does not
+            support SparseRows.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
             ``"require"`` (an error) or ``"allow"``; or a dict of these by patterns, as in

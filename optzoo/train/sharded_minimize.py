@@ -64,9 +64,9 @@ def sharded_minimize(
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
         >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
-        >>> sharding = optzoo.RowSharding(6, 1, multiple=1)
+        >>> sharding = optzoo.sharded.RowSharding(6, 1, multiple=1)
         >>> rows = lambda ids: jnp.ones((len(ids), 2))
-        >>> params = {"table": optzoo.create_table(sharding, mesh, rows)}
+        >>> params = {"table": optzoo.sharded.create_table(sharding, mesh, rows)}
         >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
         >>> tx = optzoo.lazy_adam(0.1)
         >>> state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
@@ -84,7 +84,7 @@ def sharded_minimize(
         mesh: its axes that a table is not sharded over are data-parallel.
         tables: by a regular expression that matches the whole path of a parameter its sharding.
             All other parameters are replicated, small tables by choice.
-        capacity_factor: as in :func:`optzoo.sharded_lookup`; None for one round for any ids, with
+        capacity_factor: as in :func:`optzoo.sharded.lookup`; None for one round for any ids, with
             messages and memory ``num_shards`` times as large.
         max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
             at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`

@@ -182,7 +182,8 @@ def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
     if loss.ids_depend_on_rows(flat):
         raise ValueError(
             "ids depend on looked-up rows, but rows that sleep or are on other devices are read "
-            "before the loss runs: use optzoo.catch_up or optzoo.sharded_lookup and tx.update in a "
+            "before the loss runs: use optzoo.rows.catch_up or optzoo.sharded.lookup and "
+            "tx.update in a "
             "step of your own"
         )
 

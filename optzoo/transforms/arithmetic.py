@@ -21,7 +21,7 @@ def add(tree: Any, other: Any) -> Any:
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
-        >>> print(optzoo.add({"table": jnp.zeros((3, 2))}, {"table": rows})["table"])
+        >>> print(optzoo.rows.add({"table": jnp.zeros((3, 2))}, {"table": rows})["table"])
         [[0. 0.]
          [0. 0.]
          [1. 1.]]
@@ -46,7 +46,7 @@ def global_norm(updates: Any) -> Array:
         >>> import jax.numpy as jnp, optzoo
         >>> rows = optzoo.SparseRows(jnp.array([2, 2]), jnp.array([[1.0], [2.0]]), 4)
         >>> gradients = {"table": rows, "w": jnp.array([4.0])}
-        >>> print(optzoo.global_norm(gradients))  # rows that share an index are summed
+        >>> print(optzoo.rows.global_norm(gradients))  # rows that share an index are summed
         5.0
 
     Args:
@@ -65,7 +65,7 @@ def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> add = lambda g: optzoo.psum({"w": g}, "replica")["w"]
+        >>> add = lambda g: optzoo.rows.psum({"w": g}, "replica")["w"]
         >>> print(jax.vmap(add, axis_name="replica")(jnp.array([1.0, 3.0])))
         [4. 4.]
 

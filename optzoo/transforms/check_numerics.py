@@ -41,7 +41,7 @@ def check_numerics(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.check_numerics()
+        >>> tx = optzoo.transforms.check_numerics()
         >>> try:
         ...     tx.update({"w": jnp.array([1.0, jnp.nan])}, tx.init(None))
         ... except FloatingPointError as error:

@@ -29,7 +29,7 @@ def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.clip_by_average_norm(1.0)
+        >>> tx = optzoo.transforms.clip_by_average_norm(1.0)
         >>> updates, state = tx.update({"w": jnp.array([30.0, 40.0])}, tx.init(None))
         >>> print(updates["w"])  # norm 50 for 2 elements is 25 in the average
         [1.2 1.6]

@@ -25,7 +25,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.clip_by_norm(1.0)
+        >>> tx = optzoo.transforms.clip_by_norm(1.0)
         >>> gradients = {"w": jnp.array([30.0]), "b": jnp.array([0.5])}
         >>> updates, state = tx.update(gradients, tx.init(None))
         >>> print(updates["w"], updates["b"])  # each parameter by itself

@@ -29,7 +29,7 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.gradient_nan_inf_filter()
+        >>> tx = optzoo.transforms.gradient_nan_inf_filter()
         >>> updates, state = tx.update(jnp.array([1.0, jnp.nan, jnp.inf]), tx.init(None))
         >>> print(updates)
         [1. 0. 0.]

@@ -20,7 +20,9 @@ def scale(step_size: float) -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optax.chain(optzoo.scale_by_momentum(0.9), optzoo.scale(-0.1))
+        >>> tx = optax.chain(
+        ...     optzoo.transforms.scale_by_momentum(0.9), optzoo.transforms.scale(-0.1)
+        ... )
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [-0.1  0.2]
@@ -38,12 +40,12 @@ def scale(step_size: float) -> optax.GradientTransformation:
 def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformation:
     r"""Multiplies all gradients by a schedule: :math:`g \leftarrow c_t\, g`.
 
-    Differs from ``optax.scale_by_schedule``, whose state it has, as :func:`optzoo.scale` differs
-    from ``optax.scale``.
+    Differs from ``optax.scale_by_schedule``, whose state it has, as :func:`optzoo.transforms.scale`
+    differs from ``optax.scale``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_schedule(lambda step: -1.0 / (1 + step))
+        >>> tx = optzoo.transforms.scale_by_schedule(lambda step: -1.0 / (1 + step))
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.ones((1, 2)), 3)
         >>> state = tx.init(jnp.ones((3, 2)))
         >>> for _ in range(2):

@@ -44,10 +44,10 @@ def gradient_summaries() -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optax.chain(optzoo.gradient_summaries(), optzoo.adam(0.1))
+        >>> tx = optax.chain(optzoo.transforms.gradient_summaries(), optzoo.adam(0.1))
         >>> params = {"w": jnp.ones(2)}
         >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
-        >>> print(optzoo.read_summaries(state).leaves["w"]["norm"])
+        >>> print(optzoo.transforms.read_summaries(state).leaves["w"]["norm"])
         5.0
 
     References:
@@ -77,10 +77,10 @@ def read_summaries(state: Any) -> Summaries:
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optax.chain(optzoo.gradient_summaries(), optzoo.adam(0.1))
+        >>> tx = optax.chain(optzoo.transforms.gradient_summaries(), optzoo.adam(0.1))
         >>> params = {"w": jnp.ones(2)}
         >>> updates, state = tx.update({"w": jnp.array([3.0, -4.0])}, tx.init(params), params)
-        >>> found = optzoo.read_summaries(state)
+        >>> found = optzoo.transforms.read_summaries(state)
         >>> print(found.global_norm, found.leaves["w"]["largest"], found.leaves["w"]["nonfinite"])
         5.0 4.0 0
 
@@ -94,7 +94,8 @@ def read_summaries(state: Any) -> Summaries:
     found = [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
     if not found:
         raise ValueError(
-            "no gradient_summaries in this state: put optzoo.gradient_summaries() into the chain"
+            "no gradient_summaries in this state: put optzoo.transforms.gradient_summaries() "
+            "into the chain"
         )
     by_path = {}
     for one in found:

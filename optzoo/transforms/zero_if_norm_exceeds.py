@@ -37,7 +37,7 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.zero_if_norm_exceeds(10.0)
+        >>> tx = optzoo.transforms.zero_if_norm_exceeds(10.0)
         >>> gradients = {"w": jnp.array([30.0]), "b": jnp.array([0.5])}
         >>> updates, state = tx.update(gradients, tx.init(None))
         >>> print(updates["w"], updates["b"])  # the norm of all gradients together decides

@@ -39,8 +39,8 @@ def ema_in_place(
 
     for all rows :math:`i` of all parameters with at least two axes, where :math:`u_t` is the update
     of ``inner``. The first half is the part that is trained, the second half a target that follows
-    it. Other parameters are those of ``inner`` alone (see :func:`optzoo.groups`); so is one without
-    a gradient.
+    it. Other parameters are those of ``inner`` alone (see :func:`optzoo.param_groups`); so is one
+    without a gradient.
 
     Since every row moves, the update of a table is dense: each step reads and writes the whole
     table, also where it does not average. The original averages before its lookup, so there the
@@ -48,7 +48,9 @@ def ema_in_place(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.ema_in_place(optzoo.row_wise_adagrad(0.1), every=1, coefficient=0.5)
+        >>> tx = optzoo.interop.fbgemm.ema_in_place(
+        ...     optzoo.row_wise_adagrad(0.1), every=1, coefficient=0.5
+        ... )
         >>> table = jnp.array([[4.0, 0.0]])
         >>> updates, state = tx.update(jnp.zeros((1, 2)), tx.init(table), table)
         >>> print(table + updates)  # the second half moves towards the first
@@ -78,7 +80,7 @@ def ema_in_place(
         if x.shape[-1] % 2:
             raise ValueError(
                 f"parameter '{path_name(path)}' has rows of {x.shape[-1]} elements, which have no "
-                "two halves: give it another optimizer by optzoo.groups"
+                "two halves: give it another optimizer by optzoo.param_groups"
             )
         wide = upcast(x)
         main, target = jnp.split(wide, 2, axis=-1)

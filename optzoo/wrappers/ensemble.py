@@ -50,7 +50,7 @@ def ensemble(
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> inner = optzoo.gradient_descent(1.0)
-        >>> tx = optzoo.ensemble(inner, every=1, swap_every=2, coefficient=0.5)
+        >>> tx = optzoo.interop.fbgemm.ensemble(inner, every=1, swap_every=2, coefficient=0.5)
         >>> params = jnp.array([4.0])
         >>> state = tx.init(params)
         >>> for _ in range(2):

@@ -31,10 +31,10 @@ def moving_average(
     where :math:`u_t` is the update of ``inner`` and :math:`d_t` is the decay or, with
     ``num_updates`` :math:`N`, :math:`\min(d, \frac{1 + N}{10 + N})`, so that the first averages
     follow the parameters closely. :func:`optzoo.eval_params` returns the averages,
-    :func:`optzoo.swap` exchanges them with the parameters. Every step updates the averages of all
-    rows of a table, also with row-sparse gradients, so its cost grows with the size of the table;
-    ``caught_up(moving_average(optimizer))`` catches up the averages of rows that sleep as well
-    (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
+    :func:`optzoo.state.swap_averages` exchanges them with the parameters. Every step updates the
+    averages of all rows of a table, also with row-sparse gradients, so its cost grows with the size
+    of the table; ``caught_up(moving_average(optimizer))`` catches up the averages of rows that
+    sleep as well (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
 
     It must be the last transformation of a chain: it averages the parameters plus this update.
 

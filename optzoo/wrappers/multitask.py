@@ -29,9 +29,9 @@ def multitask(
     the layers that the current task does not use are unchanged: their momentum does not move them.
     State that belongs to no single parameter (the step count, the powers of Adam) is updated in
     every step. A row-sparse gradient is zero everywhere if all its rows are; then an optimizer that
-    leaves other rows as they are (:func:`optzoo.lazy`, :func:`optzoo.linear`) gets no rows at all.
-    Any other optimizer has updated the slots of the table, of which old or new ones are selected,
-    in a pass over the table.
+    leaves other rows as they are (:func:`optzoo.rules.lazy`, :func:`optzoo.rules.linear`) gets no
+    rows at all. Any other optimizer has updated the slots of the table, of which old or new ones
+    are selected, in a pass over the table.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

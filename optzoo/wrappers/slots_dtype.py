@@ -68,7 +68,8 @@ def slots_dtype(
     error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most 128
     columns, which may be a table, are further columns of its codes, so a row is read and written
     with them; if its last axis is sharded, that of the codes is whole. :func:`optzoo.get_slot`
-    decodes, :func:`optzoo.set_slot` encodes, :func:`optzoo.slots_like` converts a whole state.
+    decodes, :func:`optzoo.set_slot` encodes, :func:`optzoo.state.slots_like` converts a whole
+    state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
@@ -101,8 +102,8 @@ def slots_dtype(
         bfloat16 bfloat16
 
     Args:
-        inner: an optimizer made by :func:`optzoo.leafwise` or :func:`optzoo.treewise`, alone or
-            within optax's chains, masks and wrappers.
+        inner: an optimizer made by :func:`optzoo.rules.leafwise` or :func:`optzoo.rules.treewise`,
+            alone or within optax's chains, masks and wrappers.
         dtype: a floating-point dtype or ``"int8"``; ``"int8"``, ``"bfloat16"`` or ``"float16"``
             with ``stochastic``; a floating-point dtype of 16, 32 or 64 bits with ``packed``.
         stochastic: round at random.

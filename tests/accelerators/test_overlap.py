@@ -38,17 +38,17 @@ def round_of(device, overlap_steps, options=None, **arguments):
 
     def step(params, state, x, exchange):
         of_one = lambda w: jnp.mean(jnp.tanh(x @ w) ** 2)
-        value, grads = jax.value_and_grad(of_one)(optzoo.per_replica(params))
+        value, grads = jax.value_and_grad(of_one)(optzoo.replicas.per_replica(params))
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state, value
 
-    a_round = optzoo.scan_local_steps(step, overlap_steps=overlap_steps)
+    a_round = optzoo.replicas.scan_local_steps(step, overlap_steps=overlap_steps)
     w = of(WIDTH, WIDTH)
-    start = lambda w: optzoo.replicate(w, tx.init(w), 4)
+    start = lambda w: optzoo.replicas.replicate(w, tx.init(w), 4)
     args = jax.eval_shape(start, w)
-    specs = optzoo.replica_specs(*args, PartitionSpec(), by_replica)
+    specs = optzoo.replicas.replica_specs(*args, PartitionSpec(), by_replica)
     args = *placed(args, mesh, specs), placed(of(4, STEPS, 32, WIDTH), mesh, by_replica)
-    mapped = optzoo.map_over_replicas(a_round, mesh=mesh)
+    mapped = optzoo.replicas.map_over_replicas(a_round, mesh=mesh)
     jitted = jax.jit(mapped, donate_argnums=(0, 1), compiler_options=options)
     return optzoo.compile_report(jitted, *args, device=device)
 

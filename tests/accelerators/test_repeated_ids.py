@@ -37,8 +37,8 @@ def of_one(tx, loss=loss):
 
 def of_several(tx, num_devices=4):
     device = f"h100:{num_devices}"
-    mesh = Mesh(np.array(optzoo.devices_of(device)), ("shard",))
-    sharding = optzoo.RowSharding(ROWS, num_devices)
+    mesh = Mesh(np.array(optzoo.compiled.devices_of(device)), ("shard",))
+    sharding = optzoo.sharded.RowSharding(ROWS, num_devices)
 
     def place(x, is_divided):
         spec = PartitionSpec("shard") if is_divided else PartitionSpec()
@@ -58,7 +58,7 @@ STEPS = {
     "gradient_descent": lambda: of_one(optzoo.gradient_descent(0.1)),
     "adam": lambda: of_one(optzoo.adam(0.1)),
     "caught_up": lambda: of_one(optzoo.caught_up(optzoo.adam(0.1))),
-    "clipped": lambda: of_one(optzoo.on_rows(optzoo.lamb(0.1))),
+    "clipped": lambda: of_one(optzoo.on_rows(optzoo.row_wise_lamb(0.1))),
     "sharded lazy_adam": lambda: of_several(optzoo.lazy_adam(0.1)),
     "sharded gradient_descent": lambda: of_several(optzoo.gradient_descent(0.1)),
 }

@@ -64,7 +64,7 @@ def test_another_layout_and_a_donation_that_is_lost(device):
 def test_arguments_with_a_layout():
     """By rows, as results can be asked to be: nothing is copied. XLA's own choice is by columns."""
     device = "v5e:2x2"
-    by_rows = Format(Layout((0, 1)), SingleDeviceSharding(optzoo.devices_of(device)[0]))
+    by_rows = Format(Layout((0, 1)), SingleDeviceSharding(optzoo.compiled.devices_of(device)[0]))
     table = jax.ShapeDtypeStruct((ROWS, 64), jnp.float32, sharding=by_rows)
     add = lambda table, ids: table.at[ids].add(1.0)
     kept = jax.jit(add, donate_argnums=0, out_shardings=by_rows)
@@ -78,8 +78,8 @@ def test_arguments_with_a_layout():
 
 def report_of_sharded(device, **options):
     """Of a step whose table has ``ROWS`` rows on each of four devices, and of its sharding."""
-    mesh = Mesh(np.array(optzoo.devices_of(device)), ("shard",))
-    sharding = optzoo.RowSharding(4 * ROWS, 4)
+    mesh = Mesh(np.array(optzoo.compiled.devices_of(device)), ("shard",))
+    sharding = optzoo.sharded.RowSharding(4 * ROWS, 4)
     tx = optzoo.lazy_adam(1e-3)
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
     rows, all_of = PartitionSpec("shard"), PartitionSpec()
@@ -126,7 +126,7 @@ def test_what_does_not_fit():
 
 def test_slices_that_do_not_exist():
     with pytest.raises(ValueError, match="device='v5e:7x1' is not known to its compiler"):
-        optzoo.devices_of("v5e:7x1")
+        optzoo.compiled.devices_of("v5e:7x1")
 
 
 @pytest.mark.parametrize(

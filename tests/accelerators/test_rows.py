@@ -37,7 +37,7 @@ def test_a_step_by_hand():
         return optax.apply_updates(params, updates), state, value
 
     args = params, jax.eval_shape(tx.init, params), of(4096, dtype=jnp.int32), of(4096)
-    by_rows = jax.jit(optzoo.row_major(step), donate_argnums=(0, 1))
+    by_rows = jax.jit(optzoo.rows.row_major(step), donate_argnums=(0, 1))
     _, in_rows = later(by_rows, args, V5E)
     found = optzoo.compile_report(by_rows, *in_rows, device=V5E)
     assert found.large == () and found.not_reused == {}

@@ -34,7 +34,10 @@ def features(spec, width):
 
 def compiled_step(spec, width):
     """A training step, for a table whose rows are padded to a multiple of 8."""
-    specs, sharding = features(spec, width), SingleDeviceSharding(optzoo.devices_of(DEVICE)[0])
+    specs, sharding = (
+        features(spec, width),
+        SingleDeviceSharding(optzoo.compiled.devices_of(DEVICE)[0]),
+    )
     of = lambda shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     pointers, ids = of((16,), jnp.int32), of((16 * IDS,), jnp.int32)
     inputs = embedding.SparseDenseMatmulInput(
@@ -63,15 +66,15 @@ def compiled_step(spec, width):
         (optzoo.ftrl(optax.exponential_decay(0.1, 10, 0.5), beta=1.0), 32, False),
         (optzoo.on_rows(optax.nadamw(0.1)), 30, False),
         (optzoo.row_wise_adagrad(0.1), 32, True),
-        (optzoo.global_decay_row_wise_adagrad(0.1), 30, True),
+        (optzoo.interop.fbgemm.global_decay_row_wise_adagrad(0.1), 30, True),
         (optzoo.partial_row_wise_lamb(0.1), 32, True),
-        (optzoo.lamb(0.1), 30, True),
+        (optzoo.row_wise_lamb(0.1), 30, True),
     ],
     ids=["ftrl", "nadamw", "row_wise_adagrad", "global_decay_row_wise_adagrad", "partial", "lamb"],
 )
 def test_the_compiler_for_sparsecore_accepts(tx, width, is_mixed):
     """Scalars, numbers for each row, sums over columns, and padding."""
-    spec = optzoo.sparsecore(tx, width=width if is_mixed else None)
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=width if is_mixed else None)
     program = compiled_step(spec, width)
     padded = -(-width // 8) * 8
     arrays = 1 + len(spec.slot_variables_initializers())

@@ -102,7 +102,7 @@ def test_operations_in_loops():
 
 
 def test_collectives():
-    mesh = Mesh(np.array(optzoo.devices_of("cpu")[:4]), ("x",))
+    mesh = Mesh(np.array(optzoo.compiled.devices_of("cpu")[:4]), ("x",))
 
     @functools.partial(jax.jit, donate_argnums=0)
     @functools.partial(

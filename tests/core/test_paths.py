@@ -12,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 
-import optzoo
 from optzoo import SparseRows
 from optzoo.core.paths import (
     check_mask,
@@ -21,6 +20,7 @@ from optzoo.core.paths import (
     resolve_unmasked,
     without_boxes,
 )
+from tests.public import NAMES
 
 
 class Layer(NamedTuple):
@@ -158,8 +158,8 @@ def test_no_default_marks_anything():
     """A default of fragments would refuse models that have no such parameter."""
     named = [
         (name, argument)
-        for name in optzoo.__all__
-        if inspect.isfunction(factory := getattr(optzoo, name))
+        for name, factory in NAMES.items()
+        if inspect.isfunction(factory)
         for argument in inspect.signature(factory).parameters.values()
         if argument.name in ("mask", "skip", "which")
     ]

@@ -73,8 +73,8 @@ IDS = {
     "equal": [0] * 7,
 }
 CLIP = optax.chain(optzoo.clip_by_global_norm(2.0), optzoo.momentum(RATE, DECAY))
-OF_EACH = optax.chain(optzoo.clip_by_norm(2.0), optzoo.gradient_descent(RATE))
-FIXED = optax.chain(optzoo.coalesce(deterministic=True), CLIP)
+OF_EACH = optax.chain(optzoo.transforms.clip_by_norm(2.0), optzoo.gradient_descent(RATE))
+FIXED = optax.chain(optzoo.rows.coalesce(deterministic=True), CLIP)
 
 
 def arrays(shape_of, seed=0):
@@ -207,7 +207,7 @@ STEP = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), ASLEEP)
 
 def step_asleep(x, state, ids):
     x, state, _ = STEP(x, state, ids)
-    return x, state, optzoo.flush(x, state)[0]
+    return x, state, optzoo.rows.catch_up(x, state)[0]
 
 
 def dense_adam(batches):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optzoo
-from optzoo import CATALOG, SparseRows, leafwise
+from optzoo import CATALOG, SparseRows
+from optzoo.rules import leafwise
 from optzoo.testing import samples
 
 
@@ -27,14 +28,14 @@ def rule(g, x, s, t):
 
 
 def own(policy):
-    return leafwise(rule, slots=Slots(optzoo.zeros, optzoo.full(2)), rows=policy)
+    return leafwise(rule, slots=Slots(optzoo.rules.zeros, optzoo.rules.full(2)), rows=policy)
 
 
 OPTIMIZERS = {
-    "own lazy": ("lazy", own(optzoo.lazy)),
-    "own dense": ("dense", own(optzoo.dense)),
-    "own touched": ("touched", own(optzoo.touched)),
-    "own linear": ("linear", leafwise(lambda g, x, s, t: (-t * g, s), rows=optzoo.linear)),
+    "own lazy": ("lazy", own(optzoo.rules.lazy)),
+    "own dense": ("dense", own(optzoo.rules.dense)),
+    "own touched": ("touched", own(optzoo.rules.touched)),
+    "own linear": ("linear", leafwise(lambda g, x, s, t: (-t * g, s), rows=optzoo.rules.linear)),
 } | {
     name: (CATALOG[name].rows, samples.make(CATALOG[name]))
     for name in ("ftrl", "rmsprop", "adam", "nadam", "power_sign", "gradient_descent")
@@ -186,9 +187,9 @@ def prepared(g, other, array):
         "dense": g.to_dense(),
         "other": other.to_dense(),
         "coalesced": g.coalesce().to_dense(),
-        "in a fixed order": after(optzoo.coalesce(deterministic=True), g).to_dense(),
-        "densified": after(optzoo.densify(), g),
-        "clipped": after(optzoo.on_values(optax.clip(0.5)), g).to_dense(),
+        "in a fixed order": after(optzoo.rows.coalesce(deterministic=True), g).to_dense(),
+        "densified": after(optzoo.rows.densify(), g),
+        "clipped": after(optzoo.rows.on_values(optax.clip(0.5)), g).to_dense(),
         "norm": after(optzoo.clip_by_global_norm(1.0), {"x": array, "g": g}),
         "sum": add(g, other),
         "sum of coalesced": add(g.coalesce(), other.coalesce()),

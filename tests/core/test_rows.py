@@ -235,7 +235,7 @@ def test_fixed_order_adds_by_no_scatter():
 
 def test_coalesce_as_a_transformation():
     for deterministic in (False, True):
-        tx = optzoo.coalesce(deterministic=deterministic)
+        tx = optzoo.rows.coalesce(deterministic=deterministic)
         updates, _ = tx.update({"t": SOME, "x": jnp.ones(2)}, tx.init(None))
         assert updates["t"].coalesced and updates["x"].shape == (2,)
         np.testing.assert_array_equal(updates["t"].to_dense(), DENSE)
@@ -243,7 +243,7 @@ def test_coalesce_as_a_transformation():
 
 def test_a_chain_coalesces_once():
     adam, clip = optzoo.lazy_adam(), optzoo.clip_by_global_norm(1.0)
-    chain = optax.chain(clip, optzoo.on_values(optax.clip(1.0)), adam)
+    chain = optax.chain(clip, optzoo.rows.on_values(optax.clip(1.0)), adam)
 
     def loops(tx):
         update = lambda g: jax.tree.leaves(tx.update(g, tx.init(params()), params()))
@@ -297,13 +297,13 @@ def test_functions_for_masks_and_labels_are_named():
 def test_densify(foreign):
     x, grads = params(), row_grads(params())
     dense = {**grads, "table": grads["table"].to_dense()}
-    got, _ = step(optax.chain(optzoo.densify(), foreign), grads, x)
+    got, _ = step(optax.chain(optzoo.rows.densify(), foreign), grads, x)
     chex.assert_trees_all_close(got, step(foreign, dense, x)[0], rtol=1e-6)
 
 
 def test_on_values_is_the_dense_clip_on_touched_rows():
     grads = {**dense_grads(params()), "table": rows([1, 3, 1, 5], jnp.full((4, 2), 0.7))}
-    tx = optzoo.on_values(optax.clip(1.0))
+    tx = optzoo.rows.on_values(optax.clip(1.0))
     updates, _ = tx.update(grads, tx.init(params()), params())
     dense = {**grads, "table": grads["table"].to_dense()}
     want, _ = optax.clip(1.0).update(dense, optax.EmptyState())

@@ -68,7 +68,7 @@ def train_step(tx, axis_name="replica", masked=False, **static):
     """What one replica does in a tick."""
 
     def step(params, state, ids, target, takes_part):
-        x = optzoo.per_replica(params, axis_name)
+        x = optzoo.replicas.per_replica(params, axis_name)
         value, grads = optzoo.value_and_grad(loss_fn)(x, ids, target)
         masks = {"active": takes_part, "arrived": takes_part} if masked else {}
         updates, state = tx.update(grads, state, params, **masks, **static)
@@ -86,19 +86,19 @@ def mesh(replicas=REPLICAS):
 def start(tx, way="vmap", replicas=REPLICAS):
     """Parameters and state of all replicas, where this way needs them."""
     places = None if way in ("vmap", "pmap") else mesh(replicas)
-    return optzoo.replicate(params(), tx.init(params()), replicas, mesh=places)
+    return optzoo.replicas.replicate(params(), tx.init(params()), replicas, mesh=places)
 
 
 def over(way, step, tx, replicas=REPLICAS):
     """The compiled step of all replicas."""
     if way.startswith("shard_map"):
         of_mesh = {"mesh": mesh(replicas), "check_vma": way == "shard_map"}
-        return jax.jit(optzoo.map_over_replicas(step, **of_mesh))
+        return jax.jit(optzoo.replicas.map_over_replicas(step, **of_mesh))
     if way == "pmap":
-        specs = optzoo.replica_specs(params(), tx.init(params()), None, 0)
+        specs = optzoo.replicas.replica_specs(params(), tx.init(params()), None, 0)
         axes = {"in_axes": (*specs, 0, 0, 0), "out_axes": (*specs, 0)}
         return jax.pmap(step, axis_name="replica", **axes, devices=jax.devices()[:replicas])
-    return jax.jit(optzoo.map_over_replicas(step))
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 def run(method, way="vmap", masked=False, inner=None, ticks=TICKS):

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import optzoo
-from optzoo import LeafwiseState
+from optzoo.state import LeafwiseState
 from optzoo.state.types import SharedParamsState, nodes_of
 from tests import golden
 
@@ -198,7 +198,7 @@ def follow(
         params = optax.apply_updates(params, updates)
         return params, state, params
 
-    map_over_replicas = optzoo.map_over_replicas(step)
+    map_over_replicas = optzoo.replicas.map_over_replicas(step)
 
     @jax.jit
     def run(start, inputs):
@@ -207,7 +207,7 @@ def follow(
             return (params, state), _watch(meta, params, state, own_params)
 
         params = _unflat(start)
-        carry = optzoo.replicate(params, tx.init(params), meta["workers"])
+        carry = optzoo.replicas.replicate(params, tx.init(params), meta["workers"])
         (_, state), path = jax.lax.scan(tick, carry, inputs)
         return path, _slots(state)
 

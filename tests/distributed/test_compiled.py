@@ -138,7 +138,9 @@ def test_a_round_sends_once():
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state
 
-    step = optzoo.map_over_replicas(optzoo.scan_local_steps(step), mesh=cases.mesh())
+    step = optzoo.replicas.map_over_replicas(
+        optzoo.replicas.scan_local_steps(step), mesh=cases.mesh()
+    )
     ids, target, _ = jax.tree.map(lambda a: a.swapaxes(0, 1), cases.batches(3))
     lowered = jax.jit(step).lower(*cases.start(tx, "shard_map"), ids, target)
     assert lowered.as_text().count("stablehlo.all_reduce") == 2  # floats, and a count

@@ -45,7 +45,9 @@ def trained(method, way, exchanges, x, rate):
 
     def step(params, state, target, exchange):
         # Not by jax.grad, so that the derivative of the training is the only one.
-        grads = jax.tree.map(lambda a: a - jnp.sin(a) * target, optzoo.per_replica(params, axis))
+        grads = jax.tree.map(
+            lambda a: a - jnp.sin(a) * target, optzoo.replicas.per_replica(params, axis)
+        )
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state
 
@@ -54,11 +56,13 @@ def trained(method, way, exchanges, x, rate):
     if way == "alone":
         targets = targets[:, 0]
     else:
-        params, state = optzoo.replicate(x, state, n)
+        params, state = optzoo.replicas.replicate(x, state, n)
     for target, exchange in zip(targets, exchanges, strict=True):
         tick = functools.partial(step, exchange=exchange)
         if way != "alone":
-            tick = optzoo.map_over_replicas(tick, mesh=None if way == "vmap" else cases.mesh())
+            tick = optzoo.replicas.map_over_replicas(
+                tick, mesh=None if way == "vmap" else cases.mesh()
+            )
         params, state = tick(params, state, target)
     weighted = lambda a: jnp.sum(jnp.cos(a) * jnp.arange(1.0, a.size + 1).reshape(a.shape))
     return sum(map(weighted, jax.tree.leaves((params, optzoo.eval_params(params, state)))))

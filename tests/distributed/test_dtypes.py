@@ -57,8 +57,8 @@ def run(method, of_params, of_grads, masked):
         chex.assert_trees_all_equal_dtypes(updates, grads)
         return optax.apply_updates(params, updates), state
 
-    train = optzoo.map_over_replicas(step)
-    start = optzoo.replicate(params, tx.init(params), cases.REPLICAS)
+    train = optzoo.replicas.map_over_replicas(step)
+    start = optzoo.replicas.replicate(params, tx.init(params), cases.REPLICAS)
     # A scan refuses a state whose dtypes change.
     tick = lambda carry, now: (train(*carry, *now), None)
     (x, state), _ = jax.jit(lambda *args: jax.lax.scan(tick, *args))(start, (grads, takes_part))

@@ -80,10 +80,10 @@ def trainer(few, error_feedback, **options):
 
     def run(inputs):
         def tick(carry, inputs):
-            params, state, out = optzoo.map_over_replicas(step)(*carry, *inputs)
+            params, state, out = optzoo.replicas.map_over_replicas(step)(*carry, *inputs)
             return (params, state), (params, out)
 
-        return jax.lax.scan(tick, optzoo.replicate(START, tx.init(START), N), inputs)
+        return jax.lax.scan(tick, optzoo.replicas.replicate(START, tx.init(START), N), inputs)
 
     return jax.jit(run)
 
@@ -179,8 +179,8 @@ def test_with_error_feedback_two_bits_have_no_bias(options):
             updates, state = tx.update(x - target, state, x)
             return optax.apply_updates(x, updates), state
 
-        train, centers = jax.jit(optzoo.map_over_replicas(step)), []
-        carry = optzoo.replicate(start, tx.init(start), N)
+        train, centers = jax.jit(optzoo.replicas.map_over_replicas(step)), []
+        carry = optzoo.replicas.replicate(start, tx.init(start), N)
         for _ in range(320):
             carry = train(*carry, targets)
             centers.append(carry[1].replicated.center)
@@ -218,9 +218,9 @@ def test_what_makes_no_sense_is_refused(words):
 def test_a_quorum_of_more_than_all():
     tx = optzoo.diloco(optzoo.gradient_descent(0.1), communication_period=1, min_arrived=N + 1)
     step = lambda x, state, g: tx.update(g, state, x)
-    carry = optzoo.replicate(START["b"], tx.init(START["b"]), N)
+    carry = optzoo.replicas.replicate(START["b"], tx.init(START["b"]), N)
     with pytest.raises(ValueError, match="min_arrived must be at most the size of"):
-        optzoo.map_over_replicas(step)(*carry, np.zeros((N, 3), np.float32))
+        optzoo.replicas.map_over_replicas(step)(*carry, np.zeros((N, 3), np.float32))
     other = optzoo.model_average(optzoo.gradient_descent(0.1))
     with pytest.raises(ValueError, match=r"weight=2\.0 is for methods with a weighted mean"):
         other.update(START["b"], other.init(START["b"]), START["b"], weight=2.0)

@@ -184,7 +184,7 @@ PARAMS = {name: x.astype(np.float32) for name, x in models.PARAMS.items()}
 @functools.cache
 def start(case, n):
     with jax.disable_jit():
-        return optzoo.replicate(PARAMS, transformation(case, n).init(PARAMS), n)
+        return optzoo.replicas.replicate(PARAMS, transformation(case, n).init(PARAMS), n)
 
 
 def keeps_rows(case, exchange=None, fragment=None):
@@ -204,7 +204,7 @@ def train(case, n, **static):
         assert isinstance(updates["table"], SparseRows) == keeps_rows(case, **static)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(optzoo.map_over_replicas(step))
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 # What is drawn
@@ -329,7 +329,9 @@ class Pair:
     def resize(self):
         self.n = FEWER if self.n == MOST else MOST
         with jax.disable_jit():
-            self.now = optzoo.resize_replicas(transformation(self.case, self.n), *self.now, self.n)
+            self.now = optzoo.replicas.resize_replicas(
+                transformation(self.case, self.n), *self.now, self.n
+            )
         assert samples.avals(self.now) == samples.avals(start(self.case, self.n))
         self.model.resized(self.n)
 

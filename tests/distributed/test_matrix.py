@@ -95,8 +95,8 @@ def test_two_axes_as_one():
         optzoo.lazy_adam(0.1), 4, axis_name=axes, communication_period=3, rho=0.1
     )
     step = cases.train_step(tx, axes)
-    train = jax.jit(optzoo.map_over_replicas(step, axis_name=axes, mesh=mesh))
-    x, state = optzoo.replicate(
+    train = jax.jit(optzoo.replicas.map_over_replicas(step, axis_name=axes, mesh=mesh))
+    x, state = optzoo.replicas.replicate(
         cases.params(), tx.init(cases.params()), 4, mesh=mesh, axis_name=axes
     )
     for batch in zip(*cases.batches(), strict=True):

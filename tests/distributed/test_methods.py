@@ -25,7 +25,7 @@ def quadratic(x, to):
     return sum(jnp.sum((leaf - to) ** 2) for leaf in jax.tree.leaves(x)) / 2
 
 
-start = functools.cache(lambda tx: optzoo.replicate(START, tx.init(START), N))
+start = functools.cache(lambda tx: optzoo.replicas.replicate(START, tx.init(START), N))
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def train_of(tx, **static):
         updates, state = tx.update(grads, state, params, **mask, **static)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(optzoo.map_over_replicas(step))
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 def trajectory(tx, ticks=8, masks=None, to=CENTERS, **static):
@@ -122,8 +122,8 @@ def test_a_round_is_its_steps(method):
         updates, state = tx.update(grads, state, params, exchange=exchange)
         return optax.apply_updates(params, updates), state, value
 
-    a_round = optzoo.scan_local_steps(step, overlap_steps=overlap_steps)
-    train = jax.jit(optzoo.map_over_replicas(a_round))
+    a_round = optzoo.replicas.scan_local_steps(step, overlap_steps=overlap_steps)
+    train = jax.jit(optzoo.replicas.map_over_replicas(a_round))
     ids, target, _ = jax.tree.map(lambda a: a[:6].swapaxes(0, 1), cases.batches())
     x, state = cases.start(tx)
     losses = []
@@ -192,7 +192,7 @@ def test_a_moving_average_belongs_inside():
     close(averages, want)
     outside = optzoo.moving_average(optzoo.sync_replicas(momentum(), N, N), 0.5)
     x, state = trajectory(outside, 3)
-    for read in (optzoo.eval_params, optzoo.swap):
+    for read in (optzoo.eval_params, optzoo.state.swap_averages):
         with pytest.raises(ValueError, match=r"'b', of shape .*sync_replicas\(moving_average"):
             read(jax.tree.map(lambda a: a[-1], x), state)
 
@@ -210,8 +210,8 @@ def test_sync_replicas_on_another_number_of_replicas():
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_the_type_of_the_state_tells_whether_parameters_are_replicated(method):
     state = make(method).init(START)
-    assert isinstance(state, optzoo.ReplicaState)
-    of_params, of_state = optzoo.replica_specs(START, state, "replicated", "per replica")
+    assert isinstance(state, optzoo.replicas.ReplicaState)
+    of_params, of_state = optzoo.replicas.replica_specs(START, state, "replicated", "per replica")
     shares_params = method.startswith(("sync", "drop"))
     assert of_params == ("replicated" if shares_params else "per replica")
     assert isinstance(state, SharedParamsState) == shares_params
@@ -221,10 +221,10 @@ def test_the_type_of_the_state_tells_whether_parameters_are_replicated(method):
 @pytest.mark.parametrize("method", ["sync_replicas", "model_average"])
 def test_replicas_are_put_on_the_devices_of_a_mesh(method):
     tx, mesh = make(method), cases.mesh(2)
-    replicas = optzoo.replicate(START, tx.init(START), 2, mesh=mesh)
+    replicas = optzoo.replicas.replicate(START, tx.init(START), 2, mesh=mesh)
     of = {"replicated": PartitionSpec(), "per replica": PartitionSpec("replica")}
-    for params, state in (replicas, optzoo.resize_replicas(tx, *replicas, 4, mesh=mesh)):
-        marks = optzoo.replica_specs(params, state, "replicated", "per replica")
+    for params, state in (replicas, optzoo.replicas.resize_replicas(tx, *replicas, 4, mesh=mesh)):
+        marks = optzoo.replicas.replica_specs(params, state, "replicated", "per replica")
         is_there = lambda mark, tree: all(
             a.sharding.is_equivalent_to(NamedSharding(mesh, of[mark]), a.ndim)
             for a in jax.tree.leaves(tree)
@@ -244,7 +244,7 @@ def test_a_parameter_without_a_gradient_takes_no_part(method):
         assert updates["b"] is None
         return {**x, "w": x["w"] + updates["w"]}, state
 
-    (x, state), train = start(tx), jax.jit(optzoo.map_over_replicas(step))
+    (x, state), train = start(tx), jax.jit(optzoo.replicas.map_over_replicas(step))
     for _ in range(4):
         x, state = train(x, state, CENTERS)
     center = getattr(state.replicated, "center", START)
@@ -273,8 +273,8 @@ def test_a_center_of_parameters_in_16_bits_moves():
     step = lambda x, s, to: (lambda u, s: (optax.apply_updates(x, u), s))(
         *tx.update(jax.tree.map(lambda a: a - to.astype(a.dtype), x), s, x)
     )
-    x, state = optzoo.replicate(small, tx.init(small), N)
-    train = jax.jit(optzoo.map_over_replicas(step))
+    x, state = optzoo.replicas.replicate(small, tx.init(small), N)
+    train = jax.jit(optzoo.replicas.map_over_replicas(step))
     for _ in range(3):
         x, state = train(x, state, CENTERS)
     assert x["b"].dtype == jnp.bfloat16 and state.replicated.center["b"].dtype == jnp.float32
@@ -290,7 +290,7 @@ def test_everyone_starts_from_the_first():
         "b": jnp.arange(N) < 2,
         "n": jnp.arange(N),
     }
-    got = jax.vmap(optzoo.broadcast, axis_name="replica")(trees)
+    got = jax.vmap(optzoo.replicas.broadcast, axis_name="replica")(trees)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, [b[0]] * N), got, trees)
     assert samples.avals(got) == samples.avals(trees)
 
@@ -299,7 +299,7 @@ def test_everyone_starts_from_the_first():
 def test_swap_is_an_involution(method):
     x, state = five_ticks(method)
     x = jax.tree.map(lambda a: a[-1], x)
-    center, swapped = optzoo.swap(x, state)
+    center, swapped = optzoo.state.swap_averages(x, state)
     chex.assert_trees_all_equal(center, state.replicated.center)
     chex.assert_trees_all_equal(optzoo.eval_params(x, state), center)
-    chex.assert_trees_all_equal(optzoo.swap(center, swapped), (x, state))
+    chex.assert_trees_all_equal(optzoo.state.swap_averages(center, swapped), (x, state))

@@ -70,7 +70,7 @@ def simulated(method, stages):
         if carry is None:
             carry = training.init()
         else:
-            carry = optzoo.resize_replicas(training.tx, *carry, number)
+            carry = optzoo.replicas.resize_replicas(training.tx, *carry, number)
         for at in range(step, until):
             *carry, _ = training.step(*carry, *training.batch(at))
         step = until

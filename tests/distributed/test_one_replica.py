@@ -146,8 +146,8 @@ def test_of_several_replicas_on_the_host():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = optzoo.replicate(START, tx.init(START), 2)
-    train = jax.jit(optzoo.map_over_replicas(step))
+    params, state = optzoo.replicas.replicate(START, tx.init(START), 2)
+    train = jax.jit(optzoo.replicas.map_over_replicas(step))
     for _ in range(2):
         params, state = train(params, state, np.arange(2, dtype=np.float32))
     assert kinds(state.replicated) == {"pinned_host"}

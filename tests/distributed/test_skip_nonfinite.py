@@ -43,13 +43,13 @@ def test_on_devices_it_breaks_no_other(method):
 
     def step(params, state, ids, target, factor):
         loss = lambda x: factor * cases.loss_fn(x, ids, target)
-        _, grads = optzoo.value_and_grad(loss)(optzoo.per_replica(params))
+        _, grads = optzoo.value_and_grad(loss)(optzoo.replicas.per_replica(params))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    train = jax.jit(optzoo.map_over_replicas(step, mesh=cases.mesh(N)))
+    train = jax.jit(optzoo.replicas.map_over_replicas(step, mesh=cases.mesh(N)))
     start = tx.init(cases.params())
-    x, state = optzoo.replicate(cases.params(), start, N, mesh=cases.mesh(N))
+    x, state = optzoo.replicas.replicate(cases.params(), start, N, mesh=cases.mesh(N))
     visited, (ids, target, _) = [], cases.batches(TICKS, N)
     for tick in range(TICKS):
         factor = np.where((np.arange(N) == BROKEN) & (tick > 0), np.nan, 1).astype(np.float32)

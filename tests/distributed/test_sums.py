@@ -91,7 +91,7 @@ def test_gradients_of_replicas(dtype):
 @in_16_bits
 def test_psum(dtype):
     g = numbers((N, ELEMENTS), dtype) / jnp.dtype(dtype).type(64)
-    total = on_all(lambda g: optzoo.psum({"g": g}), g)["g"]
+    total = on_all(lambda g: optzoo.rows.psum({"g": g}), g)["g"]
     rounded_once(total, exactly(g).sum(0), dtype)
 
 
@@ -102,10 +102,10 @@ def test_gradients_that_wait_for_others(dtype):
     g, values = numbers((3, N // 4, ELEMENTS), dtype), numbers((3, N // 4, 3, 2), dtype)
     ids = IDS[: 3 * N // 4].reshape(3, N // 4, 3)
     params = {"layer": np.zeros(ELEMENTS, np.float32), "table": np.zeros((TABLE, 2), np.float32)}
-    params, state = optzoo.replicate(params, tx.init(params), N // 4)
+    params, state = optzoo.replicas.replicate(params, tx.init(params), N // 4)
 
     @jax.jit
-    @optzoo.map_over_replicas
+    @optzoo.replicas.map_over_replicas
     def step(params, state, layer, ids, values):
         return tx.update({"layer": layer, "table": SparseRows(ids, values, TABLE)}, state, params)
 
@@ -137,9 +137,9 @@ def test_centers(method, dtype):
     """After a local step, all of them have the mean of the parameters as center."""
     tx, x = AVERAGED[method], jnp.zeros(ELEMENTS, dtype)
     g = numbers((N, ELEMENTS), dtype)
-    x, state = optzoo.replicate(x, tx.init(x), N)
+    x, state = optzoo.replicas.replicate(x, tx.init(x), N)
     step = lambda x, state, g: tx.update(g, state, x, exchange=True)
-    updates, state = jax.jit(optzoo.map_over_replicas(step))(x, state, g)
+    updates, state = jax.jit(optzoo.replicas.map_over_replicas(step))(x, state, g)
     want = -exactly(g).mean(0)
     close(state.replicated.center, want)
     if method != "elastic_average":
@@ -151,9 +151,9 @@ def test_slots_that_are_averaged(dtype):
     inner = optzoo.slots_dtype(optzoo.momentum(1.0, 0.9), dtype)
     tx, x = optzoo.model_average(inner, slots="average"), jnp.zeros(ELEMENTS, dtype)
     g = numbers((N, ELEMENTS), dtype)
-    x, state = optzoo.replicate(x, tx.init(x), N)
+    x, state = optzoo.replicas.replicate(x, tx.init(x), N)
     step = lambda x, state, g: tx.update(g, state, x, exchange=True)
-    _, state = jax.jit(optzoo.map_over_replicas(step))(x, state, g)
+    _, state = jax.jit(optzoo.replicas.map_over_replicas(step))(x, state, g)
     [momentum] = jax.tree.leaves(optzoo.get_slot(state.per_replica.inner, "momentum"))
     rounded_once(momentum[0], exactly(g).mean(0), dtype)
 
@@ -217,8 +217,10 @@ def test_rows_that_share_an_index(dtype):
 
 NORMS = {
     "clip_by_global_norm": lambda norm, size: optzoo.clip_by_global_norm(norm / 3),
-    "clip_by_norm": lambda norm, size: optzoo.clip_by_norm(norm / 3),
-    "clip_by_average_norm": lambda norm, size: optzoo.clip_by_average_norm(norm / 3 / size),
+    "clip_by_norm": lambda norm, size: optzoo.transforms.clip_by_norm(norm / 3),
+    "clip_by_average_norm": lambda norm, size: optzoo.transforms.clip_by_average_norm(
+        norm / 3 / size
+    ),
 }
 
 
@@ -228,7 +230,7 @@ def test_norms(kind, dtype):
     g = numbers(500, dtype)
     norm = np.sqrt((exactly(g) ** 2).sum())
     tx = NORMS[kind](float(norm), g.size)
-    both = jax.jit(lambda g: (tx.update(g, tx.init(g))[0], optzoo.global_norm({"g": g})))
+    both = jax.jit(lambda g: (tx.update(g, tx.init(g))[0], optzoo.rows.global_norm({"g": g})))
     clipped, got = both(g)
     rounded_once(clipped, exactly(g) / 3, dtype)
     close(got, norm)

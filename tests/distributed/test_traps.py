@@ -27,7 +27,7 @@ def train_of(tx):
         updates, state = tx.update(grads, state, params, **masks)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(optzoo.map_over_replicas(step))
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 def ticks(tx, *masks, grads=None):
@@ -56,16 +56,18 @@ def test_gradients_that_are_summed_already_are_refused(method):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    train = optzoo.map_over_replicas(step, mesh=cases.mesh())
+    train = optzoo.replicas.map_over_replicas(step, mesh=cases.mesh())
     batch = jax.tree.map(lambda a: a[0], cases.batches())
-    with pytest.raises(ValueError, match=r"gradient of 'bias' .* optzoo.per_replica\(params"):
+    with pytest.raises(
+        ValueError, match=r"gradient of 'bias' .* optzoo.replicas.per_replica\(params"
+    ):
         jax.eval_shape(train, *cases.start(tx, "shard_map"), *batch)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_replica_has_its_own_gradient_by_per_replica_parameters(check_vma):
     x = np.arange(N, dtype=np.float32)
-    own = lambda p, x: jax.grad(lambda p: p * x[0])(optzoo.per_replica(p))[None]
+    own = lambda p, x: jax.grad(lambda p: p * x[0])(optzoo.replicas.per_replica(p))[None]
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("replica"))}
     specs |= {"out_specs": PartitionSpec("replica"), "check_vma": check_vma}
     grads = jax.jit(jax.shard_map(own, mesh=cases.mesh(), **specs))(np.float32(2), x)
@@ -75,7 +77,9 @@ def test_each_replica_has_its_own_gradient_by_per_replica_parameters(check_vma):
 @pytest.mark.parametrize("method", SHARED)
 def test_parameters_that_differ_between_replicas_are_refused_where_they_are_shared(method):
     tx = cases.make(method, INNER)
-    specs = optzoo.replica_specs(None, tx.init(cases.params()), PartitionSpec(), PartitionSpec())
+    specs = optzoo.replicas.replica_specs(
+        None, tx.init(cases.params()), PartitionSpec(), PartitionSpec()
+    )
     update = jax.shard_map(
         lambda state, x, g: tx.update(g, state, x)[0],
         mesh=cases.mesh(),
@@ -171,7 +175,7 @@ def test_an_overlap_has_time():
         optzoo.diloco(INNER, overlap_steps=3, **options)
     with pytest.raises(ValueError, match=r"mixing must be in \[0, 1\], got 1.5"):
         optzoo.diloco(INNER, mixing=1.5)
-    round = optzoo.scan_local_steps(lambda x, s, exchange: (x, s), overlap_steps=2)
+    round = optzoo.replicas.scan_local_steps(lambda x, s, exchange: (x, s), overlap_steps=2)
     with pytest.raises(ValueError, match="below the number of steps of a round, 2, got 2"):
         round(0, 0, np.zeros(2))
 
@@ -187,7 +191,7 @@ def test_stages_are_of_exchanges_that_overlap(method, exchange, words):
     tx = cases.make(method, INNER)
     step = lambda params, state, g: tx.update(g, state, params, exchange=exchange)
     with pytest.raises(ValueError, match=words):
-        jax.eval_shape(optzoo.map_over_replicas(step), *cases.start(tx), gradients())
+        jax.eval_shape(optzoo.replicas.map_over_replicas(step), *cases.start(tx), gradients())
 
 
 def test_a_fragment_that_does_not_exist_is_refused():
@@ -208,4 +212,6 @@ def test_more_than_one_replica_for_a_device_is_refused():
     tx = optzoo.model_average(INNER)
     step = lambda x, s: (x, s)
     with pytest.raises(ValueError, match="each device takes one replica, got 2"):
-        jax.eval_shape(optzoo.map_over_replicas(step, mesh=cases.mesh(2)), *cases.start(tx))
+        jax.eval_shape(
+            optzoo.replicas.map_over_replicas(step, mesh=cases.mesh(2)), *cases.start(tx)
+        )

@@ -15,7 +15,7 @@ def test_first_step_is_the_learning_rate():
 
 
 def test_norm_decays_slowly_and_grows_at_once():
-    tx = optzoo.scale_by_adamax(b2=0.5)
+    tx = optzoo.transforms.scale_by_adamax(b2=0.5)
     state, norms = tx.init(jnp.zeros(1)), []
     for g in (1.0, 0.0, -8.0):
         _, state = tx.update(jnp.array([g]), state)

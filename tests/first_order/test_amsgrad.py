@@ -22,7 +22,7 @@ def test_formula(decay):
 
 
 def test_squared_mean_never_falls():
-    tx = optzoo.scale_by_amsgrad(b2=0.5)
+    tx = optzoo.transforms.scale_by_amsgrad(b2=0.5)
     state, seen = tx.init(jnp.zeros(1)), []
     for g in (4.0, 0.0, 0.0, 8.0):
         _, state = tx.update(jnp.array([g]), state)

@@ -83,11 +83,11 @@ PLAIN = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": WD}
 DECOUPLE = {"eps": EPS, "weight_decay": WD, "weight_decay_mode": "DECOUPLE"}
 # FBGEMM's name and arguments; ours; the formula.
 CASES = {
-    "adam": ("EmbOptimType.ADAM", ADAM, lambda: optzoo.lazy_adamw(LR, **PLAIN), adam),
+    "adam": ("EmbOptimType.ADAM", ADAM, lambda: optzoo.sparse_adamw(LR, **PLAIN), adam),
     "adam by row": (
         "EmbOptimType.ADAM",
         {**ADAM, "extra_optimizer_config": {"use_rowwise_bias_correction": True}},
-        lambda: optzoo.lazy_adamw(LR, **PLAIN, row_wise_bias_correction=True),
+        lambda: optzoo.sparse_adamw(LR, **PLAIN, row_wise_bias_correction=True),
         adam_by_row,
     ),
     "partial adam": (
@@ -96,7 +96,7 @@ CASES = {
         lambda: optzoo.partial_row_wise_adam(LR, **PLAIN),
         partial_adam,
     ),
-    "lamb": ("EmbOptimType.LAMB", ADAM, lambda: optzoo.lamb(LR, **PLAIN), lamb),
+    "lamb": ("EmbOptimType.LAMB", ADAM, lambda: optzoo.row_wise_lamb(LR, **PLAIN), lamb),
     "partial lamb": (
         "EmbOptimType.PARTIAL_ROWWISE_LAMB",
         ADAM,
@@ -124,7 +124,7 @@ CASES = {
             "weight_decay_mode": "DECOUPLE_GLOBAL",
             "global_weight_decay": {"start_iter": 3, "lower_bound": 0.965},
         },
-        lambda: optzoo.global_decay_row_wise_adagrad(LR, EPS, WD, 3, 0.965),
+        lambda: optzoo.interop.fbgemm.global_decay_row_wise_adagrad(LR, EPS, WD, 3, 0.965),
         global_decay,
     ),
     "counter sgd": (
@@ -138,7 +138,7 @@ CASES = {
                 "tail_id_threshold": {"val": 2.5, "is_ratio": True},
             },
         },
-        lambda: optzoo.counter_row_wise_adagrad(
+        lambda: optzoo.interop.fbgemm.counter_row_wise_adagrad(
             LR,
             EPS,
             adjustment_ub=0.7,
@@ -229,29 +229,38 @@ def test_dense_gradients_are_those_of_rows():
     dense = {"t": jnp.asarray(np.random.default_rng(2).normal(size=SHAPE), jnp.float32)}
     rows = {"t": SparseRows(jnp.arange(SHAPE[0]), dense["t"], SHAPE[0])}
     for tx in (
-        optzoo.ema_in_place(optzoo.row_wise_adagrad(0.1), every=1),
-        optzoo.ensemble(optzoo.row_wise_adagrad(0.1), 1, 1),
-        optzoo.counter_row_wise_adagrad(0.1, weight_decay=0.1, weight_decay_mode="adagradw"),
+        optzoo.interop.fbgemm.ema_in_place(optzoo.row_wise_adagrad(0.1), every=1),
+        optzoo.interop.fbgemm.ensemble(optzoo.row_wise_adagrad(0.1), 1, 1),
+        optzoo.interop.fbgemm.counter_row_wise_adagrad(
+            0.1, weight_decay=0.1, weight_decay_mode="adagradw"
+        ),
     ):
         a, b = step(tx, dense, x)[0], step(tx, rows, x)[0]
         np.testing.assert_allclose(a["t"], b["t"], rtol=1e-6)
 
 
 def test_halves_of_an_odd_row_are_refused():
-    tx, x = optzoo.ema_in_place(optzoo.row_wise_adagrad(0.1)), {"t": jnp.ones((2, 3))}
+    tx, x = (
+        optzoo.interop.fbgemm.ema_in_place(optzoo.row_wise_adagrad(0.1)),
+        {"t": jnp.ones((2, 3))},
+    )
     with pytest.raises(ValueError, match=r"parameter 't' has rows of 3 elements.*groups"):
         tx.update(x, tx.init(x), x)
 
 
 def test_zero_rows_of_lamb_and_lars_are_not_nan():
     x, g = jnp.zeros((2, 4)), jnp.array([[1.0] * 4, [0] * 4])
-    for tx in (optzoo.lamb(0.1), optzoo.partial_row_wise_lamb(0.1), optzoo.row_wise_lars(0.1)):
+    for tx in (
+        optzoo.row_wise_lamb(0.1),
+        optzoo.partial_row_wise_lamb(0.1),
+        optzoo.row_wise_lars(0.1),
+    ):
         np.testing.assert_array_equal(step(tx, g, x)[0], x)
 
 
 def test_the_largest_counter_is_found_anew():
     """As on FBGEMM's GPU: periodically, from the counters of all tables; on its CPU it is 1."""
-    tx = optzoo.counter_row_wise_adagrad(
+    tx = optzoo.interop.fbgemm.counter_row_wise_adagrad(
         0.1, learning_rate_mode="tail_increase", max_counter_every=3
     )
     x = {"a": jnp.ones((3, 2)), "b": jnp.ones((4, 2))}

@@ -40,7 +40,7 @@ def test_steps_are_whole_near_the_mean_and_short_far_from_it():
 
 def test_rows_without_a_gradient_have_no_distance():
     """The distance is zero there, though the means decay."""
-    tx, x = optzoo.scale_by_grad_variance(b1=0.5, b2=0.75), jnp.zeros(3)
+    tx, x = optzoo.transforms.scale_by_grad_variance(b1=0.5, b2=0.75), jnp.zeros(3)
     _, state = tx.update(jnp.full(3, 4.0), tx.init(x))
     rows = SparseRows(jnp.array([1, 3]), jnp.array([10.0, 9]), 3)
     _, state = tx.update(rows, state)

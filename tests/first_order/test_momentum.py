@@ -33,6 +33,6 @@ def test_rate_acts_on_the_whole_history():
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_scale_by_momentum_is_the_trace_of_optax(nesterov):
-    ours, theirs = optzoo.scale_by_momentum(0.9, nesterov), optax.trace(0.9, nesterov)
+    ours, theirs = optzoo.transforms.scale_by_momentum(0.9, nesterov), optax.trace(0.9, nesterov)
     grads = jnp.cos(jnp.arange(10.0)).reshape(5, 2)
     np.testing.assert_allclose(steps(ours, grads), steps(theirs, grads), rtol=1e-4, atol=1e-6)

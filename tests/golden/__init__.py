@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 import optzoo
-from optzoo import LeafwiseState, SparseRows, create
+from optzoo import SparseRows, create
+from optzoo.state import LeafwiseState
 
 FOLDER = pathlib.Path(__file__).with_name("records")
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.xz"))

@@ -20,8 +20,8 @@ SAME = {
     "Adagrad, start": optzoo.adagrad_eps(0.1, eps=0.1, initial_accumulator_value=0.3),
     "Adagrad, lr_decay": optzoo.adagrad_eps(lambda count: 0.1 / (1 + 0.2 * count), eps=1e-10),
     "SGD": optzoo.gradient_descent(0.1),
-    "SGD, momentum": optax.chain(optzoo.densify(), optzoo.momentum(0.1, 0.9)),
-    "SGD, nesterov": optax.chain(optzoo.densify(), optzoo.momentum(0.1, 0.9, nesterov=True)),
+    "SGD, momentum": optax.chain(optzoo.rows.densify(), optzoo.momentum(0.1, 0.9)),
+    "SGD, nesterov": optax.chain(optzoo.rows.densify(), optzoo.momentum(0.1, 0.9, nesterov=True)),
     "SGD, weight_decay": optax.chain(optax.add_decayed_weights(0.2), optzoo.momentum(0.1, 0.9)),
     "Adam": optax.adam(0.1, eps=0.1),
     "Adam, weight_decay": optax.chain(optax.add_decayed_weights(0.2), optax.adam(0.1, eps=0.1)),
@@ -49,7 +49,7 @@ NEAR = {
 }
 # And of what is not the same, the least.
 OTHER = {
-    "SparseAdam, eps": (optzoo.lazy_adamw(0.1, 0.5, 0.75, eps=0.1), 0.02),
+    "SparseAdam, eps": (optzoo.sparse_adamw(0.1, 0.5, 0.75, eps=0.1), 0.02),
     "SGD, momentum": (optzoo.momentum(0.1, 0.9), 0.1),
     "SGD, nesterov": (optzoo.momentum(0.1, 0.9, nesterov=True), 0.1),
     "Adagrad": (optzoo.adagrad(0.1), 0.1),

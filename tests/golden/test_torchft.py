@@ -33,7 +33,7 @@ def trainer(tx):
         updates, state = tx.update(gradient, state, params, **masks)
         return optax.apply_updates(params, updates), state
 
-    return jax.jit(optzoo.map_over_replicas(step))
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -50,7 +50,7 @@ def test_records(name, x64):
             mixing=meta["mixing"],
         )
         start = [jnp.asarray(x) for x in arrays["start"]]
-        params, state = optzoo.replicate(start, tx.init(start), meta["replicas"])
+        params, state = optzoo.replicas.replicate(start, tx.init(start), meta["replicas"])
         train = trainer(tx)
         for t, gradients in enumerate(arrays["gradients"], 1):
             params, state = train(params, state, list(gradients.swapaxes(0, 1)), {})
@@ -70,7 +70,7 @@ def published(delay=0, mixing=0.0):
         mixing=mixing,
     )
     start = [jnp.ones(1), jnp.ones(1)]
-    return trainer(tx), *optzoo.replicate(start, tx.init(start), 2)
+    return trainer(tx), *optzoo.replicas.replicate(start, tx.init(start), 2)
 
 
 GRADIENT = [np.full((2, 1), 2.0, np.float32)] * 2

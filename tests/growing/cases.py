@@ -97,8 +97,10 @@ def arrays_of_the_table(tx):
 
 LAZY = lambda: optzoo.lazy_adam(0.1)
 WRAPPED = {
-    "chain": lambda: optax.chain(optzoo.clip_by_global_norm(1.0), LAZY(), optzoo.scale(1.0)),
-    "groups": lambda: optzoo.groups({"emb": LAZY(), "mlp/.*": optzoo.momentum(0.1, 0.9)}),
+    "chain": lambda: optax.chain(
+        optzoo.clip_by_global_norm(1.0), LAZY(), optzoo.transforms.scale(1.0)
+    ),
+    "groups": lambda: optzoo.param_groups({"emb": LAZY(), "mlp/.*": optzoo.momentum(0.1, 0.9)}),
     "masked": lambda: optax.chain(
         optax.masked(LAZY(), {"emb": True, "mlp": False}),
         optax.masked(optax.sgd(0.1), {"emb": False, "mlp": True}),
@@ -111,8 +113,8 @@ WRAPPED = {
         LAZY(), weight_decay_per_step=0.1
     ),
     "variable_clipping": lambda: optzoo.variable_clipping(LAZY(), {"emb": (1,)}, 0.8),
-    "ema_in_place": lambda: optzoo.ema_in_place(LAZY(), 3),
-    "ensemble": lambda: optzoo.ensemble(LAZY(), 2, 3),
+    "ema_in_place": lambda: optzoo.interop.fbgemm.ema_in_place(LAZY(), 3),
+    "ensemble": lambda: optzoo.interop.fbgemm.ensemble(LAZY(), 2, 3),
     "multitask": lambda: optzoo.multitask(LAZY()),
     "accumulate": lambda: optzoo.accumulate(LAZY(), 3),
     "accumulate-rows": lambda: optzoo.accumulate(LAZY(), 3, rows={"emb": 3}),
@@ -150,7 +152,7 @@ ASLEEP = {
     "packed": lambda: optzoo.caught_up(
         optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), tables=("emb",), horizon=4
     ),
-    "groups": lambda: optzoo.groups(
+    "groups": lambda: optzoo.param_groups(
         {
             "emb": optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
             ".*": optzoo.momentum(0.1, 0.9),

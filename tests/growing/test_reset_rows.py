@@ -37,7 +37,7 @@ from .cases import (
     trained,
 )
 
-reset = functools.partial(optzoo.reset_rows, init=rows_of)
+reset = functools.partial(optzoo.growing.reset_rows, init=rows_of)
 IDS = jnp.array([2, 0, 2, ROWS, -1, 99])  # one twice, and three that are no rows
 IS_NEW = np.array([True, False, True, False, False])
 
@@ -122,15 +122,15 @@ def test_tables_in_lines(name):
     tx = IN_LINES[name]()
     before = trained(tx)
     wanted = reset(*before, {"emb": IDS}, tx=tx)
-    lines = {**before[0], "emb": optzoo.to_lines(before[0]["emb"])}
+    lines = {**before[0], "emb": optzoo.rows.to_lines(before[0]["emb"])}
     like = lines, jax.eval_shape(tx.init, lines)
-    got = reset(*optzoo.to_lines(before, like=like), {"emb": IDS}, tx=tx)
-    same(got, optzoo.to_lines(wanted, like=like))
+    got = reset(*optzoo.rows.to_lines(before, like=like), {"emb": IDS}, tx=tx)
+    same(got, optzoo.rows.to_lines(wanted, like=like))
 
 
 @pytest.mark.parametrize("partition", ["mod", "div"])
 def test_sharded_tables(partition):
-    sharding = optzoo.RowSharding(5, 2, partition, multiple=1)
+    sharding = optzoo.sharded.RowSharding(5, 2, partition, multiple=1)
     tx, before = placed(sharding)
     f = functools.partial(reset, tx=tx, shardings={"emb": sharding})
     after = f(*before, {"emb": IDS})
@@ -152,9 +152,9 @@ def test_rows_that_rest(name):
     assert old.last["emb"].tolist() != [2] * ROWS  # some rest
     expected = np.where(is_new, 2, old.last["emb"])
     np.testing.assert_array_equal(new.last["emb"], expected)
-    awake, others = optzoo.flush(*after), optzoo.flush(*before)
+    awake, others = optzoo.rows.catch_up(*after), optzoo.rows.catch_up(*before)
     fresh = {**before[0], "emb": after[0]["emb"]}
-    fresh_state = optzoo.flush(fresh, tx.init(fresh))[1]
+    fresh_state = optzoo.rows.catch_up(fresh, tx.init(fresh))[1]
     plain = lambda pair: (pair[0], [node.inner for node in nodes_of(CaughtUpState, pair[1])])
     check_reset(plain(others), plain(awake), plain((fresh, fresh_state)), is_new)
     same(awake[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
@@ -168,14 +168,14 @@ def test_which_ids_the_function_gets():
         return rows_of(ids)
 
     x, tx = params(), optax.identity()
-    optzoo.reset_rows(x, tx.init(x), {"emb": IDS}, tx=tx, init=rows)
+    optzoo.growing.reset_rows(x, tx.init(x), {"emb": IDS}, tx=tx, init=rows)
     assert sorted(asked) == [0, 2, ROWS, ROWS, ROWS, ROWS]
 
 
 def test_ids_of_few_bits():
     """The number of rows is no number of these bits."""
     x, tx = jnp.ones((300, 1)), optax.identity()
-    y, _ = optzoo.reset_rows(x, tx.init(x), {"": np.array([7, 255], np.uint8)}, tx=tx)
+    y, _ = optzoo.growing.reset_rows(x, tx.init(x), {"": np.array([7, 255], np.uint8)}, tx=tx)
     assert np.flatnonzero(y[:, 0] == 0).tolist() == [7, 255]
 
 
@@ -183,7 +183,7 @@ def test_several_tables():
     x = {"a": jnp.ones((3, WIDTH)), "b": jnp.ones((4, WIDTH))}
     tx = optax.trace(0.9)
     state = jax.tree.map(lambda a: a + 1, tx.init(x))
-    y, state = optzoo.reset_rows(x, state, {"a": [0], "b": jnp.array([3])}, tx=tx)
+    y, state = optzoo.growing.reset_rows(x, state, {"a": [0], "b": jnp.array([3])}, tx=tx)
     for tree in y, state.trace:
         np.testing.assert_array_equal(tree["a"][:, 0], [0, 1, 1])
         np.testing.assert_array_equal(tree["b"][:, 0], [1, 1, 1, 0])
@@ -202,9 +202,13 @@ def test_several_tables():
         ({"tx": None}, TypeError, "tx must be an optax transformation"),
         ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
         ({"shardings": 3}, TypeError, "shardings must be a dict by patterns"),
-        ({"shardings": {"emb": 3}}, TypeError, "shardings must have an optzoo.RowSharding each"),
         (
-            {"shardings": {"emb": optzoo.RowSharding(9, 2, multiple=1)}},
+            {"shardings": {"emb": 3}},
+            TypeError,
+            "shardings must have an optzoo.sharded.RowSharding each",
+        ),
+        (
+            {"shardings": {"emb": optzoo.sharded.RowSharding(9, 2, multiple=1)}},
             ValueError,
             "has 5 rows, but its sharding stores 12",
         ),

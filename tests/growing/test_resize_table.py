@@ -47,7 +47,7 @@ with warnings.catch_warnings():  # of what Keras imports
     warnings.simplefilter("ignore")
     import keras
 
-resize = functools.partial(optzoo.resize_table, init=rows_of)
+resize = functools.partial(optzoo.growing.resize_table, init=rows_of)
 
 
 def check(tx, rows, dense=False):
@@ -97,7 +97,7 @@ def test_optimizers_of_optax(name):
 
 
 def test_optimizers_of_keras():
-    check(optzoo.keras_optimizer(keras.optimizers.Adam(0.1)), MORE, dense=True)
+    check(optzoo.interop.keras.keras_optimizer(keras.optimizers.Adam(0.1)), MORE, dense=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,7 +155,7 @@ def test_functions_by_pattern_and_zeros():
 
     tables = {"a": 4, "[bc]": 5}
     tx = optax.identity()
-    y, state = optzoo.resize_table(x, tx.init(x), tables, tx=tx, init={"b": rows})
+    y, state = optzoo.growing.resize_table(x, tx.init(x), tables, tx=tx, init={"b": rows})
     np.testing.assert_array_equal(y["a"], np.array([[1] * 3] * 2 + [[0] * 3] * 2))
     np.testing.assert_array_equal(y["b"][:, 0, 0], [1, 1, 1, 1, 4])
     np.testing.assert_array_equal(y["c"], [1, 1, 0, 0, 0])
@@ -200,18 +200,18 @@ def test_tables_in_lines(name):
     tx = IN_LINES[name]()
     before = trained(tx)
     wanted = resize(*before, {"emb": 200}, tx=tx)
-    lines = lambda x: {**x, "emb": optzoo.to_lines(x["emb"])}
+    lines = lambda x: {**x, "emb": optzoo.rows.to_lines(x["emb"])}
     like = lambda x: (lines(x), jax.eval_shape(tx.init, lines(x)))
-    in_lines = optzoo.to_lines(before, like=like(before[0]))
+    in_lines = optzoo.rows.to_lines(before, like=like(before[0]))
     got = resize(*in_lines, {"emb": 200}, tx=tx)
     assert got[0]["emb"].value.shape == (4, 128)
-    same(got, optzoo.to_lines(wanted, like=like(wanted[0])))
+    same(got, optzoo.rows.to_lines(wanted, like=like(wanted[0])))
 
 
 @pytest.mark.parametrize("partition", ["mod", "div"])
 @pytest.mark.parametrize(("rows", "more"), [(5, 9), (5, 7), (9, 3)])
 def test_sharded_tables(partition, rows, more):
-    old, new = (optzoo.RowSharding(n, 2, partition, multiple=1) for n in (rows, more))
+    old, new = (optzoo.sharded.RowSharding(n, 2, partition, multiple=1) for n in (rows, more))
     tx, before = placed(old)
     after = resize(*before, {"emb": more}, tx=tx, shardings={"emb": (old, new)})
     fresh = jax.tree.leaves((after[0], tx.init(after[0])))
@@ -237,9 +237,9 @@ def test_sharded_tables(partition, rows, more):
 def test_a_sharded_table_trains_on():
     mesh, tx = mesh_of(2, names=("shard",)), LAZY()
     loss = lambda p, ids: jnp.mean(jnp.cos(optzoo.lookup(p["emb"], ids) @ p["w"]))
-    old, new = (optzoo.RowSharding(n, 2, multiple=1) for n in (5, 9))
+    old, new = (optzoo.sharded.RowSharding(n, 2, multiple=1) for n in (5, 9))
     w = jax.device_put(jnp.ones(WIDTH), NamedSharding(mesh, PartitionSpec()))
-    x = {"emb": optzoo.create_table(old, mesh, rows_of), "w": w}
+    x = {"emb": optzoo.sharded.create_table(old, mesh, rows_of), "w": w}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
     one = {"emb": rows_of(jnp.arange(9)), "w": jnp.ones(WIDTH)}
     of_one, step_of_one = tx.init(one), optzoo.minimize(loss, tx)
@@ -253,27 +253,27 @@ def test_a_sharded_table_trains_on():
         x, state, value = step(x, state, ids)
         one, of_one, of_loss = step_of_one(one, of_one, ids)
         np.testing.assert_allclose(value, of_loss, 1e-5)
-    np.testing.assert_allclose(optzoo.in_order_of_ids(x["emb"], new)[:9], one["emb"], 1e-5)
+    np.testing.assert_allclose(optzoo.sharded.in_order_of_ids(x["emb"], new)[:9], one["emb"], 1e-5)
 
 
 def test_sharded_tables_in_lines():
     mesh, tx = mesh_of(2, names=("shard",)), LAZY()
-    old, new = (optzoo.RowSharding(n, 2, multiple=128) for n in (30, 200))
-    x = {"emb": optzoo.create_table(old, mesh, rows_of, lines=True)}
+    old, new = (optzoo.sharded.RowSharding(n, 2, multiple=128) for n in (30, 200))
+    x = {"emb": optzoo.sharded.create_table(old, mesh, rows_of, lines=True)}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
     f = functools.partial(resize, x, state, {"emb": 200}, tx=tx)
     y, state = f(shardings={"emb": (old, new)})
-    same(y["emb"], optzoo.create_table(new, mesh, rows_of, lines=True))
+    same(y["emb"], optzoo.sharded.create_table(new, mesh, rows_of, lines=True))
     for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
         assert array.sharding == NamedSharding(mesh, new.spec)
     with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
-        f(shardings={"emb": (old, optzoo.RowSharding(200, 2, multiple=1))})
+        f(shardings={"emb": (old, optzoo.sharded.RowSharding(200, 2, multiple=1))})
 
 
 def test_ages_of_sharded_tables():
     mesh, tx = mesh_of(2, names=("shard",)), optzoo.caught_up(optzoo.adam(0.1), tables=("emb",))
-    old, new = (optzoo.RowSharding(n, 2, multiple=1) for n in (5, 9))
-    x = {"emb": optzoo.create_table(old, mesh, rows_of)}
+    old, new = (optzoo.sharded.RowSharding(n, 2, multiple=1) for n in (5, 9))
+    x = {"emb": optzoo.sharded.create_table(old, mesh, rows_of)}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
     _, state = resize(x, state, {"emb": 9}, tx=tx, shardings={"emb": (old, new)})
     assert state.last["emb"].sharding == NamedSharding(mesh, new.spec)
@@ -286,7 +286,7 @@ def test_ages_of_sharded_tables():
 @pytest.mark.parametrize("name", ASLEEP)
 def test_rows_that_rest(name):
     tx, _, before = asleep(name)
-    flushed = optzoo.flush(*before)
+    flushed = optzoo.rows.catch_up(*before)
     after = resize(*before, {"emb": MORE}, tx=tx)
     new = {**before[0], "emb": after[0]["emb"]}
     # Two updates were made.
@@ -315,7 +315,7 @@ def test_rows_that_rest_train_on():
 def test_rows_begin_to_rest_as_tables_become_large(rows, more):
     tx = optzoo.caught_up(optzoo.adam(0.1), horizon=4)
     x = jnp.ones((rows, 1))
-    y, state = optzoo.resize_table(x, tx.init(x), {"": more}, tx=tx)
+    y, state = optzoo.growing.resize_table(x, tx.init(x), {"": more}, tx=tx)
     assert samples.avals(state) == samples.avals(jax.eval_shape(tx.init, y))
 
 
@@ -323,8 +323,8 @@ def test_collected_rows_that_are_dropped_are_forgotten():
     tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, rows={"emb": 3})
     x = params()
     x, state = samples.step(tx, gradients(0, ids=(1, 4, 4)), x, tx.init(x))
-    small = optzoo.resize_table(x, state, {"emb": 2}, tx=tx)
-    large = optzoo.resize_table(*small, {"emb": ROWS}, tx=tx)
+    small = optzoo.growing.resize_table(x, state, {"emb": 2}, tx=tx)
+    large = optzoo.growing.resize_table(*small, {"emb": ROWS}, tx=tx)
     y, _ = samples.step(tx, gradients(1, ids=(0,)), *large)
     expected = x["emb"][1] - gradients(0, ids=(1, 4, 4))["emb"].values[0]
     np.testing.assert_allclose(y["emb"][1], expected, 1e-6)
@@ -350,7 +350,7 @@ def test_collected_rows_that_are_dropped_are_forgotten():
         ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
         ({"state": LAZY().init({"emb": jnp.ones(5)})}, StateError, "the state does not fit"),
         ({"state": LAZY().init(params(MORE))}, StateError, "the state does not fit"),
-        ({"shardings": {"emb": 3}}, TypeError, "a pair of optzoo.RowSharding"),
+        ({"shardings": {"emb": 3}}, TypeError, "a pair of optzoo.sharded.RowSharding"),
         ({"shardings": [3]}, TypeError, "shardings must be a dict by patterns"),
     ],
 )
@@ -372,11 +372,14 @@ def test_bad_arguments(change, error, message):
     ],
 )
 def test_bad_shardings(tables, pair, message):
-    tx, before = placed(optzoo.RowSharding(5, 2, multiple=1))
+    tx, before = placed(optzoo.sharded.RowSharding(5, 2, multiple=1))
     shardings = None
     if pair:
         old, new, shards = pair
-        made = optzoo.RowSharding(old, 2, multiple=1), optzoo.RowSharding(new, shards, multiple=1)
+        made = (
+            optzoo.sharded.RowSharding(old, 2, multiple=1),
+            optzoo.sharded.RowSharding(new, shards, multiple=1),
+        )
         shardings = {"emb": made}
     with pytest.raises(ValueError, match=re.escape(message)):
         resize(*before, tables, tx=tx, shardings=shardings)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optzoo
-from optzoo import Vocabulary
+from optzoo.growing import Vocabulary
 
 IDS = [*range(4), *"abcd"]
 # Steps, and what is done after each: nothing, saved and restored, or room for so many more ids.
@@ -160,4 +160,4 @@ def test_a_state_that_would_share_rows_is_refused(change):
     assert Vocabulary.from_state_dict(state).state_dict() == state
     seen = state["seen"][: len(change.get("ids", state["ids"]))]
     with pytest.raises(ValueError, match="state is not consistent"):
-        optzoo.Vocabulary.from_state_dict({**state, "seen": seen, **change})
+        optzoo.growing.Vocabulary.from_state_dict({**state, "seen": seen, **change})

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 from optzoo.core.paths import path_name
 from optzoo.state.sharding import state_sharding
-from optzoo.wrappers.groups import groups
+from optzoo.wrappers.param_groups import param_groups
 
 IDS = jnp.array([[1, 5, 1], [3, 5, 5]])  # of a table of 8 rows; 2 batches
 Y = jnp.array([[1.0, -1.0, 0.5], [0.0, 2.0, 1.0]])
@@ -74,7 +74,7 @@ def loss(model, params, ids, y):
 
 
 def make(rate=0.1):
-    return groups({"(.*/)?embed/.*": optzoo.lazy_adam(rate), "kernel|bias": optzoo.adam(rate)})
+    return param_groups({"(.*/)?embed/.*": optzoo.lazy_adam(rate), "kernel|bias": optzoo.adam(rate)})
 
 
 def hand_loop(steps, tx=None, sparse=True):
@@ -290,7 +290,7 @@ NAMED = {
         optzoo.lazy_adam(0.1), weight_decay_per_step=0.1, mask=("d/e", "bias")
     ),
     "skip": lambda: optzoo.lars(0.1, skip=("out/bias",)),
-    "stacked": lambda: optzoo.groups(
+    "stacked": lambda: optzoo.param_groups(
         {"embed/.*": optzoo.lazy_adam(0.1), ".*": optzoo.stacked(optzoo.adam(0.1), ("out/",))}
     ),
     "multitask": lambda: optzoo.multitask(optzoo.shampoo(0.1)),
@@ -342,7 +342,7 @@ def test_nnx_rows_asleep():
     @nnx.jit
     def step(model, optimizer, ids, y):
         params, state = map(arrays_of, (nnx.state(model, nnx.Param), optimizer.opt_state))
-        params, state = optzoo.catch_up(params, state, {"embed/embedding": ids})
+        params, state = optzoo.rows.catch_up(params, state, {"embed/embedding": ids})
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(state))
         nnx_step(model, optimizer, ids, y)
@@ -357,7 +357,7 @@ def test_nnx_rows_asleep():
 def test_nnx_tables_sharded_by_rows():
     graphdef, params = nnx.split(nnx_model(), nnx.Param)
     mesh = Mesh(np.array(jax.devices()[:1]), ("shard",))
-    tables = {"embed/embedding": optzoo.RowSharding(8, 1, multiple=1)}
+    tables = {"embed/embedding": optzoo.sharded.RowSharding(8, 1, multiple=1)}
     tx, predict = optzoo.lazy_adam(0.1), lambda params, ids: nnx.merge(graphdef, params)(ids)
     step = optzoo.sharded_minimize(functools.partial(loss, predict), tx, mesh, tables)
     described = optzoo.describe(tx, params, tables=tables, ids={"embed/embedding": 3}).tables
@@ -377,7 +377,7 @@ def test_names_of_nnx_are_those_of_a_dict(name):
         assert names_of(opt_state) == names_of(state)
     assert optzoo.describe(tx, x).slots == optzoo.describe(tx, start()).slots
     optimizers = {"embed.*": "Embed", "out.*": "Out"} if name == "stacked" else "Shampoo"
-    variables = lambda *of: sorted(optzoo.tf1_variables(*of, optimizer_name=optimizers))
+    variables = lambda *of: sorted(optzoo.interop.tf1.tf1_variables(*of, optimizer_name=optimizers))
     assert variables(x, opt_state) == variables(start(), state)
 
 

@@ -32,7 +32,7 @@ def loss(model, ids, y, metrics):
 
 def make():
     tables, dense = optzoo.lazy_adam(0.1, eps=0.1), optzoo.momentum(0.1, 0.9)
-    return optzoo.groups({"embed/.*": tables, ".*": dense})
+    return optzoo.param_groups({"embed/.*": tables, ".*": dense})
 
 
 def start(wrt=nnx.Param, tx=None):
@@ -190,7 +190,7 @@ def test_rows_that_rest():
         updates, state = tx.update(gradient(want, ids), state, want)
         want = want + updates
     params = nnx.as_pure(nnx.state(table, nnx.Param))
-    params, _ = optzoo.flush(params, nnx.as_pure(optimizer.opt_state))
+    params, _ = optzoo.rows.catch_up(params, nnx.as_pure(optimizer.opt_state))
     np.testing.assert_allclose(params["embedding"], want, rtol=1e-5)
 
 

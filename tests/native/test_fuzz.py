@@ -28,7 +28,9 @@ WRAPPERS = {
         tx, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}, 1.0
     ),
     "multitask": lambda tx, shapes: optzoo.multitask(tx),
-    "groups": lambda tx, shapes: optzoo.groups({min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}),
+    "groups": lambda tx, shapes: optzoo.param_groups(
+        {min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}
+    ),
     "stacked": lambda tx, shapes: optzoo.stacked(tx),
 }
 # The update is in a branch. Their arguments: the optimizer, and how many rows a step has of tables.
@@ -51,7 +53,7 @@ BRANCHES = {
 
 def chain_dense(tx):
     """For what takes no rows."""
-    return optax.chain(optzoo.densify(), tx)
+    return optax.chain(optzoo.rows.densify(), tx)
 
 
 ROW_SHAPES = [(), (1,), (3,), (8,), (64,), (65,), (2, 3), (1, 4), (2, 1, 2)]

@@ -32,7 +32,7 @@ NOT_LAZY = {"adam", "adam_gs", "adamw", "add_sign", "global_decay_row_wise_adagr
 NOT_LAZY |= {"grad_variance_scaled", "nadam", "neural_optimizer1", "power_sign"}
 LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
 # Norms of each row, or values for each row.
-NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name} | {"lamb"}
+NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name}
 BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER - NOT_BY_ELEMENT)
 # On arrays, equal to the bit. In the others some version of XLA contracts other operations.
 EQUAL = {"adagrad_eps", "adam", "adam_gs", "adamax", "custom_adam", "gradient_descent"}
@@ -174,8 +174,8 @@ def test_rows_of_any_shape(shape):
 class Turned(NamedTuple):
     """The last gradient with its elements in another order, and the longest of both orders."""
 
-    turned: optzoo.Slot
-    both: optzoo.Slot
+    turned: optzoo.state.Slot
+    both: optzoo.state.Slot
 
 
 def test_parts_of_rows():
@@ -186,7 +186,9 @@ def test_parts_of_rows():
         both = jnp.max(jnp.concatenate([s.turned, 2 * g[..., 1:]], axis=-1), -1, keepdims=True)
         return -turned, Turned(turned, s.both + both)
 
-    tx = optzoo.leafwise(rule, slots=Turned(optzoo.zeros, optzoo.zeros), rows=optzoo.lazy)
+    tx = optzoo.rules.leafwise(
+        rule, slots=Turned(optzoo.rules.zeros, optzoo.rules.zeros), rows=optzoo.rules.lazy
+    )
     expected, got = both(tx, table(), rows)
     check_close(expected, got)
 
@@ -194,7 +196,7 @@ def test_parts_of_rows():
 class Flags(NamedTuple):
     """A slot that is replaced by a constant, and read by the update."""
 
-    seen: optzoo.Slot
+    seen: optzoo.state.Slot
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 3)])
@@ -202,7 +204,7 @@ def test_slots_are_read_before_they_are_replaced(shape):
     def rule(g, x, slots, t):
         return g * (1 - slots.seen) - 0.5 * slots.seen, Flags(jnp.ones_like(slots.seen))
 
-    tx = optzoo.leafwise(rule, slots=Flags(optzoo.zeros))
+    tx = optzoo.rules.leafwise(rule, slots=Flags(optzoo.rules.zeros))
     draw = functools.partial(rows, shape=shape)
     expected, got = both(tx, table(shape=shape), draw)
     check_close(expected, got)
@@ -258,7 +260,7 @@ OF_NORMS = {
     "fromage": optax.fromage(0.1),
     "novograd": optax.novograd(0.1),
     "the norm of all updates": clipped(optax.scale_by_adam(), optax.clip_by_global_norm(0.1)),
-    "of each": clipped(optzoo.scale_by_lazy_adam(), optax.clip_by_block_rms(0.1)),
+    "of each": clipped(optzoo.transforms.scale_by_lazy_adam(), optax.clip_by_block_rms(0.1)),
     "several": clipped(optax.lamb(0.1), optax.clip_by_global_norm(0.1)),
     "the largest": clipped(
         optax.scale_by_adam(),
@@ -839,12 +841,12 @@ def test_rows_that_sleep_are_left_to_xla():
 @pytest.mark.parametrize("capacity_factor", [1.0, None])
 def test_sharded_minimize(capacity_factor):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "shard"))
-    sharding, tx, found = optzoo.RowSharding(ROWS, 4), optzoo.lazy_adam(0.1), []
+    sharding, tx, found = optzoo.sharded.RowSharding(ROWS, 4), optzoo.lazy_adam(0.1), []
     batch = jnp.arange(32) % 7, jnp.ones((32, 2))
     for native in (False, "require"):
         place = lambda x: jax.device_put(x, NamedSharding(mesh, P()))
         of_ids = lambda ids: jnp.sin(ids[:, None] + jnp.arange(WIDTH)[None])
-        params = {"table": optzoo.create_table(sharding, mesh, of_ids)}
+        params = {"table": optzoo.sharded.create_table(sharding, mesh, of_ids)}
         params["w"] = place(table(shape=(WIDTH, 2)))
         state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
         step = optzoo.sharded_minimize(

@@ -161,7 +161,7 @@ def test_arrays_for_all_rows_and_by_position(kernels):
         m = slots.m + jnp.broadcast_to(rates, g.shape) * g
         return -g * rates * (1 + m) * (1 + by_position), OneSlot(m)
 
-    tx = optzoo.leafwise(rule, slots=OneSlot(optzoo.zeros))
+    tx = optzoo.rules.leafwise(rule, slots=OneSlot(optzoo.rules.zeros))
     expected, got = both(tx, table(shape=MANY), many_rows)
     assert (1, 6) in [v.shape for v in kernels[0].streams]
     check_close(expected, got)

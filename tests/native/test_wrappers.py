@@ -14,7 +14,7 @@ from .test_step import both, check_close
 MORE = {
     "accumulate": lambda inner: optzoo.accumulate(inner, 2, rows={"table": 4}),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
-    "groups": lambda inner: optzoo.groups({"table": inner, ".*": optzoo.momentum(0.1, 0.9)}),
+    "groups": lambda inner: optzoo.param_groups({"table": inner, ".*": optzoo.momentum(0.1, 0.9)}),
     "finite_accumulate": lambda inner: optzoo.accumulate(optax.apply_if_finite(inner, 2), 2),
     "masked": lambda inner: optax.masked(inner, lambda p: jax.tree.map(lambda x: x.ndim > 0, p)),
     "multi_steps": lambda inner: optax.MultiSteps(inner, 2).gradient_transformation(),

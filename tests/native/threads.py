@@ -61,8 +61,10 @@ def on_devices():
     """The digest of steps on a table over four devices, which share the pool."""
     jax.config.update("jax_num_cpu_devices", 4)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("shard",))
-    sharding = optzoo.RowSharding(NUM_ROWS, mesh.size)
-    table = optzoo.create_table(sharding, mesh, optzoo.uniform_rows(jax.random.key(0), WIDTH))
+    sharding = optzoo.sharded.RowSharding(NUM_ROWS, mesh.size)
+    table = optzoo.sharded.create_table(
+        sharding, mesh, optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
+    )
     params, tx = {"table": table}, optzoo.lazy_adam(0.1)
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
     loss = lambda p, ids, y: jnp.mean((jnp.sum(p["table"][ids], axis=-1) - y) ** 2)

@@ -41,7 +41,7 @@ AS_SGD = {
     "lars": {"learning_rate": 1.0, "momentum": 0.0, "skip": ("",)},
     "lazy_adam": ADAM_AS_SGD,
     "lazy_adam_gs": ADAM_AS_SGD,
-    "lazy_adamw": ADAM_AS_SGD,
+    "sparse_adamw": ADAM_AS_SGD,
     "momentum": {"learning_rate": 1.0, "momentum": 0.0},
     "momentumw": {"learning_rate": 1.0, "momentum": 0.0, "weight_decay_per_step": 0.0},
     "nadam": ADAM_AS_SGD,
@@ -138,11 +138,11 @@ FULL = [
 ALL = list(CATALOG)
 NEED_PARAMS = [
     "adagrad_da", "adamw", "cowclip_row_wise_adagrad", "ftrl", "global_decay_row_wise_adagrad",
-    "lamb", "lars", "momentumw", "partial_row_wise_lamb", "proximal_adagrad",
+    "row_wise_lamb", "lars", "momentumw", "partial_row_wise_lamb", "proximal_adagrad",
     "proximal_gradient_descent", "row_wise_lars",
 ]  # fmt: skip
 # Their steps are as long as parameters are.
-OF_NORMS = ["lamb", "partial_row_wise_lamb", "row_wise_lars"]
+OF_NORMS = ["row_wise_lamb", "partial_row_wise_lamb", "row_wise_lars"]
 # Arguments that are ints.
 WITH_STATIC = [
     "counter_row_wise_adagrad", "cowclip_row_wise_adagrad", "global_decay_row_wise_adagrad",

@@ -8,8 +8,9 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, SparseRows, leafwise, zeros
+from optzoo import CATALOG, SparseRows
 from optzoo.first_order.adam import AdamSlots
+from optzoo.rules import leafwise, zeros
 
 from ..selection import KINDS, quick
 
@@ -88,7 +89,7 @@ def test_touched_rows_are_updated_in_place(name):
 
 
 # They need the norm of their direction, which is as large as the parameter, to scale it.
-OF_THEIR_OWN_NORM = ("lamb", "partial_row_wise_lamb")
+OF_THEIR_OWN_NORM = ("row_wise_lamb", "partial_row_wise_lamb")
 FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
 
 

@@ -10,7 +10,9 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import LeafwiseState, SparseRows, leafwise
+from optzoo import SparseRows
+from optzoo.rules import leafwise
+from optzoo.state import LeafwiseState
 from optzoo.testing.samples import avals, params, row_grads, step
 
 
@@ -24,7 +26,7 @@ def total_of_gradients(**kwargs):
         total, calls = s.total + g, s.calls + 1
         return -total * t, Slots(total, calls)
 
-    return leafwise(rule, slots=Slots(optzoo.zeros, optzoo.full(10)), **kwargs)
+    return leafwise(rule, slots=Slots(optzoo.rules.zeros, optzoo.rules.full(10)), **kwargs)
 
 
 X = {"x": jnp.arange(4.0)}
@@ -46,9 +48,9 @@ def test_user_defined_rule():
 @pytest.mark.parametrize(
     ("policy", "moves", "calls"),
     [
-        (optzoo.lazy, [-2, 0, -4, 0], [11, 10, 11, 10]),
-        (optzoo.dense, [-2, 0, -4, 0], [11, 11, 11, 11]),
-        (optzoo.touched, [-2, 0, -4, 0], [11, 11, 11, 11]),
+        (optzoo.rules.lazy, [-2, 0, -4, 0], [11, 10, 11, 10]),
+        (optzoo.rules.dense, [-2, 0, -4, 0], [11, 11, 11, 11]),
+        (optzoo.rules.touched, [-2, 0, -4, 0], [11, 11, 11, 11]),
     ],
 )
 def test_rows_by_each_policy(policy, moves, calls):
@@ -59,13 +61,13 @@ def test_rows_by_each_policy(policy, moves, calls):
     # With the dense policy the totals of rows 0 and 2 move them again.
     again = SparseRows(jnp.array([1]), jnp.array([1.0]), 4)
     updates, state = tx.update({"x": again}, state)
-    first = -4 if policy is optzoo.dense else 0
-    last = -8 if policy is optzoo.dense else 0
+    first = -4 if policy is optzoo.rules.dense else 0
+    last = -8 if policy is optzoo.rules.dense else 0
     np.testing.assert_array_equal(jnp.zeros(4) + updates["x"], [first, -2, last, 0])
 
 
 def test_linear_rows_are_not_merged():
-    tx = leafwise(lambda g, x, s, t: (-g, s), rows=optzoo.linear)
+    tx = leafwise(lambda g, x, s, t: (-g, s), rows=optzoo.rules.linear)
     updates, _ = tx.update({"x": ROWS}, tx.init(X))
     np.testing.assert_array_equal(updates["x"].indices, ROWS.indices)
     np.testing.assert_array_equal(updates["x"].values, -ROWS.values)
@@ -161,7 +163,7 @@ def test_computes_in_float32_and_stays_finite():
         total = s.total + g**2
         return g**2 / jnp.sqrt(total), Slots(total, s.calls)
 
-    tx = leafwise(rule, slots=Slots(optzoo.zeros, optzoo.zeros))
+    tx = leafwise(rule, slots=Slots(optzoo.rules.zeros, optzoo.rules.zeros))
     x = {"x": jnp.zeros(2, jnp.float16)}
     start = tx.init(x)
     half = start._replace(slots=jax.tree.map(lambda a: a.astype(jnp.float16), start.slots))
@@ -175,7 +177,7 @@ def test_computes_in_float32_and_stays_finite():
 
 
 def test_in_a_chain():
-    tx = optax.chain(total_of_gradients(), optzoo.scale_by_learning_rate(0.5))
+    tx = optax.chain(total_of_gradients(), optzoo.transforms.scale_by_learning_rate(0.5))
     moved, _ = step(tx, {"x": jnp.ones(4)}, X)
     chex.assert_trees_all_equal(moved, {"x": X["x"] + 0.5})
 
@@ -189,13 +191,15 @@ def test_a_gradient_that_does_not_fit_its_slots():
 
 
 def test_a_rule_keeps_the_shapes_of_its_slots():
-    tx = leafwise(lambda g, x, s, t: (g, Slots(g[:1], g)), slots=Slots(optzoo.zeros, optzoo.zeros))
+    tx = leafwise(
+        lambda g, x, s, t: (g, Slots(g[:1], g)), slots=Slots(optzoo.rules.zeros, optzoo.rules.zeros)
+    )
     with pytest.raises(ValueError, match=r"made an array of shape \(1,\) of one of shape \(2,\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
 def test_shared_arrays_are_those_of_the_optimizer():
-    tx = optzoo.scale_by_adam()
+    tx = optzoo.transforms.scale_by_adam()
     state = tx.init(jnp.ones(2))
     other = state._replace(shared={**state.shared, "beta1_power": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"as shared arrays, .*\(2,\)"):
@@ -203,12 +207,14 @@ def test_shared_arrays_are_those_of_the_optimizer():
 
 
 def test_slots_are_a_named_tuple_of_functions():
-    for wrong in ({"m": optzoo.zeros}, (optzoo.zeros,), Slots):
+    for wrong in ({"m": optzoo.rules.zeros}, (optzoo.rules.zeros,), Slots):
         with pytest.raises(TypeError, match=r"slots must be a named tuple of initializers, got"):
             leafwise(lambda g, x, s, t: (g, s), slots=wrong)
     with pytest.raises(TypeError, match=r"slots.calls must be a function of the parameter, got 0"):
-        leafwise(lambda g, x, s, t: (g, s), slots=Slots(optzoo.zeros, 0))
-    with pytest.raises(TypeError, match=r"rows must be a policy such as optzoo.lazy, got 'lazy'"):
+        leafwise(lambda g, x, s, t: (g, s), slots=Slots(optzoo.rules.zeros, 0))
+    with pytest.raises(
+        TypeError, match=r"rows must be a policy such as optzoo.rules.lazy, got 'lazy'"
+    ):
         leafwise(lambda g, x, s, t: (g, s), rows="lazy")
     with pytest.raises(TypeError, match=r"rule must be a function, got None"):
         leafwise(None)

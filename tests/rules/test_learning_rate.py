@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import SparseRows, scale_by_learning_rate
+from optzoo import SparseRows
+from optzoo.transforms import scale_by_learning_rate
 
 G = {"x": jnp.array([1.0, -2.0])}
 
@@ -67,7 +68,9 @@ def test_an_optimizer_keeps_one_count(name):
 def test_the_rate_follows_the_count_of_the_direction():
     schedule = lambda k: 1.0 / (1 + k)
     tx = optzoo.momentum(schedule, 0.9)
-    chained = optax.chain(optzoo.scale_by_momentum(0.9), scale_by_learning_rate(schedule))
+    chained = optax.chain(
+        optzoo.transforms.scale_by_momentum(0.9), scale_by_learning_rate(schedule)
+    )
     state, other = tx.init(G), chained.init(G)
     for extra in ({}, {}, {"global_step": 7}, {"learning_rate": 0.3}, {}):
         updates, state = tx.update(G, state, **extra)

@@ -48,7 +48,7 @@ def close(got, want, rtol=1e-5, atol=1e-6):
 
 def test_the_formula():
     direction, length = optax.scale_by_adam(), optzoo.momentum(0.1, 0.9)
-    got, state = several(optzoo.graft(direction, length))
+    got, state = several(optzoo.transforms.graft(direction, length))
     (d, of_direction), (s, of_length) = several(direction), several(length)
     assert isinstance(state, GraftState) and avals(got) == avals(d)
     chex.assert_trees_all_close(state, GraftState(of_direction, of_length), rtol=1e-6)
@@ -58,17 +58,17 @@ def test_the_formula():
 
 
 def test_shampoo_with_the_length_of_the_gradient():
-    tx = optzoo.graft(optzoo.scale_by_shampoo(), optax.identity())
-    close(several(tx)[0], several(optzoo.scale_by_shampoo(grafting="sgd"))[0])
+    tx = optzoo.transforms.graft(optzoo.transforms.scale_by_shampoo(), optax.identity())
+    close(several(tx)[0], several(optzoo.transforms.scale_by_shampoo(grafting="sgd"))[0])
 
 
 def test_the_rate_and_the_sign():
     """A constant factor of the direction counts by its sign only, one of the length by its size."""
     length = optax.sgd(0.1)
-    want, _ = several(optzoo.graft(optax.scale_by_adam(), length))
-    adam, _ = several(optzoo.graft(optax.adam(7.0), length))
+    want, _ = several(optzoo.transforms.graft(optax.scale_by_adam(), length))
+    adam, _ = several(optzoo.transforms.graft(optax.adam(7.0), length))
     close(adam, jax.tree.map(lambda u: -u, want))
-    doubled, _ = several(optzoo.graft(optax.scale_by_adam(), optax.sgd(-0.2)))
+    doubled, _ = several(optzoo.transforms.graft(optax.scale_by_adam(), optax.sgd(-0.2)))
     close(doubled, jax.tree.map(lambda u: 2 * u, want))
 
 
@@ -76,7 +76,7 @@ def test_the_rate_and_the_sign():
 def test_zero(zero):
     """Where either is zero, so is the update."""
     factors = {"direction": 1.0, "length": 1.0, zero: 0.0}
-    tx = optzoo.graft(**{name: optax.scale(factor) for name, factor in factors.items()})
+    tx = optzoo.transforms.graft(**{name: optax.scale(factor) for name, factor in factors.items()})
     updates, _ = several(tx)
     for u in jax.tree.leaves(updates):
         np.testing.assert_array_equal(u, 0)
@@ -84,14 +84,14 @@ def test_zero(zero):
 
 def test_a_parameter_without_elements():
     x = jnp.ones((0, 3))
-    tx = optzoo.graft(optzoo.adam(), optzoo.adagrad(0.1))
+    tx = optzoo.transforms.graft(optzoo.adam(), optzoo.adagrad(0.1))
     updates, _ = jax.jit(tx.update)(x, tx.init(x))
     assert avals(updates) == avals(x)
 
 
 def test_no_gradient():
     """No update, slots unchanged, and the others as without it."""
-    tx = optzoo.graft(optzoo.adam(), optzoo.adagrad(0.1))
+    tx = optzoo.transforms.graft(optzoo.adam(), optzoo.adagrad(0.1))
     grads = gradients()
     state = tx.init(grads)
     got, after = jax.jit(tx.update)({**grads, "w": None}, state)
@@ -106,7 +106,7 @@ def test_no_gradient():
 def test_no_update_where_one_has_none(missing):
     nothing = optax.stateless(lambda updates, _: dict.fromkeys(updates))
     parts = {"direction": optax.identity(), "length": optax.identity(), missing: nothing}
-    tx = optzoo.graft(**parts)
+    tx = optzoo.transforms.graft(**parts)
     updates, _ = tx.update(gradients(), tx.init(gradients()))
     assert updates == dict.fromkeys(SHAPES)
 
@@ -133,7 +133,7 @@ def on_table(tx, g):
 
 def test_rows_of_both():
     """Rows, with the sums of rows that share an index."""
-    tx = optzoo.graft(LAZY, optzoo.gradient_descent(0.3))
+    tx = optzoo.transforms.graft(LAZY, optzoo.gradient_descent(0.3))
     got, state = on_table(tx, ROWS)
     assert isinstance(got, SparseRows)
     outside = (got.indices < 0) | (got.indices >= 5)
@@ -150,7 +150,7 @@ def test_rows_of_both():
 )
 def test_rows_of_one(direction, length):
     """The norm of rows is that of their array."""
-    got, _ = on_table(optzoo.graft(direction, length), ROWS)
+    got, _ = on_table(optzoo.transforms.graft(direction, length), ROWS)
     (d, _), (s, _) = on_table(direction, ROWS), on_table(length, ROWS)
     assert isinstance(got, SparseRows) == isinstance(d, SparseRows) != isinstance(s, SparseRows)
     dense = lambda u: u.to_dense() if isinstance(u, SparseRows) else u
@@ -164,7 +164,7 @@ def test_rows_that_a_transformation_repeats(part):
         jnp.concatenate([g.indices, g.indices]), jnp.concatenate([g.values, g.values[::-1]]), 5
     )
     parts = {"direction": optax.identity(), "length": optax.identity()}
-    tx = optzoo.graft(**parts | {part: optax.stateless(lambda g, _: repeat(g))})
+    tx = optzoo.transforms.graft(**parts | {part: optax.stateless(lambda g, _: repeat(g))})
     got, _ = jax.jit(tx.update)(ROWS, tx.init(table()))
     merged = ROWS.coalesce()
     dense = dict.fromkeys(parts, merged.to_dense()) | {part: repeat(merged).to_dense()}
@@ -178,7 +178,7 @@ def test_rows_that_a_transformation_repeats(part):
 def test_norms_in_float32(dtype):
     """In 16 bits the squares would overflow, or their sum would be rounded."""
     x = {"w": jnp.full((64, 64), 300, dtype)}
-    tx = optzoo.graft(optax.scale(0.5), optax.identity())
+    tx = optzoo.transforms.graft(optax.scale(0.5), optax.identity())
     updates, _ = jax.jit(tx.update)(x, tx.init(x))
     assert updates["w"].dtype == dtype
     np.testing.assert_array_equal(updates["w"], x["w"])
@@ -187,7 +187,7 @@ def test_norms_in_float32(dtype):
 def test_float64(x64):
     with x64(True):
         g = np.array([3.0, 4])
-        tx = optzoo.graft(optax.scale(1 / 3), optax.identity())
+        tx = optzoo.transforms.graft(optax.scale(1 / 3), optax.identity())
         updates, _ = jax.jit(tx.update)(g, tx.init(g))
         assert updates.dtype == "float64"
         np.testing.assert_allclose(updates, g, rtol=1e-15)
@@ -203,14 +203,17 @@ def test_extra_arguments_reach_both():
 
         return optax.GradientTransformationExtraArgs(lambda _: (), update)
 
-    tx, g = optzoo.graft(recorder("direction"), recorder("length")), gradients()
+    tx, g = optzoo.transforms.graft(recorder("direction"), recorder("length")), gradients()
     tx.update(g, tx.init(g), g, value=3)
     assert seen == [("direction", True, {"value": 3}), ("length", True, {"value": 3})]
 
 
 def test_the_rate_of_one_step():
     """The override reaches the length; the direction, of optax, ignores it."""
-    tx, g = optzoo.graft(optax.scale_by_adam(), optzoo.gradient_descent(0.1)), gradients()
+    tx, g = (
+        optzoo.transforms.graft(optax.scale_by_adam(), optzoo.gradient_descent(0.1)),
+        gradients(),
+    )
     usual, _ = tx.update(g, tx.init(g))
     once, _ = tx.update(g, tx.init(g), learning_rate=0.3)
     close(once, jax.tree.map(lambda u: 3 * u, usual))
@@ -219,10 +222,10 @@ def test_the_rate_of_one_step():
 def test_within_and_around_wrappers():
     """Masked parameters, hyper-parameters in the state, a chain."""
     length = optax.inject_hyperparams(optzoo.gradient_descent)(0.1)
-    tx = optax.chain(optzoo.graft(optzoo.ggt(1.0, window=2), length), optax.scale(2.0))
-    plain, _ = several(optzoo.graft(optzoo.ggt(window=2), optzoo.gradient_descent(0.2)))
+    tx = optax.chain(optzoo.transforms.graft(optzoo.ggt(1.0, window=2), length), optax.scale(2.0))
+    plain, _ = several(optzoo.transforms.graft(optzoo.ggt(window=2), optzoo.gradient_descent(0.2)))
     close(several(tx)[0], plain)
-    adam = optzoo.graft(optzoo.adam(), optzoo.gradient_descent(0.1))
+    adam = optzoo.transforms.graft(optzoo.adam(), optzoo.gradient_descent(0.1))
     some = {"w": True, "v": False, "s": False}
     got, _ = several(optax.masked(adam, some))
     want, _ = several(adam)
@@ -232,7 +235,7 @@ def test_within_and_around_wrappers():
 
 
 def test_slots_in_bfloat16():
-    tx = optzoo.slots_dtype(optzoo.graft(optzoo.adam(), optzoo.adagrad(0.1)), "bfloat16")
+    tx = optzoo.slots_dtype(optzoo.transforms.graft(optzoo.adam(), optzoo.adagrad(0.1)), "bfloat16")
     g = gradients()
     state = tx.init(g)
     updates, after = jax.eval_shape(tx.update, g, state)
@@ -242,7 +245,7 @@ def test_slots_in_bfloat16():
 
 
 def test_bad_gradients():
-    tx, g = optzoo.graft(optax.identity(), optax.identity()), {"w": jnp.ones(2)}
+    tx, g = optzoo.transforms.graft(optax.identity(), optax.identity()), {"w": jnp.ones(2)}
     state = tx.init(g)
     with pytest.raises(TypeError, match="'w' has a gradient of dtype int32"):
         tx.update({"w": jnp.ones(2, int)}, state)

@@ -180,7 +180,7 @@ def run(tx, grads, start=None):
 @functools.cache
 def states(**options):
     """Those of nine steps, and the start."""
-    tx, grads = optzoo.scale_by_shampoo(**options), gradients(9)
+    tx, grads = optzoo.transforms.scale_by_shampoo(**options), gradients(9)
     return [tx.init(grads[0]), *(state for _, state in run(tx, grads))]
 
 
@@ -244,18 +244,20 @@ def test_statistics_skip_steps_and_weigh_the_more(interval, steps):
 def test_without_memory_a_skipped_step_has_no_statistics():
     """A literal decay of zero: the root is that of epsilon alone, and nothing is kept."""
     grads = gradients(2)
-    tx = optzoo.scale_by_shampoo(precond_update_interval=2, mat_gbar_decay=0.0, epsilon=1e-4)
+    tx = optzoo.transforms.scale_by_shampoo(
+        precond_update_interval=2, mat_gbar_decay=0.0, epsilon=1e-4
+    )
     (first, _), (second, state) = run(tx, grads)
     np.testing.assert_allclose(first["a"], 100 * grads[0]["a"], rtol=1e-4)
     assert not np.any(state.slots.Gbar["a"][0])
-    [(want, _)] = run(optzoo.scale_by_shampoo(mat_gbar_weight=2.0), grads[1:])
+    [(want, _)] = run(optzoo.transforms.scale_by_shampoo(mat_gbar_weight=2.0), grads[1:])
     chex.assert_trees_all_close(second, want, rtol=1e-4, atol=1e-5)
 
 
 def test_diagonals_know_no_intervals():
     grads = gradients(3)
-    tx = optzoo.scale_by_shampoo(0, precond_update_interval=2, svd_interval=5)
-    chex.assert_trees_all_equal(run(tx, grads), run(optzoo.scale_by_shampoo(0), grads))
+    tx = optzoo.transforms.scale_by_shampoo(0, precond_update_interval=2, svd_interval=5)
+    chex.assert_trees_all_equal(run(tx, grads), run(optzoo.transforms.scale_by_shampoo(0), grads))
 
 
 def test_global_step_drives_everything():
@@ -287,7 +289,7 @@ def test_global_step_drives_everything():
 
 def test_a_bad_gradient_leaves_the_roots_of_its_leaf():
     grads = gradients(3, (("a", (3, 2)), ("b", (2, 2))))
-    tx = optzoo.scale_by_shampoo(mat_gbar_decay=0.5)
+    tx = optzoo.transforms.scale_by_shampoo(mat_gbar_decay=0.5)
     bad = {**grads[1], "a": np.array([[np.nan, 1], [2, 3], [4, 5]], "float32")}
     (_, one), (_, two), (_, three) = run(tx, [grads[0], bad, grads[2]])
     chex.assert_trees_all_equal(two.slots.H["a"], one.slots.H["a"])
@@ -301,7 +303,7 @@ def test_a_bad_gradient_leaves_the_roots_of_its_leaf():
 
 def test_an_eigh_that_lies_leaves_the_roots(monkeypatch):
     x, eigh = {"a": jnp.diag(jnp.array([1.0, 2, 3]))}, jnp.linalg.eigh
-    tx = optzoo.scale_by_shampoo()
+    tx = optzoo.transforms.scale_by_shampoo()
     lying = lambda a: (eigh(a)[0], eigh(a)[1][:, :, ::-1])
     monkeypatch.setattr(jnp.linalg, "eigh", lying)
     updates, state = jax.jit(tx.update)(x, tx.init(x))
@@ -337,7 +339,9 @@ WORK = {"eigh": "lapack_ssyevd", "newton": r" while\("}
 @pytest.mark.parametrize("stagger", [False, True])
 def test_a_step_without_refresh_has_no_root(root, stagger):
     x = {"a": jnp.ones((4, 2)), "b": jnp.ones(2)}
-    tx = optzoo.scale_by_shampoo(root=root, block_size=2, svd_interval=5, stagger=stagger)
+    tx = optzoo.transforms.scale_by_shampoo(
+        root=root, block_size=2, svd_interval=5, stagger=stagger
+    )
     text = jax.jit(tx.update).lower(x, tx.init(x)).compile().as_text()
     bodies, entry = computations(text)
     works = lambda name: bool(re.search(WORK[root], always(bodies, name)))
@@ -352,7 +356,7 @@ def test_a_step_without_refresh_has_no_root(root, stagger):
 @pytest.mark.optimized
 def test_every_step_has_its_root_outside_of_conditionals():
     """That is what the test above would find."""
-    tx, x = optzoo.scale_by_shampoo(), jnp.ones((2, 2))
+    tx, x = optzoo.transforms.scale_by_shampoo(), jnp.ones((2, 2))
     text = jax.jit(tx.update).lower(x, tx.init(x)).compile().as_text()
     assert re.search(WORK["eigh"], always(*computations(text)))
 
@@ -382,7 +386,7 @@ IN_BLOCKS = {"block_size": 3, "epsilon": 1e-2, "svd_interval": 2}
 
 def steps(**options):
     """The updates of four steps, and the state after them."""
-    tx = optzoo.scale_by_shampoo(**IN_BLOCKS, **options)
+    tx = optzoo.transforms.scale_by_shampoo(**IN_BLOCKS, **options)
 
     def several(grads):
         state = tx.init(jax.tree.map(lambda g: g[0], grads))
@@ -430,7 +434,7 @@ def shapes_of_eigh(tx, how="unchecked shard_map"):
 
 
 def test_each_replica_computes_its_share():
-    all_of = lambda **options: optzoo.scale_by_shampoo(**IN_BLOCKS, **options)
+    all_of = lambda **options: optzoo.transforms.scale_by_shampoo(**IN_BLOCKS, **options)
     assert shapes_of_eigh(all_of(), None) == [(1, 3, 3), (4, 2, 2)]
     assert shapes_of_eigh(all_of(axis_name="r")) == [(1, 3, 3), (2, 2, 2)]
     # In turns of two there is one for each.

@@ -162,13 +162,15 @@ OPTIONS = {"epsilon": 0.01}
 @functools.cache
 def grafted():
     grads = gradients(4)
-    txs = {k: optzoo.scale_by_shampoo(grafting=k, **OPTIONS) for k in SIMPLE}
-    txs["none"] = optzoo.scale_by_shampoo(**OPTIONS)
-    txs["mean"] = optzoo.scale_by_shampoo(grafting="adagrad", gbar_decay=0.5, **OPTIONS)
-    txs["start"] = optzoo.scale_by_shampoo(grafting="rmsprop", start_step=2, **OPTIONS)
-    txs["start alone"] = optzoo.scale_by_shampoo(start_step=2, gbar_weight=2.0, **OPTIONS)
-    txs["momentum"] = optzoo.scale_by_shampoo(momentum=0.9, **OPTIONS)
-    txs["nesterov"] = optzoo.scale_by_shampoo(momentum=0.9, nesterov=True, **OPTIONS)
+    txs = {k: optzoo.transforms.scale_by_shampoo(grafting=k, **OPTIONS) for k in SIMPLE}
+    txs["none"] = optzoo.transforms.scale_by_shampoo(**OPTIONS)
+    txs["mean"] = optzoo.transforms.scale_by_shampoo(grafting="adagrad", gbar_decay=0.5, **OPTIONS)
+    txs["start"] = optzoo.transforms.scale_by_shampoo(grafting="rmsprop", start_step=2, **OPTIONS)
+    txs["start alone"] = optzoo.transforms.scale_by_shampoo(
+        start_step=2, gbar_weight=2.0, **OPTIONS
+    )
+    txs["momentum"] = optzoo.transforms.scale_by_shampoo(momentum=0.9, **OPTIONS)
+    txs["nesterov"] = optzoo.transforms.scale_by_shampoo(momentum=0.9, nesterov=True, **OPTIONS)
     txs |= {f"plain {k}": tx for k, tx in SIMPLE.items()}
     return grads, run(txs, grads)[0]
 
@@ -194,8 +196,10 @@ def test_grafting_of_adam(decay):
     """On the mean of the gradients, without the bias of either."""
     grads, options = gradients(4), {"gbar_decay": 0.8, "gbar_weight": 1 - 0.8, "alpha": 0.3}
     txs = {
-        "adam": optzoo.scale_by_shampoo(grafting="adam", grafting_decay=decay, **options),
-        "none": optzoo.scale_by_shampoo(**options),
+        "adam": optzoo.transforms.scale_by_shampoo(
+            grafting="adam", grafting_decay=decay, **options
+        ),
+        "none": optzoo.transforms.scale_by_shampoo(**options),
     }
     got, _ = run(txs, grads)
     close(norms(got["adam"]["w"]), norms(np.stack(list(by_adam(grads["w"], decay)))))
@@ -206,7 +210,7 @@ def test_grafting_of_adam_on_a_plain_sum():
     """Whose decay is one: its mean is the sum over the number of steps."""
     grads = {"w": np.full((3, 2, 2), 3.0, "float32")}
     options = {"max_matrix_size": 0, "gbar_decay": 1.0, "gbar_weight": 2.0, "grafting": "adam"}
-    got, _ = run({"tx": optzoo.scale_by_shampoo(**options)}, grads)
+    got, _ = run({"tx": optzoo.transforms.scale_by_shampoo(**options)}, grads)
     close(norms(got["tx"]["w"]), np.full(3, 2.0))  # a one for each element
 
 
@@ -259,10 +263,10 @@ def test_zero_gradients_give_zero_steps():
     for g in grads.values():
         g[0] = g[2] = 0
     txs = {
-        kind: optzoo.scale_by_shampoo(0, grafting=kind, grafting_eps=0.0)
+        kind: optzoo.transforms.scale_by_shampoo(0, grafting=kind, grafting_eps=0.0)
         for kind in ("sgd", "adagrad", "rmsprop", "adam")
     }
-    txs["matrices"] = optzoo.scale_by_shampoo()
+    txs["matrices"] = optzoo.transforms.scale_by_shampoo()
     txs["recipe"] = optzoo.blocked_shampoo(b1=0.0, root_interval=1, start_step=0, block_size=2)
     got, _ = run(txs, grads)
     for updates in got.values():
@@ -301,7 +305,7 @@ def test_leaves_without_elements(limit):
 def test_no_gradient_no_change():
     """Of its leaf; the others move as without it."""
     grads = gradients(2, {"a": (2, 2), "b": (2, 2)})
-    tx = optzoo.scale_by_shampoo(momentum=0.9, gbar_decay=0.5, grafting="adam")
+    tx = optzoo.transforms.scale_by_shampoo(momentum=0.9, gbar_decay=0.5, grafting="adam")
     update = jax.jit(tx.update)
     first, second = (jax.tree.map(lambda g, i=i: jnp.asarray(g[i]), grads) for i in (0, 1))
     _, state = update(first, tx.init(first))
@@ -333,7 +337,7 @@ ROWS = SparseRows(
 
 def table(**options):
     """A table, the optimizer, and its state after a dense step."""
-    tx, x = optzoo.scale_by_shampoo(**options), jnp.cos(jnp.arange(10.0)).reshape(5, 2)
+    tx, x = optzoo.transforms.scale_by_shampoo(**options), jnp.cos(jnp.arange(10.0)).reshape(5, 2)
     update = jax.jit(tx.update)
     return update, x, update(x, tx.init(x))[1]
 
@@ -356,7 +360,7 @@ def test_rows_become_dense(options):
 
 
 def test_rows_of_a_merged_dimension_become_dense():
-    tx = optzoo.scale_by_shampoo(max_matrix_size=4, merge_dims=True)
+    tx = optzoo.transforms.scale_by_shampoo(max_matrix_size=4, merge_dims=True)
     rows = SparseRows(jnp.array([0, 0]), jnp.ones((2, 6)), 1)
     updates, _ = jax.jit(tx.update)(rows, tx.init(jnp.ones((1, 6))))
     np.testing.assert_array_equal(updates, np.ones((1, 6)))
@@ -429,7 +433,7 @@ ALL_SLOTS = {"gbar_decay": 0.9, "grafting": "adam", "momentum": 0.9, "block_size
 
 
 def test_half_precision_parameters_have_statistics_in_single():
-    tx = optzoo.scale_by_shampoo(**ALL_SLOTS)
+    tx = optzoo.transforms.scale_by_shampoo(**ALL_SLOTS)
     x = {"w": jnp.ones((3, 2), jnp.bfloat16), "v": jnp.ones(3, jnp.bfloat16)}
     assert dtypes(tx.init(x).slots) == {"float32"}
     state = optzoo.slots_dtype(tx, "bfloat16").init(x)
@@ -590,7 +594,10 @@ def test_orders_of_roots_that_are_no_integers_name_the_rank(options, says):
 
 
 def test_an_order_that_is_an_integer_but_for_rounding():
-    tx, x = optzoo.scale_by_shampoo(root="newton", alpha=3 / 59), jnp.full((1, 1, 1), 8.0)
+    tx, x = (
+        optzoo.transforms.scale_by_shampoo(root="newton", alpha=3 / 59),
+        jnp.full((1, 1, 1), 8.0),
+    )
     assert 3 / (3 / 59) < 59
     updates, _ = jax.jit(tx.update)(x, tx.init(x))
     np.testing.assert_allclose(updates, 8 * 64 ** (-3 / 59), rtol=1e-5)

@@ -40,7 +40,7 @@ def close(got, want, rtol=1e-5, atol=1e-6):
 
 def test_the_first_gradient_makes_the_basis_only():
     grads = gradients(2)
-    updates, state = run(optzoo.scale_by_soap(), jax.tree.map(lambda g: g[:1], grads))
+    updates, state = run(optzoo.transforms.scale_by_soap(), jax.tree.map(lambda g: g[:1], grads))
     assert not np.any(updates["w"]) and np.all(updates["v"]) and np.all(updates["s"])
     assert not np.any(state.slots.m["w"]) and not np.any(state.slots.v["w"])
     g = grads["w"][0]
@@ -52,7 +52,7 @@ def test_the_first_gradient_makes_the_basis_only():
         close(turned, np.diag(np.diag(turned)), atol=1e-4)
     # In the basis of one gradient that gradient is diagonal: a step of Adam on its singular values.
     again = {name: np.stack([a[0], a[0]]) for name, a in grads.items()}
-    updates, _ = run(optzoo.scale_by_soap(eps=0.1), again)
+    updates, _ = run(optzoo.transforms.scale_by_soap(eps=0.1), again)
     u, s, v = np.linalg.svd(g)
     one = lambda s: s / (s + 0.1 / np.sqrt(0.05))
     close(updates["w"][1], u * one(s) @ v, rtol=1e-4, atol=1e-4)
@@ -61,8 +61,8 @@ def test_the_first_gradient_makes_the_basis_only():
 def test_what_has_no_basis_takes_steps_of_adam():
     grads = gradients(5, {"v": (3,), "s": (), "large": (3, 4), "none": (0, 3)})
     betas = {"b1": 0.9, "b2": 0.99, "eps": 1e-3}
-    got, state = run(optzoo.scale_by_soap(max_matrix_size=2, **betas), grads)
-    want, adam = run(optzoo.scale_by_adam(**betas), grads)
+    got, state = run(optzoo.transforms.scale_by_soap(max_matrix_size=2, **betas), grads)
+    want, adam = run(optzoo.transforms.scale_by_adam(**betas), grads)
     close(got, want)
     close(state.slots.m, adam.slots.m)
     assert jax.tree.leaves(state.slots.basis) == []
@@ -72,7 +72,7 @@ def test_refreshes_find_the_eigenvectors():
     """Of statistics that do not change."""
     g = np.diag([4.0, 3, 2, 1]).astype("float32") @ np.linalg.qr(gradients(1)["w"][0])[0]
     noise = np.linalg.qr(gradients(2)["w"][1])[0]
-    tx = optzoo.scale_by_soap(precondition_frequency=1)
+    tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
     take = jax.jit(tx.update)
     _, state = take(g, tx.init(g))
     slots = state.slots._replace(basis=(noise, noise))
@@ -86,9 +86,12 @@ def test_refreshes_find_the_eigenvectors():
 
 def test_times_of_refreshes():
     grads = {"w": gradients(12)["w"]}
-    often = run(optzoo.scale_by_soap(precondition_frequency=3), grads)
-    close(run(optzoo.scale_by_soap(precondition_frequency=lambda k: 3.0), grads)[0], often[0])
-    tx, seen = optzoo.scale_by_soap(precondition_frequency=3), []
+    often = run(optzoo.transforms.scale_by_soap(precondition_frequency=3), grads)
+    close(
+        run(optzoo.transforms.scale_by_soap(precondition_frequency=lambda k: 3.0), grads)[0],
+        often[0],
+    )
+    tx, seen = optzoo.transforms.scale_by_soap(precondition_frequency=3), []
     state, take = tx.init(grads["w"][0]), jax.jit(tx.update)
     for g in grads["w"]:
         old = state.slots
@@ -100,9 +103,9 @@ def test_times_of_refreshes():
 def test_blocks_are_separate():
     grads = {"w": gradients(9, {"w": (4, 6)})["w"]}
     options = {"precondition_frequency": 2}
-    got, state = run(optzoo.scale_by_soap(block_size=2, **options), grads)
+    got, state = run(optzoo.transforms.scale_by_soap(block_size=2, **options), grads)
     parts = {f"{i}{j}": grads["w"][:, i : i + 2, j : j + 2] for i in (0, 2) for j in (0, 2, 4)}
-    want, apart = run(optzoo.scale_by_soap(**options), parts)
+    want, apart = run(optzoo.transforms.scale_by_soap(**options), parts)
     close({k: got["w"][:, int(k[0]) :, int(k[1]) :][:, :2, :2] for k in parts}, want, atol=1e-5)
     assert state.slots.m["w"].shape == state.slots.v["w"].shape == (6, 2, 2)
     close(state.slots.v["w"], np.stack([apart.slots.v[k] for k in parts]), rtol=1e-4)
@@ -110,7 +113,9 @@ def test_blocks_are_separate():
 
 def test_blocks_that_do_not_divide():
     grads = gradients(9, {"w": (5, 7), "t": (3, 2, 5)})
-    updates, state = run(optzoo.scale_by_soap(block_size=3, precondition_frequency=2), grads)
+    updates, state = run(
+        optzoo.transforms.scale_by_soap(block_size=3, precondition_frequency=2), grads
+    )
     chex.assert_tree_all_finite((updates, state))
     assert state.shared["num_failed_bases"] == 0
     for q in jax.tree.leaves(state.slots.basis):
@@ -119,8 +124,8 @@ def test_blocks_that_do_not_divide():
 
 def test_merged_dimensions():
     grads = gradients(5, {"w": (2, 2, 4)})
-    got, state = run(optzoo.scale_by_soap(merge_dims=True, block_size=4), grads)
-    want, _ = run(optzoo.scale_by_soap(), {"w": grads["w"].reshape(5, 4, 4)})
+    got, state = run(optzoo.transforms.scale_by_soap(merge_dims=True, block_size=4), grads)
+    want, _ = run(optzoo.transforms.scale_by_soap(), {"w": grads["w"].reshape(5, 4, 4)})
     close(got["w"].reshape(5, 4, 4), want["w"])
     assert state.slots.m["w"].shape == (2, 2, 4)
 
@@ -128,15 +133,21 @@ def test_merged_dimensions():
 def test_one_side():
     """That of the smallest dimension, the first of those of one size; it is not cut elsewhere."""
     grads = gradients(6, {"wide": (3, 5), "tall": (5, 3), "cube": (4, 3, 5), "square": (2, 2)})
-    got, state = run(optzoo.scale_by_soap(one_sided=True, precondition_frequency=2), grads)
+    got, state = run(
+        optzoo.transforms.scale_by_soap(one_sided=True, precondition_frequency=2), grads
+    )
     full = jax.tree.map(np.shape, state.slots.basis)
     assert full == {
         "wide": ((3, 3), ()), "tall": ((), (3, 3)), "cube": ((), (3, 3), ()), "square": ((2, 2), ())
     }  # fmt: skip
     square = {k: g for k, g in grads.items() if k != "square"}
-    want, _ = run(optzoo.scale_by_soap(max_matrix_size=3, precondition_frequency=2), square)
+    want, _ = run(
+        optzoo.transforms.scale_by_soap(max_matrix_size=3, precondition_frequency=2), square
+    )
     close({k: got[k] for k in square}, want)
-    _, state = run(optzoo.scale_by_soap(one_sided=True, block_size=2), {"w": grads["wide"]})
+    _, state = run(
+        optzoo.transforms.scale_by_soap(one_sided=True, block_size=2), {"w": grads["wide"]}
+    )
     assert state.slots.basis["w"][0].shape == (2, 2, 2) and state.slots.basis["w"][1] == ()
 
 
@@ -157,7 +168,7 @@ def test_weight_decay():
 
 def test_rows_become_dense():
     rows = SparseRows(jnp.array([1, 3, 1, 5]), jnp.arange(8.0).reshape(4, 2), 5)
-    tx, x = optzoo.scale_by_soap(precondition_frequency=1), jnp.ones((5, 2))
+    tx, x = optzoo.transforms.scale_by_soap(precondition_frequency=1), jnp.ones((5, 2))
     state, take = tx.init(x), jax.jit(tx.update)
     for _ in range(3):
         update, new = take(rows, state)
@@ -168,9 +179,9 @@ def test_rows_become_dense():
 def test_no_gradient_no_change():
     """Of its leaf; the others move as without it."""
     grads = gradients(3, {"a": (2, 2), "b": (2, 2)})
-    update = jax.jit(optzoo.scale_by_soap(precondition_frequency=1).update)
+    update = jax.jit(optzoo.transforms.scale_by_soap(precondition_frequency=1).update)
     first, second, third = (jax.tree.map(lambda g, i=i: jnp.asarray(g[i]), grads) for i in range(3))
-    tx = optzoo.scale_by_soap(precondition_frequency=1)
+    tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
     state = update(second, update(first, tx.init(first))[1])[1]
     updates, after = update({**third, "b": None}, state)
     assert updates["b"] is None
@@ -182,15 +193,15 @@ def test_no_gradient_no_change():
 
 def test_a_basis_that_is_not_finite_is_not_used():
     grads = gradients(5, {"a": (3, 3), "b": (3, 3)})
-    want, _ = run(optzoo.scale_by_soap(precondition_frequency=2), grads)
+    want, _ = run(optzoo.transforms.scale_by_soap(precondition_frequency=2), grads)
     spoilt = {**grads, "b": grads["b"].copy()}
     spoilt["b"][1, 0, 0] = np.nan
-    got, state = run(optzoo.scale_by_soap(precondition_frequency=2), spoilt)
+    got, state = run(optzoo.transforms.scale_by_soap(precondition_frequency=2), spoilt)
     assert state.shared["num_failed_bases"] == 4  # two dimensions, at steps 3 and 5
     close(got["a"], want["a"])
     chex.assert_tree_all_finite(state.slots.basis)
     zeros = {"a": np.zeros((5, 3, 3), "float32")}
-    updates, state = run(optzoo.scale_by_soap(precondition_frequency=2, eps=0.0), zeros)
+    updates, state = run(optzoo.transforms.scale_by_soap(precondition_frequency=2, eps=0.0), zeros)
     assert not np.any(updates["a"]) and state.shared["num_failed_bases"] == 0
 
 
@@ -211,7 +222,7 @@ def test_half_precision_parameters_have_bases_in_single(of_params):
 
 def after(g, steps=4):
     """A smooth function of the gradients of all steps."""
-    tx = optzoo.scale_by_soap(precondition_frequency=2, eps=1e-3)
+    tx = optzoo.transforms.scale_by_soap(precondition_frequency=2, eps=1e-3)
     _, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(g[0]), g)
     return jnp.sum(jnp.sin(jnp.cumsum(updates) / 10))
 
@@ -268,7 +279,7 @@ def test_nothing_of_the_size_of_a_matrix_is_copied_without_need():
 
 
 def several(grads, **more):
-    tx = optzoo.scale_by_soap(block_size=2, precondition_frequency=2, **more)
+    tx = optzoo.transforms.scale_by_soap(block_size=2, precondition_frequency=2, **more)
     state = tx.init(jax.tree.map(lambda g: g[0], grads))
     return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, grads)
 

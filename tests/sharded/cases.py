@@ -41,9 +41,9 @@ def whole(width=WIDTH):
 def shards(sharding, mesh, width=WIDTH):
     """The same table, sharded."""
     table = jnp.pad(whole(width), [(0, sharding.stored_rows), (0, 0)])
-    return optzoo.create_table(sharding, mesh, lambda ids: table[ids], chunk=64)
+    return optzoo.sharded.create_table(sharding, mesh, lambda ids: table[ids], chunk=64)
 
 
 def of_ids(table, sharding):
     """The rows of a sharded table in the order of the ids."""
-    return np.asarray(optzoo.in_order_of_ids(table, sharding))[:ROWS]
+    return np.asarray(optzoo.sharded.in_order_of_ids(table, sharding))[:ROWS]

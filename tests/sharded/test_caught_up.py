@@ -83,7 +83,7 @@ def check(params, expected, s, rtol=2e-4, atol=2e-5):
 def test_equal_to_dense_adam(sizes, names, axis_name, factor):
     mesh = mesh_of(*sizes, names=names)
     n = int(np.prod([mesh.shape[a] for a in np.atleast_1d(axis_name)]))
-    s = optzoo.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
+    s = optzoo.sharded.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
     params, state, losses = train(asleep(), mesh, s, capacity_factor=factor)
     last = of_ids(state.last["table"], s)
     assert (last < STEPS).any() and (np.asarray(state.last["small"]) < STEPS).any()
@@ -93,7 +93,7 @@ def test_equal_to_dense_adam(sizes, names, axis_name, factor):
 
 
 ASLEEP = asleep()
-MESH, SHARDING = mesh_of(4), optzoo.RowSharding(ROWS, 4, multiple=16)
+MESH, SHARDING = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
 
 
 @functools.cache
@@ -110,13 +110,13 @@ def trained():
 def flushed(params, state):
     """In place, inside of jit."""
     specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
-    flush = jax.shard_map(optzoo.flush, mesh=MESH, in_specs=specs, out_specs=specs)
+    flush = jax.shard_map(optzoo.rows.catch_up, mesh=MESH, in_specs=specs, out_specs=specs)
     return jax.jit(flush, donate_argnums=(0, 1))
 
 
 def test_flush_and_the_state_inside():
     _, (params, state) = trained()
-    awake, after = optzoo.flush(params, state)
+    awake, after = optzoo.rows.catch_up(params, state)
     wanted, of_dense, _ = dense(4)
     check(awake, wanted, SHARDING)
     for name in ("m", "v"):
@@ -139,11 +139,13 @@ def finish(carry, mesh, s):
 
 def test_another_number_of_shards():
     middle, end = trained()
-    mesh, s = mesh_of(2), optzoo.RowSharding(ROWS, 2, multiple=16)
-    saved = jax.tree.map(np.asarray, optzoo.in_order_of_ids(middle, {"table": SHARDING}, middle[0]))
+    mesh, s = mesh_of(2), optzoo.sharded.RowSharding(ROWS, 2, multiple=16)
+    saved = jax.tree.map(
+        np.asarray, optzoo.sharded.in_order_of_ids(middle, {"table": SHARDING}, middle[0])
+    )
     put = lambda x, a: jax.device_put(x, a.sharding)
     moved = jax.tree.map(put, saved, tuple(start(ASLEEP, mesh, s)))
-    after = finish(optzoo.from_order_of_ids(moved, {"table": s}, moved[0]), mesh, s)
+    after = finish(optzoo.sharded.from_order_of_ids(moved, {"table": s}, moved[0]), mesh, s)
     wanted = optzoo.eval_params(*end)
     got = of_ids(after["table"], s)
     np.testing.assert_allclose(got, of_ids(wanted["table"], SHARDING), rtol=1e-4, atol=1e-5)
@@ -153,13 +155,13 @@ def test_the_clock_keeps_its_order():
     """Its entries are steps; there may be as many as stored rows."""
     _, (_, state) = trained()
     [clock] = state.clock.values()
-    s, n = optzoo.RowSharding(432, 2, multiple=1), 432
+    s, n = optzoo.sharded.RowSharding(432, 2, multiple=1), 432
     assert s.stored_rows == n
     clock = clock._replace(ring=jnp.arange(n), young=jnp.arange(n))
     last = {"table": jnp.arange(n), "w": optax.MaskedNode()}
     state = CaughtUpState((), {"law": clock}, last)
     shapes = {"table": jax.ShapeDtypeStruct((n, 2), "float32"), "w": jnp.ones(n)}
-    moved = optzoo.in_order_of_ids(state, {"table": s}, shapes)
+    moved = optzoo.sharded.in_order_of_ids(state, {"table": s}, shapes)
     jax.tree.map(np.testing.assert_array_equal, moved.clock, state.clock)
     assert moved.last["table"][:2].tolist() == [0, 216]
 
@@ -167,8 +169,8 @@ def test_the_clock_keeps_its_order():
 def test_taking_over_from_adam():
     """The state of Adam after a flush gives the same training, also on the shards."""
     middle, end = trained()
-    awake, state = optzoo.flush(*middle)
-    take = functools.partial(optzoo.take_over, asleep())
+    awake, state = optzoo.rows.catch_up(*middle)
+    take = functools.partial(optzoo.rows.take_over, asleep())
     placed = optzoo.state_sharding(asleep(), awake)
     taken = jax.jit(take, out_shardings=placed)(awake, state.inner)
     jax.tree.map(np.testing.assert_array_equal, taken.last, state.last)
@@ -178,8 +180,8 @@ def test_taking_over_from_adam():
 
 def test_inside_of_other_transformations():
     """In rounds too: the rows are caught up when they are read, and before they are updated."""
-    grouped = optzoo.groups({"table|small": asleep(True), ".*": ADAM})
-    tx = optax.chain(optzoo.scale(2.0), optzoo.scale(0.5), grouped)
+    grouped = optzoo.param_groups({"table|small": asleep(True), ".*": ADAM})
+    tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     wanted, _, values = dense(4)
     params, state, losses = train(tx, MESH, SHARDING, capacity_factor=0.1)
     np.testing.assert_allclose(losses, values, rtol=1e-4)
@@ -197,7 +199,7 @@ def test_what_is_refused():
     few = {"capacity_factor": 0.01}
     refused("moves all rows of table 'table'", optzoo.accumulate(asleep(), 2), **few)
     refused("moves all rows of table 'table'", optax.chain(asleep(("small",))), **few)
-    followed = optax.chain(asleep(), optzoo.scale(0.5))
+    followed = optax.chain(asleep(), optzoo.transforms.scale(0.5))
     refused("changed after it was made", followed, capacity_factor=None)
     l2 = lambda p, *batch: loss(p, *batch) + jnp.sum(p["table"] ** 2)
     refused("table 'table' is sharded by rows, so the loss can read it", asleep(), fn=l2)
@@ -229,10 +231,13 @@ def test_a_replicated_table_read_as_a_whole():
 @pytest.mark.optimized
 def test_no_pass_over_a_shard():
     """The step, in rounds too, and a flush need little memory besides the tables, in place."""
-    s, rows = optzoo.RowSharding(80_000, 4, multiple=1), lambda ids: jnp.ones((len(ids), 16))
+    s, rows = (
+        optzoo.sharded.RowSharding(80_000, 4, multiple=1),
+        lambda ids: jnp.ones((len(ids), 16)),
+    )
     tx = asleep(("table",), optzoo.slots_dtype(ADAM, "float32", packed=True))
     place = lambda x: jax.device_put(x, NamedSharding(MESH, P()))
-    params = {"table": optzoo.create_table(s, MESH, rows), "w": place(jnp.ones((16, 16)))}
+    params = {"table": optzoo.sharded.create_table(s, MESH, rows), "w": place(jnp.ones((16, 16)))}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
     of_table = lambda p, ids: jnp.mean((optzoo.lookup(p["table"], ids) @ p["w"]) ** 2)
     ids, shard = jnp.arange(32), params["table"].nbytes // 4
@@ -255,9 +260,11 @@ def test_long_sleeps_in_float64(inner, x64):
         plain = optzoo.adam(rate) if inner == "adam" else optzoo.momentum(rate, 0.9)
         dense = inner == "momentum"
         tx = optzoo.caught_up(plain, tables=("table",), dense=dense, horizon=1)
-        s = optzoo.RowSharding(rows, 4, multiple=1)
+        s = optzoo.sharded.RowSharding(rows, 4, multiple=1)
         table = np.random.default_rng(0).normal(size=(s.stored_rows, 2))
-        params = {"table": optzoo.create_table(s, MESH, lambda ids: jnp.asarray(table)[ids])}
+        params = {
+            "table": optzoo.sharded.create_table(s, MESH, lambda ids: jnp.asarray(table)[ids])
+        }
         state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
         rng = np.random.default_rng(1)
         ids = jnp.asarray(rng.integers(0, rows, (steps, 8)) // rng.integers(1, 99, (steps, 8)))
@@ -274,12 +281,14 @@ def test_long_sleeps_in_float64(inner, x64):
 
         run = jax.jit(lambda *carry: jax.lax.scan(one, carry, (ids, y)))
         (params, state), ages = run(params, state)
-        whole = optax.chain(optzoo.densify(), plain) if dense else plain
+        whole = optax.chain(optzoo.rows.densify(), plain) if dense else plain
         one_step = optzoo.minimize(of, whole)
         each = lambda carry, batch: (one_step(*carry, *batch)[:2], None)
         start = {"table": jnp.asarray(table[:rows])}, whole.init({"table": table[:rows]})
         (wanted, _), _ = jax.jit(lambda carry: jax.lax.scan(each, carry, (ids, y)))(start)
-        got = optzoo.in_order_of_ids(optzoo.eval_params(params, state), {"table": s})["table"]
+        got = optzoo.sharded.in_order_of_ids(optzoo.eval_params(params, state), {"table": s})[
+            "table"
+        ]
         got, wanted = np.asarray(got)[:rows], np.asarray(wanted["table"])
     [clock] = state.clock.values()
     assert len(clock.ring) // 2 < ages.max() <= len(clock.ring)
@@ -298,11 +307,11 @@ def test_a_loop_by_hand():
         every = jax.lax.all_gather(jnp.concatenate(every), axis, tiled=True)
         first = jax.lax.axis_index(axis) * SHARDING.rows_per_shard
         mine = {"table": SHARDING.places_of(every) - first}
-        params, state = optzoo.catch_up(params, state, mine)
+        params, state = optzoo.rows.catch_up(params, state, mine)
 
         def mean(params):
-            rows = optzoo.sharded_lookup(params["table"], ids, SHARDING) @ params["w"]
-            bag = optzoo.sharded_lookup(params["table"], bags, SHARDING)
+            rows = optzoo.sharded.lookup(params["table"], ids, SHARDING) @ params["w"]
+            bag = optzoo.sharded.lookup(params["table"], bags, SHARDING)
             return jax.lax.pmean(jnp.mean((rows - y) ** 2) + jnp.mean(bag**2), axis)
 
         value, grads = optzoo.value_and_grad(mean)(params)
@@ -359,4 +368,4 @@ def test_averages_of_rows():
     for batch in batches(MESH):
         one, of_one, _ = step(one, of_one, *batch)
     check(optzoo.eval_params(params, state), optzoo.eval_params(one, of_one), SHARDING)
-    check(optzoo.flush(params, state)[0], one, SHARDING)
+    check(optzoo.rows.catch_up(params, state)[0], one, SHARDING)

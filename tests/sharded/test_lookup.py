@@ -37,7 +37,7 @@ def gradients(loss, tables, *batch):
 
 @pytest.mark.parametrize(("n", "partition"), [(1, "mod"), (4, "mod"), (4, "div")])
 def test_equal_to_one_table(n, partition):
-    s = optzoo.RowSharding(ROWS, n, partition, multiple=16)
+    s = optzoo.sharded.RowSharding(ROWS, n, partition, multiple=16)
     mesh = mesh_of(n)
     kinds = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
     ids = [ids_of(kind, (4 * n, 2), n) for kind in kinds]  # of all kinds in one program
@@ -45,7 +45,7 @@ def test_equal_to_one_table(n, partition):
     read = lambda look: (
         lambda t, y, *ids: sum((k + 1) * jnp.mean((look(t, i) - y) ** 2) for k, i in enumerate(ids))
     )
-    look = lambda t, i: optzoo.sharded_lookup(t, i, s)
+    look = lambda t, i: optzoo.sharded.lookup(t, i, s)
     value, grad = sharded_gradients(read(look), mesh, shards(s, mesh), y, *ids)
     expected, dense = gradients(read(optzoo.lookup), jnp.asarray(whole()), y, *ids)
     np.testing.assert_allclose(value, expected, rtol=2e-6)
@@ -58,11 +58,11 @@ def tables_of_two_widths(mesh, s):
 
 
 def test_several_tables_share_messages():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     tables, wholes = tables_of_two_widths(mesh, s)
     ids = {k: ids_of("zipf", (8,), 4, seed) for seed, k in enumerate("abc")}
     together = lambda t, ids: sum(
-        jnp.mean(rows**2) for rows in optzoo.sharded_lookup(t, ids, s).values()
+        jnp.mean(rows**2) for rows in optzoo.sharded.lookup(t, ids, s).values()
     )
     value, grads = sharded_gradients(together, mesh, tables, ids)
     one_by_one = lambda t, ids: sum(jnp.mean(optzoo.lookup(t[k], ids[k]) ** 2) for k in t)
@@ -85,7 +85,7 @@ def test_several_tables_share_messages():
     ("combiner", "pool"), [("mean", "here"), ("sqrtn", "owner"), ("sum", "owner"), ("sum", "auto")]
 )
 def test_bags_equal_those_of_one_table(combiner, pool):
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     ids = ids_of("padding", (8, 5), 4)
     weights = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.5, (8, 5)), jnp.float32)
     y = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3)), jnp.float32)
@@ -144,16 +144,16 @@ def run(f, mesh, *args, check_vma=True):
 
 
 def test_what_cannot_be_read_is_nan():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     ids = np.tile([[4, 8], [ROWS, ROWS], [-1, 3], [ROWS + 1, 3]], (4, 1))
     many = np.tile(np.arange(9) * 4, 4)  # nine ids of one owner
     bags = functools.partial(optzoo.lookup_sparse, combiner="sum", sharding=s)
     pools = "here", "owner"
     few = {"capacity_factor": 0.1}
     read = lambda t, i, many: (
-        optzoo.sharded_lookup(t, i, s),
+        optzoo.sharded.lookup(t, i, s),
         {pool: bags(t, i, pool=pool) for pool in pools},
-        optzoo.sharded_lookup(t, many, s, **few),
+        optzoo.sharded.lookup(t, many, s, **few),
         {pool: bags(t, many[None], pool=pool, **few) for pool in pools},
     )
     rows, totals, found, lost_bags = jax.device_get(run(read, mesh, shards(s, mesh), ids, many))
@@ -171,9 +171,9 @@ def test_what_cannot_be_read_is_nan():
 
 
 def test_transport_in_16_bits():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     ids = ids_of("uniform", (16,), 4)
-    read = lambda t, i: optzoo.sharded_lookup(t, i, s, transport=jnp.bfloat16)
+    read = lambda t, i: optzoo.sharded.lookup(t, i, s, transport=jnp.bfloat16)
     rows = run(read, mesh, shards(s, mesh), ids)
     assert rows.dtype == jnp.float32
     expected = whole()[np.asarray(ids)]
@@ -212,21 +212,21 @@ def test_transport_is_a_cast(dtype):
 
 
 def test_bad_input():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     table, ids = shards(s, mesh), ids_of("uniform", (8,), 4)
-    read = lambda **options: lambda t, i: optzoo.sharded_lookup(t, i, s, **options)
+    read = lambda **options: lambda t, i: optzoo.sharded.lookup(t, i, s, **options)
     with pytest.raises(ValueError, match="check_vma=True"):
         run(read(), mesh, table, ids, check_vma=False)
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
-        optzoo.sharded_lookup(table[: s.rows_per_shard], ids, s)
+        optzoo.sharded.lookup(table[: s.rows_per_shard], ids, s)
     with pytest.raises(ValueError, match="must have 12 rows, got shape"):
-        run(lambda t, i: optzoo.sharded_lookup(t[:5], i, s), mesh, table, ids)
+        run(lambda t, i: optzoo.sharded.lookup(t[:5], i, s), mesh, table, ids)
     with pytest.raises(TypeError, match="ids must be integers"):
         run(read(), mesh, table, ids * 1.0)
     with pytest.raises(ValueError, match="capacity_factor must be"):
         run(read(capacity_factor=0), mesh, table, ids)
     with pytest.raises(TypeError, match=r"optzoo\.RowSharding, got 'rows'"):
-        run(lambda t, i: optzoo.sharded_lookup(t, i, "rows"), mesh, table, ids)
+        run(lambda t, i: optzoo.sharded.lookup(t, i, "rows"), mesh, table, ids)
 
 
 @pytest.mark.parametrize(

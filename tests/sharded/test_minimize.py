@@ -93,7 +93,7 @@ LAZY = {
     "lazy_adam": optzoo.lazy_adam(0.01),
     "row_wise_adagrad": optzoo.row_wise_adagrad(0.1),
     "on_rows": optzoo.on_rows(optax.adamw(0.01)),
-    "groups": optzoo.groups({"table": optzoo.ftrl(0.1), ".*": optzoo.adam(0.01)}),
+    "groups": optzoo.param_groups({"table": optzoo.ftrl(0.1), ".*": optzoo.adam(0.01)}),
     "slots_dtype": optzoo.slots_dtype(optzoo.lazy_adam(0.01), jnp.bfloat16, packed=True),
 }
 
@@ -101,7 +101,7 @@ LAZY = {
 @pytest.mark.parametrize("name", LAZY)
 def test_equal_to_one_device_in_rounds(name):
     partition = "mod" if len(name) % 2 else "div"
-    s, mesh = optzoo.RowSharding(ROWS, 4, partition, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, partition, multiple=16), mesh_of(4)
     options = {"capacity_factor": 0.01}  # one row of each owner in a round, or two
     kinds = tuple(KINDS)
     trained = train(LAZY[name], kinds, mesh, s, 6, **options)
@@ -133,7 +133,7 @@ def test_meshes(name, factor):
     sizes, names, axis_name = MESHES[name]
     mesh = mesh_of(*sizes, names=names)
     n = int(np.prod([mesh.shape[a] for a in np.atleast_1d(axis_name)]))
-    s = optzoo.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
+    s = optzoo.sharded.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
     tx = optzoo.lazy_adam(0.01)
     trained = train(tx, "zipf", mesh, s, capacity_factor=factor)
     check(trained, train_on_one(tx, "zipf", mesh), s)
@@ -149,7 +149,7 @@ def test_all_optimizers_in_one_round(name):
         "nadam": optzoo.nadam(0.01, eps=1e-3),
         "moving_average": optzoo.moving_average(optzoo.lazy_adam(0.01), 0.9),
     }[name]
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     trained = train(tx, "zipf", mesh, s, capacity_factor=None)
     expected = train_on_one(tx, "zipf", mesh)
     check(trained, expected, s)
@@ -162,7 +162,11 @@ def test_all_optimizers_in_one_round(name):
 
 def test_transport_in_16_bits():
     """Rows and gradients are rounded to 8 bits on the way, the table is not."""
-    s, mesh, tx = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4), optzoo.gradient_descent(0.1)
+    s, mesh, tx = (
+        optzoo.sharded.RowSharding(ROWS, 4, multiple=16),
+        mesh_of(4),
+        optzoo.gradient_descent(0.1),
+    )
     options = {"transport": jnp.bfloat16, "capacity_factor": 0.1}
     params, _, losses = train(tx, "uniform", mesh, s, **options)
     expected, _, values = train_on_one(tx, "uniform", mesh)
@@ -174,7 +178,11 @@ def test_transport_in_16_bits():
 
 def test_ids_of_64_bits(x64):
     with x64(True):
-        s, mesh, tx = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4), optzoo.lazy_adam(0.01)
+        s, mesh, tx = (
+            optzoo.sharded.RowSharding(ROWS, 4, multiple=16),
+            mesh_of(4),
+            optzoo.lazy_adam(0.01),
+        )
         params, state = start(tx, mesh, s)
         of_one = {"table": whole(), "w": W, "small": whole()}
         one = tx.init(of_one)
@@ -189,7 +197,7 @@ def test_ids_of_64_bits(x64):
 
 @pytest.mark.parametrize("factor", [None, 0.01])
 def test_clipping_by_the_global_norm(factor):
-    s, mesh, tx = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4), optzoo.adagrad(0.1)
+    s, mesh, tx = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4), optzoo.adagrad(0.1)
     trained = train(tx, "zipf", mesh, s, capacity_factor=factor, max_norm=0.1)
     one = optax.chain(optzoo.clip_by_global_norm(0.1), tx)
     params, state, losses = train_on_one(one, "zipf", mesh)
@@ -198,14 +206,14 @@ def test_clipping_by_the_global_norm(factor):
 
 def test_the_number_of_devices_may_change():
     tx, steps = LAZY["lazy_adam"], 2
-    old = optzoo.RowSharding(ROWS, 4, multiple=64)
+    old = optzoo.sharded.RowSharding(ROWS, 4, multiple=64)
     params, state, _ = train(tx, "zipf", mesh_of(4), old, steps)
-    ordered = optzoo.in_order_of_ids((params, state), {"table": old}, params)
+    ordered = optzoo.sharded.in_order_of_ids((params, state), {"table": old}, params)
     saved = jax.tree.map(np.asarray, ordered)
-    mesh, s = mesh_of(8), optzoo.RowSharding(ROWS, 8, multiple=64)
+    mesh, s = mesh_of(8), optzoo.sharded.RowSharding(ROWS, 8, multiple=64)
     like = start(tx, mesh, s)
     moved = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), saved, like)
-    params, state = optzoo.from_order_of_ids(moved, {"table": s}, like[0])
+    params, state = optzoo.sharded.from_order_of_ids(moved, {"table": s}, like[0])
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s})
     one = train_on_one(tx, "zipf", mesh_of(4), steps)[:2]
     step_one = optzoo.minimize(loss, tx)
@@ -217,7 +225,7 @@ def test_the_number_of_devices_may_change():
 
 
 def test_auxiliary_data_and_extra_arguments():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     tx = optzoo.lazy_adam(0.01)
     params, state = start(tx, mesh, s)
     with_aux = lambda p, ids, bags, y: (loss(p, ids, bags, y), {"ids": ids})
@@ -230,7 +238,7 @@ def test_auxiliary_data_and_extra_arguments():
 
 
 def refused(words, tx=None, fn=loss, tables=None, error=ValueError, **options):
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     tx = LAZY["lazy_adam"] if tx is None else tx
     params, state = shapes(tx, mesh, s)
     (batch,) = batches("uniform", 1, mesh)
@@ -244,7 +252,7 @@ def refused(words, tx=None, fn=loss, tables=None, error=ValueError, **options):
     [
         optzoo.adam(0.01),
         optzoo.nadam(0.01),
-        optax.chain(optzoo.densify(), optzoo.adagrad(0.1)),
+        optax.chain(optzoo.rows.densify(), optzoo.adagrad(0.1)),
         optzoo.moving_average(optzoo.lazy_adam(0.01), 0.9),
     ],
     ids=["adam", "nadam", "densify", "moving_average"],
@@ -274,13 +282,14 @@ def test_changes_of_rows_that_a_shard_cannot_make(change, words):
 
 
 def test_bad_input():
-    s, wrong = optzoo.RowSharding(ROWS, 4, multiple=16), optzoo.RowSharding(9999, 4)
+    s, wrong = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), optzoo.sharded.RowSharding(9999, 4)
     refused("no parameter matches", tables={"tabel": s})
     refused("all match parameter 'table'", tables={"table": s, "t.*": s})
     refused("must have the 12288 stored rows", tables={"table": wrong})
-    refused("num_shards must be the size", tables={"table": optzoo.RowSharding(ROWS, 3)})
+    refused("num_shards must be the size", tables={"table": optzoo.sharded.RowSharding(ROWS, 3)})
     refused(
-        "mesh must have the axis 'x'", tables={"table": optzoo.RowSharding(ROWS, 4, axis_name="x")}
+        "mesh must have the axis 'x'",
+        tables={"table": optzoo.sharded.RowSharding(ROWS, 4, axis_name="x")},
     )
     refused("capacity_factor must be", capacity_factor=0.0)
     refused("max_norm must be", max_norm=-1.0)
@@ -302,7 +311,7 @@ def test_bad_input():
 
 
 def test_what_comes_with_a_step():
-    s, mesh = optzoo.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     tx, tables = optzoo.lazy_adam(0.01), {"table": s}
     params, state = shapes(tx, mesh, s)
     (batch,) = batches("uniform", 1, mesh)

@@ -39,7 +39,7 @@ def make():
     adam = optzoo.adam(optax.piecewise_constant_schedule(2**-6, {4: 0.5}), eps=1e-3)
     return optax.chain(
         optzoo.clip_by_global_norm(0.5),
-        optzoo.groups(
+        optzoo.param_groups(
             {
                 "users": optzoo.caught_up(averaged(adam), tables=True, horizon=1),
                 "items": optzoo.lazy_adam(2**-6),
@@ -53,11 +53,12 @@ def make():
 def start(tx, shards):
     """Parameters and state on several devices, the mesh and the shardings of the tables."""
     mesh = mesh_of(shards)
-    tables = {k: optzoo.RowSharding(n, shards, multiple=64) for k, n in TABLES.items()}
+    tables = {k: optzoo.sharded.RowSharding(n, shards, multiple=64) for k, n in TABLES.items()}
     replicated = lambda a: jax.device_put(jnp.asarray(a), NamedSharding(mesh, P()))
     rows = lambda k: jnp.pad(jnp.asarray(HOST[k]), [(0, 64), (0, 0)])
     params = {
-        k: optzoo.create_table(s, mesh, lambda ids, k=k: rows(k)[ids]) for k, s in tables.items()
+        k: optzoo.sharded.create_table(s, mesh, lambda ids, k=k: rows(k)[ids])
+        for k, s in tables.items()
     }
     params["small"] = replicated(HOST["small"])
     params["dense"] = {"kernel": replicated(KERNEL), "bias": replicated(np.zeros(WIDTH))}
@@ -75,11 +76,11 @@ def test_as_on_one_device_across_a_checkpoint(x64):
         for batch in batches(0, STEPS // 2):
             params, state, value = step(params, state, *batch)
             values.append(float(value))
-        saved = optzoo.in_order_of_ids((params, state), tables, params)
+        saved = optzoo.sharded.in_order_of_ids((params, state), tables, params)
         *like, mesh, tables = start(tx, 2)
         put = lambda a, b: jax.device_put(np.asarray(a), b.sharding)
         moved = jax.tree.map(put, saved, tuple(like))
-        params, state = optzoo.from_order_of_ids(moved, tables, like[0])
+        params, state = optzoo.sharded.from_order_of_ids(moved, tables, like[0])
         step = optzoo.sharded_minimize(loss, tx, mesh, tables, capacity_factor=0.1)
         for batch in batches(STEPS // 2, STEPS):
             params, state, value = step(params, state, *batch)
@@ -92,7 +93,7 @@ def test_as_on_one_device_across_a_checkpoint(x64):
             one, of_one, value = step(one, of_one, *batch)
             wanted.append(float(value))
         np.testing.assert_allclose(values, wanted, rtol=1e-12)
-        got = optzoo.in_order_of_ids(optzoo.eval_params(params, state), tables)
+        got = optzoo.sharded.in_order_of_ids(optzoo.eval_params(params, state), tables)
         for name, n in TABLES.items():
             got[name] = got[name][:n]
         averages = optzoo.eval_params(one, of_one)

@@ -22,7 +22,7 @@ from .test_minimize import batches, check, loss, shapes, train, train_on_one
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
-MESH, SHARDING = mesh_of(4), optzoo.RowSharding(ROWS, 4, multiple=16)
+MESH, SHARDING = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
 SGD, LAZY, ADAM = optzoo.gradient_descent(1.0), optzoo.lazy_adam(0.01), optzoo.adam(0.01, eps=1e-3)
 ROUNDS, ONE_ROUND = 0.01, None
 
@@ -33,23 +33,31 @@ def clipped(*clips):
 
 IN_ROUNDS = {
     "clip_by_global_norm": clipped(optzoo.clip_by_global_norm(0.01)),
-    "clip_by_norm": clipped(optzoo.clip_by_norm(0.01)),
-    "clip_by_average_norm": clipped(optzoo.clip_by_average_norm(1e-4)),
-    "two": clipped(optzoo.scale(2.0), optzoo.clip_by_norm(0.1), optzoo.clip_by_global_norm(0.02)),
-    "zero_if_norm_exceeds": clipped(optzoo.clip_by_norm(0.1), optzoo.zero_if_norm_exceeds(0.2)),
+    "clip_by_norm": clipped(optzoo.transforms.clip_by_norm(0.01)),
+    "clip_by_average_norm": clipped(optzoo.transforms.clip_by_average_norm(1e-4)),
+    "two": clipped(
+        optzoo.transforms.scale(2.0),
+        optzoo.transforms.clip_by_norm(0.1),
+        optzoo.clip_by_global_norm(0.02),
+    ),
+    "zero_if_norm_exceeds": clipped(
+        optzoo.transforms.clip_by_norm(0.1), optzoo.transforms.zero_if_norm_exceeds(0.2)
+    ),
     "normalized_sgd": optzoo.normalized_sgd(0.1),
-    "groups": optzoo.groups({"table": clipped(optzoo.clip_by_global_norm(0.01)), ".*": LAZY}),
+    "groups": optzoo.param_groups({"table": clipped(optzoo.clip_by_global_norm(0.01)), ".*": LAZY}),
     "before caught_up": optax.chain(
         optzoo.clip_by_global_norm(0.01), optzoo.caught_up(ADAM, tables=("table",))
     ),
 }
 CLIP = "clip_by_global_norm"
 IN_ONE_ROUND = {
-    "after clip": clipped(optzoo.on_values(optax.clip(0.01)), optzoo.clip_by_global_norm(0.02)),
+    "after clip": clipped(
+        optzoo.rows.on_values(optax.clip(0.01)), optzoo.clip_by_global_norm(0.02)
+    ),
     "variable_clipping": optzoo.variable_clipping(SGD, {"table": (0,), "small": (0, 1)}, 1.0),
     "around dense": optzoo.variable_clipping(ADAM, {"table": (0, 1)}, 1.0),
     "accumulate": optzoo.accumulate(LAZY, 2),
-    "gradient_summaries": optax.chain(optzoo.gradient_summaries(), LAZY),
+    "gradient_summaries": optax.chain(optzoo.transforms.gradient_summaries(), LAZY),
 }
 
 
@@ -92,7 +100,7 @@ def refused(tx, words, factor):
 
 
 def dense(*foreign):
-    return optax.chain(optzoo.densify(), *foreign)
+    return optax.chain(optzoo.rows.densify(), *foreign)
 
 
 def by_cond(updates, _):
@@ -108,9 +116,9 @@ def by_while(updates, _):
 
 
 FOREIGN = {
-    "on_values": clipped(optzoo.on_values(optax.clip_by_global_norm(0.01))),
+    "on_values": clipped(optzoo.rows.on_values(optax.clip_by_global_norm(0.01))),
     "before caught_up": optax.chain(
-        optzoo.on_values(optax.clip_by_global_norm(0.01)),
+        optzoo.rows.on_values(optax.clip_by_global_norm(0.01)),
         optzoo.caught_up(ADAM, tables=("table",)),
     ),
     "apply_if_finite": optax.apply_if_finite(SGD, 3),
@@ -151,8 +159,8 @@ def test_a_small_batch_always_fits_and_is_checked_all_the_same():
 
 
 def test_one_shard_is_the_whole_table():
-    mesh, s = mesh_of(1), optzoo.RowSharding(ROWS, 1, multiple=1)
-    tx = optax.chain(optzoo.densify(), optax.lamb(0.1))
+    mesh, s = mesh_of(1), optzoo.sharded.RowSharding(ROWS, 1, multiple=1)
+    tx = optax.chain(optzoo.rows.densify(), optax.lamb(0.1))
     params, state = shapes(tx, mesh, s)
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s}, sparse="allow")
     jax.eval_shape(step, params, state, *next(batches("zipf", 1, mesh)))
@@ -168,7 +176,7 @@ def test_numerics_are_checked_on_all_shards(monkeypatch):
     heard, callback = [], jax.debug.callback
     record = lambda kinds, step: heard.append(kinds.tolist())  # an error would stay for other tests
     monkeypatch.setattr(jax.debug, "callback", lambda report, *args: callback(record, *args))
-    tx = optax.chain(optzoo.check_numerics(axis_name=None), SGD)
+    tx = optax.chain(optzoo.transforms.check_numerics(axis_name=None), SGD)
     params = {"table": shards(SHARDING, MESH)}
     of = lambda p, ids, y: jnp.sum(optzoo.lookup(p["table"], ids) * y[:, None])
     step = optzoo.sharded_minimize(of, tx, MESH, {"table": SHARDING}, capacity_factor=None)
@@ -181,8 +189,8 @@ def test_numerics_are_checked_on_all_shards(monkeypatch):
 def test_random_bits_differ_between_shards():
     """Rows with equal slots and gradients are rounded each in its own way."""
     tx = optzoo.slots_dtype(optzoo.momentum(1.0, 0.9), jnp.bfloat16, stochastic=True)
-    s = optzoo.RowSharding(64, 4, multiple=64)
-    table = optzoo.create_table(s, MESH, lambda ids: jnp.zeros((len(ids), 8)))
+    s = optzoo.sharded.RowSharding(64, 4, multiple=64)
+    table = optzoo.sharded.create_table(s, MESH, lambda ids: jnp.zeros((len(ids), 8)))
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, table))(table)
     of = lambda p, ids: 1.01 * jnp.mean(jnp.sum(optzoo.lookup(p, ids), (-2, -1)))
     step = optzoo.sharded_minimize(of, tx, MESH, {"": s}, capacity_factor=None)
@@ -201,7 +209,7 @@ def test_a_step_by_hand(tx, pooled):
     def of_shard(table, bags):
         if pooled:
             return optzoo.lookup_sparse(table, bags, sharding=SHARDING, pool="owner")
-        return optzoo.sharded_lookup(table, bags, SHARDING)
+        return optzoo.sharded.lookup(table, bags, SHARDING)
 
     def of_table(table, bags):
         return optzoo.lookup_sparse(table, bags) if pooled else optzoo.lookup(table, bags)

@@ -16,10 +16,10 @@ from .cases import mesh_of
 
 # Both tables have 8 stored rows on 2 shards, and so have two kernels.
 TABLES = {
-    "emb": optzoo.RowSharding(8, 2, multiple=1),
-    "users/.*": optzoo.RowSharding(7, 2, multiple=1),
+    "emb": optzoo.sharded.RowSharding(8, 2, multiple=1),
+    "users/.*": optzoo.sharded.RowSharding(7, 2, multiple=1),
 }
-ALONE = optzoo.RowSharding(8, 2, multiple=1)
+ALONE = optzoo.sharded.RowSharding(8, 2, multiple=1)
 IDS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # of the stored rows
 IS_TABLE = {"emb": True, "users": {"emb": True}, "mlp": {"emb": False, "bias": False}}
 
@@ -47,8 +47,10 @@ LAZY, ADAM = optzoo.lazy_adam(0.1), optax.adam(0.1)
 LABELS = {"emb": "rows", "users": "rows", "mlp": "rest"}
 STATES = {
     "chain": lambda: optax.chain(optax.clip(1.0), ADAM, optax.ema(0.5)),
-    "groups": lambda: optzoo.groups({"(users/)?emb": LAZY, "mlp/.*": optzoo.momentum(0.1, 0.9)}),
-    "groups-with-the-names-of-parameters": lambda: optzoo.groups(
+    "groups": lambda: optzoo.param_groups(
+        {"(users/)?emb": LAZY, "mlp/.*": optzoo.momentum(0.1, 0.9)}
+    ),
+    "groups-with-the-names-of-parameters": lambda: optzoo.param_groups(
         {"emb": LAZY, "bias": optzoo.momentum(0.1, 0.9)}
     ),
     "multi_transform": lambda: optax.multi_transform({"rows": LAZY, "rest": ADAM}, LABELS),
@@ -86,10 +88,10 @@ def test_states(name):
     wanted, found = trained(name)
     rtol = 1e-6 if name == "factored" else 0.0  # it has sums over rows
     params = found["params"]
-    same(optzoo.in_order_of_ids(found, TABLES, params), wanted, rtol)
-    same(optzoo.in_order_of_ids(found["state"], TABLES, params), wanted["state"], rtol)
-    same(optzoo.in_order_of_ids(params, TABLES), wanted["params"], rtol)
-    same(optzoo.from_order_of_ids(wanted, TABLES, wanted["params"]), found, rtol)
+    same(optzoo.sharded.in_order_of_ids(found, TABLES, params), wanted, rtol)
+    same(optzoo.sharded.in_order_of_ids(found["state"], TABLES, params), wanted["state"], rtol)
+    same(optzoo.sharded.in_order_of_ids(params, TABLES), wanted["params"], rtol)
+    same(optzoo.sharded.from_order_of_ids(wanted, TABLES, wanted["params"]), found, rtol)
 
 
 def test_rows_asleep():
@@ -105,7 +107,7 @@ def test_rows_asleep():
         both.append(state._replace(clock={law: clock._replace(ring=jnp.arange(8.0))}))
     wanted, found = both
     assert wanted.last["users"]["emb"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
-    same(optzoo.in_order_of_ids(found, TABLES, params), wanted)
+    same(optzoo.sharded.in_order_of_ids(found, TABLES, params), wanted)
 
 
 def test_arrays_of_any_kind():
@@ -113,14 +115,14 @@ def test_arrays_of_any_kind():
     wanted, found = trained("moving_average")
     on_host = jax.tree.map(np.asarray, found)
     shapes = jax.eval_shape(lambda tree: tree, found)
-    got = optzoo.in_order_of_ids(on_host, TABLES, shapes["params"])
+    got = optzoo.sharded.in_order_of_ids(on_host, TABLES, shapes["params"])
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
     same(got, wanted)
-    assert optzoo.in_order_of_ids(shapes, TABLES, shapes["params"]) == shapes
+    assert optzoo.sharded.in_order_of_ids(shapes, TABLES, shapes["params"]) == shapes
     # As Orbax restores a state whose types it is not told.
     [adam, *_], average = found["state"][0], found["state"][1]
     loose = {"0": {"slots": adam.slots._asdict()}, "1": {"average": average.slots.average}}
-    got = optzoo.in_order_of_ids(loose, TABLES, found["params"])
+    got = optzoo.sharded.in_order_of_ids(loose, TABLES, found["params"])
     same(got["0"]["slots"]["m"], wanted["state"][0][0].slots.m)
     same(got["1"]["average"], wanted["state"][1].slots.average)
 
@@ -137,10 +139,10 @@ def test_nnx():
     params, tables = nnx.state(model, nnx.Param), {"emb": ALONE}
     plain = {name: params[name][...] for name in ("emb", "mlp")}
     tree = nnx.state((model, optimizer))
-    got = optzoo.from_order_of_ids({"params": plain}, tables, params)["params"]
+    got = optzoo.sharded.from_order_of_ids({"params": plain}, tables, params)["params"]
     same(got, {"emb": IDS, "mlp": np.arange(8)})
     for like in (params, plain):
-        got = optzoo.from_order_of_ids(tree, tables, like)
+        got = optzoo.sharded.from_order_of_ids(tree, tables, like)
         assert jax.tree.structure(got) == jax.tree.structure(tree)
         names = jax.tree_util.tree_leaves_with_path(got)
         rows = {jax.tree_util.keystr(path): x for path, x in names if x.shape and x.any()}
@@ -155,21 +157,24 @@ def test_on_a_mesh():
     specs = jax.tree.map(lambda t: PartitionSpec("shard") if t else PartitionSpec(), IS_TABLE)
     params = jax.tree.map(lambda spec, x: place(spec)(x), specs, values(0))
     tree = {"params": params, "step": jnp.array(3), "dealt": place(PartitionSpec())(jnp.arange(8))}
-    got = optzoo.from_order_of_ids(tree, TABLES, params)
+    got = optzoo.sharded.from_order_of_ids(tree, TABLES, params)
     same(got, {**tree, "params": stored(values(0))})
     jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(str(a)), got, tree)
     assert got["params"]["mlp"]["emb"] is params["mlp"]["emb"]
-    for wrong in ({"emb|mlp/bias": ALONE}, {"emb": optzoo.RowSharding(8, 1, multiple=1)}):
+    for wrong in ({"emb|mlp/bias": ALONE}, {"emb": optzoo.sharded.RowSharding(8, 1, multiple=1)}):
         with pytest.raises(ValueError, match=r"has [48] rows on each device, but [48] by its"):
-            optzoo.in_order_of_ids(params, wrong)
+            optzoo.sharded.in_order_of_ids(params, wrong)
 
 
 def test_nothing_moves_where_the_order_is_that_of_the_ids():
     params = values(0)
-    for one in (optzoo.RowSharding(8, 1, multiple=1), optzoo.RowSharding(8, 2, "div", multiple=1)):
-        assert optzoo.in_order_of_ids(params, {"emb": one}) is params
+    for one in (
+        optzoo.sharded.RowSharding(8, 1, multiple=1),
+        optzoo.sharded.RowSharding(8, 2, "div", multiple=1),
+    ):
+        assert optzoo.sharded.in_order_of_ids(params, {"emb": one}) is params
         with pytest.raises(ValueError, match=r"no parameter matches \['embed'\]"):
-            optzoo.in_order_of_ids(params, {"embed": one})
+            optzoo.sharded.in_order_of_ids(params, {"embed": one})
 
 
 TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
@@ -188,7 +193,7 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
         (
             "'mlp/emb' must have the 64 stored rows",
             values(0),
-            {"mlp/emb": optzoo.RowSharding(64, 2, multiple=1)},
+            {"mlp/emb": optzoo.sharded.RowSharding(64, 2, multiple=1)},
             None,
         ),
         (
@@ -256,12 +261,12 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
     ],
 )
 def test_what_is_refused(words, tree, tables, params):
-    for call in (optzoo.in_order_of_ids, optzoo.from_order_of_ids):
+    for call in (optzoo.sharded.in_order_of_ids, optzoo.sharded.from_order_of_ids):
         with pytest.raises(ValueError, match=words):
             call(tree, tables, params)
 
 
 def test_one_sharding_is_for_one_array():
     with pytest.raises(TypeError, match=r"tables must be a dict .* such as \{'\.\*/embedding'"):
-        optzoo.in_order_of_ids(values(0), ALONE)
-    assert optzoo.from_order_of_ids(np.arange(8), ALONE).tolist() == IDS.tolist()
+        optzoo.sharded.in_order_of_ids(values(0), ALONE)
+    assert optzoo.sharded.from_order_of_ids(np.arange(8), ALONE).tolist() == IDS.tolist()

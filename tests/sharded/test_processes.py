@@ -24,7 +24,7 @@ def test_two_processes_equal_one_device(tmp_path):
     with started(2, WORKER, tmp_path, checkpoints=tmp_path / "saved") as processes:
         processes.done()
     tx, mesh = LAZY["lazy_adam"], mesh_of(1)
-    s = optzoo.RowSharding(ROWS, 1, multiple=16)
+    s = optzoo.sharded.RowSharding(ROWS, 1, multiple=16)
     like = dict(zip(("params", "state"), start(tx, mesh, s), strict=True))
     wanted = ocp.args.StandardRestore(like)
     found = ocp.StandardCheckpointHandler().restore(epath.Path(tmp_path / "saved"), args=wanted)

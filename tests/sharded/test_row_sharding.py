@@ -16,7 +16,7 @@ def mesh_of(n):
 @pytest.mark.parametrize("partition", ["mod", "div"])
 @pytest.mark.parametrize(("num_rows", "n", "multiple"), [(13, 5, 1), (203, 4, 64), (8, 8, 1)])
 def test_places_and_ids(partition, num_rows, n, multiple):
-    s = optzoo.RowSharding(num_rows, n, partition, multiple=multiple)
+    s = optzoo.sharded.RowSharding(num_rows, n, partition, multiple=multiple)
     ids = np.arange(num_rows)
     places = s.places_of(ids)
     assert len(set(places.tolist())) == num_rows
@@ -32,28 +32,28 @@ def test_places_and_ids(partition, num_rows, n, multiple):
 
 @pytest.mark.parametrize("partition", ["mod", "div"])
 def test_the_stored_rows_do_not_depend_on_the_number_of_shards(partition):
-    rows = {optzoo.RowSharding(100_000, 2**k, partition).stored_rows for k in range(7)}
+    rows = {optzoo.sharded.RowSharding(100_000, 2**k, partition).stored_rows for k in range(7)}
     assert len(rows) == 1
 
 
 def test_tensorflow_deals_rows_out_in_the_same_order():
     # tf.nn.embedding_lookup, partition_strategy="mod": id i is row i // n of variable i % n.
-    s = optzoo.RowSharding(10, 3, multiple=1)
+    s = optzoo.sharded.RowSharding(10, 3, multiple=1)
     place = s.places_of(np.array(7))
     assert divmod(int(place), s.rows_per_shard) == (7 % 3, 7 // 3)
 
 
 @pytest.mark.parametrize("partition", ["mod", "div"])
 def test_a_table_does_not_depend_on_the_number_of_shards(partition):
-    rows_of = optzoo.uniform_rows(jax.random.key(1), 3)
+    rows_of = optzoo.sharded.uniform_rows(jax.random.key(1), 3)
     tables = []
     for n in (1, 4):
-        s = optzoo.RowSharding(50, n, partition, multiple=16)
-        table = optzoo.create_table(s, mesh_of(n), rows_of, chunk=7)
+        s = optzoo.sharded.RowSharding(50, n, partition, multiple=16)
+        table = optzoo.sharded.create_table(s, mesh_of(n), rows_of, chunk=7)
         assert table.sharding.spec == PartitionSpec("shard")
-        ordered = optzoo.in_order_of_ids(table, s)
+        ordered = optzoo.sharded.in_order_of_ids(table, s)
         assert ordered.sharding == table.sharding
-        np.testing.assert_array_equal(optzoo.from_order_of_ids(ordered, s), table)
+        np.testing.assert_array_equal(optzoo.sharded.from_order_of_ids(ordered, s), table)
         tables.append(np.asarray(ordered)[:50])
     np.testing.assert_array_equal(*tables)
     np.testing.assert_array_equal(tables[0], jax.jit(rows_of)(jnp.arange(50)))
@@ -62,13 +62,13 @@ def test_a_table_does_not_depend_on_the_number_of_shards(partition):
 
 
 def test_required_capacity():
-    s = optzoo.RowSharding(100, 4, multiple=1)
+    s = optzoo.sharded.RowSharding(100, 4, multiple=1)
     assert s.required_capacity(np.array([0, 4, 8, 8, 1, 100, 101])) == 3
     assert s.required_capacity(np.array([100])) == 0
 
 
 def test_capacity():
-    s = optzoo.RowSharding(1000, 4, multiple=1)
+    s = optzoo.sharded.RowSharding(1000, 4, multiple=1)
     assert s.capacity(64, None) == 64
     assert s.capacity(5000, None) == s.rows_per_shard
     assert 100 <= s.capacity(400, 1.0) < 200
@@ -91,24 +91,24 @@ def test_capacity():
 )
 def test_bad_shardings(arguments, error, words):
     with pytest.raises(error, match=words):
-        optzoo.RowSharding(**arguments)
+        optzoo.sharded.RowSharding(**arguments)
 
 
 def test_ids_beyond_32_bits_under_x64(x64):
     with x64(True):
-        s = optzoo.RowSharding(2**40, 8)
+        s = optzoo.sharded.RowSharding(2**40, 8)
         place = s.places_of(jnp.array(2**40 - 1))
         assert int(s.ids_of(place)) == 2**40 - 1
 
 
 def test_bad_tables():
-    s = optzoo.RowSharding(8, 2, multiple=1)
+    s = optzoo.sharded.RowSharding(8, 2, multiple=1)
     rows = lambda ids: jnp.zeros((len(ids), 1))
     with pytest.raises(ValueError, match="num_shards must be the size of the mesh axes"):
-        optzoo.create_table(s, mesh_of(4), rows)
+        optzoo.sharded.create_table(s, mesh_of(4), rows)
     with pytest.raises(ValueError, match="mesh must have the axis 'shard'"):
-        optzoo.create_table(s, Mesh(np.array(jax.devices()[:2]), ("data",)), rows)
+        optzoo.sharded.create_table(s, Mesh(np.array(jax.devices()[:2]), ("data",)), rows)
     with pytest.raises(ValueError, match="chunk"):
-        optzoo.create_table(s, mesh_of(2), rows, chunk=0)
+        optzoo.sharded.create_table(s, mesh_of(2), rows, chunk=0)
     with pytest.raises(TypeError, match="ids must be integers"):
         s.places_of(jnp.ones(3))

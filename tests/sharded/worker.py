@@ -24,7 +24,7 @@ def main():
     args = parser.parse_args()
     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     mesh = cases.mesh_of(args.num_processes)
-    s = optzoo.RowSharding(cases.ROWS, mesh.size, multiple=16)
+    s = optzoo.sharded.RowSharding(cases.ROWS, mesh.size, multiple=16)
     tx = cases.LAZY["lazy_adam"]
     params, state = cases.start(tx, mesh, s)
     options = {"capacity_factor": 0.01}
@@ -36,7 +36,7 @@ def main():
         params, state, _ = step(params, state, *map(place, batch))
     with ocp.StandardCheckpointer() as checkpointer:
         trained = {"params": params, "state": state}
-        trained = optzoo.in_order_of_ids(trained, {"table": s}, params)
+        trained = optzoo.sharded.in_order_of_ids(trained, {"table": s}, params)
         checkpointer.save(args.checkpoints.absolute(), trained)
 
 

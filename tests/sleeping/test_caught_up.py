@@ -105,9 +105,9 @@ def test_flush_in_blocks(monkeypatch):
     p, state, _ = train(ASLEEP, 12)
     assert any((np.asarray(last) < 12).any() for last in jax.tree.leaves(state.last))
     with jax.disable_jit():
-        at_once = optzoo.flush(p, state)
+        at_once = optzoo.rows.catch_up(p, state)
         monkeypatch.setattr(tables, "_BLOCK", 16)
-        chex.assert_trees_all_equal(optzoo.flush(p, state), at_once)
+        chex.assert_trees_all_equal(optzoo.rows.catch_up(p, state), at_once)
 
 
 @pytest.mark.parametrize("layout", ["plain", "packed, as on an accelerator"])
@@ -121,7 +121,7 @@ def test_minimize_equals_dense_adam(layout, monkeypatch):
     p, state, values = train(tx, 60)
     assert step_of(tx, loss)._cache_size() == compiled
     assert any((np.asarray(last) < 60).any() for last in jax.tree.leaves(state.last))
-    p, state = optzoo.flush(p, state)
+    p, state = optzoo.rows.catch_up(p, state)
     np.testing.assert_allclose(values, dense()[2], rtol=1e-4)
     chex.assert_trees_all_close(p, dense()[0], rtol=2e-4, atol=2e-5)
     for name in ("m", "v"):
@@ -134,7 +134,7 @@ def test_a_loop_by_hand():
 
     @jax.jit
     def step(p, state, ids):
-        p, state = optzoo.catch_up(p, state, dict.fromkeys(TABLES, ids))
+        p, state = optzoo.rows.catch_up(p, state, dict.fromkeys(TABLES, ids))
         _, grads = optzoo.value_and_grad(loss)(p, ids)
         updates, state = tx.update(grads, state, p)
         assert isinstance(updates["users"], SparseRows)
@@ -144,7 +144,7 @@ def test_a_loop_by_hand():
     state = tx.init(p)
     for ids in batches(60):
         p, state = step(p, state, ids)
-    p, state = optzoo.flush(p, state)
+    p, state = optzoo.rows.catch_up(p, state)
     chex.assert_trees_all_close(p, dense()[0], rtol=2e-4, atol=2e-5)
 
 
@@ -161,7 +161,7 @@ def test_averages_of_rows_that_sleep():
         if tx is not plain:
             with pytest.raises(ValueError, match="rows that sleep"):
                 optzoo.get_slot(state, "average")
-            p, state = optzoo.flush(p, state)
+            p, state = optzoo.rows.catch_up(p, state)
             assert optzoo.slot_names(state) == ("m", "v", "average")
         ends.append((p, averages, optzoo.get_slot(state, "average")))
     chex.assert_trees_all_close(*ends, rtol=2e-4, atol=2e-5)
@@ -173,7 +173,7 @@ def test_a_rate_inside_the_momentum():
     plain = optzoo.rmsprop(7.0, momentum=0.9)
     ends = []
     tx = optzoo.caught_up(plain, tables=("users",), dense=True)
-    for each in (tx, optax.chain(optzoo.densify(), plain)):
+    for each in (tx, optax.chain(optzoo.rows.densify(), plain)):
         step, p = optzoo.minimize(few_loss, each), few_params()
         state = each.init(p)
         for t, ids in enumerate(batches(30)):
@@ -191,25 +191,25 @@ def test_a_restored_state_continues_equally():
     rest = batches(20, 5)
     later, other = (run(tx, *saved, rest, few_loss)[:2] for tx in (FEW_ASLEEP, again))
     chex.assert_trees_all_equal(later, other)
-    flushed = run(FEW_ASLEEP, *optzoo.flush(p, state), rest, few_loss)[:2]
+    flushed = run(FEW_ASLEEP, *optzoo.rows.catch_up(p, state), rest, few_loss)[:2]
     chex.assert_trees_all_close(
-        optzoo.flush(*flushed)[0], optzoo.flush(*later)[0], rtol=1e-4, atol=1e-5
+        optzoo.rows.catch_up(*flushed)[0], optzoo.rows.catch_up(*later)[0], rtol=1e-4, atol=1e-5
     )
 
 
 def test_from_adam_and_back():
     p, inner, _ = train(ADAM, 20)
-    p, state, _ = run(ASLEEP, p, optzoo.take_over(ASLEEP, p, inner), batches(60)[20:40])
-    p, state = optzoo.flush(p, state)
+    p, state, _ = run(ASLEEP, p, optzoo.rows.take_over(ASLEEP, p, inner), batches(60)[20:40])
+    p, state = optzoo.rows.catch_up(p, state)
     chex.assert_trees_all_equal_structs(state.inner, dense()[1])
     p, inner, _ = run(ADAM, p, state.inner, batches(60)[40:])
     chex.assert_trees_all_close((p, inner), dense()[:2], rtol=2e-3, atol=2e-5)
     with pytest.raises(TypeError, match="made by optzoo"):
-        optzoo.take_over(ADAM, p, inner)
+        optzoo.rows.take_over(ADAM, p, inner)
     with pytest.raises(TypeError, match="made by optzoo"):
-        optzoo.take_over(None, p, inner)
+        optzoo.rows.take_over(None, p, inner)
     with pytest.raises(ValueError, match="not a state of the optimizer in tx"):
-        optzoo.take_over(ASLEEP, p, optzoo.momentum(0.1, 0.9).init(p))
+        optzoo.rows.take_over(ASLEEP, p, optzoo.momentum(0.1, 0.9).init(p))
 
 
 def test_other_readers():
@@ -221,16 +221,16 @@ def test_other_readers():
     ):
         with pytest.raises(ValueError, match="rows that sleep"):
             read()
-    awake, flushed = optzoo.flush(p, state)
+    awake, flushed = optzoo.rows.catch_up(p, state)
     assert not np.array_equal(awake["users"], p["users"])
     chex.assert_trees_all_equal(optzoo.eval_params(p, state), awake)
     assert optzoo.slot_names(flushed) == ("m", "v")
     with pytest.raises(ValueError, match="no rows sleep in this state"):
-        optzoo.flush(p, state.inner)
+        optzoo.rows.catch_up(p, state.inner)
 
 
 def test_a_tf1_checkpoint(tmp_path):
-    p, state = optzoo.flush(*train(ASLEEP, 20)[:2])
+    p, state = optzoo.rows.catch_up(*train(ASLEEP, 20)[:2])
     optzoo.save_tf1_state(tmp_path / "model.npz", p, state, optimizer_name="Adam")
     loaded = optzoo.load_tf1_state(ASLEEP, p, tmp_path / "model.npz")
     chex.assert_trees_all_close(loaded[1].inner, state.inner)
@@ -239,7 +239,7 @@ def test_a_tf1_checkpoint(tmp_path):
     chex.assert_trees_all_equal(plain, (loaded[0], loaded[1].inner))
     carries = (run(ASLEEP, *start, batches(20, 5))[:2] for start in ((p, state), loaded))
     chex.assert_trees_all_close(
-        *(optzoo.flush(*carry)[0] for carry in carries), rtol=1e-4, atol=1e-5
+        *(optzoo.rows.catch_up(*carry)[0] for carry in carries), rtol=1e-4, atol=1e-5
     )
 
 
@@ -274,7 +274,7 @@ def test_a_loss_that_reads_whole_tables(read_all):
 
 def test_auxiliary_data_read_rows_that_are_awake():
     p, state, _ = train_few(FEW_ASLEEP, 10)
-    want, ids = optzoo.flush(p, state)[0], batches(11)[10]
+    want, ids = optzoo.rows.catch_up(p, state)[0], batches(11)[10]
     with_aux = lambda p, ids: (few_loss(p, ids), p["users"])
     step = optzoo.minimize(with_aux, FEW_ASLEEP, has_aux=True, sparse="allow")
     *_, users = step(p, state, ids)
@@ -288,12 +288,12 @@ def test_ids_out_of_range_and_foreign():
     for bad in (-1, 7):
         x, state, value = step(+table, tx.init(table), jnp.array([0, bad]))
         assert np.isnan(value) and not np.isnan(x).any()
-    x, state = optzoo.catch_up(x, state, jnp.array([[0, -1], [9, 3]]))
+    x, state = optzoo.rows.catch_up(x, state, jnp.array([[0, -1], [9, 3]]))
     assert state.last.tolist() == [1, 0, 0, 1, 0]
     with pytest.raises(TypeError, match="must be integers"):
-        optzoo.catch_up(x, state, jnp.array([0.0]))
-    with pytest.raises(ValueError, match=re.escape("no parameter is called ['table']")):
-        optzoo.catch_up(x, state, {"table": jnp.array([0])})
+        optzoo.rows.catch_up(x, state, jnp.array([0.0]))
+    with pytest.raises(ValueError, match=re.escape("no parameter matches ['table']")):
+        optzoo.rows.catch_up(x, state, {"table": jnp.array([0])})
 
 
 def test_rows_that_were_not_caught_up_become_nan():
@@ -356,7 +356,7 @@ def test_a_checkpoint_keeps_the_law_and_refuses_another(through, tmp_path):
     p, state, _ = train(ASLEEP, 3)
     restored = through(state, ASLEEP.init(p), tmp_path)
     chex.assert_trees_all_equal_structs(restored, state)
-    chex.assert_trees_all_equal(optzoo.flush(p, restored), optzoo.flush(p, state))
+    chex.assert_trees_all_equal(optzoo.rows.catch_up(p, restored), optzoo.rows.catch_up(p, state))
     other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), tables=TABLES)
     with pytest.raises(ValueError, match=r"'v', 0\.99\)"):
         restored = through(state, other.init(p), tmp_path / "again")
@@ -374,7 +374,7 @@ def test_settings_that_change():
         asleep(optzoo.adam(0.1, eps=1e-7)),
         asleep(optzoo.adam(0.1), horizon=1000),
     ):
-        with pytest.raises(ValueError, match=r"flush.*take_over"):
+        with pytest.raises(ValueError, match=r"catch_up.*take_over"):
             trace(other)
     with pytest.raises(ValueError, match="is a CaughtUpState, got tuple"):
         trace(ASLEEP, ADAM.init(p))
@@ -420,8 +420,8 @@ def test_inside_of_other_transformations():
     """
     adam = optzoo.adam(7.0)
     asleep = optzoo.caught_up(adam, tables=True)
-    grouped = optzoo.groups({"users": asleep, "items|bias": asleep, ".*": adam})
-    tx = optax.chain(optzoo.scale(2.0), optzoo.scale(0.5), grouped)
+    grouped = optzoo.param_groups({"users": asleep, "items|bias": asleep, ".*": adam})
+    tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     step, p, values = optzoo.minimize(loss, tx), params(), []
     state = tx.init(p)
     for t, ids in enumerate(batches(60)):
@@ -431,21 +431,25 @@ def test_inside_of_other_transformations():
     chex.assert_trees_all_close(optzoo.eval_params(p, state), dense()[0], rtol=2e-4, atol=2e-5)
     with pytest.raises(ValueError, match="rows that sleep"):
         optzoo.get_slot(state, "v")
-    _, state = optzoo.flush(p, state)
+    _, state = optzoo.rows.catch_up(p, state)
     got, want = (optzoo.get_slot(s, "v") for s in (state, dense()[1]))
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-6)
 
 
 FOLLOWED = {
-    "chain": lambda tx: optax.chain(tx, optzoo.scale(0.5)),
-    "named_chain": lambda tx: optax.named_chain(("a", tx), ("b", optzoo.scale(0.5))),
-    "inside": lambda tx: optax.chain(optzoo.scale(1.0), optax.chain(tx, optzoo.scale(0.5))),
-    "groups": lambda tx: optzoo.groups({".*": optax.chain(tx, optzoo.scale(0.5))}),
+    "chain": lambda tx: optax.chain(tx, optzoo.transforms.scale(0.5)),
+    "named_chain": lambda tx: optax.named_chain(("a", tx), ("b", optzoo.transforms.scale(0.5))),
+    "inside": lambda tx: optax.chain(
+        optzoo.transforms.scale(1.0), optax.chain(tx, optzoo.transforms.scale(0.5))
+    ),
+    "groups": lambda tx: optzoo.param_groups({".*": optax.chain(tx, optzoo.transforms.scale(0.5))}),
     "twice": lambda tx: optax.chain(tx, tx),
-    "counted": lambda tx: with_global_step(optax.chain)(tx, optzoo.scale(0.5)),
+    "counted": lambda tx: with_global_step(optax.chain)(tx, optzoo.transforms.scale(0.5)),
     "wrapper": lambda tx: optax.GradientTransformation(
         tx.init,
-        lambda g, s, p: optzoo.scale(0.5).update(*(done := tx.update(g, s, p)))[:1] + done[1:],
+        lambda g, s, p: (
+            optzoo.transforms.scale(0.5).update(*(done := tx.update(g, s, p)))[:1] + done[1:]
+        ),
     ),
 }
 
@@ -461,7 +465,7 @@ def test_nothing_may_change_the_update(name):
         optzoo.minimize(loss, followed)(p, followed.init(p), ids)
     if name not in ("named_chain", "wrapper"):
         with pytest.raises(ValueError, match=r"number 1 of 2 .* the last of its optax"):
-            optzoo.catch_up(p, followed.init(p), {"users": ids})
+            optzoo.rows.catch_up(p, followed.init(p), {"users": ids})
 
 
 def test_what_follows_may_be_for_other_parameters():
@@ -474,7 +478,9 @@ def test_what_follows_may_be_for_other_parameters():
     both = []
     for each in (tx, FEW_ASLEEP):
         p, state, _ = train_few(each, 5)
-        both.append(optzoo.flush(*optzoo.catch_up(p, state, {"users": jnp.arange(3)}))[0])
+        both.append(
+            optzoo.rows.catch_up(*optzoo.rows.catch_up(p, state, {"users": jnp.arange(3)}))[0]
+        )
     chex.assert_trees_all_close(*both, rtol=1e-5, atol=1e-6)
 
 
@@ -500,8 +506,8 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
     averaged = lambda tx: optzoo.moving_average(tx, 0.99, num_updates="count")
     ftrl, adam = optzoo.ftrl(0.05), optzoo.adam(0.01, eps=1e-3)
     asleep = optzoo.caught_up(averaged(adam), tables=True)
-    tx = optzoo.groups({"wide/.*": averaged(ftrl), "table": asleep, "k": averaged(adam)})
-    dense = averaged(optzoo.groups({"wide/.*": ftrl, "deep/.*": adam}))
+    tx = optzoo.param_groups({"wide/.*": averaged(ftrl), "table": asleep, "k": averaged(adam)})
+    dense = averaged(optzoo.param_groups({"wide/.*": ftrl, "deep/.*": adam}))
 
     values = wide_and_deep()
     tree = lambda *path: jnp.asarray(values["/".join(path)])
@@ -525,7 +531,9 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
         step = optzoo.minimize(loss, each)
         for ids in batches(20):
             p, state, _ = step(p, state, ids, jnp.array([1.0, -1, 1, -1, 1]))
-        ends.append((optzoo.flush(p, state)[0] if each is tx else p, optzoo.eval_params(p, state)))
+        ends.append(
+            (optzoo.rows.catch_up(p, state)[0] if each is tx else p, optzoo.eval_params(p, state))
+        )
     chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
     far = jax.tree.map(lambda x, a: jnp.abs(x - a).max(), *ends[1])
     assert min(jax.tree.leaves(far)) > 1e-3  # the averages are not the parameters
@@ -546,7 +554,9 @@ def test_what_a_step_needs():
         inside = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), tables=TABLES)
         optzoo.minimize(loss, inside)(p, inside.init(p), ids, average_decay=0.5)
     guarded = optax.apply_if_finite(tx, 3)
-    with pytest.raises(ValueError, match=r"optzoo.zero_if_norm_exceeds\(math.inf\) before"):
+    with pytest.raises(
+        ValueError, match=r"optzoo.transforms.zero_if_norm_exceeds\(math.inf\) before"
+    ):
         optzoo.minimize(loss, guarded)(p, guarded.init(p), ids)
     far = optzoo.model_average(tx)
     with pytest.raises(
@@ -576,5 +586,5 @@ def test_large_tables_and_slots_stay_where_they_are():
     for _ in range(2):
         x, state, _ = step(x, state, ids)
     assert len(before) == 4 and where(large(x, state)) == before
-    flush = jax.jit(optzoo.flush, donate_argnums=(0, 1)).lower(x, state).compile()
+    flush = jax.jit(optzoo.rows.catch_up, donate_argnums=(0, 1)).lower(x, state).compile()
     assert flush.memory_analysis().temp_size_in_bytes < 0.4 * x["table"].nbytes

@@ -35,8 +35,8 @@ def sleep(tx, x):
         of = lambda each, carry: jax.lax.scan(
             lambda c, _: (step(each, none, *c), None), carry, length=AGE
         )[0]
-        x, state = of(asleep, (start[0], optzoo.take_over(asleep, *start)))
-        return start, optzoo.flush(x, state), of(tx, start)
+        x, state = of(asleep, (start[0], optzoo.rows.take_over(asleep, *start)))
+        return start, optzoo.rows.catch_up(x, state), of(tx, start)
 
     ends = jax.jit(run)(x)
     return [[x, *(optzoo.get_slot(state, name) for name in ("m", "v"))] for x, state in ends]

@@ -34,12 +34,12 @@ def replay(case):
     tx = optzoo.caught_up(build(case.meta), tables=tables, horizon=500)
 
     def step(carry, inputs):
-        params, state = optzoo.catch_up(*carry, inputs[1])
+        params, state = optzoo.rows.catch_up(*carry, inputs[1])
         dense, ids, rows = inputs
         grads = dense | {k: SparseRows(ids[k], rows[k], len(params[k])) for k in ids}
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        return (params, state), optzoo.flush(params, state)
+        return (params, state), optzoo.rows.catch_up(params, state)
 
     run = jax.jit(lambda params, values: jax.lax.scan(step, (params, tx.init(params)), values)[1])
     path, states = jax.device_get(run(params, values))
@@ -120,7 +120,7 @@ def family_errors():
         def step(carry, inputs):
             (x, state), (y, other) = carry
             ids, values = inputs
-            x, state = optzoo.catch_up(x, state, ids)
+            x, state = optzoo.rows.catch_up(x, state, ids)
             g = SparseRows(ids, values, ROWS)
             u, state = tx.update(g, state, x)
             x = optax.apply_updates(x, u)
@@ -130,7 +130,7 @@ def family_errors():
         def fifty_steps(carry, inputs):
             carry, _ = jax.lax.scan(step, carry, inputs)
             (x, state), (y, _) = carry
-            x, awake = optzoo.flush(x, state)
+            x, awake = optzoo.rows.catch_up(x, state)
             return carry, (jnp.abs(x - y).max(), awake)
 
         def run(ids, values):
@@ -276,7 +276,7 @@ def test_no_drift_over_many_steps():
             (x, state), (y, other) = carry
             ids, values, rate = inputs
             g = SparseRows(ids, values, rows)
-            x, state = optzoo.catch_up(x, state, ids)
+            x, state = optzoo.rows.catch_up(x, state, ids)
             u, state = tx.update(g, state, x, learning_rate=rate)
             x = x + u
             u, other = plain.update(g, other, y, learning_rate=rate)
@@ -284,7 +284,7 @@ def test_no_drift_over_many_steps():
 
         carry = (x0, tx.init(x0)), (x0, plain.init(x0))
         ((x, state), (y, _)), _ = jax.lax.scan(step, carry, (ids, values, rates))
-        return optzoo.flush(x, state)[0], y
+        return optzoo.rows.catch_up(x, state)[0], y
 
     mine, dense = run(jnp.asarray(x0), values, rates)
     exact = adam_in_float64(x0, ids, values, np.asarray(rates))

@@ -22,7 +22,7 @@ def table(shape=(ROWS, WIDTH), dtype=jnp.float32):
 def both(dtype=jnp.float32):
     """Parameters with a plain table, and with lines."""
     x, w = table(dtype=dtype), jnp.arange(1.0, WIDTH + 1) / WIDTH
-    return {"table": x, "w": w}, {"table": optzoo.to_lines(x), "w": w + 0}
+    return {"table": x, "w": w}, {"table": optzoo.rows.to_lines(x), "w": w + 0}
 
 
 def loss(params, ids):
@@ -35,22 +35,22 @@ def test_shapes(width):
     assert lanes % 128 == 0
     assert 3000 * width <= lines * lanes <= 1.15 * 3000 * width + lanes
     x = table((31, width))
-    kept = optzoo.to_lines(x)
+    kept = optzoo.rows.to_lines(x)
     assert kept.value.shape == shape_of_lines(x.shape) and kept.shape == x.shape and len(kept) == 31
-    np.testing.assert_array_equal(optzoo.from_lines(kept), x)
+    np.testing.assert_array_equal(optzoo.rows.from_lines(kept), x)
 
 
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (7, 100), (9, 2, 12), (5, 200), (300, 1)])
 def test_rows_of_all_kinds(shape):
     """Those out of range are ignored; no row but those of the ids changes."""
     x = table(shape)
-    lines = optzoo.to_lines(x).value
+    lines = optzoo.rows.to_lines(x).value
     ids = jnp.array([3, 0, -1, shape[0], 4, shape[0] + 130, -200, 1])
     is_in = (ids >= 0) & (ids < shape[0])
     found = take_rows(lines, ids, shape)
     np.testing.assert_array_equal(found[is_in], x[ids[is_in]])
     rows = jax.random.normal(jax.random.key(1), found.shape)
-    back = lambda value: optzoo.from_lines(optzoo.Lines(value, shape))
+    back = lambda value: optzoo.rows.from_lines(optzoo.rows.Lines(value, shape))
     ignored = jnp.where(is_in, ids, shape[0])
     want = x.at[ignored].set(rows, mode="drop")
     np.testing.assert_array_equal(back(put_rows(lines, ids, rows, shape)), want)
@@ -61,12 +61,12 @@ def test_rows_of_all_kinds(shape):
 
 def test_nan_stays_in_its_row():
     x = table().at[3].set(jnp.nan)
-    lines = optzoo.to_lines(x).value
+    lines = optzoo.rows.to_lines(x).value
     found = take_rows(lines, jnp.arange(ROWS), x.shape)
     np.testing.assert_array_equal(found, x)
     rows = jnp.full((1, WIDTH), jnp.nan)
-    new = optzoo.Lines(put_rows(lines, jnp.array([5]), rows, x.shape), x.shape)
-    np.testing.assert_array_equal(optzoo.from_lines(new), x.at[5].set(jnp.nan))
+    new = optzoo.rows.Lines(put_rows(lines, jnp.array([5]), rows, x.shape), x.shape)
+    np.testing.assert_array_equal(optzoo.rows.from_lines(new), x.at[5].set(jnp.nan))
 
 
 def test_lookups():
@@ -89,7 +89,7 @@ def test_lookups():
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients(tied):
     def of(params, ids):
-        more = jnp.sum(optzoo.from_lines(params)["table"] ** 2) if tied else 0.0
+        more = jnp.sum(optzoo.rows.from_lines(params)["table"] ** 2) if tied else 0.0
         return loss(params, ids) + jnp.sum(optzoo.lookup(params["table"], ids[:2]) ** 3) + more
 
     plain, lines = both()
@@ -98,7 +98,7 @@ def test_gradients(tied):
     value, found = value_and_grad(lines, IDS)
     assert value == want_value
     assert isinstance(found["table"].value, optzoo.SparseRows) != tied
-    found = optzoo.from_lines(found)["table"]
+    found = optzoo.rows.from_lines(found)["table"]
     dense = lambda g: g.to_dense() if isinstance(g, optzoo.SparseRows) else g
     np.testing.assert_allclose(dense(found), dense(want["table"]), rtol=1e-5, atol=1e-7)
 
@@ -109,7 +109,7 @@ def trained(tx, params, steps=3, dtype=None, **extra):
     for k in range(steps):
         ids = IDS if k != 1 else (IDS * 7 + 1) % ROWS
         params, state, value = step(params, state, ids, **extra)
-    return optzoo.from_lines((params, state, value))
+    return optzoo.rows.from_lines((params, state, value))
 
 
 def assert_equal(found, want):
@@ -124,7 +124,13 @@ SECOND_ORDER = ("shampoo", "blocked_shampoo", "soap", "ggt")
 
 
 # Each policy, slots with one number for each row, norms of rows, and what needs the number of rows.
-FEW = ["adam", "counter_row_wise_adagrad", "gradient_descent", "grad_variance_scaled", "lamb"]
+FEW = [
+    "adam",
+    "counter_row_wise_adagrad",
+    "gradient_descent",
+    "grad_variance_scaled",
+    "row_wise_lamb",
+]
 FEW += ["lazy_adam", "nadam", "partial_row_wise_adam", "row_wise_adagrad", "row_wise_lars"]
 OTHERS = [n for n in optzoo.CATALOG if n not in (*FEW, *SECOND_ORDER)]
 
@@ -140,7 +146,7 @@ def test_every_optimizer(name):
 adam = lambda: optzoo.lazy_adam(0.1)
 WRAPPED = {
     "chain": lambda: optax.chain(optzoo.clip_by_global_norm(1e-3), adam()),
-    "groups": lambda: optzoo.groups({"table": adam(), "w": optzoo.adam(1e-3)}),
+    "groups": lambda: optzoo.param_groups({"table": adam(), "w": optzoo.adam(1e-3)}),
     "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
     "accumulate": lambda: optzoo.accumulate(adam(), 2),
     "accumulate_rows": lambda: optzoo.accumulate(adam(), 2, rows={"table": 8}),
@@ -151,13 +157,13 @@ WRAPPED = {
     "random_packed": lambda: optzoo.slots_dtype(adam(), "bfloat16", stochastic=True, packed=True),
     "apply_if_finite": lambda: optax.apply_if_finite(adam(), 3),
     "weight_decay": lambda: optzoo.decoupled_weight_decay(adam(), weight_decay_per_step=0.01),
-    "densify": lambda: optax.chain(optzoo.densify(), optax.adam(0.1)),
-    "on_values": lambda: optax.chain(optzoo.on_values(optax.scale(2.0)), adam()),
+    "densify": lambda: optax.chain(optzoo.rows.densify(), optax.adam(0.1)),
+    "on_values": lambda: optax.chain(optzoo.rows.on_values(optax.scale(2.0)), adam()),
     "partition": lambda: optax.partition(
         {"a": adam(), "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
     ),
     "inject": lambda: optax.inject_hyperparams(optzoo.lazy_adam)(learning_rate=0.1),
-    "max_norm": lambda: optax.chain(optzoo.zero_if_norm_exceeds(1e3), adam()),
+    "max_norm": lambda: optax.chain(optzoo.transforms.zero_if_norm_exceeds(1e3), adam()),
 }
 
 
@@ -187,7 +193,7 @@ def test_a_loop_by_hand():
         return optax.apply_updates(params, updates), state
 
     results = [step(p, tx.init(p), IDS) for p in both()]
-    assert_equal(optzoo.from_lines(results[1]), results[0])
+    assert_equal(optzoo.rows.from_lines(results[1]), results[0])
 
 
 def test_a_state_of_rows_goes_on_in_lines():
@@ -197,10 +203,10 @@ def test_a_state_of_rows_goes_on_in_lines():
     plain, state, _ = step(plain, tx.init(plain), IDS)
     like = lines, tx.init(lines)
     copies = jax.tree.map(jnp.copy, (plain, state))
-    lines, in_lines = optzoo.to_lines(copies, like=like)
+    lines, in_lines = optzoo.rows.to_lines(copies, like=like)
     assert jax.tree.structure((lines, in_lines)) == jax.tree.structure(like)
     want = step(plain, state, IDS[:4])
-    assert_equal(optzoo.from_lines(step(lines, in_lines, IDS[:4])), want)
+    assert_equal(optzoo.rows.from_lines(step(lines, in_lines, IDS[:4])), want)
 
 
 def test_checkpoints_of_tensorflow_and_fbgemm(tmp_path):
@@ -214,18 +220,18 @@ def test_checkpoints_of_tensorflow_and_fbgemm(tmp_path):
     optzoo.save_tf1_state(str(tmp_path / "rows.npz"), plain, state, **names)
     read = optzoo.load_tf1_state(tx, lines, str(tmp_path / "rows.npz"), **names)
     assert jax.tree.structure(read) == jax.tree.structure(like)
-    assert_equal(optzoo.from_lines(read), (plain, state))
+    assert_equal(optzoo.rows.from_lines(read), (plain, state))
     optzoo.save_tf1_state(str(tmp_path / "lines.npz"), *read, **names)
     again = optzoo.load_tf1_state(tx, plain, str(tmp_path / "lines.npz"), **names)
     assert_equal(again, (plain, state))
-    tx = optzoo.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD")
+    tx = optzoo.interop.fbgemm.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD")
     state = tx.init(plain)
     plain, state, _ = optzoo.minimize(loss, tx)(plain, state, IDS)
     like = lines, tx.init(lines)
-    of_rows = optzoo.fbgemm_state_dict(plain, state)
-    read = optzoo.load_fbgemm_state(tx, lines, of_rows)
+    of_rows = optzoo.interop.fbgemm.fbgemm_state_dict(plain, state)
+    read = optzoo.interop.fbgemm.load_fbgemm_state(tx, lines, of_rows)
     assert jax.tree.structure(read) == jax.tree.structure(like)
-    for name, a in optzoo.fbgemm_state_dict(*read).items():
+    for name, a in optzoo.interop.fbgemm.fbgemm_state_dict(*read).items():
         np.testing.assert_array_equal(a, of_rows[name])
 
 
@@ -241,26 +247,28 @@ def test_errors():
     with pytest.raises(ValueError, match=r"optzoo\.caught_up"):
         optzoo.caught_up(optzoo.adam(), tables=("table",)).init(lines)
     with pytest.raises(ValueError, match="a table has at least one axis"):
-        optzoo.to_lines(1.0)
+        optzoo.rows.to_lines(1.0)
     with pytest.raises(ValueError, match=r"shapes \[\(3, 16\)\] do not belong .*\(45, 16\)"):
-        optzoo.to_lines({**lines, "table": jnp.ones((3, WIDTH))}, like=lines)
+        optzoo.rows.to_lines({**lines, "table": jnp.ones((3, WIDTH))}, like=lines)
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
-    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
     with pytest.raises(ValueError, match=r"8 rows, .* the 20 rows of a shard.*multiple=16"):
-        optzoo.create_table(optzoo.RowSharding(40, 2, multiple=1), mesh, rows, lines=True)
+        optzoo.sharded.create_table(
+            optzoo.sharded.RowSharding(40, 2, multiple=1), mesh, rows, lines=True
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1e-3, "transport": jnp.bfloat16}])
 @pytest.mark.parametrize("name", ["lazy_adam", "row_wise_adagrad", "gradient_descent"])
 def test_sharded_tables(name, options):
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
-    sharding = optzoo.RowSharding(ROWS, 2, multiple=32)
-    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    sharding = optzoo.sharded.RowSharding(ROWS, 2, multiple=32)
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
     tx = optzoo.CATALOG[name].make()
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
 
     def run(lines):
-        x = optzoo.create_table(sharding, mesh, rows, chunk=11, lines=lines)
+        x = optzoo.sharded.create_table(sharding, mesh, rows, chunk=11, lines=lines)
         everywhere = NamedSharding(mesh, PartitionSpec())
         params = {"table": x, "w": jax.device_put(jnp.ones(WIDTH), everywhere)}
         placed = optzoo.state_sharding(tx, params)
@@ -269,15 +277,15 @@ def test_sharded_tables(name, options):
             params, state, value = step(params, state, jnp.tile(IDS + k, 2).clip(max=ROWS))
         large = [a for a in jax.tree.leaves((params, state)) if a.size > WIDTH]
         assert all(a.sharding.spec == PartitionSpec("shard") for a in large) and large
-        return optzoo.from_lines((params, state, value))
+        return optzoo.rows.from_lines((params, state, value))
 
     assert_equal(run(True), run(False))
 
 
 def test_replicated_tables_in_lines_beside_sharded_ones():
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
-    sharding, tx = optzoo.RowSharding(ROWS, 2, multiple=32), optzoo.lazy_adam(0.1)
-    rows = optzoo.uniform_rows(jax.random.key(0), WIDTH)
+    sharding, tx = optzoo.sharded.RowSharding(ROWS, 2, multiple=32), optzoo.lazy_adam(0.1)
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
     small = jax.random.normal(jax.random.key(1), (45, WIDTH))
 
     def both_tables(p, ids):
@@ -286,15 +294,15 @@ def test_replicated_tables_in_lines_beside_sharded_ones():
     step = optzoo.sharded_minimize(both_tables, tx, mesh, {"table": sharding})
 
     def run(lines):
-        x = optzoo.create_table(sharding, mesh, rows, lines=lines)
+        x = optzoo.sharded.create_table(sharding, mesh, rows, lines=lines)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        other = optzoo.to_lines(small) if lines else small
+        other = optzoo.rows.to_lines(small) if lines else small
         params = {"table": x, "small": jax.device_put(other, everywhere)}
         placed = optzoo.state_sharding(tx, params)
         state = jax.jit(tx.init, out_shardings=placed)(params)
         for k in range(2):
             params, state, value = step(params, state, jnp.tile(IDS + k, 2).clip(max=40))
-        return optzoo.from_lines((params, state, value))
+        return optzoo.rows.from_lines((params, state, value))
 
     assert_equal(run(True), run(False))
 
@@ -302,11 +310,11 @@ def test_replicated_tables_in_lines_beside_sharded_ones():
 def test_groups_with_rows_that_sleep_beside_tables_in_lines():
     _, lines = both()
     asleep = {"sleeping": jnp.ones((9, WIDTH))}
-    tx = optzoo.groups(
+    tx = optzoo.param_groups(
         {
             "sleeping": optzoo.caught_up(optzoo.adam(), tables=True),
             ".*": optzoo.lazy_adam(),
         }
     )
     state = tx.init({**lines, **asleep})
-    assert optzoo.flush({**lines, **asleep}, state)[0]["table"].shape == (45, WIDTH)
+    assert optzoo.rows.catch_up({**lines, **asleep}, state)[0]["table"].shape == (45, WIDTH)

@@ -72,7 +72,7 @@ def test_tables_and_slots_of_every_optimizer(name):
     "tx",
     [
         optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam()),
-        optzoo.groups({"table": optzoo.lazy_adam(), "w": optax.adam(1e-3)}),
+        optzoo.param_groups({"table": optzoo.lazy_adam(), "w": optax.adam(1e-3)}),
         optax.apply_if_finite(optzoo.lazy_adam(), 3),
         optzoo.accumulate(optzoo.lazy_adam(), 2, rows={"table": 8}),
         optzoo.slots_dtype(optzoo.lazy_adam(), "bfloat16", stochastic=True),
@@ -105,8 +105,8 @@ def test_elements_of_64_bits_have_no_layout(x64):
 
 def test_steps_of_sharded_tables():
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
-    sharding = optzoo.RowSharding(ROWS, 2, multiple=1)
-    table = optzoo.create_table(sharding, mesh, lambda ids: jnp.ones((len(ids), WIDTH)))
+    sharding = optzoo.sharded.RowSharding(ROWS, 2, multiple=1)
+    table = optzoo.sharded.create_table(sharding, mesh, lambda ids: jnp.ones((len(ids), WIDTH)))
     w = jax.device_put(params()["w"], NamedSharding(mesh, PartitionSpec()))
     x, tx = {"table": table, "w": w}, optzoo.lazy_adam()
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
@@ -186,7 +186,7 @@ def test_steps_in_a_loop():
         body = lambda carry, ids: (step(*carry, ids)[:2], None)
         return jax.lax.scan(body, (params, state), batches)[0]
 
-    found = row_major_results(jax.jit(optzoo.row_major(steps)), x, state, IDS[None])
+    found = row_major_results(jax.jit(optzoo.rows.row_major(steps)), x, state, IDS[None])
     assert found == of_table(x, state)
 
 
@@ -198,7 +198,7 @@ def test_a_step_by_hand():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    by_rows, x = jax.jit(optzoo.row_major(step)), params()
+    by_rows, x = jax.jit(optzoo.rows.row_major(step)), params()
     state = tx.init(x)
     assert row_major_results(by_rows, x, state, IDS).count((ROWS, WIDTH)) == 1
     plain = jax.jit(step)
@@ -208,4 +208,4 @@ def test_a_step_by_hand():
         jax.tree.map(np.testing.assert_array_equal, (x, state), want)
     assert by_rows._cache_size() == 1
     with pytest.raises(TypeError, match="step must be a function, got 3"):
-        optzoo.row_major(3)
+        optzoo.rows.row_major(3)

@@ -17,9 +17,9 @@ class Slots(NamedTuple):
 
 def test_a_slot_called_average_is_no_average_of_parameters():
     rule = lambda g, x, s, t: (-g, Slots(0.9 * s.average + 0.1 * g))
-    tx = optzoo.leafwise(rule, slots=Slots(optzoo.zeros))
+    tx = optzoo.rules.leafwise(rule, slots=Slots(optzoo.rules.zeros))
     state = tx.init(PARAMS)
-    for read in (optzoo.eval_params, optzoo.swap):
+    for read in (optzoo.eval_params, optzoo.state.swap_averages):
         with pytest.raises(ValueError, match="state has neither averages nor a center"):
             read(PARAMS, state)
     moved = {name: x + 1 for name, x in PARAMS.items()}

@@ -189,7 +189,7 @@ def optzoo_lion(rate):
     def rule(g, x, s, t):
         return -rate * jnp.sign(0.9 * s.m + 0.1 * g), LionSlots(0.99 * s.m + 0.01 * g)
 
-    return optzoo.leafwise(rule, slots=LionSlots(optzoo.zeros))
+    return optzoo.rules.leafwise(rule, slots=LionSlots(optzoo.rules.zeros))
 
 
 def adam(g, s, t):
@@ -384,7 +384,9 @@ def test_random_rounding_is_the_same_for_rows_and_arrays():
     for a, b in zip(dense[0].slots, nearest[0].slots, strict=True):
         assert 0.15 < np.mean(np.asarray(a.codes) != b.codes) < 0.35  # a quarter
     twice = slots_dtype(
-        optzoo.leafwise(rule_of_two, slots=Two(optzoo.zeros, optzoo.zeros)), "int8", stochastic=True
+        optzoo.rules.leafwise(rule_of_two, slots=Two(optzoo.rules.zeros, optzoo.rules.zeros)),
+        "int8",
+        stochastic=True,
     )
     _, two = twice.update(g, twice.init(x), x)
     assert (two.slots.a.codes != two.slots.b.codes).any()  # each slot has random bits of its own
@@ -439,12 +441,12 @@ def test_arrays_with_other_groups_are_left_to_xla(width):
 
 def test_tables_in_lines(trained):
     tx, params, state = trained
-    like = {**table_and_kernel(), "t": optzoo.to_lines(table_and_kernel()["t"])}
+    like = {**table_and_kernel(), "t": optzoo.rows.to_lines(table_and_kernel()["t"])}
     lines, in_lines = train(tx, like)
     assert tree_of(in_lines, "m")["t"].value.codes.value.shape == (2, 384)  # eight rows in each
-    chex.assert_trees_all_close(optzoo.from_lines(lines), params, rtol=1e-5)
+    chex.assert_trees_all_close(optzoo.rows.from_lines(lines), params, rtol=1e-5)
     chex.assert_trees_all_close(
-        optzoo.get_slot(optzoo.from_lines(in_lines), "m"),
+        optzoo.get_slot(optzoo.rows.from_lines(in_lines), "m"),
         optzoo.get_slot(state, "m"),
         rtol=0.02,
         atol=1e-6,
@@ -457,19 +459,22 @@ def test_sharded_tables(trained, lines):
     tx, params, state = trained
     mesh, sharding = (
         Mesh(np.array(jax.devices()[:4]), ("shard",)),
-        optzoo.RowSharding(12, 4, multiple=4 * 3 * 8 if lines else 1),
+        optzoo.sharded.RowSharding(12, 4, multiple=4 * 3 * 8 if lines else 1),
     )
     start = jax.tree.map(jnp.asarray, table_and_kernel())
     rows_of = lambda ids: start["t"].at[ids].get(mode="fill", fill_value=0)
     everywhere = jax.device_put(start["w"], NamedSharding(mesh, PartitionSpec()))
-    sharded = {"t": optzoo.create_table(sharding, mesh, rows_of, lines=lines), "w": everywhere}
+    sharded = {
+        "t": optzoo.sharded.create_table(sharding, mesh, rows_of, lines=lines),
+        "w": everywhere,
+    }
     shardings = optzoo.state_sharding(tx, sharded)
     sharded_state = jax.jit(tx.init, out_shardings=shardings)(sharded)
     step = optzoo.sharded_minimize(loss, tx, mesh, {"t": sharding}, capacity_factor=0.25)
     for ids in IDS:
         sharded, sharded_state, _ = step(sharded, sharded_state, ids)
-    sharded, sharded_state = optzoo.from_lines((sharded, sharded_state))
-    found = optzoo.in_order_of_ids((sharded, sharded_state), {"t": sharding}, sharded)
+    sharded, sharded_state = optzoo.rows.from_lines((sharded, sharded_state))
+    found = optzoo.sharded.in_order_of_ids((sharded, sharded_state), {"t": sharding}, sharded)
     found[0]["t"] = found[0]["t"][:12]  # the others fill up the shards
     chex.assert_trees_all_close(found[0], params, rtol=1e-5, atol=1e-6)
     for slot in ("m", "v"):
@@ -495,29 +500,31 @@ def test_from_one_storage_to_another(trained):
     """By one call; a step with the state in float32 starts from the same numbers."""
     tx, params, state = trained
     plain = optzoo.lazy_adam(0.1)
-    wide = optzoo.slots_like(state, jax.eval_shape(plain.init, params))
+    wide = optzoo.state.slots_like(state, jax.eval_shape(plain.init, params))
     assert jax.tree.structure(wide) == jax.tree.structure(plain.init(params))
     chex.assert_trees_all_equal(optzoo.get_slot(wide, "v"), optzoo.get_slot(state, "v"))
-    chex.assert_trees_all_equal(optzoo.slots_like(wide, jax.eval_shape(tx.init, params)), state)
+    chex.assert_trees_all_equal(
+        optzoo.state.slots_like(wide, jax.eval_shape(tx.init, params)), state
+    )
     half = slots_dtype(plain, "bfloat16", packed=True)
-    packed = optzoo.slots_like(state, jax.eval_shape(half.init, params))
+    packed = optzoo.state.slots_like(state, jax.eval_shape(half.init, params))
     chex.assert_trees_all_close(
         optzoo.get_slot(packed, "v"),
         jax.tree.map(lambda a: a.astype("bfloat16"), optzoo.get_slot(state, "v")),
     )
     with pytest.raises(ValueError, match=r"expected MomentumSlots\(momentum\), got AdamSlots"):
-        optzoo.slots_like(state, optzoo.momentum(0.1, 0.9).init(params))
+        optzoo.state.slots_like(state, optzoo.momentum(0.1, 0.9).init(params))
 
 
 def test_tables_that_grow(trained):
     tx, params, state = trained
-    _, larger = optzoo.resize_table(params, state, {"t": 15}, tx=tx)
+    _, larger = optzoo.growing.resize_table(params, state, {"t": 15}, tx=tx)
     for slot in ("m", "v"):
         pairs = zip(*(apart(tree_of(s, slot)["t"]) for s in (larger, state)), strict=True)
         for new, old in pairs:
             np.testing.assert_array_equal(new[:12], old)
             assert len(new) == 15 and not new[12:].any()
-    _, reset = optzoo.reset_rows(params, state, {"t": jnp.array([5])}, tx=tx)
+    _, reset = optzoo.growing.reset_rows(params, state, {"t": jnp.array([5])}, tx=tx)
     assert not tree_of(reset, "m")["t"].codes[5].any() and tree_of(reset, "m")["t"].codes[1].any()
 
 
@@ -545,8 +552,8 @@ def test_shardings_of_states():
 def test_shards_that_lines_do_not_divide():
     """Lines of codes have 8 rows with 40 elements, those of the table 3."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
-    table = optzoo.create_table(
-        optzoo.RowSharding(12, 4, multiple=12),
+    table = optzoo.sharded.create_table(
+        optzoo.sharded.RowSharding(12, 4, multiple=12),
         mesh,
         lambda ids: jnp.zeros((len(ids), 40)),
         lines=True,
@@ -593,7 +600,7 @@ def test_refused():
     class Unsaid(NamedTuple):
         a: Any
 
-    unsaid = optzoo.leafwise(lambda g, x, s, t: (g, s), slots=Unsaid(optzoo.zeros))
+    unsaid = optzoo.rules.leafwise(lambda g, x, s, t: (g, s), slots=Unsaid(optzoo.rules.zeros))
     with pytest.raises(ValueError, match=r"Unsaid\.a: it is not said"):
         slots_dtype(unsaid, "int8").init(jnp.ones(SHAPE))
 

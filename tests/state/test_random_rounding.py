@@ -79,8 +79,8 @@ class Slots(NamedTuple):
 
 
 # One, and what bfloat16 drops.
-RULE = optzoo.leafwise(
-    lambda g, x, s, t: (g, Slots(*[1 + g] * 5)), slots=Slots(*[optzoo.full(1)] * 5)
+RULE = optzoo.rules.leafwise(
+    lambda g, x, s, t: (g, Slots(*[1 + g] * 5)), slots=Slots(*[optzoo.rules.full(1)] * 5)
 )
 ORDER = np.random.default_rng(0).permutation(ROWS)
 PARAMS = {name: np.zeros(SHAPE, "float32") for name in ("a", "b", "rows")}
@@ -187,7 +187,7 @@ def asleep(count):
     fill = lambda s: s._replace(
         count=count, slots=jax.tree.map(lambda a: jnp.full_like(a, START), s.slots)
     )
-    state = optzoo.take_over(TX, TABLES, map_nodes(LeafwiseState, fill, inner))
+    state = optzoo.rows.take_over(TX, TABLES, map_nodes(LeafwiseState, fill, inner))
     for _ in range(ASLEEP):
         state = TX.update(NONE, state, TABLES)[1]
     return TABLES, state
@@ -202,7 +202,7 @@ def slots_of(state):
 @functools.cache
 def awake(count):
     """The slots after all rows have been caught up."""
-    return slots_of(optzoo.flush(*asleep(count))[1])
+    return slots_of(optzoo.rows.catch_up(*asleep(count))[1])
 
 
 def test_bits_of_rows_that_wake():
@@ -216,8 +216,8 @@ def test_bits_of_shards_that_wake():
     """As in one piece. Rounded as they wake, and again by an update, no two are alike."""
     params, state = asleep(0)
     place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
-    flushed = optzoo.flush(*jax.tree.map(place, (params, state)))[1]
-    sharding = optzoo.RowSharding(ROWS, DEVICES, "div", "d", multiple=1)
+    flushed = optzoo.rows.catch_up(*jax.tree.map(place, (params, state)))[1]
+    sharding = optzoo.sharded.RowSharding(ROWS, DEVICES, "div", "d", multiple=1)
 
     def on_device(params, state):
         zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}

@@ -35,7 +35,7 @@ WHOLE = {
     "variable_clipping": optzoo.variable_clipping(adam, {"a": (0,)}, 1.0),
     **{
         name: method.make(adam, 1, axis_name=None)
-        for name, method in optzoo.DISTRIBUTED.items()
+        for name, method in optzoo.catalog.DISTRIBUTED.items()
         if name not in ("agn", "diloco")  # two optimizers each
     },
 }
@@ -61,7 +61,7 @@ def test_slots_through_everything(name):
 def test_slots_are_those_of_the_optimizer(name):
     tx = samples.make(CATALOG[name])
     state = tx.init(samples.params())
-    nodes = nodes_of(optzoo.LeafwiseState, state)
+    nodes = nodes_of(optzoo.state.LeafwiseState, state)
     fields = [field for node in nodes for field in node.slots._fields]
     assert list(slot_names(state)) == fields
 
@@ -177,7 +177,7 @@ BY_TYPE = {
         {"mean", "trace", "acc_grads"},
     ),
     "replicas": (optzoo.sync_replicas(adam, 1, axis_name=None), {"sum", "m", "v"}),
-    "summaries": (optzoo.gradient_summaries(), {"norm", "largest"}),
+    "summaries": (optzoo.transforms.gradient_summaries(), {"norm", "largest"}),
 }
 
 

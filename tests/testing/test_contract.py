@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import Entry, SparseRows, get_slot, set_slot
+from optzoo import SparseRows, get_slot, set_slot
+from optzoo.catalog import Entry
 from optzoo.testing import contract, samples
 from optzoo.testing.contract import eager  # noqa: F401 (a fixture)
 

@@ -74,10 +74,10 @@ TAKE_ROWS = {
     "adam, dense": optzoo.adam(0.1),
     "chain of optax": optax.chain(optzoo.clip_by_global_norm(0.1), optzoo.lazy_adam(0.1)),
     "on_rows": optzoo.on_rows(optax.adamw(0.1)),
-    "densify": optax.chain(optzoo.densify(), optax.adam(0.1)),
+    "densify": optax.chain(optzoo.rows.densify(), optax.adam(0.1)),
     "wrappers": optzoo.moving_average(optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16"), 0.9),
     "accumulate": optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"a|b": 4}),
-    "groups": optzoo.groups(
+    "groups": optzoo.param_groups(
         {"a": optzoo.ftrl(0.1), "b": optzoo.lazy_adam(0.1), ".*": optax.adam(0.1)}
     ),
 }
@@ -105,7 +105,7 @@ REFUSE_ROWS = {
     "sgd": optax.sgd(0.1),
     "a part of a chain": optax.chain(optax.clip_by_global_norm(0.1), optzoo.lazy_adam(0.1)),
     "MultiSteps": optax.MultiSteps(optzoo.lazy_adam(0.1), 2).gradient_transformation(),
-    "a group": optzoo.groups({"a": optzoo.lazy_adam(0.1), ".*": optax.adam(0.1)}),
+    "a group": optzoo.param_groups({"a": optzoo.lazy_adam(0.1), ".*": optax.adam(0.1)}),
 }
 
 
@@ -173,7 +173,7 @@ def test_nothing_as_large_as_the_table_but_table_and_slots(native):
     loss = lambda p, ids: jnp.mean(
         (p["a"].astype("bfloat16")[ids] @ p["w"].astype("bfloat16")) ** 2
     )
-    tx = optzoo.groups({"a": optzoo.lazy_adam(0.1), ".*": optzoo.adam(0.1)})
+    tx = optzoo.param_groups({"a": optzoo.lazy_adam(0.1), ".*": optzoo.adam(0.1)})
     step = optzoo.minimize(loss, tx, sparse="require", native=native)
     found = report(step, p, tx.init(p), jnp.zeros(64, int))
     assert found.temporaries < 0.01 * p["a"].nbytes and not found.large
@@ -249,7 +249,7 @@ SHARDED = {
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_tables(name):
     tx, tolerance = SHARDED[name]
-    mesh, s = mesh_of(4), optzoo.RowSharding(ROWS, 4, multiple=16)
+    mesh, s = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
     everywhere = jax.NamedSharding(mesh, jax.P())
     put = functools.partial(jax.device_put, device=everywhere)
     sharded = {"table": shards(s, mesh), "w": put(W), "small": put(whole())}
@@ -268,14 +268,14 @@ def test_sharded_tables(name):
         one, of_one, want = alone(one, of_one, *batch)
         np.testing.assert_allclose(value, want, rtol=tolerance)
     if name == "asleep":
-        one, sharded = optzoo.flush(one, of_one)[0], optzoo.flush(sharded, state)[0]
+        one, sharded = optzoo.rows.catch_up(one, of_one)[0], optzoo.rows.catch_up(sharded, state)[0]
     table = of_ids(sharded["table"], s)
     np.testing.assert_allclose(table, one["table"], rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(sharded["small"], one["small"], rtol=tolerance, atol=tolerance)
 
 
 def test_other_uses_of_sharded_tables_are_refused():
-    mesh, s = mesh_of(4), optzoo.RowSharding(ROWS, 4, multiple=16)
+    mesh, s = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
     tx, params = optzoo.row_wise_adagrad(0.1), {"t": shards(s, mesh)}
     state = jax.eval_shape(tx.init, params)
     ids = ids_of("uniform", (8,), 4)

@@ -69,7 +69,7 @@ def test_aux_and_extra_args():
 
 
 def test_optimizer_that_takes_no_extra_args():
-    tx = optax.chain(optzoo.densify(), optax.sgd(1.0))
+    tx = optax.chain(optzoo.rows.densify(), optax.sgd(1.0))
     x = params()
     want = jax.tree.map(lambda x, g: x - g, x, jax.grad(lambda p: loss(p, IDS))(x))
     x, *_ = optzoo.minimize(loss, tx)(x, tx.init(x), IDS)
@@ -77,9 +77,9 @@ def test_optimizer_that_takes_no_extra_args():
 
 
 def test_arguments_that_nothing_reads():
-    by_value = optax.chain(optzoo.lazy_adam(), optzoo.on_values(by_argument("value")))
+    by_value = optax.chain(optzoo.lazy_adam(), optzoo.rows.on_values(by_argument("value")))
     of_optzoo = optzoo.slots_dtype(optzoo.lazy_adam(), "bfloat16")
-    of_optax = optax.chain(optzoo.densify(), optax.adam(1.0))
+    of_optax = optax.chain(optzoo.rows.densify(), optax.adam(1.0))
     cases = [
         (of_optzoo, {"foo": 1.0}, "reads 'foo'. .*: global_step, learning_rate, rounding_seed"),
         (of_optzoo, {"value": 1.0}, "reads 'value'"),

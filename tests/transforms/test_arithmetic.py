@@ -20,22 +20,22 @@ dense = functools.partial(map_rows, SparseRows.to_dense)
 
 def test_add():
     rows, others = row_grads(params()), dense_grads(params())
-    add = jax.jit(optzoo.add)
+    add = jax.jit(optzoo.rows.add)
     for one, other in ((rows, rows), (rows, others), (others, rows), (others, others)):
         want = optax.tree.add(dense(one), dense(other))
         chex.assert_trees_all_close(dense(add(one, other)), want, rtol=1e-6)
     assert isinstance(add(rows, rows)["table"], SparseRows)
-    assert optzoo.add({"a": None}, {"a": None}) == {"a": None}
+    assert optzoo.rows.add({"a": None}, {"a": None}) == {"a": None}
     with pytest.raises(ValueError, match="do not fit"):
-        optzoo.add(rows["table"], jnp.ones((6, 2)))
+        optzoo.rows.add(rows["table"], jnp.ones((6, 2)))
 
 
 def test_global_norm():
     rows = row_grads(params())
-    got = jax.jit(optzoo.global_norm)(rows)
+    got = jax.jit(optzoo.rows.global_norm)(rows)
     np.testing.assert_allclose(got, optax.tree.norm(dense(rows)), rtol=1e-6)
     half = {"a": jnp.full(4, 200, "float16"), "no": None}
-    assert optzoo.global_norm(half) == 400 and optzoo.global_norm({}) == 0
+    assert optzoo.rows.global_norm(half) == 400 and optzoo.rows.global_norm({}) == 0
 
 
 def replicas():
@@ -48,7 +48,7 @@ def replicas():
 @pytest.mark.parametrize("over", ["vmap", "shard_map"])
 def test_psum(over):
     (one, two), stacked = replicas()
-    total = functools.partial(optzoo.psum, axis_name="r")
+    total = functools.partial(optzoo.rows.psum, axis_name="r")
     if over == "vmap":
         got = jax.tree.map(lambda a: a[0], jax.jit(jax.vmap(total, axis_name="r"))(stacked))
     else:
@@ -68,11 +68,11 @@ def test_psum_keeps_dtypes_and_exact_integers():
         "no": None,
         "rows": SparseRows(jnp.array([[1], [1]]), jnp.ones((2, 1), "float16"), 3),
     }
-    got = jax.jit(jax.vmap(lambda g: optzoo.psum(g, "r"), axis_name="r"))(tree)
+    got = jax.jit(jax.vmap(lambda g: optzoo.rows.psum(g, "r"), axis_name="r"))(tree)
     assert got["no"] is None
     assert [got[k].dtype for k in ("half", "count", "rows")] == ["bfloat16", "int32", "float16"]
     np.testing.assert_array_equal(got["count"], [[2**25 + 2]] * 2)
-    alone = optzoo.psum({"rows": tree["rows"]}, None)
+    alone = optzoo.rows.psum({"rows": tree["rows"]}, None)
     assert alone["rows"].shape == tree["rows"].shape
     with pytest.raises(NameError, match="no axis is named axis_name='r'"):
-        optzoo.psum(tree, "r")
+        optzoo.rows.psum(tree, "r")

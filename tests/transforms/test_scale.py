@@ -13,9 +13,9 @@ from optzoo.core.rows import map_rows
 from optzoo.testing.samples import params, row_grads
 
 MAKE = {
-    "number": (lambda: optzoo.scale(-0.3), lambda: optax.scale(-0.3)),
+    "number": (lambda: optzoo.transforms.scale(-0.3), lambda: optax.scale(-0.3)),
     "schedule": (
-        lambda: optzoo.scale_by_schedule(lambda t: 0.5 - t),
+        lambda: optzoo.transforms.scale_by_schedule(lambda t: 0.5 - t),
         lambda: optax.scale_by_schedule(lambda t: 0.5 - t),
     ),
 }
@@ -48,6 +48,6 @@ def test_dtypes_stay_and_missing_gradients_pass(name):
 def test_bad_factors():
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match="step_size must be finite"):
-            optzoo.scale(bad)
+            optzoo.transforms.scale(bad)
     with pytest.raises(TypeError, match=r"must be a function of the step, got 0\.1"):
-        optzoo.scale_by_schedule(0.1)
+        optzoo.transforms.scale_by_schedule(0.1)

@@ -192,7 +192,9 @@ def test_summaries_of_a_partition_are_merged():
 
 
 def test_no_summaries():
-    with pytest.raises(ValueError, match=r"put optzoo.gradient_summaries\(\) into the chain"):
+    with pytest.raises(
+        ValueError, match=r"put optzoo.transforms.gradient_summaries\(\) into the chain"
+    ):
         read_summaries(optzoo.adam(0.1).init(params()))
 
 
@@ -249,8 +251,8 @@ def test_check_names_the_replica(inside, jit):
     average = lambda tx: optzoo.elastic_average(tx, 8)
     sgd = optzoo.gradient_descent(0.1)
     tx = average(optax.chain(check, sgd)) if inside else optax.chain(check, average(sgd))
-    step = jit(optzoo.map_over_replicas(lambda x, state, g: tx.update(g, state, x)))
-    replicated = optzoo.replicate(x, tx.init(x), 8)
+    step = jit(optzoo.replicas.map_over_replicas(lambda x, state, g: tx.update(g, state, x)))
+    replicated = optzoo.replicas.replicate(x, tx.init(x), 8)
     grads = jax.tree.map(lambda a: np.stack([a] * 8), dense_grads(x))
     jax.block_until_ready(step(*replicated, grads))
     grads["layer"][0][5, 1] = NAN

@@ -44,7 +44,9 @@ CASES = {
     ),
     "elastic_average": (lambda: optzoo.elastic_average(optzoo.adam(0.1), REPLICAS), dense_grads),
     "groups": (
-        lambda: optzoo.groups({"layer/.*": optzoo.momentum(0.1, 0.9), "table": optzoo.ftrl(0.1)}),
+        lambda: optzoo.param_groups(
+            {"layer/.*": optzoo.momentum(0.1, 0.9), "table": optzoo.ftrl(0.1)}
+        ),
         row_grads,
     ),
     "lazy_adam": (lambda: optzoo.lazy_adam(0.1), row_grads),
@@ -67,8 +69,8 @@ def start(name):
     state = tx.init(x)
     train = lambda x, state: step(tx, grads(x), x, state)
     if name == "elastic_average":
-        x, state = optzoo.replicate(x, state, REPLICAS)
-        train = optzoo.map_over_replicas(train)
+        x, state = optzoo.replicas.replicate(x, state, REPLICAS)
+        train = optzoo.replicas.map_over_replicas(train)
     return jax.jit(train), x, state
 
 

@@ -12,7 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optzoo
-from optzoo import LeafwiseState, SparseRows
+from optzoo import SparseRows
+from optzoo.state import LeafwiseState
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
 
@@ -23,8 +24,8 @@ WRAPPERS = {
     "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(
         inner, weight_decay_per_step=0.1
     ),
-    "ema_in_place": lambda inner, **_: optzoo.ema_in_place(inner, 3),
-    "ensemble": lambda inner, **_: optzoo.ensemble(inner, 2, 3),
+    "ema_in_place": lambda inner, **_: optzoo.interop.fbgemm.ema_in_place(inner, 3),
+    "ensemble": lambda inner, **_: optzoo.interop.fbgemm.ensemble(inner, 2, 3),
     "multitask": lambda inner, **_: optzoo.multitask(inner),
     # A single replica; methods with an exchange do it in every other step.
     "agn": lambda inner, **_: optzoo.agn(inner, axis_name=None, communication_period=2),
@@ -283,7 +284,7 @@ def test_composes_with_optax(wrap, compose, where):
     # Optax's transformations take no rows; apply_if_finite takes none with a dense update.
     if compose not in (AROUND["chain"], AROUND["multi_steps"]) and takes_rows:
         assert avals(traced(tx, rows(), state, x)) == avals(state)
-        moved, _ = step(optax.chain(optzoo.on_values(optax.clip(1e9)), tx), rows(), x)
+        moved, _ = step(optax.chain(optzoo.rows.on_values(optax.clip(1e9)), tx), rows(), x)
         chex.assert_trees_all_close(moved, want_by_rows, rtol=1e-6)
 
 

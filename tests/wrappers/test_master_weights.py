@@ -121,7 +121,7 @@ def test_parameters_that_were_changed_from_outside():
 INNER = {
     "adam": lambda: optzoo.adam(0.1),
     "lazy_adam": lambda: optzoo.lazy_adam(0.1),
-    "lazy_adamw": lambda: optzoo.lazy_adamw(0.1, weight_decay=0.1),  # reads parameters
+    "sparse_adamw": lambda: optzoo.sparse_adamw(0.1, weight_decay=0.1),  # reads parameters
     "gradient_descent": lambda: optzoo.gradient_descent(0.1),  # rows that repeat
     "ftrl": lambda: optzoo.ftrl(0.1),
     "optax": lambda: optzoo.on_rows(optax.sgd(0.1, momentum=0.9)),
@@ -204,19 +204,21 @@ def test_native_code_lines_and_shards():
     )
 
     params, state = split()
-    like = {**params, "t": optzoo.to_lines(params["t"])}
-    lines = train(tx, *optzoo.to_lines((params, state), like=(like, jax.eval_shape(tx.init, like))))
-    chex.assert_trees_all_close(optzoo.from_lines(optzoo.wide_params(*lines)), want, rtol=1e-5)
+    like = {**params, "t": optzoo.rows.to_lines(params["t"])}
+    lines = train(
+        tx, *optzoo.rows.to_lines((params, state), like=(like, jax.eval_shape(tx.init, like)))
+    )
+    chex.assert_trees_all_close(optzoo.rows.from_lines(optzoo.wide_params(*lines)), want, rtol=1e-5)
 
     mesh, sharding = (
         Mesh(np.array(jax.devices()[:4]), ("shard",)),
-        optzoo.RowSharding(ROWS, 4, multiple=1),
+        optzoo.sharded.RowSharding(ROWS, 4, multiple=1),
     )
     rows_of = lambda ids: params["t"].at[ids].get(mode="fill", fill_value=0)
     params, _ = split()
     everywhere = NamedSharding(mesh, PartitionSpec())
     shards = {
-        "t": optzoo.create_table(sharding, mesh, rows_of),
+        "t": optzoo.sharded.create_table(sharding, mesh, rows_of),
         "w": jax.device_put(params["w"], everywhere),
     }
     start = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, shards))(shards)
@@ -226,7 +228,7 @@ def test_native_code_lines_and_shards():
         shards, start, _ = step(shards, start, ids)
     plain = optzoo.wide_params(*train(tx, params, tx.init(params)))
     tables = {"t": sharding}
-    found = optzoo.in_order_of_ids(optzoo.wide_params(shards, start), tables, shards)
+    found = optzoo.sharded.in_order_of_ids(optzoo.wide_params(shards, start), tables, shards)
     chex.assert_trees_all_close(found["t"][:ROWS], plain["t"], rtol=1e-4, atol=1e-6)
 
 
@@ -286,7 +288,7 @@ def test_derivatives_and_batches():
 def test_tables_that_grow():
     tx = master_weights(optzoo.lazy_adam(0.1))
     params, state = train(tx, *optzoo.split_params(jax.tree.map(jnp.asarray, wide_start()), tx))
-    grown, larger = optzoo.resize_table(params, state, {"t": 15}, tx=tx)
+    grown, larger = optzoo.growing.resize_table(params, state, {"t": 15}, tx=tx)
     assert grown["t"].dtype == jnp.bfloat16 and larger.corrections["t"].shape == (15, WIDTH)
     old = optzoo.wide_params(params, state)["t"]
     np.testing.assert_array_equal(optzoo.wide_params(grown, larger)["t"][:ROWS], old)

@@ -138,7 +138,7 @@ def test_parameters_without_an_average_are_returned_unchanged(layer):
 @pytest.mark.parametrize("tx", [optzoo.adam(), optax.sgd(0.1, 0.9), optax.identity()])
 def test_a_state_without_averages(tx):
     x = params()
-    for read in (optzoo.eval_params, optzoo.swap):
+    for read in (optzoo.eval_params, optzoo.state.swap_averages):
         with pytest.raises(ValueError, match=r"neither averages nor a center: .*moving_average"):
             read(x, tx.init(x))
 
@@ -148,13 +148,13 @@ def test_a_state_without_averages(tx):
 def test_swapping_twice_is_nothing(tx, dtype):
     x = jax.tree.map(lambda a: a.astype(dtype), params())
     x, state = step(tx, jax.tree.map(lambda a: a / 3, x), x)
-    swapped, other = optzoo.swap(x, state)
+    swapped, other = optzoo.state.swap_averages(x, state)
     chex.assert_trees_all_equal(
         jax.tree.map(lambda a, like: a.astype(like.dtype), swapped, x),
         optzoo.eval_params(x, state),
     )
     assert not np.array_equal(swapped["table"], x["table"])
-    again = optzoo.swap(swapped, other)
+    again = optzoo.state.swap_averages(swapped, other)
     chex.assert_trees_all_equal(again, (x, state))  # bit for bit
     chex.assert_trees_all_equal_dtypes(again, (x, state))
 
@@ -162,7 +162,9 @@ def test_swapping_twice_is_nothing(tx, dtype):
 def test_swapping_twice_is_nothing_for_an_average_of_an_average():
     tx = optzoo.moving_average(averaged(), 0.9)
     before = step(tx, dense_grads(params()), *step(tx, dense_grads(params()), params()))
-    chex.assert_trees_all_equal(optzoo.swap(*optzoo.swap(*before)), before)
+    chex.assert_trees_all_equal(
+        optzoo.state.swap_averages(*optzoo.state.swap_averages(*before)), before
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,5 +142,5 @@ def test_masked(layer, outside):
 
 
 def leafwise_states(state):
-    is_leafwise = lambda s: isinstance(s, optzoo.LeafwiseState)
+    is_leafwise = lambda s: isinstance(s, optzoo.state.LeafwiseState)
     return [s for s in jax.tree.leaves(state, is_leaf=is_leafwise) if is_leafwise(s)]

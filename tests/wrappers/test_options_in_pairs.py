@@ -176,7 +176,7 @@ def test_moving_average(average_decay, num_updates, kind, inner, counted):
 )
 def test_ema_in_place(every, start_step, coefficient, kind, inner):
     inner = INNER[inner]()
-    tx = optzoo.ema_in_place(inner.transformation(), every, start_step, coefficient)
+    tx = optzoo.interop.fbgemm.ema_in_place(inner.transformation(), every, start_step, coefficient)
 
     def model(t, want, known):
         if (t + 1) % every == 0 and t + 1 >= start_step and "table" in known:
@@ -198,7 +198,9 @@ def test_ema_in_place(every, start_step, coefficient, kind, inner):
 )
 def test_ensemble(every, swap_every, start_step, coefficient, reset, kind, inner):
     inner = INNER[inner]()
-    tx = optzoo.ensemble(inner.transformation(), every, swap_every, start_step, coefficient, reset)
+    tx = optzoo.interop.fbgemm.ensemble(
+        inner.transformation(), every, swap_every, start_step, coefficient, reset
+    )
     averages = {name: np.zeros_like(value) for name, value in PARAMS.items()}
 
     def model(t, want, known):

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, LeafwiseState, SparseRows, slots_dtype
+from optzoo import CATALOG, SparseRows, slots_dtype
 from optzoo.first_order.adam import AdamSlots, adam_rule
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.primitives import CALLS, Kind
-from optzoo.state import packing
+from optzoo.state import LeafwiseState, packing
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
@@ -485,15 +485,15 @@ def test_seed_must_be_an_int():
 
 def touched_sums(rule):
     """A rows policy of a user."""
-    return lambda g, x, s, t, **scheduled: optzoo.lazy(rule)(g, x, s, t, **scheduled)
+    return lambda g, x, s, t, **scheduled: optzoo.rules.lazy(rule)(g, x, s, t, **scheduled)
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
     """Nothing of the table's size is made: only the touched rows are loaded."""
-    plain = optzoo.scale_by_lazy_adam()
-    tx = optzoo.leafwise(
+    plain = optzoo.transforms.scale_by_lazy_adam()
+    tx = optzoo.rules.leafwise(
         adam_rule(0.9, 0.999, 1e-8), slots=plain_slots(), rows=touched_sums, **POWERS
     )
     tx, plain = (slots_dtype(t, "bfloat16", **options) for t in (tx, plain))
@@ -507,7 +507,7 @@ def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
 
 
 POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
-plain_slots = lambda: AdamSlots(optzoo.zeros, optzoo.zeros)
+plain_slots = lambda: AdamSlots(optzoo.rules.zeros, optzoo.rules.zeros)
 
 
 @pytest.mark.parametrize("name", ["lars", "lazy_adam", "momentum"])
@@ -528,7 +528,9 @@ def operations(jaxpr):
 
 def test_a_policy_that_looks_into_packed_slots_is_told():
     looks = lambda rule: lambda g, x, s, t, **scheduled: (g, s._replace(m=s.m))
-    tx = optzoo.leafwise(adam_rule(0.9, 0.999, 1e-8), slots=plain_slots(), rows=looks, **POWERS)
+    tx = optzoo.rules.leafwise(
+        adam_rule(0.9, 0.999, 1e-8), slots=plain_slots(), rows=looks, **POWERS
+    )
     packed = slots_dtype(tx, "bfloat16", packed=True)
     x = params()["table"]
     with pytest.raises(AttributeError, match=r"packed or rounded at random .* no field 'm'"):
@@ -542,7 +544,7 @@ def test_a_transformation_in_between_that_swallows_the_seed_is_refused():
     )
     x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
     make = lambda tx: slots_dtype(tx, "bfloat16", stochastic=True)
-    for tx in (forgets, optax.chain(optzoo.scale_by_momentum(0.9), forgets)):
+    for tx in (forgets, optax.chain(optzoo.transforms.scale_by_momentum(0.9), forgets)):
         with pytest.raises(ValueError, match=r"pass the keywords .* put slots_dtype inside"):
             step(make(tx), g, x)
     rounds = make(adam)

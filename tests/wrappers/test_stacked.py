@@ -32,7 +32,8 @@ class LateState(NamedTuple):
 # What looks at more than an element.
 WHOLE = {
     "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad", "ggt",
-    "global_decay_row_wise_adagrad", "lamb", "lars", "normalized_sgd", "partial_row_wise_adam",
+    "global_decay_row_wise_adagrad", "row_wise_lamb", "lars", "normalized_sgd",
+    "partial_row_wise_adam",
     "partial_row_wise_lamb", "row_wise_adagrad", "row_wise_lars", "row_wise_rmsprop", "shampoo",
     "soap",
 }  # fmt: skip
@@ -180,7 +181,15 @@ def test_check_passes_element_wise_optimizers_of_optax(make):
 
 
 # Of the others, test_equals_every_optimizer_of_the_catalogue_or_refuses has the values.
-QUICK = {"adam", "blocked_shampoo", "ftrl", "lamb", "normalized_sgd", "rmsprop", "row_wise_adagrad"}
+QUICK = {
+    "adam",
+    "blocked_shampoo",
+    "ftrl",
+    "row_wise_lamb",
+    "normalized_sgd",
+    "rmsprop",
+    "row_wise_adagrad",
+}
 
 
 @pytest.mark.usefixtures("eager")
@@ -432,9 +441,9 @@ def test_averages_within_are_found_and_exchanged():
     averaged = optzoo.moving_average(optzoo.adam(0.1), 0.9)
     (y, plain), (z, few) = (step(tx, x, x) for tx in (averaged, stacked(averaged)))
     chex.assert_trees_all_close(optzoo.eval_params(z, few), optzoo.eval_params(y, plain), rtol=1e-6)
-    averages, holding = optzoo.swap(z, few)
+    averages, holding = optzoo.state.swap_averages(z, few)
     assert avals(holding) == avals(few)
-    back, again = optzoo.swap(averages, holding)
+    back, again = optzoo.state.swap_averages(averages, holding)
     chex.assert_trees_all_equal((back, again), (z, few))
 
 

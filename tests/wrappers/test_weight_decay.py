@@ -13,6 +13,7 @@ import pytest
 import optzoo
 from optzoo import SparseRows
 from optzoo.testing.samples import dense_grads, params, step
+from tests.public import BY_LAST
 
 X, G = jnp.array([1.0, -2.0, 4.0]), jnp.array([0.5, 0.1, -1.0])
 ROWS = SparseRows(jnp.array([2, 0, 2, 3]), jnp.array([1.0, 2, 3, 9]), 3)
@@ -119,9 +120,9 @@ def test_the_name_of_another_decay_is_refused(name):
     make = PER_STEP[name]
     with pytest.raises(TypeError, match=f"^{name} has no weight_decay, got 0.1: give ") as caught:
         make(weight_decay=0.1)
-    for word in ("weight_decay_per_step", "learning_rate", "optax.adamw", "optzoo.lazy_adamw"):
+    for word in ("weight_decay_per_step", "learning_rate", "optax.adamw", "optzoo.sparse_adamw"):
         caught.match(word)
-    parameter = inspect.signature(getattr(optzoo, name)).parameters["weight_decay_per_step"]
+    parameter = inspect.signature(BY_LAST[name]).parameters["weight_decay_per_step"]
     assert parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation is float
     for missing in ({}, {"mask": None}):
         with pytest.raises(TypeError, match="weight_decay_per_step"):

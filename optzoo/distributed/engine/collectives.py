@@ -50,7 +50,8 @@ class Replicas:
         except NameError as error:
             raise NameError(
                 f"no axis is named axis_name={self.axis_name!r} here: call update inside vmap, "
-                "shard_map or pmap with that axis (optzoo.map_over_replicas does), or pass "
+                "shard_map or pmap with that axis (optzoo.replicas.map_over_replicas does), or "
+                "pass "
                 "axis_name=None for a single replica"
             ) from error
 
@@ -183,7 +184,7 @@ class Replicas:
                     f"the gradient of '{path_name(path)}' is the same along {sorted(missing)}: "
                     "under check_vma, jax.grad with respect to replicated parameters has already "
                     "summed it over the replicas. Differentiate with respect to "
-                    "optzoo.per_replica(params, axis_name)"
+                    "optzoo.replicas.per_replica(params, axis_name)"
                 )
 
     def check_replicated(self, params: Any) -> None:
@@ -193,7 +194,7 @@ class Replicas:
                 raise ValueError(
                     f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but here all "
                     "replicas share one copy: give it to shard_map with in_specs of "
-                    "PartitionSpec() (optzoo.map_over_replicas does)"
+                    "PartitionSpec() (optzoo.replicas.map_over_replicas does)"
                 )
 
     def buckets(self, leaves: list[Array]) -> list[list[int]]:
@@ -269,7 +270,7 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> loss = lambda params, x: jnp.sum(optzoo.per_replica(params, "replica") * x)
+        >>> loss = lambda params, x: jnp.sum(optzoo.replicas.per_replica(params, "replica") * x)
         >>> both = jax.vmap(jax.grad(loss), in_axes=(None, 0), axis_name="replica")
         >>> print(both(jnp.ones(1), jnp.array([[1.0], [3.0]])).ravel())
         [1. 3.]
@@ -292,7 +293,7 @@ def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> copy = lambda x: optzoo.broadcast(x, "replica")
+        >>> copy = lambda x: optzoo.replicas.broadcast(x, "replica")
         >>> print(jax.vmap(copy, axis_name="replica")(jnp.array([5.0, 7.0])))
         [5. 5.]
 

@@ -24,7 +24,8 @@ def _refuse(*_: Any) -> NoReturn:
     raise TypeError(
         "an exchange that the step count decides is a loop, through which there is no derivative "
         "in reverse mode (jax.grad, jax.vjp, jax.linearize with a transpose). Pass exchange=True "
-        "or exchange=False to update, as optzoo.scan_local_steps does, or use forward mode "
+        "or exchange=False to update, as optzoo.replicas.scan_local_steps does, or use forward "
+        "mode "
         "(jax.jvp, jax.jacfwd)"
     )
 

@@ -29,8 +29,12 @@ def map_over_replicas(
         >>> import jax, jax.numpy as jnp, optax, optzoo
         >>> def step(params, state, gradient):
         ...     return params - jax.lax.pmean(gradient, "replica"), state
-        >>> params, state = optzoo.replicate(jnp.zeros(1), optax.sgd(0.1).init(jnp.zeros(1)), 2)
-        >>> params, state = optzoo.map_over_replicas(step)(params, state, jnp.array([[1.0], [3.0]]))
+        >>> params, state = optzoo.replicas.replicate(
+        ...     jnp.zeros(1), optax.sgd(0.1).init(jnp.zeros(1)), 2
+        ... )
+        >>> params, state = optzoo.replicas.map_over_replicas(step)(
+        ...     params, state, jnp.array([[1.0], [3.0]])
+        ... )
         >>> print(params)
         [[-2.]
          [-2.]]
@@ -45,9 +49,9 @@ def map_over_replicas(
         check_vma: as for ``jax.shard_map``.
 
     Returns:
-        A function like ``step`` of parameters and state as :func:`optzoo.replicate` makes them,
-        and of batches and results with a first axis over the replicas. It is not compiled: wrap
-        it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
+        A function like ``step`` of parameters and state as :func:`optzoo.replicas.replicate` makes
+        them, and of batches and results with a first axis over the replicas. It is not compiled:
+        wrap it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
 
     Raises:
         ValueError: when called, if there is not one replica for each device of the mesh.
@@ -98,8 +102,8 @@ def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Cal
         >>> def step(params, state, gradient, *, exchange):
         ...     updates, state = tx.update(gradient, state, params, exchange=exchange)
         ...     return optax.apply_updates(params, updates), state
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
-        >>> round_of_3 = optzoo.map_over_replicas(optzoo.scan_local_steps(step))
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> round_of_3 = optzoo.replicas.map_over_replicas(optzoo.replicas.scan_local_steps(step))
         >>> gradients = jnp.array([1.0, 3.0])[:, None, None] * jnp.ones((2, 3, 1))
         >>> params, state = round_of_3(params, state, gradients)
         >>> print(params.ravel())
@@ -167,7 +171,7 @@ def replicate(
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.model_average(optzoo.adam(0.1))
         >>> params = jnp.zeros(1)
-        >>> params, state = optzoo.replicate(params, tx.init(params), 4)
+        >>> params, state = optzoo.replicas.replicate(params, tx.init(params), 4)
         >>> print(params.shape)
         (4, 1)
 
@@ -205,14 +209,14 @@ def resize_replicas(
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.model_average(optzoo.adam(0.1))
-        >>> params, state = optzoo.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
-        >>> params, state = optzoo.resize_replicas(tx, params, state, 3)
+        >>> params, state = optzoo.replicas.replicate(jnp.zeros(1), tx.init(jnp.zeros(1)), 2)
+        >>> params, state = optzoo.replicas.resize_replicas(tx, params, state, 3)
         >>> print(params.shape)
         (3, 1)
 
     Args:
         tx: the optimizer for the new number of replicas.
-        params: of all replicas, as :func:`optzoo.replicate` makes them.
+        params: of all replicas, as :func:`optzoo.replicas.replicate` makes them.
         state: of all replicas.
         num_replicas: the new number of replicas.
         mesh: the mesh to put them on; None for the default device. With several processes all of
@@ -264,7 +268,9 @@ def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) ->
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.model_average(optzoo.adam(0.1))
         >>> params = jnp.zeros(1)
-        >>> specs = optzoo.replica_specs(params, tx.init(params), replicated=None, per_replica=0)
+        >>> specs = optzoo.replicas.replica_specs(
+        ...     params, tx.init(params), replicated=None, per_replica=0
+        ... )
         >>> print(specs[0])  # each replica has its own parameters
         0
 

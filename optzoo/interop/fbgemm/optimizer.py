@@ -20,12 +20,12 @@ from ...first_order.counter_row_wise_adagrad import counter_row_wise_adagrad
 from ...first_order.cowclip_row_wise_adagrad import cowclip_row_wise_adagrad
 from ...first_order.global_decay_row_wise_adagrad import global_decay_row_wise_adagrad
 from ...first_order.gradient_descent import gradient_descent
-from ...first_order.lamb import lamb, partial_row_wise_lamb
-from ...first_order.lazy_adamw import lazy_adamw
 from ...first_order.partial_row_wise_adam import partial_row_wise_adam
 from ...first_order.row_wise_adagrad import row_wise_adagrad
+from ...first_order.row_wise_lamb import partial_row_wise_lamb, row_wise_lamb
 from ...first_order.row_wise_lars import row_wise_lars
 from ...first_order.row_wise_rmsprop import row_wise_rmsprop
+from ...first_order.sparse_adamw import sparse_adamw
 from ...registry import add_name
 from ...transforms._per_leaf import on_listed
 from ...wrappers.ema_in_place import ema_in_place
@@ -79,7 +79,7 @@ def fbgemm_optimizer(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD", learning_rate=0.1)
+        >>> tx = optzoo.interop.fbgemm.fbgemm_optimizer("EXACT_ROWWISE_ADAGRAD", learning_rate=0.1)
         >>> table = jnp.ones((3, 2))
         >>> print(optzoo.get_slot(tx.init(table), "accumulator").shape)
         (3,)
@@ -282,7 +282,7 @@ def _rmsprop(given: _Given) -> Transformation:
 def _adam(given: _Given) -> Transformation:
     correction = _refuse_writeback(given)["use_rowwise_bias_correction"]
     decay = _none_if_zero(given.weight_decay)
-    return lazy_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
+    return sparse_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
 
 
 def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
@@ -316,7 +316,7 @@ _KINDS = {
         ),
         _ADAM,
     ),
-    "LAMB": _Kind(lambda given: lamb(*_adam_arguments(given), given.weight_decay), _ADAM),
+    "LAMB": _Kind(lambda given: row_wise_lamb(*_adam_arguments(given), given.weight_decay), _ADAM),
     "PARTIAL_ROWWISE_LAMB": _Kind(
         lambda given: partial_row_wise_lamb(*_adam_arguments(given), given.weight_decay), _ADAM
     ),

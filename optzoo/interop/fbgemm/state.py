@@ -16,11 +16,11 @@ from ...first_order.adagrad import AdagradSlots
 from ...first_order.adam import AdamSlots
 from ...first_order.counter_row_wise_adagrad import CounterSlots, MaxCounterState
 from ...first_order.global_decay_row_wise_adagrad import GlobalDecaySlots
-from ...first_order.lazy_adamw import CountedAdamSlots
 from ...first_order.partial_row_wise_adam import PartialRowWiseAdamSlots
 from ...first_order.row_wise_adagrad import RowWiseAdagradSlots
 from ...first_order.row_wise_lars import RowWiseLARSSlots
 from ...first_order.row_wise_rmsprop import RowWiseRMSPropSlots
+from ...first_order.sparse_adamw import CountedAdamSlots
 from ...state.storage import pack_state_like, unpack_state
 from ...state.types import LeafwiseState, NoSlots, map_nodes, nodes_of
 from ...wrappers.ema_in_place import EMAInPlaceState
@@ -78,13 +78,13 @@ def load_fbgemm_state(
         >>> tx = optzoo.row_wise_adagrad(0.1)
         >>> params = {"items": jnp.zeros((3, 2))}
         >>> saved = {"items/momentum1": np.full(3, 4.0, np.float32), "iter": np.array([1000])}
-        >>> params, state = optzoo.load_fbgemm_state(tx, params, saved)
+        >>> params, state = optzoo.interop.fbgemm.load_fbgemm_state(tx, params, saved)
         >>> print(optzoo.get_slot(state, "accumulator")["items"])
         [4. 4. 4.]
 
     Args:
-        tx: an optimizer of :func:`optzoo.fbgemm_optimizer`, or the same made by its function, alone
-            or in optax's chains and masks and :func:`optzoo.groups`.
+        tx: an optimizer of :func:`optzoo.interop.fbgemm.fbgemm_optimizer`, or the same made by its
+            function, alone or in optax's chains and masks and :func:`optzoo.param_groups`.
         params: the tables, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
         state_dict: a mapping as above, or the path of an ``.npz`` file. A name is that of a table
             and that of the array, joined by ``/`` or ``.``, or a mapping of mappings. The names of
@@ -155,7 +155,7 @@ def load_fbgemm_state(
 def save_fbgemm_state(
     path: str | os.PathLike[str], params: Any, state: Any, tables: Tables = None
 ) -> None:
-    """Writes :func:`optzoo.fbgemm_state_dict` as an ``.npz`` file.
+    """Writes :func:`optzoo.interop.fbgemm.fbgemm_state_dict` as an ``.npz`` file.
 
     Example:
         >>> import tempfile
@@ -163,7 +163,9 @@ def save_fbgemm_state(
         >>> tx = optzoo.row_wise_adagrad(0.1)
         >>> params = {"items": jnp.ones((3, 2))}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     optzoo.save_fbgemm_state(f"{folder}/state.npz", params, tx.init(params))
+        ...     optzoo.interop.fbgemm.save_fbgemm_state(
+        ...         f"{folder}/state.npz", params, tx.init(params)
+        ...     )
         ...     print(sorted(np.load(f"{folder}/state.npz")))
         ['items/momentum1', 'items/weights', 'iter']
 
@@ -175,7 +177,8 @@ def save_fbgemm_state(
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if ``path`` does not end in ``.npz``; as :func:`optzoo.fbgemm_state_dict`.
+        ValueError: if ``path`` does not end in ``.npz``; as
+            :func:`optzoo.interop.fbgemm.fbgemm_state_dict`.
     """
     _check_npz("path", path)
     files.write(path, fbgemm_state_dict(params, state, tables))
@@ -196,7 +199,7 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.row_wise_adagrad(0.1)
         >>> params = {"items": jnp.ones((3, 2))}
-        >>> saved = optzoo.fbgemm_state_dict(params, tx.init(params))
+        >>> saved = optzoo.interop.fbgemm.fbgemm_state_dict(params, tx.init(params))
         >>> print({name: array.shape for name, array in saved.items()})
         {'iter': (1,), 'items/weights': (3, 2), 'items/momentum1': (3,)}
 
@@ -242,7 +245,7 @@ def _slot_names(node: LeafwiseState) -> dict[str, str]:
         raise ValueError(
             f"state: FBGEMM has no optimizer with {type(node.slots).__name__}"
             f"{' and ' + ', '.join(node.shared) if node.shared else ''}; it has those of "
-            "optzoo.fbgemm_optimizer"
+            "optzoo.interop.fbgemm.fbgemm_optimizer"
         )
     return names
 

@@ -23,11 +23,11 @@ class OptzooUpdater:
         returnn.jax.engine.Updater = OptzooUpdater
 
     The engine makes it from the config and calls it; ``docs/returnn.md`` has a complete config. The
-    options are those of :func:`optzoo.returnn_updater`; ``updater_layers`` in the config is its
-    ``layers=``, by the names of parameters with ``/`` between their parts. The engine keeps the
-    learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and gives it to each step.
-    It is an argument of the optimizer and not a factor of the update, so that FTRL and the proximal
-    optimizers get the right one. The log names the optimizer that runs.
+    options are those of :func:`optzoo.interop.returnn.returnn_updater`; ``updater_layers`` in the
+    config is its ``layers=``, by the names of parameters with ``/`` between their parts. The engine
+    keeps the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and gives it to
+    each step. It is an argument of the optimizer and not a factor of the update, so that FTRL and
+    the proximal optimizers get the right one. The log names the optimizer that runs.
 
     Example:
         >>> import jax.numpy as jnp

@@ -41,7 +41,7 @@ class LearningRateControl:
 
     Example:
         >>> import optzoo
-        >>> control = optzoo.LearningRateControl(
+        >>> control = optzoo.interop.returnn.LearningRateControl(
         ...     {"learning_rate": 0.1, "learning_rate_control": "newbob"}
         ... )
         >>> for epoch, score in [(1, 2.0), (2, 1.0), (3, 1.0)]:

@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
 
 def read_options(config: Any, layers: Any) -> Options:
-    """Reads a config; see :func:`optzoo.returnn_updater` for what it raises."""
+    """Reads a config; see :func:`optzoo.interop.returnn.returnn_updater` for what it raises."""
     if not isinstance(config, Mapping):
         raise TypeError(
             f"config must be a dict, got {config!r}; of a returnn.config.Config take typed_dict"

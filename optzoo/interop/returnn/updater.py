@@ -82,7 +82,9 @@ def returnn_updater(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.returnn_updater({"optimizer": {"class": "adam"}, "learning_rate": 0.1})
+        >>> tx = optzoo.interop.returnn.returnn_updater(
+        ...     {"optimizer": {"class": "adam"}, "learning_rate": 0.1}
+        ... )
         >>> params = {"layer": {"W": jnp.ones(2)}}
         >>> gradients = {"layer": {"W": jnp.array([3.0, -4.0])}}
         >>> updates, state = tx.update(gradients, tx.init(params), params)

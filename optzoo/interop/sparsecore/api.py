@@ -27,7 +27,7 @@ def sparsecore(
 
     .. code-block:: python
 
-        spec = optzoo.sparsecore(optzoo.lazy_adam(1e-3))
+        spec = optzoo.interop.sparsecore.sparsecore(optzoo.lazy_adam(1e-3))
         table = embedding_spec.TableSpec(..., optimizer=spec)
         shared = spec.first_shared()
 
@@ -54,7 +54,7 @@ def sparsecore(
     Example:
         >>> import optzoo
         >>> from jax_tpu_embedding.sparsecore.lib.nn import embedding_spec
-        >>> spec = optzoo.sparsecore(optzoo.lazy_adam(1e-3))
+        >>> spec = optzoo.interop.sparsecore.sparsecore(optzoo.lazy_adam(1e-3))
         >>> print(isinstance(spec, embedding_spec.OptimizerSpec))
         True
 
@@ -93,7 +93,9 @@ def _spec_class() -> Any:
     try:
         embedding_spec: Any = importlib.import_module(_MODULE)
     except ImportError as error:
-        raise ImportError(f"optzoo.sparsecore needs jax-tpu-embedding: {_HINT}") from error
+        raise ImportError(
+            f"optzoo.interop.sparsecore.sparsecore needs jax-tpu-embedding: {_HINT}"
+        ) from error
 
     class RowOptimizerSpec(embedding_spec.CustomOptimizerSpec):
         """A ``CustomOptimizerSpec`` whose hyper-parameters follow from a :class:`Shared`."""

@@ -37,7 +37,9 @@ class Refused(ValueError):
     """An optimizer cannot run row by row on SparseCore, for a reason."""
 
     def __init__(self, reason: str, fix: str = ""):
-        text = f"optzoo.sparsecore cannot run this optimizer row by row: {reason}"
+        text = (
+            f"optzoo.interop.sparsecore.sparsecore cannot run this optimizer row by row: {reason}"
+        )
         super().__init__(f"{text}. {fix}" if fix else text)
 
 
@@ -59,7 +61,8 @@ class RowOptimizer:
         if width is None and mixes_elements(self._split.row):
             raise Refused(
                 "the elements of a row depend on each other, and SparseCore pads rows with zeros",
-                "Give the number of columns of the table: optzoo.sparsecore(tx, width=...)",
+                "Give the number of columns of the table: "
+                "optzoo.interop.sparsecore.sparsecore(tx, width=...)",
             )
         self._check_rule()
         self._check_form()

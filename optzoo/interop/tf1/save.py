@@ -73,7 +73,7 @@ def save_tf1_state(
             hold a dtype.
         ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
             state has arrays that TensorFlow has not, if its outermost counts differ, if rows
-            sleep (:func:`optzoo.flush`), or if a shape is not that in ``like``.
+            sleep (:func:`optzoo.rows.catch_up`), or if a shape is not that in ``like``.
     """
     saved = tf1_variables(
         params,
@@ -107,7 +107,11 @@ def tf1_variables(
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.adam(0.1)
         >>> params = {"w": jnp.ones(2)}
-        >>> print(sorted(optzoo.tf1_variables(params, tx.init(params), optimizer_name="Adam")))
+        >>> print(
+        ...     sorted(
+        ...         optzoo.interop.tf1.tf1_variables(params, tx.init(params), optimizer_name="Adam")
+        ...     )
+        ... )
         ['beta1_power', 'beta2_power', 'global_step', 'w', 'w/Adam', 'w/Adam_1']
     """
     check_awake(state, "save_tf1_state")

@@ -51,7 +51,7 @@ def scale_by_shampoo(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_shampoo()
+        >>> tx = optzoo.transforms.scale_by_shampoo()
         >>> gradient = jnp.array([[10.0, 0.0], [0.0, 100.0]])
         >>> updates, state = tx.update(gradient, tx.init(jnp.ones((2, 2))))
         >>> print(updates + 0)
@@ -121,7 +121,7 @@ def shampoo(
     identity. A root that is not finite or not accurate is not used: the previous root is kept, and
     ``state.shared["num_failed_roots"]`` counts the failure.
 
-    A row-sparse gradient is converted to a dense one (:func:`optzoo.dense`), unless its row
+    A row-sparse gradient is converted to a dense one (:func:`optzoo.rules.dense`), unless its row
     dimension has only a diagonal, ``gbar_decay`` is 0 and ``mat_gbar_decay`` is 1: then only the
     touched rows of the parameter and of its slots change, and diagonals are not divided by
     :math:`d_i`.
@@ -168,7 +168,7 @@ def shampoo(
             others; ``svd_interval`` must be an int above 1.
         grafting: takes the length of each parameter's step from a simpler optimizer: ``"sgd"``,
             ``"adagrad"``, ``"rmsprop"``, ``"adam"`` (on :math:`b`, with bias correction), or None.
-            :func:`optzoo.graft` does this for any two optimizers.
+            :func:`optzoo.transforms.graft` does this for any two optimizers.
         grafting_decay: decay of the mean square of RMSProp and Adam, in [0, 1).
         grafting_eps: added to the root of the mean square, at least 0.
         momentum: at least 0: the steps are summed with this decay before they are multiplied by
@@ -262,7 +262,7 @@ def blocked_shampoo(
     square blocks), one in :math:`b`, and one in Adam's mean square. :func:`optzoo.slots_dtype`
     halves the memory of all of them except :math:`G`.
 
-    Row-sparse gradients become dense (:func:`optzoo.dense`): for embedding tables use another
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
 
     Example:

@@ -17,7 +17,7 @@ from .options import StepValues, UpdateOptions
 
 
 class GraftState(NamedTuple):
-    """The states of the two transformations of :func:`optzoo.graft`."""
+    """The states of the two transformations of :func:`optzoo.transforms.graft`."""
 
     direction: Any
     length: Any
@@ -46,7 +46,7 @@ def graft(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.graft(optzoo.gradient_descent(1.0), optzoo.adam(0.1))
+        >>> tx = optzoo.transforms.graft(optzoo.gradient_descent(1.0), optzoo.adam(0.1))
         >>> params = jnp.ones(2)
         >>> updates, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
         >>> print(updates, float(jnp.linalg.norm(updates)) < 0.15)  # the length of Adam's step

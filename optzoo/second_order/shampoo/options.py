@@ -89,7 +89,7 @@ class UpdateOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShampooOptions:
-    """The arguments of :func:`optzoo.scale_by_shampoo`; :func:`optzoo.shampoo` describes them."""
+    """The arguments of ``scale_by_shampoo``; :func:`optzoo.shampoo` describes them."""
 
     cutting: Cutting
     scheduled: Scheduled

@@ -90,7 +90,9 @@ def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any
     )  # parameters and state come first
 
     def place(x, is_by_rows):
-        at = getattr(x, "sharding", None) or SingleDeviceSharding(optzoo.devices_of(device)[0])
+        at = getattr(x, "sharding", None) or SingleDeviceSharding(
+            optzoo.compiled.devices_of(device)[0]
+        )
         at = Format(Layout(tuple(range(x.ndim))), at)
         is_placed = is_by_rows and can_be_row_major(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) if is_placed else x
@@ -116,7 +118,7 @@ def first(
     del device
     params = parameters(width, rows, dtype)
     if in_lines:
-        params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
+        params["table"] = jax.eval_shape(optzoo.rows.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
     return optzoo.minimize(loss, tx, native=native), args
 
@@ -135,7 +137,7 @@ def loop(tx: Any, width: int, device: str):
         return jax.lax.scan(body, (params, state), batches)
 
     batches = of(STEPS, *ids.shape, dtype=ids.dtype), of(STEPS, *y.shape)
-    steps = jax.jit(optzoo.row_major(steps), donate_argnums=(0, 1))
+    steps = jax.jit(optzoo.rows.row_major(steps), donate_argnums=(0, 1))
     return later(steps, (*args, *batches), device)
 
 
@@ -164,16 +166,18 @@ def placed(tree: Any, mesh: Mesh, shardings: Any) -> Any:
 
 
 def mesh_of(device: str, **axes: int) -> Mesh:
-    return Mesh(np.array(optzoo.devices_of(device)[:4]).reshape(*axes.values()), tuple(axes))
+    return Mesh(
+        np.array(optzoo.compiled.devices_of(device)[:4]).reshape(*axes.values()), tuple(axes)
+    )
 
 
 def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), in_lines=False, **options):
     """A step on a table that is sharded by rows."""
     mesh = mesh_of(device, **(axes or {"shard": 4}))
-    sharding = optzoo.RowSharding(ROWS * mesh.shape["shard"], mesh.shape["shard"])
+    sharding = optzoo.sharded.RowSharding(ROWS * mesh.shape["shard"], mesh.shape["shard"])
     params = parameters(width, sharding.stored_rows)
     if in_lines:
-        params["table"] = jax.eval_shape(optzoo.to_lines, params["table"])
+        params["table"] = jax.eval_shape(optzoo.rows.to_lines, params["table"])
     specs = {"table": sharding.spec, "w": PartitionSpec()}
     params = placed(params, mesh, specs)
     state = jax.eval_shape(tx.init, params)
@@ -191,13 +195,13 @@ def loss_of_bags(params, ids, y):
 def own_step(tx: Any, width: int, device: str):
     """A lookup in a sharded table inside of ``shard_map``."""
     mesh = mesh_of(device, shard=4)
-    sharding = optzoo.RowSharding(4 * ROWS, 4)
+    sharding = optzoo.sharded.RowSharding(4 * ROWS, 4)
     table = of(sharding.stored_rows, width)
     by_rows = PartitionSpec("shard")
 
     def step(table, ids):
         def loss(table):
-            read = optzoo.sharded_lookup(table, ids, sharding)
+            read = optzoo.sharded.lookup(table, ids, sharding)
             return jax.lax.pmean(jnp.mean(read**2), "shard")
 
         value, grads = optzoo.value_and_grad(loss)(table)
@@ -205,7 +209,7 @@ def own_step(tx: Any, width: int, device: str):
         return optax.apply_updates(table, updates), value
 
     specs = {"in_specs": by_rows, "out_specs": (by_rows, PartitionSpec())}
-    step = optzoo.row_major(jax.shard_map(step, mesh=mesh, **specs))
+    step = optzoo.rows.row_major(jax.shard_map(step, mesh=mesh, **specs))
     args = placed((table, of(4 * IDS, dtype=jnp.int32)), mesh, (by_rows, by_rows))
     return later(jax.jit(step, donate_argnums=0), args, device)
 
@@ -213,25 +217,25 @@ def own_step(tx: Any, width: int, device: str):
 def replicas(method: str, device: str, *, form: str):
     """A step, a step without exchange, or a round of steps with one, on four replicas."""
     mesh, by_replica = mesh_of(device, replica=4), PartitionSpec("replica")
-    tx = optzoo.DISTRIBUTED[method].make(optzoo.adam(1e-3), 4)
+    tx = optzoo.catalog.DISTRIBUTED[method].make(optzoo.adam(1e-3), 4)
 
     def step(params, state, x, **when):
         of_one = lambda w: jnp.mean((x @ w) ** 2)
-        value, grads = jax.value_and_grad(of_one)(optzoo.per_replica(params))
+        value, grads = jax.value_and_grad(of_one)(optzoo.replicas.per_replica(params))
         updates, state = tx.update(grads, state, params, **when)
         return optax.apply_updates(params, updates), state, value
 
     forms = {
         "step": step,
         "quiet": functools.partial(step, exchange=False),
-        "round": optzoo.scan_local_steps(step),
+        "round": optzoo.replicas.scan_local_steps(step),
     }
-    start = lambda: optzoo.replicate(w := jnp.zeros((1024, 1024)), tx.init(w), 4)
+    start = lambda: optzoo.replicas.replicate(w := jnp.zeros((1024, 1024)), tx.init(w), 4)
     args = jax.eval_shape(start)
-    specs = optzoo.replica_specs(*args, PartitionSpec(), by_replica)
+    specs = optzoo.replicas.replica_specs(*args, PartitionSpec(), by_replica)
     batch = of(4, *((STEPS,) if form == "round" else ()), 32, 1024)
     args = *placed(args, mesh, specs), placed(batch, mesh, by_replica)
-    mapped = optzoo.map_over_replicas(forms[form], mesh=mesh)
+    mapped = optzoo.replicas.map_over_replicas(forms[form], mesh=mesh)
     return jax.jit(mapped, donate_argnums=(0, 1)), args
 
 
@@ -240,7 +244,7 @@ def replicas(method: str, device: str, *, form: str):
 lazy_adam = lambda: optzoo.lazy_adam(1e-3)
 ADAM = "optax.adam"  # with dense gradients, for comparison
 OPTIMIZERS = {name: functools.partial(samples.make, e) for name, e in optzoo.CATALOG.items()}
-OPTIMIZERS[ADAM] = lambda: optax.chain(optzoo.densify(), optax.adam(1e-3))
+OPTIMIZERS[ADAM] = lambda: optax.chain(optzoo.rows.densify(), optax.adam(1e-3))
 # Those of which a step moves the rows that a batch names.
 FEW_ROWS = {name: e for name, e in optzoo.CATALOG.items() if e.rows in ("lazy", "linear")}.keys()
 NATIVE = [
@@ -252,7 +256,7 @@ WITHOUT_ROWS = {name for name, e in optzoo.CATALOG.items() if e.family == "secon
 
 WRAPPERS: dict[str, Callable[[], Any]] = {
     **{name: lambda wrap=wrap: wrap(lazy_adam()) for name, wrap in OF_ONE.items()},
-    "ema_in_place": lambda: optzoo.ema_in_place(lazy_adam(), 3),
+    "ema_in_place": lambda: optzoo.interop.fbgemm.ema_in_place(lazy_adam(), 3),
     "slots_dtype": lambda: optzoo.slots_dtype(lazy_adam(), "bfloat16"),
     "slots_dtype, stochastic, packed": lambda: optzoo.slots_dtype(
         lazy_adam(), "bfloat16", stochastic=True, packed=True
@@ -329,7 +333,7 @@ def _all() -> Iterator[Case]:
             yield from _on(FOUR, f"sharded/{name}/{width}", make)
         make = lambda device, width=width: own_step(optzoo.gradient_descent(0.1), width, device)
         yield from _on(FOUR, f"sharded/own step/{width}", make)
-    for method in optzoo.DISTRIBUTED:
+    for method in optzoo.catalog.DISTRIBUTED:
         for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):
             make = functools.partial(replicas, method, form=form)
             yield from _on(("v5e:2x2", "h100:4"), f"replicas/{method}, {form}", make)

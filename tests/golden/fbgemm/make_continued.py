@@ -25,7 +25,7 @@ CASES = (
 
 def write(folder):
     """What optzoo saves after half of the steps."""
-    from optzoo import save_fbgemm_state
+    from optzoo.interop.fbgemm import save_fbgemm_state
 
     from .follow import by_name, load, run, start
 

@@ -81,7 +81,7 @@ SAME = {
                 CLASS_OF_COUNTER: Definition(CounterMode.L2, 3, 1),
             },
         ),
-        lambda: optzoo.counter_row_wise_adagrad(
+        lambda: optzoo.interop.fbgemm.counter_row_wise_adagrad(
             F32, weight_decay=0.2, weight_decay_mode="l2", half_life=3, start_step=1
         ),
     ),
@@ -99,7 +99,7 @@ SAME = {
                 },
             },
         ),
-        lambda: optzoo.counter_row_wise_adagrad(
+        lambda: optzoo.interop.fbgemm.counter_row_wise_adagrad(
             F32,
             weight_decay=0.2,
             weight_decay_mode="adagradw",
@@ -118,13 +118,13 @@ SAME = {
                 "cowclip_regularization": types.SimpleNamespace(lower_bound=0.1),
             },
         ),
-        lambda: optzoo.cowclip_row_wise_adagrad(
+        lambda: optzoo.interop.fbgemm.cowclip_row_wise_adagrad(
             F32, weight_decay=0.2, weight_norm_coefficient=0, lower_bound=0.1
         ),
     ),
     "ema": (
         ("EMAINPLACE_ROWWISE_ADAGRAD", {"emainplace_mode": {"step_ema": 2.0}}),
-        lambda: optzoo.ema_in_place(optzoo.row_wise_adagrad(np.float32(0.01)), 2),
+        lambda: optzoo.interop.fbgemm.ema_in_place(optzoo.row_wise_adagrad(np.float32(0.01)), 2),
     ),
     "rmsprop": (
         ("rowwise_rmsprop_ar", {"learning_rate": 0.1, "ar_alpha": 0.5}),
@@ -132,7 +132,7 @@ SAME = {
     ),
     "adam": (
         (EmbOptimType.ADAM, {"learning_rate": 0.1, "weight_decay": 0.2}),
-        lambda: optzoo.lazy_adamw(F32, weight_decay=0.2),
+        lambda: optzoo.sparse_adamw(F32, weight_decay=0.2),
     ),
     "partial adam": (
         ("EmbOptimType.PARTIAL_ROWWISE_ADAM", {**DECAY, "beta1": 0.8}),
@@ -140,7 +140,7 @@ SAME = {
     ),
     "lamb": (
         ("EmbOptimType.LAMB", {**DECAY, "beta2": 0.9}),
-        lambda: optzoo.lamb(F32, b2=0.9, weight_decay=0.2),
+        lambda: optzoo.row_wise_lamb(F32, b2=0.9, weight_decay=0.2),
     ),
     "partial lamb": (
         ("EmbOptimType.PARTIAL_ROWWISE_LAMB", {**DECAY, "eps": 0.1}),
@@ -152,7 +152,7 @@ SAME = {
     ),
     "adam by its value": (
         ("EmbOptimType.adam", {"learning_rate": 0.1}),
-        lambda: optzoo.lazy_adamw(F32),
+        lambda: optzoo.sparse_adamw(F32),
     ),
 }
 
@@ -164,7 +164,7 @@ def test_names_of_both(name):
     config = {"class": theirs, **arguments}
     chex.assert_trees_all_equal(trained(create(config)), trained(ours()))
     chex.assert_trees_all_equal(
-        trained(optzoo.fbgemm_optimizer(theirs, **arguments)), trained(ours())
+        trained(optzoo.interop.fbgemm.fbgemm_optimizer(theirs, **arguments)), trained(ours())
     )
 
 
@@ -254,7 +254,7 @@ def test_what_is_refused(name):
 def test_an_unknown_optimizer():
     for bad in ("EXACT_FTRL", 3):
         with pytest.raises(ValueError, match="optimizer must be one of EXACT_SGD"):
-            optzoo.fbgemm_optimizer(bad)
+            optzoo.interop.fbgemm.fbgemm_optimizer(bad)
 
 
 COUNTED = {"weight_decay_mode": "COUNTER", CLASS_OF_COUNTER: {}}

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import create, fbgemm_state_dict, load_fbgemm_state, save_fbgemm_state
+from optzoo import create
+from optzoo.interop.fbgemm import fbgemm_state_dict, load_fbgemm_state, save_fbgemm_state
 
 from ...golden.fbgemm.follow import FOLDER, by_name, load, run, start, worst
 from ...golden.fbgemm.make_continued import CASES, HALF
@@ -128,7 +129,7 @@ def test_names_of_get_optimizer_state():
 
 def test_groups_and_masks():
     """Tables with different optimizers, beside parameters that FBGEMM does not have."""
-    tx = optzoo.groups(
+    tx = optzoo.param_groups(
         {"a": create("EXACT_ROWWISE_ADAGRAD"), "b/.*": create("EXACT_ADAGRAD", eps=0.1)}
     )
     _, state = tx.update(TABLES, tx.init(TABLES), TABLES)
@@ -175,13 +176,15 @@ def test_errors_name_the_fix(tmp_path):
 def test_slots_in_other_storages_have_the_names_of_fbgemm(dtype):
     """Those in 8 bits are saved decoded, and packed ones apart."""
     packed = {"packed": True} if dtype == "bfloat16" else {}
-    tx = optzoo.slots_dtype(optzoo.fbgemm_optimizer("adam", learning_rate=0.1), dtype, **packed)
+    tx = optzoo.slots_dtype(
+        optzoo.interop.fbgemm.fbgemm_optimizer("adam", learning_rate=0.1), dtype, **packed
+    )
     params = {"t": jnp.ones((10, 16))}
     rows = optzoo.SparseRows(jnp.array([1, 2]), jnp.linspace(-1, 1, 32).reshape(2, 16), 10)
     updates, state = tx.update({"t": rows}, tx.init(params), params)
     params = optax.apply_updates(params, updates)
-    saved = optzoo.fbgemm_state_dict(params, state)
+    saved = optzoo.interop.fbgemm.fbgemm_state_dict(params, state)
     assert saved.keys() == {"iter", "t/weights", "t/momentum1", "t/momentum2"}
     np.testing.assert_array_equal(saved["t/momentum2"], optzoo.get_slot(state, "v")["t"])
-    loaded = optzoo.load_fbgemm_state(tx, params, saved)
+    loaded = optzoo.interop.fbgemm.load_fbgemm_state(tx, params, saved)
     jax.tree.map(np.testing.assert_array_equal, loaded, (params, state))

@@ -57,7 +57,9 @@ def test_what_it_does_not_know_works():
     with pytest.raises(NotImplementedError):
         updater.Updater(config=config, param_names=NAMES)
     got = train(OptzooUpdater(config=config, param_names=NAMES), 0.1)
-    tx = optax.chain(optzoo.clip_by_norm(1.0), optzoo.ftrl(0.1, l1_regularization_strength=0.01))
+    tx = optax.chain(
+        optzoo.transforms.clip_by_norm(1.0), optzoo.ftrl(0.1, l1_regularization_strength=0.01)
+    )
     x = dict(zip(NAMES, PARAMS, strict=True))
     state = tx.init(x)
     l2 = {name: 0.2 if name.startswith("encoder") else 0.0 for name in NAMES}

@@ -345,7 +345,10 @@ def test_horovod_with_rows_on_devices():
     spec = jax.sharding.PartitionSpec
 
     def train(ids, values, x):
-        grads = {**optzoo.per_replica(G, "r"), "out": {"table": SparseRows(ids[0], values[0], 4)}}
+        grads = {
+            **optzoo.replicas.per_replica(G, "r"),
+            "out": {"table": SparseRows(ids[0], values[0], 4)},
+        }
         return step(tx, grads, x)[0]
 
     ids, values = jnp.array([[0, 1], [1, 3]]), jnp.ones((2, 2, 2))

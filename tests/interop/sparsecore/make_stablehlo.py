@@ -22,7 +22,7 @@ def main():
     for name, record in lowered.records().items():
         if record.meta["optimizer"] in lowered.REFUSED:
             continue
-        spec = optzoo.sparsecore(golden.build(record.meta))
+        spec = optzoo.interop.sparsecore.sparsecore(golden.build(record.meta))
         widths = {start[0].size for start in record.group("init").values()}
         stored[name] = {str(width): lowered.lower(spec, width) for width in sorted(widths)}
     lowered.STORED.write_bytes(lzma.compress(json.dumps(stored).encode(), preset=9))

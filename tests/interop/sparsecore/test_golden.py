@@ -26,7 +26,7 @@ def test_most_optimizers_with_sparse_records_are_row_wise():
 def test_the_stored_stablehlo_follows_the_original(name):
     """That which the public wheel lowered: ``make_stablehlo.py``."""
     record = lowered.records()[name]
-    spec = optzoo.sparsecore(golden.build(record.meta))
+    spec = optzoo.interop.sparsecore.sparsecore(golden.build(record.meta))
     got = lowered.follow(record, spec, lambda width: lowered.stored()[name][str(width)])
     assert len(got) == 2 * (1 + len(spec.slot_variables_initializers()))
     assert lowered.error(got, record) < 1e-6
@@ -37,7 +37,7 @@ def test_the_stored_stablehlo_follows_the_original(name):
 def test_what_is_lowered_now_follows_the_original(name):
     """By the wheel where it is installed, otherwise as the wheel does it."""
     record = lowered.records()[name]
-    spec = optzoo.sparsecore(golden.build(record.meta))
+    spec = optzoo.interop.sparsecore.sparsecore(golden.build(record.meta))
     got = lowered.follow(record, spec, lambda width: lowered.lower(spec, width))
     assert lowered.error(got, record) < 1e-6
 
@@ -46,4 +46,4 @@ def test_what_is_lowered_now_follows_the_original(name):
 def test_others_are_refused(name):
     meta = lowered.records()[name].meta
     with pytest.raises(ValueError, match=lowered.REFUSED[meta["optimizer"]]):
-        optzoo.sparsecore(golden.build(meta))
+        optzoo.interop.sparsecore.sparsecore(golden.build(meta))

@@ -1,4 +1,4 @@
-"""``optzoo.sparsecore``: which optimizers, their scalars, slots and widths, bad input."""
+"""``sparsecore``: which optimizers, their scalars, slots and widths, bad input."""
 
 import re
 import sys
@@ -24,7 +24,8 @@ NEVER = ["blocked_shampoo", "ggt", "lars", "normalized_sgd", "shampoo", "soap"]
 AS_THEY_ARE = sorted(CATALOG.keys() - {*ON_ROWS, *NEVER})
 # The elements of a row depend on each other.
 WHOLE_ROWS = [
-    "counter_row_wise_adagrad", "cowclip_row_wise_adagrad", "global_decay_row_wise_adagrad", "lamb",
+    "counter_row_wise_adagrad", "cowclip_row_wise_adagrad", "global_decay_row_wise_adagrad",
+    "row_wise_lamb",
     "partial_row_wise_adam", "partial_row_wise_lamb", "row_wise_adagrad", "row_wise_lars",
     "row_wise_rmsprop",
 ]  # fmt: skip
@@ -79,7 +80,7 @@ def data(width=WIDTH):
 def test_equals_the_update_of_rows(name):
     """The lowered text equals the optimizer on SparseRows, also where there is no record."""
     tx, (x, gradients, ids) = CASES[name](), data()
-    spec = optzoo.sparsecore(tx, width=WIDTHS.get(name))
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=WIDTHS.get(name))
     [got, *_], shared = follow(spec, lowered.lower(spec, WIDTH), x, gradients, ids)
     params, state = jnp.asarray(x), tx.init(x)
     extra = optax.with_extra_args_support(tx).update
@@ -97,13 +98,13 @@ def test_refuses_what_moves_other_rows(name):
     with pytest.raises(
         ValueError, match=r"optzoo\.sparsecore cannot run this optimizer row by row"
     ):
-        optzoo.sparsecore(CATALOG[name].make())
+        optzoo.interop.sparsecore.sparsecore(CATALOG[name].make())
 
 
 @pytest.mark.parametrize("name", NEVER)
 def test_on_rows_does_not_help_these(name):
     with pytest.raises(ValueError, match=r"may mix|elsewhere than in axis 0"):
-        optzoo.sparsecore(optzoo.on_rows(CATALOG[name].make()))
+        optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(CATALOG[name].make()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,7 +112,7 @@ def test_only_elementwise_operations(name):
     """And no argument is dropped; scalars are arguments, and need no operation of their own."""
     if name in WIDTHS:
         return
-    spec = optzoo.sparsecore(CASES[name]())
+    spec = optzoo.interop.sparsecore.sparsecore(CASES[name]())
     text = lowered.lower(spec, 8)
     found = set(re.findall(r"stablehlo\.(\w+)", text))
     assert not found & {"gather", "scatter", "slice", "dynamic_slice", "reduce", "pad", "iota"}
@@ -132,7 +133,7 @@ FOR_MANY_ROWS = {
 def test_the_function_of_a_row_can_become_one_of_many_rows(name):
     """It has no slice, also where the table is padded; ``tests/accelerators`` compiles some."""
     for width in (8, 6) if name in WIDTHS else (None,):
-        spec = optzoo.sparsecore(CASES[name](), width=width)
+        spec = optzoo.interop.sparsecore.sparsecore(CASES[name](), width=width)
         text = lowered.lower(spec, 8)
         assert set(re.findall(r"stablehlo\.([a-z_]+)", text)) <= FOR_MANY_ROWS
         shapes = set(re.findall(r"tensor<([\dx]*)[a-z]+\d+>", text))
@@ -145,7 +146,7 @@ def test_the_function_of_a_row_can_become_one_of_many_rows(name):
 def test_all_is_float32(name, x64):
     """Also where float64 is available."""
     with x64(True):
-        spec = optzoo.sparsecore(CASES[name](), width=WIDTHS.get(name))
+        spec = optzoo.interop.sparsecore.sparsecore(CASES[name](), width=WIDTHS.get(name))
         text = lowered.lower(spec, 8)
         scalars = spec.get_hyperparameters(spec.first_shared())
     results = text.split("-> (")[1].split("{\n")[0]
@@ -157,7 +158,9 @@ def test_all_is_float32(name, x64):
 
 
 def test_a_schedule_is_a_scalar():
-    spec = optzoo.sparsecore(optzoo.gradient_descent(optax.exponential_decay(0.5, 1, 0.5)))
+    spec = optzoo.interop.sparsecore.sparsecore(
+        optzoo.gradient_descent(optax.exponential_decay(0.5, 1, 0.5))
+    )
     shared, rates = spec.first_shared(), []
     for _ in range(3):
         [rate] = spec.get_hyperparameters(shared)
@@ -169,7 +172,7 @@ def test_a_schedule_is_a_scalar():
 def test_counts_are_exact():
     """A count beyond what float32 holds, for what is computed from it is computed in int32."""
     rate = lambda step: jnp.where(step % 2 == 0, 1.0, 2.0)
-    spec = optzoo.sparsecore(optzoo.gradient_descent(rate))
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.gradient_descent(rate))
     at = lambda n: abs(float(spec.get_hyperparameters(spec.first_shared(n))[0]))
     assert [at(2**24), at(2**24 + 1)] == [1.0, 2.0]
 
@@ -177,7 +180,7 @@ def test_counts_are_exact():
 def test_powers_are_running_products():
     """As in the state of the optimizer, not powers of the step."""
     tx = optzoo.lazy_adam(0.1)
-    spec = optzoo.sparsecore(tx)
+    spec = optzoo.interop.sparsecore.sparsecore(tx)
     shared = spec.first_shared()
     state, x = tx.init(jnp.ones((2, 3))), jnp.ones((2, 3))
     for _ in range(20):
@@ -188,7 +191,9 @@ def test_powers_are_running_products():
 
 
 def test_an_injected_rate_can_be_changed():
-    spec = optzoo.sparsecore(optzoo.on_rows(optax.inject_hyperparams(optax.sgd)(0.1)))
+    spec = optzoo.interop.sparsecore.sparsecore(
+        optzoo.on_rows(optax.inject_hyperparams(optax.sgd)(0.1))
+    )
     x, gradients, _ = data()
     text = lowered.lower(spec, WIDTH)
     shared = spec.first_shared()
@@ -204,13 +209,15 @@ def test_an_injected_rate_can_be_changed():
 
 
 def test_without_scalars_there_is_one_that_is_not_used():
-    spec = optzoo.sparsecore(optzoo.adagrad(0.1))
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1))
     assert spec.get_hyperparameters() == spec.get_hyperparameters(7) == (0,)
 
 
 def test_several_specs_in_one_step():
     specs = [
-        optzoo.sparsecore(optzoo.gradient_descent(optax.exponential_decay(rate, 1, 0.5)), name=name)
+        optzoo.interop.sparsecore.sparsecore(
+            optzoo.gradient_descent(optax.exponential_decay(rate, 1, 0.5)), name=name
+        )
         for rate, name in ((0.25, "a"), (0.5, "b"))
     ]
     step = {spec.short_name_str: spec.first_shared() for spec in specs}
@@ -222,13 +229,15 @@ def test_several_specs_in_one_step():
 
 
 def test_slots_have_names_and_initial_values():
-    spec = optzoo.sparsecore(optzoo.ftrl(0.1, initial_accumulator_value=0.25))
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.ftrl(0.1, initial_accumulator_value=0.25))
     slots = spec.slot_variables_initializers()
     assert slots._fields == ("accum", "linear")
     values = [f(jax.random.key(0), (6, 8)) for f in slots]
     assert [float(v.max()) for v in values] == [0.25, 0.0]
     assert all(v.shape == (6, 8) and v.dtype == jnp.float32 for v in values)
-    two = optzoo.sparsecore(optax.chain(optzoo.scale_by_momentum(0.9), optzoo.momentum(0.1, 0.9)))
+    two = optzoo.interop.sparsecore.sparsecore(
+        optax.chain(optzoo.transforms.scale_by_momentum(0.9), optzoo.momentum(0.1, 0.9))
+    )
     assert len(set(two.slot_variables_initializers()._fields)) == 2
 
 
@@ -236,7 +245,7 @@ def test_slots_have_names_and_initial_values():
 def test_a_padded_table(width):
     """Rows of 6 numbers in a table of 8: their mean does not see the padding."""
     tx = optzoo.row_wise_adagrad(0.1)
-    spec = optzoo.sparsecore(tx, width=width)
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=width)
     x, gradients, ids = data(width)
     pad = lambda a: np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 8 - width)])
     (got, slot), _ = follow(spec, lowered.lower(spec, 8), pad(x), pad(gradients), ids)
@@ -249,11 +258,13 @@ def test_a_padded_table(width):
     np.testing.assert_allclose(slot[:, 0], optzoo.get_slot(state, "accumulator"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["global_decay_row_wise_adagrad", "lamb", "partial_row_wise_lamb"])
+@pytest.mark.parametrize(
+    "name", ["global_decay_row_wise_adagrad", "row_wise_lamb", "partial_row_wise_lamb"]
+)
 def test_other_padded_tables(name):
     """With scalars and numbers for each row, and slots of the width of the table."""
     tx = CASES[name]()
-    spec, (x, gradients, ids) = optzoo.sparsecore(tx, width=6), data(6)
+    spec, (x, gradients, ids) = optzoo.interop.sparsecore.sparsecore(tx, width=6), data(6)
     pad = lambda a: np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 2)])
     [got, *_], _ = follow(spec, lowered.lower(spec, 8), pad(x), pad(gradients), ids)
     params, state = jnp.asarray(x), tx.init(x)
@@ -273,7 +284,7 @@ def test_numbers_are_kept_bit_by_bit():
         lambda x: jnp.zeros(len(x)),
         lambda g, s, x=None: (jnp.where(s[:, None] == -2.5, g, -g), s),
     )
-    spec = optzoo.sparsecore(optzoo.on_rows(keep), width=3)
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(keep), width=3)
     run = lowered.compiled(lowered.lower(spec, 8))
     g, x, unused = np.full((1, 8), 0.5), np.zeros((1, 8)), np.zeros((1, 8))
     for value in EDGES:
@@ -288,7 +299,7 @@ def test_padding_is_not_seen_whatever_is_there():
     sums = lambda g: sum(f(g, 1, keepdims=True) for f in operations)
     mix = lambda g, s, x=None: (g * jnp.array([[1.0, 2, 3]]) + sums(g), s + g)
     tx = optax.GradientTransformation(jnp.zeros_like, mix)
-    spec = optzoo.sparsecore(optzoo.on_rows(tx), width=3)
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(tx), width=3)
     run = lowered.compiled(lowered.lower(spec, 8))
     zeros = np.zeros((1, 8), np.float32)
     for row in (*EDGES[None].repeat(2, 0), [2, 3, 4], [-2, -3, -4]):
@@ -307,46 +318,46 @@ def test_padding_is_not_seen_whatever_is_there():
 
 def test_refuses_slots():
     with pytest.raises(ValueError, match=r"slot '.*accumulator' is of bfloat16"):
-        optzoo.sparsecore(optzoo.slots_dtype(optzoo.adagrad(0.1), "bfloat16"))
+        optzoo.interop.sparsecore.sparsecore(optzoo.slots_dtype(optzoo.adagrad(0.1), "bfloat16"))
     remember = optax.GradientTransformation(lambda x: x, lambda g, s, x=None: (g, s))
     with pytest.raises(ValueError, match="starts from the parameters"):
-        optzoo.sparsecore(optzoo.on_rows(remember))
+        optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(remember))
     wide = optax.GradientTransformation(
         lambda x: jnp.zeros((len(x), 2)), lambda g, s, x=None: (g, s + 1)
     )
     with pytest.raises(ValueError, match=r"has \(2,\) elements for each row"):
-        optzoo.sparsecore(optzoo.on_rows(wide))
+        optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(wide))
 
 
 def test_refuses_another_rule_for_rows():
     def halved(rule):
         return optzoo.rules.policies.lazy(lambda g, *args, **kwargs: rule(g / 2, *args, **kwargs))
 
-    tx = optzoo.leafwise(lambda g, x, s, t: (-g, s), rows=halved)
+    tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g, s), rows=halved)
     with pytest.raises(ValueError, match="its rule for SparseRows is another than that for arrays"):
-        optzoo.sparsecore(tx)
+        optzoo.interop.sparsecore.sparsecore(tx)
 
 
 def test_refuses_what_cannot_be_done_for_many_rows():
     product = lambda g, s, x=None: (g * jnp.einsum("ij,ij->i", g, g)[:, None], s)
     tx = optax.GradientTransformation(lambda x: (), product)
     with pytest.raises(ValueError, match=r"`dot_general` \(.*\) cannot be done for many rows"):
-        optzoo.sparsecore(optzoo.on_rows(tx), width=8)
+        optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(tx), width=8)
 
 
 def test_refuses_arguments():
     with pytest.raises(TypeError, match="tx must be an optax transformation"):
-        optzoo.sparsecore(0.1)
+        optzoo.interop.sparsecore.sparsecore(0.1)
     with pytest.raises(TypeError, match="width must be an int"):
-        optzoo.sparsecore(optzoo.adagrad(0.1), width=2.5)
+        optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1), width=2.5)
     with pytest.raises(ValueError, match="name must be that of a variable, got 'a b'"):
-        optzoo.sparsecore(optzoo.adagrad(0.1), name="a b")
+        optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1), name="a b")
     with pytest.raises(ValueError, match=r"the elements of a row depend on each other.*width="):
-        optzoo.sparsecore(optzoo.row_wise_adagrad(0.1))
-    spec = optzoo.sparsecore(optzoo.row_wise_adagrad(0.1), width=9)
+        optzoo.interop.sparsecore.sparsecore(optzoo.row_wise_adagrad(0.1))
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.row_wise_adagrad(0.1), width=9)
     with pytest.raises(ValueError, match="width must be at most 8, that of the table, got 9"):
         lowered.lower(spec, 8)
-    adam = optzoo.sparsecore(optzoo.lazy_adam(0.1))
+    adam = optzoo.interop.sparsecore.sparsecore(optzoo.lazy_adam(0.1))
     for step in (None, 3, {}, {"other": adam.first_shared()}):
         with pytest.raises(TypeError, match="step must be what first_shared"):
             adam.get_hyperparameters(step)
@@ -356,7 +367,7 @@ def test_refuses_arguments():
 
 def test_hints_at_on_rows():
     with pytest.raises(ValueError, match=r"moves all rows of table 'table'\. optzoo\.on_rows\("):
-        optzoo.sparsecore(optzoo.adam(0.1))
+        optzoo.interop.sparsecore.sparsecore(optzoo.adam(0.1))
 
 
 def test_without_the_wheel(monkeypatch):
@@ -365,5 +376,5 @@ def test_without_the_wheel(monkeypatch):
     api._spec_class.cache_clear()
     monkeypatch.setitem(sys.modules, api._MODULE, None)
     with pytest.raises(ImportError, match=r"pip install 'optzoo\[sparsecore\]'"):
-        optzoo.sparsecore(optzoo.adagrad(0.1))
+        optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1))
     api._spec_class.cache_clear()

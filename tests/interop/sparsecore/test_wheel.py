@@ -89,7 +89,7 @@ CASES = {
 def test_a_training_step_is_lowered(name):
     """Its module holds the function of a row, which computes what our lowering computes."""
     tx, width, num_slots, num_scalars = CASES[name]
-    spec = optzoo.sparsecore(tx, width=width, name="ours")
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=width, name="ours")
     text = lowered_step(spec)
     config = json.loads(re.search(r'backend_config = "(.*?)"[,}]', text)[1].replace(r"\22", '"'))
     assert config["sparse_dense_matmul_config"]["num_slot_variables"] == num_slots
@@ -109,7 +109,7 @@ def test_a_training_step_is_lowered(name):
 
 
 def test_slots_are_those_of_the_table():
-    spec = optzoo.sparsecore(optzoo.ftrl(0.1))
+    spec = optzoo.interop.sparsecore.sparsecore(optzoo.ftrl(0.1))
     table = features(spec)["f"].table_spec
     slots = table.optimizer.slot_variables_initializers()
     values = [f(jax.random.key(0), (SHARD, PADDED)) for f in slots]
@@ -118,7 +118,7 @@ def test_slots_are_those_of_the_table():
 
 def test_specs_are_equal_to_themselves_alone():
     """Tables are stacked if their specs are equal."""
-    one, two = (optzoo.sparsecore(optzoo.adagrad(0.1)) for _ in range(2))
+    one, two = (optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1)) for _ in range(2))
     assert one == one and one != two and hash(one) != hash(two)
 
 

@@ -639,7 +639,9 @@ def test_arrays_stay_where_they_were():
 
 def test_counts_that_differ_are_not_saved():
     """An optimizer keeps one count; a chain of two transformations has two."""
-    chained = optax.chain(optzoo.scale_by_momentum(0.9), optzoo.scale_by_learning_rate(0.1))
+    chained = optax.chain(
+        optzoo.transforms.scale_by_momentum(0.9), optzoo.transforms.scale_by_learning_rate(0.1)
+    )
     params, state = trained(chained)
     state = (state[0], state[1]._replace(count=jnp.int32(9)))
     with pytest.raises(ValueError, match=r"counts of the state differ: .*'1/count': 9"):
@@ -652,7 +654,8 @@ def test_counts_that_differ_are_not_saved():
 WRAPPED = {
     "clipped": optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.adam(0.1)),
     "schedule of optax": optax.chain(
-        optzoo.scale_by_adam(), optax.scale_by_schedule(optax.linear_schedule(-0.1, 0.0, 9))
+        optzoo.transforms.scale_by_adam(),
+        optax.scale_by_schedule(optax.linear_schedule(-0.1, 0.0, 9)),
     ),
     "masked": optax.masked(optzoo.adam(0.1), {"enc": True, "w": False}),
     "injected": optax.inject_hyperparams(optzoo.adam)(0.1),

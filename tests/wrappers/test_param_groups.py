@@ -14,7 +14,7 @@ from flax import nnx
 
 import optzoo
 from optzoo.testing.samples import avals, dense_grads, plain, step
-from optzoo.wrappers.groups import groups
+from optzoo.wrappers.param_groups import param_groups
 
 TXS = {
     "embedding/.*": optzoo.lazy_adam(0.1),
@@ -39,7 +39,7 @@ def with_rows(x):
 @pytest.mark.parametrize("grads", [dense_grads, with_rows])
 def test_each_parameter_has_its_own_optimizer(grads):
     x = params()
-    g, tx = grads(x), groups(TXS)
+    g, tx = grads(x), param_groups(TXS)
     updates, state = jax.jit(tx.update)(g, tx.init(x), x)
     for pattern, path in [
         ("embedding/.*", ("embedding", "table")),
@@ -57,7 +57,7 @@ def test_each_parameter_has_its_own_optimizer(grads):
 
 def test_a_group_is_all_that_its_optimizer_sees():
     x = params()
-    tx = groups({"bias|scale": optzoo.clip_by_global_norm(1.0), ".*": optax.set_to_zero()})
+    tx = param_groups({"bias|scale": optzoo.clip_by_global_norm(1.0), ".*": optax.set_to_zero()})
     updates, _ = tx.update(x, tx.init(x), x)
     assert optax.tree.norm(updates) == pytest.approx(1.0)
     assert not updates["embedding"]["table"].any()
@@ -65,7 +65,7 @@ def test_a_group_is_all_that_its_optimizer_sees():
 
 def test_extra_arguments_and_missing_gradients():
     x = params()
-    tx = groups({".*": optzoo.adam_gs(0.1), "bias": optzoo.gradient_descent(1.0)})
+    tx = param_groups({".*": optzoo.adam_gs(0.1), "bias": optzoo.gradient_descent(1.0)})
     g = {**dense_grads(x), "embedding": {"table": None}}
     updates, _ = tx.update(g, tx.init(x), x, global_step=3, learning_rate=0.25)
     assert updates["embedding"]["table"] is None
@@ -77,7 +77,7 @@ def test_extra_arguments_and_missing_gradients():
 @pytest.mark.parametrize("pattern", ["dense/kernel", "kernel", "k.*", "dense/k.*", ".*/kernel"])
 def test_names(pattern):
     """With a slash the whole path, without one the last part."""
-    x, tx = params(), groups({pattern: optax.identity(), ".*": optax.set_to_zero()})
+    x, tx = params(), param_groups({pattern: optax.identity(), ".*": optax.set_to_zero()})
     updates, _ = tx.update(x, tx.init(x), x)
     moved = [
         jax.tree_util.keystr(p) for p, u in jax.tree_util.tree_leaves_with_path(updates) if u.any()
@@ -86,18 +86,18 @@ def test_names(pattern):
 
 
 def test_a_bare_array_has_no_name():
-    tx = groups({".*": optax.identity()})
+    tx = param_groups({".*": optax.identity()})
     assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)))[0].all()
 
 
 def test_the_rest_may_be_empty():
     x = {"kernel": jnp.ones(2)}
-    groups({"kernel": optax.identity(), ".*": optax.identity()}).init(x)
-    groups({".*": optax.identity()}).init({})
+    param_groups({"kernel": optax.identity(), ".*": optax.identity()}).init(x)
+    param_groups({".*": optax.identity()}).init({})
 
 
 def test_within_others():
-    x, tx = params(), groups(TXS)
+    x, tx = params(), param_groups(TXS)
     state = tx.init(x)
     assert avals(jax.eval_shape(tx.init, x)) == avals(state)
     slots = optax.tree.map_params(tx.init, lambda a: a + 1, state)
@@ -124,7 +124,7 @@ def test_within_others():
 def test_nnx_optimizer():
     """``init`` gets variables and ``update`` gets arrays: the names are the same."""
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    tx = groups({"kernel": optax.sgd(1.0), ".*bias": optax.sgd(2.0, momentum=0.9)})
+    tx = param_groups({"kernel": optax.sgd(1.0), ".*bias": optax.sgd(2.0, momentum=0.9)})
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model)
     before = jnp.array(model.kernel[...])
@@ -135,7 +135,7 @@ def test_nnx_optimizer():
 
 def test_orbax_round_trip(tmp_path):
     """The patterns, with slashes and stars, are keys of the state."""
-    x, tx = params(), groups(TXS)
+    x, tx = params(), param_groups(TXS)
     _, state = step(tx, dense_grads(x), x)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
@@ -161,7 +161,7 @@ def test_orbax_round_trip(tmp_path):
     ],
 )
 def test_each_parameter_needs_exactly_one_pattern(patterns, message):
-    tx = groups(dict.fromkeys(patterns, optax.identity()))
+    tx = param_groups(dict.fromkeys(patterns, optax.identity()))
     if message is None:
         tx.init(params())
         return
@@ -183,4 +183,4 @@ def test_each_parameter_needs_exactly_one_pattern(patterns, message):
 )
 def test_refuses(transforms, error, message):
     with pytest.raises(error, match=message):
-        groups(transforms)
+        param_groups(transforms)

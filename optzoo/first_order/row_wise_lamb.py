@@ -12,14 +12,14 @@ from .partial_row_wise_adam import PartialRowWiseAdamSlots
 from .row_wise import of_rows, row_means, row_norms, zero_for_each_row
 
 
-def scale_by_lamb(
+def scale_by_row_wise_lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lamb`.
+    """The direction of :func:`optzoo.row_wise_lamb`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_lamb()
+        >>> tx = optzoo.transforms.scale_by_row_wise_lamb()
         >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
         >>> print(jnp.linalg.norm(updates, axis=1))
@@ -36,7 +36,7 @@ def scale_by_partial_row_wise_lamb(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_partial_row_wise_lamb()
+        >>> tx = optzoo.transforms.scale_by_partial_row_wise_lamb()
         >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
         >>> print(jnp.linalg.norm(updates, axis=1))
@@ -46,7 +46,7 @@ def scale_by_partial_row_wise_lamb(
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, row_means, of_rows)
 
 
-def lamb(
+def row_wise_lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -64,12 +64,12 @@ def lamb(
 
     where the norms are those of a row, along the first axis; ``optax.lamb`` takes those of the
     whole parameter. A row of zeros stays zero, and where :math:`r` is zero nothing moves. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t` counts
-    every update.
+    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but :math:`t`
+    counts every update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.lamb(0.1)
+        >>> tx = optzoo.row_wise_lamb(0.1)
         >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
         >>> print(jnp.linalg.norm(updates, axis=1))  # the rate times the norm of each row
@@ -92,7 +92,7 @@ def lamb(
         <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs only, and no record of it exists: the
         formula is that of its source, which has NaN where zero is divided by zero.
     """
-    return descend(learning_rate, scale_by_lamb(b1, b2, eps, weight_decay))
+    return descend(learning_rate, scale_by_row_wise_lamb(b1, b2, eps, weight_decay))
 
 
 def partial_row_wise_lamb(
@@ -113,8 +113,8 @@ def partial_row_wise_lamb(
 
     where :math:`i` counts the rows, along the first axis, a row has :math:`d` elements, and the
     norms are those of a row. A row of zeros stays zero, and where :math:`r` is zero nothing moves.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.lazy`), but :math:`t`
-    counts every update.
+    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but
+    :math:`t` counts every update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -16,7 +16,7 @@ from ..state.inner import fitting, inner_transformation
 _REST = ".*"
 
 
-def groups(
+def param_groups(
     transforms: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """Updates every parameter by the optimizer whose pattern matches its name.
@@ -35,7 +35,7 @@ def groups(
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
         >>> params = {"embed": {"table": jnp.ones((3, 2))}, "out": {"bias": jnp.ones(2)}}
-        >>> tx = optzoo.groups({
+        >>> tx = optzoo.param_groups({
         ...     "embed/.*": optzoo.lazy_adam(1e-3),
         ...     "bias|scale": optzoo.momentum(0.1, 0.9),
         ... })

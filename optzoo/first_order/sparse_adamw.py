@@ -21,18 +21,18 @@ class CountedAdamSlots(NamedTuple):
     row_counter: Exact  # updates of each row
 
 
-def scale_by_lazy_adamw(
+def scale_by_sparse_adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float | None = None,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adamw`.
+    """The direction of :func:`optzoo.sparse_adamw`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.scale_by_lazy_adamw(weight_decay=0.5)
+        >>> tx = optzoo.transforms.scale_by_sparse_adamw(weight_decay=0.5)
         >>> table = jnp.ones((3, 2))
         >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
         >>> updates, state = tx.update(rows, tx.init(table), table)
@@ -62,7 +62,7 @@ def scale_by_lazy_adamw(
     return leafwise(rule, slots=slots, needs_params=weight_decay is not None)
 
 
-def lazy_adamw(
+def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -79,13 +79,13 @@ def lazy_adamw(
                {\sqrt{v_t / (1 - \beta_2^t)} + \epsilon} + \lambda\, x_{t-1} \right)
 
     This is ``optax.adamw`` on the rows that have a gradient; the others keep their parameters and
-    slots (:func:`optzoo.lazy`), but :math:`t` counts every update, unless
+    slots (:func:`optzoo.rules.lazy`), but :math:`t` counts every update, unless
     ``row_wise_bias_correction``: then it counts those of the row. (In :func:`optzoo.lazy_adam`,
     which is TensorFlow's, :math:`\epsilon` is added before the bias is corrected.)
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.lazy_adamw(0.1, weight_decay=0.5)
+        >>> tx = optzoo.sparse_adamw(0.1, weight_decay=0.5)
         >>> table = jnp.ones((3, 2))
         >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.zeros((1, 2)), 3)
         >>> updates, state = tx.update(gradient, tx.init(table), table)
@@ -111,5 +111,5 @@ def lazy_adamw(
         only, and no record of it exists: the formula is that of its source. Loshchilov and Hutter,
         `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
-    direction = scale_by_lazy_adamw(b1, b2, eps, weight_decay, row_wise_bias_correction)
+    direction = scale_by_sparse_adamw(b1, b2, eps, weight_decay, row_wise_bias_correction)
     return descend(learning_rate, direction)
