@@ -142,7 +142,7 @@ def test_rows(name):
             assert isinstance(got["table"], SparseRows)
             chex.assert_trees_all_close(to_dense(got), want, rtol=1e-6)
         return
-    hint = r"optzoo\.densify\(\).*optzoo\.on_values"
+    hint = r"optzoo\.rows\.densify\(\).*optzoo\.rows\.on_values"
     errors = (TypeError, ValueError, AssertionError)
     with pytest.raises(errors, match=hint):
         jax.eval_shape(lambda g: update(name, g), grads)

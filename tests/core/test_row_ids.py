@@ -19,7 +19,7 @@ from optzoo.testing import samples
 
 IDS = [1, 3, -2, 1, 9, 5]
 ROWS = SparseRows(jnp.array(IDS), jnp.arange(12.0).reshape(6, 2), 5)
-HINT = r"optzoo\.densify\(\).*optzoo\.on_values"
+HINT = r"optzoo\.rows\.densify\(\).*optzoo\.rows\.on_values"
 
 
 def stack(g):

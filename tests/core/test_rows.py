@@ -100,7 +100,7 @@ def test_numbers_times_rows_and_differences():
     ],
 )
 def test_other_arithmetic_is_refused(f):
-    with pytest.raises(TypeError, match=r"optzoo\.densify"):
+    with pytest.raises(TypeError, match=r"optzoo\.rows\.densify"):
         f(SOME)
 
 

@@ -225,7 +225,7 @@ def test_bad_input():
         run(read(), mesh, table, ids * 1.0)
     with pytest.raises(ValueError, match="capacity_factor must be"):
         run(read(capacity_factor=0), mesh, table, ids)
-    with pytest.raises(TypeError, match=r"optzoo\.RowSharding, got 'rows'"):
+    with pytest.raises(TypeError, match=r"optzoo\.sharded\.RowSharding, got 'rows'"):
         run(lambda t, i: optzoo.sharded.lookup(t, i, "rows"), mesh, table, ids)
 
 

@@ -138,7 +138,7 @@ def test_without_a_word():
 def test_required_rows_that_an_optimizer_does_not_take():
     """It is as with lookups: its own error says what to do."""
     for loss, settings in ((by_gathers, {"sparse": {"a|b": "require"}}), (by_lookups, {})):
-        with pytest.raises((TypeError, ValueError), match=r"optzoo\.densify"):
+        with pytest.raises((TypeError, ValueError), match=r"optzoo\.rows\.densify"):
             trace(optax.adam(0.1), loss, **settings)
 
 
