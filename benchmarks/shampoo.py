@@ -78,15 +78,19 @@ def contenders(block):
     recipe = dict(block_size=block, start_step=0)
     return {
         "optax.adam": optax.adam(1e-3),
-        "shampoo, no refresh": optzoo.shampoo(1e-3, svd_interval=NEVER, **plain),
+        "shampoo, no refresh": optzoo.shampoo(1e-3, preconditioner_interval=NEVER, **plain),
         "shampoo, refresh": optzoo.shampoo(1e-3, **plain),
-        "blocked_shampoo, no refresh": optzoo.blocked_shampoo(1e-3, root_interval=NEVER, **recipe),
-        "blocked_shampoo, refresh": optzoo.blocked_shampoo(1e-3, root_interval=1, **recipe),
-        "blocked_shampoo, staggered": optzoo.blocked_shampoo(
-            1e-3, root_interval=20, stagger=True, **recipe
+        "blocked_shampoo, no refresh": optzoo.blocked_shampoo(
+            1e-3, preconditioner_interval=NEVER, **recipe
         ),
-        "soap, no refresh": optzoo.soap(1e-3, precondition_frequency=NEVER, block_size=block),
-        "soap, refresh": optzoo.soap(1e-3, precondition_frequency=1, block_size=block),
+        "blocked_shampoo, refresh": optzoo.blocked_shampoo(
+            1e-3, preconditioner_interval=1, **recipe
+        ),
+        "blocked_shampoo, staggered": optzoo.blocked_shampoo(
+            1e-3, preconditioner_interval=20, stagger=True, **recipe
+        ),
+        "soap, no refresh": optzoo.soap(1e-3, preconditioner_interval=NEVER, block_size=block),
+        "soap, refresh": optzoo.soap(1e-3, preconditioner_interval=1, block_size=block),
     }
 
 
@@ -142,7 +146,9 @@ def compiling():
         "blocked_shampoo, staggered": optzoo.blocked_shampoo(1e-3, stagger=True),
         "blocked_shampoo, Newton": optzoo.blocked_shampoo(1e-3, root="newton"),
         "blocked_shampoo, blocks of 1024": optzoo.blocked_shampoo(1e-3, block_size=1024),
-        "shampoo, blocks of 512": optzoo.shampoo(1e-3, 4096, svd_interval=20, block_size=512),
+        "shampoo, blocks of 512": optzoo.shampoo(
+            1e-3, 4096, preconditioner_interval=20, block_size=512
+        ),
     }
     for name, tx in blocked.items():
         _, result[name] = harness.compiled(tx, params, params)

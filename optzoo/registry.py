@@ -274,13 +274,27 @@ _ARGUMENTS = {
     "epsilon": "eps",
     "use_nesterov": "nesterov",
     "sign_decay_fn": "sign_decay",
-    "skip_list": "skip",
     "opt": "inner",
     "optimizer": "inner",
     "base_optimizer": "inner",
     "num_worker": "num_workers",
-    "vars_to_clip_dims": "dims",
     "weight_decay": "weight_decay_per_step",  # where it is not multiplied by the rate
+}
+_ARGUMENTS_OF = {
+    "adadelta": {"rho": "b2"},
+    "adagrad_da": {"initial_gradient_squared_accumulator_value": "initial_accumulator_value"},
+    "add_sign": {"beta": "b1"},
+    "amsgrad": {"decay": "decay_learning_rate"},
+    "ggt": {"epsilon": "epsilon"},  # it has three epsilons, and none of this name
+    "lars": {"eeta": "trust_coefficient", "skip_list": "skip", "weight_decay": "l2_weight_decay"},
+    "power_sign": {"beta": "b1"},
+    "rmsprop": {"decay": "b2"},
+    "shampoo": {
+        "precond_update_interval": "statistics_interval",
+        "svd_interval": "preconditioner_interval",
+    },
+    "soap": {"precondition_frequency": "preconditioner_interval"},
+    "variable_clipping": {"vars_to_clip_dims": "dims"},
 }
 # Arguments without a meaning here: of all optimizers, and of some.
 _MEANINGLESS = {"name", "use_locking"}
@@ -305,9 +319,12 @@ def _ours(found: _Found, argument: str) -> str:
     """This library's name of an argument."""
     if argument in found.parameters:
         return argument
-    if found.name == "ggt" and argument == "epsilon":
-        return argument  # TensorFlow's has three epsilons, and none of this name
-    return _ARGUMENTS.get(argument, argument)
+    return _names_of(found).get(argument, argument)
+
+
+def _names_of(found: _Found) -> dict[str, str]:
+    """This library's names of the original's arguments."""
+    return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {})}
 
 
 def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +340,8 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
         elif value is None and argument in _MEANINGLESS_IF_NONE.get(found.name, set()):
             continue
         elif argument not in _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()):
-            theirs = [k for k, v in _ARGUMENTS.items() if v in known and _ours(found, k) == v]
+            ours_of = _names_of(found)
+            theirs = [k for k, v in ours_of.items() if v in known and k not in known]
             raise TypeError(
                 f"{found.name} has no argument {argument!r}"
                 f"{_nearest(argument, [*known, *theirs])}; it takes "
@@ -353,7 +371,6 @@ def _defaults(found: _Found) -> dict[str, Any]:
 # What the originals keep in double precision, or in that of the variable.
 _EXACT = {
     "initial_accumulator_value",
-    "initial_gradient_squared_accumulator_value",
     "weight_decay_per_step",
     "decrease_factor",
 }

@@ -115,7 +115,7 @@ def decayed(fragment):
 
 
 def not_skipped(fragment):
-    return {*NAMES} - moved(optzoo.lars(0.1, weight_decay=0.5, skip=(fragment,)))
+    return {*NAMES} - moved(optzoo.lars(0.1, l2_weight_decay=0.5, skip=(fragment,)))
 
 
 def in_layer(layer):

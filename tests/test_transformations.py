@@ -26,12 +26,12 @@ STEPS = 4
 
 # Settings with which every part of an optimizer works within four steps.
 SETTINGS = {
-    "blocked_shampoo": {"root_interval": 2, "start_step": 1},
+    "blocked_shampoo": {"preconditioner_interval": 2, "start_step": 1},
     "ggt": {"window": 3},
-    "shampoo": {"epsilon": 1e-2},
+    "shampoo": {"eps": 1e-2},
     # A basis for the rows only: the gradients of "w" have rank two, so of the four eigenvalues for
     # the columns two are zero. Their vectors are not a function of the gradient.
-    "soap": {"precondition_frequency": 2, "max_matrix_size": 3},
+    "soap": {"preconditioner_interval": 2, "max_matrix_size": 3},
 }
 # Other branches of the same optimizers.
 BRANCHES = {
@@ -51,7 +51,7 @@ BRANCHES = {
     "cowclip_row_wise_adagrad, l2": {"weight_decay": 0.1, "weight_decay_mode": "l2"},
     "sparse_adamw, rows": {"weight_decay": 0.1, "row_wise_bias_correction": True},
     "row_wise_adagrad, decay": {"weight_decay": 0.1},
-    "row_wise_adagrad, l2": {"weight_decay": 0.1, "decoupled": False},
+    "row_wise_adagrad, l2": {"l2_weight_decay": 0.1},
     "row_wise_rmsprop, decay": {"weight_decay": 0.1},
     "blocked_shampoo, newton": {"root": "newton", **SETTINGS["blocked_shampoo"]},
     "blocked_shampoo, stagger": {"stagger": True, **SETTINGS["blocked_shampoo"]},
@@ -59,7 +59,7 @@ BRANCHES = {
     "ftrl, power": {"learning_rate_power": -0.3, "initial_accumulator_value": 0.0},
     "lars, nesterov": {"nesterov": True, "eps": 1e-3},
     "rmsprop, centered": {"centered": True, "momentum": None},
-    "shampoo, two iterations": {"use_iterative_root": True, "epsilon": 1e-2},
+    "shampoo, two iterations": {"use_iterative_root": True, "eps": 1e-2},
 }
 WRAPPED = {
     "accumulate": lambda inner: optzoo.accumulate(inner, 2),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pages
 import pictures
+import public
 
 import optzoo
 

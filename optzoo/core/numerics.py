@@ -1,5 +1,6 @@
 """Arithmetic in at least float32, and without 0 / 0, in values and in derivatives."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -114,3 +115,8 @@ def _(primals, tangents):
 def norm(a: Array) -> Array:
     """The Euclidean norm of all elements; its derivative at 0 is 0."""
     return sqrt(jnp.sum(a**2))
+
+
+def is_number(value: Any, number: float) -> bool:
+    """Whether ``value`` is a plain number, known when tracing, and equals this one."""
+    return isinstance(value, numbers.Real) and value == number

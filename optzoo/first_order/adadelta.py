@@ -19,19 +19,17 @@ class AdadeltaSlots(NamedTuple):
     accum_update: NotNegative  # mean of the squared step
 
 
-def scale_by_adadelta(
-    rho: float = 0.95, eps: float = 1e-8
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adadelta`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adadelta(rho=0.9, eps=1e-2)
+        >>> tx = optzoo.transforms.scale_by_adadelta(b2=0.9, eps=1e-2)
         >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
         >>> print(updates)
         [ 0.3015 -0.3123]
     """
-    [rho] = check_decays(rho=rho)
+    [b2] = check_decays(b2=b2)
     check_not_negative(eps=eps)
 
     def factor(mean, divisor, eps):
@@ -43,23 +41,23 @@ def scale_by_adadelta(
         return sqrt(safe_divide(mean, scaled, eps)) * jnp.where(is_large, 2.0**-32, 1)
 
     def rule(g, x, s, t):
-        accum = rho * s.accum + (1 - rho) * g**2
+        accum = b2 * s.accum + (1 - b2) * g**2
         d = factor(s.accum_update + eps, accum + eps, eps) * g  # 0 if g**2 overflows
 
         def update(s):
             # From the new accum_update: XLA would copy the slot if the old one were read, too.
-            divisor = rho * (s.accum + eps) + (1 - rho) * g**2
-            return factor(s.accum_update + rho * eps, divisor, rho * eps) * g
+            divisor = b2 * (s.accum + eps) + (1 - b2) * g**2
+            return factor(s.accum_update + b2 * eps, divisor, b2 * eps) * g
 
-        new = AdadeltaSlots(accum, rho * s.accum_update + (1 - rho) * d**2)
+        new = AdadeltaSlots(accum, b2 * s.accum_update + (1 - b2) * d**2)
         # With 0 the new slots keep nothing of the old ones, which the update needs.
-        return (d if isinstance(rho, float | int) and rho == 0 else update), new
+        return (d if isinstance(b2, float | int) and b2 == 0 else update), new
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 
 
 def adadelta(
-    learning_rate: optax.ScalarOrSchedule = 1e-3, rho: float = 0.95, eps: float = 1e-8
+    learning_rate: optax.ScalarOrSchedule = 1e-3, b2: float = 0.95, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adadelta, as in ``tf.train.AdadeltaOptimizer``.
 
@@ -74,7 +72,7 @@ def adadelta(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.adadelta(1.0, rho=0.9, eps=1e-2)
+        >>> tx = optzoo.adadelta(1.0, b2=0.9, eps=1e-2)
         >>> params = jnp.array([1.0, -2.0])
         >>> updates, state = tx.update(params, tx.init(params), params)
         >>> print(updates)
@@ -84,7 +82,7 @@ def adadelta(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        rho: :math:`\rho`, decay of both means, in [0, 1).
+        b2: :math:`\rho`, decay of both means, in [0, 1).
         eps: :math:`\epsilon`, inside the roots, at least 0. With 0, the first step is zero and so
             are all others.
 
@@ -94,7 +92,7 @@ def adadelta(
 
     Differences from the original:
         With ``eps=0``, an element whose gradients were all zero is unchanged; the original gives
-        NaN. With ``rho=0`` given as an array (``optax.inject_hyperparams``), an element whose
+        NaN. With ``b2=0`` given as an array (``optax.inject_hyperparams``), an element whose
         squared gradient underflows is unchanged, too.
     """
-    return descend(learning_rate, scale_by_adadelta(rho, eps))
+    return descend(learning_rate, scale_by_adadelta(b2, eps))

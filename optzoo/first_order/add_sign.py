@@ -21,7 +21,7 @@ class AddSignSlots(NamedTuple):
 
 
 def scale_by_add_sign(
-    alpha: float = 1.0, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
+    alpha: float = 1.0, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.add_sign`.
 
@@ -34,11 +34,11 @@ def scale_by_add_sign(
     """
     check_finite(alpha=alpha)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
-    [beta] = check_decays(beta=beta)
+    [b1] = check_decays(b1=b1)
 
     def rule(g, x, s, t, sign_decay):
         update = lambda s: (alpha + sign_decay * jnp.sign(g) * jnp.sign(s.m)) * g
-        return update, AddSignSlots(beta * s.m + (1 - beta) * g)
+        return update, AddSignSlots(b1 * s.m + (1 - b1) * g)
 
     scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
     return leafwise(rule, slots=AddSignSlots(zeros), rows=touched, scheduled=scheduled)
@@ -47,7 +47,7 @@ def scale_by_add_sign(
 def add_sign(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     alpha: float = 1.0,
-    beta: float = 0.9,
+    b1: float = 0.9,
     sign_decay: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AddSign, as in ``tf.contrib.opt.AddSignOptimizer``.
@@ -72,7 +72,7 @@ def add_sign(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         alpha: weight of the gradient itself.
-        beta: decay of the mean, in [0, 1).
+        b1: decay of the mean, in [0, 1).
         sign_decay: :math:`\delta`, a number or a schedule such as
             :func:`optzoo.cosine_sign_decay`; None for 1.
 
@@ -83,5 +83,5 @@ def add_sign(
     Differences from the original:
         Row-sparse gradients always work; the original refuses them for resource variables.
     """
-    tx = descend(learning_rate, scale_by_add_sign(alpha, beta, sign_decay))
-    return known(tx, law=lambda dense: Sleeper(Law((("m", float(beta)),))))
+    tx = descend(learning_rate, scale_by_add_sign(alpha, b1, sign_decay))
+    return known(tx, law=lambda dense: Sleeper(Law((("m", float(b1)),))))

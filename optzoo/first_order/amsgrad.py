@@ -29,7 +29,7 @@ class AMSGradSlots(NamedTuple):
 
 
 def scale_by_amsgrad(
-    b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay: bool = False
+    b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay_learning_rate: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.amsgrad`.
 
@@ -42,12 +42,12 @@ def scale_by_amsgrad(
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
-    check_flags(decay=decay)
+    check_flags(decay_learning_rate=decay_learning_rate)
 
     def rule(g, x, s, t):
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * g**2
-        divisor = jnp.sqrt(t.astype(g.dtype)) if decay else 1
+        divisor = jnp.sqrt(t.astype(g.dtype)) if decay_learning_rate else 1
         update = lambda s: safe_divide(s.m, sqrt(s.v_hat) + eps, eps) / divisor
         return update, AMSGradSlots(m, v, jnp.maximum(s.v_hat, v))
 
@@ -59,7 +59,7 @@ def amsgrad(
     b1: float = 0.9,
     b2: float = 0.99,
     eps: float = 0.0,
-    decay: bool = False,
+    decay_learning_rate: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AMSGrad, as in ``returnn.tf.updater.AMSGradOptimizer``.
 
@@ -69,8 +69,8 @@ def amsgrad(
         \hat v_t &= \max(\hat v_{t-1}, v_t) \\
         x_t &= x_{t-1} - \frac{\eta_t}{\sqrt{t}} \cdot \frac{m_t}{\sqrt{\hat v_t} + \epsilon}
 
-    where :math:`\sqrt{t}` is replaced by 1 unless ``decay`` is true. There is no bias correction.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
+    where :math:`\sqrt{t}` is replaced by 1 unless ``decay_learning_rate``. There is no bias
+    correction. Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -87,8 +87,8 @@ def amsgrad(
         b1: decay of the mean, in [0, 1).
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        decay: divide the learning rate by the square root of the number of updates. A static
-            argument: it cannot be injected.
+        decay_learning_rate: divide the learning rate by the square root of the number of updates. A
+            static argument: it cannot be injected.
 
     References:
         Reddi et al., `On the Convergence of Adam and Beyond
@@ -100,11 +100,13 @@ def amsgrad(
         are accepted; the original raises a TypeError for them.
     """
     # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
-    direction = scale_by_amsgrad(b1, b2, eps, decay)
+    direction = scale_by_amsgrad(b1, b2, eps, decay_learning_rate)
 
     def sleeper(dense):  # v_hat, the largest v so far, rests
         law = Law((("m", float(b1)), ("v", float(b2))), "m", "v_hat", eps=float(eps))
-        size = lambda rate, t, powers: rate / (jnp.sqrt(t.astype(rate.dtype)) if decay else 1)
+        size = lambda rate, t, powers: (
+            rate / (jnp.sqrt(t.astype(rate.dtype)) if decay_learning_rate else 1)
+        )
         return Sleeper(law, learning_rate, size) if dense else None
 
     return known(chain(direction, scale_by_learning_rate(learning_rate)), law=sleeper)

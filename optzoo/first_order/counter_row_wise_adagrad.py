@@ -53,7 +53,7 @@ class MaxCounterState(NamedTuple):
 
 
 def counter_row_wise_adagrad(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     weight_decay_mode: DecayMode = "none",

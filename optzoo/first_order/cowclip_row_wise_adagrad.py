@@ -16,7 +16,7 @@ DecayMode = Literal["none", "l2", "decoupled"]
 
 
 def cowclip_row_wise_adagrad(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     weight_decay_mode: DecayMode = "none",

@@ -21,7 +21,7 @@ class GlobalDecaySlots(NamedTuple):
 
 
 def global_decay_row_wise_adagrad(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     start_step: int = 0,

@@ -23,7 +23,7 @@ class LARSSlots(NamedTuple):
 
 
 def scale_by_lars_trust_ratio(
-    weight_decay: float = 1e-4, eeta: float = 1e-3, eps: float = 0.0
+    l2_weight_decay: float = 1e-4, trust_coefficient: float = 1e-3, eps: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     """Scales the decayed gradient by the trust ratio of :func:`optzoo.lars`.
 
@@ -31,19 +31,25 @@ def scale_by_lars_trust_ratio(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_lars_trust_ratio(weight_decay=0.0, eeta=0.01)
+        >>> tx = optzoo.transforms.scale_by_lars_trust_ratio(
+        ...     l2_weight_decay=0.0, trust_coefficient=0.01
+        ... )
         >>> params = jnp.array([0.6, 0.8])
         >>> updates, state = tx.update(jnp.array([30.0, 40.0]), tx.init(params), params)
         >>> print(updates)
         [0.006 0.008]
     """
-    check_not_negative(weight_decay=weight_decay, eeta=eeta, eps=eps)
+    check_not_negative(
+        l2_weight_decay=l2_weight_decay, trust_coefficient=trust_coefficient, eps=eps
+    )
 
     def rule(g, x, s, t):
         x_norm, g_norm = norm(x), norm(g)
-        ratio = safe_divide(eeta * x_norm, g_norm + weight_decay * x_norm + eps, eps)
+        ratio = safe_divide(
+            trust_coefficient * x_norm, g_norm + l2_weight_decay * x_norm + eps, eps
+        )
         ratio = jnp.where((x_norm > 0) & (g_norm > 0), ratio, 1)
-        return ratio * (g + weight_decay * x), s
+        return ratio * (g + l2_weight_decay * x), s
 
     unchanged = lambda _: lambda g, x, s, t: (g, s)
     return without_state(leafwise(rule, rows=unchanged, needs_params=True))
@@ -52,8 +58,8 @@ def scale_by_lars_trust_ratio(
 def lars(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float = 0.9,
-    weight_decay: float = 1e-4,
-    eeta: float = 1e-3,
+    l2_weight_decay: float = 1e-4,
+    trust_coefficient: float = 1e-3,
     eps: float = 0.0,
     nesterov: bool = False,
     skip: Any = None,
@@ -76,7 +82,7 @@ def lars(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.lars(1.0, momentum=0.0, weight_decay=0.0, eeta=0.01)
+        >>> tx = optzoo.lars(1.0, momentum=0.0, l2_weight_decay=0.0, trust_coefficient=0.01)
         >>> params = {"small": jnp.array([0.6, 0.8]), "large": jnp.array([60.0, 80.0])}
         >>> gradients = {"small": jnp.array([3.0, 4.0]), "large": jnp.array([3.0, 4.0])}
         >>> updates, state = tx.update(gradients, tx.init(params), params)
@@ -86,9 +92,9 @@ def lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the ratio
-            and the learning rate; at least 0.
-        eeta: :math:`\gamma`, the trust coefficient, at least 0.
+        l2_weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the
+            ratio and the learning rate; at least 0.
+        trust_coefficient: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.
         skip: the parameters without trust ratio and decay: a tree of bools, a tuple of fragments
@@ -103,7 +109,7 @@ def lars(
         <https://arxiv.org/abs/1708.03888>`_, 2017.
 
     Differences from the original:
-        A negative ``eeta`` or ``eps`` is an error.
+        A negative ``trust_coefficient`` or ``eps`` is an error.
     """
     check_rate(learning_rate)
     check_not_negative(momentum=momentum)
@@ -120,7 +126,7 @@ def lars(
         update = lambda s: -learning_rate * ahead(s.momentum)
         return update, LARSSlots(momentum * s.momentum + g)
 
-    trust = scale_by_lars_trust_ratio(weight_decay, eeta, eps)
+    trust = scale_by_lars_trust_ratio(l2_weight_decay, trust_coefficient, eps)
     steps = leafwise(
         rule,
         slots=LARSSlots(zeros),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import optax
 
 from ..core.checks import check_decays, check_not_negative
+from ..core.numerics import is_number
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import NotNegative, Signed
@@ -20,7 +21,7 @@ class PartialRowWiseAdamSlots(NamedTuple):
 
 
 def scale_by_partial_row_wise_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float | None = None
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.partial_row_wise_adam`.
 
@@ -34,19 +35,20 @@ def scale_by_partial_row_wise_adam(
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
-    check_not_negative(none=True, weight_decay=weight_decay)
+    check_not_negative(weight_decay=weight_decay)
+    decays = not is_number(weight_decay, 0)
 
     def rule(g, x, s, t):
         m = b1 * s.m + (1 - b1) * g
         v = b2 * s.v + (1 - b2) * row_means(g**2)
         update = lambda s: debiased_direction(s.m, of_rows(s.v, g), t, b1, b2, eps)
-        if weight_decay is not None:
+        if decays:
             decay = weight_decay * x
             update = lambda s: debiased_direction(s.m, of_rows(s.v, g), t, b1, b2, eps) + decay
         return update, PartialRowWiseAdamSlots(m, v)
 
     slots = PartialRowWiseAdamSlots(zeros, zero_for_each_row)
-    return leafwise(rule, slots=slots, needs_params=weight_decay is not None)
+    return leafwise(rule, slots=slots, needs_params=decays)
 
 
 def partial_row_wise_adam(
@@ -54,7 +56,7 @@ def partial_row_wise_adam(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam for large embeddings: one mean square for each row.
 
@@ -86,8 +88,7 @@ def partial_row_wise_adam(
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean square, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None for no
-            decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
 
     Raises:
         ValueError: if there is a decay and no params are given to ``update``.

@@ -22,7 +22,7 @@ class PowerSignSlots(NamedTuple):
 
 
 def scale_by_power_sign(
-    base: float = math.e, beta: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
+    base: float = math.e, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.power_sign`.
 
@@ -35,13 +35,13 @@ def scale_by_power_sign(
     """
     check_positive(base=base)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
-    [beta] = check_decays(beta=beta)
+    [b1] = check_decays(b1=b1)
 
     def rule(g, x, s, t, sign_decay):
         # For a Python number the logarithm is in double precision; an injected base is an array.
         log_base = math.log(base) if isinstance(base, float | int) else jnp.log(base)
         update = lambda s: jnp.exp(log_base * sign_decay * jnp.sign(g) * jnp.sign(s.m)) * g
-        return update, PowerSignSlots(beta * s.m + (1 - beta) * g)
+        return update, PowerSignSlots(b1 * s.m + (1 - b1) * g)
 
     scheduled = {"sign_decay": 1.0 if sign_decay is None else sign_decay}
     return leafwise(rule, slots=PowerSignSlots(zeros), rows=touched, scheduled=scheduled)
@@ -50,7 +50,7 @@ def scale_by_power_sign(
 def power_sign(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     base: float = math.e,
-    beta: float = 0.9,
+    b1: float = 0.9,
     sign_decay: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""PowerSign, as in ``tf.contrib.opt.PowerSignOptimizer``.
@@ -75,7 +75,7 @@ def power_sign(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         base: :math:`b`, positive.
-        beta: decay of the mean, in [0, 1).
+        b1: decay of the mean, in [0, 1).
         sign_decay: :math:`\delta`, a number or a schedule such as
             :func:`optzoo.cosine_sign_decay`; None for 1.
 
@@ -86,5 +86,5 @@ def power_sign(
     Differences from the original:
         Row-sparse gradients always work; the original refuses them for resource variables.
     """
-    tx = descend(learning_rate, scale_by_power_sign(base, beta, sign_decay))
-    return known(tx, law=lambda dense: Sleeper(Law((("m", float(beta)),))))
+    tx = descend(learning_rate, scale_by_power_sign(base, b1, sign_decay))
+    return known(tx, law=lambda dense: Sleeper(Law((("m", float(b1)),))))

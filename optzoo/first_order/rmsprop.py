@@ -52,7 +52,7 @@ _SLOTS: dict[frozenset[str], Any] = {
 
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule,
-    decay: float = 0.9,
+    b2: float = 0.9,
     momentum: float | None = 0.0,
     eps: float = 1e-10,
     centered: bool = False,
@@ -82,7 +82,7 @@ def rmsprop(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        decay: :math:`\rho`, in [0, 1).
+        b2: :math:`\rho`, in [0, 1).
         momentum: :math:`\mu`, at least 0. None computes the same steps as 0 without the slot, with
             half the state. The original always has the slot, so its checkpoints need a number here.
         eps: :math:`\epsilon`, inside the square root, at least 0.
@@ -100,7 +100,7 @@ def rmsprop(
         negative due to rounding is set to zero; the original gives NaN in both cases.
     """
     check_rate(learning_rate)
-    [decay] = check_decays(decay=decay)
+    [b2] = check_decays(b2=b2)
     check_not_negative(none=True, momentum=momentum)
     check_not_negative(eps=eps)
     check_flags(centered=centered)
@@ -114,9 +114,9 @@ def rmsprop(
         return learning_rate * safe_divide(g, sqrt(mean_square + eps), eps)
 
     def rule(g, x, s, t, learning_rate):
-        new = {"rms": decay * s.rms + (1 - decay) * g**2}
+        new = {"rms": b2 * s.rms + (1 - b2) * g**2}
         if centered:
-            new["mg"] = decay * s.mg + (1 - decay) * g
+            new["mg"] = b2 * s.mg + (1 - b2) * g
         if momentum is not None:
             new["momentum"] = momentum * s.momentum + step(g, new, learning_rate)
         update = lambda s: -step(g, s._asdict(), learning_rate)
@@ -125,7 +125,7 @@ def rmsprop(
         return update, Slots(**new)
 
     def sleeper(dense):
-        bases: dict[str, Any] = {"rms": decay, "mg": decay, "momentum": momentum}
+        bases: dict[str, Any] = {"rms": b2, "mg": b2, "momentum": momentum}
         decays = tuple((name, float(bases[name])) for name in slots)
         # The momentum holds the learning rate, so all steps have the same size.
         return Sleeper(Law(decays, "momentum" if "momentum" in slots else None)) if dense else None

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import optax
 
-from ..core.checks import check_flags, check_not_negative
-from ..core.numerics import safe_divide, sqrt
+from ..core.checks import check_not_negative
+from ..core.numerics import is_number, safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Sum
@@ -19,7 +19,7 @@ class RowWiseAdagradSlots(NamedTuple):
 
 
 def scale_by_row_wise_adagrad(
-    eps: float = 1e-8, weight_decay: float | None = None, decoupled: bool = True
+    eps: float = 1e-8, weight_decay: float = 0.0, l2_weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.row_wise_adagrad`.
 
@@ -32,27 +32,26 @@ def scale_by_row_wise_adagrad(
         [[0.8485 1.1314]]
     """
     check_not_negative(eps=eps)
-    check_not_negative(none=True, weight_decay=weight_decay)
-    check_flags(decoupled=decoupled)
+    check_not_negative(weight_decay=weight_decay, l2_weight_decay=l2_weight_decay)
+    decays, decays_l2 = (not is_number(v, 0) for v in (weight_decay, l2_weight_decay))
 
     def rule(g, x, s, t):
-        decay = 0 if weight_decay is None else weight_decay * x
-        h = g if weight_decay is None or decoupled else g + decay
+        h = g + l2_weight_decay * x if decays_l2 else g
         root = lambda a: of_rows(sqrt(a) + eps, g)
         update = lambda s: safe_divide(h, root(s.accumulator), eps)
-        if weight_decay is not None and decoupled:
-            update = lambda s: safe_divide(g, root(s.accumulator), eps) + decay
+        if decays:
+            update = lambda s: safe_divide(h, root(s.accumulator), eps) + weight_decay * x
         return update, RowWiseAdagradSlots(s.accumulator + row_means(h**2))
 
     slots = RowWiseAdagradSlots(zero_for_each_row)
-    return leafwise(rule, slots=slots, needs_params=weight_decay is not None)
+    return leafwise(rule, slots=slots, needs_params=decays or decays_l2)
 
 
 def row_wise_adagrad(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
-    weight_decay: float | None = None,
-    decoupled: bool = True,
+    weight_decay: float = 0.0,
+    l2_weight_decay: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad for large embeddings: one accumulator for each row.
 
@@ -66,8 +65,8 @@ def row_wise_adagrad(
     update of few rows writes little more than the rows themselves. In a vector each element is a
     row; a scalar is one row. Rows without a gradient keep their parameters and slots
     (:func:`optzoo.rules.lazy`); rows that share an index are summed first. So only rows with a
-    gradient decay. Without ``decoupled`` there is no last term, and :math:`g + \lambda x` takes the
-    place of :math:`g` everywhere (L2).
+    gradient decay. With ``l2_weight_decay`` :math:`\lambda_2`, :math:`g + \lambda_2 x` takes the
+    place of :math:`g` everywhere.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -81,9 +80,8 @@ def row_wise_adagrad(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, multiplied by the learning rate, or L2 without ``decoupled``;
-            at least 0; None for no decay.
-        decoupled: whether the decay is outside of the adaptive step, times the learning rate.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
+        l2_weight_decay: :math:`\lambda_2`, of a decay that is added to the gradient; at least 0.
 
     Raises:
         ValueError: if there is a decay and no params are given to ``update``.
@@ -94,4 +92,4 @@ def row_wise_adagrad(
         Subgradient Methods for Online Learning and Stochastic Optimization
         <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
     """
-    return descend(learning_rate, scale_by_row_wise_adagrad(eps, weight_decay, decoupled))
+    return descend(learning_rate, scale_by_row_wise_adagrad(eps, weight_decay, l2_weight_decay))

@@ -19,10 +19,10 @@ class RowWiseLARSSlots(NamedTuple):
 
 
 def row_wise_lars(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     momentum: float = 0.9,
-    weight_decay: float = 0.0,
-    eeta: float = 1e-3,
+    l2_weight_decay: float = 0.0,
+    trust_coefficient: float = 1e-3,
 ) -> optax.GradientTransformationExtraArgs:
     r"""LARS for embeddings: the trust ratio is that of each row.
 
@@ -39,7 +39,7 @@ def row_wise_lars(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.row_wise_lars(1.0, momentum=0.0, eeta=0.01)
+        >>> tx = optzoo.row_wise_lars(1.0, momentum=0.0, trust_coefficient=0.01)
         >>> table = jnp.array([[3.0, 4.0], [0.3, 0.4]])
         >>> updates, state = tx.update(jnp.ones((2, 2)), tx.init(table), table)
         >>> print(jnp.linalg.norm(updates, axis=1))  # a hundredth of the norm of each row
@@ -48,9 +48,9 @@ def row_wise_lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the ratio
-            and the learning rate; at least 0.
-        eeta: :math:`\gamma`, the trust coefficient, at least 0.
+        l2_weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the
+            ratio and the learning rate; at least 0.
+        trust_coefficient: :math:`\gamma`, the trust coefficient, at least 0.
 
     Raises:
         ValueError: if no params are given to ``update``.
@@ -62,12 +62,14 @@ def row_wise_lars(
         formula is that of its source, which has NaN where zero is divided by zero.
     """
     check_rate(learning_rate)
-    check_not_negative(momentum=momentum, weight_decay=weight_decay, eeta=eeta)
+    check_not_negative(
+        momentum=momentum, l2_weight_decay=l2_weight_decay, trust_coefficient=trust_coefficient
+    )
 
     def rule(g, x, s, t, learning_rate):
         x_norm = row_norms(x)
-        ratio = safe_divide(eeta * x_norm, row_norms(g) + weight_decay * x_norm)
-        step = learning_rate * of_rows(ratio, g) * (g + weight_decay * x)
+        ratio = safe_divide(trust_coefficient * x_norm, row_norms(g) + l2_weight_decay * x_norm)
+        step = learning_rate * of_rows(ratio, g) * (g + l2_weight_decay * x)
         return lambda s: -s.momentum, RowWiseLARSSlots(momentum * s.momentum + step)
 
     tx = leafwise(

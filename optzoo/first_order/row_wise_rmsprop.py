@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_fraction, check_not_negative, check_rate
-from ..core.numerics import safe_divide, sqrt
+from ..core.numerics import is_number, safe_divide, sqrt
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from ..state.types import Exact, NotNegative
@@ -28,10 +28,10 @@ class RowWiseRMSPropSlots(NamedTuple):
 
 
 def row_wise_rmsprop(
-    learning_rate: optax.ScalarOrSchedule,
-    decay: float = 0.99,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
+    b2: float = 0.99,
     eps: float = 1e-8,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     min_shrinkage: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
     r"""RMSProp for large embeddings: one mean square for each row.
@@ -59,10 +59,9 @@ def row_wise_rmsprop(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        decay: :math:`\rho`, in [0, 1).
+        b2: :math:`\rho`, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None for no
-            decay (:math:`c_{i,t} = 1`).
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         min_shrinkage: :math:`c`, the least factor of a row, in [0, 1].
 
     Raises:
@@ -72,17 +71,18 @@ def row_wise_rmsprop(
         The operator ``rowwise_rmsprop_ar`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_.
     """
     check_rate(learning_rate)
-    [decay] = check_decays(decay=decay)
+    [b2] = check_decays(b2=b2)
     check_not_negative(eps=eps)
-    check_not_negative(none=True, weight_decay=weight_decay)
+    check_not_negative(weight_decay=weight_decay)
+    decays = not is_number(weight_decay, 0)
     check_fraction(min_shrinkage=min_shrinkage)
 
     def rule(g, x, s, t, learning_rate):
-        rms = decay * s.rms + (1 - decay) * row_means(g**2)
+        rms = b2 * s.rms + (1 - b2) * row_means(g**2)
         now = t.astype(s.prev_iter.dtype)
         rates = lambda s: safe_divide(learning_rate, sqrt(s.rms) + eps, eps)
         update = lambda s: -of_rows(rates(s), g) * g
-        if weight_decay is not None:
+        if decays:
             lost = jnp.clip(learning_rate * weight_decay * gap_since(s.prev_iter, now), 0, 1)
             kept = jnp.maximum(min_shrinkage, 1 - lost)
             update = lambda s: shrunk_and_moved(x, kept, rates(s), g)
@@ -92,6 +92,6 @@ def row_wise_rmsprop(
         rule,
         slots=RowWiseRMSPropSlots(zero_for_each_row, count_for_each_row),
         scheduled={"learning_rate": learning_rate},
-        needs_params=weight_decay is not None,
+        needs_params=decays,
     )
     return row_wise(tx)

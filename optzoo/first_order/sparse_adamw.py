@@ -5,6 +5,7 @@ from typing import NamedTuple
 import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
+from ..core.numerics import is_number
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import Exact, NotNegative, Signed
@@ -25,7 +26,7 @@ def scale_by_sparse_adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.sparse_adamw`.
@@ -41,7 +42,8 @@ def scale_by_sparse_adamw(
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
-    check_not_negative(none=True, weight_decay=weight_decay)
+    check_not_negative(weight_decay=weight_decay)
+    decays = not is_number(weight_decay, 0)
     check_flags(row_wise_bias_correction=row_wise_bias_correction)
 
     def rule(g, x, s, t):
@@ -51,7 +53,7 @@ def scale_by_sparse_adamw(
             new = CountedAdamSlots(m, v, s.row_counter + 1)
             t = of_rows(new.row_counter, g)
         update = lambda s: debiased_direction(s.m, s.v, t, b1, b2, eps)
-        if weight_decay is not None:
+        if decays:
             decay = weight_decay * x
             update = lambda s: debiased_direction(s.m, s.v, t, b1, b2, eps) + decay
         return update, new
@@ -59,7 +61,7 @@ def scale_by_sparse_adamw(
     slots = AdamSlots(zeros, zeros)
     if row_wise_bias_correction:
         slots = CountedAdamSlots(zeros, zeros, count_for_each_row)
-    return leafwise(rule, slots=slots, needs_params=weight_decay is not None)
+    return leafwise(rule, slots=slots, needs_params=decays)
 
 
 def sparse_adamw(
@@ -67,7 +69,7 @@ def sparse_adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adam for embeddings, with a decay that follows the learning rate.
@@ -100,7 +102,7 @@ def sparse_adamw(
         b2: decay of the squared mean, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
         weight_decay: :math:`\lambda`, multiplied by the learning rate as in ``optax.adamw``; at
-            least 0; None for no decay.
+            least 0.
         row_wise_bias_correction: whether :math:`t` counts the updates of each row.
 
     Raises:

@@ -21,7 +21,7 @@ class AdagradDASlots(NamedTuple):
 
 def adagrad_da(
     learning_rate: optax.ScalarOrSchedule,
-    initial_gradient_squared_accumulator_value: float = 0.1,
+    initial_accumulator_value: float = 0.1,
     l1_regularization_strength: float = 0.0,
     l2_regularization_strength: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,7 +51,7 @@ def adagrad_da(
 
     Args:
         learning_rate: :math:`\eta`, a positive number or a schedule.
-        initial_gradient_squared_accumulator_value: :math:`Q_0`, positive.
+        initial_accumulator_value: :math:`Q_0`, positive.
         l1_regularization_strength: :math:`\lambda_1`, at least 0; its effect is relative to the
             mean of the gradients.
         l2_regularization_strength: :math:`\lambda_2`, at least 0.
@@ -70,7 +70,7 @@ def adagrad_da(
     """
     check_rate(learning_rate, positive=True)
     check_positive(
-        initial_gradient_squared_accumulator_value=initial_gradient_squared_accumulator_value,
+        initial_accumulator_value=initial_accumulator_value,
     )
     check_not_negative(
         l1_regularization_strength=l1_regularization_strength,
@@ -91,7 +91,7 @@ def adagrad_da(
 
     tx = leafwise(
         rule,
-        slots=AdagradDASlots(zeros, full(initial_gradient_squared_accumulator_value)),
+        slots=AdagradDASlots(zeros, full(initial_accumulator_value)),
         scheduled={"learning_rate": learning_rate, "steps": lambda n: n + 1},
         needs_params=True,
     )

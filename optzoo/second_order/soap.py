@@ -10,7 +10,15 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_flags, check_not_negative
-from ..core.numerics import safe_divide, saturating_cast, slot_dtype, sqrt, upcast, wide_dtype
+from ..core.numerics import (
+    is_number,
+    safe_divide,
+    saturating_cast,
+    slot_dtype,
+    sqrt,
+    upcast,
+    wide_dtype,
+)
 from ..core.paths import without_boxes
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
@@ -87,7 +95,7 @@ def scale_by_soap(
     b2: float = 0.95,
     shampoo_b2: float | None = None,
     eps: float = 1e-8,
-    precondition_frequency: optax.ScalarOrSchedule = 10,
+    preconditioner_interval: optax.ScalarOrSchedule = 10,
     *,
     max_matrix_size: int = 10000,
     block_size: int | None = None,
@@ -100,7 +108,7 @@ def scale_by_soap(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
+        >>> tx = optzoo.transforms.scale_by_soap(preconditioner_interval=1)
         >>> gradient = jnp.array([[1.0, 2.0], [2.0, -1.0]])
         >>> state = tx.init(gradient)
         >>> for _ in range(2):
@@ -108,7 +116,7 @@ def scale_by_soap(
         >>> print(float(jnp.sum(gradient * updates)) > 0)
         True
     """
-    check_interval(precondition_frequency=precondition_frequency)
+    check_interval(preconditioner_interval=preconditioner_interval)
     cutting = Cutting(max_matrix_size, block_size, merge_dims, skip_vectors)
     options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, one_sided, axis_name)
     direction = treewise(
@@ -120,7 +128,7 @@ def scale_by_soap(
             basis=lambda x: _matrices(options, x, jnp.eye),
         ),
         shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
-        scheduled={"precondition_frequency": precondition_frequency},
+        scheduled={"preconditioner_interval": preconditioner_interval},
     )
     return without_boxes(direction)
 
@@ -131,14 +139,14 @@ def soap(
     b2: float = 0.95,
     shampoo_b2: float | None = None,
     eps: float = 1e-8,
-    precondition_frequency: optax.ScalarOrSchedule = 10,
+    preconditioner_interval: optax.ScalarOrSchedule = 10,
     *,
     max_matrix_size: int = 10000,
     block_size: int | None = None,
     merge_dims: bool = False,
     one_sided: bool = False,
     skip_vectors: bool = True,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -157,7 +165,7 @@ def soap(
         G_{i,t} &= \beta_s G_{i,t-1} + (1 - \beta_s)\, \Gamma_i(g_t)
 
     The columns of :math:`Q_i` are a basis of eigenvectors of :math:`G_i`. The first gradient only
-    makes the first basis: its step is zero. After every ``precondition_frequency`` further steps
+    makes the first basis: its step is zero. After every ``preconditioner_interval`` further steps
     the basis is refreshed at the end of the step, by an iteration that costs less than
     eigenvectors:
 
@@ -183,7 +191,7 @@ def soap(
 
     Example:
         >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.soap(0.1, precondition_frequency=1)
+        >>> tx = optzoo.soap(0.1, preconditioner_interval=1)
         >>> params = jnp.array([[1.0, 2.0], [2.0, -1.0]])
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -197,7 +205,7 @@ def soap(
         b2: :math:`\beta_2`, in [0, 1).
         shampoo_b2: :math:`\beta_s`, in [0, 1); None: ``b2``.
         eps: :math:`\hat\epsilon`, at least 0.
-        precondition_frequency: steps between two refreshes of the bases, at least 1, a number or a
+        preconditioner_interval: steps between two refreshes of the bases, at least 1, a number or a
             schedule.
         max_matrix_size: the largest dimension with a basis. It decides about shapes, so
             ``optax.inject_hyperparams`` needs it among its ``static_args``; the same holds for
@@ -208,7 +216,7 @@ def soap(
         one_sided: of the dimensions that could have a basis, only the smallest one has it, as in
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
-        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None: no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
             for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
@@ -237,9 +245,9 @@ def soap(
         The original sorts the columns of a basis, and :math:`v` with them; here both keep their
         order, which gives the same steps.
     """
-    decay = [] if weight_decay is None else [add_decay(weight_decay, mask)]
+    decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_soap(
-        b1, b2, shampoo_b2, eps, precondition_frequency, max_matrix_size=max_matrix_size,
+        b1, b2, shampoo_b2, eps, preconditioner_interval, max_matrix_size=max_matrix_size,
         block_size=block_size, merge_dims=merge_dims, one_sided=one_sided,
         skip_vectors=skip_vectors, axis_name=axis_name,
     )  # fmt: skip
@@ -271,7 +279,7 @@ def _update(
     shared: dict[str, Array],
     t: Array,
     *,
-    precondition_frequency: Any,
+    preconditioner_interval: Any,
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
     """The rule for :func:`treewise`: of all parameters, since their bases come in batches."""
     works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
@@ -282,7 +290,7 @@ def _update(
         slots.append(SoapSlots(m, v, _statistics(options, work), work.slots.basis))
     # What is read in the old bases comes first: then the new ones can be written over them.
     late = _after(directions, t)
-    slots, failed = _renewed(options, works, slots, late, precondition_frequency)
+    slots, failed = _renewed(options, works, slots, late, preconditioner_interval)
     finished = iter([_end(*parts) for parts in zip(works, directions, slots, strict=True)])
     done = [(None, leaf.slots) if leaf.g is None else next(finished) for leaf in leaves]
     return done, {"num_failed_bases": shared["num_failed_bases"] + failed}

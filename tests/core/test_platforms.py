@@ -268,7 +268,7 @@ GRADS = np.random.default_rng(4).normal(size=(2, 4, 3)).astype("float32")
 
 
 def two_steps(root, relative):
-    tx = optzoo.shampoo(RATE, root=root, relative_epsilon=relative, epsilon=1e-3)
+    tx = optzoo.shampoo(RATE, root=root, relative_eps=relative, eps=1e-3)
 
     def run(gs):
         x = jnp.ones(gs.shape[1:])

@@ -127,7 +127,9 @@ def test_masks_may_come_and_go():
 
 def test_an_axis_that_is_not_there_is_named():
     tx = optzoo.model_average(optzoo.gradient_descent(0.1), interval_steps=1)
-    with pytest.raises(NameError, match=r"axis_name='replica'.*optzoo\.replicas\.map_over_replicas"):
+    with pytest.raises(
+        NameError, match=r"axis_name='replica'.*optzoo\.replicas\.map_over_replicas"
+    ):
         tx.update(cases.params(), tx.init(cases.params()), cases.params())
 
 

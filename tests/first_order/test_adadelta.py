@@ -17,7 +17,7 @@ def test_is_that_of_optax():
     ours, theirs = (
         trajectory(tx, jnp.arange(3.0), grads, jnp.arange(20.0))
         for tx in (
-            optzoo.adadelta(0.5, rho=0.8, eps=1e-3),
+            optzoo.adadelta(0.5, b2=0.8, eps=1e-3),
             optax.adadelta(0.5, rho=0.8, eps=1e-3),
         )
     )
@@ -25,7 +25,7 @@ def test_is_that_of_optax():
 
 
 def test_two_steps_by_hand():
-    tx, eps = optzoo.adadelta(2.0, rho=0.75, eps=0.01), 0.01
+    tx, eps = optzoo.adadelta(2.0, b2=0.75, eps=0.01), 0.01
     path = trajectory(tx, jnp.zeros(2), lambda x, _: G, jnp.arange(2))
     first = np.sqrt(eps) / np.sqrt(0.25 * G**2 + eps) * G
     second = np.sqrt(0.25 * first**2 + eps) / np.sqrt(0.4375 * G**2 + eps) * G
@@ -69,7 +69,7 @@ def test_is_exact_at_all_magnitudes(rho, eps, scales):
     signs = np.cos(np.arange(6 * 39)).reshape(6, 39)
     gs = (powers * signs).astype(np.float32)
     gs[2:4, ::7] = 0
-    tx = optzoo.adadelta(1.0, rho=rho, eps=eps)
+    tx = optzoo.adadelta(1.0, b2=rho, eps=eps)
     state = tx.init(jnp.zeros(39))
     ds, accum, accum_update = by_formula(gs.astype(np.float64), rho, eps)
     for g, d in zip(gs, ds, strict=True):
@@ -82,7 +82,7 @@ def test_is_exact_at_all_magnitudes(rho, eps, scales):
 
 def test_a_tiny_epsilon_moves_large_gradients():
     """The quotient of the means is 1e-66 here, which float32 does not have."""
-    g, tx = jnp.array([1e18, 1.0]), optzoo.adadelta(1.0, rho=0.5, eps=1e-30)
+    g, tx = jnp.array([1e18, 1.0]), optzoo.adadelta(1.0, b2=0.5, eps=1e-30)
     state, update = tx.init(g), jax.jit(tx.update)
     for squared_step in (1e-30 / 0.5, 2e-30 / 0.75):
         step, state = update(g, state)
@@ -91,7 +91,7 @@ def test_a_tiny_epsilon_moves_large_gradients():
 
 def test_an_injected_rho_may_be_zero():
     """Within jit, where no branch may be taken by the value of rho or epsilon."""
-    tx = optax.inject_hyperparams(optzoo.adadelta)(learning_rate=1.0, rho=0.0)
+    tx = optax.inject_hyperparams(optzoo.adadelta)(learning_rate=1.0, b2=0.0)
     g = jnp.array([0.0, 1e-6, 1.0, 1e16])
     updates, _ = jax.jit(tx.update)(g, tx.init(g), g)
     np.testing.assert_allclose(updates, -1e-4 / np.sqrt(np.square(g) + 1e-8) * g, rtol=1e-5)

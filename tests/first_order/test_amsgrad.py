@@ -11,7 +11,7 @@ from optzoo.testing.samples import trajectory
 @pytest.mark.parametrize("decay", [False, True])
 def test_formula(decay):
     grads = np.cos(np.arange(12.0)).reshape(6, 2)
-    tx = optzoo.amsgrad(0.1, b1=0.7, b2=0.8, eps=0.01, decay=decay)
+    tx = optzoo.amsgrad(0.1, b1=0.7, b2=0.8, eps=0.01, decay_learning_rate=decay)
     path = trajectory(tx, jnp.zeros(2), lambda _, g: g, jnp.array(grads, "float32"))
     x = m = v = v_hat = np.zeros(2)
     for t, (g, got) in enumerate(zip(grads, path, strict=True), start=1):

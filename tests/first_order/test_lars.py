@@ -11,7 +11,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.testing.samples import dense_grads, params, row_grads, step, trajectory
 
-SETTINGS = {"momentum": 0.8, "weight_decay": 0.2, "eeta": 0.3}
+SETTINGS = {"momentum": 0.8, "l2_weight_decay": 0.2, "trust_coefficient": 0.3}
 X, G = jnp.array([[3.0, 0], [0, 4]]), jnp.array([[0.0, 5], [12, 0]])
 
 
@@ -35,7 +35,7 @@ def test_is_lars_of_optax_at_a_constant_rate(nesterov):
     theirs = optax.lars(
         0.1, weight_decay=0.0, trust_coefficient=0.3, momentum=0.8, nesterov=nesterov
     )
-    ours = optzoo.lars(0.1, **SETTINGS | {"weight_decay": 0.0}, nesterov=nesterov)
+    ours = optzoo.lars(0.1, **SETTINGS | {"l2_weight_decay": 0.0}, nesterov=nesterov)
     grads = lambda x, i: jax.tree.map(lambda x: jnp.cos(x + i), x)
     paths = [trajectory(tx, params(), grads, jnp.arange(5.0)) for tx in (ours, theirs)]
     chex.assert_trees_all_close(*paths, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ G = jnp.array([3.0, -0.5])
 
 @pytest.mark.parametrize("centered", [False, True])
 def test_mean_square_starts_at_one(centered):
-    tx = optzoo.rmsprop(0.1, decay=0.75, eps=0.0, centered=centered)
+    tx = optzoo.rmsprop(0.1, b2=0.75, eps=0.0, centered=centered)
     updates, state = tx.update(G, tx.init(G))
     rms = 0.75 + 0.25 * G**2
     variance = rms - (0.25 * G) ** 2 if centered else rms
@@ -49,7 +49,7 @@ def test_no_momentum_is_momentum_of_zero_without_its_slot(centered):
 @pytest.mark.parametrize(("eps", "want"), [(0.0, 0.0), (0.04, -0.5)])
 def test_a_variance_below_zero_is_zero(eps, want):
     """Rounding may make it so; without an epsilon there is no step, rather than NaN."""
-    tx, x = optzoo.rmsprop(0.1, decay=0.5, eps=eps, centered=True), jnp.ones(1)
+    tx, x = optzoo.rmsprop(0.1, b2=0.5, eps=eps, centered=True), jnp.ones(1)
     state = optzoo.set_slot(tx.init(x), "mg", x)
     state = optzoo.set_slot(state, "rms", 0.99 * x)
     np.testing.assert_allclose(tx.update(x, state)[0], [want], rtol=1e-6)

@@ -13,7 +13,7 @@ WITH_EPS = """
 """
 CASES = {name: {} for name in WITH_EPS.split()}
 CASES["rmsprop centered"] = {"centered": True}
-CASES["amsgrad decay"] = {"decay": True}
+CASES["amsgrad decay"] = {"decay_learning_rate": True}
 CASES["adamw"] = {"weight_decay_per_step": 0.0}
 
 
@@ -24,7 +24,7 @@ def test_finite_without_epsilon(name, without_memory, eps):
     kwargs = dict(CASES[name], eps=eps)
     name = name.split()[0]
     if without_memory:  # the means equal the gradient, so a zero gradient gives zero means
-        decays = {"rmsprop": ["decay"], "adadelta": ["rho"]}.get(name, ["b1", "b2"])
+        decays = {"rmsprop": ["b2"], "adadelta": ["b2"]}.get(name, ["b1", "b2"])
         kwargs |= dict.fromkeys(decays, 0.0)
     tx, x = samples.make(CATALOG[name], **kwargs), jnp.ones(6)
     tiny, state = jnp.finfo("float32").tiny, tx.init(x)

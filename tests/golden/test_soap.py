@@ -30,11 +30,15 @@ def load(name):
 def translated(kwargs):
     """Our arguments."""
     b1, b2 = kwargs.get("betas", (0.95, 0.95))
-    names = {"lr": "learning_rate", "max_precond_dim": "max_matrix_size"}
-    same = {"eps", "precondition_frequency", "weight_decay", "shampoo_beta"} | set(names)
-    ours = {names.get(key, key): value for key, value in kwargs.items() if key in same}
-    if "shampoo_beta" in ours:
-        ours["shampoo_b2"] = ours.pop("shampoo_beta")
+    names = {
+        "eps": "eps",
+        "lr": "learning_rate",
+        "max_precond_dim": "max_matrix_size",
+        "precondition_frequency": "preconditioner_interval",
+        "shampoo_beta": "shampoo_b2",
+        "weight_decay": "weight_decay",
+    }
+    ours = {names[key]: value for key, value in kwargs.items() if key in names}
     return {**ours, "b1": b1, "b2": b2, "skip_vectors": not kwargs.get("precondition_1d", False)}
 
 
@@ -99,6 +103,6 @@ def test_the_records_are_where_the_bases_matter():
     kwargs, group = load("plain")
     init, grads, want = group("init"), group("grad"), group("param")
     ours = translated(kwargs)
-    for other in ({"max_matrix_size": 0}, {"precondition_frequency": 10**6}):
+    for other in ({"max_matrix_size": 0}, {"preconditioner_interval": 10**6}):
         got, _ = follow(optzoo.soap(**{**ours, **other}), init, grads)
         assert all(np.max(np.abs(got[n] - want[n])) > 0.01 for n in ("square", "oblong", "cube"))

@@ -30,7 +30,7 @@ SAME = {
     "RMSprop, centered": optax.rmsprop(
         0.1, 0.99, eps=0.1, eps_in_sqrt=False, centered=True, momentum=0.9
     ),
-    "Adadelta": optzoo.adadelta(0.5, rho=0.9, eps=0.1),
+    "Adadelta": optzoo.adadelta(0.5, b2=0.9, eps=0.1),
     "Adamax": optax.adamax(0.1, eps=0.1),
 }
 # The largest difference of a parameter over the largest distance that one has moved.

@@ -74,7 +74,9 @@ def loss(model, params, ids, y):
 
 
 def make(rate=0.1):
-    return param_groups({"(.*/)?embed/.*": optzoo.lazy_adam(rate), "kernel|bias": optzoo.adam(rate)})
+    return param_groups(
+        {"(.*/)?embed/.*": optzoo.lazy_adam(rate), "kernel|bias": optzoo.adam(rate)}
+    )
 
 
 def hand_loop(steps, tx=None, sparse=True):

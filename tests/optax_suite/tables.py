@@ -16,7 +16,7 @@ AS_SGD = {
     "adagrad_eps": {"learning_rate": ROOT, "eps": ROOT},
     "adagrad_da": {
         "learning_rate": ROOT,
-        "initial_gradient_squared_accumulator_value": ROOT**2,
+        "initial_accumulator_value": ROOT**2,
     },
     "adam": ADAM_AS_SGD,
     "adam_gs": ADAM_AS_SGD,
@@ -27,7 +27,7 @@ AS_SGD = {
     "blocked_shampoo": {
         "learning_rate": 1.0,
         "b1": 0.0,
-        "root_interval": 10**9,
+        "preconditioner_interval": 10**9,
         "grafting": None,
     },
     "counter_row_wise_adagrad": {"learning_rate": ROOT, "eps": ROOT},
@@ -55,7 +55,7 @@ AS_SGD = {
     "rmsprop": {"learning_rate": ROOT, "decay": 0.0, "eps": ROOT**2},
     "row_wise_adagrad": {"learning_rate": ROOT, "eps": ROOT},
     "row_wise_rmsprop": {"learning_rate": ROOT, "eps": ROOT},
-    "shampoo": {"learning_rate": 1.0, "svd_interval": 10**9},
+    "shampoo": {"learning_rate": 1.0, "preconditioner_interval": 10**9},
     "soap": {**ADAM_AS_SGD, "max_matrix_size": 0},
 }
 

@@ -147,7 +147,7 @@ def test_padding_changes_nothing(shape):
     has the same scale, also one of fewer rows.
     """
     g = np.cos(np.arange(math.prod(shape)) ** 2.0).astype("float32").reshape(shape)
-    tx = optzoo.shampoo(1.0, block_size=2, epsilon=0.1)
+    tx = optzoo.shampoo(1.0, block_size=2, eps=0.1)
     update = jax.jit(tx.update)
     _, state = update(g, tx.init(g))
     updates, _ = update(g, state)
@@ -156,7 +156,7 @@ def test_padding_changes_nothing(shape):
 
 def test_blocks_are_parameters_of_their_own():
     """What each part gets if it is a parameter; with grafting the length is that of the whole."""
-    options = {"epsilon": 1e-3, "relative_epsilon": True, "gbar_decay": 0.5}
+    options = {"eps": 1e-3, "relative_eps": True, "gbar_decay": 0.5}
     x = np.cos(np.arange(24.0)).astype("float32").reshape(6, 4)
     parts = lambda x: [x[i : i + 3, j : j + 2] for i in (0, 3) for j in (0, 2)]
     whole = lambda parts: jnp.block([parts[:2], parts[2:]])
@@ -194,7 +194,7 @@ def test_a_diagonal_dimension_in_blocks_of_the_other():
     """Of a dimension too large for a matrix each block has the diagonal."""
     x = np.cos(np.arange(24.0)).astype("float32").reshape(6, 4)
     blocked, plain = (
-        optzoo.shampoo(1.0, max_matrix_size=4, epsilon=1e-3, block_size=size) for size in (2, None)
+        optzoo.shampoo(1.0, max_matrix_size=4, eps=1e-3, block_size=size) for size in (2, None)
     )
     moved, state = jax.jit(lambda x: step(blocked, x, x))(x)
     halves = [x[:, :2], x[:, 2:]]
@@ -214,6 +214,6 @@ def test_one_root_in_the_program_for_each_size_and_rank():
     """However many parameters and blocks there are."""
     x = {"a": jnp.ones((2, 3)), "b": jnp.ones((4, 3)), "c": [jnp.ones((3, 2))] * 2}
     assert calls(x, block_size=3) == 2  # 3 and 2
-    assert calls(x, block_size=2, svd_interval=3, stagger=True) == 1
+    assert calls(x, block_size=2, preconditioner_interval=3, stagger=True) == 1
     # A root of another order is another place.
     assert calls({**x, "d": jnp.ones(3)}, block_size=2) == 2

@@ -194,7 +194,7 @@ def third(k):
 
 @pytest.mark.parametrize("interval", [3, third])
 def test_roots_of_the_last_refresh(interval):
-    rare, often = states(svd_interval=interval), states()
+    rare, often = states(preconditioner_interval=interval), states()
     for t in range(10):
         chex.assert_trees_all_close(rare[t].slots.H, often[t - t % 3].slots.H, rtol=1e-5, atol=1e-6)
         chex.assert_trees_all_close(rare[t].slots.Gbar, often[t].slots.Gbar, rtol=1e-6)
@@ -202,10 +202,10 @@ def test_roots_of_the_last_refresh(interval):
 
 def test_roots_in_shares_are_those_of_their_turn():
     """Each block's: that of every step, every third step."""
-    options = {"block_size": 2, "epsilon": 0.1}
+    options = {"block_size": 2, "eps": 0.1}
     shares, often = (
         [jax.tree.leaves(state.slots.H) for state in states(**options, **more)]
-        for more in ({"svd_interval": 3, "stagger": True}, {})
+        for more in ({"preconditioner_interval": 3, "stagger": True}, {})
     )
     # Two dimensions of two blocks each, of which the second is padded: shares of two.
     turns = []
@@ -221,7 +221,7 @@ def test_roots_in_shares_are_those_of_their_turn():
 
 def test_schedule_of_refreshes():
     """Evaluated before the step, as all schedules: every 2 steps until the fifth, then every 3."""
-    seen = states(svd_interval=lambda k: jnp.where(k < 4, 2, 3))
+    seen = states(preconditioner_interval=lambda k: jnp.where(k < 4, 2, 3))
     new = [not matrices_are_the_same(*pair) for pair in itertools.pairwise(seen)]
     assert [t for t, fresh in enumerate(new, 1) if fresh] == [2, 4, 6, 9]
 
@@ -233,7 +233,7 @@ def test_schedule_of_refreshes():
 def test_statistics_skip_steps_and_weigh_the_more(interval, steps):
     """They decay only where they are updated."""
     options = {"mat_gbar_weight": 0.5, "mat_gbar_decay": 0.9}
-    seen, want = states(precond_update_interval=interval, **options), np.zeros((3, 3))
+    seen, want = states(statistics_interval=interval, **options), np.zeros((3, 3))
     for t, g in enumerate(gradients(9), 1):
         g = np.asarray(g["a"])
         if t in steps:
@@ -244,9 +244,7 @@ def test_statistics_skip_steps_and_weigh_the_more(interval, steps):
 def test_without_memory_a_skipped_step_has_no_statistics():
     """A literal decay of zero: the root is that of epsilon alone, and nothing is kept."""
     grads = gradients(2)
-    tx = optzoo.transforms.scale_by_shampoo(
-        precond_update_interval=2, mat_gbar_decay=0.0, epsilon=1e-4
-    )
+    tx = optzoo.transforms.scale_by_shampoo(statistics_interval=2, mat_gbar_decay=0.0, eps=1e-4)
     (first, _), (second, state) = run(tx, grads)
     np.testing.assert_allclose(first["a"], 100 * grads[0]["a"], rtol=1e-4)
     assert not np.any(state.slots.Gbar["a"][0])
@@ -256,7 +254,7 @@ def test_without_memory_a_skipped_step_has_no_statistics():
 
 def test_diagonals_know_no_intervals():
     grads = gradients(3)
-    tx = optzoo.transforms.scale_by_shampoo(0, precond_update_interval=2, svd_interval=5)
+    tx = optzoo.transforms.scale_by_shampoo(0, statistics_interval=2, preconditioner_interval=5)
     chex.assert_trees_all_equal(run(tx, grads), run(optzoo.transforms.scale_by_shampoo(0), grads))
 
 
@@ -265,8 +263,8 @@ def test_global_step_drives_everything():
     grads = gradients(8)
     tx = optzoo.shampoo(
         lambda k: 1.0 / (1 + k),
-        svd_interval=3,
-        precond_update_interval=lambda k: jnp.where(k < 6, 2, 1),
+        preconditioner_interval=3,
+        statistics_interval=lambda k: jnp.where(k < 6, 2, 1),
         gbar_decay=lambda k: 1 / (1 + k),
         start_step=5,
     )
@@ -340,7 +338,7 @@ WORK = {"eigh": "lapack_ssyevd", "newton": r" while\("}
 def test_a_step_without_refresh_has_no_root(root, stagger):
     x = {"a": jnp.ones((4, 2)), "b": jnp.ones(2)}
     tx = optzoo.transforms.scale_by_shampoo(
-        root=root, block_size=2, svd_interval=5, stagger=stagger
+        root=root, block_size=2, preconditioner_interval=5, stagger=stagger
     )
     text = jax.jit(tx.update).lower(x, tx.init(x)).compile().as_text()
     bodies, entry = computations(text)
@@ -381,7 +379,7 @@ def in_shard_map(f, check):
 
 # In blocks: of size 2 there are four, of size 3 there is one.
 SHAPES = (("a", (4, 2)), ("b", (3,)))
-IN_BLOCKS = {"block_size": 3, "epsilon": 1e-2, "svd_interval": 2}
+IN_BLOCKS = {"block_size": 3, "eps": 1e-2, "preconditioner_interval": 2}
 
 
 def steps(**options):

@@ -297,8 +297,10 @@ def test_products_in_full_precision(method, least, relative):
 
 OPTIMIZERS = {
     "shampoo": optzoo.shampoo(),
-    "by newton": optzoo.shampoo(root="newton", svd_interval=3, precond_update_interval=2),
-    "blocks": optzoo.shampoo(block_size=2, stagger=True, svd_interval=3, merge_dims=True),
+    "by newton": optzoo.shampoo(root="newton", preconditioner_interval=3, statistics_interval=2),
+    "blocks": optzoo.shampoo(
+        block_size=2, stagger=True, preconditioner_interval=3, merge_dims=True
+    ),
     "blocked_shampoo": optzoo.blocked_shampoo(block_size=2, weight_decay=0.1, momentum=0.9),
     "rows": optzoo.shampoo(max_matrix_size=4, grafting="adam"),
 }

@@ -60,7 +60,7 @@ def test_diagonal_gradients():
     grads = {"m": np.stack([np.diag(row) for row in g]), "s": g[:, 0]}
     options = {
         "gbar_decay": 0.5, "gbar_weight": 2.0, "mat_gbar_decay": 0.9, "mat_gbar_weight": 3.0,
-        "epsilon": 0.1, "alpha": 0.7,
+        "eps": 0.1, "alpha": 0.7,
     }  # fmt: skip
     got, _ = run({"tx": optzoo.shampoo(lambda k: 1.0 / (1 + k), **options)}, grads)
     b, sums = 0.0, 0.0
@@ -75,7 +75,7 @@ def test_diagonal_gradients():
 def test_one_vector():
     """Of rank one: only its length changes."""
     g = {"v": np.array([[1.0, 2, -2]], "float32")}
-    got, _ = run({"tx": optzoo.shampoo(1.0, epsilon=1.0)}, g)
+    got, _ = run({"tx": optzoo.shampoo(1.0, eps=1.0)}, g)
     close(got["tx"]["v"], -g["v"] * (9 / 3 + 1) ** -0.5)
 
 
@@ -107,13 +107,13 @@ def test_the_recipe_is_shampoo_with_other_settings():
     grads = gradients(4, shapes)
     ours = {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "mask": ("w", "v")}
     recipe = optzoo.blocked_shampoo(
-        0.3, 0.8, 0.7, 1e-4, block_size=6, max_matrix_size=8, root_interval=2,
-        statistics_interval=2, grafting_decay=0.9, grafting_eps=1e-3, start_step=1, **ours,
+        0.3, 0.8, 0.7, 1e-4, block_size=6, max_matrix_size=8, preconditioner_interval=2,
+        statistics_interval=2, grafting_b2=0.9, grafting_eps=1e-3, start_step=1, **ours,
     )  # fmt: skip
     plain = optzoo.shampoo(
         0.3, 8, gbar_decay=0.8, gbar_weight=1 - 0.8, mat_gbar_decay=0.7, mat_gbar_weight=1 - 0.7,
-        svd_interval=2, precond_update_interval=2, epsilon=1e-4, relative_epsilon=True,
-        block_size=6, merge_dims=True, skip_vectors=True, grafting="adam", grafting_decay=0.9,
+        preconditioner_interval=2, statistics_interval=2, eps=1e-4, relative_eps=True,
+        block_size=6, merge_dims=True, skip_vectors=True, grafting="adam", grafting_b2=0.9,
         grafting_eps=1e-3, start_step=1, **ours,
     )  # fmt: skip
     updates, states = run({"recipe": recipe, "plain": plain}, grads)
@@ -134,7 +134,7 @@ def test_the_recipe_has_steps_of_adam_for_vectors():
 
 
 def test_the_size_of_all_gradients_does_not_matter_to_the_recipe():
-    recipe = optzoo.blocked_shampoo(1.0, root_interval=1, start_step=0, block_size=3)
+    recipe = optzoo.blocked_shampoo(1.0, preconditioner_interval=1, start_step=0, block_size=3)
     txs = {"one": recipe, "thousand": optax.chain(optax.scale(1000.0), recipe)}
     got, _ = run(txs, gradients(3, {"w": (5, 4)}))
     close(got["one"], got["thousand"], rtol=1e-3, atol=1e-3)
@@ -156,7 +156,7 @@ SIMPLE = {
     "adagrad": optax.chain(optzoo.adagrad(1.0, 1e-30), optax.scale(-1.0)),
     "rmsprop": optax.scale_by_rms(0.999, 1e-8, eps_in_sqrt=False),
 }
-OPTIONS = {"epsilon": 0.01}
+OPTIONS = {"eps": 0.01}
 
 
 @functools.cache
@@ -196,9 +196,7 @@ def test_grafting_of_adam(decay):
     """On the mean of the gradients, without the bias of either."""
     grads, options = gradients(4), {"gbar_decay": 0.8, "gbar_weight": 1 - 0.8, "alpha": 0.3}
     txs = {
-        "adam": optzoo.transforms.scale_by_shampoo(
-            grafting="adam", grafting_decay=decay, **options
-        ),
+        "adam": optzoo.transforms.scale_by_shampoo(grafting="adam", grafting_b2=decay, **options),
         "none": optzoo.transforms.scale_by_shampoo(**options),
     }
     got, _ = run(txs, grads)
@@ -267,7 +265,9 @@ def test_zero_gradients_give_zero_steps():
         for kind in ("sgd", "adagrad", "rmsprop", "adam")
     }
     txs["matrices"] = optzoo.transforms.scale_by_shampoo()
-    txs["recipe"] = optzoo.blocked_shampoo(b1=0.0, root_interval=1, start_step=0, block_size=2)
+    txs["recipe"] = optzoo.blocked_shampoo(
+        b1=0.0, preconditioner_interval=1, start_step=0, block_size=2
+    )
     got, _ = run(txs, grads)
     for updates in got.values():
         for u in updates.values():
@@ -370,7 +370,7 @@ def test_rows_of_a_merged_dimension_become_dense():
 def test_rows_alone(block_size, grafting):
     """If the rows have only a diagonal, other rows are unchanged. It is not divided by its size."""
     options = {"grafting": grafting, "block_size": block_size}
-    update, x, state = table(max_matrix_size=4, momentum=0.9, epsilon=1.0, **options)
+    update, x, state = table(max_matrix_size=4, momentum=0.9, eps=1.0, **options)
     updates, after = update(ROWS, state, x)
     touched, rest = np.array([1, 3]), np.array([0, 2, 4])
     # Duplicates sum, padding does not matter, and nothing else moves.
@@ -468,7 +468,7 @@ def test_slots_in_another_dtype_but_for_the_statistics(of_params, of_slots):
 def test_float64(x64):
     with x64(True):
         g = {"w": np.diag([1.0, 2])[None], "s": np.array([3.0])}
-        got, states = run({"tx": optzoo.shampoo(1.0, epsilon=0.1)}, g)
+        got, states = run({"tx": optzoo.shampoo(1.0, eps=0.1)}, g)
         assert dtypes((got["tx"], states["tx"][0].slots)) == {"float64"}
         want = [1.0, 2] / np.sqrt(np.array([1.0, 4]) / 2 + 0.1)
         np.testing.assert_allclose(got["tx"]["w"][0], -np.diag(want), rtol=1e-13)
@@ -480,7 +480,7 @@ def test_float64(x64):
 
 def test_vmap_over_problems():
     tx, grads = (
-        optzoo.blocked_shampoo(0.1, root_interval=2, start_step=0, block_size=2),
+        optzoo.blocked_shampoo(0.1, preconditioner_interval=2, start_step=0, block_size=2),
         gradients(2, {"w": (3, 2)}),
     )
     several = lambda x, g: functools.reduce(
@@ -498,7 +498,7 @@ def test_vmap_over_problems():
 def test_a_step_without_refresh_is_in_place(stagger):
     """And one with it: no array of the state moves."""
     tx = optzoo.blocked_shampoo(
-        block_size=8, root_interval=3, stagger=stagger, statistics_interval=2
+        block_size=8, preconditioner_interval=3, stagger=stagger, statistics_interval=2
     )
     x = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     grads, state = jax.tree.map(jnp.copy, x), tx.init(x)
@@ -517,7 +517,7 @@ def test_sharded_parameters():
     There are as many blocks as devices: JAX 0.9 cannot return 4 blocks that XLA puts on 8 devices.
     """
     mesh = Mesh(np.array(jax.devices()), ("d",))
-    options = {"block_size": 4, "root_interval": 1, "start_step": 0, "momentum": 0.9}
+    options = {"block_size": 4, "preconditioner_interval": 1, "start_step": 0, "momentum": 0.9}
     tx = optzoo.blocked_shampoo(eps=0.01, **options)
     x = jnp.cos(jnp.arange(128.0)).reshape(32, 4)
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
@@ -546,11 +546,15 @@ def test_sharded_parameters():
             TypeError,
             "alpha must be a plain number for root='two_iterations'",
         ),
-        ({"stagger": True}, ValueError, "svd_interval must be an int above 1 to stagger"),
         (
-            {"stagger": True, "svd_interval": lambda k: 2},
+            {"stagger": True},
             ValueError,
-            "svd_interval must be an int above 1 to stagger",
+            "preconditioner_interval must be an int above 1 to stagger",
+        ),
+        (
+            {"stagger": True, "preconditioner_interval": lambda k: 2},
+            ValueError,
+            "preconditioner_interval must be an int above 1 to stagger",
         ),
         ({"weight_decay": 0.1, "mask": "w"}, TypeError, "mask must be a tuple of fragments"),
     ],
@@ -566,9 +570,12 @@ def test_bad_arguments(bad, error, says):
     [
         ({"b1": 1.0}, r"b1 must be in \[0, 1\)"),
         ({"eps": 0.0}, "eps must be positive"),
-        ({"root_interval": 0}, "root_interval must be at least 1"),
+        ({"preconditioner_interval": 0}, "preconditioner_interval must be at least 1"),
         ({"statistics_interval": 0.5}, "statistics_interval must be at least 1"),
-        ({"stagger": True, "root_interval": 1}, "root_interval must be an int above 1 to stagger"),
+        (
+            {"stagger": True, "preconditioner_interval": 1},
+            "preconditioner_interval must be an int above 1 to stagger",
+        ),
     ],
 )
 def test_errors_of_the_recipe_have_its_names(bad, says):
@@ -615,7 +622,9 @@ def test_structural_arguments_cannot_be_injected(name):
             jax.eval_shape(optax.inject_hyperparams(factory, some)(0.1).init, x)
     tx = optax.inject_hyperparams(factory, static)(0.1)
     state = jax.eval_shape(tx.init, x)
-    numbers = {"epsilon", "svd_interval", "start_step"} if name == "shampoo" else {"b1", "eps"}
+    numbers = (
+        {"eps", "preconditioner_interval", "start_step"} if name == "shampoo" else {"b1", "eps"}
+    )
     assert numbers <= state.hyperparams.keys()
 
 
@@ -624,11 +633,11 @@ def test_injected_numbers_are_those():
     options = {
         "gbar_decay": 0.0,
         "mat_gbar_decay": 1.0,
-        "svd_interval": 2,
+        "preconditioner_interval": 2,
         "start_step": 1,
         "alpha": 0.4,
     }
-    options |= {"grafting": "adam", "momentum": 0.9, "precond_update_interval": 2}
+    options |= {"grafting": "adam", "momentum": 0.9, "statistics_interval": 2}
     factory = optax.inject_hyperparams(optzoo.shampoo, ("max_matrix_size",))
     txs = {"injected": factory(0.1, **options), "plain": optzoo.shampoo(0.1, **options)}
     got, _ = run(txs, gradients(4, {"w": (2, 2)}))

@@ -72,7 +72,7 @@ def test_refreshes_find_the_eigenvectors():
     """Of statistics that do not change."""
     g = np.diag([4.0, 3, 2, 1]).astype("float32") @ np.linalg.qr(gradients(1)["w"][0])[0]
     noise = np.linalg.qr(gradients(2)["w"][1])[0]
-    tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=1)
     take = jax.jit(tx.update)
     _, state = take(g, tx.init(g))
     slots = state.slots._replace(basis=(noise, noise))
@@ -86,12 +86,12 @@ def test_refreshes_find_the_eigenvectors():
 
 def test_times_of_refreshes():
     grads = {"w": gradients(12)["w"]}
-    often = run(optzoo.transforms.scale_by_soap(precondition_frequency=3), grads)
+    often = run(optzoo.transforms.scale_by_soap(preconditioner_interval=3), grads)
     close(
-        run(optzoo.transforms.scale_by_soap(precondition_frequency=lambda k: 3.0), grads)[0],
+        run(optzoo.transforms.scale_by_soap(preconditioner_interval=lambda k: 3.0), grads)[0],
         often[0],
     )
-    tx, seen = optzoo.transforms.scale_by_soap(precondition_frequency=3), []
+    tx, seen = optzoo.transforms.scale_by_soap(preconditioner_interval=3), []
     state, take = tx.init(grads["w"][0]), jax.jit(tx.update)
     for g in grads["w"]:
         old = state.slots
@@ -102,7 +102,7 @@ def test_times_of_refreshes():
 
 def test_blocks_are_separate():
     grads = {"w": gradients(9, {"w": (4, 6)})["w"]}
-    options = {"precondition_frequency": 2}
+    options = {"preconditioner_interval": 2}
     got, state = run(optzoo.transforms.scale_by_soap(block_size=2, **options), grads)
     parts = {f"{i}{j}": grads["w"][:, i : i + 2, j : j + 2] for i in (0, 2) for j in (0, 2, 4)}
     want, apart = run(optzoo.transforms.scale_by_soap(**options), parts)
@@ -114,7 +114,7 @@ def test_blocks_are_separate():
 def test_blocks_that_do_not_divide():
     grads = gradients(9, {"w": (5, 7), "t": (3, 2, 5)})
     updates, state = run(
-        optzoo.transforms.scale_by_soap(block_size=3, precondition_frequency=2), grads
+        optzoo.transforms.scale_by_soap(block_size=3, preconditioner_interval=2), grads
     )
     chex.assert_tree_all_finite((updates, state))
     assert state.shared["num_failed_bases"] == 0
@@ -134,7 +134,7 @@ def test_one_side():
     """That of the smallest dimension, the first of those of one size; it is not cut elsewhere."""
     grads = gradients(6, {"wide": (3, 5), "tall": (5, 3), "cube": (4, 3, 5), "square": (2, 2)})
     got, state = run(
-        optzoo.transforms.scale_by_soap(one_sided=True, precondition_frequency=2), grads
+        optzoo.transforms.scale_by_soap(one_sided=True, preconditioner_interval=2), grads
     )
     full = jax.tree.map(np.shape, state.slots.basis)
     assert full == {
@@ -142,7 +142,7 @@ def test_one_side():
     }  # fmt: skip
     square = {k: g for k, g in grads.items() if k != "square"}
     want, _ = run(
-        optzoo.transforms.scale_by_soap(max_matrix_size=3, precondition_frequency=2), square
+        optzoo.transforms.scale_by_soap(max_matrix_size=3, preconditioner_interval=2), square
     )
     close({k: got[k] for k in square}, want)
     _, state = run(
@@ -168,7 +168,7 @@ def test_weight_decay():
 
 def test_rows_become_dense():
     rows = SparseRows(jnp.array([1, 3, 1, 5]), jnp.arange(8.0).reshape(4, 2), 5)
-    tx, x = optzoo.transforms.scale_by_soap(precondition_frequency=1), jnp.ones((5, 2))
+    tx, x = optzoo.transforms.scale_by_soap(preconditioner_interval=1), jnp.ones((5, 2))
     state, take = tx.init(x), jax.jit(tx.update)
     for _ in range(3):
         update, new = take(rows, state)
@@ -179,9 +179,9 @@ def test_rows_become_dense():
 def test_no_gradient_no_change():
     """Of its leaf; the others move as without it."""
     grads = gradients(3, {"a": (2, 2), "b": (2, 2)})
-    update = jax.jit(optzoo.transforms.scale_by_soap(precondition_frequency=1).update)
+    update = jax.jit(optzoo.transforms.scale_by_soap(preconditioner_interval=1).update)
     first, second, third = (jax.tree.map(lambda g, i=i: jnp.asarray(g[i]), grads) for i in range(3))
-    tx = optzoo.transforms.scale_by_soap(precondition_frequency=1)
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=1)
     state = update(second, update(first, tx.init(first))[1])[1]
     updates, after = update({**third, "b": None}, state)
     assert updates["b"] is None
@@ -193,22 +193,22 @@ def test_no_gradient_no_change():
 
 def test_a_basis_that_is_not_finite_is_not_used():
     grads = gradients(5, {"a": (3, 3), "b": (3, 3)})
-    want, _ = run(optzoo.transforms.scale_by_soap(precondition_frequency=2), grads)
+    want, _ = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2), grads)
     spoilt = {**grads, "b": grads["b"].copy()}
     spoilt["b"][1, 0, 0] = np.nan
-    got, state = run(optzoo.transforms.scale_by_soap(precondition_frequency=2), spoilt)
+    got, state = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2), spoilt)
     assert state.shared["num_failed_bases"] == 4  # two dimensions, at steps 3 and 5
     close(got["a"], want["a"])
     chex.assert_tree_all_finite(state.slots.basis)
     zeros = {"a": np.zeros((5, 3, 3), "float32")}
-    updates, state = run(optzoo.transforms.scale_by_soap(precondition_frequency=2, eps=0.0), zeros)
+    updates, state = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2, eps=0.0), zeros)
     assert not np.any(updates["a"]) and state.shared["num_failed_bases"] == 0
 
 
 @pytest.mark.parametrize("of_params", ["bfloat16", "float16"])
 def test_half_precision_parameters_have_bases_in_single(of_params):
     x = {"w": jnp.ones((4, 3), of_params), "v": jnp.ones(3, of_params)}
-    tx = optzoo.slots_dtype(optzoo.soap(0.1, precondition_frequency=1), "bfloat16")
+    tx = optzoo.slots_dtype(optzoo.soap(0.1, preconditioner_interval=1), "bfloat16")
     state = tx.init(x)
     dtypes = lambda tree: {str(a.dtype) for a in jax.tree.leaves(tree)}
     assert dtypes(state[0].slots.m) == dtypes(state[0].slots.v) == {"bfloat16"}
@@ -222,7 +222,7 @@ def test_half_precision_parameters_have_bases_in_single(of_params):
 
 def after(g, steps=4):
     """A smooth function of the gradients of all steps."""
-    tx = optzoo.transforms.scale_by_soap(precondition_frequency=2, eps=1e-3)
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=2, eps=1e-3)
     _, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(g[0]), g)
     return jnp.sum(jnp.sin(jnp.cumsum(updates) / 10))
 
@@ -257,7 +257,7 @@ def test_second_derivatives_are_refused():
 
 def test_a_step_is_in_place():
     """With and without a refresh: no array of the state moves."""
-    tx = optzoo.soap(block_size=8, precondition_frequency=2)
+    tx = optzoo.soap(block_size=8, preconditioner_interval=2)
     x = {"w": jnp.ones((16, 16)), "u": jnp.ones((8, 8)), "b": jnp.ones(16)}
     grads, state = jax.tree.map(jnp.cos, x), tx.init(x)
     train = jax.jit(lambda x, state, g: step(tx, g, x, state), donate_argnums=(0, 1))
@@ -279,7 +279,7 @@ def test_nothing_of_the_size_of_a_matrix_is_copied_without_need():
 
 
 def several(grads, **more):
-    tx = optzoo.transforms.scale_by_soap(block_size=2, precondition_frequency=2, **more)
+    tx = optzoo.transforms.scale_by_soap(block_size=2, preconditioner_interval=2, **more)
     state = tx.init(jax.tree.map(lambda g: g[0], grads))
     return jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, grads)
 
@@ -319,7 +319,7 @@ def test_structural_arguments_cannot_be_injected(i):
 
 
 def test_injected_numbers_are_those():
-    options = {"b1": 0.8, "b2": 0.9, "shampoo_b2": 0.7, "eps": 1e-3, "precondition_frequency": 2}
+    options = {"b1": 0.8, "b2": 0.9, "shampoo_b2": 0.7, "eps": 1e-3, "preconditioner_interval": 2}
     factory = optax.inject_hyperparams(optzoo.soap, optzoo.CATALOG["soap"].static)
     grads = gradients(5)
     close(run(factory(0.1, **options), grads)[0], run(optzoo.soap(0.1, **options), grads)[0])

@@ -84,7 +84,7 @@ FAMILY = {
     "rmsprop": (optzoo.rmsprop(SCHEDULE), True),
     "rmsprop, centered, momentum": (optzoo.rmsprop(SCHEDULE, momentum=0.9, centered=True), True),
     "rmsprop, no momentum": (optzoo.rmsprop(SCHEDULE, momentum=None), True),
-    "amsgrad": (optzoo.amsgrad(SCHEDULE, decay=True), True),
+    "amsgrad": (optzoo.amsgrad(SCHEDULE, decay_learning_rate=True), True),
     "average of adam": (optzoo.moving_average(optzoo.adam(SCHEDULE), 0.9999), False),
     "average of momentum": (
         optzoo.moving_average(optzoo.momentum(SCHEDULE, 0.9), 0.9999, num_updates=5000),

@@ -224,7 +224,8 @@ def test_a_primitive_that_the_check_does_not_know():
         r"optzoo\.on_rows cannot run this optimizer row by row: `brand_new` "
         r"\(.*test_on_rows\.py:\d+.*\) is unknown to its check, which cannot tell whether it mixes "
         r"the rows of parameter 'table'\. If the optimizer treats each row independently, use "
-        r"optzoo\.on_rows\(\.\.\., check=False\); otherwise put optzoo\.rows\.densify\(\) before it\.",
+        r"optzoo\.on_rows\(\.\.\., check=False\); otherwise put optzoo\.rows\.densify\(\) before "
+        "it\.",
         str(caught.value),
     )
     compare(inner, check=False)
@@ -299,7 +300,8 @@ def test_message():
         step(tx, {"encoder": table([1], [[1.0, 2]])}, xs)
     assert re.fullmatch(
         r"optzoo\.on_rows cannot run this optimizer row by row: `reduce_sum` may mix the rows of "
-        r"parameter 'encoder/table' \(.*optax.*\.py:\d+.*\)\. Put optzoo\.rows\.densify\(\) before an "
+        r"parameter 'encoder/table' \(.*optax.*\.py:\d+.*\)\. Put optzoo\.rows\.densify\(\) "
+        "before an "
         r"optimizer that does not treat each row independently\.",
         str(caught.value),
     )

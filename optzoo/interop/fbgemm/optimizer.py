@@ -193,11 +193,12 @@ def _row_wise_adagrad(given: _Given) -> Transformation:
             lower_bound=about["lower_bound"],
         )
     else:
-        decay = _none_if_zero(given.weight_decay)
-        if mode == "NONE" and decay is not None:
+        decay = given.weight_decay
+        if mode == "NONE" and decay:
             _warn(f"weight_decay={decay!r} does nothing with weight_decay_mode='NONE'")
-            decay = None
-        tx = row_wise_adagrad(given.learning_rate, given.eps, decay, decoupled=mode != "L2")
+            decay = 0.0
+        kind = "l2_weight_decay" if mode == "L2" else "weight_decay"
+        tx = row_wise_adagrad(given.learning_rate, given.eps, **{kind: decay})
     return tx if _is_zero(given.max_norm) else variable_clipping(tx, {".*": (1,)}, given.max_norm)
 
 
@@ -274,14 +275,14 @@ def _ensemble(given: _Given) -> Transformation:
 
 
 def _rmsprop(given: _Given) -> Transformation:
-    decay = _none_if_zero(given.ar_alpha)
+    decay = given.ar_alpha
     rate, shrinkage = given.learning_rate, given.min_shrinkage
     return row_wise_rmsprop(rate, given.ema_beta, given.eps, decay, shrinkage)
 
 
 def _adam(given: _Given) -> Transformation:
     correction = _refuse_writeback(given)["use_rowwise_bias_correction"]
-    decay = _none_if_zero(given.weight_decay)
+    decay = given.weight_decay
     return sparse_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
 
 
@@ -311,9 +312,7 @@ _KINDS = {
     "ENSEMBLE_ROWWISE_ADAGRAD": _Kind(_ensemble, _ROW_WISE | {"ensemble_mode"}),
     "ADAM": _Kind(_adam, _ADAM | {"extra_optimizer_config"}),
     "PARTIAL_ROWWISE_ADAM": _Kind(
-        lambda given: partial_row_wise_adam(
-            *_adam_arguments(given), _none_if_zero(given.weight_decay)
-        ),
+        lambda given: partial_row_wise_adam(*_adam_arguments(given), given.weight_decay),
         _ADAM,
     ),
     "LAMB": _Kind(lambda given: row_wise_lamb(*_adam_arguments(given), given.weight_decay), _ADAM),
@@ -406,10 +405,6 @@ def _warn(message: str) -> None:
 def _is_zero(value: Any) -> bool:
     """Whether a number is known to be zero; it may be traced."""
     return not isinstance(value, jax.core.Tracer) and value == 0
-
-
-def _none_if_zero(value: Any) -> Any:
-    return None if _is_zero(value) else value
 
 
 def _mode(about: Mapping[str, Any], field: str, known: Iterable[str]) -> str:

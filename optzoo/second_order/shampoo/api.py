@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from ...core.checks import check_decays, check_not_negative, check_positive
+from ...core.numerics import is_number
 from ...core.paths import check_mask, resolve_mask
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
@@ -27,20 +28,20 @@ def scale_by_shampoo(
     gbar_weight: optax.ScalarOrSchedule = 1.0,
     mat_gbar_decay: optax.ScalarOrSchedule = 1.0,
     mat_gbar_weight: optax.ScalarOrSchedule = 1.0,
-    svd_interval: optax.ScalarOrSchedule = 1,
-    precond_update_interval: optax.ScalarOrSchedule = 1,
-    epsilon: float = 1e-4,
+    preconditioner_interval: optax.ScalarOrSchedule = 1,
+    statistics_interval: optax.ScalarOrSchedule = 1,
+    eps: float = 1e-4,
     alpha: optax.ScalarOrSchedule = 0.5,
     use_iterative_root: bool = False,
     *,
     root: Root | None = None,
-    relative_epsilon: bool = False,
+    relative_eps: bool = False,
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
     stagger: bool = False,
     grafting: Grafting | None = None,
-    grafting_decay: float = 0.999,
+    grafting_b2: float = 0.999,
     grafting_eps: float = 1e-8,
     momentum: float | None = None,
     nesterov: bool = False,
@@ -62,10 +63,10 @@ def scale_by_shampoo(
         Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
         Scheduled(
             gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
-            svd_interval, precond_update_interval, alpha,
+            preconditioner_interval, statistics_interval, alpha,
         ),
-        RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
-        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
+        UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
     )  # fmt: skip
     return shampoo_transformation(options)
 
@@ -77,25 +78,25 @@ def shampoo(
     gbar_weight: optax.ScalarOrSchedule = 1.0,
     mat_gbar_decay: optax.ScalarOrSchedule = 1.0,
     mat_gbar_weight: optax.ScalarOrSchedule = 1.0,
-    svd_interval: optax.ScalarOrSchedule = 1,
-    precond_update_interval: optax.ScalarOrSchedule = 1,
-    epsilon: float = 1e-4,
+    preconditioner_interval: optax.ScalarOrSchedule = 1,
+    statistics_interval: optax.ScalarOrSchedule = 1,
+    eps: float = 1e-4,
     alpha: optax.ScalarOrSchedule = 0.5,
     use_iterative_root: bool = False,
     *,
     root: Root | None = None,
-    relative_epsilon: bool = False,
+    relative_eps: bool = False,
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
     stagger: bool = False,
     grafting: Grafting | None = None,
-    grafting_decay: float = 0.999,
+    grafting_b2: float = 0.999,
     grafting_eps: float = 1e-8,
     momentum: float | None = None,
     nesterov: bool = False,
     start_step: int = 0,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -144,9 +145,9 @@ def shampoo(
         mat_gbar_decay: :math:`\delta`, in [0, 1], a number or a schedule. With the number 0 nothing
             is kept: at a step without new statistics :math:`G_i = 0`.
         mat_gbar_weight: :math:`v`, positive, a number or a schedule.
-        svd_interval: :math:`S`, in steps, at least 1, a number or a schedule.
-        precond_update_interval: :math:`K`, in steps, at least 1, a number or a schedule.
-        epsilon: :math:`\epsilon`, positive. In float32 it has no effect below about 1e-7 of the
+        preconditioner_interval: :math:`S`, in steps, at least 1, a number or a schedule.
+        statistics_interval: :math:`K`, in steps, at least 1, a number or a schedule.
+        eps: :math:`\epsilon`, positive. In float32 it has no effect below about 1e-7 of the
             largest eigenvalue.
         alpha: :math:`\alpha`, positive, a number or a schedule; a number unless ``root`` is
             ``"eigh"``.
@@ -156,7 +157,7 @@ def shampoo(
             accelerators; needs :math:`n / \alpha` to be an integer), ``"auto"`` (eigh on the CPU,
             newton elsewhere), or None, where
             ``use_iterative_root`` decides.
-        relative_epsilon: whether ``epsilon`` is relative to the largest eigenvalue.
+        relative_eps: whether ``eps`` is relative to the largest eigenvalue.
         block_size: cuts dimensions larger than this, and not larger than ``max_matrix_size``, into
             equal blocks with separate statistics; None: no blocks. It decides about shapes, as
             ``max_matrix_size``.
@@ -165,11 +166,11 @@ def shampoo(
             shape (576, 128).
         skip_vectors: no preconditioner for vectors and scalars.
         stagger: each step refreshes a share of the roots, so that no step takes longer than the
-            others; ``svd_interval`` must be an int above 1.
+            others; ``preconditioner_interval`` must be an int above 1.
         grafting: takes the length of each parameter's step from a simpler optimizer: ``"sgd"``,
             ``"adagrad"``, ``"rmsprop"``, ``"adam"`` (on :math:`b`, with bias correction), or None.
             :func:`optzoo.transforms.graft` does this for any two optimizers.
-        grafting_decay: decay of the mean square of RMSProp and Adam, in [0, 1).
+        grafting_b2: decay of the mean square of RMSProp and Adam, in [0, 1).
         grafting_eps: added to the root of the mean square, at least 0.
         momentum: at least 0: the steps are summed with this decay before they are multiplied by
             the rate; None: no momentum.
@@ -177,7 +178,7 @@ def shampoo(
         start_step: up to and including this step the step is that of the simpler optimizer, or
             :math:`b` without grafting.
         weight_decay: :math:`\lambda`, at least 0: adds :math:`\lambda x_{t-1}` to the direction
-            before it is multiplied by the rate; None: no decay. (The decay of the original's
+            before it is multiplied by the rate. (The decay of the original's
             ``ShampooW`` is not multiplied by the rate: for that, put
             :func:`optzoo.decoupled_weight_decay` around this optimizer.)
         mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
@@ -200,20 +201,20 @@ def shampoo(
 
     Differences from the original:
         The optimizer counts its steps; the original's default ``global_step=0`` is a constant,
-        with which an interval above 1 never ends. Scalars are accepted. ``svd_interval`` may be a
-        schedule. Roots that are not finite or not accurate are not used. Row-sparse gradients with
-        ``mat_gbar_decay`` other than 1 become dense; the original raises an ``AssertionError``.
-        Those of resource variables, which the original ignores, are used like all others.
-        ``ShampooW`` there passes its arguments in the wrong order.
+        with which an interval above 1 never ends. Scalars are accepted. ``preconditioner_interval``
+        may be a schedule. Roots that are not finite or not accurate are not used. Row-sparse
+        gradients with ``mat_gbar_decay`` other than 1 become dense; the original raises an
+        ``AssertionError``. Those of resource variables, which the original ignores, are used like
+        all others. ``ShampooW`` there passes its arguments in the wrong order.
     """
     options = ShampooOptions(
         Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
         Scheduled(
             gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
-            svd_interval, precond_update_interval, alpha,
+            preconditioner_interval, statistics_interval, alpha,
         ),
-        RootOptions(root, use_iterative_root, epsilon, relative_epsilon, stagger, axis_name),
-        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
+        UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
     )  # fmt: skip
     return _optimizer(options, learning_rate, weight_decay, mask)
 
@@ -226,10 +227,10 @@ def blocked_shampoo(
     *,
     block_size: int = 512,
     max_matrix_size: int = 8192,
-    root_interval: optax.ScalarOrSchedule = 20,
+    preconditioner_interval: optax.ScalarOrSchedule = 20,
     statistics_interval: optax.ScalarOrSchedule = 1,
     grafting: Grafting | None = "adam",
-    grafting_decay: float = 0.999,
+    grafting_b2: float = 0.999,
     grafting_eps: float = 1e-8,
     start_step: int = 20,
     alpha: float = 0.5,
@@ -237,7 +238,7 @@ def blocked_shampoo(
     stagger: bool = False,
     momentum: float | None = None,
     nesterov: bool = False,
-    weight_decay: float | None = None,
+    weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -284,21 +285,23 @@ def blocked_shampoo(
             more memory and time. It decides about shapes, so ``optax.inject_hyperparams`` needs it
             among its ``static_args``; the same holds for ``max_matrix_size`` and ``alpha``.
         max_matrix_size: larger dimensions, such as those of a vocabulary, have only a diagonal.
-        root_interval: steps between two refreshes of a root, at least 1, a number or a schedule.
+        preconditioner_interval: steps between two refreshes of a root, at least 1, a number or a
+            schedule.
         statistics_interval: steps between two updates of the statistics, at least 1, a number or a
             schedule.
         grafting: ``"adam"``, ``"rmsprop"``, ``"adagrad"``, ``"sgd"`` or None, as in
             :func:`optzoo.shampoo`, which also describes the arguments below.
-        grafting_decay: decay of Adam's mean square, in [0, 1).
+        grafting_b2: decay of Adam's mean square, in [0, 1).
         grafting_eps: added to the root of the mean square, at least 0.
         start_step: up to and including this step, plain steps of Adam.
         alpha: :math:`\alpha`, positive, the power of all preconditioners together. The value 1
             often trains faster, with an interval shorter than 20 steps between refreshes.
         root: how to compute roots.
-        stagger: each step refreshes a share of the roots; ``root_interval`` must be an int above 1.
+        stagger: each step refreshes a share of the roots; ``preconditioner_interval`` must be an
+            int above 1.
         momentum: decay of a sum of the steps, at least 0; None: no momentum.
         nesterov: whether to use Nesterov's form of that momentum.
-        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0; None: no decay.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         mask: which parameters decay.
         axis_name: the mesh axis of replicas with the same gradients, which share the computation
             of the roots.
@@ -318,20 +321,20 @@ def blocked_shampoo(
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_positive(eps=eps)
-    check_interval(root_interval=root_interval, stagger=stagger)
+    check_interval(preconditioner_interval=preconditioner_interval, stagger=stagger)
     check_interval(statistics_interval=statistics_interval)
     options = ShampooOptions(
         Cutting(max_matrix_size, block_size, merge_dims=True, skip_vectors=True),
-        Scheduled(b1, 1 - b1, b2, 1 - b2, root_interval, statistics_interval, alpha),
+        Scheduled(b1, 1 - b1, b2, 1 - b2, preconditioner_interval, statistics_interval, alpha),
         RootOptions(
             root,
             use_iterative_root=False,
-            epsilon=eps,
-            relative_epsilon=True,
+            eps=eps,
+            relative_eps=True,
             stagger=stagger,
             axis_name=axis_name,
         ),
-        UpdateOptions(grafting, grafting_decay, grafting_eps, start_step, momentum, nesterov),
+        UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
     )
     return _optimizer(options, learning_rate, weight_decay, mask)
 
@@ -339,11 +342,11 @@ def blocked_shampoo(
 def _optimizer(
     options: ShampooOptions,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float | None,
+    weight_decay: float,
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction, then the weight decay where there is one, times the rate."""
-    decay = [] if weight_decay is None else [add_decay(weight_decay, mask)]
+    decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     return descend(learning_rate, shampoo_transformation(options), *decay)
 
 

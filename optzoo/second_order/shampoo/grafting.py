@@ -102,7 +102,7 @@ def simple_step(
     """
     if not options.needs_squares:
         return b, v
-    decay = jnp.asarray(options.grafting_decay, g.dtype)
+    decay = jnp.asarray(options.grafting_b2, g.dtype)
     v = v + g**2 if options.grafting == "adagrad" else decay * v + (1 - decay) * g**2
     second = v
     if options.grafting == "adam":  # without the bias of both means

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from jax import Array
 
 from ...core.checks import check, check_decays, check_flags, check_not_negative, check_positive
+from ...core.numerics import is_number
 from .blocks import Cutting
 from .roots import METHODS
 
@@ -22,8 +23,8 @@ class Scheduled:
     gbar_weight: Any
     mat_gbar_decay: Any
     mat_gbar_weight: Any
-    svd_interval: Any
-    precond_update_interval: Any
+    preconditioner_interval: Any
+    statistics_interval: Any
     alpha: Any  # a plain number unless the method is "eigh", then also an array or a schedule
 
 
@@ -41,16 +42,16 @@ class RootOptions:
 
     root: Root | None
     use_iterative_root: bool
-    epsilon: float
-    relative_epsilon: bool
+    eps: float
+    relative_eps: bool
     stagger: bool
     axis_name: str | None
 
     def __post_init__(self) -> None:
-        check_positive(epsilon=self.epsilon)
+        check_positive(eps=self.eps)
         check_flags(
             use_iterative_root=self.use_iterative_root,
-            relative_epsilon=self.relative_epsilon,
+            relative_eps=self.relative_eps,
             stagger=self.stagger,
         )
         if self.root not in (None, *METHODS):
@@ -67,14 +68,14 @@ class UpdateOptions:
     """What becomes of a preconditioned gradient."""
 
     grafting: Grafting | None
-    grafting_decay: Any
+    grafting_b2: Any
     grafting_eps: float
     start_step: int
     momentum: float | None
     nesterov: bool
 
     def __post_init__(self) -> None:
-        [self.grafting_decay] = check_decays(grafting_decay=self.grafting_decay)
+        [self.grafting_b2] = check_decays(grafting_b2=self.grafting_b2)
         check_not_negative(grafting_eps=self.grafting_eps, start_step=self.start_step)
         check_not_negative(none=True, momentum=self.momentum)
         check_flags(nesterov=self.nesterov)
@@ -102,8 +103,10 @@ class ShampooOptions:
         weights = {"gbar_weight": given.gbar_weight, "mat_gbar_weight": given.mat_gbar_weight}
         check("in [0, 1]", lambda v: 0 <= v <= 1, schedule=True, **decays)
         check_positive(schedule=True, **weights, alpha=given.alpha)
-        check_interval(svd_interval=given.svd_interval, stagger=self.roots.stagger)
-        check_interval(precond_update_interval=given.precond_update_interval)
+        check_interval(
+            preconditioner_interval=given.preconditioner_interval, stagger=self.roots.stagger
+        )
+        check_interval(statistics_interval=given.statistics_interval)
         if self.roots.method != "eigh" and not isinstance(given.alpha, numbers.Real):
             raise TypeError(
                 f"alpha must be a plain number for root={self.roots.method!r}, got "
@@ -114,7 +117,7 @@ class ShampooOptions:
     def allows_rows(self) -> bool:
         """Whether rows without a gradient have a step of zero and unchanged statistics."""
         given = self.scheduled
-        return statically_equals(given.gbar_decay, 0) and statically_equals(given.mat_gbar_decay, 1)
+        return is_number(given.gbar_decay, 0) and is_number(given.mat_gbar_decay, 1)
 
 
 def check_interval(*, stagger: bool = False, **argument: Any) -> None:
@@ -128,8 +131,3 @@ def check_interval(*, stagger: bool = False, **argument: Any) -> None:
     [(name, interval)] = argument.items()
     if stagger and not (isinstance(interval, int) and interval > 1):
         raise ValueError(f"{name} must be an int above 1 to stagger, got {interval!r}")
-
-
-def statically_equals(value: Any, number: int) -> bool:
-    """Whether ``value`` is a plain number, known when tracing, and equals this one."""
-    return isinstance(value, numbers.Real) and value == number

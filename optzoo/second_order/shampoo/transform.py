@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.numerics import saturating_cast, slot_dtype, upcast, wide_dtype
+from ...core.numerics import is_number, saturating_cast, slot_dtype, upcast, wide_dtype
 from ...core.paths import without_boxes
 from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
@@ -20,7 +20,7 @@ from ...state.tf1_names import TF1Names
 from ...state.types import Exact, Signed, Slot
 from .blocks import Blocks
 from .grafting import match_norm, simple_step
-from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions, statically_equals
+from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions
 from .products import gram, multiply, others
 from .refresh import is_due, refresh
 from .roots import METHODS
@@ -170,8 +170,8 @@ def _statistics(
     is_full = lambda key: works[key[0]].blocks.full[key[1]]
     matrices = {key: a for key, a in old.items() if is_full(key)}
     diagonals = {key: a for key, a in old.items() if not is_full(key)}
-    always = statically_equals(options.scheduled.precond_update_interval, 1)
-    due = is_due(now.T, 1 if always else now.precond_update_interval)
+    always = is_number(options.scheduled.statistics_interval, 1)
+    due = is_due(now.T, 1 if always else now.statistics_interval)
     if due is True:
         full = accumulate(matrices)
     else:
@@ -183,7 +183,7 @@ def _statistics(
 def _second_moment(now: StepValues, work: ShampooParameter, g: Array, i: int) -> Array:
     """What the gradient, in blocks, adds to the statistics of dimension ``i``."""
     if work.blocks.full[i]:
-        return now.mat_gbar_weight * now.precond_update_interval * gram(g, i)
+        return now.mat_gbar_weight * now.statistics_interval * gram(g, i)
     n = 1 if work.rows is not None or work.rank == 1 else g.shape[1 + i]
     return now.mat_gbar_weight * _squares(g, i) / n
 
@@ -196,14 +196,14 @@ def _roots(
 ) -> tuple[ByDimension, Array]:
     """The roots of the matrices, new where it is time; and how many could not be used."""
     keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
-    interval = options.scheduled.svd_interval
+    interval = options.scheduled.preconditioner_interval
     new, num_failed = refresh(
         [used[key] for key in keys],
         [works[j].slots.H[i] for j, i in keys],
         [works[j].rank for j, _ in keys],
         functools.partial(_root, options.roots, now.alpha),
         step=now.T,
-        interval=interval if isinstance(interval, int) else now.svd_interval,
+        interval=interval if isinstance(interval, int) else now.preconditioner_interval,
         stagger=options.roots.stagger,
         axis_name=options.roots.axis_name,
     )
@@ -214,7 +214,7 @@ def _root(options: RootOptions, alpha: Any, a: Array, rank: int) -> tuple[Array,
     """The inverse roots of a stack of matrices, and which of them can be used."""
     order = _order(rank, alpha, options.method)
     method = METHODS[options.method]
-    return method(a / a.shape[-1], order, options.epsilon, options.relative_epsilon)
+    return method(a / a.shape[-1], order, options.eps, options.relative_eps)
 
 
 def _order(rank: int, alpha: Any, method: str) -> Any:
@@ -281,7 +281,7 @@ def _preconditioned(
 
 def _warm_up(options: UpdateOptions, now: StepValues, p: Array, d: Array) -> Array:
     """The simpler step ``d`` up to the step ``start_step``, then ``p``."""
-    if statically_equals(options.start_step, 0):
+    if is_number(options.start_step, 0):
         return p
     return jnp.where(options.start_step < now.T, p, d)
 
@@ -309,9 +309,9 @@ def _end(work: ShampooParameter, p: Array, new: ShampooSlots) -> tuple[Any, Sham
 
 def _average(x: Array, new: Array, decay: Array, given: Any) -> tuple[Array, Array]:
     """The weighted sum: to use, and to keep. Without decay nothing needs to be kept."""
-    if statically_equals(given, 0):
+    if is_number(given, 0):
         return new, x
-    total = x + new if statically_equals(given, 1) else decay * x + new
+    total = x + new if is_number(given, 1) else decay * x + new
     return total, total
 
 

@@ -66,7 +66,7 @@ SAME = {
     ),
     "l2": (
         ("EXACT_ROWWISE_ADAGRAD", {**DECAY, "weight_decay_mode": "L2"}),
-        lambda: optzoo.row_wise_adagrad(F32, weight_decay=0.2, decoupled=False),
+        lambda: optzoo.row_wise_adagrad(F32, l2_weight_decay=0.2),
     ),
     "decouple": (
         (EmbOptimType.EXACT_ROWWISE_ADAGRAD, {**DECAY, "weight_decay_mode": WeightDecayMode(2)}),

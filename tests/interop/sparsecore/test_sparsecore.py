@@ -96,7 +96,8 @@ def test_equals_the_update_of_rows(name):
 @pytest.mark.parametrize("name", [*ON_ROWS, *NEVER])
 def test_refuses_what_moves_other_rows(name):
     with pytest.raises(
-        ValueError, match=r"optzoo\.interop\.sparsecore\.sparsecore cannot run this optimizer row by row"
+        ValueError,
+        match=r"optzoo\.interop\.sparsecore\.sparsecore cannot run this optimizer row by row",
     ):
         optzoo.interop.sparsecore.sparsecore(CATALOG[name].make())
 
