@@ -18,6 +18,7 @@ import optax
 from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
 from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
+from .core.paths import containing
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
 
 __all__ = ["create", "register"]
@@ -76,6 +77,8 @@ def create(
     arguments = _defaults(found) | _translated(found, config)
     if found.is_wrapper:
         arguments = _with_inner(found, arguments)
+    if found.name == "lars" and "skip_list" in config:  # it has parts of names, not patterns
+        arguments["skip"] = tuple(map(containing, arguments["skip"] or ()))
     if "sign_decay" in arguments:
         arguments["sign_decay"] = _sign_decay(arguments["sign_decay"])
     if found.original is not None and found.rounds:

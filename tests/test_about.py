@@ -22,7 +22,7 @@ WRAPPERS = {
         name: lambda inner, wrap=wrap: wrap(inner, dims={".*": ()}) for name, wrap in AROUND.items()
     },
     "accumulate": lambda inner: optzoo.accumulate(inner, 2),
-    "caught_up": lambda inner: optzoo.caught_up(inner, tables=True, dense=True),
+    "caught_up": lambda inner: optzoo.caught_up(inner, mask=True, dense=True),
     "graft": lambda inner: optzoo.transforms.graft(inner, inner),
     "groups": lambda inner: optzoo.param_groups({".*": inner}),
     "master_weights": optzoo.master_weights,

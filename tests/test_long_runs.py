@@ -90,7 +90,7 @@ def test_a_count_is_only_a_count(name):
 
 def test_rows_that_sleep():
     """As from the start, whatever the clock shows: also a row that sleeps for a long time."""
-    tx = optzoo.caught_up(optzoo.adam(0.1, b1=0.5, b2=0.9), tables=("table",), horizon=64)
+    tx = optzoo.caught_up(optzoo.adam(0.1, b1=0.5, b2=0.9), mask="table", horizon=64)
     first, ids = {"table": jnp.ones((4, 2))}, np.array([0, 3] + [0, 1, 2] * 20 + [3])
 
     def step(carry, row):

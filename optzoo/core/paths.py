@@ -1,7 +1,7 @@
-"""Names of parameters, and masks by their paths."""
+"""Names of parameters, patterns of names, and masks."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +13,7 @@ from .lines import Lines
 from .optimizer import Optimizer, about_of
 from .rows import is_sparse_or_none, map_rows
 
-_BOXED = GetAttrKey("value")
+_BOXED, _STACKED = GetAttrKey("value"), GetAttrKey("arrays")
 T = TypeVar("T")
 
 
@@ -22,9 +22,12 @@ def path_name(path: Any) -> str:
 
     A parameter in a box of Flax has the name that it has without: nnx gives ``init`` its variables
     and ``update`` their arrays. Only the last key of a path can be a box, so different leaves of a
-    tree have different names.
+    tree have different names. A stack (:func:`optzoo.stacked`) has the name of its first member.
     """
-    return jax.tree_util.keystr(out_of_box(path), simple=True, separator="/")
+    path = out_of_box(path)
+    if len(path) > 1 and path[-2] == _STACKED and isinstance(getattr(path[-1], "key", None), tuple):
+        path = path[:-2]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def out_of_box(path: Any) -> Any:
@@ -72,6 +75,20 @@ def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
     return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a name: how all functions of this library choose parameters.
+
+    A pattern is a regular expression. It must match the whole name, such as
+    ``encoder/layers/0/kernel``; without a ``/`` in it, the whole last part, ``kernel``.
+    """
+    return bool(re.fullmatch(pattern, name if "/" in pattern else name.rpartition("/")[2]))
+
+
+def containing(part: str) -> str:
+    """A pattern of the names that contain a string."""
+    return f"(.*/)?.*{re.escape(part)}.*"
+
+
 def check_pattern(argument: str, pattern: Any) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless a pattern is a regular expression."""
     if not isinstance(pattern, str):
@@ -83,11 +100,11 @@ def check_pattern(argument: str, pattern: Any) -> None:
 
 
 def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[str, list[str]]:
-    """For the name of each leaf the regular expressions that match the whole of it.
+    """For the name of each leaf the patterns that match it.
 
     Args:
         argument: what the patterns were given as, for the error.
-        patterns: regular expressions.
+        patterns: as :func:`matches` takes them.
         tree: parameters or gradients.
 
     Raises:
@@ -96,11 +113,12 @@ def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[
     """
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
     names = [path_name(path) for path, _ in paths]
-    found = {name: [p for p in patterns if re.fullmatch(p, name)] for name in names}
+    found = {name: [p for p in patterns if matches(p, name)] for name in names}
     unused = sorted({*patterns}.difference(*found.values()))
     if unused and names and not hides_leaves(tree):
         raise ValueError(
-            f"{argument}: no parameter matches {unused}; the parameters are {[*found]}"
+            f"{argument}: no parameter matches {unused}; the parameters are {[*found]}. A pattern "
+            "must match the whole name, or without a '/' in it the last part"
         )
     return found
 
@@ -130,39 +148,46 @@ def hides_leaves(tree: Any) -> bool:
 
 def check_mask(**arguments: Any) -> None:
     """Raises ``TypeError`` unless each argument is a mask as :func:`resolve_mask` takes it."""
-    for name, which in arguments.items():
-        if which is None or callable(which) or _are_fragments(which):
+    for name, mask in arguments.items():
+        if mask is None or callable(mask):
             continue
-        if isinstance(which, str):
-            raise TypeError(f"{name} must be a tuple of fragments of paths: ({which!r},)")
-        for mark in jax.tree.leaves(which):
+        if (patterns := _patterns(mask)) is not None:
+            for pattern in patterns:
+                check_pattern(name, pattern)
+            continue
+        for mark in jax.tree.leaves(mask):
             if not isinstance(mark, bool | np.bool_):
                 raise TypeError(
-                    f"{name} must be a tree of bools, a tuple of fragments of paths or a function "
-                    f"of the parameters, got {mark!r} in it"
+                    f"{name} must be a pattern of names, a tuple of patterns, a tree of bools or "
+                    f"a function of the parameters, got {mark!r} in it"
                 )
 
 
-def resolve_mask(which: Any, tree: Any) -> Any:
+def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
     """A tree of bools like ``tree``.
 
     Args:
-        which: a tuple or list of fragments of paths, which marks every parameter whose path
-            contains one of them; or a tree of bools, or a prefix of such a tree; or a function
-            that returns one, of the tree with a ``ShapeDtypeStruct`` in the place of rows; or
+        mask: a pattern, or a tuple or list of patterns, of the names of the parameters to mark
+            (:func:`matches`); or a tree of bools, or a prefix of such a tree; or a function that
+            returns one of these, of the tree with a ``ShapeDtypeStruct`` in the place of rows; or
             None, which marks no parameter.
         tree: parameters or gradients.
+        argument: what the mask was given as, for the error.
 
     Raises:
         TypeError: if the function returns no mask, or a mask holds None.
-        ValueError: if no path contains a fragment, unless ``optax.masked`` or ``optax.partition``
+        ValueError: if a pattern matches no name, unless ``optax.masked`` or ``optax.partition``
             hides parameters here. What a model may lack is for a function to mark.
     """
-    if callable(which):
-        which = _called(which, tree)
-    if which is None or _are_fragments(which):
-        return _containing(which or (), tree)
-    return jax.tree.map(_fill, which, tree, is_leaf=lambda mark: mark is None)
+    if callable(mask):
+        mask = _called(mask, tree)
+    if mask is None:
+        mask = ()
+    if (patterns := _patterns(mask)) is not None:
+        found = patterns_by_name(argument, patterns, tree)
+        marked = lambda path, _: bool(found[path_name(path)])
+        return jax.tree_util.tree_map_with_path(marked, tree, is_leaf=is_sparse_or_none)
+    return jax.tree.map(_fill, mask, tree, is_leaf=lambda mark: mark is None)
 
 
 def _fill(mark: Any, part: Any) -> Any:
@@ -179,35 +204,17 @@ def _called(mask: Callable[[Any], Any], tree: Any) -> Any:
     return marks
 
 
-def _containing(fragments: Sequence[str], tree: Any) -> Any:
-    """Marks the leaves whose paths contain a fragment, each of which must be in one of them."""
-    unused = dict.fromkeys(fragments)
-    names = []
-
-    def contains(path, _):
-        names.append(path_name(path))
-        found = [f for f in fragments if f in names[-1]]
-        for fragment in found:
-            unused.pop(fragment, None)
-        return bool(found)
-
-    marks = jax.tree_util.tree_map_with_path(contains, tree, is_leaf=is_sparse_or_none)
-    if unused and names and not hides_leaves(tree):
-        raise ValueError(
-            "a mask must hold fragments of the parameters' paths, but none contains "
-            f"{' or '.join(map(repr, unused))}; the parameters are {names}. Leave that out, or "
-            "give a function of the parameters"
-        )
-    return marks
-
-
-def resolve_unmasked(which: Any, tree: Any) -> Any:
+def resolve_unmasked(mask: Any, tree: Any, argument: str = "mask") -> Any:
     """The opposite of :func:`resolve_mask`."""
-    return jax.tree.map(lambda mark: not mark, resolve_mask(which, tree))
+    return jax.tree.map(lambda mark: not mark, resolve_mask(mask, tree, argument))
 
 
-def _are_fragments(which: Any) -> bool:
-    return isinstance(which, tuple | list) and all(isinstance(f, str) for f in which)
+def _patterns(mask: Any) -> tuple[str, ...] | None:
+    """The patterns in a mask; None if it is of another kind."""
+    if isinstance(mask, str):
+        return (mask,)
+    is_patterns = isinstance(mask, tuple | list) and all(isinstance(p, str) for p in mask)
+    return tuple(mask) if is_patterns else None
 
 
 def arrays_by_path(tree: Any) -> dict[str, Any]:

@@ -97,9 +97,8 @@ def lars(
         trust_coefficient: :math:`\gamma`, the trust coefficient, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.
-        skip: the parameters without trust ratio and decay: a tree of bools, a tuple of fragments
-            of their paths, such as ``("bias", "norm")``, or a function of the parameters that
-            returns one of these; None for none.
+        skip: the parameters without trust ratio and decay, as a mask
+            (:func:`optzoo.param_groups`), such as ``("bias", "norm/.*")``; None for none.
 
     Raises:
         ValueError: if no params are given to ``update``.
@@ -133,5 +132,5 @@ def lars(
         rows=lambda _: lazy(in_float32(rows_rule)),
         scheduled={"learning_rate": learning_rate},
     )
-    masked = optax.masked(trust, lambda tree: resolve_unmasked(skip, tree))
+    masked = optax.masked(trust, lambda tree: resolve_unmasked(skip, tree, "skip"))
     return fitting(Optimizer(*optax.chain(masked, steps), steps.about._replace(rows=None)))

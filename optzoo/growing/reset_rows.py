@@ -60,7 +60,7 @@ def reset_rows(
     Args:
         params: the parameters.
         state: that of ``tx`` for them, without an axis of replicas.
-        tables: by a regular expression that matches the whole path of a parameter the ids of its
+        tables: by a pattern of names (:func:`optzoo.param_groups`) the ids of its
             rows, integers of shape ``(n,)``. They may repeat. Those out of range are ignored.
         tx: the transformation, which gives the slots of new rows.
         init: as for :func:`optzoo.growing.resize_table`. It gets the number of rows, or more, for

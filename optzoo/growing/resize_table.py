@@ -66,7 +66,7 @@ def resize_table(
     Args:
         params: the parameters.
         state: that of ``tx`` for them, without an axis of replicas.
-        tables: by a regular expression that matches the whole path of a parameter its new number of
+        tables: by a pattern of names (:func:`optzoo.param_groups`) its new number of
             rows, the length of its first axis.
         tx: the transformation, which gives the slots of new rows.
         init: gives the rows of an array of ids, of shape ``(n, *row_shape)``, as for

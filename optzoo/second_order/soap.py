@@ -217,8 +217,9 @@ def soap(
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
-        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
-            for all.
+        mask: which parameters decay: a pattern of names, a tuple of patterns such as
+            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
+            returns one of these (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the bases.
 

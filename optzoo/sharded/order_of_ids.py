@@ -44,7 +44,7 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
     Args:
         tree: the parameters; or, if ``params`` are given, any tree that holds parameters, states or
             both. Arrays of NumPy are rearranged on the host; ``jax.ShapeDtypeStruct`` stays.
-        tables: by a regular expression that matches the whole path of a parameter its sharding; or
+        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding; or
             the sharding alone if ``tree`` is one array.
         params: the parameters, or their shapes, in either order; not needed for them alone.
 
@@ -54,7 +54,7 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
             number of rows, or of shards, than its sharding; if ``tree`` holds a state and no
             ``params`` are given; if an array with the rows of a table is not in its place in a
             tree like the parameters, may be that of several parameters, or has the rows in another
-            axis; if the state keeps numbers of rows (``accumulate(rows=)``).
+            axis; if the state keeps numbers of rows (``accumulate(max_rows=)``).
 
     Returns:
         Arrays of the same shapes and shardings. With ``"div"`` nothing changes. With ``"mod"``
@@ -161,7 +161,7 @@ def _check_no_ids(tree: Any) -> None:
     if any(map(has_ids, jax.tree.leaves(tree, is_leaf=has_ids))):
         raise ValueError(
             "tree has numbers of rows, which depend on the number of shards: gradients, or those "
-            "of optzoo.accumulate(rows=...), which cannot be saved in the order of the ids"
+            "of optzoo.accumulate(max_rows=...), which cannot be saved in the order of the ids"
         )
 
 

@@ -164,7 +164,7 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
     """For each parameter its sharding, None for those that are replicated.
 
     Args:
-        tables: by a regular expression that matches the whole path of a parameter its sharding.
+        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
         params: arrays, or their shapes.
 
     Raises:

@@ -19,7 +19,7 @@ from .tables import all_awake
 def caught_up(
     inner: optax.GradientTransformation,
     *,
-    tables: Any = None,
+    mask: Any = None,
     dense: bool = False,
     horizon: int = 1 << 14,
 ) -> optax.GradientTransformationExtraArgs:
@@ -46,9 +46,9 @@ def caught_up(
     :func:`optzoo.param_groups` too, where each row is read and written twice; nothing may follow in
     the chain, since the update includes how swept rows moved. :func:`optzoo.sharded_minimize` does
     the same with tables sharded by rows. In a loop of your own, call :func:`optzoo.rows.catch_up`
-    before the loss reads rows. :func:`optzoo.rows.catch_up` catches up all rows, for all other
-    readers; :func:`optzoo.eval_params` gives parameters of which no row sleeps. ``optzoo.get_slot``
-    and ``optzoo.save_tf1_state`` raise an error while rows sleep.
+    before the loss reads rows, and without ids for all other readers; :func:`optzoo.eval_params`
+    gives parameters of which no row sleeps. ``optzoo.get_slot`` and ``optzoo.save_tf1_state`` raise
+    an error while rows sleep.
 
     What cannot be right becomes NaN, so that it is noticed: the update of a row that was not caught
     up, and rows that slept for longer than the clock remembers. That happens only to a state
@@ -66,7 +66,7 @@ def caught_up(
         >>> import jax.numpy as jnp, optzoo
         >>> params = {"table": jnp.ones((6, 2))}
         >>> loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
-        >>> tx = optzoo.caught_up(optzoo.adam(0.1), tables=("table",))
+        >>> tx = optzoo.caught_up(optzoo.adam(0.1), mask="table")
         >>> step, state = optzoo.minimize(loss, tx), tx.init(params)
         >>> for ids in [0, 3], [1, 1], [2, 3]:
         ...     params, state, value = step(params, state, jnp.array(ids))
@@ -78,9 +78,8 @@ def caught_up(
         inner: a complete optimizer, including its learning rate, as it is made by its function, or
             by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables. A
             :func:`optzoo.moving_average` may be around it too; its averages are caught up as well.
-        tables: which parameters have rows that may sleep: a tree of bools, a tuple of fragments of
-            their paths, or a function of the parameters that returns one of these; None for those
-            of at least 4096 rows. All others are updated as by ``inner``.
+        mask: which parameters have rows that may sleep (:func:`optzoo.param_groups`); None for
+            those of at least 4096 rows. All others are updated as by ``inner``.
         dense: what to equal: False for ``inner`` given the row-sparse gradient; True for ``inner``
             given the same gradient as an array (:func:`optzoo.rows.densify`). For adam they are
             equal.
@@ -99,12 +98,12 @@ def caught_up(
         <https://arxiv.org/abs/1412.6980>`_, 2015.
     """
     check_transformation(inner=inner)
-    check_mask(tables=tables)
+    check_mask(mask=mask)
     check_flags(dense=dense)
     sleepers = Sleepers(
         optax.with_extra_args_support(inner),
         sleeper_for(inner, bool(dense)),
-        tables,
+        mask,
         bool(dense),
         check_size(1, horizon=horizon),
     )

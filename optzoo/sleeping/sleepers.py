@@ -45,7 +45,7 @@ class Sleepers(NamedTuple):
 
     inner: optax.GradientTransformationExtraArgs
     sleeper: Sleeper
-    tables: Any
+    mask: Any
     dense: bool
     horizon: int
 
@@ -64,7 +64,7 @@ class Sleepers(NamedTuple):
                     "of touched rows for it by optzoo.param_groups"
                 )
         state = self.inner.init(params)
-        marks = _marks(self.tables, params)
+        marks = _marks(self.mask, params)
         dtype = _dtype(params, marks, state, self.sleeper)
         start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
@@ -339,10 +339,10 @@ WITH_LAW = (
 )
 
 
-def _marks(tables: Any, params: Any) -> Any:
+def _marks(mask: Any, params: Any) -> Any:
     """Which parameters are tables, as a tree of bools."""
-    if tables is not None:
-        return resolve_mask(tables, params)
+    if mask is not None:
+        return resolve_mask(mask, params)
     is_real = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
     large = lambda x: len(np.shape(x)) > 0 and x.shape[0] >= _LEAST_ROWS and is_real(x)
     return jax.tree.map(large, params)

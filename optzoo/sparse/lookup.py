@@ -121,10 +121,10 @@ def value_and_grad(
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: where the gradient of such a table is dense, ``"warn"`` gives a
             :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
-            does neither. Or a dict of these by regular expressions that match the whole path of a
-            parameter, with ``"warn"`` for all others; of several arguments, the path begins with
-            the position in ``argnums``. A parameter that a pattern requires is a table of any
-            size, and its gradient must be rows, whatever reads it.
+            does neither. Or a dict of these by patterns of names (:func:`optzoo.param_groups`),
+            with ``"warn"`` for all others; of several arguments, the name begins with the position
+            in ``argnums``. A parameter that a pattern requires is a table of any size, and its
+            gradient must be rows, whatever reads it.
         min_rows: the number of rows from which gathers count. Smaller tables, such as those of
             positions, and biases that are read by index keep dense gradients.
 

@@ -82,7 +82,7 @@ def sharded_minimize(
             and used in no other way.
         tx: any optax transformation.
         mesh: its axes that a table is not sharded over are data-parallel.
-        tables: by a regular expression that matches the whole path of a parameter its sharding.
+        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
             All other parameters are replicated, small tables by choice.
         capacity_factor: as in :func:`optzoo.sharded.lookup`; None for one round for any ids, with
             messages and memory ``num_shards`` times as large.

@@ -36,7 +36,7 @@ def accumulate(
     every: int,
     *,
     use_mean: bool = False,
-    rows: Mapping[str, int] | None = None,
+    max_rows: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Sums the gradients of several steps, as in RETURNN's ``accum_grad_multiple_step``.
 
@@ -50,9 +50,9 @@ def accumulate(
     other steps its slots and its step count are unchanged. The updates of other steps are exactly
     zero, even if a gradient is NaN (``optax.MultiSteps`` multiplies by zero, which keeps a NaN).
 
-    Row-sparse gradients become dense, unless ``rows`` tells how many rows a step can have: then the
-    state keeps the rows of a cycle instead of a sum of the size of the table, their ids are merged
-    at its end, and ``inner`` gets rows.
+    Row-sparse gradients become dense, unless ``max_rows`` tells how many rows a step can have: then
+    the state keeps the rows of a cycle instead of a sum of the size of the table, their ids are
+    merged at its end, and ``inner`` gets rows.
 
     A cycle begins when the number :math:`t` of steps before this one is a multiple of :math:`n`.
     ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
@@ -76,15 +76,16 @@ def accumulate(
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
         use_mean: divide the sum by ``every``, as ``optax.MultiSteps`` does.
-        rows: for tables with row-sparse gradients: by a regular expression that matches the whole
-            path of a parameter the greatest number :math:`k` of rows in the gradient of one step
-            (the number of ids looked up, repeats included). The state keeps :math:`n k` rows.
+        max_rows: for tables with row-sparse gradients: by a pattern of names
+            (:func:`optzoo.param_groups`) the greatest number :math:`k` of rows in the gradient of
+            one step (the number of ids looked up, repeats included). The state keeps :math:`n k`
+            rows.
 
     Raises:
-        TypeError: if ``every`` or a number of rows is not an int, or ``rows`` no dict; in
-            ``update``, if the gradient of a table in ``rows`` is dense.
+        TypeError: if ``every`` or a number of rows is not an int, or ``max_rows`` no dict; in
+            ``update``, if the gradient of a table in ``max_rows`` is dense.
         ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
-            two match one; in ``update``, if a gradient has more rows than ``rows`` allows.
+            two match one; in ``update``, if a gradient has more rows than ``max_rows`` allows.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
@@ -93,12 +94,12 @@ def accumulate(
     inner = inner_transformation(inner=inner)
     every = check_size(1, every=every)
     check_flags(use_mean=use_mean)
-    if rows is not None and not isinstance(rows, Mapping):
+    if max_rows is not None and not isinstance(max_rows, Mapping):
         raise TypeError(
-            f"rows must be a dict of the greatest number of rows by pattern, such as "
-            f"{{'.*table': 64}}, got {rows!r}"
+            f"max_rows must be a dict of the greatest number of rows by pattern, such as "
+            f"{{'.*table': 64}}, got {max_rows!r}"
         )
-    sizes = {pattern: check_size(1, rows=k) for pattern, k in (rows or {}).items()}
+    sizes = {pattern: check_size(1, max_rows=k) for pattern, k in (max_rows or {}).items()}
 
     def init(params):
         sums = () if every == 1 else _zeros(sizes, every, params)
@@ -132,7 +133,7 @@ def accumulate(
 
     about = About(reads=inner.about.reads).reading("global_step")
     tx = Optimizer(init, update, about)
-    return fitting(without_boxes(tx) if rows else tx)
+    return fitting(without_boxes(tx) if max_rows else tx)
 
 
 def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
@@ -166,7 +167,7 @@ def _total(g: Any, a: Any, scale: float) -> Any:
 
 def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
     """The sums, or the rows, before the first step."""
-    size_of = value_by_name("rows", sizes, params)
+    size_of = value_by_name("max_rows", sizes, params)
 
     def zeros(path, x):
         size = size_of.get(path_name(path))
@@ -181,8 +182,8 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
 
 
 def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
-    """The gradients, dense but for those of the tables in ``rows``, which are checked."""
-    size_of = value_by_name("rows", sizes, updates)
+    """The gradients, dense but for those of the tables in ``max_rows``, which are checked."""
+    size_of = value_by_name("max_rows", sizes, updates)
 
     def convert(path, g, a):
         size = size_of.get(path_name(path))
@@ -191,17 +192,17 @@ def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
         name = f"parameter '{path_name(path)}'"
         if g is not None and not is_rows(g):
             raise TypeError(
-                f"{name} is in rows but has a dense gradient: compute it by "
-                "optzoo.value_and_grad and optzoo.lookup, or leave the parameter out of rows"
+                f"{name} is in max_rows but has a dense gradient: compute it by "
+                "optzoo.value_and_grad and optzoo.lookup, or leave the parameter out of max_rows"
             )
         if g is not None and g.shard is not None:
             raise ValueError(
-                f"{name} is sharded by rows, and rows would keep those of one device for all: "
-                "leave it out of rows, then its sum has the shape of the table"
+                f"{name} is sharded by rows, and max_rows would keep those of one device for all: "
+                "leave it out of max_rows, then its sum has the shape of the table"
             )
         if g is not None and len(g.indices) > size:
             raise ValueError(
-                f"{name} has a gradient of {len(g.indices)} rows, but rows allows {size} in a step"
+                f"{name} has a gradient of {len(g.indices)} rows, over max_rows of {size} in a step"
             )
         return g
 

@@ -1,6 +1,5 @@
 """Parameter groups: an optimizer for each, selected by the names of the parameters."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import optax
 
 from ..core.checks import check_transformation
 from ..core.optimizer import About, Optimizer, reads_of
-from ..core.paths import check_pattern, hides_leaves, path_name
+from ..core.paths import check_pattern, path_name, patterns_by_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 
@@ -21,11 +20,14 @@ def param_groups(
 ) -> optax.GradientTransformationExtraArgs:
     """Updates every parameter by the optimizer whose pattern matches its name.
 
-    A pattern is a regular expression. A pattern that contains ``/`` must match the whole path of a
-    parameter, its parts joined by ``/``, such as ``encoder/layers/0/kernel``; a pattern without
-    ``/`` must match the whole last part, ``kernel``. Each parameter must be matched by exactly one
-    pattern. The pattern ``".*"`` is special: it is used for the parameters that no other pattern
-    matches.
+    **Patterns** choose parameters by name in all functions of this library. A pattern is a regular
+    expression. It must match the whole name of a parameter, its parts joined by ``/``, such as
+    ``encoder/layers/0/kernel``; a pattern without ``/`` must match the whole last part, ``kernel``.
+    A **mask**, where a function takes one, is a pattern, a tuple of patterns, a tree of bools, or a
+    function of the parameters that returns one of these.
+
+    Each parameter must be matched by exactly one pattern. The pattern ``".*"`` is special: it is
+    used for the parameters that no other pattern matches.
 
     The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` instead of
     the parameters of other groups, so a global norm, for example, is that of its group. Row-sparse
@@ -80,17 +82,9 @@ def _checked(transforms: Any) -> dict[Any, Optimizer]:
 
 def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
     """The pattern of each parameter, in a tree like the parameters or gradients."""
-    found = {}  # the matching patterns of each path
-
-    def label(path, _):
-        name = path_name(path)
-        matching = [p for p in patterns if p != _REST and _matches(p, name)]
-        if not matching and _REST in patterns:
-            matching = [_REST]
-        found[name] = matching
-        return matching[0] if matching else _REST
-
-    labels = jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_sparse_or_none)
+    found = patterns_by_name("transforms", [p for p in patterns if p != _REST], tree)
+    rest = [_REST] if _REST in patterns else []
+    found = {name: matching or rest for name, matching in found.items()}
     wrong = [
         f"{name!r} is matched by " + (" and ".join(map(repr, matching)) or "no pattern")
         for name, matching in found.items()
@@ -101,14 +95,5 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
             f"each parameter needs exactly one of the patterns {list(patterns)}, but "
             + "; ".join(wrong)
         )
-    unused = set(patterns) - {_REST}.union(*found.values())
-    # Under optax.masked the pattern may match a parameter that is hidden here.
-    if unused and found and not hides_leaves(tree):
-        raise ValueError(
-            f"no parameter matches the patterns {sorted(unused)}; the parameters are {list(found)}"
-        )
-    return labels
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return bool(re.fullmatch(pattern, name if "/" in pattern else name.rpartition("/")[2]))
+    label = lambda path, _: found[path_name(path)][0]
+    return jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_sparse_or_none)

@@ -22,7 +22,7 @@ from ._stack_check import check_same_operations
 
 def stacked(
     inner: optax.GradientTransformation,
-    which: Any = None,
+    mask: Any = None,
     *,
     max_size: int = 256,
     max_members: int = 16,
@@ -67,8 +67,7 @@ def stacked(
 
     Args:
         inner: an element-wise optimizer, of this library or another.
-        which: which parameters may be stacked: a tree of bools, a tuple of fragments of their
-            paths, or a function of the parameters that returns one of these; None for all. Those
+        mask: which parameters may be stacked (:func:`optzoo.param_groups`); None for all. Those
             that are sharded over devices must not be.
         max_size: how many elements a stacked parameter has at most, at least 0. Copying large ones
             costs more than is gained.
@@ -83,7 +82,7 @@ def stacked(
             shape; by ``update`` when it is traced, if ``check`` finds other operations.
     """
     inner = inner_transformation(inner=inner)
-    check_mask(which=which)
+    check_mask(mask=mask)
     check_flags(check=check)
     max_size, max_members = check_size(max_size=max_size), check_size(1, max_members=max_members)
     checked = set[Any]()  # so that without jit each set of shapes is traced once
@@ -92,7 +91,7 @@ def stacked(
         if not jax.tree.leaves(tree):
             return ()
         nodes, _ = flatten_with_stacks(tree)
-        marks, _ = flatten_with_stacks(resolve_mask(True if which is None else which, tree))
+        marks, _ = flatten_with_stacks(resolve_mask(True if mask is None else mask, tree))
         kinds = [_kind(a) if mark is True else None for mark, a in zip(marks, nodes, strict=True)]
         small = lambda kind: kind is not None and kind[0] <= max_size
         return _grouped(range(len(nodes)), [k if small(k) else None for k in kinds], max_members)
@@ -174,7 +173,7 @@ def _check_slot_shapes(state: Any, params: Any) -> None:
         if _shapes(slot) != shape:
             raise ValueError(
                 "optzoo.stacked cannot stack parameters here: inner has a slot whose shape is not "
-                f"that of parameter '{name_at(params, i)}': keep it out of the stacks with `which`"
+                f"that of parameter '{name_at(params, i)}': keep it out of the stacks with `mask`"
             )
 
 
@@ -190,5 +189,5 @@ def _check_not_sharded(params: Any, layout: Layout) -> None:
         if sharding is not None and not sharding.is_fully_replicated:
             raise ValueError(
                 f"parameter '{name_at(params, i)}' is sharded over devices, {sharding}: keep "
-                "it out of the stacks of optzoo.stacked with `which` or a smaller max_size"
+                "it out of the stacks of optzoo.stacked with `mask` or a smaller max_size"
             )

@@ -47,10 +47,9 @@ def variable_clipping(
 
     Args:
         inner: a complete optimizer, including its learning rate.
-        dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, where a pattern is a
-            regular expression that matches the whole path of a parameter, its parts joined by
-            ``/``; or a tree like the parameters with a tuple of axes, or None, for each. An empty
-            tuple clips the absolute value of each element.
+        dims: a dict from patterns to axes, such as ``{".*/embedding": (1,)}``, by patterns of
+            names (:func:`optzoo.param_groups`); or a tree like the parameters with a tuple of axes,
+            or None, for each. An empty tuple clips the absolute value of each element.
         max_norm: :math:`c`, positive.
 
     Raises:

@@ -45,15 +45,15 @@ def decoupled_weight_decay(
         inner: a complete optimizer, including its learning rate.
         weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
             update, at least 0.
-        mask: which parameters decay: a tree of bools, a tuple of fragments of their paths, such as
-            ``("kernel", "embedding")``, or a function of the parameters that returns one of these;
-            None for all.
+        mask: which parameters decay: a pattern of names, a tuple of patterns such as
+            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
+            returns one of these (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``mask`` is of another type, ``inner`` no transformation, or if
             ``weight_decay`` is given.
         ValueError: if ``weight_decay_per_step`` is negative or not finite; in ``update`` if no
-            params are given, or if no path contains a fragment of ``mask``.
+            params are given, or if a pattern of ``mask`` matches no parameter.
 
     References:
         Loshchilov and Hutter, `Decoupled Weight Decay Regularization

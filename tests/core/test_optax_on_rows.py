@@ -154,7 +154,9 @@ def test_rows(name):
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_multi_steps_names_accumulate(run):
     tx, x = optax.MultiSteps(optax.sgd(0.1), 2), params()
-    with pytest.raises((TypeError, ValueError), match=r"optzoo\.accumulate\(\.\.\., rows=\.\.\.\)"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"optzoo\.accumulate\(\.\.\., max_rows=\.\.\.\)"
+    ):
         run(lambda g: tx.update(g, tx.init(x), x))(row_grads(x))
 
 

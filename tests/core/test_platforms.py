@@ -200,7 +200,7 @@ def test_zipf_ids(dtype):
 
 # Rows that sleep
 
-ASLEEP = optzoo.caught_up(optzoo.adam(RATE), tables=True)
+ASLEEP = optzoo.caught_up(optzoo.adam(RATE), mask=True)
 WEIGHTS = np.random.default_rng(3).normal(size=(7, 2)).astype("float32")
 STEP = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), ASLEEP)
 

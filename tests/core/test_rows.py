@@ -271,7 +271,7 @@ def test_a_chain_coalesces_once():
 def test_foreign_transformations_give_the_hint(foreign, alone):
     x, grads = params(), row_grads(params())
     x, grads = (x["table"], grads["table"]) if alone else (x, grads)
-    with pytest.raises((TypeError, ValueError), match=r"optzoo\.(densify|on_values)"):
+    with pytest.raises((TypeError, ValueError), match=r"optzoo\.rows\.(densify|on_values)"):
         step(foreign, grads, x)
 
 

@@ -177,7 +177,7 @@ def test_gradients_of_a_push(dtype):
 
 @in_16_bits
 def test_accumulate(dtype):
-    tx = optzoo.accumulate(DESCENT, TICKS, use_mean=True, rows={"table": 3})
+    tx = optzoo.accumulate(DESCENT, TICKS, use_mean=True, max_rows={"table": 3})
     params = {"layer": jnp.zeros(ELEMENTS, dtype), "table": jnp.zeros((TABLE, 2), dtype)}
     g, values = numbers((TICKS, ELEMENTS), dtype), numbers((TICKS, 3, 2), dtype)
     update, state = jax.jit(tx.update), tx.init(params)

@@ -117,7 +117,7 @@ WRAPPED = {
     "ensemble": lambda: optzoo.interop.fbgemm.ensemble(LAZY(), 2, 3),
     "multitask": lambda: optzoo.multitask(LAZY()),
     "accumulate": lambda: optzoo.accumulate(LAZY(), 3),
-    "accumulate-rows": lambda: optzoo.accumulate(LAZY(), 3, rows={"emb": 3}),
+    "accumulate-rows": lambda: optzoo.accumulate(LAZY(), 3, max_rows={"emb": 3}),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optzoo.lazy_adam)(0.1),
     "on_rows": lambda: optzoo.on_rows(optax.adam(0.1)),
     "elastic_average": lambda: optzoo.elastic_average(
@@ -145,16 +145,16 @@ IN_LINES = {
 REFUSED = ["blocked_shampoo", "ggt", "shampoo", "soap"]
 by_rows = pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - REFUSED))
 ASLEEP = {
-    "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
+    "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), mask="emb", horizon=4),
     "moving_average": lambda: optzoo.caught_up(
-        optzoo.moving_average(optzoo.adam(0.1), 0.9), tables=("emb",), horizon=4
+        optzoo.moving_average(optzoo.adam(0.1), 0.9), mask="emb", horizon=4
     ),
     "packed": lambda: optzoo.caught_up(
-        optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), tables=("emb",), horizon=4
+        optzoo.slots_dtype(optzoo.adam(0.1), "float32", packed=True), mask="emb", horizon=4
     ),
     "groups": lambda: optzoo.param_groups(
         {
-            "emb": optzoo.caught_up(optzoo.adam(0.1), tables=("emb",), horizon=4),
+            "emb": optzoo.caught_up(optzoo.adam(0.1), mask="emb", horizon=4),
             ".*": optzoo.momentum(0.1, 0.9),
         }
     ),

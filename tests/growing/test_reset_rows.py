@@ -94,7 +94,7 @@ def test_arrays_that_depend_on_all_rows_are_refused(name):
 
 
 def test_rows_that_are_collected_are_forgotten():
-    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, rows={"emb": 3})
+    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"emb": 3})
     x = params()
     x, state = samples.step(tx, gradients(0, ids=(1, 2, 2)), x, tx.init(x))
     y, state = reset(x, state, {"emb": jnp.array([2])}, tx=tx)

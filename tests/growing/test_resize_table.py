@@ -271,7 +271,7 @@ def test_sharded_tables_in_lines():
 
 
 def test_ages_of_sharded_tables():
-    mesh, tx = mesh_of(2, names=("shard",)), optzoo.caught_up(optzoo.adam(0.1), tables=("emb",))
+    mesh, tx = mesh_of(2, names=("shard",)), optzoo.caught_up(optzoo.adam(0.1), mask="emb")
     old, new = (optzoo.sharded.RowSharding(n, 2, multiple=1) for n in (5, 9))
     x = {"emb": optzoo.sharded.create_table(old, mesh, rows_of)}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
@@ -320,7 +320,7 @@ def test_rows_begin_to_rest_as_tables_become_large(rows, more):
 
 
 def test_collected_rows_that_are_dropped_are_forgotten():
-    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, rows={"emb": 3})
+    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"emb": 3})
     x = params()
     x, state = samples.step(tx, gradients(0, ids=(1, 4, 4)), x, tx.init(x))
     small = optzoo.growing.resize_table(x, state, {"emb": 2}, tx=tx)

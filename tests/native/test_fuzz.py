@@ -35,15 +35,15 @@ WRAPPERS = {
 }
 # The update is in a branch. Their arguments: the optimizer, and how many rows a step has of tables.
 BRANCHES = {
-    "accumulate": lambda tx, sizes: optzoo.accumulate(tx, 2, rows=sizes),
+    "accumulate": lambda tx, sizes: optzoo.accumulate(tx, 2, max_rows=sizes),
     "accumulate finite": lambda tx, sizes: optzoo.accumulate(
         tx if sizes else optax.apply_if_finite(tx, 5), 2, rows=sizes
     ),
     "averaged": lambda tx, sizes: optzoo.moving_average(
-        optzoo.accumulate(tx, 2, use_mean=True, rows=sizes), 0.9
+        optzoo.accumulate(tx, 2, use_mean=True, max_rows=sizes), 0.9
     ),
     "clipped": lambda tx, sizes: optax.chain(
-        optzoo.accumulate(tx, 2, rows=sizes), optzoo.clip_by_global_norm(0.1)
+        optzoo.accumulate(tx, 2, max_rows=sizes), optzoo.clip_by_global_norm(0.1)
     ),
     "dense": lambda tx, sizes: optzoo.accumulate(tx, 3),
     "multi_steps": lambda tx, sizes: chain_dense(optax.MultiSteps(tx, 2).gradient_transformation()),

@@ -431,7 +431,7 @@ def finite(tx):
 # With the gradients, and how many native calls there are; of arrays, with how many in place.
 BRANCHES = {
     "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
-    "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"": IDS}), rows, 1, 3),
+    "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"": IDS}), rows, 1, 3),
     "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 2, 9),  # are all finite, and update
     "nested": (
         optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 3, 12

@@ -12,7 +12,7 @@ from ..wrappers.test_contract import INNER, WRAPPERS
 from .test_step import both, check_close
 
 MORE = {
-    "accumulate": lambda inner: optzoo.accumulate(inner, 2, rows={"table": 4}),
+    "accumulate": lambda inner: optzoo.accumulate(inner, 2, max_rows={"table": 4}),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
     "groups": lambda inner: optzoo.param_groups({"table": inner, ".*": optzoo.momentum(0.1, 0.9)}),
     "finite_accumulate": lambda inner: optzoo.accumulate(optax.apply_if_finite(inner, 2), 2),

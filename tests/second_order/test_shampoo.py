@@ -556,7 +556,7 @@ def test_sharded_parameters():
             ValueError,
             "preconditioner_interval must be an int above 1 to stagger",
         ),
-        ({"weight_decay": 0.1, "mask": "w"}, TypeError, "mask must be a tuple of fragments"),
+        ({"weight_decay": 0.1, "mask": 1}, TypeError, "mask must be a pattern of names"),
     ],
 )
 def test_bad_arguments(bad, error, says):

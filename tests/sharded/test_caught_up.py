@@ -23,7 +23,7 @@ ADAM = optzoo.adam(RATE)
 
 
 def asleep(tables=("table", "small"), inner=ADAM):
-    return optzoo.caught_up(inner, tables=tables, horizon=1)
+    return optzoo.caught_up(inner, mask=tables, horizon=1)
 
 
 def batches(mesh, number=STEPS):
@@ -259,7 +259,7 @@ def test_long_sleeps_in_float64(inner, x64):
         rate = optax.piecewise_constant_schedule(0.125, {20: 0.5, 40: 0.5})
         plain = optzoo.adam(rate) if inner == "adam" else optzoo.momentum(rate, 0.9)
         dense = inner == "momentum"
-        tx = optzoo.caught_up(plain, tables=("table",), dense=dense, horizon=1)
+        tx = optzoo.caught_up(plain, mask="table", dense=dense, horizon=1)
         s = optzoo.sharded.RowSharding(rows, 4, multiple=1)
         table = np.random.default_rng(0).normal(size=(s.stored_rows, 2))
         params = {

@@ -41,9 +41,9 @@ def make():
         optzoo.clip_by_global_norm(0.5),
         optzoo.param_groups(
             {
-                "users": optzoo.caught_up(averaged(adam), tables=True, horizon=1),
+                "users": optzoo.caught_up(averaged(adam), mask=True, horizon=1),
                 "items": optzoo.lazy_adam(2**-6),
-                "small": optzoo.caught_up(adam, tables=True, horizon=1),
+                "small": optzoo.caught_up(adam, mask=True, horizon=1),
                 "dense/.*": averaged(optzoo.momentum(2**-6, 0.9)),
             }
         ),

@@ -46,7 +46,7 @@ IN_ROUNDS = {
     "normalized_sgd": optzoo.normalized_sgd(0.1),
     "groups": optzoo.param_groups({"table": clipped(optzoo.clip_by_global_norm(0.01)), ".*": LAZY}),
     "before caught_up": optax.chain(
-        optzoo.clip_by_global_norm(0.01), optzoo.caught_up(ADAM, tables=("table",))
+        optzoo.clip_by_global_norm(0.01), optzoo.caught_up(ADAM, mask="table")
     ),
 }
 CLIP = "clip_by_global_norm"
@@ -119,7 +119,7 @@ FOREIGN = {
     "on_values": clipped(optzoo.rows.on_values(optax.clip_by_global_norm(0.01))),
     "before caught_up": optax.chain(
         optzoo.rows.on_values(optax.clip_by_global_norm(0.01)),
-        optzoo.caught_up(ADAM, tables=("table",)),
+        optzoo.caught_up(ADAM, mask="table"),
     ),
     "apply_if_finite": optax.apply_if_finite(SGD, 3),
     "densify, lars": dense(optzoo.lars(0.1)),
@@ -167,8 +167,8 @@ def test_one_shard_is_the_whole_table():
 
 
 def test_rows_of_one_device_are_not_kept_for_all():
-    tx = optzoo.accumulate(LAZY, 2, rows={"table": 64})
-    refused(tx, "'table' is sharded by rows.*leave it out of rows", ONE_ROUND)
+    tx = optzoo.accumulate(LAZY, 2, max_rows={"table": 64})
+    refused(tx, "'table' is sharded by rows.*leave it out of max_rows", ONE_ROUND)
 
 
 def test_numerics_are_checked_on_all_shards(monkeypatch):

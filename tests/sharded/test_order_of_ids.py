@@ -16,7 +16,7 @@ from .cases import mesh_of
 
 # Both tables have 8 stored rows on 2 shards, and so have two kernels.
 TABLES = {
-    "emb": optzoo.sharded.RowSharding(8, 2, multiple=1),
+    "/?emb": optzoo.sharded.RowSharding(8, 2, multiple=1),
     "users/.*": optzoo.sharded.RowSharding(7, 2, multiple=1),
 }
 ALONE = optzoo.sharded.RowSharding(8, 2, multiple=1)
@@ -96,7 +96,7 @@ def test_states(name):
 
 def test_rows_asleep():
     """The steps of the rows move with them; the clock has steps, as many as the table has rows."""
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=("users/",))
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask="users/.*")
     params, ids = values(0), jnp.array([1, 6])
     both = []
     for place, rows in ((lambda tree: tree, ids), (stored, jnp.argsort(IDS)[ids])):
@@ -239,7 +239,7 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
         ),
         (
             "numbers of rows",
-            optzoo.accumulate(LAZY, 2, rows={"emb": 4}).init(values(0)),
+            optzoo.accumulate(LAZY, 2, max_rows={"emb": 4}).init(values(0)),
             TABLES,
             values(0),
         ),

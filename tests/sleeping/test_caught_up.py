@@ -58,7 +58,7 @@ def packed(tx):
 
 
 ADAM = optzoo.adam(SCHEDULE)
-ASLEEP = optzoo.caught_up(ADAM, tables=TABLES, horizon=1)
+ASLEEP = optzoo.caught_up(ADAM, mask=TABLES, horizon=1)
 step_of = functools.cache(lambda tx, of: optzoo.minimize(of, tx))
 
 
@@ -97,7 +97,7 @@ def train_few(tx, steps, **extra_args):
     return run(tx, p, tx.init(p), batches(steps), few_loss, **extra_args)
 
 
-FEW_ASLEEP = optzoo.caught_up(ADAM, tables=("users",), horizon=1)
+FEW_ASLEEP = optzoo.caught_up(ADAM, mask="users", horizon=1)
 
 
 def test_flush_in_blocks(monkeypatch):
@@ -115,7 +115,7 @@ def test_minimize_equals_dense_adam(layout, monkeypatch):
     tx = ASLEEP
     if layout != "plain":
         monkeypatch.setattr(resting, "elect", merge._elect_by_sort)
-        tx = optzoo.caught_up(packed(ADAM), tables=TABLES, horizon=1)
+        tx = optzoo.caught_up(packed(ADAM), mask=TABLES, horizon=1)
     train(tx, 1)
     compiled = step_of(tx, loss)._cache_size()
     p, state, values = train(tx, 60)
@@ -130,7 +130,7 @@ def test_minimize_equals_dense_adam(layout, monkeypatch):
 
 
 def test_a_loop_by_hand():
-    tx = optzoo.caught_up(ADAM, tables=TABLES)
+    tx = optzoo.caught_up(ADAM, mask=TABLES)
 
     @jax.jit
     def step(p, state, ids):
@@ -154,7 +154,7 @@ def test_averages_of_rows_that_sleep():
     The schedule follows a global step that is given.
     """
     plain, ends = optzoo.moving_average(packed(ADAM), 0.95), []
-    for tx in (plain, optzoo.caught_up(plain, tables=("users",))):
+    for tx in (plain, optzoo.caught_up(plain, mask="users")):
         p, state, _ = train_few(tx, 30, global_step=10)
         p, state, _ = run(tx, p, state, batches(30, 5), few_loss, global_step=150)
         averages = optzoo.eval_params(p, state)
@@ -172,7 +172,7 @@ def test_a_rate_inside_the_momentum():
     """What moves a sleeping row of RMSProp is the rate of past steps, not that of this one."""
     plain = optzoo.rmsprop(7.0, momentum=0.9)
     ends = []
-    tx = optzoo.caught_up(plain, tables=("users",), dense=True)
+    tx = optzoo.caught_up(plain, mask="users", dense=True)
     for each in (tx, optax.chain(optzoo.rows.densify(), plain)):
         step, p = optzoo.minimize(few_loss, each), few_params()
         state = each.init(p)
@@ -187,7 +187,7 @@ def test_a_rate_inside_the_momentum():
 def test_a_restored_state_continues_equally():
     p, state, _ = train_few(FEW_ASLEEP, 20)
     saved = jax.tree.map(np.array, (p, state))
-    again = optzoo.caught_up(optzoo.adam(SCHEDULE), tables=("users",), horizon=1)
+    again = optzoo.caught_up(optzoo.adam(SCHEDULE), mask="users", horizon=1)
     rest = batches(20, 5)
     later, other = (run(tx, *saved, rest, few_loss)[:2] for tx in (FEW_ASLEEP, again))
     chex.assert_trees_all_equal(later, other)
@@ -282,7 +282,7 @@ def test_auxiliary_data_read_rows_that_are_awake():
 
 
 def test_ids_out_of_range_and_foreign():
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=True)
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=True)
     table = jnp.ones((5, 2))
     step = optzoo.minimize(lambda x, ids: jnp.sum(optzoo.lookup(x, ids)), tx)
     for bad in (-1, 7):
@@ -297,7 +297,7 @@ def test_ids_out_of_range_and_foreign():
 
 
 def test_rows_that_were_not_caught_up_become_nan():
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=True)
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=True)
     x, update = jnp.ones((5, 2)), jax.jit(tx.update)
     state = tx.init(x)
     for i in (0, 1):
@@ -312,7 +312,7 @@ def test_a_state_put_together_by_hand_gives_nan():
     p, inner, _ = train(ADAM, 3)
     state = ASLEEP.init(p)._replace(inner=inner)  # not by take_over
     assert np.isnan(run(ASLEEP, p, state, batches(1))[2])
-    tx, x = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), tables=True), jnp.ones((5, 2))
+    tx, x = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), mask=True), jnp.ones((5, 2))
     state = tx.init(x)
     [(law, clock)] = state.clock.items()
     state = state._replace(clock={law: clock._replace(count=jnp.int32(7))})
@@ -320,7 +320,7 @@ def test_a_state_put_together_by_hand_gives_nan():
 
 
 def test_no_row_sleeps_longer_than_the_horizon():
-    tx = optzoo.caught_up(optzoo.adam(0.01), tables=True, horizon=1)
+    tx = optzoo.caught_up(optzoo.adam(0.01), mask=True, horizon=1)
     x = jnp.ones((700, 1))
     state = tx.init(x)
     horizon = len(state.clock.popitem()[1].ring)
@@ -357,7 +357,7 @@ def test_a_checkpoint_keeps_the_law_and_refuses_another(through, tmp_path):
     restored = through(state, ASLEEP.init(p), tmp_path)
     chex.assert_trees_all_equal_structs(restored, state)
     chex.assert_trees_all_equal(optzoo.rows.catch_up(p, restored), optzoo.rows.catch_up(p, state))
-    other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), tables=TABLES)
+    other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask=TABLES)
     with pytest.raises(ValueError, match=r"'v', 0\.99\)"):
         restored = through(state, other.init(p), tmp_path / "again")
         optzoo.minimize(loss, other)(p, restored, batches(1)[0])
@@ -367,7 +367,7 @@ def test_settings_that_change():
     p, ids = params(), batches(1)[0]
     state = ASLEEP.init(p)
     trace = lambda tx, state=state: jax.eval_shape(optzoo.minimize(loss, tx), p, state, ids)
-    asleep = lambda inner, horizon=1: optzoo.caught_up(inner, tables=TABLES, horizon=horizon)
+    asleep = lambda inner, horizon=1: optzoo.caught_up(inner, mask=TABLES, horizon=horizon)
     trace(asleep(optzoo.adam(0.1)))  # the same rows
     for other in (
         asleep(optzoo.adam(0.1, b2=0.99)),
@@ -408,7 +408,7 @@ def test_what_may_sleep():
         short = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
         optzoo.caught_up(short).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
     with pytest.raises(TypeError, match="'layer/scale' has no rows"):
-        optzoo.caught_up(optzoo.adam(0.1), tables=True).init(params())
+        optzoo.caught_up(optzoo.adam(0.1), mask=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})
     assert [a.shape for a in jax.tree.leaves(state.last)] == [(5000,)]
 
@@ -419,7 +419,7 @@ def test_inside_of_other_transformations():
     A rate that is given is that of the clock.
     """
     adam = optzoo.adam(7.0)
-    asleep = optzoo.caught_up(adam, tables=True)
+    asleep = optzoo.caught_up(adam, mask=True)
     grouped = optzoo.param_groups({"users": asleep, "items|bias": asleep, ".*": adam})
     tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     step, p, values = optzoo.minimize(loss, tx), params(), []
@@ -456,7 +456,7 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_nothing_may_change_the_update(name):
-    tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES), params(), batches(1)[0]
+    tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), mask=TABLES), params(), batches(1)[0]
     followed = FOLLOWED[name](tx)
     reason = "does not pass the keywords of its update on.*" if name == "wrapper" else ""
     with pytest.raises(
@@ -472,7 +472,7 @@ def test_what_follows_may_be_for_other_parameters():
     is_table = {"users": True, "bias": False}
     others = jax.tree.map(lambda x: not x, is_table)
     tx = optax.chain(
-        optax.masked(optzoo.caught_up(ADAM, tables=True, horizon=1), is_table),
+        optax.masked(optzoo.caught_up(ADAM, mask=True, horizon=1), is_table),
         optax.masked(ADAM, others),
     )
     both = []
@@ -505,7 +505,7 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
 
     averaged = lambda tx: optzoo.moving_average(tx, 0.99, num_updates="count")
     ftrl, adam = optzoo.ftrl(0.05), optzoo.adam(0.01, eps=1e-3)
-    asleep = optzoo.caught_up(averaged(adam), tables=True)
+    asleep = optzoo.caught_up(averaged(adam), mask=True)
     tx = optzoo.param_groups({"wide/.*": averaged(ftrl), "table": asleep, "k": averaged(adam)})
     dense = averaged(optzoo.param_groups({"wide/.*": ftrl, "deep/.*": adam}))
 
@@ -542,7 +542,7 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
 
 
 def test_what_a_step_needs():
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=TABLES)
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=TABLES)
     p, ids = params(), batches(1)[0]
     state = tx.init(p)
     averaged = optzoo.moving_average(tx)
@@ -551,7 +551,7 @@ def test_what_a_step_needs():
     ):
         optzoo.minimize(loss, averaged)(p, averaged.init(p), ids)
     with pytest.raises(ValueError, match=r"got average_decay=, but .* leave it out"):
-        inside = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), tables=TABLES)
+        inside = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), mask=TABLES)
         optzoo.minimize(loss, inside)(p, inside.init(p), ids, average_decay=0.5)
     guarded = optax.apply_if_finite(tx, 3)
     with pytest.raises(

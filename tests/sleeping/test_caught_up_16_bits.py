@@ -31,7 +31,7 @@ def sleep(tx, x):
         return optax.apply_updates(x, updates), state
 
     def run(x):
-        start, asleep = step(tx, rows, x, tx.init(x)), optzoo.caught_up(tx, tables=True)
+        start, asleep = step(tx, rows, x, tx.init(x)), optzoo.caught_up(tx, mask=True)
         of = lambda each, carry: jax.lax.scan(
             lambda c, _: (step(each, none, *c), None), carry, length=AGE
         )[0]
@@ -95,7 +95,7 @@ def test_tables_in_16_bits(dtype):
 def test_minimize_with_a_table_in_16_bits():
     """As in float32 from the same start, up to the roundings of a step."""
     half = lambda p: {**p, "users": p["users"].astype(jnp.float16)}
-    tx = optzoo.caught_up(cases.packed(cases.ADAM), tables=("users",))
+    tx = optzoo.caught_up(cases.packed(cases.ADAM), mask="users")
     fn = lambda p, ids: cases.few_loss({**p, "users": p["users"].astype(jnp.float32)}, ids)
     step, ends = optzoo.minimize(fn, tx), []
     for of_start in (half, lambda p: jax.tree.map(lambda x: x.astype(jnp.float32), half(p))):
@@ -112,7 +112,7 @@ def test_minimize_with_a_table_in_16_bits():
 
 def refused(match, tx, dtype=jnp.float32):
     with pytest.raises(TypeError, match=match):
-        optzoo.caught_up(tx, tables=True).init({"table": jnp.ones((5, 2), dtype)})
+        optzoo.caught_up(tx, mask=True).init({"table": jnp.ones((5, 2), dtype)})
 
 
 def test_what_is_refused(x64):
@@ -127,7 +127,7 @@ def test_what_is_refused(x64):
         refused("must all be in float32, or all in float64", stored(adam, "float64"))
         both = {"a": jnp.ones((5, 2), jnp.float32), "b": jnp.ones((5, 2), jnp.float64)}
         with pytest.raises(TypeError, match="all be in float64 or none"):
-            optzoo.caught_up(adam, tables=True).init(both)
+            optzoo.caught_up(adam, mask=True).init(both)
 
 
 @pytest.mark.optimized

@@ -31,7 +31,7 @@ def replay(case):
     values = [case.group(group) for group in ("grad", "grad_idx", "grad_val")]
     params = {k: jnp.asarray(v) for k, v in case.group("init").items()}
     tables = {k: k in values[1] for k in params}
-    tx = optzoo.caught_up(build(case.meta), tables=tables, horizon=500)
+    tx = optzoo.caught_up(build(case.meta), mask=tables, horizon=500)
 
     def step(carry, inputs):
         params, state = optzoo.rows.catch_up(*carry, inputs[1])
@@ -115,7 +115,7 @@ def family_errors():
     start = jnp.asarray(rng.normal(size=(ROWS, 2)))
 
     def of_one(plain, dense):
-        tx = optzoo.caught_up(plain, tables=True, dense=dense, horizon=800)
+        tx = optzoo.caught_up(plain, mask=True, dense=dense, horizon=800)
 
         def step(carry, inputs):
             (x, state), (y, other) = carry
@@ -268,7 +268,7 @@ def test_no_drift_over_many_steps():
     rate = optax.cosine_decay_schedule(1e-2, steps)
     rates = jax.vmap(rate)(jnp.arange(steps))
     plain = optzoo.adam(1e-2)
-    tx = optzoo.caught_up(plain, tables=True, horizon=2000)
+    tx = optzoo.caught_up(plain, mask=True, horizon=2000)
 
     @jax.jit
     def run(x0, values, rates):

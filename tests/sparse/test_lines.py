@@ -149,7 +149,7 @@ WRAPPED = {
     "groups": lambda: optzoo.param_groups({"table": adam(), "w": optzoo.adam(1e-3)}),
     "on_rows": lambda: optzoo.on_rows(optax.adamw(1e-3)),
     "accumulate": lambda: optzoo.accumulate(adam(), 2),
-    "accumulate_rows": lambda: optzoo.accumulate(adam(), 2, rows={"table": 8}),
+    "accumulate_rows": lambda: optzoo.accumulate(adam(), 2, max_rows={"table": 8}),
     "moving_average": lambda: optzoo.moving_average(adam(), 0.9),
     "bfloat16": lambda: optzoo.slots_dtype(adam(), "bfloat16"),
     "packed": lambda: optzoo.slots_dtype(adam(), "float32", packed=True),
@@ -245,7 +245,7 @@ def test_matrices_are_refused(name):
 def test_errors():
     _, lines = both()
     with pytest.raises(ValueError, match=r"optzoo\.caught_up"):
-        optzoo.caught_up(optzoo.adam(), tables=("table",)).init(lines)
+        optzoo.caught_up(optzoo.adam(), mask="table").init(lines)
     with pytest.raises(ValueError, match="a table has at least one axis"):
         optzoo.rows.to_lines(1.0)
     with pytest.raises(ValueError, match=r"shapes \[\(3, 16\)\] do not belong .*\(45, 16\)"):
@@ -312,7 +312,7 @@ def test_groups_with_rows_that_sleep_beside_tables_in_lines():
     asleep = {"sleeping": jnp.ones((9, WIDTH))}
     tx = optzoo.param_groups(
         {
-            "sleeping": optzoo.caught_up(optzoo.adam(), tables=True),
+            "sleeping": optzoo.caught_up(optzoo.adam(), mask=True),
             ".*": optzoo.lazy_adam(),
         }
     )

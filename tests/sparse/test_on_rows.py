@@ -225,7 +225,7 @@ def test_a_primitive_that_the_check_does_not_know():
         r"\(.*test_on_rows\.py:\d+.*\) is unknown to its check, which cannot tell whether it mixes "
         r"the rows of parameter 'table'\. If the optimizer treats each row independently, use "
         r"optzoo\.on_rows\(\.\.\., check=False\); otherwise put optzoo\.rows\.densify\(\) before "
-        "it\.",
+        r"it\.",
         str(caught.value),
     )
     compare(inner, check=False)

@@ -221,7 +221,7 @@ def test_asleep():
     """
     rate, names = 1e-2, [name for name in CONTAINERS if name != "while_loop"]
     some = [CASES.index(pair) for pair in zip(names, names[1:] + names[:1], strict=True)]
-    tx, tables = optzoo.caught_up(optzoo.adam(rate), tables=True), arrays(0)
+    tx, tables = optzoo.caught_up(optzoo.adam(rate), mask=True), arrays(0)
     m, v = ([np.zeros(shape) for shape in SHAPES] for _ in "mv")
     run = train(tx, tx.init(tables), some)
     for t, (_, after, state, values, batch) in enumerate(run, 1):

@@ -173,7 +173,7 @@ KEPT, ASLEEP = 0.9, 3  # of a slot in a step, and the steps that a row sleeps
 SLEEPER = optzoo.slots_dtype(
     optzoo.rmsprop(0.1, KEPT, momentum=KEPT, centered=True), "bfloat16", stochastic=True
 )
-TX = optzoo.caught_up(SLEEPER, tables=True, dense=True)
+TX = optzoo.caught_up(SLEEPER, mask=True, dense=True)
 TABLES = {name: np.ones(SHAPE, "float32") for name in ("a", "b")}
 NONE = {name: SparseRows(np.full(1, ROWS), np.zeros((1, WIDTH), "float32"), ROWS) for name in "ab"}
 # Of the numbers that bfloat16 has, one that becomes the middle of two others.

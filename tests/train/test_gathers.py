@@ -76,7 +76,7 @@ TAKE_ROWS = {
     "on_rows": optzoo.on_rows(optax.adamw(0.1)),
     "densify": optax.chain(optzoo.rows.densify(), optax.adam(0.1)),
     "wrappers": optzoo.moving_average(optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16"), 0.9),
-    "accumulate": optzoo.accumulate(optzoo.lazy_adam(0.1), 2, rows={"a|b": 4}),
+    "accumulate": optzoo.accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"a|b": 4}),
     "groups": optzoo.param_groups(
         {"a": optzoo.ftrl(0.1), "b": optzoo.lazy_adam(0.1), ".*": optax.adam(0.1)}
     ),
@@ -193,7 +193,7 @@ def test_native():
 @pytest.mark.parametrize("inside", [True, False], ids=["alone", "in a chain"])
 def test_rows_that_rest(inside):
     """Only the rows that are read are caught up, and the result is that of dense Adam."""
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=("a", "b"))
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=("a", "b"))
     tx = tx if inside else optax.chain(optzoo.clip_by_global_norm(1e6), tx)
     p, state, values = train(tx, sparse="require")
     last = optax.tree.get(state, "last")
@@ -205,13 +205,13 @@ def test_rows_that_rest(inside):
 
 def test_a_table_beside_one_whose_rows_rest():
     """Its optimizer is the one inside, which takes rows."""
-    p, state, _ = train(optzoo.caught_up(optzoo.adam(0.1), tables=("a",)), sparse="require")
+    p, state, _ = train(optzoo.caught_up(optzoo.adam(0.1), mask="a"), sparse="require")
     want, _, _ = dense_loop(optzoo.adam(0.1))
     chex.assert_trees_all_close(optzoo.eval_params(p, state), want, rtol=1e-4, atol=1e-5)
 
 
 def test_small_tables_whose_rows_rest_are_caught_up_as_a_whole():
-    tx = optzoo.caught_up(optzoo.adam(0.1), tables=("a", "b"))
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=("a", "b"))
     p, state, _ = train(tx, min_rows=9)
     assert set(state.last["a"].tolist()) == {4}
     want, _, _ = dense_loop(optzoo.adam(0.1))
@@ -242,7 +242,7 @@ def batches(mesh):
 
 SHARDED = {
     "lazy": (optzoo.row_wise_adagrad(0.1), 1e-5),
-    "asleep": (optzoo.caught_up(optzoo.adam(0.01), tables=("table",)), 1e-4),
+    "asleep": (optzoo.caught_up(optzoo.adam(0.01), mask="table"), 1e-4),
 }
 
 

@@ -33,11 +33,11 @@ def _half(inner):
 CASES = {
     "accumulate": (lambda: optzoo.accumulate(optzoo.adam(0.1), 3), dense_grads),
     "accumulate_rows": (
-        lambda: optzoo.accumulate(optzoo.lazy_adam(0.1), 3, rows={"table": 4}),
+        lambda: optzoo.accumulate(optzoo.lazy_adam(0.1), 3, max_rows={"table": 4}),
         row_grads,
     ),
     "adam": (lambda: optzoo.adam(0.1), dense_grads),
-    "caught_up": (lambda: optzoo.caught_up(optzoo.adam(0.1), tables=("table",)), row_grads),
+    "caught_up": (lambda: optzoo.caught_up(optzoo.adam(0.1), mask="table"), row_grads),
     "chain": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1), optax.ema(0.5)),
         dense_grads,

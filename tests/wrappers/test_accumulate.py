@@ -207,7 +207,7 @@ def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
         body = lambda carry, g: 2 * (step(tx, {"table": SparseRows(*g, 5)}, *carry),)
         return jax.lax.scan(body, (x, tx.init(x)), (ids, values))
 
-    tx = accumulate(inner, 3, use_mean=use_mean, rows={"table": 4})
+    tx = accumulate(inner, 3, use_mean=use_mean, max_rows={"table": 4})
     (_, state), (moved, _) = path(tx, ids, values)
     totals = values.reshape(2, 9, 2) / (3 if use_mean else 1)
     (_, wanted), (want, _) = path(inner, ids.reshape(2, 9), totals)
@@ -222,7 +222,7 @@ def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
 
 def test_rows_and_dense_parameters_together():
     x = params()
-    tx = accumulate(optzoo.lazy_adam(0.1), 2, rows={"table": 8})
+    tx = accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"table": 8})
     moved, state = two_steps(tx, row_grads(x), x)
     twice = jax.tree.map(lambda a: 2 * np.asarray(a), row_grads(x)["layer"])
     table = row_grads(x)["table"]
@@ -234,7 +234,7 @@ def test_rows_and_dense_parameters_together():
 
 def test_a_step_without_a_gradient_adds_no_rows():
     """Nor does it keep the rows of the cycle before."""
-    x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, rows={"table": 1})
+    x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"table": 1})
     rows = lambda i: SparseRows(np.array([i]), np.ones((1, 2), "float32"), 5)
     state, update, updates = tx.init(x), jax.jit(tx.update), None
     for g in (rows(0), rows(1), None, rows(2)):
@@ -243,7 +243,7 @@ def test_a_step_without_a_gradient_adds_no_rows():
 
 
 def test_a_cycle_of_one_keeps_rows():
-    tx, x = accumulate(optzoo.lazy_adam(0.1), 1, rows={"table": 8}), params()
+    tx, x = accumulate(optzoo.lazy_adam(0.1), 1, max_rows={"table": 8}), params()
     updates, state = tx.update(row_grads(x), tx.init(x), x)
     assert isinstance(updates["table"], SparseRows) and state.sums == ()
 
@@ -251,7 +251,7 @@ def test_a_cycle_of_one_keeps_rows():
 @pytest.mark.optimized
 def test_rows_cost_no_array_as_large_as_the_table():
     x = {"table": jnp.zeros((100_000, 16))}
-    tx = accumulate(optzoo.gradient_descent(0.1), 4, rows={".*": 8})
+    tx = accumulate(optzoo.gradient_descent(0.1), 4, max_rows={".*": 8})
     loss = lambda p, ids: jnp.sum(optzoo.lookup(p["table"], ids) ** 2)
     train = optzoo.minimize(loss, tx)
     compiled = train.lower(x, jax.eval_shape(tx.init, x), jnp.zeros(8, int)).compile()
@@ -261,7 +261,7 @@ def test_rows_cost_no_array_as_large_as_the_table():
 
 def test_half_precision_rows_sum_in_float32():
     x = {"t": jnp.zeros((4, 1), jnp.float16)}
-    tx = accumulate(optzoo.gradient_descent(1.0), 3, rows={"t": 1})
+    tx = accumulate(optzoo.gradient_descent(1.0), 3, max_rows={"t": 1})
     state, update = tx.init(x), jax.jit(tx.update)
     for value in (2048.0, 1.0, 1.0):
         g = {"t": SparseRows(np.array([2]), np.full((1, 1), value, "float16"), 4)}
@@ -271,19 +271,19 @@ def test_half_precision_rows_sum_in_float32():
 
 def test_bad_rows():
     x, sgd = params(), optzoo.gradient_descent(0.1)
-    with pytest.raises(TypeError, match=r"rows must be a dict .* by pattern, .*, got 64"):
-        accumulate(sgd, 2, rows=64)
-    with pytest.raises(TypeError, match="rows must be an int"):
-        accumulate(sgd, 2, rows={"table": 2.5})
-    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
-        accumulate(sgd, 2, rows={"table": 0})
+    with pytest.raises(TypeError, match=r"max_rows must be a dict .* by pattern, .*, got 64"):
+        accumulate(sgd, 2, max_rows=64)
+    with pytest.raises(TypeError, match="max_rows must be an int"):
+        accumulate(sgd, 2, max_rows={"table": 2.5})
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        accumulate(sgd, 2, max_rows={"table": 0})
     with pytest.raises(ValueError, match=r"no parameter matches \['tabel'\]; the parameters are"):
-        accumulate(sgd, 2, rows={"tabel": 8}).init(x)
+        accumulate(sgd, 2, max_rows={"tabel": 8}).init(x)
     with pytest.raises(ValueError, match="all match parameter 'table'"):
-        accumulate(sgd, 2, rows={"table": 8, "t.*": 8}).init(x)
-    tx = accumulate(sgd, 2, rows={"table": 2})
-    with pytest.raises(TypeError, match="'table' is in rows but has a dense gradient"):
+        accumulate(sgd, 2, max_rows={"table": 8, "t.*": 8}).init(x)
+    tx = accumulate(sgd, 2, max_rows={"table": 2})
+    with pytest.raises(TypeError, match="'table' is in max_rows but has a dense gradient"):
         tx.update(dense_grads(x), tx.init(x), x)
     many = {**row_grads(x), "table": SparseRows(jnp.zeros(3, int), jnp.ones((3, 2)), 5)}
-    with pytest.raises(ValueError, match="'table' has a gradient of 3 rows, but rows allows 2"):
+    with pytest.raises(ValueError, match="'table' has a gradient of 3 rows, over max_rows of 2"):
         tx.update(many, tx.init(x), x)

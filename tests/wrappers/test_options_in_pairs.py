@@ -111,16 +111,19 @@ def plain(inner, want, known):
 @pairs(
     every=[1, 2, 3],
     use_mean=[False, True],
-    rows=[None, 4, 6],
+    max_rows=[None, 4, 6],
     kind=["rows", "dense"],
     inner=sorted(INNER),
     counted=[True, False],
 )
-def test_accumulate(every, use_mean, rows, kind, inner, counted):
-    kept = rows is not None and kind == "rows"
+def test_accumulate(every, use_mean, max_rows, kind, inner, counted):
+    kept = max_rows is not None and kind == "rows"
     inner = INNER[inner]()
     tx = optzoo.accumulate(
-        inner.transformation(), every, use_mean=use_mean, rows={"table": rows} if kept else None
+        inner.transformation(),
+        every,
+        use_mean=use_mean,
+        max_rows={"table": max_rows} if kept else None,
     )
     sums = {}
 
@@ -244,7 +247,7 @@ def test_variable_clipping(axes, chosen, max_norm, kind, inner):
 
 @pairs(
     weight_decay_per_step=[0.0, 0.1, 1.0],
-    mask=["none", "fragments", "tree", "function"],
+    mask=["none", "patterns", "tree", "function"],
     kind=["rows", "dense", "none"],
     inner=sorted(INNER),
 )
@@ -252,7 +255,7 @@ def test_decoupled_weight_decay(weight_decay_per_step, mask, kind, inner):
     inner = INNER[inner]()
     masks = {
         "none": None,
-        "fragments": ("abl",),
+        "patterns": (".*abl.*",),
         "tree": {"layer": False, "table": True},
         "function": lambda params: {name: "t" in name for name in params},
     }
@@ -279,14 +282,14 @@ ALONE = {
 
 
 @pairs(
-    which=["all", "fragments", "tree", "function"],
+    mask=["all", "patterns", "tree", "function"],
     max_size=[0, 3, 256],
     max_members=[1, 2, 16],
     compares=[True, False],
     kind=["rows", "dense", "none"],
     inner=sorted(ALONE),
 )
-def test_stacked(which, max_size, max_members, compares, kind, inner):
+def test_stacked(mask, max_size, max_members, compares, kind, inner):
     """As without stacks. Three parameters have the shape of the layer, two that of the table."""
     alone = ALONE[inner]
     if inner == "optax":  # it wants dense gradients, of all parameters
@@ -294,10 +297,10 @@ def test_stacked(which, max_size, max_members, compares, kind, inner):
     missing = kind != "dense"
     chosen = {
         "all": None,
-        "fragments": ("layer",),
+        "patterns": "layer.*",
         "tree": dict(layer=True, layer2=True, layer3=False, table=True, table2=True),
         "function": lambda params: {name: "2" not in name for name in params},
-    }[which]
+    }[mask]
     tx = optzoo.stacked(alone, chosen, max_size=max_size, max_members=max_members, check=compares)
     x = {name: jnp.asarray(value, "float32") for name, value in PARAMS.items()}
     x |= dict(layer2=x["layer"] + 1, layer3=-x["layer"], table2=x["table"][::-1])

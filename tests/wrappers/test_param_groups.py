@@ -154,7 +154,7 @@ def test_orbax_round_trip(tmp_path):
         (["kernel", "dense/.*", ".*"], r"'dense/kernel' is matched by 'kernel' and 'dense/\.\*'"),
         (
             ["kernle", ".*"],
-            r"no parameter matches the patterns \['kernle'\]; the parameters are \['dense/",
+            r"no parameter matches \['kernle'\]; the parameters are \['dense/",
         ),
         (["embedding", ".*"], r"no parameter matches"),  # not the last part of any path
         (["dense/.*|norm.*", ".*"], None),

@@ -157,7 +157,7 @@ def test_refuses_other_operations_and_names_them(inner, reason):
 @pytest.mark.parametrize("x", [params(), jax.eval_shape(params)], ids=["arrays", "abstract"])
 def test_slots_of_other_shapes_are_refused(x):
     refused = (
-        "optzoo.stacked cannot stack .* shape is not that of parameter 'layers/0/bias'.*`which`"
+        "optzoo.stacked cannot stack .* shape is not that of parameter 'layers/0/bias'.*`mask`"
     )
     with pytest.raises(ValueError, match=refused):
         stacked(optax.scale_by_factored_rms(), check=False).init(x)
@@ -265,9 +265,9 @@ def test_state_has_a_few_arrays():
     assert few(params(5), max_members=3) == 6
     assert few(max_members=1) == 6
     assert few(max_size=3) == 5
-    assert few(which=("kernel",)) == 5
-    assert few(which={"layers": True, "table": False}) == 4
-    assert few(which=()) == 6
+    assert few(mask=("kernel",)) == 5
+    assert few(mask={"layers": True, "table": False}) == 4
+    assert few(mask=()) == 6
     assert few([jnp.ones(3), jnp.ones(3, "bfloat16"), jnp.ones(3), jnp.ones(2)]) == 3
 
 
@@ -276,7 +276,7 @@ def test_sharded_parameters_are_refused():
     place = lambda spec: jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, spec))
     tx = stacked(optzoo.adam())
     tx.init([place(PartitionSpec())] * 2)
-    with pytest.raises(ValueError, match=r"parameter '0' is sharded over devices.*`which`"):
+    with pytest.raises(ValueError, match=r"parameter '0' is sharded over devices.*`mask`"):
         tx.init([place(PartitionSpec("x"))] * 2)
     stacked(optzoo.adam(), max_size=15).init([place(PartitionSpec("x"))] * 2)
 
@@ -296,7 +296,7 @@ def test_state_sharding():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"which": "kernel"}, TypeError, "which must be a tuple"),
+        ({"mask": {"kernel": "yes"}}, TypeError, "mask must be a pattern"),
         ({"max_size": 0.5}, TypeError, "max_size must be an int"),
         ({"max_size": -1}, ValueError, "max_size must be at least 0"),
         ({"max_members": 0}, ValueError, "max_members must be at least 1"),
@@ -425,7 +425,7 @@ COMPOSED = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "moving_average": lambda tx: optzoo.moving_average(tx, 0.9),
     "weight decay": lambda tx: optzoo.decoupled_weight_decay(
-        tx, weight_decay_per_step=0.1, mask=("1/kernel",)
+        tx, weight_decay_per_step=0.1, mask="layers/1/kernel"
     ),
 }
 

@@ -62,8 +62,8 @@ def test_listed_rows_decay_once_at_any_rate(inner):
         ({"table": True, "layer": (False, True)}, (False, True, True)),
         ({"table": False, "layer": True}, (True, True, False)),  # a prefix
         (("table", "layer/1"), (False, True, True)),
-        (["layer"], (True, True, False)),
-        (("a",), (True, True, True)),  # layer and table
+        (["layer/.*"], (True, True, False)),
+        (".*", (True, True, True)),
         ((), (False, False, False)),
         (False, (False, False, False)),
     ],
@@ -101,8 +101,8 @@ def test_bad_arguments():
         ValueError, match=r"weight_decay_per_step must be zero or positive, got -0.1"
     ):
         optzoo.decoupled_weight_decay(optzoo.adam(), weight_decay_per_step=-0.1)
-    for mask in ("kernel", {"table": 1.0}):
-        with pytest.raises(TypeError, match="mask must be a t"):
+    for mask in (1.0, {"table": 1.0}):
+        with pytest.raises(TypeError, match="mask must be a pattern"):
             optzoo.decoupled_weight_decay(optzoo.adam(), weight_decay_per_step=0.1, mask=mask)
 
 
@@ -160,7 +160,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_masks_of_fragments_and_functions(name):
+def test_masks_of_patterns_and_functions(name):
     """They mark the same, with rows and a missing gradient; a typing error is refused."""
     x = {"kernel": X, "bias": X, "kernel2": X}
     for g in (0.1 * X, None):
@@ -169,10 +169,10 @@ def test_masks_of_fragments_and_functions(name):
             grads["bias"] = optzoo.SparseRows(jnp.array([0]), X[:1], len(X))
         by_name = lambda tree: {k: None if v is None else "kernel" in k for k, v in tree.items()}
         done = []
-        for mask in (("kernel",), by_name):
+        for mask in (("kernel.*",), by_name):
             tx = MASKED[name](mask)
             done.append(tx.update(grads, tx.init(x), x)[0])
         chex.assert_trees_all_equal(*done)
     tx = MASKED[name](("kernal",))
-    with pytest.raises(ValueError, match="none contains 'kernal'"):
+    with pytest.raises(ValueError, match=r"no parameter matches \['kernal'\]"):
         tx.update(grads, tx.init(x), x)

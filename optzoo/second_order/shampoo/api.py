@@ -181,8 +181,9 @@ def shampoo(
             before it is multiplied by the rate. (The decay of the original's
             ``ShampooW`` is not multiplied by the rate: for that, put
             :func:`optzoo.decoupled_weight_decay` around this optimizer.)
-        mask: which parameters decay: a tree of bools, or a tuple of fragments of their paths; None
-            for all.
+        mask: which parameters decay: a pattern of names, a tuple of patterns such as
+            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
+            returns one of these (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the roots.
 
