@@ -37,7 +37,7 @@ WRAPPERS = {
 BRANCHES = {
     "accumulate": lambda tx, sizes: optzoo.accumulate(tx, 2, max_rows=sizes),
     "accumulate finite": lambda tx, sizes: optzoo.accumulate(
-        tx if sizes else optax.apply_if_finite(tx, 5), 2, rows=sizes
+        tx if sizes else optax.apply_if_finite(tx, 5), 2, max_rows=sizes
     ),
     "averaged": lambda tx, sizes: optzoo.moving_average(
         optzoo.accumulate(tx, 2, use_mean=True, max_rows=sizes), 0.9

@@ -23,7 +23,7 @@ from .test_step import LAZY, ROUNDINGS, adam, both, check_close, make, rows, tab
 # merging.
 LEFT_TO_XLA = {name for name in LAZY if "row_wise" in name or name.startswith("partial_row")}
 LEFT_TO_XLA |= {name for name in LAZY if CATALOG[name].rows == "linear"}
-LEFT_TO_XLA -= {"row_wise_lars"}
+LEFT_TO_XLA -= {"row_wise_lamb", "row_wise_lars"}
 WITH_KERNEL = sorted({*LAZY} - LEFT_TO_XLA)
 
 
