@@ -1,5 +1,7 @@
 """The table of all optimizers, one line each; nothing else lists them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar

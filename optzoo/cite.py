@@ -1,5 +1,7 @@
 """What to cite for an optimizer, from the references in its docstring."""
 
+from __future__ import annotations
+
 import enum
 import inspect
 import re

@@ -1,5 +1,7 @@
 """The state of an optimizer, and the bytes that a step reads, writes and sends."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,7 @@
 """Optimizers by name or from a config, with exactly the values of the originals."""
 
+from __future__ import annotations
+
 import difflib
 import enum
 import functools

@@ -8,6 +8,7 @@ import graphlib
 import importlib
 import inspect
 import pathlib
+import re
 
 import pytest
 
@@ -89,6 +90,13 @@ def test_docstrings_of_wrappers_are_complete(name):
 def test_no_docstring_of_a_wrapper_is_forgotten(folder, names):
     files = {path.stem for path in (PACKAGE / folder).glob("[a-z]*.py")}
     assert {BY_LAST[name].__module__.rsplit(".", 1)[1] for name in names} == files
+
+
+@pytest.mark.parametrize("name", [n for n, thing in NAMES.items() if inspect.isfunction(thing)])
+def test_signatures_read_well(name):
+    """``help`` shows annotations as they are written, without what they stand for."""
+    shown = str(inspect.signature(NAMES[name]))
+    assert not re.search(r"Union\[|collections\.abc|jax\._src|optax\._src", shown), shown
 
 
 SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt")

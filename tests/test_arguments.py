@@ -98,7 +98,7 @@ def arguments(wanted) -> list[tuple[str, str]]:
     return [
         (factory, name)
         for factory, f in factories().items()
-        for name, parameter in inspect.signature(f).parameters.items()
+        for name, parameter in inspect.signature(f, eval_str=True).parameters.items()
         if kinds(parameter) & wanted
     ]
 
@@ -108,7 +108,7 @@ FLAGS = arguments({bool})
 
 
 def annotated(factory, name):
-    return inspect.signature(factories()[factory]).parameters[name]
+    return inspect.signature(factories()[factory], eval_str=True).parameters[name]
 
 
 def admits_schedule(factory, name):

@@ -1,5 +1,7 @@
 """Devices to compile for that this machine does not have: TPU slices and GPUs."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import os

@@ -1,5 +1,7 @@
 """Compiles a train step for a device, and reports what the program keeps, copies and sends."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math

@@ -1,5 +1,7 @@
 """Checks of arguments, at construction and in updates; a traced value has only a type to check."""
 
+from __future__ import annotations
+
 import difflib
 import functools
 import math

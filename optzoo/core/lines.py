@@ -1,5 +1,7 @@
 """Tables whose rows lie side by side in lines of 128 lanes, so that a TPU does not pad them."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -48,7 +50,7 @@ class Lines:
         """The dtype of the rows."""
         return self.value.dtype
 
-    def astype(self, dtype: Any) -> "Lines":
+    def astype(self, dtype: Any) -> Lines:
         """The same table in another dtype."""
         return Lines(self.value.astype(dtype), self.shape)
 

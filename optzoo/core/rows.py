@@ -1,5 +1,7 @@
 """A gradient that touches only some rows of its parameter."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -131,27 +133,27 @@ class SparseRows(metaclass=_HintInErrors):
         """The dtype of the values."""
         return self.values.dtype
 
-    def astype(self, dtype: DTypeLike) -> "SparseRows":
+    def astype(self, dtype: DTypeLike) -> SparseRows:
         """The same rows with values of another dtype."""
         return self._same(self.values.astype(dtype))
 
-    def with_values(self, values: Array) -> "SparseRows":
+    def with_values(self, values: Array) -> SparseRows:
         """Other values with the same indices."""
         return self._same(values, squares=None)
 
-    def with_rows(self, indices: Any, values: Array) -> "SparseRows":
+    def with_rows(self, indices: Any, values: Array) -> SparseRows:
         """Other rows of the same table."""
         return self._same(values, ids=protect(indices), coalesced=False, squares=None)
 
-    def with_squares(self, squares: Array | None) -> "SparseRows":
+    def with_squares(self, squares: Array | None) -> SparseRows:
         """The same rows, with the sum of squares of the whole gradient."""
         return self._same(self.values, squares=squares)
 
-    def rounded_once(self) -> "SparseRows":
+    def rounded_once(self) -> SparseRows:
         """The same rows; added to an array of fewer bits, only their sum is rounded."""
         return self._same(self.values, rounds_once=True)
 
-    def _same(self, values: Any, **changed: Any) -> "SparseRows":
+    def _same(self, values: Any, **changed: Any) -> SparseRows:
         """The same rows but for what is given, without the hint of the sum."""
         fields: dict[str, Any] = {
             "ids": self.ids,
@@ -191,7 +193,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     __radd__ = __add__
 
-    def __neg__(self) -> "SparseRows":
+    def __neg__(self) -> SparseRows:
         return self._same(-self.values)
 
     def __sub__(self, other: Any) -> Any:
@@ -200,7 +202,7 @@ class SparseRows(metaclass=_HintInErrors):
     def __rsub__(self, other: Any) -> Any:
         return other + -self
 
-    def __mul__(self, number: Any) -> "SparseRows":
+    def __mul__(self, number: Any) -> SparseRows:
         """The rows times a number, in their dtype."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
@@ -209,7 +211,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     __rmul__ = __mul__
 
-    def __truediv__(self, number: Any) -> "SparseRows":
+    def __truediv__(self, number: Any) -> SparseRows:
         """The rows divided by a number, in their dtype."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
@@ -248,18 +250,18 @@ class SparseRows(metaclass=_HintInErrors):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
         return _scatter(dense, self.indices, rows.astype(dense.dtype))
 
-    def rows_if(self, wanted: Array) -> "SparseRows":
+    def rows_if(self, wanted: Array) -> SparseRows:
         """The same rows if a condition holds, and otherwise padding alone."""
         ids = jnp.where(wanted, self.indices, self.num_rows)
         return self._same(jnp.where(wanted, self.values, 0), ids=protect(ids))
 
-    def drop_padding(self) -> "SparseRows":
+    def drop_padding(self) -> SparseRows:
         """The same rows with zero values at padding."""
         real = self._row_ids() < self.num_rows
         real = real.reshape(real.shape + (1,) * (self.values.ndim - 1))
         return self._same(jnp.where(real, self.values, 0))
 
-    def coalesce(self, *, deterministic: bool = False) -> "SparseRows":
+    def coalesce(self, *, deterministic: bool = False) -> SparseRows:
         """Sums the rows that share an index; the positions that are left become padding.
 
         Sums in at least float32. On an accelerator the order of the sums is not fixed;

@@ -1,5 +1,7 @@
 """Accumulated gradient normalization (AGN)."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

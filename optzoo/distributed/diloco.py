@@ -1,5 +1,7 @@
 """DiLoCo: local steps, and an outer optimizer for the mean change of the parameters."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 from typing import Any, Literal, NamedTuple, get_args

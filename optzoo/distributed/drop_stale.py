@@ -1,5 +1,7 @@
 """Drops stale gradients: those that were computed from old parameters."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 

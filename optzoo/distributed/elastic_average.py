@@ -1,5 +1,7 @@
 """Elastic averaging SGD (EASGD)."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """Periodic averaging of the parameters of all replicas."""
 
+from __future__ import annotations
+
 import functools
 from typing import Literal
 

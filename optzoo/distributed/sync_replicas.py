@@ -1,5 +1,7 @@
 """Synchronous replicas: one update by the mean of their gradients, with backup workers."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple

@@ -1,5 +1,7 @@
 """Adadelta."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Adagrad."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

@@ -1,5 +1,7 @@
 """Adagrad with an epsilon."""
 
+from __future__ import annotations
+
 import optax
 
 from ..core.checks import check_not_negative

@@ -1,5 +1,7 @@
 """Adam and lazy Adam: one rule, two policies for rows."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """AdamGS and lazy AdamGS: Adam with the step count given as an argument."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

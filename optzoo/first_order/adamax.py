@@ -1,5 +1,7 @@
 """AdaMax: Adam with the infinity norm."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """AdamW: Adam with decoupled weight decay."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

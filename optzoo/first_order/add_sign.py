@@ -1,5 +1,7 @@
 """AddSign: gradients weighted by whether their sign agrees with that of their mean."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """AMSGrad: Adam with a non-decreasing second moment."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Row-wise Adagrad whose rate and decay depend on how often a row came."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any, Literal, NamedTuple
 

@@ -1,5 +1,7 @@
 """Row-wise Adagrad with CowClip: each row's gradient is clipped by its counter and its norm."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import jax.numpy as jnp

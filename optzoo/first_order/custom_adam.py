@@ -1,5 +1,7 @@
 """CustomAdam: the Adam of RETURNN."""
 
+from __future__ import annotations
+
 import optax
 
 from .adam import lazy_adam

@@ -1,5 +1,7 @@
 """Row-wise Adagrad with a decay of all rows, applied when a row is touched."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

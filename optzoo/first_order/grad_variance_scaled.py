@@ -1,5 +1,7 @@
 """GradVarianceScaled: smaller steps where the gradient is far from its mean."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

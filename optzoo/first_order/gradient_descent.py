@@ -1,5 +1,7 @@
 """Gradient descent."""
 
+from __future__ import annotations
+
 import optax
 
 from ..rules.learning_rate import row_wise, scale_by_learning_rate

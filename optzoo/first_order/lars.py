@@ -1,5 +1,7 @@
 """LARS: a learning rate for each layer."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

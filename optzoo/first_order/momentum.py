@@ -1,5 +1,7 @@
 """Momentum and Nesterov momentum."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

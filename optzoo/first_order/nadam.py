@@ -1,5 +1,7 @@
 """Nadam: Adam with Nesterov momentum."""
 
+from __future__ import annotations
+
 import optax
 
 from ..core.checks import check_decays, check_not_negative

@@ -1,5 +1,7 @@
 """NeuralOptimizer1: smaller steps where the signs of the gradient and its mean differ."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

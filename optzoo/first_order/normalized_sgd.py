@@ -1,5 +1,7 @@
 """NormalizedSGD: a step of fixed length for each parameter."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import optax
 

@@ -1,5 +1,7 @@
 """Adam with one mean square for each row."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

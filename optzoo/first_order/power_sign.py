@@ -1,5 +1,7 @@
 """PowerSign: gradients scaled up or down by whether their sign agrees with that of their mean."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

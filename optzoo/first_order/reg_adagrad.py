@@ -1,5 +1,7 @@
 """RegAdagrad: Adagrad whose accumulator can be left unchanged by an update."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """RMSProp, plain or centered, with or without momentum."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

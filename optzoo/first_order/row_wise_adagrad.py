@@ -1,5 +1,7 @@
 """Adagrad with one accumulator for each row."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

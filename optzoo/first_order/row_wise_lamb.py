@@ -1,5 +1,7 @@
 """LAMB with a trust ratio for each row, with full or row-wise mean squares."""
 
+from __future__ import annotations
+
 import optax
 
 from ..core.checks import check_decays, check_not_negative

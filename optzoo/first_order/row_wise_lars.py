@@ -1,5 +1,7 @@
 """LARS with a trust ratio for each row."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

@@ -1,5 +1,7 @@
 """RMSProp with one mean square for each row, and a decay that grows while a row sleeps."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

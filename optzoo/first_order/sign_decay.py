@@ -1,5 +1,7 @@
 """Schedules that decay the sign term of AddSign and PowerSign."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import optax
 

@@ -1,5 +1,7 @@
 """Adam on touched rows, with a decoupled weight decay times the learning rate."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

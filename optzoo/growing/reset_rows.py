@@ -1,5 +1,7 @@
 """Rows of tables that start anew, with their slots."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Tables with more or fewer rows, together with the state of their optimizer."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Which raw id has which row of a table."""
 
+from __future__ import annotations
+
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -180,7 +182,7 @@ class Vocabulary:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "Vocabulary":
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Vocabulary:
         """The vocabulary that was saved.
 
         Args:

@@ -1,5 +1,7 @@
 """Optimizers of Keras 3 as optax transformations."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools

@@ -1,5 +1,7 @@
 """The whole train step of a module of Flax NNX."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A step of an optimizer, update and addition, by native loops."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 

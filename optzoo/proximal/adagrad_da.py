@@ -1,5 +1,7 @@
 """AdagradDA: Adagrad with dual averaging."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

@@ -1,5 +1,7 @@
 """FTRL-Proximal: follow the regularized leader."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """FTRL by the arguments of other libraries, in which the same names have other meanings."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 import warnings

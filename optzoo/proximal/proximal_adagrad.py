@@ -1,5 +1,7 @@
 """Proximal Adagrad."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import optax

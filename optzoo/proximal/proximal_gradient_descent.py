@@ -1,5 +1,7 @@
 """Proximal gradient descent."""
 
+from __future__ import annotations
+
 import optax
 
 from ..core.checks import check_not_negative, check_rate

@@ -1,5 +1,7 @@
 """The definition of a race problem."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """Runs one optimizer on one problem: all rates and seeds in one compiled program."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 from collections.abc import Callable

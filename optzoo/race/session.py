@@ -1,5 +1,7 @@
 """A whole race: every optimizer on every problem; each result is saved at once."""
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import importlib.metadata

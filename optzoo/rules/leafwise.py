@@ -6,6 +6,8 @@ an update and new slots. :func:`leafwise` adds the rest: missing gradients, spar
 storage of slots, step count, schedules and the walk over the tree.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The learning rate, the last transformation of most optimizers."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

@@ -1,5 +1,7 @@
 """What a rule for arrays becomes for row-sparse gradients."""
 
+from __future__ import annotations
+
 from typing import Any, Protocol
 
 import jax

@@ -1,5 +1,7 @@
 """Lifts a rule for all parameters at once to an optax transformation."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """GGT: full-matrix adaptive regularization with a window of past moments."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, NamedTuple
 

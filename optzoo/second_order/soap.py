@@ -1,5 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's statistics."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

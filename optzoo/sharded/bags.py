@@ -1,5 +1,7 @@
 """Bags of ids: their rows summed or averaged, in whole and in sharded tables."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, Literal, NamedTuple, get_args
 

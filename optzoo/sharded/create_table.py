@@ -1,5 +1,7 @@
 """Tables made shard by shard."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

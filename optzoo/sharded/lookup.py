@@ -1,5 +1,7 @@
 """Lookups in tables that are sharded by rows, in one round of messages."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Tables and their slots in the order of the ids, for checkpoints of any number of shards."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

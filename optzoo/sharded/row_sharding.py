@@ -1,5 +1,7 @@
 """Which device owns which row of a table."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Rows brought up to the present step: of some ids, or all."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any

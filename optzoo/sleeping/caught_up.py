@@ -1,5 +1,7 @@
 """Dense semantics for row-sparse gradients, at the cost of the touched rows."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

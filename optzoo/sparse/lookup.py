@@ -8,6 +8,8 @@ ever made. The same jaxpr tells which of the tables are used in any other way to
 (``jaxprs/dense_uses.py``).
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Makes any row-wise optimizer, such as one of optax, lazy on row-sparse gradients."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

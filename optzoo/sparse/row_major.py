@@ -1,5 +1,7 @@
 """Tables and slots whose rows a step changes keep each row in one piece of memory."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

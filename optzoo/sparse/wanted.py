@@ -1,5 +1,7 @@
 """Which gradients are to be rows, and what happens where one of them is dense."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -41,7 +43,7 @@ class RowsSetting(NamedTuple):
     min_rows: int
 
     @classmethod
-    def of(cls, sparse: Any, min_rows: Any) -> "RowsSetting":
+    def of(cls, sparse: Any, min_rows: Any) -> RowsSetting:
         """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
         if not isinstance(sparse, Mapping):
             check_choice(Sparse, sparse=sparse)
@@ -51,7 +53,7 @@ class RowsSetting(NamedTuple):
             check_choice(Sparse, **{f"sparse[{pattern!r}]": level})
         return cls(sparse, check_size(1, min_rows=min_rows))
 
-    def of_tree(self, tree: Any, names: Sequence[str]) -> "WantedRows":
+    def of_tree(self, tree: Any, names: Sequence[str]) -> WantedRows:
         """What is wanted of the leaves of a tree, the parameters.
 
         Args:

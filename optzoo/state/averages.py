@@ -1,5 +1,7 @@
 """Averages and centers: parameters to evaluate that differ from those that are trained."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

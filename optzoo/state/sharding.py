@@ -1,5 +1,7 @@
 """The sharding of the state of an optimizer with sharded parameters."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

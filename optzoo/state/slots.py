@@ -1,5 +1,7 @@
 """The slots of an optimizer, by name."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

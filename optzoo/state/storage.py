@@ -4,6 +4,8 @@
 Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The types of the states of this library."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple, get_type_hints
 

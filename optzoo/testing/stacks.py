@@ -1,5 +1,7 @@
 """A check for :func:`optzoo.stacked`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

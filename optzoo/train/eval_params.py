@@ -1,5 +1,7 @@
 """The parameters to evaluate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from ..sleeping.catch_up import catch_up

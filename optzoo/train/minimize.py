@@ -1,5 +1,7 @@
 """The whole train step of a plain loop."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

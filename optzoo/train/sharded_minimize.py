@@ -1,5 +1,7 @@
 """The train step of a model with tables sharded by rows."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

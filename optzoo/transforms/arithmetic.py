@@ -1,5 +1,7 @@
 """Sums and norms of trees of gradients, row-sparse ones included."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Raises an error that names the first gradient that is not finite."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

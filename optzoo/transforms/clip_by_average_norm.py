@@ -1,5 +1,7 @@
 """Clips the norm of each gradient, relative to its number of elements."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

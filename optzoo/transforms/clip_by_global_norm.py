@@ -1,5 +1,7 @@
 """Clips the global norm of all gradients."""
 
+from __future__ import annotations
+
 import optax
 
 from ..core.checks import check_positive

@@ -1,5 +1,7 @@
 """Clips the norm of each gradient separately."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

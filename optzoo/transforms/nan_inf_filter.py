@@ -1,5 +1,7 @@
 """Replaces values that are not finite by zero."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

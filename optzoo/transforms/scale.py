@@ -1,5 +1,7 @@
 """Scales gradients, row-sparse ones included, by a number or by a schedule."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Norms and other statistics of each gradient, kept in the state for logging."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """Zeroes all gradients of a step if their global norm is too large."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

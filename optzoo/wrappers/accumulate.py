@@ -1,5 +1,7 @@
 """Gradient accumulation around any optimizer."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple

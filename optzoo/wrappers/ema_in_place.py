@@ -1,5 +1,7 @@
 """A moving average of one half of each row in its other half, around any optimizer."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """An average of the parameters that replaces them periodically, around any optimizer."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -1,5 +1,7 @@
 """Parameters in bfloat16 whose lower bits are in the state."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Literal, NamedTuple
 

@@ -1,5 +1,7 @@
 """A moving average of the parameters, around any optimizer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """Skips parameters whose gradient is zero, around any optimizer."""
 
+from __future__ import annotations
+
 import functools
 
 import jax

@@ -1,5 +1,7 @@
 """Parameter groups: an optimizer for each, selected by the names of the parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Slots in another dtype than the parameters."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Many small parameters, updated as a few arrays."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterable
 from typing import Any

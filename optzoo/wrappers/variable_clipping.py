@@ -1,5 +1,7 @@
 """Clips the norms of parameters, around any optimizer."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any

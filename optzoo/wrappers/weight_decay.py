@@ -1,5 +1,7 @@
 """Decoupled weight decay, around any optimizer."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

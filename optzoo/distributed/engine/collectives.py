@@ -1,5 +1,7 @@
 """Collectives across replicas."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

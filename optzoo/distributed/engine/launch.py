@@ -1,5 +1,7 @@
 """Runs the code of one replica on all replicas."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """FBGEMM's optimizers, by its names and arguments."""
 
+from __future__ import annotations
+
 import enum
 import functools
 import inspect

@@ -1,5 +1,7 @@
 """States of FBGEMM's split tables, read and written by name."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """The updater of RETURNN's JAX backend, on the optimizers of optzoo."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

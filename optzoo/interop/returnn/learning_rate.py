@@ -1,5 +1,7 @@
 """RETURNN's control of the learning rate from epoch to epoch, on the host."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math

@@ -1,5 +1,7 @@
 """RETURNN's updater: one transformation from a config."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 

@@ -1,5 +1,7 @@
 """Optimizers of rows as custom optimizers of jax-tpu-embedding."""
 
+from __future__ import annotations
+
 import collections
 import functools
 import importlib

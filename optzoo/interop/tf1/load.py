@@ -1,5 +1,7 @@
 """Loads a checkpoint of TensorFlow 1 into parameters and the state of their optimizer."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Saves parameters and the state of their optimizer as a checkpoint of TensorFlow 1."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from typing import Any

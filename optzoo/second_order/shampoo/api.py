@@ -1,5 +1,7 @@
 """Shampoo: a preconditioner for each dimension of a parameter."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

@@ -1,5 +1,7 @@
 """Grafting: the direction of one optimizer with the step length of another."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -17,7 +17,7 @@ FAST_MEMORY = 2**27
 KERNEL = "tpu_custom_call"  # how XLA names one
 # Their slots have one element for each row, which XLA gathers and scatters for as much as a row;
 # or rows are not merged.
-LEFT_TO_XLA = {name for name in FEW_ROWS if "row_wise" in name} - {"row_wise_lars"}
+LEFT_TO_XLA = {name for name in FEW_ROWS if "row_wise" in name} - {"row_wise_lamb", "row_wise_lars"}
 LEFT_TO_XLA |= {"gradient_descent"}
 # Their messages have room for any ids.
 ONE_ROUND = ("adam, one round", "own step")
