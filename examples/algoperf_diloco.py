@@ -20,8 +20,8 @@ def optimizer(steps):
     rate = optax.cosine_decay_schedule(9.55e-4, steps)
     inner = optax.adamw(rate, 0.99, 0.995, weight_decay=0.2424)
     outer = optax.sgd(0.3006, momentum=0.7675, nesterov=True)
-    on_host = {"axis_name": None, "placement": "pinned_host"}
-    return optzoo.diloco(inner, outer, communication_period=75, **on_host)
+    period, where = 75, "pinned_host"
+    return optzoo.diloco(inner, outer, axis_name=None, communication_period=period, placement=where)
 
 
 def init_optimizer_state(workload, model_params, *_):

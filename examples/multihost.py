@@ -67,7 +67,7 @@ class Training:
     """The replicas of a mesh, one for each device; without a mesh all on one device."""
 
     def __init__(self, method, every, mesh=None, num_replicas=None):
-        self.mesh, self.size = mesh, mesh.size if mesh else num_replicas
+        self.mesh, self.size = mesh, mesh.size if mesh else int(num_replicas)
         self.tx = tx = METHODS[method](self.size, every)
         images, labels = load_digits(return_X_y=True)
         self.data = (images / 16).astype(np.float32), labels.astype(np.int32)
@@ -96,7 +96,8 @@ class Training:
 
     def init(self):
         """Parameters and state of all replicas."""
-        return optzoo.replicas.replicate(*self.start(), self.size, mesh=self.mesh)
+        params, state = self.start()
+        return optzoo.replicas.replicate(params, state, self.size, mesh=self.mesh)
 
     def batch(self, step, size=16):
         """Images and labels of all replicas; each process makes those of its own devices.
@@ -177,15 +178,16 @@ class Checkpoints:
         # Without Orbax's barriers: if one process raised an error, the others would deadlock.
         training = self.training
         about = json.loads((path / "about" / "metadata").read_text())
-        start = jax.eval_shape(
-            lambda: optzoo.replicas.replicate(*training.start(), about["replicas"])
-        )
+        one = jax.eval_shape(training.start)
+        copies = lambda p, s: optzoo.replicas.replicate(p, s, about["replicas"])
+        params, state = jax.eval_shape(copies, *one)
         axis = () if about["replicas"] % training.size else ("replica",)
-        marks = optzoo.replicas.replica_specs(*start, training.sharding(), training.sharding(*axis))
+        places = training.sharding(), training.sharding(*axis)
+        marks = optzoo.replicas.replica_specs(params, state, *places)
         place = lambda mark, tree: jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=mark), tree
         )
-        params, state = jax.tree.map(place, marks, start)
+        params, state = jax.tree.map(place, marks, (params, state))
         wanted = ocp.args.StandardRestore({"params": params, "state": state})
         return ocp.StandardCheckpointHandler().restore(path / "train", args=wanted), about
 

@@ -68,7 +68,8 @@ def main():
         heartbeat_timeout_seconds=args.heartbeat,
     )
     one = Training(args.method, args.period, num_replicas=1)
-    kept = mine(optzoo.replicas.replicate(*one.start(), 1))
+    params, state = one.start()
+    kept = mine(optzoo.replicas.replicate(params, state, 1))
     step, mesh, failures = 0, None, 0
     while step < args.steps:
         try:

@@ -33,9 +33,9 @@ def gradient(example, t, key):
 
 def optimizers(example, rate):
     """Both optimizers, with the same decays and rates that fall with the root of t."""
-    decays = {"b1": 0.0, "b2": 1 / 17} if example == "theorem" else {"b1": 0.9, "b2": 0.99}
+    b1, b2 = (0.0, 1 / 17) if example == "theorem" else (0.9, 0.99)
     schedule = lambda count: rate / jnp.sqrt(count + 1.0)
-    return {"adam": optzoo.adam(schedule, **decays), "amsgrad": optzoo.amsgrad(schedule, **decays)}
+    return {"adam": optzoo.adam(schedule, b1, b2), "amsgrad": optzoo.amsgrad(schedule, b1, b2)}
 
 
 def path(tx, example, steps, points, seed):

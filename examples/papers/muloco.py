@@ -7,6 +7,8 @@ that is best in float32, by the mean over eight seeds. The bytes are what a repl
 those of the collectives in the compiled program of a round on eight devices, sent in rings.
 """
 
+from typing import Any
+
 import numpy as np
 import optax
 
@@ -24,7 +26,7 @@ INNERS = {
     "Muon": lambda rate: optax.contrib.muon(rate, adam_learning_rate=0.01),
     "Adam": optzoo.adam,
 }
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"exchange_dtype": "bfloat16"},
     "int8": {"exchange_dtype": "int8"},
