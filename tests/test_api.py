@@ -10,6 +10,7 @@ import inspect
 import pathlib
 import re
 
+import optax
 import pytest
 
 import optzoo
@@ -46,6 +47,11 @@ def test_public_names_have_docstrings(name):
     thing = NAMES[name]
     if not isinstance(thing, dict):  # the tables are data
         assert inspect.getdoc(thing), name
+
+
+@pytest.mark.parametrize("name", sorted(n for n in optzoo.__all__ if hasattr(optax, n)))
+def test_names_of_optax_say_how_they_differ(name):
+    assert f"``optax.{name}``" in inspect.getdoc(getattr(optzoo, name))
 
 
 @pytest.mark.parametrize("name", optzoo.CATALOG)

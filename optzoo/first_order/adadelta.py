@@ -72,6 +72,8 @@ def adadelta(
     The paper has no learning rate (:math:`\eta = 1`); the default is that of the original. Rows
     without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
+    ``optax.adadelta`` is the same formula with other defaults (0.9 and 1e-6, and no default rate).
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.adadelta(1.0, b2=0.9, eps=1e-2)

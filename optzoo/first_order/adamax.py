@@ -62,6 +62,8 @@ def adamax(
 
     Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
+    ``optax.adamax`` adds :math:`\epsilon` to the new gradient, not to the decaying maximum.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.adamax(0.1)

@@ -74,6 +74,8 @@ def amsgrad(
     where :math:`\sqrt{t}` is replaced by 1 unless ``decay_learning_rate``. There is no bias
     correction. Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
+    ``optax.amsgrad`` corrects the bias of both means, and its :math:`\beta_2` is 0.999.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.amsgrad(0.1, eps=1e-8)

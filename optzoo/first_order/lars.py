@@ -82,6 +82,9 @@ def lars(
     :func:`optzoo.momentum` (with the learning rate outside of the sum, without decay): rows without
     a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
+    In ``optax.lars`` the ratio is by the norm of gradient plus decay, not by the sum of both norms,
+    and decay and ratio have masks of their own.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.lars(1.0, momentum=0.0, l2_weight_decay=0.0, trust_coefficient=0.01)

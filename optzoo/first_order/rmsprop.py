@@ -72,6 +72,8 @@ def rmsprop(
     a change of the rate applies to new gradients only. Rows without a gradient keep their
     parameters and slots (:func:`optzoo.rules.lazy`).
 
+    In ``optax.rmsprop`` the mean square begins at 0, unless ``initial_scale=1``.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.rmsprop(0.1, centered=True)

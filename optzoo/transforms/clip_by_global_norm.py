@@ -17,6 +17,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     where :math:`g` are all gradients together, row-sparse ones included. Rows that share an index
     are summed first, so that the result is that of the dense gradient.
 
+    ``optax.clip_by_global_norm`` is the same for arrays, but takes no row-sparse gradients.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.clip_by_global_norm(1.0)
