@@ -182,6 +182,16 @@ def check_search(site: pathlib.Path) -> Iterator[Failure]:
             yield Failure("search.html", words, f"finds {found} and not {page}")
 
 
+def check_disk(site: pathlib.Path) -> Iterator[Failure]:
+    """The search needs no server, and does not find the pages of folders that are no guide."""
+    text = (site / "_static" / "documentation_options.js").read_text()
+    if "SHOW_SEARCH_SUMMARY: false" not in text:
+        yield Failure("search.html", "summaries", "are read by a request, which fails from disk")
+    for page in search(site, "test"):
+        if page.startswith(("tests/", "benchmarks/", "examples/")):
+            yield Failure("search.html", page, "is found, and is no guide")
+
+
 def main() -> int:
     """Prints every failure with its page; returns 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -193,6 +203,7 @@ def main() -> int:
         return 1
     pages = {str(file.relative_to(site)): Page(file.read_text()) for file in files}
     checks = [check_links(site, pages), check_assets(site), check_names(pages), check_search(site)]
+    checks.append(check_disk(site))
     failures = [failure for check in checks for failure in check]
     for failure in failures:
         print(f"{failure.page}: {failure.link} {failure.why}")

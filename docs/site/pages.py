@@ -39,6 +39,58 @@ GROUPS = {
     "From and to other libraries": ["optzoo.interop"],
     "The race": ["optzoo.race"],
 }
+# The menu: what a user does first, then what there is, then what contributors read.
+MENU = {
+    "Start": ["colabs/quickstart", "docs/which_one", "docs/functions", "gallery"],
+    "Tasks": [
+        "docs/tasks/train_embeddings",
+        "docs/tasks/growing_tables",
+        "docs/tasks/little_memory",
+        "docs/tasks/sparse_weights",
+        "docs/tasks/many_replicas",
+        "docs/tasks/training_diverges",
+        "docs/tasks/resume_tf1",
+        "docs/tasks/write_an_optimizer",
+    ],
+    "From other code": [
+        "docs/differences",
+        "docs/from_tf1",
+        "docs/tf1_checkpoints",
+        "docs/from_torch",
+        "docs/flax",
+        "docs/keras",
+        "docs/returnn",
+        "docs/fbgemm",
+        "docs/sparsecore",
+    ],
+    "Tables": ["docs/rows", "docs/caught_up", "docs/sharded_tables", "docs/ftrl"],
+    "Optimizers and replicas": [
+        "docs/optimizers",
+        "docs/wrappers",
+        "docs/second_order",
+        "docs/replicas",
+        "docs/many_hosts",
+        "docs/divergence",
+        "docs/your_own",
+    ],
+    "Speed and evidence": [
+        "docs/performance",
+        "docs/native",
+        "docs/accelerators",
+        "docs/race",
+        "docs/papers",
+        "docs/reliability",
+    ],
+    "Reference": ["api/index"],
+    "Notebooks": [
+        "colabs/from_tf1",
+        "colabs/papers",
+        "colabs/replicas",
+        "colabs/sharded_tables",
+        "colabs/sparse_rows",
+    ],
+    "Project": ["CHANGELOG", "docs/architecture", "CONTRIBUTING"],
+}
 # Names without a module: data and types.
 DATA = {
     "optzoo.CATALOG": "optzoo.catalog",
@@ -108,7 +160,7 @@ def _page(source: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
     elif path.suffix in CODE:
         inside = path.relative_to(ROOT)
         fence = f"```{CODE[path.suffix]}\n{path.read_text().rstrip()}\n```"
-        text = f"---\norphan: true\n---\n# {inside}\n\n{fence}\n"
+        text = f"---\norphan: true\nnosearch: true\n---\n# {inside}\n\n{fence}\n"
         _put(source, target_of(path), text)
         return []
     else:
@@ -298,20 +350,16 @@ def _index(source: pathlib.Path, known: set[pathlib.Path]) -> None:
     pages = sorted(str(target_of(path).with_suffix("")) for path in known)
     under = lambda folder: [p for p in pages if p.rpartition("/")[0] == folder]
     folders = sorted({p.rpartition("/")[0] for p in pages} - {"", "docs", "colabs", "docs/tasks"})
-    first = ["colabs/quickstart", "gallery"]
-    sections = {
-        "Start": [p for p in first if p == "gallery" or p in pages],
-        "By task": under("docs/tasks"),
-        "Guides": under("docs"),
-        "Notebooks": [p for p in under("colabs") if p not in first],
-        "Reference": ["api/index"],
-        "Project": [p for p in pages if "/" not in p and p != "index"],
-    }
-    trees = [_toctree(title, listed) for title, listed in sections.items() if listed]
+    listed = {page for section in MENU.values() for page in section}
+    there = {*pages, "gallery", "api/index"}
+    top = [p for p in pages if p != "index" and p.rpartition("/")[0] in ("", "docs", "docs/tasks")]
+    if wrong := sorted(({*top} | {*under("colabs")} | listed) - (there & listed)):
+        raise ValueError(f"MENU of docs/site/pages.py and the pages differ in {', '.join(wrong)}")
+    trees = [_toctree(title, section) for title, section in MENU.items()]
     rest = [p for folder in folders for p in under(folder) if not _is_orphan(source, p)]
     for page in rest:
         path = source / f"{page}.md"
-        path.write_text("---\norphan: true\n---\n" + path.read_text())
+        path.write_text("---\norphan: true\nnosearch: true\n---\n" + path.read_text())
     index = source / "index.md"
     block = "".join(f"\n```{{eval-rst}}\n{tree}```\n" for tree in trees)
     index.write_text(index.read_text() + block)

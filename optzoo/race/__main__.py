@@ -24,6 +24,14 @@ from .entrants import REPLICAS
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
 from .runner import Settings
 
+# A dense model and embeddings; optimizers of all families.
+_QUICK_PROBLEMS = "digits", "words"
+_QUICK = (
+    "adadelta", "adagrad", "adam", "adamax", "amsgrad", "blocked_shampoo", "ftrl",
+    "gradient_descent", "lars", "lazy_adam", "momentum", "nadam", "rmsprop", "row_wise_adagrad",
+    "soap", "sparse_adamw",
+)  # fmt: skip
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
@@ -32,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list()
         return 0
-    names = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else CATALOG))
+    usual = (
+        (_QUICK if args.quick else CATALOG),
+        (_QUICK_PROBLEMS if args.quick else DEFAULT_PROBLEMS),
+    )
+    names = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else usual[0]))
     if any(":" in name for name in names):
         sys.path.insert(0, os.getcwd())  # for a module beside the results
     try:
@@ -45,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"num_rates": args.num_rates, "seeds": args.seeds}
     settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v})
     try:
-        problems, _ = session.check(_names(args.problem or DEFAULT_PROBLEMS), names, settings)
+        problems, _ = session.check(_names(args.problem or usual[1]), names, settings)
     except ValueError as error:
         parser.error(str(error))
     page = f"{args.out}/index.html"
@@ -131,10 +143,14 @@ def _parser() -> argparse.ArgumentParser:
         help="the learning rates to try, such as 1,0.1,0.01, instead of a grid around the default "
         "of each optimizer; one alone needs a point, such as 3.0",
     )
-    rates.add_argument("--num-rates", type=_count, metavar="N", help="size of that grid (7)")
+    rates.add_argument("--num-rates", type=_count, metavar="N", help="size of that grid (5)")
     parser.add_argument("--seeds", type=_count, metavar="N", help="runs for each rate (3)")
     parser.add_argument("--steps", type=_count, metavar="N", help="steps of each run")
-    parser.add_argument("--quick", action="store_true", help="4 rates and 2 seeds")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="4 rates, 2 seeds, and unless named: digits and words, 16 optimizers",
+    )
     parser.add_argument("--out", default="race", help="folder of the results (race)")
     parser.add_argument(
         "--fresh", action="store_true", help="repeat the finished runs found in --out"

@@ -80,7 +80,7 @@ def breast_cancer() -> Problem:
     )
 
 
-def words(num_rows: int = 24_000) -> Problem:
+def words(num_rows: int = 12_000) -> Problem:
     """Skip-gram with negative sampling over the source text of Python's standard library."""
     rng = np.random.default_rng(0)
     ids, frequency = _words(num_rows)

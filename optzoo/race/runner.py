@@ -42,7 +42,7 @@ class Settings:
     """
 
     rates: tuple[float, ...] | None = None
-    num_rates: int = 7
+    num_rates: int = 5
     extensions: int = 2
     seeds: int = 3
     steps: int | None = None
@@ -122,33 +122,39 @@ def prepare(problem: Problem, settings: Settings) -> Start:
     )
 
 
-def run_one(start: Start, name: str, entrant: Entrant) -> dict[str, Any]:
+def traced(start: Start, entrant: Entrant) -> Callable[[], Any]:
+    """The program of :func:`run_one`, to be compiled by a call, in any thread.
+
+    Raises:
+        Unsuited: if the optimizer cannot be traced on this problem.
+    """
+    program = jax.jit(jax.vmap(jax.vmap(_run(start, entrant), (None, 0, 0)), (0, None, None)))
+    rates = jnp.array(start.settings.grid(entrant.entry.rate))
+    try:
+        return program.lower(rates, start.params, start.batches).compile
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise Unsuited(str(error).splitlines()[0]) from error
+
+
+def run_one(start: Start, name: str, entrant: Entrant, program: Any) -> dict[str, Any]:
     """Trains with every rate and seed, selects the best rate and describes its runs.
 
     Args:
         start: from :func:`prepare`.
         name: the name in the result.
         entrant: the optimizer.
+        program: of :func:`traced`, compiled.
 
     Returns:
         A dict that can be written as JSON; ``diverged`` is true if no rate gave a finite loss.
-
-    Raises:
-        Unsuited: if the optimizer cannot be traced on this problem.
     """
     problem, settings, entry = start.problem, start.settings, entrant.entry
     _, kwargs = _loss_and_arguments(start, entrant)
-    program = jax.jit(jax.vmap(jax.vmap(_run(start, entrant), (None, 0, 0)), (0, None, None)))
 
     def run_rates(rates):
-        params, curve, track = compiled(jnp.array(rates), start.params, start.batches)
+        params, curve, track = program(jnp.array(rates), start.params, start.batches)
         return jax.device_get({"curve": curve, "track": track, "metrics": start.metrics(params)})
 
-    try:
-        rates = jnp.array(settings.grid(entry.rate))
-        compiled = program.lower(rates, start.params, start.batches).compile()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise Unsuited(str(error).splitlines()[0]) from error
     rates, runs = _search(entry.rate, settings, run_rates)
     result = _describe(runs, rates, problem, start.observed_steps)
     params = jax.tree.map(lambda a: a[0], start.params)

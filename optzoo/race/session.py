@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -11,7 +12,8 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ from . import page, plots, report, storage
 from .entrants import Entrant, Factory, find, unknown
 from .problem import Problem
 from .problems import DEFAULT_PROBLEMS, PROBLEMS
-from .runner import Settings, Start, Unsuited, prepare, run_one, times
+from .runner import Settings, Start, Unsuited, prepare, run_one, times, traced
 from .timing import DISTURBED
 
 VERSION = importlib.metadata.version("optzoo")
@@ -157,16 +159,16 @@ def run(
         return _document(header, facts, mine, others)
 
     try:
-        for key, p in todo.items():
-            if key in known:
-                continue
-            notify(p.name, key[1])
-            begin = time.perf_counter()
-            if p.name not in starts:
-                starts[p.name] = prepare(p, settings)
-            known[key] = _result(starts[p.name], key, contenders[key[1]])
-            clock.took(p.name, time.perf_counter() - begin)
-            save(publish=False)
+        left = {key: p for key, p in todo.items() if key not in known}
+        starts = {p.name: prepare(p, settings) for p in left.values()}
+        entrants = [(starts[p.name], contenders[key[1]]) for key, p in left.items()]
+        with contextlib.closing(_programs(entrants)) as programs:
+            for key, p in left.items():
+                notify(p.name, key[1])
+                begin = time.perf_counter()
+                known[key] = _result(starts[p.name], key, contenders[key[1]], next(programs))
+                clock.took(p.name, time.perf_counter() - begin)
+                save(publish=False)
         for key in _doubtful_times({key: known[key] for key in todo}):
             if key not in found:
                 known[key] = _timed_again(known[key], starts[key[0]], contenders[key[1]])
@@ -199,10 +201,35 @@ def _todo(
     }
 
 
-def _result(start: Start, key: storage.Key, entrant: Entrant) -> dict[str, Any]:
+def _programs(entrants: Sequence[tuple[Start, Entrant]]) -> Iterator[futures.Future[Any]]:
+    """The program of each run: a thread compiles it while the one before it runs."""
+    compiler = futures.ThreadPoolExecutor(1)
+    try:
+        begun = (_begun(compiler, start, entrant) for start, entrant in entrants)
+        following = next(begun, None)
+        while following is not None:
+            program, following = following, next(begun, None)
+            yield program
+    finally:
+        compiler.shutdown(cancel_futures=True)
+
+
+def _begun(compiler: futures.Executor, start: Start, entrant: Entrant) -> futures.Future[Any]:
+    """The program of a run that is being compiled; tracing needs the settings of this thread."""
+    try:
+        return compiler.submit(traced(start, entrant))
+    except Unsuited as reason:
+        refused = futures.Future[Any]()
+        refused.set_exception(reason)
+        return refused
+
+
+def _result(
+    start: Start, key: storage.Key, entrant: Entrant, program: futures.Future[Any]
+) -> dict[str, Any]:
     _, name, fingerprint = key
     try:
-        result = run_one(start, name, entrant)
+        result = run_one(start, name, entrant, program.result())
     except Unsuited as reason:
         result = {"problem": start.problem.name, "optimizer": name, "skipped": str(reason)}
     return result | {"fingerprint": fingerprint}

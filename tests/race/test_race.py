@@ -336,11 +336,11 @@ def test_a_signal_ends_a_race_as_ctrl_c_does(name, tmp_path, monkeypatch, capsys
     before = signal.SIG_DFL  # whatever this process has inherited: nohup ignores SIGHUP
     inherited = signal.signal(number, before)
 
-    def run(start, optimizer, entrant):
+    def run(start, optimizer, entrant, program):
         if optimizer == "ftrl":
             assert signal.getsignal(number) != before  # or it would end the tests
             signal.raise_signal(number)
-        return run_one(start, optimizer, entrant)
+        return run_one(start, optimizer, entrant, program)
 
     monkeypatch.setattr(session, "run_one", run)
     arguments = "--problem valley --optimizers adam,ftrl --rates 0.1 --seeds 1 --steps 5 --out"
@@ -364,10 +364,10 @@ def test_a_race_from_python_leaves_the_signals_alone():
 def test_an_error_leaves_a_page(tmp_path, monkeypatch):
     run_one = session.run_one
 
-    def run(start, optimizer, entrant):
+    def run(start, optimizer, entrant, program):
         if optimizer == "momentum":
             raise RuntimeError("out of memory")
-        return run_one(start, optimizer, entrant)
+        return run_one(start, optimizer, entrant, program)
 
     monkeypatch.setattr(session, "run_one", run)
     with pytest.raises(RuntimeError, match="out of memory"):
