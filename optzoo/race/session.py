@@ -160,7 +160,8 @@ def run(
 
     try:
         left = {key: p for key, p in todo.items() if key not in known}
-        starts = {p.name: prepare(p, settings) for p in left.values()}
+        waited = {p.name for p in left.values()}
+        starts = {p.name: prepare(p, settings) for p in chosen if p.name in waited}
         entrants = [(starts[p.name], contenders[key[1]]) for key, p in left.items()]
         with contextlib.closing(_programs(entrants)) as programs:
             for key, p in left.items():

@@ -361,6 +361,14 @@ def test_a_race_from_python_leaves_the_signals_alone():
     assert seen == [before, before]
 
 
+def test_a_problem_is_prepared_once(monkeypatch):
+    prepare, seen = session.prepare, []
+    count = lambda problem, settings: seen.append(problem.name) or prepare(problem, settings)
+    monkeypatch.setattr(session, "prepare", count)
+    race.run([line()], ["adam", "momentum", "ftrl"], settings=QUICK)
+    assert seen == ["line"]
+
+
 def test_an_error_leaves_a_page(tmp_path, monkeypatch):
     run_one = session.run_one
 
