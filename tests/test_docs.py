@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tasks").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 DIFFERENCES = "Differences from the original:"
 
@@ -49,7 +50,7 @@ GENERATED = {
     "differences": differences,
     "optax and tf1": optax_and_tf1,
     "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
-    "papers": runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["table"],
+    **runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["TABLES"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
     **FACTS,
 }
