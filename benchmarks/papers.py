@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/papers.py [name ...]     some minutes
 
-Results that are not run again are kept. ``make docs`` writes the tables to benchmarks/results.md and docs/papers.md.
+Results that are not run again are kept. ``make docs`` writes the tables to benchmarks/results.md
+and docs/papers.md.
 """
 
 import json
