@@ -10,7 +10,7 @@
 # make mutants changes the code in one place at a time, and looks whether a test fails
 # make colabs executes the notebooks
 # make bench  runs the benchmarks against optax, and torch if it is installed; make bench-full stores them
-#             (make docs then puts them into docs/performance.md)
+#             (make docs then puts them into benchmarks/results.md)
 # make docs   regenerates the generated parts of the pages
 # make dist   builds the sdist and the wheel, and tries the wheel in an environment without extras
 # make site   builds the site into site/, offline; make site-check checks its links, names and search

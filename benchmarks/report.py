@@ -1,4 +1,4 @@
-"""Tables for docs/performance.md and figures from the stored results.
+"""Tables for benchmarks/results.md and figures from the stored results.
 
     .venv/bin/python benchmarks/report.py    writes the figures to results (make bench-full does)
 

@@ -42,10 +42,13 @@ GREY = "#7d8590"
 
 
 def loss(params, ids, y):
+    """Reads rows of the table."""
     return jnp.mean((params["table"][ids] @ params["w"] - y) ** 2)
 
 
 def dense_step(tx):
+    """The usual step of JAX and optax."""
+
     def step(params, state, ids, y):
         value, grads = jax.value_and_grad(loss)(params, ids, y)
         updates, state = tx.update(grads, state, params)
@@ -55,6 +58,7 @@ def dense_step(tx):
 
 
 def contenders():
+    """Each optimizer with its step."""
     adam, lazy = optax.adam(1e-3), optzoo.lazy_adam(1e-3)
     return {
         "dense": (adam, dense_step(adam)),
@@ -77,7 +81,7 @@ def measure(rows, rounds):
             step, params, state = made[name]
             ids = jnp.asarray(rng.integers(rows, size=IDS), jnp.int32)
             begin = time.perf_counter()
-            params, state, value = jax.block_until_ready(step(params, state, ids, y))
+            params, state, _ = jax.block_until_ready(step(params, state, ids, y))
             if turn > 1:  # the first ones compile and warm up
                 seconds[name].append(time.perf_counter() - begin)
             made[name][1:] = params, state

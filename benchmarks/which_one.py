@@ -1,8 +1,8 @@
 """The tables of ``docs/which_one.md``: places in the race, with what each optimizer costs.
 
-Places and times are those of ``results/race.json``; what a TPU and a GPU do is what compilers state
-of the programs that ``make facts`` compiles (``tests/accelerators/facts/facts.json``). ``make docs``
-writes the tables into the page.
+Places and times are those of ``results/race.json``; what a TPU and a GPU do is what compilers
+state of the programs that ``make facts`` compiles (``tests/accelerators/facts/facts.json``).
+``make docs`` writes the tables into the page.
 """
 
 import json
@@ -86,7 +86,8 @@ def tables():
     document, facts = _stored(has_tables=True), _facts()
     lines = [
         "| optimizer | place | step on a CPU, µs | the same with dense gradients "
-        "| state, bytes for a parameter | MB a TPU v5e moves in an update | temporary MB on an H100 |",
+        "| state, bytes for a parameter | MB a TPU v5e moves in an update "
+        "| temporary MB on an H100 |",
         "|---|---|---|---|---|---|---|",
     ]
     for group, place in _first(document):

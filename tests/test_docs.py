@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from optzoo import catalog
+from tests import counts
 from tests.accelerators.facts.tables import TABLES as FACTS
 from tests.blocks import run_blocks
 from tests.public import BY_LAST
@@ -20,6 +21,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tasks").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 DIFFERENCES = "Differences from the original:"
 
@@ -48,8 +50,10 @@ GENERATED = {
     "distributed": catalog.distributed_table,
     "differences": differences,
     "optax and tf1": optax_and_tf1,
+    "counts": counts.table,
     "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
-    "papers": runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["table"],
+    **runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["TABLES"],
+    **runpy.run_path(str(ROOT / "benchmarks" / "which_one.py"))["TABLES"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],
     **FACTS,
 }
@@ -109,6 +113,7 @@ def test_the_readme_is_short_and_counts_right():
     many, others = len(catalog.CATALOG), len(catalog.CATALOG) - originals
     words = " ".join(text.split())
     assert f"Of {many} optimizers {originals} follow recorded trajectories" in words
+    assert f"Against {counts.COUNTS[0][1]()} recorded runs" in words
     assert f"step by step; {others} have none" in words
     assert len(text.splitlines()) <= 100
 

@@ -32,7 +32,7 @@ results.
 
 *State* is in bytes for each float32 parameter of a table of {shape}, at default settings. *Step* is
 the time of a dense step on the {elements:,} parameters of a ResNet-50 ({device}, {cores} core), and
-in brackets relative to the time that the memory needs ([performance](docs/performance.md)).
+in brackets relative to the time that the memory needs ([results](benchmarks/results.md)).
 
 """
 

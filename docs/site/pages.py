@@ -14,7 +14,14 @@ import optzoo
 
 ROOT = public.ROOT
 # Pages of the repository that are pages of the site; others are added where links lead to them.
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/*/*.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "docs/*/*.md",
+    "benchmarks/*.md",
+)
 PICTURES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/results/*.png")
 CODE = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".cff": "yaml"}
 

@@ -99,7 +99,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
 
     On a TPU, tables of narrow rows take several times less memory in lines: a row of 16 numbers
     takes 16 lanes, and not 128. By the compiler's estimate a step of Adam takes 1.4 times as many
-    cycles as with padded rows, and 3.4 times at width 100 (docs/accelerators.md).
+    cycles as with padded rows, and 3.4 times at width 100 (benchmarks/accelerator_facts.md).
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -81,6 +81,12 @@ def test_the_version_is_in_one_place():
     assert optzoo.__version__ in sections[:2] and sections[0] in ("Unreleased", optzoo.__version__)
 
 
+def test_the_date_is_in_the_changelog_alone():
+    """A second one, in CITATION.cff or pyproject.toml, could differ."""
+    for name in ("CITATION.cff", "pyproject.toml"):
+        assert not re.search(r"date-released|\d{4}-\d\d-\d\d", (ROOT / name).read_text()), name
+
+
 def test_a_release_needs_its_tag_and_a_date(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=f"must be v{optzoo.__version__}, got v9"):
         dist.check_tag("v9")

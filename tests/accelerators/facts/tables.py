@@ -1,4 +1,4 @@
-"""The record as tables of docs/accelerators.md and docs/accelerator_facts.md."""
+"""The record as tables of docs/accelerators.md and benchmarks/accelerator_facts.md."""
 
 import functools
 from collections.abc import Callable, Iterable
