@@ -109,8 +109,9 @@ def draw(stored):
     axes.set_xlabel(f"rows of the table ({WIDTH} floats each)", color=GREY)
     axes.set_ylabel("ms for a training step", color=GREY)
     axes.set_title(
-        f"A step that reads {IDS:,} rows: one CPU core", color=GREY, loc="left", fontsize=11
+        f"A step that reads {IDS:,} rows of a table, one CPU core", color=GREY, loc="left"
     )
+    axes.set_yticks([1, 10, 100], ["1", "10", "100"])
     axes.set_xticks(rows, [f"{n:,}" for n in rows])
     axes.minorticks_off()
     axes.tick_params(colors=GREY)

@@ -1,4 +1,4 @@
-"""Every optimizer of TensorFlow 1 and of RETURNN, as optax gradient transformations.
+"""Optimizers for JAX as optax transformations: all of TensorFlow 1 and RETURNN, and many more.
 
 An argument of a wrong type is a ``TypeError``, one out of its range a ``ValueError``; both name it.
 """

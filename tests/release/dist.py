@@ -15,7 +15,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "release"))
 
-import contents  # noqa: E402 (after the path)
+import conda  # noqa: E402 (after the path)
+import contents  # noqa: E402
 
 DIST = ROOT / "dist"
 RACE = "race --quick --steps 30 --optimizers adam ftrl lazy_adam"  # on every problem of a race
@@ -83,6 +84,10 @@ def main() -> None:
     if args.tag:
         check_tag(args.tag)
     wheel = build()
+    [sdist] = DIST.glob("*.tar.gz")
+    recipe = conda.recipe(sdist)
+    print(conda.check(recipe))
+    (DIST / "recipe.yaml").write_text(recipe)
     with tempfile.TemporaryDirectory() as folder:
         try_wheel(wheel, pathlib.Path(folder), args.race)
     print(f"{wheel.relative_to(ROOT)} works")
