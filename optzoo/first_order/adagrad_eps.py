@@ -33,7 +33,7 @@ def scale_by_adagrad_eps(
 
 
 def adagrad_eps(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
     initial_accumulator_value: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
