@@ -1,4 +1,4 @@
-"""Flax's cookbook: averages of the parameters and a rate for each kind of parameter."""
+"""Averages of the parameters, and a rate for each kind of parameter (Flax's cookbook)."""
 
 import jax
 import jax.numpy as jnp

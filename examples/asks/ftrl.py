@@ -1,4 +1,4 @@
-"""FTRL for embeddings: whose L2, and what becomes of initial values."""
+"""FTRL for embeddings: which L2, and what happens to initial values."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Muon on parameters that are sharded, without gathering them in each iteration."""
+"""Muon on sharded parameters, without gathering them in each iteration."""
 
 import re
 
