@@ -31,7 +31,7 @@ IN_ALL = re.compile(
 
 def differences():
     """What the docstrings say of deliberate differences, as a list."""
-    lines = []
+    found = {}
     for name, thing in sorted(BY_LAST.items()):
         doc = inspect.getdoc(thing) or ""
         if DIFFERENCES in doc:
@@ -39,8 +39,8 @@ def differences():
             text = re.sub(r":math:`(.*?)`", r"$\1$", text).replace("``", "`")
             text = re.sub(r":func:`optzoo\.(.*?)`", r"`\1`", text)
             if text := IN_ALL.sub("", text).strip():
-                lines.append(f"- **`{name}`**: {text}")
-    return "\n".join(lines) + "\n"
+                found.setdefault(text, []).append(f"`{name}`")
+    return "".join(f"- **{', '.join(names)}**: {text}\n" for text, names in found.items())
 
 
 def optax_and_tf1():

@@ -39,9 +39,8 @@ def with_optax():
 
 def with_optzoo():
     """No tree of labels: patterns of names."""
-    return (
-        f'`param_groups({{"kernel": ..., "bias": ...}})`: {trained(lambda _: optzoo.param_groups(RATES))}'
-    )
+    works = trained(lambda _: optzoo.param_groups(RATES))
+    return f'`param_groups({{"kernel": ..., "bias": ...}})`: {works}'
 
 
 if __name__ == "__main__":

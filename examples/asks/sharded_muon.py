@@ -38,8 +38,8 @@ def with_optzoo():
     grouped = collectives(optzoo.param_groups({"w": optax.contrib.muon(1e-3)}))
     soap = "more" if collectives(optzoo.soap(1e-3)) > 10 else "not more"
     return (
-        f"`param_groups` around optax's `muon` has as many: {grouped == alone}; the nearest optimizer "
-        f"here, `soap`: {soap} than 10; element-wise ones as `adam`: "
+        f"`param_groups` around optax's `muon` has as many: {grouped == alone}; the nearest "
+        f"optimizer here, `soap`: {soap} than 10; element-wise ones as `adam`: "
         f"{collectives(optzoo.adam(1e-3))}"
     )
 
