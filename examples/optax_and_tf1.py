@@ -179,7 +179,7 @@ CASES = [
 
 
 def table():
-    """The table in docs/optax_and_tf1.md."""
+    """The table in docs/differences.md."""
     lines = ["| TensorFlow 1 | optax | difference | why |", "|---|---|---|---|"]
     for name, ours, call, theirs, why in CASES:
         found = difference(ours, theirs)

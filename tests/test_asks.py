@@ -1,4 +1,4 @@
-"""What ``docs/asks.md`` shows is what comes out."""
+"""What ``docs/differences.md`` shows of the asks is what comes out."""
 
 import json
 import pathlib

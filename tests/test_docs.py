@@ -24,20 +24,25 @@ PAGES = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 DIFFERENCES = "Differences from the original:"
+# What docs/differences.md says once, for all optimizers.
+IN_ALL = re.compile(
+    r"(With `eps=0`(, the default)?, an element whose gradients were all zero is unchanged;"
+    r"|Rows that share an index are summed; the original makes a step for each)[^.]*\.( |$)"
+)
 
 
 def differences():
-    """What the docstrings say of deliberate differences, as a table."""
-    lines = ["| | original | here, other than there |", "|---|---|---|"]
+    """What the docstrings say of deliberate differences, as a list."""
+    found = {}
     for name, thing in sorted(BY_LAST.items()):
         doc = inspect.getdoc(thing) or ""
         if DIFFERENCES in doc:
             text = " ".join(doc.split(DIFFERENCES)[1].split())
             text = re.sub(r":math:`(.*?)`", r"$\1$", text).replace("``", "`")
             text = re.sub(r":func:`optzoo\.(.*?)`", r"`\1`", text)
-            original = re.search(r"as in ``(.*?)``", doc.splitlines()[0])[1]
-            lines.append(f"| `{name}` | `{original}` | {text} |")
-    return "\n".join(lines) + "\n"
+            if text := IN_ALL.sub("", text).strip():
+                found.setdefault(text, []).append(f"`{name}`")
+    return "".join(f"- **{', '.join(names)}**: {text}\n" for text, names in found.items())
 
 
 def optax_and_tf1():
@@ -51,7 +56,7 @@ GENERATED = {
     "differences": differences,
     "optax and tf1": optax_and_tf1,
     "counts": counts.table,
-    "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["table"],
+    "asks": runpy.run_path(str(ROOT / "examples" / "asks" / "run.py"))["entries"],
     **runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["TABLES"],
     **runpy.run_path(str(ROOT / "benchmarks" / "which_one.py"))["TABLES"],
     **runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["TABLES"],

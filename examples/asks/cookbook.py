@@ -1,4 +1,4 @@
-"""Flax's cookbook: averages of the parameters and a rate for each kind of parameter."""
+"""Averages of the parameters, and a rate for each kind of parameter (Flax's cookbook)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import optzoo
 
 ASKED = ["google/flax/pull/5117"]
-ANSWERED = "yes: `moving_average`, `groups`, `state_sharding`; L-BFGS and LoRA are not here"
+ANSWERED = "yes: `moving_average`, `param_groups`, `state_sharding`; L-BFGS and LoRA are not here"
 PARAMS = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
 STEPS, DECAY = 20, 0.9
 
@@ -45,7 +45,7 @@ def with_optzoo():
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         params = optax.apply_updates(params, updates)
     found = loss(optzoo.eval_params(params, state)) / loss(PARAMS)
-    return f"`moving_average(groups(...))`: loss of the average {float(found):.3f}"
+    return f"`moving_average(param_groups(...))`: loss of the average {float(found):.3f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""NaN from a gradient of zero in float16, where the epsilon of 1e-8 is zero."""
+"""NaN in float16, where the epsilon of 1e-8 is zero."""
 
 import jax.numpy as jnp
 import optax

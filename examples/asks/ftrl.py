@@ -1,4 +1,4 @@
-"""FTRL for embeddings: whose L2, and what becomes of initial values."""
+"""FTRL for embeddings: which L2, and what happens to initial values."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import optzoo
 
 ASKED = ["meta-pytorch/torchrec/pull/4710", "NVIDIA/recsys-examples/pull/487"]
 ASKED += ["pytorch/FBGEMM/pull/6295"]
-ANSWERED = "yes: `ftrl_from` for four dialects, and a warning"
+ANSWERED = "yes: `ftrl_from`, and a warning. DynamicEmb has FTRL since v26.10 (November 2026)"
 
 
 def with_optax():

@@ -1,4 +1,4 @@
-"""Slots in the memory of the host, chosen by a regular expression."""
+"""Slots in host memory, chosen by a regular expression."""
 
 import re
 

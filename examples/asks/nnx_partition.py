@@ -8,7 +8,7 @@ from flax import nnx
 import optzoo
 
 ASKED = ["google/flax/issues/5372", "google-deepmind/optax/issues/1148"]
-ANSWERED = "yes: `groups`, by names"
+ANSWERED = "yes: `param_groups`, by names"
 RATES = {"kernel": optax.sgd(0.1), "bias": optax.sgd(0.01)}
 
 
@@ -39,9 +39,8 @@ def with_optax():
 
 def with_optzoo():
     """No tree of labels: patterns of names."""
-    return (
-        f'`groups({{"kernel": ..., "bias": ...}})`: {trained(lambda _: optzoo.param_groups(RATES))}'
-    )
+    works = trained(lambda _: optzoo.param_groups(RATES))
+    return f'`param_groups({{"kernel": ..., "bias": ...}})`: {works}'
 
 
 if __name__ == "__main__":

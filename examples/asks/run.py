@@ -1,6 +1,6 @@
 """Runs all asks and prints what came out; with ``--store`` writes it to output.json.
 
-``docs/asks.md`` has it as a table.
+``docs/differences.md`` shows it.
 """
 
 import json
@@ -20,23 +20,29 @@ def load(name):
     return runpy.run_path(str(FOLDER / f"{name}.py"))
 
 
-def table():
-    """What came out when it was stored, as a table for ``docs/asks.md``."""
+def entries():
+    """What came out when it was stored: one entry with a heading for each ask."""
     stored = json.loads(STORED.read_text())
-    lines = ["| asked | optax | optzoo | answered? |", "|---|---|---|---|"]
+    lines = []
     for name in ASKS:
         ask = load(name)
-        title = ask["__doc__"].splitlines()[0].rstrip(".")
         where = ", ".join(
             f"[{url.split('/')[1]} {url.split('/')[3]}](https://github.com/{url})"
             for url in ask["ASKED"]
         )
-        script = f"[script](../examples/asks/{name}.py)"
         out = stored["out"][name]
-        cells = [f"{title} ({where}; {script})", out["optax"], out["optzoo"], ask["ANSWERED"]]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines += [
+            f"### {ask['__doc__'].splitlines()[0].rstrip('.')}",
+            "",
+            f"Asked in {where}. [Script](../examples/asks/{name}.py).",
+            "",
+            f"- **optax:** {out['optax']}",
+            f"- **optzoo:** {out['optzoo']}",
+            f"- **Answered:** {ask['ANSWERED']}",
+            "",
+        ]
     versions = ", ".join(f"{package} {v}" for package, v in stored["versions"].items())
-    return "\n".join([*lines, "", f"Run with {versions}.", ""])
+    return "\n".join([*lines, f"All were run with {versions}.", ""])
 
 
 def main():

@@ -1,4 +1,4 @@
-"""The second moment in bfloat16, too (`nu_dtype`)."""
+"""The second moment in bfloat16 (`nu_dtype`)."""
 
 import inspect
 

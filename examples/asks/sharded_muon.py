@@ -1,4 +1,4 @@
-"""Muon on parameters that are sharded, without gathering them in each iteration."""
+"""Muon on sharded parameters, without gathering them in each iteration."""
 
 import re
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 
 ASKED = ["google-deepmind/optax/issues/1660", "goodfire-ai/spd/pull/978"]
-ANSWERED = "no: there is no Muon in optzoo"
+ANSWERED = "no: optzoo has no Muon; MaxText has had one for sharded parameters since August 2026"
 COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
 
 
@@ -38,8 +38,8 @@ def with_optzoo():
     grouped = collectives(optzoo.param_groups({"w": optax.contrib.muon(1e-3)}))
     soap = "more" if collectives(optzoo.soap(1e-3)) > 10 else "not more"
     return (
-        f"`groups` around optax's `muon` has as many: {grouped == alone}; the nearest optimizer "
-        f"here, `soap`: {soap} than 10; element-wise ones as `adam`: "
+        f"`param_groups` around optax's `muon` has as many: {grouped == alone}; the nearest "
+        f"optimizer here, `soap`: {soap} than 10; element-wise ones as `adam`: "
         f"{collectives(optzoo.adam(1e-3))}"
     )
 

@@ -1,4 +1,4 @@
-"""A state of the optimizer that is sharded as wished: as the parameters, or otherwise."""
+"""The optimizer's state with the sharding of the parameters, or another."""
 
 import jax
 import jax.numpy as jnp

@@ -105,7 +105,7 @@ def test_all_of_the_record_is_compared():
 
 
 def largest(table, ids, segments, number):
-    """As on the page."""
+    """``mode="max"``, by what the page names."""
     rows = optzoo.lookup(table, ids)
     rows = jnp.where((ids == len(table))[:, None], -jnp.inf, rows)
     most = jax.ops.segment_max(rows, segments, number)

@@ -164,12 +164,12 @@ def save_all(folder: pathlib.Path, theirs: pathlib.Path) -> None:
 
 def table() -> str:
     """What checkpoints have beside parameters and the global step, as the page shows it."""
-    lines = ["| here | original | beside a matrix `w` |", "|---|---|---|"]
+    lines = ["| optimizer | beside a matrix `w` |", "|---|---|"]
     for ours, entry in optzoo.CATALOG.items():
         if entry.original is not None:
             name = golden.short_name(entry.original)
             variables = _beside_a_matrix({"RMSProp": "RMSPropCentered"}.get(name, name))
-            lines.append(f"| `{ours}` | `{entry.original}` | {', '.join(variables) or 'nothing'} |")
+            lines.append(f"| `{ours}` | {', '.join(variables) or 'nothing'} |")
     return "\n".join(lines) + "\n"
 
 
