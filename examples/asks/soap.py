@@ -38,7 +38,8 @@ def with_optax():
     """The pull requests are open; Adam is what there is."""
     has = hasattr(optax.contrib, "soap")
     best = min(loss_after(optax.adam(rate)) for rate in (0.01, 0.03, 0.1))
-    return f"{'' if has else 'no SOAP; '}`adam`, best of three rates: loss about 1e{round(math.log10(best))}"
+    power = round(math.log10(best))
+    return f"{'' if has else 'no SOAP; '}`adam`, best of three rates: loss about 1e{power}"
 
 
 def with_optzoo():
