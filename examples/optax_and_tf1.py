@@ -74,7 +74,7 @@ CASES = [
         tf("Adagrad", initial_accumulator_value=1e-6),
         "adagrad(initial_accumulator_value=1e-6)",
         optax.adagrad(RATE, 1e-6),
-        "the same 1e-7; `eps=0` makes them equal",
+        "optax adds 1e-7 under the root; `eps=0` makes them equal",
     ),
     (
         "Adam",
@@ -179,13 +179,16 @@ CASES = [
 
 
 def table():
-    """The table in docs/differences.md."""
+    """What docs/differences.md shows: the pairs that are equal, and a table of the others."""
+    equal = []
     lines = ["| TensorFlow 1 | optax | difference | why |", "|---|---|---|---|"]
     for name, ours, call, theirs, why in CASES:
         found = difference(ours, theirs)
-        value = "none" if found < 2e-6 else f"{found:.1g}"
-        lines.append(f"| `{name}` | `{call}` | {value} | {why} |")
-    return "\n".join(lines) + "\n"
+        if found < 2e-6:
+            equal.append(f"- `{name}` and `{call}`{' (' + why + ')' if why else ''}")
+        else:
+            lines.append(f"| `{name}` | `{call}` | {found:.1g} | {why} |")
+    return "\n".join(["These are equal:", "", *equal, "", "These differ:", "", *lines, ""])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's statistics."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,13 +38,14 @@ def with_optax():
     """The pull requests are open; Adam is what there is."""
     has = hasattr(optax.contrib, "soap")
     best = min(loss_after(optax.adam(rate)) for rate in (0.01, 0.03, 0.1))
-    return f"{'' if has else 'no SOAP; '}`adam`, best of three rates: loss {best:.0e}"
+    power = round(math.log10(best))
+    return f"{'' if has else 'no SOAP; '}`adam`, best of three rates: loss about 1e{power}"
 
 
 def with_optzoo():
     """The same rates."""
     best = min(loss_after(optzoo.soap(rate)) for rate in (0.01, 0.03, 0.1))
-    return f"`soap`, best of three rates: loss {best:.0e}"
+    return f"`soap`, best of three rates: loss about 1e{round(math.log10(best))}"
 
 
 if __name__ == "__main__":
