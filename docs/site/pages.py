@@ -13,6 +13,7 @@ import public
 import optzoo
 
 ROOT = public.ROOT
+NAMES = public.names()
 # Pages of the repository that are pages of the site; others are added where links lead to them.
 PAGES = (
     "README.md",
@@ -311,13 +312,12 @@ def _entry(name: str, thing: Any, module: str) -> str:
         picture = f"/_pictures/{last}.svg"
         words = f"{last} in a valley, its loss by step, and its loss by learning rate"
         lines += [card, "", f".. image:: {picture}", "   :class: card-picture", f"   :alt: {words}"]
-    if name.count(".") > 1:  # the pages of source code lead to the name in optzoo itself
-        lines += [
-            "",
-            ".. raw:: html",
-            "",
-            f'   <span id="optzoo.{last}"></span>',
-        ]
+    # The pages of source code lead to the name in any module with names from that file.
+    places = {n.rpartition(".")[0] for n, other in NAMES.items() if public.home(other) == module}
+    anchors = [f'   <span id="{p}.{last}"></span>' for p in sorted(places | {"optzoo"})]
+    anchors = [anchor for anchor in anchors if f'"{name}"' not in anchor]
+    if anchors:
+        lines += ["", ".. raw:: html", "", *anchors]
     lines.append("")
     if inspect.isclass(thing):
         lines += [f".. autoclass:: {name}", "   :members:"]

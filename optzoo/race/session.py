@@ -12,7 +12,7 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -202,7 +202,9 @@ def _todo(
     }
 
 
-def _programs(entrants: Sequence[tuple[Start, Entrant]]) -> Iterator[futures.Future[Any]]:
+def _programs(
+    entrants: Sequence[tuple[Start, Entrant]],
+) -> Generator[futures.Future[Any]]:
     """The program of each run: a thread compiles it while the one before it runs."""
     compiler = futures.ThreadPoolExecutor(1)
     try:
