@@ -69,7 +69,7 @@ def explanation(document: Mapping[str, Any]) -> str:
     return (
         f"Each optimizer was tuned over {rates}, with {settings['seeds']} seeds; the best mean "
         "validation loss decides. Values are means ± standard deviations over the seeds. A step "
-        "is one compiled training step of one run, dispatch included; its time is the median of "
+        "is one compiled training step of one run, dispatch included; its time is the least of "
         f"{settings['timed_stretches']} stretches of {settings['timed_steps']} steps after a "
         "warm-up, beside the least and the greatest. "
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, "
