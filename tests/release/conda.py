@@ -46,7 +46,7 @@ tests:
 
 about:
   homepage: https://pypi.org/project/optzoo/
-  summary: {summary}
+  summary: "{summary}"
   license: {license}
   license_file: LICENSE
 
