@@ -209,12 +209,18 @@ def plain(tx, x, grads):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *ends)
 
 
+# The statistics here have a condition number of up to 7**4, and their root of order 4 multiplies
+# their rounding errors by up to a quarter of it: XLA adds in another order in the two programs.
+MULTIPLIES_ROUNDING = {"blocked_shampoo, newton": 7**4 / 4}
+
+
 def assert_equal_values(name, of_params, of_grads):
     tx, x, grads = make(name), params(of_params), gradients(of_grads, 2)
     got, want = transformed(tx, x, grads), plain(tx, x, grads)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     chex.assert_tree_all_finite(want)
     digits = max(jnp.finfo(d).eps for d in (*of_params.values(), *of_grads.values()))
+    digits *= MULTIPLIES_ROUNDING.get(name, 1)
     largest = lambda *arrays: max(np.max(np.abs(a), initial=0) for a in arrays)
     # What a method keeps of an exchange is a difference of parameters, with their rounding.
     floor = largest(*map(np.asarray, x.values())) if name in PERIODS else 0
