@@ -1,4 +1,4 @@
-"""Effect of epsilon, rate and b1 of Adam on a small network: tables of docs/divergence.md."""
+"""Effect of epsilon, rate and b1 of Adam on a small network: benchmarks/results/epsilon.md."""
 
 import jax
 import jax.numpy as jnp

@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tasks").glob("*.md")),
-    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
 DIFFERENCES = "Differences from the original:"
 # What docs/differences.md says once, for all optimizers.
