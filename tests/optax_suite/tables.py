@@ -38,7 +38,7 @@ AS_SGD = {
     "global_decay_row_wise_adagrad": {"learning_rate": ROOT, "eps": ROOT},
     "grad_variance_scaled": {"learning_rate": 1.0, "b2": 0.0, "eps": 0.0},
     "gradient_descent": {"learning_rate": 1.0},
-    "lars": {"learning_rate": 1.0, "momentum": 0.0, "skip": ("",)},
+    "lars": {"learning_rate": 1.0, "momentum": 0.0, "skip": ".*"},
     "lazy_adam": ADAM_AS_SGD,
     "lazy_adam_gs": ADAM_AS_SGD,
     "sparse_adamw": ADAM_AS_SGD,

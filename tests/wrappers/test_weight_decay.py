@@ -122,7 +122,7 @@ def test_the_name_of_another_decay_is_refused(name):
         make(weight_decay=0.1)
     for word in ("weight_decay_per_step", "learning_rate", "optax.adamw", "optzoo.sparse_adamw"):
         caught.match(word)
-    parameter = inspect.signature(BY_LAST[name]).parameters["weight_decay_per_step"]
+    parameter = inspect.signature(BY_LAST[name], eval_str=True).parameters["weight_decay_per_step"]
     assert parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation is float
     for missing in ({}, {"mask": None}):
         with pytest.raises(TypeError, match="weight_decay_per_step"):
