@@ -86,7 +86,7 @@ DESCENT = {
     # 1 - b2 is exact in float32, the dtype of the injected b2.
     "grad_variance_scaled": {"learning_rate": 1.6e-3, "b2": 1 - 2.0**-10},
     "gradient_descent": {"learning_rate": uneven(7e-4)},
-    "lars": {"learning_rate": 0.2},
+    "lars": {"learning_rate": 0.3},
     "momentum": {"learning_rate": 5e-4, "nesterov": True},
     "momentumw": {"learning_rate": 2e-3},
     "neural_optimizer1": {"learning_rate": uneven(7e-4)},

@@ -3,6 +3,7 @@
 import collections
 import fnmatch
 import functools
+import inspect
 import types
 
 import jax
@@ -38,6 +39,8 @@ def files(name):
     def sgd(*rate, **kwargs):
         """At rate 1 for tests of wrappers, which pass the rate by position; others use keywords."""
         return factory(**(AS_SGD.get(name, descent) if rate else kwargs))
+
+    sgd.__signature__ = inspect.signature(factory, eval_str=True)
 
     def split(**kwargs):
         return optax.contrib.split_real_and_imaginary(factory(**kwargs))
