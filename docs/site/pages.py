@@ -243,7 +243,7 @@ def _comment(name: str) -> str:
 
 def _reference(source: pathlib.Path) -> None:
     """One page for each public name, one for each group, and one of all groups."""
-    names = public.names()
+    names = NAMES
     grouped: dict[str, list[str]] = {title: [] for title in GROUPS}
     for name, thing in names.items():
         module = module_of(name, thing)

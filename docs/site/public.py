@@ -1,6 +1,7 @@
 """The public names of optzoo, each with the object it stands for; nothing else lists them."""
 
 import ast
+import functools
 import importlib
 import inspect
 import pathlib
@@ -20,6 +21,7 @@ MODULES = tuple(
 )
 
 
+@functools.cache
 def names() -> dict[str, Any]:
     """The object of each public name, such as ``optzoo.adam`` or ``optzoo.rules.RowsRule``.
 
@@ -32,6 +34,7 @@ def names() -> dict[str, Any]:
     return found
 
 
+@functools.cache
 def by_last_part() -> dict[str, str]:
     """The full name for the last part of each public name; that of optzoo itself goes first."""
     return {n.rpartition(".")[2]: n for n in sorted(names(), key=lambda n: -n.count("."))}

@@ -23,8 +23,7 @@ from .marks import marked
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.rows.densify()` before it "
-    "or wrap "
-    "it in `optzoo.rows.on_values`; `optzoo.accumulate(..., max_rows=...)` replaces "
+    "or wrap it in `optzoo.rows.on_values`; `optzoo.accumulate(..., max_rows=...)` replaces "
     "`optax.MultiSteps`, and "
     "`optzoo.clip_by_global_norm` that of optax."
 )

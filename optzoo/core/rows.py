@@ -34,8 +34,7 @@ class _HintInErrors(type):
         return (
             f"<class 'optzoo.{cls.__name__}'> (a row-sparse gradient. Masks and labels must be "
             "trees that were made from the parameters, not functions; optzoo.param_groups takes "
-            "patterns "
-            f"of names. {HINT})"
+            f"patterns of names. {HINT})"
         )
 
 

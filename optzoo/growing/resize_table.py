@@ -125,8 +125,7 @@ def _pairs_by_name(
         if not isinstance(pair, tuple) or [type(s) for s in pair] != [RowSharding] * 2:
             raise TypeError(
                 "shardings must have a pair of optzoo.sharded.RowSharding for each table, the "
-                "old and the "
-                f"new one, got {pair!r}"
+                f"old and the new one, got {pair!r}"
             )
     pairs = value_by_name("shardings", shardings, params)
     leaves = jax.tree.leaves(params, is_leaf=is_lines)

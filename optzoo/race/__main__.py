@@ -40,11 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         _list()
         return 0
-    usual = (
-        (_QUICK if args.quick else CATALOG),
-        (_QUICK_PROBLEMS if args.quick else DEFAULT_PROBLEMS),
-    )
-    names = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else usual[0]))
+    optimizers = _QUICK if args.quick else CATALOG
+    names = _names(args.optimizers or (["adam", *DISTRIBUTED] if args.replicas else optimizers))
     if any(":" in name for name in names):
         sys.path.insert(0, os.getcwd())  # for a module beside the results
     try:
@@ -52,12 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"argument --rates: {error}")
     settings = Settings(rates=rates, steps=args.steps)
+    usual = _QUICK_PROBLEMS if args.quick else DEFAULT_PROBLEMS
     if args.quick:
         settings = dataclasses.replace(settings, num_rates=4, extensions=1, seeds=2)
     given = {"num_rates": args.num_rates, "seeds": args.seeds}
     settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v})
     try:
-        problems, _ = session.check(_names(args.problem or usual[1]), names, settings)
+        problems, _ = session.check(_names(args.problem or usual), names, settings)
     except ValueError as error:
         parser.error(str(error))
     page = f"{args.out}/index.html"

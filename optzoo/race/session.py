@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -132,7 +133,8 @@ def run(
     stored = _found_in(folder) if folder else {}
     known = {key: r for key, r in stored.items() if not (fresh and key in todo)}
     found = frozenset(known.keys() & todo.keys())
-    clock, starts = _Clock(chosen, settings), dict[str, Start]()
+    clock, by_name = _Clock(chosen, settings), {p.name: p for p in chosen}
+    start_of = functools.cache(lambda name: prepare(by_name[name], settings))
 
     def notify(problem="", optimizer=""):
         left = [key[0] for key in todo if key not in known]
@@ -160,19 +162,17 @@ def run(
 
     try:
         left = {key: p for key, p in todo.items() if key not in known}
-        waited = {p.name for p in left.values()}
-        starts = {p.name: prepare(p, settings) for p in chosen if p.name in waited}
-        entrants = [(starts[p.name], contenders[key[1]]) for key, p in left.items()]
+        entrants = ((start_of(p.name), contenders[key[1]]) for key, p in left.items())
         with contextlib.closing(_programs(entrants)) as programs:
             for key, p in left.items():
                 notify(p.name, key[1])
                 begin = time.perf_counter()
-                known[key] = _result(starts[p.name], key, contenders[key[1]], next(programs))
+                known[key] = _result(start_of(p.name), key, contenders[key[1]], next(programs))
                 clock.took(p.name, time.perf_counter() - begin)
                 save(publish=False)
         for key in _doubtful_times({key: known[key] for key in todo}):
             if key not in found:
-                known[key] = _timed_again(known[key], starts[key[0]], contenders[key[1]])
+                known[key] = _timed_again(known[key], start_of(key[0]), contenders[key[1]])
     except BaseException:  # Ctrl-C, a signal, an error: what is finished has a page
         save(publish=True)
         raise
@@ -203,7 +203,7 @@ def _todo(
 
 
 def _programs(
-    entrants: Sequence[tuple[Start, Entrant]],
+    entrants: Iterable[tuple[Start, Entrant]],
 ) -> Generator[futures.Future[Any]]:
     """The program of each run: a thread compiles it while the one before it runs."""
     compiler = futures.ThreadPoolExecutor(1)

@@ -60,8 +60,7 @@ class Sleepers(NamedTuple):
                 raise ValueError(
                     f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
                     "cannot sleep: give it as an array (optzoo.rows.from_lines), or take an "
-                    "optimizer "
-                    "of touched rows for it by optzoo.param_groups"
+                    "optimizer of touched rows for it by optzoo.param_groups"
                 )
         state = self.inner.init(params)
         marks = _marks(self.mask, params)
@@ -81,8 +80,7 @@ class Sleepers(NamedTuple):
         [(law, clock)], mine = state.clock.items(), self.sleeper.law
         fix = (
             "catch up all rows by params, state = optzoo.rows.catch_up(params, state), then "
-            "resume from "
-            "optzoo.rows.take_over(tx, params, state.inner)"
+            "resume from optzoo.rows.take_over(tx, params, state.inner)"
         )
         if law != mine:
             raise StateError(f"rows of this state sleep by the law [{law}], not [{mine}]: {fix}")

@@ -183,8 +183,7 @@ def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
         raise ValueError(
             "ids depend on looked-up rows, but rows that sleep or are on other devices are read "
             "before the loss runs: use optzoo.rows.catch_up or optzoo.sharded.lookup and "
-            "tx.update in a "
-            "step of your own"
+            "tx.update in a step of your own"
         )
 
 

@@ -53,8 +53,7 @@ class Replicas:
             raise NameError(
                 f"no axis is named axis_name={self.axis_name!r} here: call update inside vmap, "
                 "shard_map or pmap with that axis (optzoo.replicas.map_over_replicas does), or "
-                "pass "
-                "axis_name=None for a single replica"
+                "pass axis_name=None for a single replica"
             ) from error
 
     def check_size(self, **expected: int) -> None:

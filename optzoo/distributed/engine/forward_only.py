@@ -25,8 +25,7 @@ def _refuse(*_: Any) -> NoReturn:
         "an exchange that the step count decides is a loop, through which there is no derivative "
         "in reverse mode (jax.grad, jax.vjp, jax.linearize with a transpose). Pass exchange=True "
         "or exchange=False to update, as optzoo.replicas.scan_local_steps does, or use forward "
-        "mode "
-        "(jax.jvp, jax.jacfwd)"
+        "mode (jax.jvp, jax.jacfwd)"
     )
 
 
