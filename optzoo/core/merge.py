@@ -94,6 +94,14 @@ def _(number, primals, tangents):
     return segment_sum(values, places, number), tangent
 
 
+def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
+    """As :func:`merge`, of any ids; each sum is at one of the positions of its id, which stays."""
+    ids = _in_range(ids, num_rows)
+    elected = elect(ids)
+    is_elected = elected == jnp.arange(len(ids), dtype=ids.dtype)
+    return jnp.where(is_elected, ids, num_rows), segment_sum(values, elected, len(ids))
+
+
 def elect(ids: Array) -> Array:
     """For each position one position of the same id, the same for all that share it."""
     return jax.lax.platform_dependent(ids, cpu=_elect_by_hash, default=_elect_by_sort)

@@ -17,13 +17,10 @@ from jax.typing import DTypeLike
 from .checks import check_transformation
 from .compat import vary, varying
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
-from .marks import marked
-from .merge import add, merge
+from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .numerics import upcast
 from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
-
-_DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
 class _HintInErrors(type):
@@ -188,7 +185,7 @@ class SparseRows(metaclass=_HintInErrors):
         values = self.values.astype(dense.dtype)
         if are_lines(dense, self.shape):
             return add_rows(dense, self.indices, values, self.shape)
-        return _add(dense, self.indices, values, unique=self.coalesced)
+        return add_rows_to(dense, self.indices, values, unique=self.coalesced)
 
     __radd__ = __add__
 
@@ -238,7 +235,7 @@ class SparseRows(metaclass=_HintInErrors):
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
         if are_lines(dense, self.shape):
             return take_rows(dense, self.indices, self.shape)
-        return _gather(dense, self.indices)
+        return gather_rows(dense, self.indices)
 
     def scatter(self, dense: Any, rows: Array) -> Any:
         """``dense`` with the rows at ``indices`` replaced; for coalesced rows."""
@@ -247,7 +244,7 @@ class SparseRows(metaclass=_HintInErrors):
             return Lines(new, dense.shape)
         if are_lines(dense, self.shape):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
-        return _scatter(dense, self.indices, rows.astype(dense.dtype))
+        return scatter_rows(dense, self.indices, rows.astype(dense.dtype))
 
     def rows_if(self, wanted: Array) -> SparseRows:
         """The same rows if a condition holds, and otherwise padding alone."""
@@ -269,7 +266,7 @@ class SparseRows(metaclass=_HintInErrors):
         if self.coalesced:
             return self
         values = upcast(self.values)
-        ids, values = _merge(
+        ids, values = merge_rows(
             self._row_ids(), values, num_rows=self.num_rows, deterministic=deterministic
         )
         return self._same(values.astype(self.dtype), ids=protect(ids), coalesced=True)
@@ -278,29 +275,6 @@ class SparseRows(metaclass=_HintInErrors):
         """The indices; those out of range are replaced by that of padding."""
         i = self.indices
         return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
-
-
-# The operations on rows, marked for a compiler of whole programs.
-
-
-@marked("rows_gather")
-def _gather(dense: Array, ids: Array) -> Array:
-    return jnp.take(dense, ids, axis=0, mode="clip")
-
-
-@marked("rows_scatter")
-def _scatter(dense: Array, ids: Array, rows: Array) -> Array:
-    return dense.at[ids].set(rows, **_DROP, unique_indices=True)
-
-
-@marked("rows_add")
-def _add(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
-    return (
-        dense.at[ids].add(rows, **_DROP, unique_indices=True) if unique else add(dense, ids, rows)
-    )
-
-
-_merge = marked("rows_merge")(merge)
 
 
 def _set_indices(rows: Any, indices: Any) -> None:

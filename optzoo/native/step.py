@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -18,7 +18,6 @@ from ..jaxprs.graph import read
 
 InPlace = Literal["all", "slots"]
 Native = bool | Literal["require"]  # whether a step is native, or must be
-Apply = Callable[..., tuple[Any, Any]]
 
 
 def native_step(
@@ -91,9 +90,11 @@ def native_step(
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, grads, **extra_args):
-        return apply_natively(
-            plainly, tx, params, state, grads, extra_args, in_place=in_place, required=required
-        )
+        def apply(params, state):
+            updates, after = tx.update(grads, state, params, **extra_args)
+            return (optax.apply_updates(params, updates), after), ()
+
+        return natively(apply, params, state, in_place=in_place, required=required)[0]
 
     compiled = jax.jit(step)
 
@@ -113,58 +114,42 @@ def check_native(native: Any) -> None:
         raise ValueError(f"native must be False, True or 'require', got {native!r}")
 
 
-def plainly(
-    tx: optax.GradientTransformationExtraArgs,
+def natively(
+    f: Callable[[Any, Any], tuple[tuple[Any, Any], Any]],
     params: Any,
     state: Any,
-    grads: Any,
-    extra_args: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """The parameters and the state after an update."""
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
-
-
-def apply_natively(
-    apply: Apply,
-    tx: optax.GradientTransformationExtraArgs,
-    params: Any,
-    state: Any,
-    grads: Any,
-    extra_args: Mapping[str, Any],
     *,
-    in_place: InPlace,
-    required: bool,
-) -> tuple[Any, Any]:
-    """What ``apply``, a function as :func:`plainly`, computes."""
+    in_place: InPlace = "all",
+    required: bool = False,
+) -> tuple[tuple[Any, Any], Any]:
+    """What ``f(params, state)`` computes: the next parameters and state, and something else."""
     reason = _refusal(required)
     if reason is not None and required:
         raise RuntimeError(f"native code is required: {reason}")
     if reason is not None:
-        return apply(tx, params, state, grads, extra_args)
+        return f(params, state)
     from .division import Division
     from .groups import read_program
 
-    leaves, treedef = jax.tree.flatten((params, state, grads))
+    leaves, treedef = jax.tree.flatten((params, state))
 
     def of_leaves(*leaves):
-        params, state, grads = treedef.unflatten(leaves)
         with marking():
-            return apply(tx, params, state, grads, extra_args)
+            return f(*treedef.unflatten(leaves))
 
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
     program = read_program(closed.jaxpr)
-    is_same = jax.tree.structure(shapes) == jax.tree.structure((params, state))
-    before = program.inputs[len(closed.consts) :][: len(program.results)] if is_same else []
-    kept = dict(zip(before, program.results, strict=True)) if is_same else {}
+    is_same = jax.tree.structure(shapes[0]) == treedef
+    before = program.inputs[len(closed.consts) :] if is_same else []
+    kept = dict(zip(before, program.results, strict=False))
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
     has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
     division = Division(program, kept, before[of_params:], required, has_effects)
     if required:
-        after = jax.tree_util.tree_leaves_with_path(shapes)
-        _check_all(division, program.results, [path for path, _ in after])
+        after = jax.tree_util.tree_leaves_with_path(shapes[0])
+        _check_all(division, program.results[: len(after)], [path for path, _ in after])
     if not division.calls:
-        return apply(tx, params, state, grads, extra_args)
+        return f(params, state)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
     for node in division.nodes:
         node.run(known)

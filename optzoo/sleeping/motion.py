@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
 from ..rules.law import Law
 from .series import Series, geometric, rational, rest
 from .state import Clock
 
 _TOLERANCE = {"float32": 2e-8, "float64": 1e-14}
+_BITS = 8  # of an exponent, whose powers are in one table
 
 
 class Motion(NamedTuple):
@@ -31,8 +33,8 @@ class Motion(NamedTuple):
 
     def decay(self, base: float, age: Array) -> Array:
         """``base**age``: the product of two numbers from tables, each rounded once."""
-        low, high = _powers(base, self.horizon + self.window, self.dtype)
-        return jnp.asarray(low)[age % len(low)] * jnp.asarray(high)[age // len(low)]
+        low, high = map(jnp.asarray, _powers(base, self.horizon + self.window, self.dtype))
+        return gather_rows(low, age & (1 << _BITS) - 1) * gather_rows(high, age >> _BITS)
 
 
 @functools.cache
@@ -150,10 +152,10 @@ def wake(
 def _features(motion: Motion, clock: Clock, last: Array, age: Array) -> list[Array]:
     """The sums of the series for rows of an age; if a decay varies, its product comes last."""
     window = motion.window
-    old = clock.ring[last % motion.horizon]
+    old = gather_rows(clock.ring, last % motion.horizon)
     if motion.law.shrink:
         old = old * motion.decay(1 - motion.law.shrink, jnp.maximum(age - window + 1, 0))[:, None]
-    young = clock.young[jnp.minimum(age, window - 1)]
+    young = gather_rows(clock.young, jnp.minimum(age, window - 1))
     if motion.law.varies:  # what is left of the average in all, and since the sums are final
         later = old[:, -1:]
         old = jnp.concatenate([old[:, :-2] * _behind(motion, later), old[:, -2:-1] * later], 1)
@@ -193,7 +195,8 @@ def _moved(motion: Motion, features: list[Array], slots: dict[str, Array]) -> Ar
 @functools.cache
 def _powers(base: float, top: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """``base**k`` for k below 256, and ``base**(256 k)`` as far as the product needs them."""
+    number = 1 << _BITS
     with np.errstate(under="ignore"):
-        low = np.power(base, np.arange(256, dtype=np.float64))
-        high = np.power(base, 256.0 * np.arange(top // 256 + 1))
+        low = np.power(base, np.arange(number, dtype=np.float64))
+        high = np.power(base, float(number) * np.arange(top // number + 1))
     return low.astype(dtype), high.astype(dtype)

@@ -29,6 +29,7 @@ from .motion import Motion, make_motion, start_clock, tick
 from .state import CaughtUpState, Clock
 from .tables import (
     Table,
+    scattered,
     slots_by_leaf,
     slots_nodes,
     tables_of,
@@ -134,7 +135,7 @@ class Sleepers(NamedTuple):
             part = parts[i]
             rows = slots[i], table.as_of(part.rows[2], clock.count)
             old = before[i], table.arrays[2]
-            slots[i], lasts[i] = table.scattered(old, part.places, rows, unique=True)
+            slots[i], lasts[i] = scattered(old, part.places, rows)
         inner = with_slots_by_leaf(inner, treedef, slots)
         return treedef.flatten_up_to(us), CaughtUpState(
             inner, {law: clock}, treedef.unflatten(lasts)
@@ -182,7 +183,7 @@ class Sleepers(NamedTuple):
             places = jnp.where(is_later, g.num_rows, places)
             before, awake = table.gather(places), table.read(places)
             sweeps[i] = g.with_rows(places, awake[0] - before[0])
-            _, *rest = table.scatter(places, awake, unique=True).arrays
+            _, *rest = table.scatter(places, awake).arrays
             tables[i] = table = table.with_arrays((xs[i], *rest))
             parts[i] = WokenRows(table, g.indices, table.gather(g.indices), g.values)
         us, new = self.advance(state, params, gs, tables, parts, extra_args)
@@ -212,7 +213,7 @@ class Sleepers(NamedTuple):
         of_rows = [parts[i].rows[0] if i in parts else x for i, x in enumerate(xs)]
         after: Any = optax.apply_updates(of_rows, us)
         for i, part in parts.items():
-            after[i] = part.table.scattered(xs[i], part.places, after[i], unique=True)
+            after[i] = scattered(xs[i], part.places, after[i])
         return treedef.unflatten(after), new
 
 
@@ -227,7 +228,7 @@ class WokenRows(NamedTuple):
     @property
     def gradient(self) -> SparseRows:
         """The gradient of the table."""
-        n, axes = len(self.table.arrays[2]), self.table.axes
+        n, axes = self.table.num_rows, self.table.axes
         return SparseRows(self.places, self.g, n, shard=Shard(axes, n, False) if axes else None)
 
     @classmethod

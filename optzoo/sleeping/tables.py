@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.compat import vary, varying
+from ..core.marked_rows import distinct, gather_rows, scatter_rows
 from ..core.numerics import upcast
 from ..core.paths import is_masked
 from ..state.packing import pack_like, unpack
@@ -86,6 +87,11 @@ class Table:
         self.arrays = arrays  # x, slots, last
         self.axes = axes  # of the mesh, over which the table is divided, if this is known
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the arrays."""
+        return len(self.arrays[2])
+
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
         return Table(self.motion, self.clock, self.number, arrays, self.axes)
@@ -96,26 +102,15 @@ class Table:
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
-        return jax.tree.map(lambda a: _take(a, ids), self.arrays)
+        return jax.tree.map(lambda a: gather_rows(a, ids), self.arrays)
 
-    def scatter(self, ids: Array, rows: Any, *, unique: bool) -> "Table":
-        """The table with other rows; ids out of range are ignored."""
-        return self.with_arrays(self.scattered(self.arrays, ids, rows, unique=unique))
-
-    def scattered(self, arrays: Any, ids: Array, rows: Any, *, unique: bool) -> Any:
-        """Some arrays of a table of this size with other rows; ids out of range are ignored."""
-        n = len(self.arrays[2])
-        ids = jnp.where((ids >= 0) & (ids < n), ids, n)
-        put = lambda a, r: (
-            jnp.asarray(a)
-            .at[ids]
-            .set(r, mode="drop", wrap_negative_indices=False, unique_indices=unique)
-        )
-        return jax.tree.map(put, arrays, rows)
+    def scatter(self, ids: Array, rows: Any) -> "Table":
+        """The table with other rows, of ids that differ; those out of range are ignored."""
+        return self.with_arrays(scattered(self.arrays, ids, rows))
 
     def read(self, ids: Array) -> Any:
         """Rows of all arrays as of now; of ids out of range, some rows."""
-        return self.awake(lambda a: _take(a, ids))
+        return self.awake(lambda a: gather_rows(a, ids))
 
     def awake(self, take: Callable[[Array], Array]) -> Any:
         """Rows of all arrays as of now; if the clock is stopped, rows of NaN.
@@ -153,7 +148,7 @@ class Table:
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.number)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
-            ids = take(jnp.arange(len(self.arrays[2]), dtype=jnp.uint32))
+            ids = take(jnp.arange(self.num_rows, dtype=jnp.uint32))
             start = places_of_rows(start, ids, self.arrays[0].shape)
             awake = {
                 name: rounded(a, awake[name], start, k)
@@ -180,18 +175,20 @@ def _unknown(a: Array) -> Array:
     return vary(jnp.full_like(a, jnp.nan), varying(a)) if is_real else a
 
 
-def _take(a: Array, ids: Array) -> Array:
-    return jnp.take(a, ids, axis=0, mode="clip")
+def scattered(arrays: Any, ids: Array, rows: Any) -> Any:
+    """Arrays with other rows, of ids that differ; those out of range are ignored."""
+    return jax.tree.map(lambda a, r: scatter_rows(jnp.asarray(a), ids, r), arrays, rows)
 
 
 def by_ids(table: Table, ids: Array) -> Table:
-    """The table with the rows of these ids awake."""
-    return table.scatter(ids, table.read(ids), unique=False)
+    """The table with the rows of these ids, which may repeat, awake."""
+    put = lambda a, rows: a.at[ids].set(rows, mode="drop", wrap_negative_indices=False)
+    return table.with_arrays(jax.tree.map(put, table.arrays, table.read(ids)))
 
 
 def whole(table: Table) -> Table:
     """The table with all rows awake."""
-    n = len(table.arrays[2])
+    n = table.num_rows
     size = min(_BLOCK, n)
 
     def body(k, arrays):
@@ -206,9 +203,10 @@ def whole(table: Table) -> Table:
     return table.with_arrays(jax.lax.fori_loop(0, number, body, table.arrays))
 
 
-def swept(table: Table, places: Array) -> Table:
+def swept(table: Table) -> Table:
     """The table with the rows whose turn it is awake."""
-    return table.scatter(places, table.read(places), unique=True)
+    places = turn(table.motion, table.clock, table.num_rows)
+    return table.scatter(places, table.read(places))
 
 
 def turn(motion: Motion, clock: Clock, num_rows: int) -> Array:
@@ -219,7 +217,7 @@ def turn(motion: Motion, clock: Clock, num_rows: int) -> Array:
     stride = steps // turns
     start = clock.count // stride % turns * number
     start = jnp.where(clock.count % stride == 0, start, num_rows)
-    return jnp.minimum(start + jnp.arange(number, dtype=jnp.int32), num_rows)
+    return distinct(jnp.minimum(start + jnp.arange(number, dtype=jnp.int32), num_rows))
 
 
 def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:

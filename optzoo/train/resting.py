@@ -6,21 +6,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.merge import elect, segment_sum
+from ..core.marked_rows import distinct, merge_rows_in_place
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows
 from ..jaxprs.loss import Gradients, Loss
 from ..jaxprs.reads import check_all_read
 from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import sleeping_leaves
-from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn, whole
+from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, whole, with_tables
 from ..state.resting import has_resting
 from .step import Model, Tables, report_reads
 
 
 def look_up(table: Table, ids: Array) -> Array:
     """Rows as of now, as :func:`optzoo.lookup` reads them; the table is unchanged."""
-    return as_looked_up(table.read(ids)[0], ids, len(table.arrays[2]))
+    return as_looked_up(table.read(ids)[0], ids, table.num_rows)
 
 
 def as_looked_up(x: Array, ids: Array, num_rows: int) -> Array:
@@ -91,30 +91,37 @@ class CaughtUpTables(RestingTables):
         sleepers.check(state)
         super().__init__(model, params, state)
         self.sleepers = sleepers
-        self.tables, self.rows = dict[int, Table](), dict[int, Any]()
+        self.rows = dict[int, Any]()
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
         """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
-        tables, _ = tables_of(self.state, self.params)
-        self.tables = {
-            i: swept(t, turn(t.motion, t.clock, len(t.arrays[2]))) for i, t in tables.items()
-        }
-        self._ids, self.rows = ids, {i: self.tables[i].read(of) for i, of in ids.items()}
-        number = lambda i: len(self.tables[i].arrays[2])
-        return {i: as_looked_up(self.rows[i][0], ids[i], number(i)) for i in ids}
+
+        def sweep_and_read(params, state):
+            tables = {i: swept(t) for i, t in tables_of(state, params)[0].items()}
+            rows = {i: tables[i].read(of) for i, of in ids.items()}
+            return with_tables(state, params, tables), rows
+
+        after, self.rows = self.model.run(sweep_and_read, self.params, self.state)
+        self.params, self.state = after
+        self._ids, leaves = ids, self.leaves()
+        return {i: as_looked_up(self.rows[i][0], of, len(leaves[i])) for i, of in ids.items()}
 
     def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
-        grads, parts = found.of_leaves, {}
-        for i, table in self.tables.items():
-            if i in self.rows:
-                parts[i] = _merged(table, self._ids[i], self.rows[i], found.of_rows.get(i))
-            elif is_rows(grads[i]):  # of a table that is awake as a whole
-                parts[i] = WokenRows.of(table, grads[i], is_awake=True)
-        tx, state, params = self.model.tx, self.state, self.params
-        check_all_read(tx, tx.update, extra_args)
-        after = self.sleepers.apply(state, params, grads, self.tables, parts, extra_args)
-        return *after, found.value
+        check_all_read(self.model.tx, self.model.tx.update, extra_args)
+        gs = found.of_leaves
+
+        def apply(params, state):
+            tables, parts = tables_of(state, params)[0], {}
+            for i, table in tables.items():
+                if i in self.rows:
+                    g = found.of_rows.get(i)
+                    parts[i] = _merged(table, self._ids[i], self.rows[i], g)
+                elif is_rows(gs[i]):  # of a table that is awake as a whole
+                    parts[i] = WokenRows.of(table, gs[i], is_awake=True)
+            return self.sleepers.apply(state, params, gs, tables, parts, extra_args), ()
+
+        return *self.model.run(apply, self.params, self.state)[0], found.value
 
 
 def tables_for(model: Model, params: Any, state: Any) -> Tables:
@@ -127,9 +134,6 @@ def tables_for(model: Model, params: Any, state: Any) -> Tables:
 def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> WokenRows:
     """Rows of ids that may repeat, each once."""
     if g is None:  # no lookup reads them
-        return WokenRows(table, ids, rows, jnp.zeros_like(rows[0]))
-    elected = elect(ids)
-    is_first = elected == jnp.arange(len(ids), dtype=ids.dtype)
-    places = jnp.where(is_first, ids, len(table.arrays[2]))
-    g = segment_sum(upcast(g), elected, len(ids))
-    return WokenRows(table, places, rows, g.astype(rows[0].dtype))
+        return WokenRows(table, distinct(ids), rows, jnp.zeros_like(rows[0]))
+    places, sums = merge_rows_in_place(ids, upcast(g), num_rows=table.num_rows)
+    return WokenRows(table, places, rows, sums.astype(rows[0].dtype))

@@ -25,7 +25,7 @@ from ..sharded.rounds import Part, read_rows, update_in_rounds
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.sleepers import Sleepers, WokenRows
 from ..sleeping.state import CaughtUpState, sleeping_leaves
-from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, turn
+from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of
 from ..sparse.lookup import lookup
 from ..state.resting import has_resting
 from ..state.types import nodes_of
@@ -69,8 +69,7 @@ class ShardedTables(RestingTables):
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
         if model.sleepers is not None:
-            sweep = lambda t: swept(t, turn(t.motion, t.clock, len(t.arrays[2])))
-            self._change(dict.fromkeys(sleeping_leaves(params, state), sweep))
+            self._change(dict.fromkeys(sleeping_leaves(params, state), swept))
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]

@@ -14,7 +14,7 @@ from ..core.optimizer import about_of
 from ..core.paths import path_name
 from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
-from ..native.step import Native, apply_natively, check_native
+from ..native.step import Native, check_native, natively
 from ..sleeping.sleepers import Sleepers, final_update
 from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
@@ -43,8 +43,6 @@ class Model(NamedTuple):
         check_native(native)
         if about_of(tx).sleepers is None:
             tx = fitting(tx)
-        elif native == "require":
-            raise ValueError("native='require': XLA updates the rows of optzoo.caught_up; use True")
         return cls(loss_fn, tx, has_aux, rows, native)
 
     @property
@@ -74,25 +72,22 @@ class Model(NamedTuple):
         """The parameters and the state after an update, which is final."""
         update = functools.partial(self.tx.update, grads, state, params)
         check_all_read(self.tx, update, extra_args)
+
+        def apply(params, state):
+            updates, after = final_update(self.tx, grads, state, params, extra_args)
+            return (optax.apply_updates(params, updates), after), ()
+
+        return self.run(apply, params, state)[0]
+
+    def run(
+        self, f: Callable[[Any, Any], tuple[tuple[Any, Any], Any]], params: Any, state: Any
+    ) -> tuple[tuple[Any, Any], Any]:
+        """What ``f(params, state)`` gives: the next ones, and something else; natively if asked."""
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         if not self.native:
-            return _apply(self.tx, params, state, grads, extra_args)
-        return apply_natively(
-            _apply,
-            self.tx,
-            params,
-            state,
-            grads,
-            extra_args,
-            in_place="all",
-            required=self.native == "require",
-        )
-
-
-def _apply(tx, params, state, grads, extra_args):
-    updates, state = final_update(tx, grads, state, params, extra_args)
-    return optax.apply_updates(params, updates), state
+            return f(params, state)
+        return natively(f, params, state, required=self.native == "require")
 
 
 class Tables:

@@ -19,7 +19,6 @@ from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
 from optzoo.sleeping import tables
 from optzoo.testing.samples import with_global_step
-from optzoo.train import resting
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)
 TABLES = ("users", "items", "bias")
@@ -114,7 +113,7 @@ def test_flush_in_blocks(monkeypatch):
 def test_minimize_equals_dense_adam(layout, monkeypatch):
     tx = ASLEEP
     if layout != "plain":
-        monkeypatch.setattr(resting, "elect", merge._elect_by_sort)
+        monkeypatch.setattr(merge, "elect", merge._elect_by_sort)
         tx = optzoo.caught_up(packed(ADAM), mask=TABLES, horizon=1)
     train(tx, 1)
     compiled = step_of(tx, loss)._cache_size()
