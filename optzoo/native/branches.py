@@ -11,9 +11,10 @@ from ..jaxprs.graph import Graph, Operation, Value, inlined_branch, read
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .groups import is_known
 from .order import in_order
+from .rows_groups import DISTINCT
 from .simplify import simplify
 
-_OF_ROWS = {*WRITES, "rows_gather", "rows_merge", "rows_plain", "rows_protect"}
+_OF_ROWS = {*WRITES, *DISTINCT, "rows_gather", "rows_plain", "rows_protect"}
 
 
 class Branches(Operation):

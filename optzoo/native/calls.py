@@ -22,8 +22,9 @@ from ..core.compat import (
 from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
-from .groups import Group, LeafGroup, RowsGroup, Unsupported
+from .groups import Group, LeafGroup, Unsupported
 from .norms import SumGroup
+from .rows_groups import RowsGroup
 from .scratch import of_rows, of_sums
 
 

@@ -14,6 +14,7 @@ from .grouped_leaves import find_grouped_leaves
 from .groups import LeafGroup
 from .norms import SumGroup, find_sums
 from .order import in_order
+from .rows_groups import find_rows
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -24,7 +25,8 @@ class Division:
 
     Args:
         program: a step, or a branch in it.
-        kept: by arrays of the parameters and the state those of its results that replace them.
+        kept: by arrays of the parameters and the state those of its results that replace them; None
+            if their structure changes.
         in_place: those of these arrays that may be overwritten.
         required: whether it is an error if the program is compiled for another platform.
         has_effects: whether it has side effects.
@@ -37,7 +39,7 @@ class Division:
     def __init__(
         self,
         program: Graph,
-        kept: Mapping[Value, Value],
+        kept: Mapping[Value, Value] | None,
         in_place: Collection[Value],
         required: bool = False,
         has_effects: bool = False,
@@ -48,7 +50,7 @@ class Division:
         reason = _refusal(program, kept, has_effects)
         try:
             if reason is None:
-                self.nodes = self._divide(program, kept, in_place)
+                self.nodes = self._divide(program, kept or {}, in_place)
         except graphlib.CycleError:
             reason = "its parts need each other's results"
         if reason is not None:
@@ -73,7 +75,7 @@ class Division:
     ) -> list[Any]:
         of_branch = functools.partial(Division, required=self._required)
         program = divide_branches(program, kept, in_place, of_branch, self._report)
-        rows = groups.find_rows(program, set(kept), self._report)
+        rows = find_rows(program, set(kept), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
@@ -131,9 +133,9 @@ def _same(result: Value) -> Value:
     return result
 
 
-def _refusal(program: Graph, kept: Mapping[Value, Value], has_effects: bool) -> str | None:
+def _refusal(program: Graph, kept: Mapping[Value, Value] | None, has_effects: bool) -> str | None:
     """Why nothing of a program is given to native code."""
-    if not kept:
+    if kept is None:
         return "the update changes the structure of the state"
     if has_effects:
         return "the update has side effects"

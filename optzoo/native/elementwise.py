@@ -28,6 +28,7 @@ _SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
 _ELEMENTWISE = {*SAME, *COMPARISONS, *_ARITHMETIC, *_OF_FLOATS, *_BITS, *_SHIFTS, "square"}
 _ELEMENTWISE |= {
     "pow",
+    "rem",
     "neg",
     "not",
     "select_n",
@@ -45,6 +46,9 @@ def is_elementwise(op: Operation) -> bool:
     kind, out = kinds[0], op.outs[0].dtype
     if name in SAME:
         return True
+    if name == "rem":
+        by = op.ins[1].literal
+        return kind in INTEGERS - {"bool"} and by is not None and int(by) > 0
     if name in _SHIFTS:  # by less than the bits that there are
         amount = op.ins[1].literal
         return amount is not None and 0 <= int(amount) < SIZES[kind]

@@ -12,7 +12,6 @@ from typing import Any
 from llvmlite import ir
 
 from ..jaxprs.graph import Value
-from .groups import RowsGroup
 from .handler import Frame, inner_function
 from .loops import POINTER, VECTOR, ZERO, loop, repeat, variable, word_at
 from .operations import (
@@ -28,6 +27,7 @@ from .operations import (
     smaller,
     store,
 )
+from .rows_groups import RowsGroup
 from .scratch import CHUNK
 
 _HASH = 2654435761  # Knuth's multiplicative hashing

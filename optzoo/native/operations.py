@@ -110,6 +110,8 @@ def _of_integers(b: ir.IRBuilder, name: str, kind: str, args: Sequence[Any]) -> 
         return compare(COMPARISONS[name], *args)
     if name == "square":
         return b.mul(args[0], args[0])
+    if name == "rem":
+        return (b.urem if kind in UNSIGNED else b.srem)(*args)
     if name == "clamp":
         return smaller(larger(args[0], args[1]), args[2])
     plain = {"add": b.add, "add_any": b.add, "sub": b.sub, "mul": b.mul, "neg": b.neg}

@@ -11,7 +11,7 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .group_loop import IndexOf, write_group
-from .groups import Part, RowsGroup, reductions
+from .groups import reductions
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop
 from .merging import AHEAD, Ids, Parts, Sums, fetch
@@ -24,11 +24,13 @@ from .operations import (
     bytes_of,
     constant,
     convert,
+    larger,
     load,
     smaller,
     store,
 )
 from .pool import in_parallel
+from .rows_groups import Part, RowsGroup
 from .totals import Totals
 
 _BLOCK = 256  # rows of a task
@@ -106,7 +108,7 @@ def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
 
 def _is_worth(b: ir.IRBuilder, rows: RowsGroup, many: Any) -> Any:
     """Whether a step on some ids is worth the start of threads."""
-    nbytes = sum(_size(write.ins[0]) for write in rows.writes)
+    nbytes = sum(map(_size, rows.outs))
     return b.icmp_signed(">=", many, I64(_NBYTES // nbytes))
 
 
@@ -115,7 +117,8 @@ class _RowArguments:
 
     def __init__(self, rows: RowsGroup):
         self.rows = rows
-        self.pointers = [*rows.tables, *([rows.merged] if rows.merged else []), *rows.streams]
+        of_rows = [*rows.tables, *([rows.merged] if rows.merged else [])]
+        self.pointers = [*of_rows, *rows.streams, *rows.lists, *rows.reads]
 
     def types(self) -> list[Any]:
         scalars = [TYPES[v.dtype] for v in self.rows.scalars]
@@ -144,24 +147,22 @@ class _Row:
         found = reductions(self.rows.operations)
         for op in filter(of_row, found):
             self.elements.keep(op.outs[0], self._reduce(op))
-        several = [part for part in self.rows.parts if _many(part.value) > 1]
+        several = [part for part in self.rows.parts if math.prod(part.row) > 1]
         if self.rows.lanes is not None:
             self._write_groups(several, [op for op in found if not of_row(op)])
         elif several:
-            shape = several[0].value.shape
-            with self._elements(shape) as index:
+            with self._elements(several[0].row) as index:
                 self._store([(part, index) for part in several])
-        axes = lambda part: len(part.value.shape) - 1
         rest = [part for part in self.rows.parts if part not in several]
-        self._store([(part, (self.position, *[ZERO] * axes(part))) for part in rest])
+        self._store([(part, (self.position, *[ZERO] * len(part.row))) for part in rest])
         self.b.ret_void()
 
     def _write_groups(self, parts: Sequence[Part], of_group: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""
         number, length = self._groups()
-        of_groups = [part for part in parts if _many(part.value) == number]
+        of_groups = [part for part in parts if math.prod(part.row) == number]
         parts = [part for part in parts if part not in of_groups]
-        width = _many(parts[0].value)
+        width = math.prod(parts[0].row)
 
         def store(index_of):
             self._store([(part, index_of(part.value.shape)) for part in parts])
@@ -183,28 +184,31 @@ class _Row:
         """Replaces an element of each table, or adds to it, once all of them are computed."""
         made = []
         for part, index in parts:
-            table, new = part.write.ins[0], self.elements.of(part.value, index)
-            if part.start:
-                index = (*index[:-1], self.elements.in_part(index[-1], part.start))
-            if part.write.name == "rows_add":
-                old = self.elements.of(table, (self.row, *index[1:]))
-                new = add(self.b, table.dtype, old, new)
-            made.append((table, self._offset(table.shape[1:], index[1:]), new))
-        for table, at, new in made:
-            store(self.b, table.dtype, self.given[table], at, new)
+            array, new = part.array, self.elements.of(part.value, self._from(part.first, index))
+            index = self._from(part.start, index)
+            if part.adds:
+                old = self.elements.of(array, (self.row, *index[1:]))
+                new = add(self.b, array.dtype, old, new)
+            made.append((array, self._place(array, index), new))
+        for array, at, new in made:
+            store(self.b, array.dtype, self.given[array], at, new)
+
+    def _from(self, start: int, index: Index) -> Index:
+        """An index in a part of the last axis, as an index of the whole."""
+        return (*index[:-1], self.elements.in_part(index[-1], start)) if start else index
 
     @contextlib.contextmanager
-    def _elements(self, shape: Sequence[int]) -> Iterator[Index]:
+    def _elements(self, row: Sequence[int]) -> Iterator[Index]:
         """A loop over the elements of a row, group after group if it has groups; the index."""
-        lanes, width = self.rows.lanes, math.prod(shape[1:])
+        lanes, width = self.rows.lanes, math.prod(row)
         if lanes is not None and width > lanes[0]:
-            groups = loop(self.b, I64(lanes[0]))
+            groups, shape = loop(self.b, I64(lanes[0])), (1, *row)
             with groups as group, self._lanes(group, shape) as (_, index_of):
                 yield index_of(shape)
             return
         with loop(self.b, I64(width), **VECTOR) as flat, self.elements.scope():
-            inner = self._coordinates(flat, shape[1:])
-            self.flat = inner, flat, shape[1:]
+            inner = self._coordinates(flat, row)
+            self.flat = inner, flat, row
             yield (self.position, *inner)
             self.flat = None
 
@@ -245,7 +249,7 @@ class _Row:
     def _reduce(self, op: Operation) -> Any:
         """A reduction over the elements of a row."""
         total = Totals(self.b, [op])
-        with self._elements(op.ins[0].shape) as index:
+        with self._elements(op.ins[0].shape[1:]) as index:
             total.add(lambda op: self.elements.of(op.ins[0], index))
         return total.get(op)
 
@@ -256,14 +260,27 @@ class _Row:
         if value in rows.scalars:
             return self.given[value]
         if value.maker is not None and value.maker.name == "rows_gather":
-            return self.elements.of(value.maker.ins[0], (self.row, *index[1:]))
-        if value not in self.given:
+            array, ids = value.maker.ins
+            if ids is rows.ids:
+                return self.elements.of(array, (self.row, *index[1:]))
+            if array in rows.lists:
+                return self._entry(array, ids, index)
+        if value not in self.given or value in rows.reads:
             return None
-        if value in rows.streams:
-            at = self._offset(value.shape, index)
-        else:  # the pointer is to the row
-            at = self._offset(value.shape[1:], index[1:])
-        return load(self.b, value.dtype, self.given[value], at)
+        return load(self.b, value.dtype, self.given[value], self._place(value, index))
+
+    def _entry(self, array: Value, ids: Value, index: Index) -> Any:
+        """An element of the entry of a list whose number this row has computed."""
+        number = convert(self.b, self.elements.of(ids, index[:1]), ids.dtype, "int64")
+        number = smaller(self.b, larger(self.b, number, ZERO), I64(array.shape[0] - 1))
+        at = self._offset(array.shape, (number, *index[1:]))
+        return load(self.b, array.dtype, self.given[array], at)
+
+    def _place(self, value: Value, index: Index) -> Any:
+        """Where an element is, from where the pointer of its array points to."""
+        if value in self.rows.streams or value in self.rows.reads:
+            return self._offset(value.shape, index)
+        return self._offset(value.shape[1:], index[1:])  # it points to the row
 
     def _constant(self, value: Value) -> Any:
         """The number of rows is an argument, so that tables of all heights share the function."""
@@ -301,8 +318,11 @@ class _EachRow:
         end = first + len(rows.tables)
         self.ids = Ids(frame, rows)
         self.tables = {rows.ins[i]: self._memory(i) for i in range(first, end)}
-        self.streams = [self._memory(end + k) for k in range(len(rows.streams))]
-        self.scalars = frame.scalars(end + len(rows.streams), rows.scalars)
+        others = end + len(rows.streams) + len(rows.lists)
+        self.others = [self._memory(i) for i in range(end, others)]
+        results = range(len(rows.writes), len(rows.outs))
+        self.reads = [frame.data(frame.result(I64(k))) for k in results]
+        self.scalars = frame.scalars(others, rows.scalars)
 
     def write(
         self,
@@ -320,24 +340,32 @@ class _EachRow:
         b = self.b
         with loop(b, many) as k:
             later = b.add(k, I64(AHEAD))
-            with b.if_then(b.icmp_signed("<", later, many)):
-                row = self.ids.at(position_of(later))
-                with b.if_then(self.ids.is_real(row)):
-                    for v, start in self.tables.items():
-                        fetch(b, self._row(v, start, row), _size(v))
-                    if not self.rows.merged:
-                        self._fetch_streams(position_of(later))
+            is_in = b.icmp_signed("<", later, many)
+            with b.if_then(is_in), self._at(position_of(later)) as row:
+                for v, start in self.tables.items():
+                    fetch(b, self._row(v, start, row), _size(v))
+                self._fetch_streams(position_of(later))
             position = position_of(k)
-            row = self.ids.at(position)
-            with b.if_then(self.ids.is_real(row)):
+            with self._at(position) as row:
                 pointers = [self._row(v, start, row) for v, start in self.tables.items()]
+                arrays = [*pointers, *gradient_of(position), *self.others, *self.reads]
                 place = row, position, self.ids.num_rows
-                gradient = gradient_of(position)
-                b.call(self.function, [*pointers, *gradient, *self.streams, *self.scalars, *place])
+                b.call(self.function, [*arrays, *self.scalars, *place])
+
+    @contextlib.contextmanager
+    def _at(self, position: Any) -> Iterator[Any]:
+        """What is done with the row of a position, if there is one; to read, there always is."""
+        row = self.ids.at(position)
+        if self.rows.reads:
+            last = self.b.sub(self.ids.num_rows, I64(1))
+            yield smaller(self.b, larger(self.b, row, ZERO), last)
+        else:
+            with self.b.if_then(self.ids.is_real(row)):
+                yield row
 
     def _fetch_streams(self, position: Any) -> None:
         """Asks for what arrays have at a position."""
-        for v, start in zip(self.rows.streams, self.streams, strict=True):
+        for v, start in zip(self.rows.streams, self.others, strict=False):
             if v.shape[:1] == self.rows.ids.shape:
                 fetch(self.b, self._row(v, start, position), _size(v))
 

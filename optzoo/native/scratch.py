@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from .groups import RowsGroup
+from .rows_groups import RowsGroup
 
 CHUNK = 2048  # positions that one task puts into parts
 SUMMED = 4096  # elements that are reduced one after the other

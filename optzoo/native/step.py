@@ -121,8 +121,13 @@ def natively(
     *,
     in_place: InPlace = "all",
     required: bool = False,
+    by_xla: tuple[type, ...] = (),
 ) -> tuple[tuple[Any, Any], Any]:
-    """What ``f(params, state)`` computes: the next parameters and state, and something else."""
+    """What ``f(params, state)`` computes: the next parameters and state, and something else.
+
+    :func:`native_step` describes ``in_place`` and ``required``. ``by_xla`` are types of parts of
+    the state that XLA may update also if native code is required.
+    """
     reason = _refusal(required)
     if reason is not None and required:
         raise RuntimeError(f"native code is required: {reason}")
@@ -140,14 +145,13 @@ def natively(
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
     program = read_program(closed.jaxpr)
     is_same = jax.tree.structure(shapes[0]) == treedef
-    before = program.inputs[len(closed.consts) :] if is_same else []
-    kept = dict(zip(before, program.results, strict=False))
+    before = program.inputs[len(closed.consts) :]
+    kept = dict(zip(before, program.results, strict=False)) if is_same else None
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
     has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
     division = Division(program, kept, before[of_params:], required, has_effects)
     if required:
-        after = jax.tree_util.tree_leaves_with_path(shapes[0])
-        _check_all(division, program.results[: len(after)], [path for path, _ in after])
+        _check_all(division, program.results, shapes[0], by_xla)
     if not division.calls:
         return f(params, state)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
@@ -171,14 +175,19 @@ def _refusal(required: bool) -> str | None:
     return None
 
 
-def _check_all(division: Any, results: list[Any], paths: list[Any]) -> None:
+def _check_all(
+    division: Any, results: list[Any], shapes: tuple[Any, Any], by_xla: tuple[type, ...]
+) -> None:
     """Raises unless all results that the update changes are made by native calls."""
-    words = {0: "params", 1: "state"}
-    found = {
-        f"{words[path[0].idx]} {path_name(path[1:])}".strip(): division.reasons[v]
-        for v, path in zip(results, paths, strict=True)
-        if v in division.reasons and v.shape and v.maker is not None
-    }
+    is_any = lambda part: isinstance(part, by_xla)
+    is_left = lambda part: jax.tree.map(lambda _: is_any(part), part)
+    left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))
+    words, found = {0: "params", 1: "state"}, {}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    for v, path, may_be in zip(results, paths, left, strict=False):
+        if v in division.reasons and v.shape and v.maker is not None and not may_be:
+            name = f"{words[path[0].idx]} {path_name(path[1:])}".strip()
+            found[name] = division.reasons[v]
     if found:
         few = "; ".join(f"'{name}': {why}" for name, why in list(found.items())[:5])
         raise ValueError(f"native code is required, but XLA updates {len(found)} arrays: {few}")

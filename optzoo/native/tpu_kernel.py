@@ -19,7 +19,8 @@ from ..core.compat import shape_varying, vary, varying
 from ..jaxprs.equations import bind_equation
 from ..jaxprs.graph import Operation, Value
 from .elementwise import SAME
-from .groups import RowsGroup, Unsupported
+from .groups import Unsupported
+from .rows_groups import RowsGroup
 
 _BLOCK = 128  # ids
 _DEPTH = 3  # blocks in fast memory: one is read, one is computed, one is written

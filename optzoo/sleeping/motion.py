@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
@@ -152,7 +152,7 @@ def wake(
 def _features(motion: Motion, clock: Clock, last: Array, age: Array) -> list[Array]:
     """The sums of the series for rows of an age; if a decay varies, its product comes last."""
     window = motion.window
-    old = gather_rows(clock.ring, last % motion.horizon)
+    old = gather_rows(clock.ring, lax.rem(last, np.int32(motion.horizon)))
     if motion.law.shrink:
         old = old * motion.decay(1 - motion.law.shrink, jnp.maximum(age - window + 1, 0))[:, None]
     young = gather_rows(clock.young, jnp.minimum(age, window - 1))
