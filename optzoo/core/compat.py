@@ -13,6 +13,7 @@ import jax.core
 from jax import Array, lax
 
 # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
+from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax._src.dispatch import prim_requires_devices_during_lowering as _prim_requires_devices
 from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -241,6 +242,14 @@ def in_same_trace(a: Any, b: Any) -> bool:
     """Whether two arrays belong to the same trace of JAX, or both to none."""
     trace = lambda x: getattr(x, "_trace", None)
     return trace(a) is trace(b)
+
+
+def has_side_effects(jaxpr: Any) -> bool:
+    """Whether a program does more than compute, such as print.
+
+    To JAX it is an effect to read the number of a device, too.
+    """
+    return any(not isinstance(e, _NamedAxisEffect) for eqn in jaxpr.eqns for e in eqn.effects)
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -1,6 +1,8 @@
 """Which operations of JAX compute each element from the same element of their operands."""
 
-from ..jaxprs.graph import Operation
+from typing import Any
+
+from ..jaxprs.graph import Operation, Value
 
 SIZES = {
     "bool": 8,
@@ -18,6 +20,7 @@ NARROW = {"bfloat16", "float16"}
 UNSIGNED = {"bool", "uint8", "uint16", "uint32", "uint64"}
 INTEGERS = {"int8", "int32", "int64", *UNSIGNED}
 SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
+_REPEATS = {*SAME, "broadcast_in_dim"}
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _FLOATS = {*NARROW, "float32", "float64"}
 _ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
@@ -47,10 +50,10 @@ def is_elementwise(op: Operation) -> bool:
     if name in SAME:
         return True
     if name == "rem":
-        by = op.ins[1].literal
+        by = number_of(op.ins[1])
         return kind in INTEGERS - {"bool"} and by is not None and int(by) > 0
     if name in _SHIFTS:  # by less than the bits that there are
-        amount = op.ins[1].literal
+        amount = number_of(op.ins[1])
         return amount is not None and 0 <= int(amount) < SIZES[kind]
     if name == "convert_element_type":
         if (kind, out) == ("float64", "float16"):  # a call of a library on x86-64
@@ -69,6 +72,13 @@ def is_elementwise(op: Operation) -> bool:
     if name in ("neg", "square"):
         return kind not in UNSIGNED
     return name != "select_n" or (len(kinds) == 3 and kind == "bool")
+
+
+def number_of(value: Value) -> Any:
+    """The number that all elements of a value are known to be; None if there is none."""
+    while value.literal is None and value.maker is not None and value.maker.name in _REPEATS:
+        value = value.maker.ins[0]
+    return value.literal if not value.shape else None
 
 
 def uses_half(op: Operation) -> bool:

@@ -173,7 +173,7 @@ class _Slice:
         self.scalars: list[Value] = []
         self.operations: list[Operation] = []
         self.gathers: list[Operation] = []
-        self.seen: set[Value] = set()
+        self._seen: set[Value] = set()
 
     @staticmethod
     def add(values: list[Value], value: Value) -> None:
@@ -185,11 +185,9 @@ class _Slice:
         waiting = [value]
         while waiting:
             v = waiting.pop()
-            if v in self.seen:
+            if v in self._seen or v is self.ids:
                 continue
-            self.seen.add(v)
-            if v is self.ids:
-                continue
+            self._seen.add(v)
             if not v.shape:
                 if v.literal is None:
                     self.scalars.append(v)
@@ -260,8 +258,6 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
             raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
     if part.ids.dtype not in ("int32", "int64") or len(part.ids.shape) != 1:
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
-    if reads and part.ids in part.seen:  # an id out of range is replaced by one that is not
-        raise Unsupported("its ids are used elsewhere, too")
     if min(heights)[0] >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
 

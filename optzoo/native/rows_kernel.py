@@ -262,7 +262,8 @@ class _Row:
         if value.maker is not None and value.maker.name == "rows_gather":
             array, ids = value.maker.ins
             if ids is rows.ids:
-                return self.elements.of(array, (self.row, *index[1:]))
+                row = _nearest(self.b, self.row, self.num_rows) if rows.reads else self.row
+                return self.elements.of(array, (row, *index[1:]))
             if array in rows.lists:
                 return self._entry(array, ids, index)
         if value not in self.given or value in rows.reads:
@@ -272,7 +273,7 @@ class _Row:
     def _entry(self, array: Value, ids: Value, index: Index) -> Any:
         """An element of the entry of a list whose number this row has computed."""
         number = convert(self.b, self.elements.of(ids, index[:1]), ids.dtype, "int64")
-        number = smaller(self.b, larger(self.b, number, ZERO), I64(array.shape[0] - 1))
+        number = _nearest(self.b, number, I64(array.shape[0]))
         at = self._offset(array.shape, (number, *index[1:]))
         return load(self.b, array.dtype, self.given[array], at)
 
@@ -298,6 +299,11 @@ class _Row:
             if i is not ZERO:
                 total = self.b.add(total, self.b.mul(i, I64(math.prod(shape[k + 1 :]))))
         return total
+
+
+def _nearest(b: ir.IRBuilder, number: Any, end: Any) -> Any:
+    """The nearest integer in ``[0, end)``."""
+    return smaller(b, larger(b, number, ZERO), b.sub(end, I64(1)))
 
 
 def _same(index: Index, other: Index) -> bool:
@@ -349,7 +355,7 @@ class _EachRow:
             with self._at(position) as row:
                 pointers = [self._row(v, start, row) for v, start in self.tables.items()]
                 arrays = [*pointers, *gradient_of(position), *self.others, *self.reads]
-                place = row, position, self.ids.num_rows
+                place = self.ids.at(position), position, self.ids.num_rows
                 b.call(self.function, [*arrays, *self.scalars, *place])
 
     @contextlib.contextmanager
@@ -357,8 +363,7 @@ class _EachRow:
         """What is done with the row of a position, if there is one; to read, there always is."""
         row = self.ids.at(position)
         if self.rows.reads:
-            last = self.b.sub(self.ids.num_rows, I64(1))
-            yield smaller(self.b, larger(self.b, row, ZERO), last)
+            yield _nearest(self.b, row, self.ids.num_rows)
         else:
             with self.b.if_then(self.ids.is_real(row)):
                 yield row

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..jaxprs.graph import Graph, Operation, Value
+from .elementwise import number_of
 from .order import in_order
 
 
@@ -61,6 +62,5 @@ def _unchanged(op: Operation) -> Value | None:
 
 def _is_zero(v: Value) -> bool:
     """Whether all its elements are known to be zero."""
-    while v.literal is None and v.maker is not None and v.maker.name == "broadcast_in_dim":
-        v = v.maker.ins[0]
-    return v.literal is not None and not v.shape and v.aval.dtype.kind in "iuf" and v.literal == 0
+    number = number_of(v)
+    return number is not None and v.aval.dtype.kind in "iuf" and number == 0

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AxisType, get_abstract_mesh
 
 from ..core.checks import check_flags, check_transformation
+from ..core.compat import has_side_effects
 from ..core.marks import marking
 from ..core.paths import path_name
 from ..jaxprs.graph import read
@@ -148,7 +149,7 @@ def natively(
     before = program.inputs[len(closed.consts) :]
     kept = dict(zip(before, program.results, strict=False)) if is_same else None
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
-    has_effects = any(eqn.effects for eqn in closed.jaxpr.eqns)  # such as prints
+    has_effects = has_side_effects(closed.jaxpr)
     division = Division(program, kept, before[of_params:], required, has_effects)
     if required:
         _check_all(division, program.results, shapes[0], by_xla)

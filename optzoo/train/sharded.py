@@ -69,7 +69,8 @@ class ShardedTables(RestingTables):
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
         if model.sleepers is not None:
-            self._change(dict.fromkeys(sleeping_leaves(params, state), swept))
+            sweep = lambda params, state: (self._map(params, state, lambda _, t: swept(t)), ())
+            (self.params, self.state), _ = model.run(sweep, params, state)
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
@@ -136,8 +137,9 @@ class ShardedTables(RestingTables):
         asleep = dict[int, Table]()
         for node in nodes_of(CaughtUpState, self.state):
             asleep |= tables_of(node, self.params)[0]
+        awake = lambda table, ids: self.model.read(lambda: look_up(table, ids))
         return [
-            functools.partial(look_up, asleep[i])
+            functools.partial(awake, asleep[i])
             if i in asleep
             else functools.partial(lookup, shards[i])
             for i in self.parts
@@ -204,7 +206,7 @@ class ShardedTables(RestingTables):
         gs = self.treedef.flatten_up_to(grads)
         if self.model.sleepers is not None:
             check_all_read(self.model.tx, self.model.tx.update, extra_args)
-            return update_asleep(self.model.sleepers, params, state, gs, extra_args)
+            return update_asleep(self.model, self.model.sleepers, params, state, gs, extra_args)
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
             params, state = self._map(params, state, wake)
@@ -230,20 +232,25 @@ class ShardedTables(RestingTables):
 
 
 def update_asleep(
-    sleepers: Sleepers, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
+    model: Model, sleepers: Sleepers, params: Any, state: Any, gs: list[Any], extra_args: Any
 ) -> tuple[Any, CaughtUpState]:
     """The parameters and the state after an update that brings the rows it changes up to now.
 
     Args:
+        model: how to run it.
         sleepers: the optimizer.
         params: before; tables with dense gradients are awake.
         state: before.
         gs: the gradients; row-sparse ones may have repeated ids.
         extra_args: of ``update``.
     """
-    tables, _ = tables_of(state, params)
-    parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
-    return sleepers.apply(state, params, gs, tables, parts, extra_args)
+
+    def apply(params, state):
+        tables, _ = tables_of(state, params)
+        parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
+        return sleepers.apply(state, params, gs, tables, parts, extra_args), ()
+
+    return model.run(apply, params, state)[0]
 
 
 def _squares(

@@ -90,6 +90,10 @@ class Model(NamedTuple):
             return f(params, state)
         return natively(f, params, state, required=self.native == "require", by_xla=(Clock,))
 
+    def read(self, f: Callable[[], Any]) -> Any:
+        """What ``f()`` gives, which reads rows; natively if asked."""
+        return self.run(lambda *_: (((), ()), f()), (), ())[1]
+
 
 class Tables:
     """The tables of a model in a step: how their rows are read and updated.
