@@ -831,13 +831,6 @@ def test_minimize():
     check_close(*found)
 
 
-def test_rows_that_sleep_are_left_to_xla():
-    tx = optzoo.caught_up(optzoo.adam(0.1))
-    optzoo.minimize(loss, tx, native=True)
-    with pytest.raises(ValueError, match=r"XLA updates the rows of optzoo\.caught_up"):
-        optzoo.minimize(loss, tx, native="require")
-
-
 @pytest.mark.parametrize("capacity_factor", [1.0, None])
 def test_sharded_minimize(capacity_factor):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "shard"))
