@@ -78,19 +78,23 @@ class Division:
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
+        for node in nodes:  # new parameters and slots are given, as those of rows are
+            if isinstance(node, Branches) and node.makes_all(kept.values()):
+                made.update(node.outs)
         places = {
             before: after
             for before, after in kept.items()
             if before.shape and after is not before and after not in made
         }
-        rest = [node for node in nodes if isinstance(node, Operation)]
+        is_left = lambda node: isinstance(node, Operation) and not made.intersection(node.outs)
+        rest = list(filter(is_left, nodes))
         rest = Graph(program.inputs, rest, program.results)
         grouped = find_grouped_leaves(rest, places, set(in_place), self._report)
         made = made.union(*(leaf.outs for leaf in grouped))
         places = {before: after for before, after in places.items() if after not in made}
         left = [v for v in program.results if v not in made]
         rest = Graph(program.inputs, needed(rest.operations, left), left)
-        slices = find_slices(rest, places, in_place)
+        slices = find_slices(rest, places)
         into = {places[before]: array for before, array in slices.items()}
         unchanged = {before for before, array in slices.items() if array is before}
         places = {b: after for b, after in {**places, **slices}.items() if b not in unchanged}
