@@ -60,10 +60,6 @@ class Branches(Operation):
         """The native calls."""
         return [call for division in self.divisions for call in division.calls]
 
-    def makes_all(self, results: Collection[Value]) -> bool:
-        """Whether the results are some of these, and made by native calls."""
-        return not self.reasons and set(results).issuperset(self.outs)
-
     def changed_twice(self, results: Collection[Value]) -> list[Value]:
         """Those of these results that several branches make: XLA copies what they replace."""
         made = zip(*(program.results for program in self.programs), strict=True)
@@ -122,7 +118,7 @@ def divide_branches(
             # Done after the branches, nothing is copied.
             stay = {v.maker for v in twice if v.maker is not None}
             other = _branches(program, op, stay, divide, kept, in_place)
-            node = other if other.makes_all(kept.values()) else node
+            node = node if other.reasons else other
         for v, why in node.reasons.items():
             report(v, why)
         if not node.calls:

@@ -78,8 +78,8 @@ class Division:
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
-        for node in nodes:  # new parameters and slots are given, as those of rows are
-            if isinstance(node, Branches) and node.makes_all(kept.values()):
+        for node in nodes:  # what these make is given, as new rows are
+            if isinstance(node, Branches) and not node.reasons:
                 made.update(node.outs)
         places = {
             before: after

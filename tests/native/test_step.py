@@ -510,25 +510,38 @@ def replacing(kind):
     """A transformation that writes into a slice of its state."""
 
     def update(g, state, params=None):
-        part = {"params": params}.get(kind, g)[None]
-        new = jax.lax.dynamic_update_slice_in_dim(state, part, 0, 0)
-        return (-jnp.max(state) if kind == "old" else -1) * g, new
+        (seen, last), part = state, {"params": params}.get(kind, g)[None]
+        new = jax.lax.dynamic_update_slice_in_dim(seen, part, 0, 0)
+        rate = jnp.max(seen) if kind == "read" else 1
+        return -rate * g, (new, seen if kind == "kept" else last)
 
-    many = 1 if kind == "all" else 3
-    return optax.GradientTransformation(lambda x: jnp.ones((many, *x.shape)), update)
+    def init(x):
+        return (jnp.ones((1 if kind == "all" else 3, *x.shape)),) * 2
+
+    return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize("kind", ["gradients", "params", "all", "old"])
+@pytest.mark.parametrize("kind", ["gradients", "params", "all", "read", "kept"])
 def test_slices(kind):
-    """XLA writes a slice of gradients in place, if nothing else reads the array."""
+    """XLA writes a slice of gradients in place, if nothing else needs the array."""
     tx, x = optax.with_extra_args_support(replacing(kind)), table()
     trace = lambda: jax.make_jaxpr(optzoo.native_step(tx, required=True))(x, tx.init(x), table(1))
     if kind == "gradients":
         trace()
     else:
-        with pytest.raises(ValueError, match=r"updates 1 arrays: 'state': .*_slice"):
+        with pytest.raises(ValueError, match=r"updates 1 arrays: 'state 0': .*_slice"):
             trace()
     check_close(*both(tx, x, table, required=False))
+
+
+def test_averages_that_need_more_than_new_parameters():
+    """Those of parameters in 16 bits, to which updates are added in 32 bits."""
+    tx, params = BRANCHES["averaged"][0], jax.tree.map(jnp.bfloat16, arrays(9))
+    step = optzoo.native_step(tx, required=True)
+    program = Graph.of(jax.make_jaxpr(step)(params, tx.init(params), arrays(0)).jaxpr)
+    names = [op.name for op in program.operations]
+    assert names.count("optzoo_native") == 1  # of the sums: the average is in the branches
+    check_close(*both(tx, params, arrays), limit=2**-7)
 
 
 def test_parameters_are_not_converted_where_nothing_is_added():
@@ -772,6 +785,7 @@ def test_tables_whose_type_is_weak():
 TANH = optax.chain(
     optzoo.momentum(0.1, 0.9), optax.stateless(lambda u, p: jax.tree.map(jnp.tanh, u))
 )
+TANH_OF_A = optzoo.param_groups({"a": TANH, ".*": optzoo.momentum(0.1, 0.9)})
 
 
 @pytest.mark.parametrize(
@@ -780,9 +794,13 @@ TANH = optax.chain(
         (TANH, "'params a': operations that are unknown, .*: `tanh`"),
         (optzoo.ggt(0.1), "operations that are unknown, .* `dot_general`"),
         (optax.apply_if_finite(TANH, 3), "'params a': in a branch: .*: `tanh`"),
+        (
+            optzoo.moving_average(optzoo.accumulate(TANH_OF_A, 2), 0.9),
+            "'params a': in a branch: .*: `tanh`; .* 'state 1/slots/average/a': in a br",
+        ),
         (optax.chain(optax.stateless(lambda u, p: jax.debug.print("x") or u)), "side effects"),
     ],
-    ids=["unknown", "matrices", "branches", "effects"],
+    ids=["unknown", "matrices", "branches", "average", "effects"],
 )
 def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     tx, params = optax.with_extra_args_support(tx), arrays(0)
