@@ -38,7 +38,6 @@ class Branches(Operation):
         kept: Mapping[Value, Value],
         in_place: Collection[Value],
     ):
-        self.moved = moved
         self.programs, self.divisions, outside = list[Graph](), [], list[Value]()
         for number in range(len(op.bodies)):
             # Of the same inputs in all of them.
@@ -59,12 +58,6 @@ class Branches(Operation):
     def calls(self) -> list[Any]:
         """The native calls."""
         return [call for division in self.divisions for call in division.calls]
-
-    def changed_twice(self, results: Collection[Value]) -> list[Value]:
-        """Those of these results that several branches make: XLA copies what they replace."""
-        made = zip(*(program.results for program in self.programs), strict=True)
-        count = [sum(v.maker is not None for v in each) for each in made]
-        return [v for v, n in zip(self.outs, count, strict=True) if v in results and n > 1]
 
     @property
     def reasons(self) -> dict[Value, str]:
@@ -113,48 +106,30 @@ def divide_branches(
     for op in program.operations:
         if op.kind is not Kind.BRANCH:
             continue
-        node = _branches(program, op, set(), divide, kept, in_place)
-        if twice := node.changed_twice({*kept.values()}):
-            # Done after the branches, nothing is copied.
-            stay = {v.maker for v in twice if v.maker is not None}
-            other = _branches(program, op, stay, divide, kept, in_place)
-            node = node if other.reasons else other
+        moved = _moved(program, op)
+        others = [each for each in program.operations if each not in moved]
+        read = {*program.results, *(v for each in others for v in each.ins)}
+        outs = [v for each in moved for v in each.outs if v in read]
+        node = Branches(op, moved, outs, divide, kept, in_place)
         for v, why in node.reasons.items():
             report(v, why)
         if not node.calls:
             continue
-        for v in node.outs:
+        for v in outs:
             v.maker = node
-        others = [each for each in program.operations if each not in node.moved]
         operations = in_order([*others, node], program.results)
         program = Graph(program.inputs, operations, program.results)
     return program
 
 
-def _branches(
-    program: Graph,
-    op: Operation,
-    stay: Collection[Operation],
-    divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
-    kept: Mapping[Value, Value],
-    in_place: Collection[Value],
-) -> Branches:
-    """A ``cond`` with what its branches can do beside, without those that are to stay."""
-    moved = _moved(program, op, stay)
-    others = [each for each in program.operations if each not in moved]
-    read = {*program.results, *(v for each in others for v in each.ins)}
-    outs = [v for each in moved for v in each.outs if v in read]
-    return Branches(op, moved, outs, divide, kept, in_place)
-
-
-def _moved(program: Graph, op: Operation, stay: Collection[Operation]) -> list[Operation]:
-    """A ``cond`` and what its branches can do beside, in order, without those that are to stay.
+def _moved(program: Graph, op: Operation) -> list[Operation]:
+    """A ``cond`` and what its branches can do beside, in order.
 
     They take over what comes later, if they have all that it needs and only results of the program
     leave it, and what comes before for them alone.
     """
     after, results, readers = program.depending(op.outs), {*program.results}, program.readers()
-    others = {each for each in program.operations if _is_movable(each) and each not in stay}
+    others = {each for each in program.operations if _is_movable(each)}
     while True:
         given, later = set(op.outs), set[Operation]()
         for each in program.operations:

@@ -78,16 +78,12 @@ class Division:
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
-        for node in nodes:  # what these make is given, as new rows are
-            if isinstance(node, Branches) and not node.reasons:
-                made.update(node.outs)
         places = {
             before: after
             for before, after in kept.items()
             if before.shape and after is not before and after not in made
         }
-        is_left = lambda node: isinstance(node, Operation) and not made.intersection(node.outs)
-        rest = list(filter(is_left, nodes))
+        rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
         grouped = find_grouped_leaves(rest, places, set(in_place), self._report)
         made = made.union(*(leaf.outs for leaf in grouped))

@@ -6,15 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..jaxprs.graph import Graph, Operation, Value
-from ..jaxprs.primitives import Kind
 from .order import in_order
 
 
 def simplify(program: Graph) -> None:
     """Takes additions of zeros out of a program, as XLA does it, and what is added twice."""
-    same, added, sums = dict[Value, Value](), _rows_added(program), dict[Any, Value]()
-    branches = [op for op in program.operations if op.kind is Kind.BRANCH]
-    after = program.depending(v for op in branches for v in op.outs)
+    same, added = dict[Value, Value](), _rows_added(program)
 
     def replace(op):
         op.ins = [same.get(v, v) for v in op.ins]
@@ -24,8 +21,6 @@ def simplify(program: Graph) -> None:
     for op in program.operations:
         replace(op)
         found = _unchanged(op) or _added_elsewhere(op, added)
-        if found is None and after.intersection(op.outs):
-            found = _added_before(op, sums)
         if found is not None and found.aval == op.outs[0].aval:
             same[op.outs[0]] = found
     program.results = [same.get(v, v) for v in program.results]
@@ -47,17 +42,6 @@ def _added_elsewhere(op: Operation, added: Mapping[Any, Value]) -> Value | None:
         if rows is not None and rows.name == "rows_add" and _is_zero(rows.ins[0]):
             return added.get((v, *rows.ins[1:]))
     return None
-
-
-def _added_before(op: Operation, sums: dict[Any, Value]) -> Value | None:
-    """The sum of the same operands, if there is one before it: of a branch's updates.
-
-    So what needs new parameters needs them alone, not how they were made.
-    """
-    if op.name != "add":
-        return None
-    found = sums.setdefault(tuple(op.ins), op.outs[0])
-    return None if found is op.outs[0] else found
 
 
 def _unchanged(op: Operation) -> Value | None:
