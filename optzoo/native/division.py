@@ -15,6 +15,7 @@ from .groups import LeafGroup
 from .norms import SumGroup, find_sums
 from .order import in_order
 from .rows_groups import find_rows
+from .slices import find_slices
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -91,6 +92,11 @@ class Division:
         places = {before: after for before, after in places.items() if after not in made}
         left = [v for v in program.results if v not in made]
         rest = Graph(program.inputs, needed(rest.operations, left), left)
+        slices = find_slices(rest, places)
+        into = {places[before]: array for before, array in slices.items()}
+        unchanged = {before for before, array in slices.items() if array is before}
+        places = {b: after for b, after in {**places, **slices}.items() if b not in unchanged}
+        rest.results = [*left, *(v for v in into.values() if v not in unchanged)]
         rest, leaves = groups.find_leaves(rest, places, set(in_place), self._report)
         calls = self._calls([*grouped, *leaves])
         done = {v for call in calls for v in call.outs}
@@ -99,6 +105,7 @@ class Division:
         branches = [node for node in nodes if isinstance(node, Branches)]
         within = {v for node in branches for v in node.outs if v not in node.reasons}
         native = done | made | within
+        native |= {after for after, v in into.items() if v in unchanged | native}
         self.reasons = {v: why for v, why in self.reasons.items() if _same(v) not in native}
         nodes = [node for node in nodes if not done.intersection(node.outs)]
         return self._with_sums(in_order([*nodes, *calls], program.results), program)

@@ -1,6 +1,7 @@
 """Native steps compute what XLA computes, in place, and leave to XLA what they cannot do."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -428,10 +429,31 @@ def finite(tx):
     return optax.apply_if_finite(tx, 2)
 
 
+ROWS_OF_CYCLE = optzoo.accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"": IDS + 3})
+MIXED = {"table": IDS}
+
+
+TABLES = {"table": table(1), "other": table(2), **arrays(9)}
+
+
+def mixed(seed):
+    """Gradients of rows of two tables, and of arrays."""
+    return {"table": rows(seed), "other": rows(seed + 9), **arrays(seed)}
+
+
 # With the gradients, and how many native calls there are; of arrays, with how many in place.
 BRANCHES = {
     "accumulate": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2), arrays, 2, 12),  # sums and update
-    "rows": (optzoo.accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"": IDS}), rows, 1, 3),
+    "rows": (ROWS_OF_CYCLE, rows, 2, 4),  # ids of the last cycle, and update
+    "mixed": (
+        optzoo.accumulate(optzoo.lazy_adam(0.1), 3, use_mean=True, max_rows=MIXED), mixed, 4, 20
+    ),
+    "clipped": (
+        optax.chain(
+            optzoo.clip_by_global_norm(1.0),
+            optzoo.accumulate(optzoo.momentum(0.1, 0.9), 3, max_rows=MIXED),
+        ), mixed, 6, 15
+    ),
     "finite": (finite(optzoo.lazy_adam(0.1)), arrays, 2, 9),  # are all finite, and update
     "nested": (
         optzoo.accumulate(finite(optzoo.lazy_adam(0.1)), 2), arrays, 3, 12
@@ -444,21 +466,80 @@ BRANCHES = {
 def test_branches_update_in_place_or_do_nothing(name):
     """A branch in which updates are zeros has no native call, and nothing is copied."""
     tx, draw, calls, aliases = BRANCHES[name]
-    params = jax.tree.map(jnp.copy, table() if draw is rows else arrays(9))
+    params = {rows: table(), arrays: arrays(9), mixed: TABLES}[draw]
+    params = jax.tree.map(lambda x: jnp.where(x > 1, -0.0, x), params)
     state, before = tx.init(params), jax.tree.map(np.array, params)
-    step = optzoo.native_step(tx, required=draw is arrays)
+    step = optzoo.native_step(tx, required=True)
     assert calls_in(step, params, state, draw(0)) == calls
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, draw(0))
     assert lowered.as_text().count("output_operand_alias<") == aliases
     program = lowered.compile()
     assert program.memory_analysis().temp_size_in_bytes <= 8192
+    shapes = {str([*x.shape]) for x in jax.tree.leaves((params, state)) if x.ndim}
+    copied = re.findall(r"= \w+(\[[\d,]+\])\S* copy\(", program.as_text())
+    assert shapes.isdisjoint(shape.replace(",", ", ") for shape in copied)
     places = pointers((params, state))
     for _ in range(2):
         params, state = program(params, state, draw(0))
         assert pointers((params, state)) == places
     if name != "finite":
         params, state = program(before, tx.init(before), draw(0))
-        jax.tree.map(np.testing.assert_array_equal, params, before)
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
+            np.testing.assert_array_equal(a.view(jnp.int32), b.view(np.int32))  # -0.0 is no 0.0
+
+
+@pytest.mark.parametrize(("use_mean", "clip", "every"), [(True, False, 2), (False, True, 3)])
+def test_rows_of_a_cycle(use_mean, clip, every):
+    """Of two tables one keeps the rows, and a step begins in the middle of a cycle."""
+    tx = optzoo.accumulate(optzoo.lazy_adam(0.1), every, use_mean=use_mean, max_rows=MIXED)
+    tx = optax.chain(optzoo.clip_by_global_norm(1.0), tx) if clip else tx
+    check_close(*both(tx, TABLES, mixed, steps=2 * every + 1))
+
+
+def test_cycles_of_one_step():
+    tx = optzoo.accumulate(optzoo.lazy_adam(0.1), 1, max_rows=MIXED)
+    assert calls_in(optzoo.native_step(tx, required=True), TABLES, tx.init(TABLES), mixed(0)) == 3
+    check_close(*both(tx, TABLES, mixed))
+
+
+def replacing(kind):
+    """A transformation that writes into a slice of its state."""
+
+    def update(g, state, params=None):
+        (seen, last), part = state, {"params": params}.get(kind, g)[None]
+        new = jax.lax.dynamic_update_slice_in_dim(seen, part, 0, 0)
+        rate = jnp.max(seen) if kind == "read" else 1
+        return -rate * g, (new, seen if kind == "kept" else last)
+
+    def init(x):
+        return (jnp.ones((1 if kind == "all" else 3, *x.shape)),) * 2
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("kind", ["gradients", "params", "all", "read", "kept"])
+def test_slices(kind):
+    """XLA writes a slice of gradients in place, if nothing else needs the array."""
+    tx, x = optax.with_extra_args_support(replacing(kind)), table()
+    trace = lambda: jax.make_jaxpr(optzoo.native_step(tx, required=True))(x, tx.init(x), table(1))
+    if kind == "gradients":
+        trace()
+    else:
+        with pytest.raises(ValueError, match=r"updates 1 arrays: 'state 0': .*_slice"):
+            trace()
+    check_close(*both(tx, x, table, required=False))
+
+
+@pytest.mark.optimized
+def test_averages_around_rows_of_a_cycle():
+    """XLA's copy of an average in a branch is in its own place: there is no other memory for it."""
+    tx, params = optzoo.moving_average(ROWS_OF_CYCLE, 0.9), table(shape=(4000, WIDTH))
+    draw = functools.partial(rows, shape=params.shape)
+    check_close(*both(tx, params, draw, steps=4))
+    params = jax.tree.map(jnp.copy, params)
+    step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
+    program = step.lower(params, tx.init(params), draw(0)).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= params.nbytes // 8
 
 
 def test_parameters_are_not_converted_where_nothing_is_added():

@@ -40,4 +40,4 @@ def test_wrapped(case):
     wrapper, inner, kind = case.split("-")
     tx = optax.with_extra_args_support({**WRAPPERS, **MORE}[wrapper](INNER[inner]()))
     grads = row_grads(params()) if kind == "rows" else dense_grads(params())
-    check_close(*both(tx, params(), lambda seed: grads, required=False))
+    check_close(*both(tx, params(), lambda seed: grads, required=wrapper == "accumulate"))

@@ -24,6 +24,7 @@ NUM_ROWS, WIDTH, MANY = 4000, 64, 9000
 SIZE = 150_000
 STEPS = 3
 OTHERS = {
+    "accumulate": lambda tx, shapes: optzoo.accumulate(tx, 2, max_rows={"table": MANY}),
     "adam": lambda tx, shapes: tx,
     "ftrl": lambda tx, shapes: optzoo.ftrl(0.1),
     "gradient_descent": lambda tx, shapes: optzoo.gradient_descent(0.1),
