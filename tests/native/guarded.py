@@ -15,12 +15,13 @@ import numpy as np
 import optax
 
 import optzoo
+from optzoo.core.marked_rows import gather_rows
 from optzoo.jaxprs.equations import bind_equation
 from optzoo.native import calls, machine
 from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
-from optzoo.native.groups import RowsGroup
 from optzoo.native.leaf_kernel import leaf_kernel
 from optzoo.native.norms import SumGroup
+from optzoo.native.rows_groups import RowsGroup
 from optzoo.native.rows_kernel import rows_kernel
 from optzoo.native.sum_kernel import sum_kernel
 from optzoo.testing.samples import with_global_step
@@ -199,6 +200,23 @@ def clipped():
     return optax.chain(optzoo.clip_by_global_norm(1.0), adam())
 
 
+def reader(many):
+    """Its state has rows of the parameters, times the entry of a list that each names."""
+
+    def init(table):
+        numbers = jnp.asarray([0, 3, LOW, HIGH, -1], jnp.int32)[: len(table)]
+        return numbers, jnp.arange(1.0, 5.0), jnp.zeros((many, *table.shape[1:]))
+
+    def update(g, state, table=None):
+        numbers, entries, _ = state
+        place = g.gather(jnp.arange(len(table), dtype=jnp.float32))
+        of_rows = gather_rows(entries, g.gather(numbers)) + place
+        rows = g.gather(table) * of_rows.reshape(-1, *[1] * (table.ndim - 1))
+        return jnp.zeros_like(table), (numbers, entries, rows)
+
+    return optax.GradientTransformation(init, update)
+
+
 def run_sums(tx, sizes=(16, 17, 4095, 4097, 9000), dtype="float32", limit=2e-6):
     """A step after norms of arrays of different sizes."""
     rng = np.random.default_rng(0)
@@ -233,6 +251,8 @@ CASES = {
     "one row, one id": (lambda: run_rows(adam(), (), num_rows=1, many=1),),
     "many rows": (lambda: run_rows(adam(), (2,), num_rows=3000, many=1500),),
     "wide rows": (lambda: run_rows(adam(), (1000,), many=20),),
+    "read": (run_rows, reader(MANY), (3,)),
+    "one row, read": (lambda: run_rows(reader(MANY), (2, 3), num_rows=1),),
     "added": (run_rows, optzoo.gradient_descent(0.1), (3,)),
     "norms": (run_rows, optzoo.row_wise_adagrad(0.1), (3,)),
     "norms (2, 3)": (run_rows, optzoo.row_wise_adagrad(0.1), (2, 3)),

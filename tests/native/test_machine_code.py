@@ -118,6 +118,14 @@ OPERATIONS = {
     "sign": lambda x, y: jnp.where(lax.is_finite(x), lax.sign(y), -x),
 }
 
+OF_INTEGERS = {
+    "bits": lambda x, y: (x & y) | ~x ^ y,
+    "compare": lambda x, y: jnp.where(x < y, x, y) + x * y,
+    "extremes": lambda x, y: lax.max(x, lax.min(y, x)),
+    "remainder": lambda x, y: lax.rem(x, jnp.asarray(7, x.dtype)),
+    "shift": lambda x, y: lax.shift_right_arithmetic(x, jnp.asarray(3, x.dtype)),
+}
+
 
 def leaf_of(f, dtype, size=8):
     """What is known to the native engine of the results of ``f`` of two arrays."""
@@ -144,6 +152,8 @@ def test_operations_call_no_library(name, x64):
             check(name, kernel_of(conversions(dtype), dtype))
         for dtype in FLOATS:
             check(name, kernel_of(computed, dtype))
+        computed = lambda x, y: [f(x, y) for f in OF_INTEGERS.values()]
+        check(name, kernel_of(computed, "int64"))
 
 
 SPECIAL = {
@@ -207,6 +217,15 @@ def test_operations_compute_what_xla_does(dtype, x64):
             np.testing.assert_allclose(got, want, close, tiny, err_msg=name)
             exact = name in ("compare", "extremes", "sign")
             assert not exact or (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all(), name
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_operations_on_integers_compute_what_xla_does(dtype, x64):
+    with x64(True):
+        x, y = values(dtype)
+        for name, f in OF_INTEGERS.items():
+            [got] = computed(lambda x, y, f=f: [f(x, y)], x, y)
+            np.testing.assert_array_equal(got, f(jnp.asarray(x), jnp.asarray(y)), err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])

@@ -13,7 +13,8 @@ import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.jaxprs.graph import read
 from optzoo.native.calls import Call
-from optzoo.native.groups import RowsGroup, Unsupported
+from optzoo.native.groups import Unsupported
+from optzoo.native.rows_groups import RowsGroup
 from optzoo.native.tpu_kernel import tpu_kernel
 
 from ..selection import KINDS, quick
