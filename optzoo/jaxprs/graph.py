@@ -221,6 +221,17 @@ def needed(
     return found[::-1]
 
 
+def made_of(values: Iterable[Value], follow: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
+    """Values and what they are made of, each once; of each it follows what ``follow`` gives."""
+    waiting, seen = [*values], set[Value]()
+    while waiting:
+        v = waiting.pop()
+        if v not in seen:
+            seen.add(v)
+            yield v
+            waiting += follow(v)
+
+
 def _value(v: Any, values: Mapping[Any, Value]) -> Value:
     return Value(v.aval, literal=np.asarray(v.val)) if is_literal(v) else values[v]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..jaxprs.graph import Operation, Value
+from ..jaxprs.graph import Operation, Value, made_of
 from .elements import Elements, Index
 from .loops import memory
 from .operations import bytes_of, store
@@ -70,30 +70,18 @@ def _read(elements: Elements, kept: dict[Value, Any], lane: Any):
 
 def _cone(values: Sequence[Value]) -> set[Value]:
     """All that values are made of, and they themselves."""
-    return {*_walk(values, ())[0]}
+    return {*made_of(values, _parts)}
 
 
 def _frontier(values: Sequence[Value], cone: Collection[Value]) -> list[Value]:
     """What others than those of a cone need of it, if it is computed."""
     is_computed = lambda v: v.maker is not None and v.maker.name != "rows_gather"
-    return [v for v in _walk(values, cone)[1] if v.shape and is_computed(v)]
+    others = made_of(values, lambda v: () if v in cone else _parts(v))
+    return [v for v in others if v in cone and v.shape and is_computed(v)]
 
 
-def _walk(
-    values: Sequence[Value], stop: Collection[Value]
-) -> tuple[dict[Value, None], dict[Value, None]]:
-    """All that values are made of, but for what those of ``stop`` are made of; and these."""
-    waiting, seen, met = [*values], dict[Value, None](), dict[Value, None]()
-    while waiting:
-        v = waiting.pop()
-        if v in seen or v in met:
-            continue
-        if v in stop:
-            met[v] = None
-            continue
-        seen[v] = None
-        if v.meaning is not None:
-            waiting.append(v.meaning)
-        elif v.maker is not None:
-            waiting += v.maker.ins
-    return seen, met
+def _parts(v: Value) -> Sequence[Value]:
+    """What a value is made of."""
+    if v.meaning is not None:
+        return [v.meaning]
+    return () if v.maker is None else v.maker.ins

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from ..jaxprs.graph import Graph, Operation, Value
+from ..jaxprs.graph import Graph, Operation, Value, made_of
 from ..jaxprs.primitives import Kind
 from .elementwise import is_elementwise
 from .groups import REDUCTIONS, LeafGroup, each, leaf_group, reductions
@@ -74,14 +74,10 @@ def _together(results: Iterable[Value]) -> Iterable[list[Value]]:
 
 def _operations(results: Iterable[Value]) -> list[Operation]:
     """The operations, each on elements or on groups, that results are made of."""
-    waiting, found = [*results], dict[Operation, None]()
-    while waiting:
-        op = waiting.pop().maker
-        if op is None or op in found or not op.outs[0].shape or not _is_known(op):
-            continue
-        found[op] = None
-        waiting += op.ins
-    return [*found]
+    is_in = lambda op: op is not None and bool(op.outs[0].shape) and _is_known(op)
+    follow = lambda v: v.maker.ins if is_in(v.maker) else ()
+    makers = dict.fromkeys(v.maker for v in made_of(results, follow) if is_in(v.maker))
+    return [op for op in makers if op is not None]
 
 
 def _is_known(op: Operation) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..jaxprs.graph import Graph, Operation, Value, inlined, needed
+from ..jaxprs.graph import Graph, Operation, Value, inlined, made_of, needed
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .elementwise import DTYPES, is_elementwise
 from .simplify import simplify
@@ -253,15 +253,10 @@ def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
 
 def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
     """Why a result is in no group, given what depends on the parameters and the state."""
-    waiting, seen, names = [result], set[Value](), set[str]()
-    while waiting:
-        v = waiting.pop()
-        if v in seen or v not in made or v.maker is None:
-            continue
-        seen.add(v)
-        waiting += v.maker.ins
-        if v.shape or any(w.shape for w in v.maker.ins):
-            names |= set() if v.maker in fusible else {v.maker.name}
+    follow = lambda v: v.maker.ins if v in made and v.maker is not None else ()
+    makers = [v.maker for v in made_of([result], follow) if v in made and v.maker is not None]
+    has_arrays = lambda op: any(v.shape for v in (*op.ins, *op.outs))
+    names = {op.name for op in makers if op not in fusible and has_arrays(op)}
     if names:
         few = ", ".join(f"`{name}`" for name in sorted(names)[:4])
         return f"operations that are unknown, or not element by element: {few}"

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..jaxprs.graph import Operation, Value
+from ..jaxprs.graph import Operation, Value, made_of
 from .groups import LeafGroup, is_fusible, what_is_read
 
 _FEWEST = 16  # elements that are worth a call
@@ -75,15 +75,11 @@ def _stages(nodes: Sequence[Any], reductions: Collection[Operation]) -> dict[Ope
 
 def _before(op: Operation, fusible: Collection[Operation]) -> tuple[set[Operation], set[Value]]:
     """The operations element by element that an operation needs, and the arrays that they read."""
-    own, arrays, waiting = set[Operation](), set[Value](), [op.ins[0]]
-    while waiting:
-        v = waiting.pop()
-        if v.maker is None or v.maker not in fusible:
-            arrays |= {v} if v.shape else set()
-        elif v.maker not in own:
-            own.add(v.maker)
-            waiting += [] if v.maker.name == "broadcast_in_dim" else v.maker.ins
-    return own, arrays
+    is_own = lambda v: v.maker is not None and v.maker in fusible
+    follow = lambda v: v.maker.ins if is_own(v) and v.maker.name != "broadcast_in_dim" else ()
+    values = [*made_of(op.ins[:1], follow)]
+    own = {op for v in values if (op := v.maker) is not None and op in fusible}
+    return own, {v for v in values if v.shape and not is_own(v)}
 
 
 def _group(operations: list[Operation], reductions: list[Operation], stage: int) -> SumGroup:

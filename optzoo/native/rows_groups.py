@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ..core.marks import WRITES
-from ..jaxprs.graph import Graph, Operation, Value
+from ..jaxprs.graph import Graph, Operation, Value, made_of
 from .elementwise import DTYPES
 from .groups import Group, Unsupported, each, is_known, splits
 
@@ -182,24 +182,26 @@ class _Slice:
 
     def visit(self, value: Value) -> None:
         """Adds all that a value is made of."""
-        waiting = [value]
-        while waiting:
-            v = waiting.pop()
-            if v in self._seen or v is self.ids:
-                continue
-            self._seen.add(v)
-            if not v.shape:
-                if v.literal is None:
-                    self.scalars.append(v)
-            elif v.literal is not None or v.maker is None or v is self.merged:
-                self.streams.append(v)
-            elif v.maker.name == "rows_gather":
-                waiting += self._gather(v.maker)
-            elif is_known(v.maker):
-                self._take(v.maker)
-                waiting += v.maker.ins
-            else:
-                self.streams.append(v)
+        for _ in made_of([value], self._enter):
+            pass
+
+    def _enter(self, v: Value) -> list[Value]:
+        """Adds a value; gives what it is made of, and is not added yet."""
+        if v in self._seen or v is self.ids:
+            return []
+        self._seen.add(v)
+        if not v.shape:
+            self.scalars += [] if v.literal is not None else [v]
+        elif v.literal is not None or v.maker is None or v is self.merged:
+            self.streams.append(v)
+        elif v.maker.name == "rows_gather":
+            return self._gather(v.maker)
+        elif is_known(v.maker):
+            self._take(v.maker)
+            return v.maker.ins
+        else:
+            self.streams.append(v)
+        return []
 
     def _gather(self, op: Operation) -> list[Value]:
         """Adds a gather; gives what it is made of, and is not added yet."""
@@ -225,15 +227,9 @@ class _Slice:
 
 def _is_computed(table: Value) -> bool:
     """Whether each row of an array is computed from its number and scalars alone."""
-    waiting = [table]
-    while waiting:
-        v = waiting.pop()
-        if not v.shape:
-            continue
-        if v.maker is None or v.literal is not None or not is_known(v.maker):
-            return False
-        waiting += v.maker.ins
-    return True
+    is_made = lambda v: v.maker is not None and v.literal is None and is_known(v.maker)
+    follow = lambda v: v.maker.ins if v.shape and is_made(v) else ()
+    return all(not v.shape or is_made(v) for v in made_of([table], follow))
 
 
 def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Value]) -> None:
