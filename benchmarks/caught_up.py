@@ -5,7 +5,8 @@
 The table has 1,000,000 x 64 elements in float32; a step looks up 4,096 ids by Zipf's law with
 exponent 1 in a random order of the rows. Whole steps of ``optzoo.minimize`` take turns in a new
 order each round, on one core, with donated arguments. Prints the least time and the median of
-each, and the ratio of the medians to that of ``lazy_adam`` in the same layout.
+each, and the ratio of the medians to that of ``lazy_adam`` in the same layout; of native steps to
+that of the same step by XLA.
 """
 
 import argparse
@@ -36,7 +37,14 @@ CONTENDERS = {
     "caught_up, packed": optzoo.caught_up(packed(optzoo.adam(1e-3))),
     "adam, dense": optzoo.adam(1e-3),
 }
-PEER = {"caught_up, packed": "lazy_adam, packed"}
+NATIVE = {f"{name}, native": tx for name, tx in CONTENDERS.items() if "dense" not in name}
+PEER = {
+    "caught_up, packed": "lazy_adam, packed",
+    "lazy_adam, native": "lazy_adam",
+    "lazy_adam, packed, native": "lazy_adam, packed",
+    "caught_up, native": "caught_up",
+    "caught_up, packed, native": "caught_up, packed",
+}
 
 
 def loss(params, ids, target):
@@ -44,11 +52,11 @@ def loss(params, ids, target):
     return 0.5 * jnp.sum((optzoo.lookup(params, ids) - target) ** 2)
 
 
-def contender(tx, rows, batches, target):
+def contender(tx, rows, batches, target, native):
     """``run(k)`` for the k-th turn, and the properties of the program."""
     x = jnp.zeros((rows, WIDTH))
     state = tx.init(x)
-    step = optzoo.minimize(loss, tx)
+    step = optzoo.minimize(loss, tx, native=native)
     program = step.lower(x, state, batches[0], target).compile()
     about = {
         "temporaries MB": program.memory_analysis().temp_size_in_bytes / 1e6,
@@ -80,9 +88,9 @@ def main():
     batches = [draw() for _ in range(BATCHES)]
     target = jnp.asarray(rng.normal(size=(IDS, WIDTH)), jnp.float32)
     runs, abouts = {}, {}
-    for name, tx in CONTENDERS.items():
+    for name, tx in (CONTENDERS | NATIVE).items():
         steps = 1 if "dense" in name else STEPS_IN_A_TURN
-        run, abouts[name] = contender(tx, args.rows, batches, target)
+        run, abouts[name] = contender(tx, args.rows, batches, target, name in NATIVE)
         runs[name] = lambda k, run=run, steps=steps: run(k, steps)
     seconds = harness.take_turns(runs, args.rounds)
     for name, times in seconds.items():
@@ -92,7 +100,7 @@ def main():
         median = statistics.median(about["ms"])
         ratio = median / statistics.median(abouts[PEER.get(name, "lazy_adam")]["ms"])
         print(
-            f"{name:20} least {min(about['ms']):8.3f} ms, median {median:8.3f} ms, {ratio:6.2f} of "
+            f"{name:25} least {min(about['ms']):8.3f} ms, median {median:8.3f} ms, {ratio:6.2f} of "
             f"{PEER.get(name, 'lazy_adam')}; state {about['state bytes per row']:.1f} bytes a row, "
             f"temporaries {about['temporaries MB']:.1f} MB"
         )
