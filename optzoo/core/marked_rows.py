@@ -21,6 +21,15 @@ def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
     return dense.at[ids].set(rows, **_DROP, unique_indices=True)
 
 
+@marked("rows_scatter_equal")
+def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
+    """As :func:`scatter_rows`, of ids that may repeat, with equal rows.
+
+    To change a row again, as the rows of an id were computed, must not change it.
+    """
+    return dense.at[ids].set(rows, **_DROP)
+
+
 @marked("rows_add")
 def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     """An array with rows added; ids out of range are ignored."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from .compat import make_replaceable
 
-WRITES = {"rows_scatter", "rows_add"}  # the marks of what changes rows of its first operand
+# The marks of what changes rows of its first operand.
+WRITES = {"rows_scatter", "rows_scatter_equal", "rows_add"}
 NATIVE = "optzoo_native"  # the primitive of native calls
 _names: dict[Any, str] = {}  # of the marked functions, by their primitives
 _is_on = contextvars.ContextVar("marking", default=False)

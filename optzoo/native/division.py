@@ -5,6 +5,7 @@ import graphlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, needed
 from . import engine, groups
 from .branches import Branches, divide_branches
@@ -75,8 +76,10 @@ class Division:
         self, program: Graph, kept: Mapping[Value, Value], in_place: Collection[Value]
     ) -> list[Any]:
         of_branch = functools.partial(Division, required=self._required)
-        program = divide_branches(program, kept, in_place, of_branch, self._report)
-        rows = find_rows(program, set(kept), self._report)
+        states = {**kept, **_written(program, kept)}
+        free = {*in_place, *(states.keys() - kept.keys())}
+        program = divide_branches(program, states, free, of_branch, self._report)
+        rows = find_rows(program, set(states), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
         nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
@@ -130,6 +133,15 @@ class Division:
             for parts in alike.values()
             for i in range(0, len(parts), MOST_LEAVES)
         ]
+
+
+def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:
+    """By tables whose rows are written, and by what they are in between, what comes next."""
+    found = dict[Value, Value]()
+    for op in program.operations:
+        if op.name in WRITES and (op.ins[0] in kept or op.ins[0] in found.values()):
+            found[op.ins[0]] = op.outs[0]
+    return found
 
 
 def _same(result: Value) -> Value:

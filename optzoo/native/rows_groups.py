@@ -1,6 +1,5 @@
 """Rows of tables that one native loop reads, computes and writes."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -31,9 +30,10 @@ class Part(NamedTuple):
 class RowsGroup(Group):
     """Rows of some tables that share their ids: read, computed and written one after the other.
 
-    It changes rows of tables (``writes``), or gives a row for each id (``reads``). The inputs are
-    the ids, the gradients if rows of equal ids are to be merged, the tables, other arrays, those
-    of which rows take entries, and scalars, in this order.
+    It changes rows of tables (``writes``), gives a row for each id (``reads``), or both: then those
+    of ids out of range are zeros. The inputs are the ids, the gradients if rows of equal ids are to
+    be merged, the tables, other arrays, those of which rows take entries, and scalars, in this
+    order.
     """
 
     ids: Value
@@ -75,16 +75,14 @@ def find_rows(
     for op in program.operations:
         if op.name in WRITES and op.ins[0] in tables:
             by_ids.setdefault(op.ins[1], []).append(op)
-    found, readers = [], program.readers()
-    for ids, writes in by_ids.items():
+    found, readers, reads = [], program.readers(), _results_of_rows(program)
+    for ids in dict.fromkeys((*by_ids, *reads)):
+        writes = by_ids.get(ids, [])
         try:
-            found.append(_rows(program, readers, ids, writes, []))
+            found.append(_rows(program, readers, ids, writes, reads.get(ids, [])))
         except Unsupported as error:
             for write in writes:
                 report(write.outs[0], str(error))
-    for ids, reads in _results_of_rows(program).items():
-        with contextlib.suppress(Unsupported):
-            found.append(_rows(program, readers, ids, [], reads))
     return found
 
 
@@ -119,19 +117,19 @@ def _rows(
         part.visit(value)
     for write in writes:
         part.add(part.tables, write.ins[0])
-    _check_tables(part, writes, reads)
     inside = {*part.operations, *writes}
     outside = lambda v: v in program.results or any(op not in inside for op in readers.get(v, ()))
-    for op in part.operations:
-        if of_rows.intersection(op.outs) and any(v not in reads and outside(v) for v in op.outs):
-            raise Unsupported(f"the result of `{op.name}` on its rows is used elsewhere, too")
+    made = [v for op in part.operations for v in op.outs if v in of_rows and v not in reads]
+    reads = [*reads, *filter(outside, made)]
+    _check_tables(part, writes, reads)
     if of_rows.intersection(part.streams):
         raise Unsupported("an operation on its rows is not known to the native engine")
     is_sum = len(writes) == 1 and writes[0].name == "rows_add" and not part.gathers
-    if writes and not (_are_distinct(ids) or is_sum):
+    may_repeat = is_sum or all(write.name == "rows_scatter_equal" for write in writes)
+    if writes and not (_are_distinct(ids) or (may_repeat and not reads)):
         raise Unsupported("its rows may repeat, and are not merged")
-    first = [ids]
-    if merge is not None and _merges_here(part, merge) and not any(map(outside, merge.outs)):
+    first, is_used = [ids], merge is not None and any(map(outside, merge.outs))
+    if merge is not None and not (is_used or reads) and _merges_here(part, merge):
         part.streams = [v for v in part.streams if v is not merged]
         inside.add(merge)
         first = merge.ins
@@ -234,7 +232,7 @@ def _is_computed(table: Value) -> bool:
 
 def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Value]) -> None:
     targets = [write.ins[0] for write in writes]
-    if len(set(targets)) < len(targets):
+    if len({*targets, *(write.outs[0] for write in writes)}) < 2 * len(writes):
         raise Unsupported("its rows are written twice")
     heights = {v.shape[:1] for v in (*part.tables, *(op.ins[0] for op in part.gathers))}
     if len(heights) != 1 or any(0 in t.shape for t in part.tables):
@@ -242,6 +240,8 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
+    if any(v.shape[:1] != part.ids.shape for v in reads):
+        raise Unsupported("a result on its rows is used elsewhere, too")
     if (lanes := _lanes(part.operations)) is not None:
         _check_lanes(part.operations, lanes)
     shapes = {part_of.row for part_of in _parts(writes, reads, lanes)}

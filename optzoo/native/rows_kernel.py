@@ -16,6 +16,7 @@ from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop
 from .merging import AHEAD, Ids, Parts, Sums, fetch
 from .operations import (
+    BOOL,
     I8,
     I32,
     I64,
@@ -262,7 +263,7 @@ class _Row:
         if value.maker is not None and value.maker.name == "rows_gather":
             array, ids = value.maker.ins
             if ids is rows.ids:
-                row = _nearest(self.b, self.row, self.num_rows) if rows.reads else self.row
+                row = self.row if rows.writes else _nearest(self.b, self.row, self.num_rows)
                 return self.elements.of(array, (row, *index[1:]))
             if array in rows.lists:
                 return self._entry(array, ids, index)
@@ -299,6 +300,11 @@ class _Row:
             if i is not ZERO:
                 total = self.b.add(total, self.b.mul(i, I64(math.prod(shape[k + 1 :]))))
         return total
+
+
+def _fill_with_zeros(b: ir.IRBuilder, place: Any, nbytes: int) -> None:
+    fill = b.module.declare_intrinsic("llvm.memset", [POINTER, I64])
+    b.call(fill, [place, I8(0), I64(nbytes), BOOL(0)])
 
 
 def _nearest(b: ir.IRBuilder, number: Any, end: Any) -> Any:
@@ -360,13 +366,17 @@ class _EachRow:
 
     @contextlib.contextmanager
     def _at(self, position: Any) -> Iterator[Any]:
-        """What is done with the row of a position, if there is one; to read, there always is."""
-        row = self.ids.at(position)
-        if self.rows.reads:
-            yield _nearest(self.b, row, self.ids.num_rows)
-        else:
-            with self.b.if_then(self.ids.is_real(row)):
+        """What is done with the row of a position, if there is one: to read alone, a near one."""
+        b, row = self.b, self.ids.at(position)
+        if not self.rows.writes:
+            yield _nearest(b, row, self.ids.num_rows)
+            return
+        with b.if_else(self.ids.is_real(row)) as (real, other):
+            with real:
                 yield row
+            with other:
+                for v, start in zip(self.rows.reads, self.reads, strict=True):
+                    _fill_with_zeros(b, self._row(v, start, position), _size(v))
 
     def _fetch_streams(self, position: Any) -> None:
         """Asks for what arrays have at a position."""

@@ -13,6 +13,7 @@ from ..core.checks import check_params
 from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.lines import is_lines
+from ..core.marked_rows import distinct
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, path_name, resolve_mask
@@ -180,7 +181,7 @@ class Sleepers(NamedTuple):
             places = turn(table.motion, table.clock, g.num_rows)
             # Not those that this step has updated, in an earlier round on sharded tables.
             is_later = table.gather(places)[2] == table.clock.count + 1
-            places = jnp.where(is_later, g.num_rows, places)
+            places = distinct(jnp.where(is_later, g.num_rows, places))
             before, awake = table.gather(places), table.read(places)
             sweeps[i] = g.with_rows(places, awake[0] - before[0])
             _, *rest = table.scatter(places, awake).arrays

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.compat import vary, varying
-from ..core.marked_rows import distinct, gather_rows, scatter_rows
+from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import upcast
 from ..core.paths import is_masked
 from ..state.packing import pack_like, unpack
@@ -182,7 +182,7 @@ def scattered(arrays: Any, ids: Array, rows: Any) -> Any:
 
 def by_ids(table: Table, ids: Array) -> Table:
     """The table with the rows of these ids, which may repeat, awake."""
-    put = lambda a, rows: a.at[ids].set(rows, mode="drop", wrap_negative_indices=False)
+    put = lambda a, rows: scatter_equal_rows(a, ids, rows)  # a row that is awake stays as it is
     return table.with_arrays(jax.tree.map(put, table.arrays, table.read(ids)))
 
 

@@ -52,7 +52,8 @@ class RestingTables(Tables):
     def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
         if changes:
             change = lambda i, table: changes[i](table) if i in changes else table
-            self.params, self.state = self._map(self.params, self.state, change)
+            f = lambda params, state: (self._map(params, state, change), ())
+            (self.params, self.state), _ = self.model.run(f, self.params, self.state)
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]

@@ -69,8 +69,7 @@ class ShardedTables(RestingTables):
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
         if model.sleepers is not None:
-            sweep = lambda params, state: (self._map(params, state, lambda _, t: swept(t)), ())
-            (self.params, self.state), _ = model.run(sweep, params, state)
+            self._change(dict.fromkeys(sleeping_leaves(params, state), swept))
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
@@ -209,7 +208,8 @@ class ShardedTables(RestingTables):
             return update_asleep(self.model, self.model.sleepers, params, state, gs, extra_args)
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
-            params, state = self._map(params, state, wake)
+            f = lambda params, state: (self._map(params, state, wake), ())
+            (params, state), _ = self.model.run(f, params, state)
         return self.model.apply(params, state, grads, extra_args)
 
     def _check_update(self, extra_args: Mapping[str, Any], is_round: bool) -> set[int]:

@@ -21,7 +21,6 @@ from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
-from ..state.resting import has_resting
 from .takes_rows import takes_rows
 
 
@@ -74,11 +73,6 @@ class Model(NamedTuple):
         """The parameters and the state after an update, which is final."""
         update = functools.partial(self.tx.update, grads, state, params)
         check_all_read(self.tx, update, extra_args)
-        if self.native == "require" and has_resting(state):
-            raise ValueError(
-                "native='require', but in a chain or in optzoo.param_groups XLA updates rows of "
-                "optzoo.caught_up: give it to minimize itself, or native=True"
-            )
 
         def apply(params, state):
             updates, after = final_update(self.tx, grads, state, params, extra_args)

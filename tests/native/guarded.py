@@ -200,8 +200,11 @@ def clipped():
     return optax.chain(optzoo.clip_by_global_norm(1.0), adam())
 
 
-def reader(many):
-    """Its state has rows of the parameters, times the entry of a list that each names."""
+def reader(many, *, writes=False):
+    """Its state has rows of the parameters, times the entry of a list that each names.
+
+    With ``writes`` it changes the numbers of these entries, and rows out of range are zeros.
+    """
 
     def init(table):
         numbers = jnp.asarray([0, 3, LOW, HIGH, -1], jnp.int32)[: len(table)]
@@ -209,9 +212,13 @@ def reader(many):
 
     def update(g, state, table=None):
         numbers, entries, _ = state
+        g = g.coalesce() if writes else g
         place = g.gather(jnp.arange(len(table), dtype=jnp.float32))
         of_rows = gather_rows(entries, g.gather(numbers)) + place
         rows = g.gather(table) * of_rows.reshape(-1, *[1] * (table.ndim - 1))
+        if writes:
+            rows = g.with_values(rows).drop_padding().values
+            numbers = g.scatter(numbers, g.gather(numbers) - 1)
         return jnp.zeros_like(table), (numbers, entries, rows)
 
     return optax.GradientTransformation(init, update)
@@ -252,6 +259,7 @@ CASES = {
     "many rows": (lambda: run_rows(adam(), (2,), num_rows=3000, many=1500),),
     "wide rows": (lambda: run_rows(adam(), (1000,), many=20),),
     "read": (run_rows, reader(MANY), (3,)),
+    "read and written": (run_rows, reader(MANY, writes=True), (3,)),
     "one row, read": (lambda: run_rows(reader(MANY), (2, 3), num_rows=1),),
     "added": (run_rows, optzoo.gradient_descent(0.1), (3,)),
     "norms": (run_rows, optzoo.row_wise_adagrad(0.1), (3,)),

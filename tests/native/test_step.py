@@ -827,7 +827,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
     [
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
-        ({"twice": True}, "something else needs a result between"),
+        ({"twice": True}, "its rows are written twice"),
         ({"width": 5}, "its slots have rows of several shapes"),
         ({"width": 4}, "its slots have rows of several shapes"),
         ({"width": 3}, None),
