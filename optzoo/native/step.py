@@ -122,12 +122,11 @@ def natively(
     *,
     in_place: InPlace = "all",
     required: bool = False,
-    by_xla: tuple[type, ...] = (),
 ) -> tuple[tuple[Any, Any], Any]:
     """What ``f(params, state)`` computes: the next parameters and state, and something else.
 
-    :func:`native_step` describes ``in_place`` and ``required``. ``by_xla`` are types of parts of
-    the state that XLA may update also if native code is required.
+    :func:`native_step` describes ``in_place`` and ``required``. Parts of the state whose type has
+    an attribute ``left_to_xla`` need not be native.
     """
     reason = _refusal(required)
     if reason is not None and required:
@@ -152,7 +151,7 @@ def natively(
     has_effects = has_side_effects(closed.jaxpr)
     division = Division(program, kept, before[of_params:], required, has_effects)
     if required:
-        _check_all(division, program.results, shapes[0], by_xla)
+        _check_all(division, program.results, shapes[0])
     if not division.calls:
         return f(params, state)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
@@ -176,11 +175,9 @@ def _refusal(required: bool) -> str | None:
     return None
 
 
-def _check_all(
-    division: Any, results: list[Any], shapes: tuple[Any, Any], by_xla: tuple[type, ...]
-) -> None:
+def _check_all(division: Any, results: list[Any], shapes: tuple[Any, Any]) -> None:
     """Raises unless all results that the update changes are made by native calls."""
-    is_any = lambda part: isinstance(part, by_xla)
+    is_any = lambda part: getattr(type(part), "left_to_xla", False)
     is_left = lambda part: jax.tree.map(lambda _: is_any(part), part)
     left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))
     words, found = {0: "params", 1: "state"}, {}

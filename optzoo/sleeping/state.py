@@ -17,6 +17,8 @@ class Clock(NamedTuple):
     young: Array  # (window, features): entry j is for the rows last updated j steps ago
     ring: Array  # (horizon, features): entry l % horizon is for those of step l, final
 
+    left_to_xla = True  # of a native step: it is small, and no part of it belongs to a row
+
 
 class CaughtUpState(NamedTuple):
     """An optimizer whose rows sleep until they are read."""

@@ -16,7 +16,6 @@ from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, check_native, natively
 from ..sleeping.sleepers import Sleepers, final_update
-from ..sleeping.state import Clock
 from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
@@ -88,7 +87,7 @@ class Model(NamedTuple):
         # costs a copy of each table.
         if not self.native:
             return f(params, state)
-        return natively(f, params, state, required=self.native == "require", by_xla=(Clock,))
+        return natively(f, params, state, required=self.native == "require")
 
     def read(self, f: Callable[[], Any]) -> Any:
         """What ``f()`` gives, which reads rows; natively if asked."""

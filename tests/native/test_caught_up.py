@@ -14,7 +14,7 @@ import optzoo
 from optzoo.native import engine
 
 from ..selection import quick
-from .test_step import check_close, table
+from .test_step import check_close, plain_step, table
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 
@@ -162,6 +162,18 @@ def test_part_of_an_optimizer(around):
     tx = AROUND[around](optzoo.moving_average(adam(), 0.9))
     expected, got = (run(tx, (WIDTH,), native) for native in (False, "require"))
     check_close(expected, got, 1e-4)
+
+
+def test_a_loop_by_hand():
+    tx, found = optzoo.caught_up(adam(), mask="table", horizon=1), []
+    for apply in (plain_step(tx), optzoo.native_step(tx, required=True)):
+        (params, state), run_step = start(tx, (WIDTH,)), jax.jit(apply)
+        for ids, y in batches():
+            params, state = optzoo.rows.catch_up(params, state, {"table": ids})
+            grads = optzoo.value_and_grad(of_one_table)(params, ids, y)[1]
+            params, state = run_step(params, state, grads)
+        found.append((params, state))
+    check_close(*found, 1e-4)
 
 
 @pytest.mark.parametrize("capacity_factor", [1.0, None])
