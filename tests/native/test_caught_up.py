@@ -176,11 +176,14 @@ def test_a_loop_by_hand():
     check_close(*found, 1e-4)
 
 
-@pytest.mark.parametrize("capacity_factor", [1.0, None])
-def test_sharded(capacity_factor):
+ALONE = {"alone": lambda inner: optzoo.caught_up(inner, mask="table", horizon=1)}
+
+
+@pytest.mark.parametrize(("around", "capacity_factor"), [("alone", 1.0), ("groups", None)])
+def test_sharded(around, capacity_factor):
     mesh = Mesh(np.array(jax.devices()[:4]), ("shard",))
     sharding = optzoo.sharded.RowSharding(ROWS, 4)
-    tx, found = optzoo.caught_up(half(adam()), mask="table", horizon=1), []
+    tx, found = (AROUND | ALONE)[around](half(adam())), []
     for native in (False, "require"):
         of_ids = lambda ids: jnp.sin(ids[:, None] + jnp.arange(WIDTH)[None])
         params = {"table": optzoo.sharded.create_table(sharding, mesh, of_ids)}
