@@ -165,7 +165,7 @@ class Call:
 
 def _in_groups(part: Group) -> bool:
     """Whether some arrays of leaves have one element for each group of those of others."""
-    return isinstance(part, LeafGroup) and part.length > 1
+    return isinstance(part, LeafGroup) and part.length > 0
 
 
 def _types(*avals: Any, call: Call) -> list[Any] | None:

@@ -19,6 +19,7 @@ from .pool import in_parallel
 
 _BLOCK = 65_536  # elements of a task
 _MANY = 65_536  # elements for which threads are worth their start
+_KEPT = 1024  # elements of a group that are kept between its passes, at most
 
 
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
@@ -26,7 +27,8 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
     no, ni, ns = len(leaf.outs), len(leaf.arrays), len(leaf.scalars)
     of = Members(ns, ni, no)
     whole = next(o for o, v in enumerate(leaf.outs) if _is_whole(leaf, v))
-    block_size = _BLOCK // leaf.length * leaf.length
+    length = max(1, leaf.length)
+    block_size = max(1, _BLOCK // length) * length
     size_of = lambda frame, k: frame.size(of.result(frame, k, whole))
     aliased = {i - ns: k for i, k in leaf.aliases.items()}
     apart = [i for i in range(ni) if i not in aliased]
@@ -50,7 +52,7 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
             b = frame.b
             k, rest = which(b, task, lambda k: many_blocks(frame, k))
             start = b.mul(rest, I64(block_size))
-            of_groups = b.sdiv(start, I64(leaf.length))
+            of_groups = b.sdiv(start, I64(length))
             first = lambda v: start if _is_whole(leaf, v) else of_groups
             at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), first(v))
             outs = [at(v, of.result(frame, k, o)) for o, v in enumerate(leaf.outs)]
@@ -81,7 +83,7 @@ def _leaf(
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))
     outs = dict(zip(leaf.outs, args, strict=False))
     known = in_memory(b, scalars, pointers)
-    elements = Elements(b, known) if leaf.length == 1 else FlatElements(b, known)
+    elements = FlatElements(b, known) if leaf.length else Elements(b, known)
 
     def write(index_of, values):
         made = [elements.of(v, index_of(v.shape)) for v in values]
@@ -89,7 +91,7 @@ def _leaf(
             (at,) = index_of(v.shape)
             store(b, v.dtype, outs[v], at, new)
 
-    if leaf.length == 1:
+    if not leaf.length:
         with loop(b, args[-1]) as e, elements.scope():
             write(lambda shape: (e,), leaf.outs)
     else:
@@ -111,7 +113,7 @@ def _group(
             at = elements.in_group(group, lane, leaf.length)
             yield lane, lambda shape: (at if math.prod(shape) == size else group,)
 
-    keeps = lambda v: math.prod(v.shape) == size
+    keeps = lambda v: math.prod(v.shape) == size and leaf.length <= _KEPT
     store = lambda index_of: write(index_of, whole)
     write_group(b, elements, reductions(leaf.operations), whole, lanes, leaf.length, keeps, store)
     write(lambda shape: (group,), [v for v in leaf.outs if v not in whole])
