@@ -1,4 +1,4 @@
-"""Arrays with groups of consecutive elements that share a number: rows, or codes and their scale."""
+"""Arrays in groups of consecutive elements that share a number: rows, or codes of one scale."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -7,6 +7,7 @@ from ..jaxprs.graph import Graph, Operation, Value
 from ..jaxprs.primitives import Kind
 from .elementwise import is_elementwise
 from .groups import REDUCTIONS, LeafGroup, each, leaf_group, reductions
+from .order import in_order
 
 _COMPARED = {"int32", "float32", "float64"}
 _SUMMED = _COMPARED - {"int32"}
@@ -31,7 +32,6 @@ def find_grouped_leaves(
     if not reductions(program.operations):
         return []
     found, made = [], program.depending(places)
-    place = {op: k for k, op in enumerate(program.operations)}
     for results in _together(places.values()):
         ops = _operations(results)
         if not (over := reductions(ops)):
@@ -49,7 +49,7 @@ def find_grouped_leaves(
         elif any(v in made and v not in places for v in arrays):
             reason = "something else needs a result between its operations"
         else:
-            in_turn = sorted(ops, key=place.__getitem__)
+            in_turn = in_order(ops, results)  # the same for leaves of the same operations
             found.append(leaf_group(in_turn, results, places, in_place, length))
             continue
         for v in results:
@@ -107,7 +107,7 @@ def _is_known(op: Operation) -> bool:
 
 
 def _is_part(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an array has the shape of another one, but for the last axes, of length 1."""
-    while shape[-1:] == (1,):
+    """Whether an array has the first axes of another one, and no others but of length 1."""
+    while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
     return shape == out[: len(shape)]

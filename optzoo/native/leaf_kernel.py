@@ -1,6 +1,7 @@
 """The native function of leaves: loops over blocks of their elements."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +14,14 @@ from .elements import Elements, FlatElements, in_memory
 from .group_loop import write_group
 from .groups import LeafGroup, reductions
 from .handler import Members, inner_function, module_of
-from .loops import POINTER, loop, summed, which
+from .loops import POINTER, ZERO, loop, summed, which
 from .operations import I64, TYPES, element, smaller, store
 from .pool import in_parallel
+from .scratch import SUMMED
 
 _BLOCK = 65_536  # elements of a task
 _MANY = 65_536  # elements for which threads are worth their start
-_KEPT = 1024  # elements of a group that are kept between its passes, at most
+_KEPT = 4096  # elements of a group that are kept between its passes, at most
 
 
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
@@ -108,12 +110,31 @@ def _group(
     whole = [v for v in leaf.outs if _is_whole(leaf, v)]
 
     @contextlib.contextmanager
-    def lanes(shape):
-        with loop(b, I64(leaf.length), unroll_disable=1) as lane, elements.scope():
+    def lanes(shape, start=ZERO, end=None):
+        many = I64(leaf.length) if end is None else b.sub(end, start)
+        with loop(b, many, unroll_disable=1) as i, elements.scope():
+            lane = b.add(start, i)
             at = elements.in_group(group, lane, leaf.length)
             yield lane, lambda shape: (at if math.prod(shape) == size else group,)
 
+    @contextlib.contextmanager
+    def pieces():
+        with loop(b, I64(-(-leaf.length // SUMMED))) as piece:
+            start = b.mul(piece, I64(SUMMED))
+            end = smaller(b, b.add(start, I64(SUMMED)), I64(leaf.length))
+            yield functools.partial(lanes, start=start, end=end)
+
     keeps = lambda v: math.prod(v.shape) == size and leaf.length <= _KEPT
     store = lambda index_of: write(index_of, whole)
-    write_group(b, elements, reductions(leaf.operations), whole, lanes, leaf.length, keeps, store)
+    write_group(
+        b,
+        elements,
+        reductions(leaf.operations),
+        whole,
+        lanes,
+        leaf.length,
+        keeps,
+        store,
+        pieces if leaf.length > SUMMED else None,
+    )
     write(lambda shape: (group,), [v for v in leaf.outs if v not in whole])

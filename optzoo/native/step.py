@@ -192,7 +192,7 @@ def _check_all(division: Any, results: list[Any], paths: list[Any]) -> None:
     found = {
         f"{words[path[0].idx]} {path_name(path[1:])}".strip(): division.reasons[v]
         for v, path in zip(results, paths, strict=True)
-        if v in division.reasons and v.shape and v.maker is not None
+        if v in division.reasons and v.shape and 0 not in v.shape and v.maker is not None
     }
     if found:
         few = "; ".join(f"'{name}': {why}" for name, why in list(found.items())[:5])
