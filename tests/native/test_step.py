@@ -181,6 +181,12 @@ def test_groups_that_are_left_to_xla(name):
     check_close(*both(tx, params, draw, required=False))
 
 
+def test_a_slot_that_is_read_for_all_elements_of_a_row():
+    update = lambda g, s, params: (-g * s[:, None], s + jnp.sum(g * params, 1))
+    tx = optax.GradientTransformation(lambda x: jnp.ones(len(x)), update)
+    check_close(*both(tx, table(), table))
+
+
 def test_a_slot_of_rows_alone_is_left_to_xla():
     update = lambda g, state, params: (-g, state + jnp.sum((g + params) ** 2, 1))
     tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
