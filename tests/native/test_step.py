@@ -157,7 +157,12 @@ def test_arrays_with_as_long_rows_share_a_call():
 
 
 NORMED = {
-    "columns": (lambda x: x / jnp.sum(x**2, 0, keepdims=True), (5, 5), "`div`, `reduce_sum`"),
+    "columns": (lambda x: x / jnp.sum(x**2, 0)[:, None], (5, 5), "`reduce_sum`"),
+    "repeated in part": (
+        lambda x: x / jnp.broadcast_to(jnp.sum(x**2, (1, 2), keepdims=True), (2, 3, 1)),
+        (2, 3, 4),
+        "have several lengths",
+    ),
     "two lengths": (
         lambda x: x / jnp.sum(x**2, 2, keepdims=True) / jnp.sum(x**2, (1, 2), keepdims=True),
         (2, 3, 4),
