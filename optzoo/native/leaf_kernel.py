@@ -21,6 +21,7 @@ from .scratch import SUMMED
 
 _BLOCK = 65_536  # elements of a task
 _MANY = 65_536  # elements for which threads are worth their start
+_SHORT = 8  # fewer elements of a group have no loop
 _KEPT = 4096  # elements of a group that are kept between its passes, at most
 
 
@@ -108,11 +109,12 @@ def _group(
     """A group of elements, and what has one number for it."""
     size = math.prod(leaf.shape)
     whole = [v for v in leaf.outs if _is_whole(leaf, v)]
+    hints = {} if leaf.length < _SHORT else {"unroll_disable": 1}
 
     @contextlib.contextmanager
     def lanes(shape, start=ZERO, end=None):
         many = I64(leaf.length) if end is None else b.sub(end, start)
-        with loop(b, many, unroll_disable=1) as i, elements.scope():
+        with loop(b, many, **hints) as i, elements.scope():
             lane = b.add(start, i)
             at = elements.in_group(group, lane, leaf.length)
             yield lane, lambda shape: (at if math.prod(shape) == size else group,)
