@@ -22,7 +22,7 @@ from ..core.compat import (
 from ..core.marks import NATIVE
 from ..jaxprs.graph import Operation, Value
 from .engine import problem, warn_once
-from .groups import Group, LeafGroup, Unsupported
+from .groups import Group, LeafGroup, Unsupported, reductions
 from .norms import SumGroup
 from .rows_groups import RowsGroup
 from .scratch import of_rows, of_sums
@@ -89,7 +89,7 @@ class Call:
     def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
         """The function for TPUs, of which XLA makes one loop for each other leaf by itself."""
         first = self.parts[0]
-        has_kernel = isinstance(first, RowsGroup) or _in_groups(first)
+        has_kernel = isinstance(first, RowsGroup) or _has_codes(first)
         if not has_kernel or number_of_partitions(ctx) > 1:
             return self.reference
         from .tpu_kernel import tpu_kernel
@@ -166,7 +166,14 @@ class Call:
 
 def _in_groups(part: Group) -> bool:
     """Whether some arrays of leaves have one element for each group of those of others."""
-    return isinstance(part, LeafGroup) and part.length > 1
+    return isinstance(part, LeafGroup) and part.length > 0
+
+
+def _has_codes(part: Group) -> bool:
+    """Whether these groups are slots in 8 bits that share a scale, not rows."""
+    return _in_groups(part) and all(
+        op.ins[0].dtype == "int32" for op in reductions(part.operations)
+    )
 
 
 def _types(*avals: Any, call: Call) -> list[Any] | None:

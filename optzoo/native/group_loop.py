@@ -26,6 +26,7 @@ def write_group(
     length: int,
     keeps: Callable[[Value], bool],
     stores: Callable[[IndexOf], None],
+    pieces: Callable[[], contextlib.AbstractContextManager[Lanes]] | None = None,
 ) -> None:
     """Computes the reductions of a group, then its results, which may need them.
 
@@ -40,7 +41,10 @@ def write_group(
         length: the number of elements of a group.
         keeps: whether the elements of a value may be kept.
         stores: writes the results of an element, given the indices of values.
+        pieces: makes a loop over pieces of a group, each reduced by itself; gives the loop over the
+            elements of one.
     """
+    pieces = pieces or (lambda: contextlib.nullcontext(lanes))
     left, kept = list(reductions), dict[Value, Any]()
     while left:
         now = [op for op in left if not _cone(op.ins).intersection(v for o in left for v in o.outs)]
@@ -50,10 +54,13 @@ def write_group(
         common = [v for v in _frontier(wanted, cone) if v not in kept and keeps(v)]
         new = {v: memory(b, length * bytes_of(v.dtype)) for v in common}
         totals = Totals(b, now)
-        with lanes(now[0].ins[0].shape) as (lane, index_of), _read(elements, kept, lane):
-            totals.add(lambda op: elements.of(op.ins[0], index_of(op.ins[0].shape)))
-            for v, place in new.items():
-                store(b, v.dtype, place, lane, elements.of(v, index_of(v.shape)))
+        with pieces() as of_piece:
+            part = Totals(b, now)
+            with of_piece(now[0].ins[0].shape) as (lane, index_of), _read(elements, kept, lane):
+                part.add(lambda op: elements.of(op.ins[0], index_of(op.ins[0].shape)))
+                for v, place in new.items():
+                    store(b, v.dtype, place, lane, elements.of(v, index_of(v.shape)))
+            totals.add(part.get)
         for op in now:
             elements.keep(op.outs[0], totals.get(op))
         kept |= new

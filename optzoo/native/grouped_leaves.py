@@ -1,4 +1,4 @@
-"""Arrays whose slots are in groups of consecutive elements that share a scale."""
+"""Arrays in groups of consecutive elements that share a number: rows, or codes of one scale."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -7,6 +7,10 @@ from ..jaxprs.graph import Graph, Operation, Value, made_of
 from ..jaxprs.primitives import Kind
 from .elementwise import is_elementwise
 from .groups import REDUCTIONS, LeafGroup, each, leaf_group, reductions
+from .order import in_order
+
+_COMPARED = {"int32", "float32", "float64"}
+_SUMMED = _COMPARED - {"int32"}
 
 
 def find_grouped_leaves(
@@ -28,22 +32,24 @@ def find_grouped_leaves(
     if not reductions(program.operations):
         return []
     found, made = [], program.depending(places)
-    place = {op: k for k, op in enumerate(program.operations)}
     for results in _together(places.values()):
         ops = _operations(results)
         if not (over := reductions(ops)):
             continue
-        operand = over[0].ins[0].shape
-        size, length = math.prod(operand), operand[-1]
+        shapes = [(op.ins[0].shape, op.outs[0].shape) for op in over]
+        sizes = {(*map(math.prod, pair),) for pair in shapes}
+        size, length = max(sizes)[0], math.prod(shapes[0][0][len(shapes[0][1]) :])
         own = {v for op in ops for v in op.outs}
         arrays = {v for op in ops for v in op.ins if v.shape and v not in own}
         values = [v for op in each(ops) for v in (*op.ins, *op.outs) if v.shape]
-        if any(math.prod(v.shape) not in (size, size // length) for v in values):
+        if len(sizes) > 1 or not {math.prod(v.shape) for v in values} <= {*max(sizes)}:
             reason = "its groups are filled up, or have several lengths"
+        elif not length or all(math.prod(v.shape) < size for v in results):
+            reason = "it has one number for each group alone"
         elif any(v in made and v not in places for v in arrays):
             reason = "something else needs a result between its operations"
         else:
-            in_turn = sorted(ops, key=place.__getitem__)
+            in_turn = in_order(ops, results)  # the same for leaves of the same operations
             found.append(leaf_group(in_turn, results, places, in_place, length))
             continue
         for v in results:
@@ -91,12 +97,13 @@ def _is_known(op: Operation) -> bool:
     if op.kind is Kind.MOVE:
         return op.name != "reshape" or op.params["dimensions"] is None
     if op.name in REDUCTIONS:
-        is_last = tuple(op.params["axes"]) == (len(ins[0]) - 1,)
-        return is_last and len(ins[0]) > 1 and op.ins[0].dtype == "int32"
+        are_last = tuple(op.params["axes"]) == (*range(len(out), len(ins[0])),)
+        return are_last and op.ins[0].dtype in (_SUMMED if op.name == "reduce_sum" else _COMPARED)
     return is_elementwise(op) and all(not shape or _is_part(shape, out) for shape in ins)
 
 
 def _is_part(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an array has the shape of another one, but for the last axes, of length 1."""
-    longer = (*shape, *[1] * (len(out) - len(shape)))
-    return longer == out or (longer[:-1] == out[:-1] and longer[-1] == 1)
+    """Whether an array has the first axes of another one, and no others but of length 1."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape == out[: len(shape)]

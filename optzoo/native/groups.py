@@ -31,7 +31,7 @@ class LeafGroup(Group):
 
     scalars: list[Value]
     arrays: list[Value]
-    length: int = 1  # of the groups of consecutive elements that share a number
+    length: int = 0  # of the groups of consecutive elements that share a number, if there are any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class LeafGroup(Group):
         described = _described(self.operations, names)
         outs = [(names[v], v.dtype) for v in self.outs]
         of_groups = [
-            self.length > 1 and math.prod(v.shape) < math.prod(self.shape) for v in self.ins
+            self.length > 0 and math.prod(v.shape) < math.prod(self.shape) for v in self.ins
         ]
         return repr((dtypes, described, outs, sorted(self.aliases.items()), self.length, of_groups))
 
@@ -268,7 +268,7 @@ def leaf_group(
     outs: list[Value],
     places: Mapping[Value, Value],
     in_place: Collection[Value],
-    length: int = 1,
+    length: int = 0,
 ) -> LeafGroup:
     """The group of some operations: see :func:`find_leaves`, and ``LeafGroup.length``."""
     scalars, arrays = what_is_read(ops)
@@ -286,7 +286,8 @@ def what_is_read(ops: Iterable[Operation]) -> tuple[list[Value], list[Value]]:
     """The scalars and the arrays that operations read: arrays of one element may be scalars."""
     own = {v for op in ops for v in op.outs}
     read = dict.fromkeys(v for op in ops for v in op.ins if v not in own)
-    numbers = {op.ins[0] for op in ops if op.name == "broadcast_in_dim"}
+    is_number = lambda op: op.name == "broadcast_in_dim" and math.prod(op.ins[0].shape) == 1
+    numbers = {op.ins[0] for op in filter(is_number, ops)}
     is_scalar = lambda v: v in numbers if v.shape else v.literal is None
     return list(filter(is_scalar, read)), [v for v in read if v.shape and v not in numbers]
 

@@ -1,6 +1,7 @@
 """The native function of leaves: loops over blocks of their elements."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ from .elements import Elements, FlatElements, in_memory
 from .group_loop import write_group
 from .groups import LeafGroup, reductions
 from .handler import Members, inner_function, module_of
-from .loops import POINTER, loop, summed, which
+from .loops import POINTER, ZERO, loop, summed, which
 from .operations import I64, TYPES, element, smaller, store
 from .pool import in_parallel
+from .scratch import SUMMED
 
 _BLOCK = 65_536  # elements of a task
 _MANY = 65_536  # elements for which threads are worth their start
+_SHORT = 8  # fewer elements of a group have no loop
+_KEPT = 4096  # elements of a group that are kept between its passes, at most
 
 
 def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
@@ -26,7 +30,8 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
     no, ni, ns = len(leaf.outs), len(leaf.arrays), len(leaf.scalars)
     of = Members(ns, ni, no)
     whole = next(o for o, v in enumerate(leaf.outs) if _is_whole(leaf, v))
-    block_size = _BLOCK // leaf.length * leaf.length
+    length = max(1, leaf.length)
+    block_size = max(1, _BLOCK // length) * length
     size_of = lambda frame, k: frame.size(of.result(frame, k, whole))
     aliased = {i - ns: k for i, k in leaf.aliases.items()}
     apart = [i for i in range(ni) if i not in aliased]
@@ -50,7 +55,7 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
             b = frame.b
             k, rest = which(b, task, lambda k: many_blocks(frame, k))
             start = b.mul(rest, I64(block_size))
-            of_groups = b.sdiv(start, I64(leaf.length))
+            of_groups = b.sdiv(start, I64(length))
             first = lambda v: start if _is_whole(leaf, v) else of_groups
             at = lambda v, buffer: element(b, v.dtype, frame.data(buffer), first(v))
             outs = [at(v, of.result(frame, k, o)) for o, v in enumerate(leaf.outs)]
@@ -81,7 +86,7 @@ def _leaf(
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))
     outs = dict(zip(leaf.outs, args, strict=False))
     known = in_memory(b, scalars, pointers)
-    elements = Elements(b, known) if leaf.length == 1 else FlatElements(b, known)
+    elements = FlatElements(b, known) if leaf.length else Elements(b, known)
 
     def write(index_of, values):
         made = [elements.of(v, index_of(v.shape)) for v in values]
@@ -89,7 +94,7 @@ def _leaf(
             (at,) = index_of(v.shape)
             store(b, v.dtype, outs[v], at, new)
 
-    if leaf.length == 1:
+    if not leaf.length:
         with loop(b, args[-1]) as e, elements.scope():
             write(lambda shape: (e,), leaf.outs)
     else:
@@ -104,14 +109,34 @@ def _group(
     """A group of elements, and what has one number for it."""
     size = math.prod(leaf.shape)
     whole = [v for v in leaf.outs if _is_whole(leaf, v)]
+    hints = {} if leaf.length < _SHORT else {"unroll_disable": 1}
 
     @contextlib.contextmanager
-    def lanes(shape):
-        with loop(b, I64(leaf.length), unroll_disable=1) as lane, elements.scope():
+    def lanes(shape, start=ZERO, end=None):
+        many = I64(leaf.length) if end is None else b.sub(end, start)
+        with loop(b, many, **hints) as i, elements.scope():
+            lane = b.add(start, i)
             at = elements.in_group(group, lane, leaf.length)
             yield lane, lambda shape: (at if math.prod(shape) == size else group,)
 
-    keeps = lambda v: math.prod(v.shape) == size
+    @contextlib.contextmanager
+    def pieces():
+        with loop(b, I64(-(-leaf.length // SUMMED))) as piece:
+            start = b.mul(piece, I64(SUMMED))
+            end = smaller(b, b.add(start, I64(SUMMED)), I64(leaf.length))
+            yield functools.partial(lanes, start=start, end=end)
+
+    keeps = lambda v: math.prod(v.shape) == size and leaf.length <= _KEPT
     store = lambda index_of: write(index_of, whole)
-    write_group(b, elements, reductions(leaf.operations), whole, lanes, leaf.length, keeps, store)
+    write_group(
+        b,
+        elements,
+        reductions(leaf.operations),
+        whole,
+        lanes,
+        leaf.length,
+        keeps,
+        store,
+        pieces if leaf.length > SUMMED else None,
+    )
     write(lambda shape: (group,), [v for v in leaf.outs if v not in whole])

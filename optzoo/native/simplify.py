@@ -49,6 +49,8 @@ def _unchanged(op: Operation) -> Value | None:
     """The operand that the result is equal to, if there is one."""
     if op.name in ("add", "add_any"):
         return next((v for v, w in (op.ins, op.ins[::-1]) if _is_zero(w)), None)
+    if op.name == "reduce_sum" and not op.params["axes"]:
+        return op.ins[0]
     if op.name == "rows_add":
         return op.ins[0] if _is_zero(op.ins[2]) else None
     if op.name == "convert_element_type":  # back, after nothing was added

@@ -178,7 +178,7 @@ def _refusal(required: bool) -> str | None:
 def _check_all(division: Any, results: list[Any], shapes: tuple[Any, Any]) -> None:
     """Raises unless all results that the update changes are made by native calls."""
     is_any = lambda part: getattr(type(part), "left_to_xla", False)
-    is_left = lambda part: jax.tree.map(lambda _: is_any(part), part)
+    is_left = lambda part: jax.tree.map(lambda x: is_any(part) or 0 in x.shape, part)
     left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))
     words, found = {0: "params", 1: "state"}, {}
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]

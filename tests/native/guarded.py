@@ -280,6 +280,8 @@ CASES = {
             optzoo.slots_dtype(optzoo.adam(0.1), "int8"), [(1, 160), (5, 192), (2, 3, 96)]
         ),
     ),
+    "leaves with rows": (run_leaves, optzoo.row_wise_lamb(0.1), [(5, 3), (2, 3), (1, 3)]),
+    "long rows": (run_leaves, optzoo.partial_row_wise_lamb(0.1), [(1, 5000), (3, 5000)]),
     "all in bfloat16": (lambda: run_rows(adam(), (3,), dtype="bfloat16", limit=BF16),),
     "all in float16": (lambda: run_rows(adam(), (3,), dtype="float16", limit=F16),),
     "float64": (in_float64, run_rows, adam(), (3,)),

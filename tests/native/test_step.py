@@ -32,9 +32,9 @@ SECOND_ORDER = {name for name, e in CATALOG.items() if e.family == "second_order
 NOT_LAZY = {"adam", "adam_gs", "adamw", "add_sign", "global_decay_row_wise_adagrad"}
 NOT_LAZY |= {"grad_variance_scaled", "nadam", "neural_optimizer1", "power_sign"}
 LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
+BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER)
 # Norms of each row, or values for each row.
-NOT_BY_ELEMENT = {name for name, e in CATALOG.items() if "row_wise" in name}
-BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER - NOT_BY_ELEMENT)
+BY_ROW = [name for name in BY_ELEMENT if "row_wise" in name]
 # On arrays, equal to the bit. In the others some version of XLA contracts other operations.
 EQUAL = {"adagrad_eps", "adam", "adam_gs", "adamax", "custom_adam", "gradient_descent"}
 EQUAL |= {"lazy_adam", "lazy_adam_gs", "momentum", "momentumw", "nadam", "proximal_adagrad"}
@@ -118,6 +118,90 @@ def test_rows(name):
 def test_arrays(name):
     expected, got = both(make(name), arrays(99), arrays)
     check_close(expected, got)
+
+
+# Rows of one element, of several, of more than a task has; one row; none.
+SHAPES_OF_ROWS = [(7,), (9, 1), (8, 5), (2, 3, 4), (3, 40_000), (1, 6), (0, 3)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", quick(BY_ROW, {"partial_row_wise_lamb", "row_wise_adagrad"}))
+def test_numbers_of_each_row_of_arrays(name, dtype, x64):
+    with x64(dtype == "float64"):
+        draw = lambda seed: [table(seed, shape).astype(dtype) for shape in SHAPES_OF_ROWS]
+        tx = optzoo.slots_dtype(make(name), "bfloat16") if dtype == "bfloat16" else make(name)
+        has_power = (name, dtype) == ("global_decay_row_wise_adagrad", "float64")
+        expected, got = both(tx, draw(99), draw, required=not has_power)
+        check_close(expected, got, 2**-7 if dtype == "bfloat16" else 16 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.chain(tx, optax.clip_by_global_norm(0.01)),
+        lambda tx: optzoo.moving_average(tx, 0.9),
+        lambda tx: optzoo.accumulate(tx, 2),
+        lambda tx: optzoo.slots_dtype(tx, "float16", stochastic=True),
+    ],
+    ids=["clipped", "clipped after", "averaged", "in a branch", "rounded at random"],
+)
+def test_numbers_of_each_row_in_wrappers(wrap):
+    expected, got = both(wrap(optzoo.partial_row_wise_lamb(0.1)), arrays(99), arrays)
+    check_close(expected, got, 2**-9)
+
+
+def test_arrays_with_as_long_rows_share_a_call():
+    tx, params = optzoo.row_wise_lamb(0.1), [table(k, (k, 5)) for k in (2, 3, 4)]
+    step = optzoo.native_step(tx, required=True)
+    assert calls_in(step, params, tx.init(params), params) == 1
+
+
+NORMED = {
+    "columns": (lambda x: x / jnp.sum(x**2, 0)[:, None], (5, 5), "`reduce_sum`"),
+    "repeated in part": (
+        lambda x: x / jnp.broadcast_to(jnp.sum(x**2, (1, 2), keepdims=True), (2, 3, 1)),
+        (2, 3, 4),
+        "have several lengths",
+    ),
+    "two lengths": (
+        lambda x: x / jnp.sum(x**2, 2, keepdims=True) / jnp.sum(x**2, (1, 2), keepdims=True),
+        (2, 3, 4),
+        "have several lengths",
+    ),
+    "a sum of one": (
+        lambda x: x * jnp.sum(jnp.sum(x, 1, keepdims=True), 1, keepdims=True),
+        (2, 3),
+        "have several lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_groups_that_are_left_to_xla(name):
+    change, shape, reason = NORMED[name]
+    tx, params = optax.stateless(lambda u, p: change(u + p)), table(shape=shape)
+    with pytest.raises(ValueError, match=reason):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(params, tx.init(params), params)
+    draw = functools.partial(table, shape=shape)
+    check_close(*both(tx, params, draw, required=False))
+
+
+def test_a_slot_that_is_read_for_all_elements_of_a_row():
+    def update(g, s, params):
+        new = s + jnp.sum(g * params, 1)
+        return -0.01 * g * s[:, None] * new[:, None], new
+
+    tx = optax.GradientTransformation(lambda x: jnp.ones(len(x)), update)
+    check_close(*both(tx, table(), table))
+
+
+def test_a_slot_of_rows_alone_is_left_to_xla():
+    update = lambda g, state, params: (-g, state + jnp.sum((g + params) ** 2, 1))
+    tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
+    with pytest.raises(ValueError, match="updates 1 arrays: 'state': it has one number for each"):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(table(), tx.init(table()), table(1))
+    check_close(*both(tx, table(), table, required=False))
 
 
 @pytest.mark.optimized
@@ -325,6 +409,18 @@ def test_sums_of_many_elements_are_exact(dtype, x64):
         got, _ = optzoo.native_step(tx, required=True)(jnp.zeros_like(x), tx.init(x), x)
         wide = np.asarray(x, np.longdouble)
         error = np.max(np.abs(np.asarray(got) * np.sqrt(np.sum(wide**2)) / wide - 1))
+        assert error < 4 * np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_of_long_rows_are_exact(dtype, x64):
+    with x64(True):
+        x = jnp.asarray(np.random.default_rng(0).uniform(size=(2, 1_000_003)), dtype)
+        tx = optax.stateless(lambda u, p: u / jnp.linalg.norm(u + p, axis=1, keepdims=True))
+        got, _ = optzoo.native_step(tx, required=True)(jnp.zeros_like(x), tx.init(x), x)
+        wide = np.asarray(x, np.longdouble)
+        norms = np.sqrt(np.sum(wide**2, 1, keepdims=True))
+        error = np.max(np.abs(np.asarray(got) * norms / wide - 1))
         assert error < 4 * np.finfo(dtype).eps
 
 
@@ -696,6 +792,17 @@ def test_a_table_that_xla_shards_is_left_to_xla():
     grads = rows(0, (64, WIDTH))
     expected = jax.jit(plain_step(tx))(params, state, grads)
     program = jax.jit(optzoo.native_step(tx)).lower(params, state, grads).compile()
+    assert "optzoo_native_" not in program.as_text()
+    check_close(expected, program(params, state, grads))
+
+
+def test_arrays_with_numbers_of_rows_that_xla_shards_are_left_to_xla():
+    mesh, tx = mesh_of(8), optzoo.partial_row_wise_lamb(0.1)
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("x")))
+    params, grads = place(table(shape=(16, 6))), place(table(1, (16, 6)))
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+    expected = jax.jit(plain_step(tx))(params, state, grads)
+    program = jax.jit(optzoo.native_step(tx, required=True)).lower(params, state, grads).compile()
     assert "optzoo_native_" not in program.as_text()
     check_close(expected, program(params, state, grads))
 

@@ -52,6 +52,12 @@ def test_it_computes_what_xla_does(name):
         params = optax.apply_updates(params, updates)
 
 
+def test_rows_have_none():
+    tx, x = optzoo.row_wise_lamb(0.1), draw((32, 256), 0)
+    step = jax.jit(optzoo.native_step(tx, required=True)).trace(x, tx.init(x), x)
+    assert "tpu_custom_call" not in step.lower(lowering_platforms=("tpu",)).as_text()
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

@@ -21,13 +21,14 @@ import optzoo
 from .test_fuzz import WRAPPERS, values_of
 
 NUM_ROWS, WIDTH, MANY = 4000, 64, 9000
-SIZE = 150_000
+SIZE, ROWS = 150_000, (5, 30_000)
 STEPS = 3
 OTHERS = {
     "accumulate": lambda tx, shapes: optzoo.accumulate(tx, 2, max_rows={"table": MANY}),
     "adam": lambda tx, shapes: tx,
     "ftrl": lambda tx, shapes: optzoo.ftrl(0.1),
     "gradient_descent": lambda tx, shapes: optzoo.gradient_descent(0.1),
+    "row_wise_lamb": lambda tx, shapes: optzoo.row_wise_lamb(0.1),
     "packed": lambda tx, shapes: optzoo.slots_dtype(tx, "bfloat16", stochastic=True, packed=True),
 }
 
@@ -36,13 +37,14 @@ def grads_of(rng):
     ids = np.where(rng.random(MANY) < 0.3, 7, rng.integers(-3, NUM_ROWS + 3, MANY))
     values = jnp.asarray(rng.normal(size=(MANY, WIDTH)), jnp.float32)
     rows = optzoo.SparseRows(jnp.asarray(ids, jnp.int32), values, NUM_ROWS)
-    return {"table": rows, "w": jnp.asarray(rng.normal(size=SIZE), jnp.float32)}
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return {"table": rows, "w": draw(SIZE), "rows": draw(ROWS)}
 
 
 def digest(make):
     """That of the parameters and the state after some steps."""
     rng = np.random.default_rng(0)
-    params = {"table": jnp.ones((NUM_ROWS, WIDTH)), "w": jnp.ones(SIZE)}
+    params = {"table": jnp.ones((NUM_ROWS, WIDTH)), "w": jnp.ones(SIZE), "rows": jnp.ones(ROWS)}
     tx = make(optzoo.lazy_adam(0.1), {k: v.shape for k, v in params.items()})
     state = optax.with_extra_args_support(tx).init(params)
     step = jax.jit(optzoo.native_step(tx), donate_argnums=(0, 1))
