@@ -94,7 +94,8 @@ def _results_of_rows(program: Graph) -> dict[Value, list[Value]]:
         if op.name == "rows_gather" and not ids:
             ids = {op.ins[1]}
         ids_of.update(dict.fromkeys(op.outs, ids))
-    for v in dict.fromkeys(program.results):
+    is_row = lambda op: op is not None and (op.name == "rows_gather" or is_known(op))
+    for v in dict.fromkeys(v for v in program.results if is_row(v.maker)):
         for ids in ids_of.get(v, ()):
             if len(ids_of[v]) == 1 and v.shape[:1] == ids.shape:
                 found.setdefault(ids, []).append(v)
@@ -122,7 +123,7 @@ def _rows(
     made = [v for op in part.operations for v in op.outs if v in of_rows and v not in reads]
     reads = [*reads, *filter(outside, made)]
     _check_tables(part, writes, reads)
-    if of_rows.intersection(part.streams):
+    if of_rows.intersection((*part.streams, *part.scalars)):
         raise Unsupported("an operation on its rows is not known to the native engine")
     is_sum = len(writes) == 1 and writes[0].name == "rows_add" and not part.gathers
     may_repeat = is_sum or all(write.name == "rows_scatter_equal" for write in writes)

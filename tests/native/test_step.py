@@ -955,6 +955,26 @@ def test_rows_that_a_kernel_cannot_update(options, reason):
     check_close(*both(tx, x, rows, steps=2, required=False))
 
 
+def test_rows_that_need_a_norm_of_themselves_are_left_alone():
+    def update(g, state, params=None):
+        rows = g["table"].coalesce()
+        new = rows.gather(state) + rows.values
+        ratio = jnp.sqrt(jnp.sum(rows.drop_padding().values ** 2) + jnp.sum(new) ** 2)
+        table = rows.with_values(-new / ratio)
+        return {"table": table, "w": -0.1 * g["w"]}, rows.scatter(state, new)
+
+    tx = optax.GradientTransformation(lambda p: p["table"] + 1, update)
+    params = {"table": table(), "w": table(1)}
+    draw = lambda seed: {"table": rows(seed), "w": table(seed)}
+    assert calls_in(optzoo.native_step(tx), params, tx.init(params), draw(0)) == 1
+    check_close(*both(tx, params, draw, required=False))
+
+
+def test_as_many_ids_as_rows():
+    draw = lambda seed: rows(seed, ids=ROWS)
+    check_close(*both(optzoo.lazy_adam(0.1), table(), draw))
+
+
 def test_arguments():
     with pytest.raises(TypeError, match="tx must be"):
         optzoo.native_step(0.1)
