@@ -62,7 +62,7 @@ class Parts:
 
     The memory is that of :func:`scratch.of_rows`. The first array has a row for each chunk of
     positions: by parts how many there are, then where the next one goes; and how many there are at
-    all. Then by parts where each begins and ends, and two words for all. The second array has rows
+    all. Then by parts where each begins and ends, and a word for all. The second array has rows
     by positions: those of each chunk, those of each part, and, for sums, the number of the sum of
     a position, -1 if there is none, and hash tables of two words a position.
     """
@@ -256,13 +256,12 @@ class Sums:
         b, parts = self.b, self.parts
         place = parts.get(parts.places, position)
         with b.if_else(b.icmp_signed("<", place, ZERO)) as (single, summed):
-            with single:  # A sum is that of two positions at least, so half of them suffice.
-                new = b.zext(b.atomic_rmw("add", parts.common, I32(1), "monotonic"), I64)
+            with single:  # The number of a sum is the second one of its positions.
                 copy = b.module.declare_intrinsic("llvm.memcpy", [POINTER, POINTER, I64])
-                total = self._row(self._sums, new)
+                total = self._row(self._sums, position)
                 b.call(copy, [total, self.of(first), I64(self.bytes), BOOL(0)])
                 b.call(self._add(), [total, self.of(position)])
-                parts.set(parts.places, first, new)
+                parts.set(parts.places, first, position)
             with summed:
                 b.call(self._add(), [self._row(self._sums, place), self.of(first)])
                 parts.set(parts.places, first, place)
@@ -292,19 +291,18 @@ class Sums:
     def sample(self) -> None:
         """Merges the first chunk of many, and notes whether many of its ids are equal."""
         b, parts = self.b, self.parts
-        for word in range(2):
-            parts.set(parts.common, I64(word), ZERO)
+        parts.set(parts.common, ZERO, ZERO)
         with b.if_then(self._has_sample()):
             self.prepare(ZERO, BOOL(1))
             is_less = b.icmp_signed("<", parts.length_of_chunk(ZERO), I64(CHUNK * 7 // 8))
-            parts.set(parts.common, I64(1), b.zext(is_less, I64))
+            parts.set(parts.common, ZERO, b.zext(is_less, I64))
 
     def prepare_next(self, chunk: Any) -> None:
         """Lists the positions of a chunk that is no sample, and merges them as the sample tells."""
         b = self.b
         is_sample = b.and_(self._has_sample(), b.icmp_signed("==", chunk, ZERO))
         with b.if_then(b.not_(is_sample)):
-            merges = b.icmp_signed(">", self.parts.get(self.parts.common, I64(1)), ZERO)
+            merges = b.icmp_signed(">", self.parts.get(self.parts.common, ZERO), ZERO)
             self.prepare(chunk, merges)
 
     def _has_sample(self) -> Any:

@@ -29,5 +29,5 @@ def of_rows(rows: RowsGroup) -> list[jax.ShapeDtypeStruct]:
     counts = words(-(-many // CHUNK) + 3, parts + 1)
     if rows.merged is None:
         return [counts, words(2, many)]
-    sums = (max(1, many // 2), *rows.merged.shape[1:])
-    return [counts, words(5, many), jax.ShapeDtypeStruct(sums, rows.merged.aval.dtype)]
+    sums = jax.ShapeDtypeStruct(rows.merged.shape, rows.merged.aval.dtype)
+    return [counts, words(5, many), sums]
