@@ -422,12 +422,12 @@ def native_threads_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def machine_line() -> str:
-    """The date, the machine and the versions."""
-    machine = result("dense")["machine"]
+def machine_line(name: str) -> str:
+    """The date, the machine and the versions of a measurement."""
+    machine = result(name)["machine"]
     versions = ("jax", "jaxlib", "optax", "torch", "numpy", "python")
     with_versions = ", ".join(f"{v} {machine[v]}" for v in versions if v in machine)
-    return f"{machine['date']}, {machine['processor']}, one core; {with_versions}.\n"
+    return f"{machine['date']}, {machine['processor']}; {with_versions}.\n"
 
 
 def _of_seeds(found: Any) -> str:
@@ -484,7 +484,7 @@ TABLES = {
     "little memory bytes": memory_bytes_table,
     "little memory quality": memory_quality_table,
     "little memory cost": memory_cost_table,
-    "performance machine": machine_line,
+    "performance machine": lambda: machine_line("dense"),
     "performance goals": goals_table,
     "performance dense": dense_table,
     "performance cases": cases_table,
@@ -494,6 +494,7 @@ TABLES = {
     "performance sharded traffic": sharded_traffic_table,
     "performance sharded times": sharded_times_table,
     "performance sharded rounds": sharded_rounds_table,
+    "performance native machine": lambda: machine_line("native_dense"),
     "performance native goals": native_goals_table,
     "performance native rows": native_rows_table,
     "performance native dense": native_dense_table,

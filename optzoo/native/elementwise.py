@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from ..jaxprs.graph import Operation, Value
 
 SIZES = {
@@ -20,7 +22,7 @@ NARROW = {"bfloat16", "float16"}
 UNSIGNED = {"bool", "uint8", "uint16", "uint32", "uint64"}
 INTEGERS = {"int8", "int32", "int64", *UNSIGNED}
 SAME = {"after", "copy", "copy_p", "pcast", "pvary"}  # "after": see optzoo/proximal/ftrl.py
-_REPEATS = {*SAME, "broadcast_in_dim"}
+_REPEATS = {*SAME, "broadcast_in_dim", "convert_element_type"}
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _FLOATS = {*NARROW, "float32", "float64"}
 _ARITHMETIC = {"add", "add_any", "sub", "mul", "max", "min"}
@@ -76,9 +78,11 @@ def is_elementwise(op: Operation) -> bool:
 
 def number_of(value: Value) -> Any:
     """The number that all elements of a value are known to be; None if there is none."""
-    while value.literal is None and value.maker is not None and value.maker.name in _REPEATS:
-        value = value.maker.ins[0]
-    return value.literal if not value.shape else None
+    op = value.maker
+    if value.literal is not None or op is None or op.name not in _REPEATS:
+        return value.literal if not value.shape else None
+    found = number_of(op.ins[0])
+    return None if found is None else np.asarray(found).astype(value.dtype)
 
 
 def uses_half(op: Operation) -> bool:

@@ -116,6 +116,8 @@ def _rows(
     part = _Slice(ids, merged, of_rows)
     for value in (*(write.ins[2] for write in writes), *reads):
         part.visit(value)
+    taken = {*part.operations}
+    part.operations = [op for op in program.operations if op in taken]
     for write in writes:
         part.add(part.tables, write.ins[0])
     inside = {*part.operations, *writes}
@@ -245,7 +247,10 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
         raise Unsupported("a result on its rows is used elsewhere, too")
     if (lanes := _lanes(part.operations)) is not None:
         _check_lanes(part.operations, lanes)
-    shapes = {part_of.row for part_of in _parts(writes, reads, lanes)}
+    parts = _parts(writes, reads, lanes)
+    if lanes is None:
+        _check_slices(part, writes, parts)
+    shapes = {p.row for p in parts}
     shapes = {shape for shape in shapes if math.prod(shape) > 1 and shape != _one_each(lanes)}
     if len(shapes) > 1:
         raise Unsupported("its slots have rows of several shapes")
@@ -257,6 +262,30 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
     if min(heights)[0] >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
+
+
+def _check_slices(part: _Slice, writes: Sequence[Operation], parts: Sequence[Part]) -> None:
+    """Elements that change are read where they are written: none after another one is written."""
+    targets = {write.ins[0] for write in writes if math.prod(write.ins[0].shape[1:]) > 1}
+    changing = {op.outs[0] for op in part.gathers if op.ins[0] in targets}
+    written = {(math.prod(p.row), p.start) for p in parts}
+    for op in each(part.operations):
+        if changing.intersection(op.ins):
+            changing.update(op.outs)
+        for v, start in _slices(op):
+            width = math.prod(v.shape[1:])
+            if v in changing and width > 1 and (width, start) not in written:
+                raise Unsupported("elements of its rows change places")
+
+
+def _slices(op: Operation) -> Iterable[tuple[Value, int]]:
+    """Parts of the last axis, and where they begin."""
+    if op.name == "slice":
+        return [(op.outs[0], op.params["start_indices"][-1])]
+    if op.name == "split":
+        starts = itertools.accumulate(op.params["sizes"], initial=0)
+        return zip(op.outs, starts, strict=False)
+    return ()
 
 
 def _parts(

@@ -11,7 +11,7 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .group_loop import IndexOf, write_group
-from .groups import reductions
+from .groups import REDUCTIONS, each, reductions
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop
 from .merging import AHEAD, Ids, Parts, Sums, fetch
@@ -144,19 +144,28 @@ class _Row:
         self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
-        of_row = lambda op: _many(op.outs[0]) == 1
-        found = reductions(self.rows.operations)
-        for op in filter(of_row, found):
-            self.elements.keep(op.outs[0], self._reduce(op))
+        for op in each(self.rows.operations):
+            if op.name in REDUCTIONS and _many(op.outs[0]) == 1:
+                self.elements.keep(op.outs[0], self._reduce(op))
+            elif self.rows.lanes is None and op.name in ("slice", "split"):
+                self._keep_single(op.outs)
         several = [part for part in self.rows.parts if math.prod(part.row) > 1]
         if self.rows.lanes is not None:
-            self._write_groups(several, [op for op in found if not of_row(op)])
+            found = reductions(self.rows.operations)
+            self._write_groups(several, [op for op in found if _many(op.outs[0]) > 1])
         elif several:
             with self._elements(several[0].row) as index:
                 self._store([(part, index) for part in several])
         rest = [part for part in self.rows.parts if part not in several]
         self._store([(part, (self.position, *[ZERO] * len(part.row))) for part in rest])
         self.b.ret_void()
+
+    def _keep_single(self, values: Sequence[Value]) -> None:
+        """Single elements that all others may need: they are read before any is written."""
+        for v in values:
+            if v.shape and _many(v) == 1:
+                index = (self.position, *[ZERO] * (len(v.shape) - 1))
+                self.elements.keep(v, self.elements.of(v, index))
 
     def _write_groups(self, parts: Sequence[Part], of_group: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""

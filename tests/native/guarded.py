@@ -265,6 +265,7 @@ CASES = {
     "norms": (run_rows, optzoo.row_wise_adagrad(0.1), (3,)),
     "norms (2, 3)": (run_rows, optzoo.row_wise_adagrad(0.1), (2, 3)),
     "bfloat16": (lambda: run_rows(adam("bfloat16"), (3,), limit=BF16),),
+    "bfloat16, nine elements": (lambda: run_rows(adam("bfloat16"), (9,), limit=BF16),),
     "float16": (lambda: run_rows(adam("float16"), (5,), limit=F16),),
     "packed": (run_rows, adam("float32", packed=True), (3,)),
     "words": (

@@ -910,13 +910,15 @@ def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     check_close(expected, got)
 
 
-def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
+def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, turned=False):
     """An optimizer of two slots, the second one of another shape or dtype."""
 
     def update(g, state, params=None):
         g = g.coalesce() if merged else g
         sums, others = state
-        new = g.gather(sums) + g.values
+        old = g.gather(sums)
+        old = jnp.roll(old, 3, axis=1) if turned else old
+        new = old + g.values
         written = g.scatter(sums, new)
         return g.with_values(-new), (
             g.scatter(written, g.values) if twice else written,
@@ -935,6 +937,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32):
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "its rows are written twice"),
+        ({"turned": True}, "elements of its rows change places"),
         ({"width": 5}, "its slots have rows of several shapes"),
         ({"width": 4}, "its slots have rows of several shapes"),
         ({"width": 3}, None),
@@ -968,6 +971,19 @@ def test_rows_that_need_a_norm_of_themselves_are_left_alone():
     draw = lambda seed: {"table": rows(seed), "w": table(seed)}
     assert calls_in(optzoo.native_step(tx), params, tx.init(params), draw(0)) == 1
     check_close(*both(tx, params, draw, required=False))
+
+
+def test_rows_that_need_an_element_of_themselves():
+    """It is read before the row is written."""
+
+    def update(g, state, params):
+        g = g.coalesce()
+        x = g.gather(params)
+        change = g.values - 0.1 * x[:, :1] * x
+        return g.with_values(change), g.scatter(state, x[:, 2] + x[:, 5])
+
+    tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
+    check_close(*both(tx, table(), rows))
 
 
 def test_as_many_ids_as_rows():
