@@ -38,7 +38,17 @@ CASES = {
         False,
         (WIDTH,),
     ),
+    "nadam": (lambda: optzoo.nadam(0.1, b1=0.2), False, (WIDTH,)),
+    "add_sign": (lambda: optzoo.add_sign(0.1, b1=0.2), False, (WIDTH,)),
     "momentum": (lambda: optzoo.momentum(0.1, 0.3), True, (WIDTH,)),
+    "momentumw": (
+        lambda: optzoo.momentumw(0.1, 0.3, weight_decay_per_step=0.01),
+        True,
+        (WIDTH,),
+    ),
+    "rmsprop": (lambda: optzoo.rmsprop(0.1, b2=0.5), True, (WIDTH,)),
+    "amsgrad": (lambda: optzoo.amsgrad(0.1, b1=0.2), True, (WIDTH,)),
+    "adamax": (lambda: optzoo.adamax(0.1, b1=0.2), True, (WIDTH,)),
     "power_sign": (lambda: optzoo.power_sign(0.1, b1=0.2), False, (WIDTH,)),
 }
 CHOSEN = {"adam", "adam, numbers", "adam, 16 bits packed", "adamw", "average, decay varies"}
