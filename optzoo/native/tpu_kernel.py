@@ -57,6 +57,8 @@ def _check(rows: RowsGroup) -> None:
     """Raises ``Unsupported`` if no kernel can be made of a group."""
     if rows.ids.maker is None or rows.ids.maker.name != "rows_merge":
         raise Unsupported("its rows may repeat, and are not merged")
+    if rows.reads or rows.lists:
+        raise Unsupported("a kernel for TPUs gives no rows, and takes no entries of lists")
     if rows.ids.shape[0] < 2:
         raise Unsupported("there is one id")
     if any(len(v.shape) != 2 or v.shape[1] == 1 for v in rows.tables):

@@ -986,6 +986,21 @@ def test_rows_that_need_an_element_of_themselves():
     check_close(*both(tx, table(), rows))
 
 
+def test_rows_that_are_written_and_used_elsewhere():
+    def update(g, state, params=None):
+        g = g.coalesce()
+        new = g.gather(state[0]) + g.values
+        norm = jnp.sum(g.with_values(new).drop_padding().values ** 2)
+        return g.with_values(-0.1 * new), (g.scatter(state[0], new), norm)
+
+    tx = optax.GradientTransformation(lambda x: (jnp.zeros_like(x), jnp.zeros(())), update)
+    check_close(*both(tx, table(), rows))
+    step = jax.jit(optzoo.native_step(tx)).trace(table(), tx.init(table()), rows(0))
+    assert "optzoo_native_" in step.lower(lowering_platforms=("cpu",)).as_text()
+    # A kernel for TPUs gives no rows.
+    assert "tpu_custom_call" not in step.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def test_as_many_ids_as_rows():
     draw = lambda seed: rows(seed, ids=ROWS)
     check_close(*both(optzoo.lazy_adam(0.1), table(), draw))
