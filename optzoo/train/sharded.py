@@ -203,9 +203,10 @@ class ShardedTables(RestingTables):
     ) -> tuple[Any, Any]:
         """The parameters and the state after the update of the rows of a round."""
         gs = self.treedef.flatten_up_to(grads)
-        if self.model.sleepers is not None:
+        if (sleepers := self.model.sleepers) is not None:
             check_all_read(self.model.tx, self.model.tx.update, extra_args)
-            return update_asleep(self.model, self.model.sleepers, params, state, gs, extra_args)
+            update = lambda p, s: (update_asleep(sleepers, p, s, gs, extra_args), ())
+            return self.model.run(update, params, state)[0]
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
             f = lambda params, state: (self._map(params, state, wake), ())
@@ -232,25 +233,20 @@ class ShardedTables(RestingTables):
 
 
 def update_asleep(
-    model: Model, sleepers: Sleepers, params: Any, state: Any, gs: list[Any], extra_args: Any
+    sleepers: Sleepers, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
 ) -> tuple[Any, CaughtUpState]:
     """The parameters and the state after an update that brings the rows it changes up to now.
 
     Args:
-        model: how to run it.
         sleepers: the optimizer.
         params: before; tables with dense gradients are awake.
         state: before.
         gs: the gradients; row-sparse ones may have repeated ids.
         extra_args: of ``update``.
     """
-
-    def apply(params, state):
-        tables, _ = tables_of(state, params)
-        parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
-        return sleepers.apply(state, params, gs, tables, parts, extra_args), ()
-
-    return model.run(apply, params, state)[0]
+    tables, _ = tables_of(state, params)
+    parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
+    return sleepers.apply(state, params, gs, tables, parts, extra_args)
 
 
 def _squares(
