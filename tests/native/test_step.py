@@ -35,9 +35,10 @@ LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
 BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER)
 # Norms of each row, or values for each row.
 BY_ROW = [name for name in BY_ELEMENT if "row_wise" in name]
-# On arrays, equal to the bit. In the others some version of XLA contracts other operations.
+# On arrays, equal to the bit. In the others some version of XLA contracts other operations, on some
+# processor.
 EQUAL = {"adagrad_eps", "adam", "adam_gs", "adamax", "custom_adam", "gradient_descent"}
-EQUAL |= {"lazy_adam", "lazy_adam_gs", "momentum", "momentumw", "nadam", "proximal_adagrad"}
+EQUAL |= {"lazy_adam", "lazy_adam_gs", "momentum", "nadam", "proximal_adagrad"}
 EQUAL |= {"proximal_gradient_descent"}
 
 
