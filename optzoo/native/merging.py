@@ -134,7 +134,7 @@ class Parts:
     def count(self, chunk: Any) -> None:
         """Counts the positions of a chunk by parts."""
         counts = self._of_chunk(chunk)
-        _fill(self.b, counts, 0, self.number)
+        fill(self.b, counts, 0, self.b.shl(self.number, I64(2)))
         for _, part in self._of_parts(chunk):
             self.set(counts, part, self.b.add(self.get(counts, part), I64(1)))
 
@@ -209,7 +209,7 @@ class Sums:
         b, parts = self.b, self.parts
         length = b.mul(many, I64(2))
         table = b.gep(parts.table, [b.mul(start, I64(2))], source_etype=I32)
-        _fill(b, table, -1, length)
+        fill(b, table, -1, b.shl(length, I64(2)))
         number = variable(b, I64)
         b.store(ZERO, number)
         with loop(b, many) as k:
@@ -319,7 +319,7 @@ def fetch(b: ir.IRBuilder, pointer: Any, size: int) -> None:
         b.call(function, [place, I32(0), I32(3), I32(1)])
 
 
-def _fill(b: ir.IRBuilder, words: Any, byte: int, many: Any) -> None:
-    """Sets all bytes of some words."""
-    fill = b.module.declare_intrinsic("llvm.memset", [POINTER, I64])
-    b.call(fill, [words, I8(byte), b.shl(many, I64(2)), BOOL(0)])
+def fill(b: ir.IRBuilder, place: Any, byte: int, nbytes: Any) -> None:
+    """Sets some bytes of memory."""
+    function = b.module.declare_intrinsic("llvm.memset", [POINTER, I64])
+    b.call(function, [place, I8(byte), nbytes, BOOL(0)])

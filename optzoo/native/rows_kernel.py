@@ -14,9 +14,8 @@ from .group_loop import IndexOf, write_group
 from .groups import REDUCTIONS, each, reductions
 from .handler import Frame, inner_function, module_of
 from .loops import POINTER, VECTOR, ZERO, loop
-from .merging import AHEAD, Ids, Parts, Sums, fetch
+from .merging import AHEAD, Ids, Parts, Sums, fetch, fill
 from .operations import (
-    BOOL,
     I8,
     I32,
     I64,
@@ -311,11 +310,6 @@ class _Row:
         return total
 
 
-def _fill_with_zeros(b: ir.IRBuilder, place: Any, nbytes: int) -> None:
-    fill = b.module.declare_intrinsic("llvm.memset", [POINTER, I64])
-    b.call(fill, [place, I8(0), I64(nbytes), BOOL(0)])
-
-
 def _nearest(b: ir.IRBuilder, number: Any, end: Any) -> Any:
     """The nearest integer in ``[0, end)``."""
     return smaller(b, larger(b, number, ZERO), b.sub(end, I64(1)))
@@ -385,7 +379,7 @@ class _EachRow:
                 yield row
             with other:
                 for v, start in zip(self.rows.reads, self.reads, strict=True):
-                    _fill_with_zeros(b, self._row(v, start, position), _size(v))
+                    fill(b, self._row(v, start, position), 0, I64(_size(v)))
 
     def _fetch_streams(self, position: Any) -> None:
         """Asks for what arrays have at a position."""

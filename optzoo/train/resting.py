@@ -52,8 +52,8 @@ class RestingTables(Tables):
     def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
         if changes:
             change = lambda i, table: changes[i](table) if i in changes else table
-            f = lambda params, state: (self._map(params, state, change), ())
-            (self.params, self.state), _ = self.model.run(f, self.params, self.state)
+            f = lambda params, state: self._map(params, state, change)
+            self.params, self.state = self.model.run(f, self.params, self.state)
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
@@ -102,7 +102,7 @@ class CaughtUpTables(RestingTables):
             rows = {i: tables[i].read(of) for i, of in ids.items()}
             return with_tables(state, params, tables), rows
 
-        after, self.rows = self.model.run(sweep_and_read, self.params, self.state)
+        after, self.rows = self.model.run_and_read(sweep_and_read, self.params, self.state)
         self.params, self.state = after
         self._ids, leaves = ids, self.leaves()
         return {i: as_looked_up(self.rows[i][0], of, len(leaves[i])) for i, of in ids.items()}
@@ -120,9 +120,9 @@ class CaughtUpTables(RestingTables):
                     parts[i] = _merged(table, self._ids[i], self.rows[i], g)
                 elif is_rows(gs[i]):  # of a table that is awake as a whole
                     parts[i] = WokenRows.of(table, gs[i], is_awake=True)
-            return self.sleepers.apply(state, params, gs, tables, parts, extra_args), ()
+            return self.sleepers.apply(state, params, gs, tables, parts, extra_args)
 
-        return *self.model.run(apply, self.params, self.state)[0], found.value
+        return *self.model.run(apply, self.params, self.state), found.value
 
 
 def tables_for(model: Model, params: Any, state: Any) -> Tables:

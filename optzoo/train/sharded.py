@@ -205,12 +205,12 @@ class ShardedTables(RestingTables):
         gs = self.treedef.flatten_up_to(grads)
         if (sleepers := self.model.sleepers) is not None:
             check_all_read(self.model.tx, self.model.tx.update, extra_args)
-            update = lambda p, s: (update_asleep(sleepers, p, s, gs, extra_args), ())
-            return self.model.run(update, params, state)[0]
+            update = lambda p, s: update_asleep(sleepers, p, s, gs, extra_args)
+            return self.model.run(update, params, state)
         if has_resting(state):
             wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
-            f = lambda params, state: (self._map(params, state, wake), ())
-            (params, state), _ = self.model.run(f, params, state)
+            f = lambda params, state: self._map(params, state, wake)
+            params, state = self.model.run(f, params, state)
         return self.model.apply(params, state, grads, extra_args)
 
     def _check_update(self, extra_args: Mapping[str, Any], is_round: bool) -> set[int]:

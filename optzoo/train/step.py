@@ -75,14 +75,20 @@ class Model(NamedTuple):
 
         def apply(params, state):
             updates, after = final_update(self.tx, grads, state, params, extra_args)
-            return (optax.apply_updates(params, updates), after), ()
+            return optax.apply_updates(params, updates), after
 
-        return self.run(apply, params, state)[0]
+        return self.run(apply, params, state)
 
     def run(
+        self, f: Callable[[Any, Any], tuple[Any, Any]], params: Any, state: Any
+    ) -> tuple[Any, Any]:
+        """The next parameters and state, which ``f(params, state)`` gives; natively if asked."""
+        return self.run_and_read(lambda p, s: (f(p, s), ()), params, state)[0]
+
+    def run_and_read(
         self, f: Callable[[Any, Any], tuple[tuple[Any, Any], Any]], params: Any, state: Any
     ) -> tuple[tuple[Any, Any], Any]:
-        """What ``f(params, state)`` gives: the next ones, and something else; natively if asked."""
+        """As :meth:`run`; and something else, which ``f`` gives, too."""
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         if not self.native:
@@ -91,7 +97,7 @@ class Model(NamedTuple):
 
     def read(self, f: Callable[[], Any]) -> Any:
         """What ``f()`` gives, which reads rows; natively if asked."""
-        return self.run(lambda *_: (((), ()), f()), (), ())[1]
+        return self.run_and_read(lambda *_: (((), ()), f()), (), ())[1]
 
 
 class Tables:
