@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
@@ -111,6 +113,113 @@ def make_replaceable(
         mlir.register_lowering(primitive, lower, platform=platform)
         _prim_requires_devices.add(primitive)
     return primitive
+
+
+def _made(*, data: bytes, dtype: Any, shape: tuple[int, ...]) -> tuple[Array]:
+    return (jnp.asarray(np.frombuffer(data, dtype).reshape(shape)),)
+
+
+_constant_p = make_replaceable("optzoo_constant", _made)
+
+
+def inline_constant(a: Any) -> Array:
+    """A constant array as an operation, so that it is no input of the jaxpr that is traced."""
+    a = np.asarray(a)
+    return _constant_p.bind(data=a.tobytes(), dtype=a.dtype, shape=a.shape)[0]
+
+
+class custom_jvp:
+    """``jax.custom_jvp``, whose rule applies however often, and wherever, it is differentiated.
+
+    JAX 0.10 forgets the rules of ``jax.custom_jvp`` in a ``scan`` that is differentiated in reverse
+    and then again. What remains is the derivative of the function itself: without a word NaN, or
+    zero, where a rule is needed.
+
+    Args:
+        f: of arrays, or trees of arrays.
+        nondiff_argnums: the arguments that are no arrays. The rule gets them first.
+    """
+
+    def __init__(self, f: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
+        functools.update_wrapper(self, f)
+        self._f, self._static, self._rule = f, nondiff_argnums, None
+
+    def defjvp(self, rule: Callable[..., Any]) -> None:
+        """Sets the rule, ``rule(*static, primals, tangents)``, which gives outputs and tangents.
+
+        The tangent of integers is of the dtype ``float0``, as in JAX.
+        """
+        self._rule = rule
+
+    def __call__(self, *args: Any) -> Any:
+        """``f(*args)``."""
+        static = [args[i] for i in self._static]
+        arrays = tuple(a for i, a in enumerate(args) if i not in self._static)
+        leaves, treedef = jax.tree.flatten(arrays)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._f(*args)
+
+        def of_leaves(*leaves):
+            arrays = iter(treedef.unflatten(leaves))
+            together = [args[i] if i in self._static else next(arrays) for i in range(len(args))]
+            return self._f(*together)
+
+        def rule(primals, tangents):
+            filled = map(_tangent_of, primals, tangents)
+            outs, changes = self._rule(*static, *map(treedef.unflatten, (primals, filled)))
+            outs, changes = jax.tree.leaves(outs), jax.tree.leaves(changes)
+            keep = lambda out, change: change if _has_tangent(out) else None
+            return outs, list(map(keep, outs, changes))
+
+        jaxpr, out = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+        outs = _custom_jvp_p.bind(*leaves, jaxpr=jaxpr, rule=rule)
+        return jax.tree.unflatten(jax.tree.structure(out), outs)
+
+
+def _has_tangent(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _tangent_of(primal: Any, tangent: Any) -> Any:
+    return np.zeros(np.shape(primal), jax.dtypes.float0) if tangent is None else tangent
+
+
+_custom_jvp_p = Primitive("optzoo_custom_jvp")
+_custom_jvp_p.multiple_results = True
+
+
+def _evaluate(*args, jaxpr, rule):
+    del rule
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def _jvp_of_custom_jvp(primals, tangents, *, jaxpr, rule):
+    del jaxpr
+    given = [
+        ad.instantiate_zeros(t) if _has_tangent(x) else None
+        for x, t in zip(primals, tangents, strict=True)
+    ]
+    outs, changes = rule(primals, given)
+    return outs, list(map(_tangent_of, outs, changes))
+
+
+def _batch_of_custom_jvp(args, axes, *, jaxpr, rule):
+    axes = tuple(axes)  # None without one
+    f = jax.vmap(functools.partial(_evaluate, jaxpr=jaxpr, rule=rule), in_axes=axes)
+
+    def of_batch(primals, tangents):
+        along = tuple(None if t is None else axis for t, axis in zip(tangents, axes, strict=True))
+        return jax.vmap(rule, in_axes=(axes, along))(tuple(primals), tuple(tangents))
+
+    outs = _custom_jvp_p.bind(*args, jaxpr=jax.make_jaxpr(f)(*args), rule=of_batch)
+    return outs, (0,) * len(outs)
+
+
+_custom_jvp_p.def_impl(_evaluate)
+_custom_jvp_p.def_abstract_eval(lambda *avals, jaxpr, rule: jaxpr.out_avals)
+ad.primitive_jvps[_custom_jvp_p] = _jvp_of_custom_jvp
+batching.primitive_batchers[_custom_jvp_p] = _batch_of_custom_jvp
+mlir.register_lowering(_custom_jvp_p, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
 def can_partition(ctx: Any) -> bool:

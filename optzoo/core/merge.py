@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .compat import custom_jvp
 from .numerics import upcast
 
 # Multiplicative hashing: Knuth, The Art of Computer Programming, vol. 3, section 6.4. The factor of
@@ -69,7 +70,7 @@ def add(dense: Array, ids: Array, rows: Array) -> Array:
     return jax.lax.platform_dependent(dense, ids, rows, cuda=merged, rocm=merged, default=plain)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(custom_jvp, nondiff_argnums=(2,))
 @functools.partial(jax.jit, static_argnums=2)
 def segment_sum(values: Array, places: Array, number: int) -> Array:
     """``jax.ops.segment_sum``."""

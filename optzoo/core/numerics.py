@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from .compat import custom_jvp
+
 
 def wide_dtype(x: Any) -> Any:
     """The dtype of ``x``, or float32 if that is wider."""
@@ -77,7 +79,7 @@ def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
 
 
-@jax.custom_jvp
+@custom_jvp
 def sqrt(a: Array) -> Array:
     """The square root, with the derivative 0 at 0.
 
@@ -98,7 +100,7 @@ def power(a: Array, exponent: Any) -> Array:
     return a**exponent if isinstance(exponent, int) else _power(a, exponent)
 
 
-@jax.custom_jvp
+@custom_jvp
 def _power(a: Array, exponent: Any) -> Array:
     return a**exponent
 

@@ -74,7 +74,7 @@ _NAMES = {
     """,
     Kind.CALL: """
         call checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-        eval_jaxpr jit remat remat2
+        eval_jaxpr jit optzoo_custom_jvp remat remat2
     """,
     Kind.BRANCH: "cond",
     Kind.LOOP: "scan while",
@@ -85,7 +85,8 @@ KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 CALLS = {Kind.CALL, Kind.BRANCH, Kind.LOOP}  # their bodies have the shapes of their operands
 # Of the calls, those that are no more than their bodies.
 PLAIN_CALLS = {"closed_call", "core_call", "jit"}
-WITH_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}  # the body is the function itself
+# The body is the function itself.
+WITH_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "optzoo_custom_jvp"}
 
 # The public functions of JAX that make an equation.
 _FUNCTIONS = {

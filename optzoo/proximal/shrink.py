@@ -1,11 +1,12 @@
 """The proximal operators of L1 and L2 penalties."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.compat import custom_jvp
 
-@jax.custom_jvp
+
+@custom_jvp
 def soft_threshold(z: Array, l1: Array | float) -> Array:
     """``sign(z) * max(|z| - l1, 0)``; its derivative by ``z`` is 1 for ``|z| >= l1``, else 0."""
     return z - jnp.clip(z, -l1, l1)

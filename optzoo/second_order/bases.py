@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.compat import custom_jvp
 from .eigh import decompose, eigh
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -58,7 +59,7 @@ def _finite(a: Array) -> Array:
     return jnp.all(jnp.isfinite(a), axis=(1, 2))
 
 
-@jax.custom_jvp
+@custom_jvp
 def _eigenvectors(a: Array) -> Array:
     return decompose(a)[1]
 
@@ -73,7 +74,7 @@ def _(primals, tangents):
     return v, matmul(v, turn)
 
 
-@jax.custom_jvp
+@custom_jvp
 def _orthogonal(a: Array) -> Array:
     """The orthogonal factor of a QR decomposition."""
     factor = lambda a: jnp.linalg.qr(a)[0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.compat import eigh_by_jacobi
+from ..core.compat import custom_jvp, eigh_by_jacobi
 
 # Above 256 JAX takes QDWH on a TPU, which compiles for 30 s at each place. Up to 768 the Jacobi
 # iteration of XLA is one kernel on v5e, v5p, v6e and tpu7x. At 1,024 on v5e it is loops over main
@@ -24,7 +24,7 @@ def decompose(a: Array, **options: Any) -> tuple[Array, Array]:
     return jax.lax.platform_dependent(a, tpu=jacobi, default=usual)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(custom_jvp, nondiff_argnums=(1,))
 def eigh(a: Array, optimizer: str) -> tuple[Array, Array]:
     """Eigenvalues in ascending order, and eigenvectors, of symmetric matrices ``(..., d, d)``.
 

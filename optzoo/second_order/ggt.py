@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.checks import check_decays, check_not_negative, check_positive, check_size
+from ..core.compat import custom_jvp
 from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
@@ -188,7 +189,7 @@ def ggt(
     return chain(direction, scale_by_learning_rate(learning_rate))
 
 
-@jax.custom_jvp
+@custom_jvp
 def _coefficients(gram: Array, p: Array, epsilons: tuple[Any, Any, Any]) -> Array:
     """The coefficients of the rows of the window in the update.
 

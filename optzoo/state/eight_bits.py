@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..core.compat import custom_jvp
+
 GROUP = 32  # consecutive elements of the last axis that share a scale
 _NARROW = 128  # columns of a matrix whose rows have their scales beside them
 _LEAST_WIDTH = 8  # of the last axis: scales of fewer elements would take more than they save
@@ -63,7 +65,7 @@ def nbytes_of_codes(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * (shape[-1] + 2 * _number_of_groups(shape[-1]))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(custom_jvp, nondiff_argnums=(0,))
 def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
     """An array in 8 bits, with scales apart.
 

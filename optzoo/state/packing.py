@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from ..core.compat import custom_jvp
 from ..core.lines import as_lines, is_lines, plain
 from .eight_bits import decoded, encoded, has_codes, is_coded, stored
 from .stochastic_rounding import DTYPES
@@ -171,7 +172,7 @@ def _joined(first: Any, second: Any, mark: Any) -> Any:
     return _of_arrays(join, first, second)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(custom_jvp, nondiff_argnums=(2,))
 def _words(lower: Array, upper: Array, dtype: Any) -> Array:
     def bits(a):
         if a.dtype == jnp.float32 and dtype == jnp.bfloat16:  # saves the CPU a slow conversion

@@ -4,12 +4,12 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from ..core.compat import custom_jvp
 from ..core.numerics import saturating_cast
 
 # 32 random bits round two values, 16 bits each.
@@ -72,7 +72,7 @@ def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
     return _mixed(jnp.broadcast_to(place, shape))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(custom_jvp, nondiff_argnums=(2,))
 def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     """To one of the two neighbours in ``dtype``, to the nearer one more often; in float32.
 

@@ -12,6 +12,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check_choice, check_params
+from ..core.compat import custom_jvp
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer
 from ..core.rows import is_rows
@@ -220,7 +221,7 @@ def _joined(x: Array, c: Array) -> Array:
     return lax.bitcast_convert_type(upper + units.astype(jnp.uint32), jnp.float32)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(custom_jvp, nondiff_argnums=(1,))
 def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
     """The opposite: the upper 16 bits, rounded to the nearest, and the correction."""
     pattern = lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)

@@ -14,6 +14,7 @@ import optax
 from jax import Array
 
 from ...core.checks import check_not_negative, check_size, check_transformation
+from ...core.compat import inline_constant
 from ...core.extras import how_to_install
 from ...jaxprs.equations import used_inputs
 from .rows import RowOptimizer, Shared
@@ -149,9 +150,12 @@ def _function(rows: RowOptimizer) -> Any:
 
     def optzoo_update(gradient, row, *rest):
         arguments = gradient, row, *rest
-        first, *slots = rows.update_row(*arguments)
+        closed = jax.make_jaxpr(rows.update_row)(*arguments)
+        # Version 0.1.0 makes arguments of the constants of a jaxpr, which nobody would pass.
+        constants = map(inline_constant, closed.consts)
+        first, *slots = jax.core.eval_jaxpr(closed.jaxpr, list(constants), *arguments)
         # An argument that nothing depends on would be dropped when the function is lowered.
-        used = used_inputs(jax.make_jaxpr(rows.update_row)(*arguments).jaxpr)
+        used = used_inputs(closed.jaxpr)
         for argument in (a for a, is_used in zip(arguments, used, strict=True) if not is_used):
             first = jnp.where(jnp.zeros(row.shape, bool), argument, first)
         return first, *slots

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core.compat import custom_jvp
 from ..eigh import decompose, eigh
 
 Method = Callable[[Array, Any, Any, bool], tuple[Array, Array]]
@@ -81,7 +82,7 @@ def _with_derivative(method: Method) -> Method:
     def of_arguments(a, p, epsilon, relative):
         is_plain = isinstance(p, numbers.Real)  # and stays so: Newton needs an int
 
-        @jax.custom_jvp
+        @custom_jvp
         def roots(a, order, epsilon):
             return method(a, p if is_plain else order, epsilon, relative)
 
