@@ -142,7 +142,8 @@ class custom_jvp:
 
     def __init__(self, f: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         functools.update_wrapper(self, f)
-        self._f, self._static, self._rule = f, nondiff_argnums, None
+        self._f, self._static = f, nondiff_argnums
+        self._rule: Any = None
 
     def defjvp(self, rule: Callable[..., Any]) -> None:
         """Sets the rule, ``rule(*static, primals, tangents)``, which gives outputs and tangents.
