@@ -17,8 +17,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# On the two cores of CI, more workers are not faster.
-WORKERS ?= 2
+# As many as there are cores.
+WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 

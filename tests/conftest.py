@@ -17,7 +17,8 @@ from .costs import (  # noqa: F401 (hooks)
     pytest_runtest_protocol,
     pytest_terminal_summary,
 )
-from .selection import select
+from .progress import Progress
+from .selection import KINDS, select
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
 if jax.__version_info__[:2] == (0, 10):  # its other code generator compiles three times faster
@@ -41,8 +42,16 @@ for name, value in {
     jax.config.update(name, type(value)(chosen))
 
 
+def pytest_addoption(parser):
+    """For ``make costs``."""
+    parser.addoption("--record-costs", action="store_true", help="writes tests/costs.json")
+
+
+@pytest.hookimpl(trylast=True)  # after there is a reporter
 def pytest_configure(config):
-    """A program that cannot be read, or written, is compiled: no error, but no gain either."""
+    """Shows the progress. A program that cannot be read, or written, is compiled: no error."""
+    if not hasattr(config, "workerinput") and config.pluginmanager.has_plugin("terminalreporter"):
+        config.pluginmanager.register(Progress(config))
     message = "Error (reading|writing) persistent compilation cache"
     config.addinivalue_line("filterwarnings", f"default:{message}")
 
@@ -71,7 +80,7 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000)
 
 
-@pytest.fixture(params=sorted(CATALOG), scope="module")
+@pytest.fixture(params=[*KINDS, *sorted(CATALOG.keys() - {*KINDS})], scope="module")
 def entry(request):
     """Each optimizer of the catalogue in turn, with a step count where it needs one."""
     entry = CATALOG[request.param]

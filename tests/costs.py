@@ -1,15 +1,25 @@
 """What a run of the tests costs: the programs that XLA compiles, and seconds of CPU, by file.
 
-The number of programs does not depend on how busy the machine is.
+The number of programs does not depend on how busy the machine is. ``make costs`` runs all tests and
+records the seconds of each test function in ``costs.json``, which ``selection.py`` and
+``progress.py`` read.
 """
 
 import collections
+import functools
+import json
+import os
+import pathlib
+import re
 import time
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+RECORD = pathlib.Path(__file__).with_name("costs.json")
+_UNKNOWN = 0.1  # seconds of a case of a test that is not in the record
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # with those that are stored
 _STORED = "/jax/compilation_cache/cache_hits"
 _MOST = 10  # files that are listed
@@ -20,12 +30,56 @@ class Cost(NamedTuple):
 
     programs: int = 0
     stored: int = 0  # of these, those that were read from the compilation cache
-    seconds: float = 0.0  # of CPU, without the processes that a test starts
+    seconds: float = 0.0  # of CPU, with those of the processes that a test starts
 
     def plus(self, other: "Cost", sign: int = 1) -> "Cost":
         """The sum, or the difference."""
         return Cost(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
+
+# The record
+
+
+def function_of(name: str) -> str:
+    """The test function of a case. A test of optax has a class for each optimizer."""
+    return re.sub(r"::([A-Za-z0-9]+Test)_\w+::", r"::\1::", name.partition("[")[0])
+
+
+@functools.cache
+def _recorded() -> dict:
+    return json.loads(RECORD.read_text())
+
+
+def expected(name: str) -> float:
+    """Seconds of CPU of a case, with the programs that it compiles, where they were recorded."""
+    return _recorded()["cases"].get(function_of(name), _UNKNOWN)
+
+
+def speed() -> float:
+    """That of this process, by what it takes to trace a small program, to that of the record."""
+    return _recorded()["small program"] / _small_program()
+
+
+def _small_program() -> float:
+    took = []
+    for n in range(3):
+        begun = time.process_time()
+        f = lambda x, n=n: functools.reduce(lambda a, k: jnp.sin(a + k) @ a, range(100), x + n)
+        jax.jit(f).lower(jnp.ones((4, 4)))
+        took.append(time.process_time() - begun)
+    return min(took)
+
+
+def _record(costs: dict[str, Cost]) -> None:
+    functions = collections.defaultdict(list)
+    for name, cost in costs.items():
+        functions[function_of(name)].append(cost.seconds)
+    cases = {name: round(sum(s) / len(s), 3) for name, s in sorted(functions.items())}
+    made = {"small program": round(_small_program(), 3), "cases": cases}
+    RECORD.write_text(json.dumps(made, indent=0) + "\n")
+
+
+# Counting
 
 _counts = collections.Counter[str]()
 jax.monitoring.register_event_duration_secs_listener(
@@ -35,7 +89,7 @@ jax.monitoring.register_event_listener(lambda name, **more: _counts.update([name
 
 
 def _now() -> Cost:
-    return Cost(_counts[_COMPILED], _counts[_STORED], time.process_time())
+    return Cost(_counts[_COMPILED], _counts[_STORED], sum(os.times()[:4]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -60,16 +114,16 @@ _BEFORE = pytest.StashKey[Cost]()
 
 def pytest_terminal_summary(terminalreporter):
     """The costs of all tests, and of the most expensive files."""
-    files = collections.defaultdict(Cost)
+    costs, files = {}, collections.defaultdict(Cost)
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
                 if name == "cost" and report.when == "teardown":
-                    file = report.nodeid.partition("::")[0]
-                    files[file] = files[file].plus(Cost(*value))
-    total = Cost()
-    for cost in files.values():
-        total = total.plus(cost)
+                    costs[report.nodeid] = Cost(*value)
+    for name, cost in costs.items():
+        file = name.partition("::")[0]
+        files[file] = files[file].plus(cost)
+    total = functools.reduce(Cost.plus, costs.values(), Cost())
     terminalreporter.section("cost")
     show = lambda cost, file: terminalreporter.write_line(
         f"{cost.seconds:8.1f} {cost.programs:9} {cost.stored:9}  {file}"
@@ -79,3 +133,5 @@ def pytest_terminal_summary(terminalreporter):
     most = sorted(files, key=lambda file: files[file].seconds, reverse=True)[:_MOST]
     for file in most:
         show(files[file], file)
+    if terminalreporter.config.getoption("--record-costs"):
+        _record(costs)

@@ -1,44 +1,39 @@
-"""Which tests run on which optimizer: by ``make test``, by ``make test-full`` alone, or never."""
+"""Which tests `make test` runs: of each test function so many cases as a short time pays.
 
-from collections.abc import Collection, Iterable
+A test that does not apply to an optimizer is left out, never skipped.
+"""
+
+import collections
+from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
+from . import costs
+
+# Seconds of CPU that the cases of one test function may take in `make test`. One case is run in any
+# case, unless it takes longer than MOST.
+BUDGET, MOST = 0.5, 3.0
+
 # One optimizer for each way to compute an update: with and without slots, rows lazy, dense or with
 # slots that decay, by global step, proximal, by norms, by rows, by counters, and of second order.
-KINDS = frozenset(
-    {
-        "adagrad",
-        "adagrad_da",
-        "adam",
-        "add_sign",
-        "counter_row_wise_adagrad",
-        "ftrl",
-        "ggt",
-        "gradient_descent",
-        "lars",
-        "lazy_adam",
-        "momentum",
-        "rmsprop",
-        "row_wise_adagrad",
-        "shampoo",
-        "soap",
-    }
+KINDS = (
+    "adam",
+    "lazy_adam",
+    "momentum",
+    "row_wise_adagrad",
+    "ftrl",
+    "gradient_descent",
+    "add_sign",
+    "counter_row_wise_adagrad",
+    "shampoo",
+    "lars",
+    "adagrad",
+    "adagrad_da",
+    "rmsprop",
+    "ggt",
+    "soap",
 )
 
-# Of the tests on every optimizer, those that cost most: `make test` runs them on KINDS.
-COSTLY = frozenset(
-    {
-        "test_composes_with_optax",
-        "test_composes_with_optax_on_rows",
-        "test_extreme_gradients_give_finite_updates",
-        "test_hyperparameters_injected_into_16_bits",
-        "test_orbax_round_trip",
-        "test_rows_of_other_ranks",
-        "test_sharded",
-        "test_vmap",
-    }
-)
 
 # The tests that do not apply to an optimizer, and why; with the id of a case, to this case.
 NORM = "a norm of all parameters flattened into one is another norm"
@@ -87,26 +82,63 @@ EXEMPT: dict[str, dict[str, str]] = {
 }
 
 
-def quick(cases: Iterable[str], chosen: Collection[str]) -> list:
-    """The cases as parameters of a test; those that are not chosen are marked ``full``."""
+def chosen_first(cases: Iterable[str], chosen: Collection[str]) -> list[str]:
+    """The cases in another order: `make test` runs the first cases of a test."""
     cases = list(cases)
     if unknown := {*chosen} - {*cases}:
         raise ValueError(f"chosen cases that do not exist: {sorted(unknown)}")
-    return [c if c in chosen else pytest.param(c, marks=pytest.mark.full) for c in cases]
+    return sorted(cases, key=lambda case: case not in chosen)
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Takes out, and returns, what does not apply; marks costly tests as ``full``."""
-    out = []
-    for item in items:
-        case = getattr(item, "callspec", None)
-        optimizer = case and case.params.get("entry")
-        if not isinstance(optimizer, str):
-            continue
-        test, of_case = item.originalname, case.id.removeprefix(f"{optimizer}-")
-        if {test, f"{test}[{of_case}]"} & EXEMPT.get(optimizer, {}).keys():
-            out.append(item)
-        elif test in COSTLY and optimizer not in KINDS:
-            item.add_marker(pytest.mark.full)
+    """Takes out, and returns, what does not apply; marks what is not quick as ``full``."""
+    out = [item for item in items if _does_not_apply(item)]
     items[:] = [item for item in items if item not in out]
+    functions = collections.defaultdict(list)
+    for item in items:
+        functions[costs.function_of(item.nodeid)].append(item)
+    for cases in functions.values():
+        for item in _slow(cases):
+            item.add_marker(pytest.mark.full)
     return out
+
+
+def _slow(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of a test function that only ``make test-full`` runs.
+
+    The first cases are quick, until they take BUDGET. Those with a value of a parameter that no
+    case before has come before the others; with the mark ``every_value`` all of them are quick.
+    With the mark ``unique`` one case is quick, however long it takes.
+    """
+    cost, spent = costs.expected(cases[0].nodeid), 0.0
+    marked = lambda name: cases[0].get_closest_marker(name) is not None
+    for item, is_new in _in_turn(cases):
+        is_first = spent == 0.0 and (cost <= MOST or marked("unique"))
+        if is_first or spent + cost <= BUDGET or (is_new and marked("every_value")):
+            spent += cost
+        else:
+            yield item
+
+
+def _in_turn(cases: list[pytest.Item]) -> Iterator[tuple[pytest.Item, bool]]:
+    """The cases with new values of parameters before the others, and whether they have one."""
+    seen, others = set(), []
+    for item in cases:
+        values = set((getattr(item, "callspec", None) and item.callspec.indices.items()) or ())
+        if values <= seen and values:
+            others.append(item)
+        else:
+            seen |= values
+            yield item, True
+    for item in others:
+        yield item, False
+
+
+def _does_not_apply(item: pytest.Item) -> bool:
+    """Whether the test is one of those that EXEMPT names for its optimizer."""
+    case = getattr(item, "callspec", None)
+    optimizer = case and case.params.get("entry")
+    if not isinstance(optimizer, str):
+        return False
+    test, of_case = item.originalname, case.id.removeprefix(f"{optimizer}-")
+    return bool({test, f"{test}[{of_case}]"} & EXEMPT.get(optimizer, {}).keys())

@@ -332,7 +332,7 @@ TRANSFORMATIONS = transformations()
 @pytest.mark.filterwarnings("ignore:Casting")  # of complex numbers, in init
 @pytest.mark.parametrize(
     "name",
-    selection.quick(
+    selection.chosen_first(
         TRANSFORMATIONS,
         [n for n in TRANSFORMATIONS if n not in optzoo.CATALOG or n in selection.KINDS],
     ),

@@ -87,9 +87,7 @@ def test_generated_parts_are_somewhere():
 
 # The contract tests of your_own.md are those of test_contract.py, on another optimizer.
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=[pytest.mark.full] * (p.name == "your_own.md")) for p in PAGES],
-    ids=lambda page: page.name,
+    "page", sorted(PAGES, key=lambda page: page.name == "your_own.md"), ids=lambda page: page.name
 )
 def test_examples_run(page, tmp_path, monkeypatch):
     """Block after block; one that begins with a file's name is that file."""

@@ -20,7 +20,7 @@ from optzoo.testing import samples
 from optzoo.testing.samples import step
 from tests.public import BY_LAST, NAMES
 
-from .selection import quick
+from .selection import chosen_first
 
 STEPS = 4
 
@@ -235,7 +235,7 @@ MIXED = {"w": "float32", "b": "float64", "c": "float64", "d": "bfloat16"}
 OTHERS = {"w": "float64", "b": "float32", "c": "float32", "d": "float32"}
 
 
-@pytest.mark.parametrize("name", quick(ALL, (*QUICK, *STORED)))
+@pytest.mark.parametrize("name", chosen_first(ALL, (*QUICK, *STORED)))
 def test_values(name, x64):
     """With float64; gradients are wider and narrower than the parameters."""
     with x64(True):
@@ -319,7 +319,7 @@ def forward_and_reverse(name, dtype="float64"):
 
 
 @pytest.mark.parametrize(
-    "name", quick([*PLAIN, *EVERY_STEP], [*QUICK, "elastic_average, exchange"])
+    "name", chosen_first([*PLAIN, *EVERY_STEP], [*QUICK, "elastic_average, exchange"])
 )
 def test_derivatives_are_difference_quotients(name, x64):
     with x64(True):

@@ -217,7 +217,7 @@ def _batch_of_custom_jvp(args, axes, *, jaxpr, rule):
 
 
 _custom_jvp_p.def_impl(_evaluate)
-_custom_jvp_p.to_lojax = _evaluate  # what JAX 0.12 makes of a body with a checkpoint in it
+_custom_jvp_p.to_lojax = _evaluate  # JAX 0.12 asks for it where the body has jnp.ldexp, for example
 _custom_jvp_p.def_abstract_eval(lambda *avals, jaxpr, rule: jaxpr.out_avals)
 ad.primitive_jvps[_custom_jvp_p] = _jvp_of_custom_jvp
 batching.primitive_batchers[_custom_jvp_p] = _batch_of_custom_jvp

@@ -58,9 +58,9 @@ def twice(f, first, second):
 def test_a_rule_is_never_forgotten(loop, first, second):
     """That of a function which says that it is its own derivative, as the sine is not.
 
-    With a checkpoint inside, which JAX 0.12 lowers in a step of its own.
+    With a function inside that JAX 0.12 lowers in a step of its own.
     """
-    f = compat.custom_jvp(jax.checkpoint(jnp.sin))
+    f = compat.custom_jvp(lambda x: jnp.ldexp(jnp.sin(x), 0))
     f.defjvp(lambda primals, tangents: (f(*primals), tangents[0] * f(*primals)))
 
     def after(x):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import optzoo
 from optzoo.distributed.engine.collectives import Replicas
 
-from ..selection import quick
+from ..selection import chosen_first
 from . import cases
 
 pytestmark = pytest.mark.optimized
@@ -65,7 +65,7 @@ def collectives(hlo, conditional):
     return re.findall(COLLECTIVE, "\n".join(computations(hlo, conditional)))
 
 
-@pytest.mark.parametrize("method", quick(PERIODIC, QUICK))
+@pytest.mark.parametrize("method", chosen_first(PERIODIC, QUICK))
 def test_a_quiet_step_sends_nothing(method):
     """All that is sent is in a loop that has one turn, or none on a quiet step."""
     _, hlo = program(method)
@@ -97,7 +97,7 @@ def test_a_quiet_step_copies_no_parameters(method):
     assert TURN_OR_NONE.search(always) and not re.search(r"f32\[64,128\]\S* copy\(", always)
 
 
-@pytest.mark.parametrize("method", quick(PERIODIC, QUICK))
+@pytest.mark.parametrize("method", chosen_first(PERIODIC, QUICK))
 def test_a_local_step_has_no_collective(method):
     _, hlo = program(method, exchange=False)
     assert collectives(hlo, False) == collectives(hlo, True) == []
@@ -107,7 +107,9 @@ def test_a_local_step_has_no_collective(method):
 SUMMED = [m for m in PERIODIC if "robin" not in m]
 
 
-@pytest.mark.parametrize("method", quick(SUMMED, ["agn", *(m for m in QUICK if m in SUMMED)]))
+@pytest.mark.parametrize(
+    "method", chosen_first(SUMMED, ["agn", *(m for m in QUICK if m in SUMMED)])
+)
 def test_an_exchange_is_one_sum_for_each_dtype(method):
     stable, hlo = program(method, exchange=True)
     sent = re.findall(r"stablehlo\.all_reduce.*?-> tensor<[^>]*?(f32|i32)>", stable, flags=re.S)

@@ -10,7 +10,7 @@ import pytest
 
 import optzoo
 
-from ..selection import quick
+from ..selection import chosen_first
 from . import cases
 
 METHODS = {
@@ -34,7 +34,7 @@ QUICK = [
     if case in ("elastic_average, round robin-vmap", "diloco-shard_map")
     or (case.endswith("-alone") and "robin" not in case)
 ]
-in_every_way = pytest.mark.parametrize("case", quick(CASES, QUICK))
+in_every_way = pytest.mark.parametrize("case", chosen_first(CASES, QUICK))
 TICKS, STEP = 2, 1e-5
 
 

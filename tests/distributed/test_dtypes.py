@@ -11,7 +11,7 @@ import pytest
 
 import optzoo
 
-from ..selection import quick
+from ..selection import chosen_first
 from . import cases
 
 TICKS = 7
@@ -29,15 +29,10 @@ QUICK = [
 MIXES = [
     (False, "float32", "bfloat16", True),
     (True, "float32", "float64", False),
-    *(
-        pytest.param(mix, marks=pytest.mark.full)
-        for mix in [
-            (False, "bfloat16", "float32", False),
-            (True, "float32", "float32", True),
-            (True, "float64", "float32", True),
-            (True, "bfloat16", "float64", True),
-        ]
-    ),
+    (False, "bfloat16", "float32", False),
+    (True, "float32", "float32", True),
+    (True, "float64", "float32", True),
+    (True, "bfloat16", "float64", True),
 ]
 
 
@@ -70,7 +65,7 @@ in_float32 = functools.cache(functools.partial(run, of_params="float32", of_grad
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-@pytest.mark.parametrize("method", quick(cases.METHODS, QUICK))
+@pytest.mark.parametrize("method", chosen_first(cases.METHODS, QUICK))
 def test_dtypes_mix(method, mix, x64):
     enabled, of_params, of_grads, masked = mix
     with x64(False):

@@ -8,7 +8,7 @@ import pytest
 import optzoo
 from optzoo.state.types import SharedParamsState
 
-from ..selection import quick
+from ..selection import chosen_first
 from . import cases
 
 # One for each kind of exchange.
@@ -27,20 +27,18 @@ QUICK = {
 
 
 WAYS = [
-    pytest.param(
-        method,
-        way,
-        masked,
-        id=f"{method}-{way}{', masked' * masked}",
-        marks=[pytest.mark.full] * ((method, way, masked) not in QUICK),
-    )
+    (method, way, masked)
     for method in cases.METHODS
     for masked in (False, True)
     for way in cases.WAYS[1:]
 ]
 
 
-@pytest.mark.parametrize(("method", "way", "masked"), WAYS)
+@pytest.mark.parametrize(
+    ("method", "way", "masked"),
+    chosen_first(WAYS, QUICK),
+    ids=lambda value: value if isinstance(value, str) else "masked" * value or "all",
+)
 def test_every_way_gives_the_same(method, way, masked):
     got, want = cases.simulated(method, way, masked), cases.simulated(method, "vmap", masked)
     close = lambda a, b: chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-6)
@@ -48,7 +46,7 @@ def test_every_way_gives_the_same(method, way, masked):
     assert np.ptp(want[2]) > 0.1  # it moves
 
 
-@pytest.mark.parametrize("method", quick(cases.METHODS, KINDS))
+@pytest.mark.parametrize("method", chosen_first(cases.METHODS, KINDS))
 def test_what_is_shared_is_bit_identical(method):
     x, state, _ = cases.simulated(method, "shard_map unchecked", True)
     replicated = [state.replicated] + ([x] if isinstance(state, SharedParamsState) else [])
@@ -59,7 +57,7 @@ def test_what_is_shared_is_bit_identical(method):
             np.testing.assert_array_equal(copy, copies[0])
 
 
-@pytest.mark.parametrize("method", quick(cases.METHODS, KINDS))
+@pytest.mark.parametrize("method", chosen_first(cases.METHODS, KINDS))
 def test_a_batched_counter_turns_cond_into_select_and_changes_nothing(method):
     tx = cases.make(method, cases.lazy_adam())
     step = cases.train_step(tx, masked=True)

@@ -11,7 +11,7 @@ import pytest
 
 import optzoo
 
-from ..selection import quick
+from ..selection import chosen_first
 from . import cases
 
 N, TICKS, PERIOD, BROKEN = 8, 6, 3, 3
@@ -35,7 +35,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    "method", quick(["elastic_average, round robin", "agn", "diloco, streaming"], ["agn"])
+    "method", chosen_first(["elastic_average, round robin", "agn", "diloco, streaming"], ["agn"])
 )
 def test_on_devices_it_breaks_no_other(method):
     """``test_machines.py`` has the same on one device."""

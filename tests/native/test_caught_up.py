@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optzoo
 from optzoo.native import engine
 
-from ..selection import quick
+from ..selection import chosen_first
 from .test_step import check_close, plain_step, table
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
@@ -94,7 +94,7 @@ def run(tx, row, native, steps=STEPS):
     return params, state, jnp.stack(losses)
 
 
-@pytest.mark.parametrize("case", quick(CASES, CHOSEN))
+@pytest.mark.parametrize("case", chosen_first(CASES, CHOSEN))
 def test_equals_xla(case):
     make, dense, row = CASES[case]
     tx = optzoo.caught_up(make(), mask=("table", "users"), dense=dense, horizon=1)

@@ -16,7 +16,7 @@ from optzoo.testing.samples import with_global_step
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 
-QUICK, ALL, DRAWS = 10, 120, 3  # programs, and how many times each runs on other values
+ALL, DRAWS = 120, 3  # programs, and how many times each runs on other values
 NAMES = sorted(name for name, entry in CATALOG.items() if entry.family != "second_order")
 POLICIES = ["lazy", "dense", "touched", "linear"]
 WRAPPERS = {
@@ -252,10 +252,7 @@ def needs_x64(seed):
     return Case(seed).dtype == "float64"
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(QUICK, ALL))],
-)
+@pytest.mark.parametrize("seed", range(ALL))
 def test_random_steps(seed, x64):
     with x64(needs_x64(seed)):
         run(seed)

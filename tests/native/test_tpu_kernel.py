@@ -17,7 +17,7 @@ from optzoo.native.groups import Unsupported
 from optzoo.native.rows_groups import RowsGroup
 from optzoo.native.tpu_kernel import tpu_kernel
 
-from ..selection import KINDS, quick
+from ..selection import KINDS, chosen_first
 from .test_step import LAZY, ROUNDINGS, adam, both, check_close, make, rows, table
 
 # XLA does as well on their slots, which have one element for each row; and linear ones need no
@@ -60,7 +60,7 @@ def interpreted(monkeypatch, how):
     return made
 
 
-@pytest.mark.parametrize("name", quick(WITH_KERNEL, KINDS & {*WITH_KERNEL}))
+@pytest.mark.parametrize("name", chosen_first(WITH_KERNEL, [n for n in KINDS if n in WITH_KERNEL]))
 def test_optimizers(kernels, name):
     expected, got = both(make(name), {"t": table()}, lambda seed: {"t": rows(seed)})
     assert kernels

@@ -7,7 +7,7 @@ import pytest
 import optzoo
 from optzoo.testing.samples import dense_grads, params, row_grads
 
-from ..selection import quick
+from ..selection import chosen_first
 from ..wrappers.test_contract import INNER, WRAPPERS
 from .test_step import both, check_close
 
@@ -35,7 +35,7 @@ CHOSEN |= {f"{w}-lazy_adam-arrays" for w in ("finite_accumulate", "multi_steps")
 CHOSEN |= {"moving_average-gradient_descent-rows", "moving_average-normalized_sgd-rows"}
 
 
-@pytest.mark.parametrize("case", quick(sorted(CASES), CHOSEN))
+@pytest.mark.parametrize("case", chosen_first(sorted(CASES), CHOSEN))
 def test_wrapped(case):
     wrapper, inner, kind = case.split("-")
     tx = optax.with_extra_args_support({**WRAPPERS, **MORE}[wrapper](INNER[inner]()))

@@ -121,19 +121,9 @@ def times(factor, rate):
     return (lambda k: factor * rate(k)) if callable(rate) else factor * rate
 
 
-# Plain `make test` runs the suite on these: one for each kind of state and of need for parameters.
+# `make test` runs the suite on the first of these: one for each kind of state and of need for
+# parameters.
 QUICK = ("adam", "counter_row_wise_adagrad", "ftrl", "ggt", "lars", "shampoo")
-
-# Tests that take long. Plain `make test` leaves them out.
-FULL = [
-    "AccumulationTest.test_multi_steps",
-    "AccumulationTest.test_multi_steps_mixed_precision*",
-    "AccumulationTest.test_multi_steps_every_k_schedule",
-    "AliasTest.test_optimization_*",
-    "ConditionalityTest.*",
-    "ContribTest.*",
-    "SAMTest.*",
-]
 
 ALL = list(CATALOG)
 NEED_PARAMS = [

@@ -15,8 +15,9 @@ import optzoo
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+from ..selection import chosen_first
 from .loader import load
-from .tables import AS_SGD, DESCENT, EXCLUDED, FULL, QUICK, SLOW, WRAPPERS, times
+from .tables import AS_SGD, DESCENT, EXCLUDED, QUICK, SLOW, WRAPPERS, times
 
 if optax.__version__ != "0.2.8":
     reason = f"replaces private names of optax 0.2.8; this is {optax.__version__}"
@@ -103,7 +104,7 @@ def matches(test, patterns):
 
 # Defines the classes of optax's files here, where pytest finds them: MaskedTest_adam, ...
 TESTS = collections.defaultdict(list)
-for name in CATALOG:
+for name in chosen_first(CATALOG, QUICK):
     out = [pattern for pattern, names, _ in EXCLUDED if name in names]
     for path, overrides in files(name).items():
         for case in load(path, f"{__name__}.{name}.{path}", **overrides):
@@ -112,8 +113,6 @@ for name in CATALOG:
                 TESTS[name].append(test)
                 if matches(test, out):
                     delattr(case, method)
-                elif name not in QUICK or matches(test, FULL):
-                    pytest.mark.full(getattr(case, method))
             globals()[f"{case.__name__}_{name}"] = case
 del case  # otherwise pytest finds the last one twice
 
@@ -122,8 +121,3 @@ del case  # otherwise pytest finds the last one twice
 def test_what_is_excluded_exists(pattern, names, reason):
     for name in names:
         assert any(matches(test, [pattern]) for test in TESTS[name]), name
-
-
-@pytest.mark.parametrize("pattern", FULL)
-def test_what_is_full_exists(pattern):
-    assert any(matches(test, [pattern]) for tests in TESTS.values() for test in tests)

@@ -14,7 +14,7 @@ import optzoo
 from optzoo.sleeping.state import CaughtUpState
 
 from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
-from .test_minimize import FULL, W, loss, shapes, start
+from .test_minimize import W, loss, shapes, start
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
@@ -72,12 +72,12 @@ def check(params, expected, s, rtol=2e-4, atol=2e-5):
 @pytest.mark.parametrize(
     ("sizes", "names", "axis_name", "factor"),
     [
-        pytest.param((8,), ("shard",), "shard", 0.1, id="8", marks=FULL),
         pytest.param((2, 4), ("data", "shard"), "shard", 0.1, id="data-x-shard"),
         pytest.param((2, 4), ("shard", "b"), ("shard", "b"), None, id="two-axes-in-one-round"),
-        pytest.param((8,), ("shard",), "shard", None, id="8-in-one-round", marks=FULL),
-        pytest.param((2, 4), ("data", "shard"), "shard", None, id="one-round", marks=FULL),
-        pytest.param((2, 4), ("shard", "b"), ("shard", "b"), 0.1, id="two-axes", marks=FULL),
+        pytest.param((8,), ("shard",), "shard", None, id="8-in-one-round"),
+        pytest.param((8,), ("shard",), "shard", 0.1, id="8"),
+        pytest.param((2, 4), ("data", "shard"), "shard", None, id="one-round"),
+        pytest.param((2, 4), ("shard", "b"), ("shard", "b"), 0.1, id="two-axes"),
     ],
 )
 def test_equal_to_dense_adam(sizes, names, axis_name, factor):
@@ -250,7 +250,7 @@ def test_no_pass_over_a_shard():
     assert memory.temp_size_in_bytes < 1.2 * shard
 
 
-@pytest.mark.parametrize("inner", ["adam", pytest.param("momentum", marks=FULL)])
+@pytest.mark.parametrize("inner", ["adam", "momentum"])
 def test_long_sleeps_in_float64(inner, x64):
     """Sweeps, several rounds and long sleeps: as the dense loop on one device."""
     steps, rows = 900, 3000

@@ -15,13 +15,12 @@ import optzoo
 from optzoo.core.rows import is_rows
 from optzoo.state.fit import StateError
 
-from ..selection import quick
+from ..selection import chosen_first
 from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
 KINDS = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
-FULL = [pytest.mark.full]
 W = np.random.default_rng(1).normal(size=(WIDTH, WIDTH)).astype(np.float32)
 
 
@@ -122,11 +121,11 @@ MESHES = {
         ("1", 0.1),
         ("data-x-shard", 0.1),
         ("two-axes", None),
-        pytest.param("1", None, marks=FULL),
-        pytest.param("8", None, marks=FULL),
-        pytest.param("8", 0.1, marks=FULL),
-        pytest.param("data-x-shard", None, marks=FULL),
-        pytest.param("two-axes", 0.1, marks=FULL),
+        ("1", None),
+        ("8", None),
+        ("8", 0.1),
+        ("data-x-shard", None),
+        ("two-axes", 0.1),
     ],
 )
 def test_meshes(name, factor):
@@ -140,7 +139,8 @@ def test_meshes(name, factor):
 
 
 @pytest.mark.parametrize(
-    "name", quick(["adam", "momentum", "nadam", "moving_average"], ["adam", "moving_average"])
+    "name",
+    chosen_first(["adam", "momentum", "nadam", "moving_average"], ["adam", "moving_average"]),
 )
 def test_all_optimizers_in_one_round(name):
     tx = {

@@ -16,7 +16,7 @@ from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.lookup import bind_lookup, is_lookup
 from optzoo.state.resting import has_resting
 
-from ..selection import quick
+from ..selection import chosen_first
 from .cases import ROWS, mesh_of, of_ids, shards, whole
 from .test_minimize import batches, check, loss, shapes, train, train_on_one
 
@@ -71,14 +71,14 @@ def compare(tx, factor):
 
 
 # "two" has this clip as well.
-@pytest.mark.parametrize("name", quick(IN_ROUNDS, IN_ROUNDS.keys() - {"clip_by_norm"}))
+@pytest.mark.parametrize("name", chosen_first(IN_ROUNDS, IN_ROUNDS.keys() - {"clip_by_norm"}))
 def test_norms_of_gradients_in_rounds(name):
     compare(IN_ROUNDS[name], ROUNDS)
 
 
 @pytest.mark.parametrize(
     "name",
-    quick(["normalized_sgd", *IN_ONE_ROUND, CLIP], [*IN_ONE_ROUND, CLIP]),
+    chosen_first(["normalized_sgd", *IN_ONE_ROUND, CLIP], [*IN_ONE_ROUND, CLIP]),
 )
 def test_norms_in_one_round(name):
     compare((IN_ROUNDS | IN_ONE_ROUND)[name], ONE_ROUND)

@@ -15,7 +15,7 @@ from optzoo.sleeping.motion import make_motion, start_clock, tick, wake
 
 from ..golden import RECORDS, build, load, worst
 from ..golden.test_golden import tolerance
-from ..selection import quick
+from ..selection import chosen_first
 
 GOLDEN = [
     name
@@ -51,7 +51,7 @@ def replay(case):
     return {f"param/{k}": v for k, v in path.items()} | slots
 
 
-@pytest.mark.parametrize("name", quick(GOLDEN, QUICK))
+@pytest.mark.parametrize("name", chosen_first(GOLDEN, QUICK))
 def test_follows_the_original(name, x64):
     case = load(name)
     with x64(case.meta["dtype"] == "float64"):

@@ -135,7 +135,7 @@ FEW += ["lazy_adam", "nadam", "partial_row_wise_adam", "row_wise_adagrad", "row_
 OTHERS = [n for n in optzoo.CATALOG if n not in (*FEW, *SECOND_ORDER)]
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)])
+@pytest.mark.parametrize("name", [*FEW, *OTHERS])
 def test_every_optimizer(name):
     plain, lines = both()
     tx = optzoo.CATALOG[name].make()

@@ -21,6 +21,8 @@ from optzoo.testing import check_stacked, samples
 from optzoo.testing.samples import avals, dense_grads, step
 from optzoo.wrappers.stacked import stacked
 
+from ..selection import chosen_first
+
 
 class LateState(NamedTuple):
     """A count and a slot."""
@@ -195,7 +197,7 @@ QUICK = {
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in sorted(optzoo.CATALOG)],
+    chosen_first(sorted(optzoo.CATALOG), QUICK),
 )
 def test_check_passes_the_catalogue_or_names_the_difference(name):
     check = lambda: check_stacked(samples.make(optzoo.CATALOG[name]), params(3), missing=True)
