@@ -55,7 +55,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     ``params + rows`` scatters the rows, so ``optax.apply_updates`` works unchanged.
 
-    A transformation that maps over all leaves gets ``ids`` and ``values``. The ids have a dtype
+    A transformation that maps over all leaves gets ``values`` and ``ids``. The ids have a dtype
     that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
     Use :func:`optzoo.rows.densify` or :func:`optzoo.rows.on_values` there, and
     :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
@@ -323,17 +323,18 @@ def _make(
 def _flatten_with_keys(g: SparseRows) -> tuple[Any, Any]:
     children, kind = _flatten(g)
     return [
-        (GetAttrKey(k), x) for k, x in zip(("ids", "values", "squares"), children, strict=False)
+        (GetAttrKey(k), x) for k, x in zip(("values", "ids", "squares"), children, strict=False)
     ], kind
 
 
 def _flatten(g: SparseRows) -> tuple[Any, Any]:
     squares = () if g.shard is None else (g.squares,)
-    return (g.ids, g.values, *squares), (g.num_rows, g.shard)
+    # Values come first: optax.inject_hyperparams before 0.2.8 takes the dtype of the first leaf.
+    return (g.values, g.ids, *squares), (g.num_rows, g.shard)
 
 
 def _unflatten(kind: Any, data: Iterable[Any]) -> SparseRows:
-    (num_rows, shard), (ids, values, *squares) = kind, data
+    (num_rows, shard), (values, ids, *squares) = kind, data
     return _make(ids, values, num_rows, shard=shard, squares=squares[0] if squares else None)
 
 

@@ -22,6 +22,9 @@ try:
 except ImportError as error:
     raise ImportError(f"nnx_minimize needs Flax: {how_to_install('flax')}") from error
 
+# Values in the place of variables. Before Flax 0.12.7 it has another name.
+as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
+
 
 def nnx_minimize(
     loss_fn: Callable[..., Any],
@@ -90,11 +93,11 @@ def nnx_minimize(
         graphdef, params, others = nnx.split((model, objects), where, ...)
         layout = _Layout(graphdef, where, treedef, tuple(map(_is_object, leaves)))
         params, state, value, (aux, others) = compiled(layout, optimizer.tx)(
-            nnx.as_pure(params.get(0, nnx.State({}))),
-            nnx.as_pure(optimizer.opt_state),
-            nnx.as_pure(others),
+            as_pure(params.get(0, nnx.State({}))),
+            as_pure(optimizer.opt_state),
+            as_pure(others),
             arrays,
-            **nnx.as_pure(extra_args),
+            **as_pure(extra_args),
         )
         nnx.update((model, objects), nnx.State({0: params}), others)
         _set_values(optimizer.opt_state, state)
@@ -135,7 +138,7 @@ class _Layout:
     def others_after(self, params: Any, others: Any, model: Any, objects: Any) -> Any:
         """The variables that are no parameters, after the loss; raises ``ValueError``."""
         _, params_after, others_after = nnx.split((model, objects), self.where, ...)
-        after = jax.tree.leaves(nnx.as_pure(params_after))
+        after = jax.tree.leaves(as_pure(params_after))
         for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(params), after, strict=True):
             if x is not y:
                 raise ValueError(

@@ -78,7 +78,7 @@ _NAMES = {
     """,
     Kind.BRANCH: "cond",
     Kind.LOOP: "scan while",
-    Kind.MAP: "shard_map",
+    Kind.MAP: "shard_map xla_pmap",
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
@@ -101,6 +101,7 @@ _FUNCTIONS = {
     "custom_jvp_call": "jax.custom_jvp",
     "custom_vjp_call": "jax.custom_vjp",
     "shard_map": "jax.shard_map",
+    "xla_pmap": "jax.pmap",
     "stop_gradient": "jax.lax.stop_gradient",
 }
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..core.compat import vary, varying
 from ..core.merge import segment_sum
 from ..core.numerics import cast_of_gathered
 from .row_sharding import RowSharding
@@ -48,8 +47,6 @@ def make_route(places: Array, s: RowSharding) -> Route:
 
 def first_positions(places: Array, bounds: Array) -> Array:
     """The first positions in sorted places of what is not below each bound."""
-    # In JAX 0.7 both must be typed as different along the same mesh axes.
-    bounds = vary(bounds, varying(places))
     return jnp.searchsorted(places, bounds).astype(jnp.int32)
 
 

@@ -94,7 +94,7 @@ def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
         y = jnp.minimum(y, top) + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16)
         y = jnp.floor(y)
     codes = _ungrouped(_to_integer(y), shape).astype(dtype)
-    return kind(codes, _to_scale(scale[..., 0]))
+    return kind(codes, _to_scale(jnp.squeeze(scale, -1)))
 
 
 @encoded.defjvp

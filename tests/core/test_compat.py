@@ -1,7 +1,8 @@
 """Canaries: what the library needs of JAX and optax beyond their stable public API is there.
 
 If one fails on a new version of JAX, adapt the function of the same name in ``core/compat.py``, or
-the place that the message names; it says what must hold, and who needs it.
+the place that the message names; it says what must hold, and who needs it. ``custom_jvp`` is in
+``test_derivatives.py``.
 """
 
 import functools
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.experimental import pallas
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optzoo.core import compat
 from optzoo.jaxprs.graph import Graph
@@ -41,6 +43,115 @@ def test_make_primitive():
     np.testing.assert_array_equal(jax.grad(lambda x: f(x).sum())(X), 6 * jnp.ones(4), err_msg=must)
     weak = jax.make_jaxpr(f)(1.5)
     assert weak.out_avals[0].weak_type, must
+
+
+def test_make_replaceable():
+    must = fix("make_replaceable", "run another function where there is one", "native code")
+
+    def refuse(platforms, *, by):
+        raise RuntimeError(f"{by} not on {platforms[0]}")
+
+    on = {"cpu": lambda ctx, *, by: lambda x: (x * by + 100, -x)}
+    f = lambda x, *, by: (x * by, -x)
+    primitive = compat.make_replaceable("canary", f, on=on, check_others=refuse)
+    f = lambda x: primitive.bind(x, by=2.0)
+    assert [e.primitive for e in jax.make_jaxpr(f)(X).jaxpr.eqns] == [primitive], must
+    np.testing.assert_array_equal(jax.jit(f)(X)[0], 2 * X + 100, err_msg=must)
+    np.testing.assert_array_equal(jax.vmap(f)(X[None])[0], 2 * X[None], err_msg=must)
+    got = jax.grad(lambda x: jnp.sum(f(x)[0]))(X)
+    np.testing.assert_array_equal(got, 2 * jnp.ones(4), err_msg=must)
+    with pytest.raises(RuntimeError, match=r"2.0 not on tpu"):
+        jax.jit(f).trace(X).lower(lowering_platforms=("tpu",))
+
+
+def test_inline_constant():
+    must = fix("inline_constant", "be an operation and no input", "SparseCore")
+    f = lambda x: x + compat.inline_constant(np.arange(4.0, dtype=np.float32))
+    closed = jax.make_jaxpr(f)(X)
+    assert not closed.consts and len(closed.jaxpr.invars) == 1, must
+    np.testing.assert_array_equal(jax.jit(f)(X), 2 * X, err_msg=must)
+
+
+def split_over_devices():
+    mesh = jax.make_mesh((4,), ("r",), axis_types=(AxisType.Auto,))
+    return jax.device_put(X, NamedSharding(mesh, SPLIT))
+
+
+def test_number_of_partitions():
+    must = fix("number_of_partitions", "tell what XLA divides", "native code")
+    found = []
+
+    def on_cpu(ctx):
+        found.append((compat.number_of_partitions(ctx), compat.can_partition(ctx)))
+        return lambda x: (x,)
+
+    primitive = compat.make_replaceable("canary", lambda x: (x,), on={"cpu": on_cpu})
+    f = lambda x: primitive.bind(x)[0]
+    jax.jit(f).lower(X)
+    jax.jit(f).lower(split_over_devices())
+    mapped(lambda a, _: f(a), SPLIT).lower(X, X)
+    assert [number for number, _ in found] == [1, 4, 1] and found[1][1], must
+
+
+def test_partitioned_by_first():
+    must = fix("partitioned_by_first", "run on the part of each device", "native code")
+    shapes = []
+
+    def f(by, x, y):
+        shapes.append(x.shape)
+        return x * by, x + y
+
+    x = split_over_devices()
+    partitioned = compat.partitioned_by_first(f, 1, [x.shape], [2], [2])
+    got = jax.jit(partitioned)(2.0, x, x)
+    assert shapes[-1] == (1,), must
+    for a in got:
+        assert a.sharding.is_equivalent_to(x.sharding, 1), must
+        np.testing.assert_array_equal(a, 2 * X, err_msg=must)
+
+
+# Programs
+
+
+def test_kept_arguments():
+    must = fix("kept_arguments", "leave out what a program does not read", "compile_report")
+    lowered = jax.jit(lambda a, b, c: (a + c, 3 * c)).lower(X, X, X)
+    assert compat.kept_arguments(lowered) == [0, 2], must
+
+
+def test_has_side_effects():
+    must = fix("has_side_effects", "tell a print from the number of a device", "native code")
+    trace = lambda f: jax.make_jaxpr(f, axis_env=[("r", 4)])(X).jaxpr
+    assert not compat.has_side_effects(trace(lambda x: x + jax.lax.axis_index("r"))), must
+    assert compat.has_side_effects(trace(lambda x: jax.debug.print("{}", x))), must
+
+
+def test_in_same_trace():
+    must = fix("in_same_trace", "tell an array of an outer trace", "caught_up")
+    found = []
+
+    def f(x):
+        inside = lambda y: found.append((compat.in_same_trace(y, 2 * y), x is y)) or y * x
+        return jax.jvp(lambda y: found.append(compat.in_same_trace(x, y)) or inside(y), (x,), (x,))
+
+    jax.jit(f).trace(X)
+    assert found == [False, (True, False)], must
+    assert compat.in_same_trace(X, X + 1), must
+
+
+def test_in_row_major():
+    must = fix("in_row_major", "take the memory of a donated argument", "rows.row_major")
+    f = jax.jit(lambda x: compat.in_row_major(x + 1), donate_argnums=0)
+    got = f(jnp.ones((3, 2)))
+    np.testing.assert_array_equal(got, 2 * np.ones((3, 2)), err_msg=must)
+    assert got.format.layout.major_to_minor == (0, 1), must
+
+
+def test_eigh_by_jacobi():
+    must = fix("eigh_by_jacobi", "be an operation of XLA for TPUs", "the second order")
+    f = jax.jit(functools.partial(compat.eigh_by_jacobi, symmetrize_input=False))
+    text = f.trace(jnp.eye(300)).lower(lowering_platforms=("tpu",)).as_text()
+    assert "@Eigh" in text and "@Qdwh" not in text, must
 
 
 # Types of arrays that refuse arithmetic
@@ -102,6 +213,34 @@ def test_cast_varying():
     got = mapped(f, SPLIT)(X, X)
     assert found[-1] == {"r"}, must
     np.testing.assert_array_equal(got, jnp.tile(X, 4), err_msg=must)
+
+
+def test_vary():
+    must = fix("vary", "change the type along the missing axes alone", "the replicas")
+    found = []
+
+    def f(a, b):
+        found.append((compat.vary(a, {"r"}) is a, compat.varying(compat.vary(b, {"r"}))))
+        return a
+
+    mapped(f, SPLIT)(X, X)
+    assert found[-1] == (True, {"r"}), must
+
+
+def test_shape_varying():
+    must = fix("shape_varying", "be the type of a result that varies", "native code for TPUs")
+    found = []
+
+    def kernel(a, out):
+        out[...] = a[...]
+
+    def f(a, b):
+        shape = compat.shape_varying(a.shape, a.dtype, {"r"})
+        found.append(compat.varying(pallas.pallas_call(kernel, out_shape=shape)(a)))
+        return a
+
+    jax.eval_shape(mapped(f, SPLIT), X, X)
+    assert found == [{"r"}], must
 
 
 def test_gather_invarying():

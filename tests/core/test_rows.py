@@ -47,11 +47,11 @@ def test_tree_operations_forget_that_rows_are_coalesced():
     leaves, treedef = jax.tree.flatten(merged)
     assert merged.coalesced and not treedef.unflatten(leaves).coalesced
     assert treedef == jax.tree.structure(SOME)
-    assert [leaf.shape for leaf in leaves] == [(4,), (4, 2)]
+    assert [leaf.shape for leaf in leaves] == [(4, 2), (4,)]
     for other in (merged.with_rows(SOME.indices, SOME.values), merged + SOME, SOME + merged):
         assert not other.coalesced  # it may have an index twice
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(SOME)]
-    assert paths == [".ids", ".values"]
+    assert paths == [".values", ".ids"]
 
 
 def test_shape_dtype_and_casts():

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.core.paths import path_name
+from optzoo.interop.nnx import as_pure
 from optzoo.state.sharding import state_sharding
 from optzoo.wrappers.param_groups import param_groups
 
@@ -272,7 +273,7 @@ def test_nnx_model_with_other_variables():
 def test_minimize_on_an_nnx_state():
     tx, model = make(), nnx_model()
     graphdef, params = nnx.split(model, nnx.Param)
-    params = arrays_of(params)
+    params = as_pure(params)
     step = optzoo.minimize(functools.partial(loss, lambda p, i: nnx.merge(graphdef, p)(i)), tx)
     state = tx.init(params)
     for i in range(3):
@@ -311,7 +312,7 @@ def test_nnx_trains_as_a_dict_does(name):
         nnx_step(model, optimizer, IDS[i % 2], Y[i % 2])
     params, state = hand_loop(3, tx)
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), params)
-    close(*map(jax.tree.leaves, (arrays_of(optimizer.opt_state), state)))
+    close(*map(jax.tree.leaves, (as_pure(optimizer.opt_state), state)))
 
 
 def test_nnx_stacks():
@@ -330,12 +331,7 @@ def test_nnx_stacks():
         x = optax.apply_updates(x, updates)
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), x)
     of_b = lambda state: optzoo.get_slot(state, "m")["b"]
-    close(of_b(arrays_of(optimizer.opt_state)), of_b(state))
-
-
-def arrays_of(tree):
-    """An nnx state without its variables."""
-    return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(tree)  # by version
+    close(of_b(as_pure(optimizer.opt_state)), of_b(state))
 
 
 def test_nnx_rows_asleep():
@@ -345,7 +341,7 @@ def test_nnx_rows_asleep():
 
     @nnx.jit
     def step(model, optimizer, ids, y):
-        params, state = map(arrays_of, (nnx.state(model, nnx.Param), optimizer.opt_state))
+        params, state = map(as_pure, (nnx.state(model, nnx.Param), optimizer.opt_state))
         params, state = optzoo.rows.catch_up(params, state, {"embed/embedding": ids})
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(state))
@@ -353,7 +349,7 @@ def test_nnx_rows_asleep():
 
     for i in range(3):
         step(model, optimizer, IDS[i % 2], Y[i % 2])
-    params, state = map(arrays_of, (nnx.state(model, nnx.Param), optimizer.opt_state))
+    params, state = map(as_pure, (nnx.state(model, nnx.Param), optimizer.opt_state))
     got = nnx.to_pure_dict(optzoo.eval_params(params, state))
     close(got, hand_loop(3, optzoo.adam(0.1), sparse=False)[0])
 

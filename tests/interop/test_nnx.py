@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import optzoo
+from optzoo.interop.nnx import as_pure
 
 ROWS = {"embed/embedding": "require"}  # the table is small
 IDS = np.array([[1, 5, 1], [3, 5, 5]])
@@ -61,7 +62,7 @@ def arrays(*objects):
     of_keys = lambda x: (
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     )
-    return jax.tree.map(of_keys, nnx.as_pure(nnx.state(objects)))
+    return jax.tree.map(of_keys, as_pure(nnx.state(objects)))
 
 
 def close(a, b):
@@ -189,8 +190,8 @@ def test_rows_that_rest():
         step(table, optimizer, ids)
         updates, state = tx.update(gradient(want, ids), state, want)
         want = want + updates
-    params = nnx.as_pure(nnx.state(table, nnx.Param))
-    params, _ = optzoo.rows.catch_up(params, nnx.as_pure(optimizer.opt_state))
+    params = as_pure(nnx.state(table, nnx.Param))
+    params, _ = optzoo.rows.catch_up(params, as_pure(optimizer.opt_state))
     np.testing.assert_allclose(params["embedding"], want, rtol=1e-5)
 
 
@@ -199,7 +200,7 @@ def test_slots_and_parameters_of_several_arrays():
     table = nnx.Embed(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tx = optzoo.master_weights(optzoo.slots_dtype(optzoo.lazy_adam(0.1), "int8"))
     optimizer = nnx.Optimizer(table, tx, wrt=nnx.Param)
-    params = jax.tree.map(jnp.array, nnx.as_pure(nnx.state(table, nnx.Param)))
+    params = jax.tree.map(jnp.array, as_pure(nnx.state(table, nnx.Param)))
     state, square = tx.init(params), lambda rows: jnp.sum(rows.astype(jnp.float32) ** 2)
     step = optzoo.nnx_minimize(lambda table, ids: square(table(ids)))
     usual = optzoo.minimize(lambda params, ids: square(params["embedding"][ids]), tx)
@@ -207,7 +208,7 @@ def test_slots_and_parameters_of_several_arrays():
         step(table, optimizer, ids)
         params, state, _ = usual(params, state, ids)
     close(arrays(table)[0], params)
-    found = nnx.as_pure(optimizer.opt_state)
+    found = as_pure(optimizer.opt_state)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, found, state)
 

@@ -56,6 +56,19 @@ def test_evaluate_equation():
         np.testing.assert_allclose(x, want, rtol=1e-6, err_msg=must)
 
 
+def test_bind_equation():
+    must = fix("bind_equation", "give the outputs of one equation", "native code for TPUs")
+    jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x), jax.nn.relu(x - 2.0), jnp.split(x, 2)))(X).jaxpr
+    known = dict(zip(jaxpr.invars, [X], strict=True))
+    read = lambda v: v.val if equations.is_literal(v) else known[v]
+    for eqn in jaxpr.eqns:
+        values = list(map(read, eqn.invars))
+        got = equations.bind_equation(eqn, values)
+        want = equations.evaluate_equation(jaxpr, eqn, values)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, err_msg=must), got, want)
+        known.update(zip(eqn.outvars, got, strict=True))
+
+
 def test_scope_of():
     must = fix("scope_of", "give the name scopes of an equation", "value_and_grad")
     eqn = jax.make_jaxpr(scoped)(X).jaxpr.eqns[0]
@@ -109,6 +122,14 @@ def test_used_inputs():
 
     jaxpr = jax.make_jaxpr(f)(1.0, 2.0, 3.0, 4.0).jaxpr
     assert list(equations.used_inputs(jaxpr)) == [True, False, True, False], must
+
+
+def test_needed_part():
+    must = fix("needed_part", "keep the inputs and drop the rest", "value_and_grad")
+    jaxpr = jax.make_jaxpr(lambda a, b: (jnp.cos(b), jnp.sin(a))[1])(1.0, 2.0).jaxpr
+    assert [e.primitive.name for e in jaxpr.eqns] == ["cos", "sin"]
+    needed = equations.needed_part(jaxpr)
+    assert [e.primitive.name for e in needed.eqns] == ["sin"] and len(needed.invars) == 2, must
 
 
 def test_line_of():

@@ -430,7 +430,8 @@ REASONS = {
     "tied twice": f"it is also used by transpose{HERE}, norm{HERE}",
     "tied, in a body": "it is also used by reduce_sum" + HERE,
     "tied by a body": "it is also used by transpose" + HERE,
-    "batch of it": "a lookup reads what (stack|concatenate)" + FIRST,
+    # Before JAX 0.10 `jnp.stack` first gives each array another axis.
+    "batch of it": "a lookup reads what (stack|broadcast_in_dim)" + FIRST,
     "vmap": f"a lookup is inside of a jax.vmap that maps over the table{HERE}",
     "custom_jvp": "a lookup is inside of jax.custom_jvp" + OUTSIDE,
     "custom_vjp": "a lookup is inside of jax.custom_vjp" + OUTSIDE,
