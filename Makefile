@@ -1,7 +1,7 @@
 # make race   sets up a private environment and runs the race
-# make test   sets up and runs lint, types and all tests
+# make test   sets up and runs lint, types and the quick tests
 # make lint   checks style and types alone
-# make test-full also runs the long tests
+# make test-full runs all tests; make costs records how long each takes
 # make test-oldest runs the tests on the oldest versions admitted
 # make test-matrix runs the tests on every Python found and on every line of JAX; make test-states only
 #             checks that a state saved on one of them is restored on each
@@ -22,7 +22,7 @@ WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 # The Python to set up environments with; by default the newest one on the PATH that has all packages.
 PYTHON ?=
 
-.PHONY: race test lint test-full test-oldest test-matrix test-states test-accelerators facts mutants colabs bench bench-full docs dist
+.PHONY: race test lint test-full costs test-oldest test-matrix test-states test-accelerators facts mutants colabs bench bench-full docs dist
 .PHONY: site site-check clean
 
 race: $(VENV)/race.installed
@@ -35,6 +35,11 @@ test: TESTS ?= not full
 test test-full: $(if $(FILES),$(VENV)/dev.installed,lint)
 	$(BIN)/python -m pytest -q $(or $(FILES),-n $(WORKERS) --dist worksteal) \
 	  $(if $(TESTS),-m "$(TESTS)") $(ARGS)
+
+# All tests, with empty folders for programs; recorded in tests/costs.json. ARGS is for pytest.
+costs: $(VENV)/dev.installed
+	rm -rf $(VENV)/jax_programs
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --record-costs $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -124,14 +124,23 @@ def _in_turn(cases: list[pytest.Item]) -> Iterator[tuple[pytest.Item, bool]]:
     """The cases with new values of parameters before the others, and whether they have one."""
     seen, others = set(), []
     for item in cases:
-        values = set((getattr(item, "callspec", None) and item.callspec.indices.items()) or ())
-        if values <= seen and values:
+        values = _values(item)
+        if values <= seen:
             others.append(item)
         else:
             seen |= values
             yield item, True
     for item in others:
         yield item, False
+
+
+def _values(item: pytest.Item) -> set[tuple[str, object]]:
+    """The values of the parameters of a case; places in their list, where they are no numbers."""
+    case = getattr(item, "callspec", None)
+    if case is None:
+        return {("case", item.nodeid)}
+    plain = lambda value: isinstance(value, str | int | float | bool | None)
+    return {(k, v if plain(v) else f"#{case.indices[k]}") for k, v in case.params.items()}
 
 
 def _does_not_apply(item: pytest.Item) -> bool:

@@ -11,6 +11,7 @@ CASES = replay.load()
 WAYS = [(name, together) for name, case in CASES.items() for together in replay.ways(case)]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("name", "together"), WAYS)
 def test_follows_the_cluster(name, together):
     for array, (ours, theirs) in replay.follow(CASES[name], together).items():

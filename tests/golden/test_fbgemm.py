@@ -23,6 +23,7 @@ def test_all_records_are_there():
     assert len(HALF) == 7
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", SINGLE)
 def test_float32(name):
     """The error of the formulas in float32 is below 3e-5 in all records."""
@@ -45,6 +46,7 @@ def test_float64_is_the_formula(name, x64):
     assert worst(found, arrays) < 1.0001 * ROUNDING[name] + 1e-12
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", HALF)
 def test_tables_of_float16(name):
     """Each row is rounded where the original rounds it: tables are equal, and slots are float32."""

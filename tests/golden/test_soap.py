@@ -66,6 +66,7 @@ def follow(tx, x, grads, bases=None):
     return {name: np.stack([x[name] for x in after]) for name in x}, state
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", RECORDS)
 def test_original(name):
     kwargs, group = load(name)

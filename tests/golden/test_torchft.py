@@ -36,6 +36,7 @@ def trainer(tx):
     return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name, x64):
     arrays = dict(np.load(FOLDER / f"{name}.npz"))
@@ -77,6 +78,7 @@ GRADIENT = [np.full((2, 1), 2.0, np.float32)] * 2
 OPTIONS = {"updates_0": (0, 0.0), "updates_1": (0, 0.5), "updates_2": (0, 1.0), "updates_3": (1, 0)}
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", OPTIONS)
 def test_published_histories(name):
     train, params, state = published(*OPTIONS[name])

@@ -46,6 +46,7 @@ def error(got, want):
     return np.max(np.abs(got - want)[known]) / np.max(np.abs(want)[known])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(("dialect", "case"), CASES, ids=IDS)
 @pytest.mark.filterwarnings("ignore::optzoo.InitialValueWarning")
 def test_follows_the_library(dialect, case):

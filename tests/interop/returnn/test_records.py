@@ -87,6 +87,7 @@ def follow(case):
     return jax.device_get(jax.jit(run, compiler_options=fast)(params, (fed, rates)))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", CASES)
 def test_follows_returnn(name):
     want, got = ARRAYS[f"param/{name}"], follow(CASES[name])

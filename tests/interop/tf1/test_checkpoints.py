@@ -73,6 +73,7 @@ def assert_same(got, want):
 
 # ------------------------------------------------------------- against TensorFlow itself
 @pytest.mark.optimized  # the last bits count: without multiply-add they are others
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", CASES)
 def test_training_resumes_as_in_tensorflow(name, theirs):
     case, tx = CASES[name], tf1_cases.make(CASES[name])
