@@ -50,15 +50,12 @@ class Progress:
         on = "one worker" if self._workers == 1 else f"{self._workers} workers"
         self._line(f"{self._number:,} tests on {on}, about {_minutes(self._factor * self._total)}")
 
+    @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report, config):
-        """No letters: what passes is counted, what fails has a line of its own."""
-        if config.get_verbosity() > 0:
-            return None
-        if report.passed:
-            return "passed" if report.when == "call" else "", "", ""
-        if report.failed:
-            return "failed" if report.when == "call" else "error", "", ""
-        return None
+        """No letters: what passes is counted, and what fails has a line of its own."""
+        del report
+        category, letter, word = yield
+        return (category, letter, word) if config.get_verbosity() > 0 else (category, "", "")
 
     def pytest_runtest_logreport(self, report):
         """Counts a test when it is over."""

@@ -79,10 +79,11 @@ DESCENT = {
     "adagrad_eps": {"learning_rate": 0.5},
     "add_sign": {"learning_rate": 7e-4},
     "amsgrad": {"learning_rate": 0.05},
-    "counter_row_wise_adagrad": {"learning_rate": 0.5},
+    "counter_row_wise_adagrad": {"learning_rate": 0.6},
     "cowclip_row_wise_adagrad": {"learning_rate": 0.5},
     "ftrl": {"learning_rate": 0.5},
-    "global_decay_row_wise_adagrad": {"learning_rate": 0.5},
+    "ggt": {"learning_rate": falling(0.05)},
+    "global_decay_row_wise_adagrad": {"learning_rate": 0.6},
     # 1 - b2 is exact in float32, the dtype of the injected b2.
     "grad_variance_scaled": {"learning_rate": 1.6e-3, "b2": 1 - 2.0**-10},
     "gradient_descent": {"learning_rate": uneven(7e-4)},
@@ -98,7 +99,7 @@ DESCENT = {
     "rmsprop": {"learning_rate": 1e-3, "momentum": 0.9, "centered": True},
     "row_wise_adagrad": {"learning_rate": 0.5},
     "row_wise_rmsprop": {"learning_rate": falling(0.01)},
-    "shampoo": {"learning_rate": 0.5},
+    "shampoo": {"learning_rate": 0.4},
 }
 
 # Settings for optax's test of SAM. Faster ones reach the optimum, where the gradient is zero and
