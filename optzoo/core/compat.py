@@ -185,7 +185,7 @@ def _tangent_of(primal: Any, tangent: Any) -> Any:
     return np.zeros(np.shape(primal), jax.dtypes.float0) if tangent is None else tangent
 
 
-_custom_jvp_p = Primitive("optzoo_custom_jvp")
+_custom_jvp_p: Any = Primitive("optzoo_custom_jvp")
 _custom_jvp_p.multiple_results = True
 
 

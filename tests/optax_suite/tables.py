@@ -52,7 +52,7 @@ AS_SGD = {
     "proximal_adagrad": ADAGRAD_AS_SGD,
     "proximal_gradient_descent": {"learning_rate": 1.0},
     "reg_adagrad": ADAGRAD_AS_SGD,
-    "rmsprop": {"learning_rate": ROOT, "decay": 0.0, "eps": ROOT**2},
+    "rmsprop": {"learning_rate": ROOT, "b2": 0.0, "eps": ROOT**2},
     "row_wise_adagrad": {"learning_rate": ROOT, "eps": ROOT},
     "row_wise_rmsprop": {"learning_rate": ROOT, "eps": ROOT},
     "shampoo": {"learning_rate": 1.0, "preconditioner_interval": 10**9},
