@@ -194,7 +194,7 @@ def _to_scale(scale: Array) -> Array:
     """Rounded to the nearest, at a tie to an even mantissa."""
     pattern = lax.bitcast_convert_type(scale, jnp.uint32)
     half = np.uint32((1 << 12) - 1) + ((pattern >> _DROPPED) & np.uint32(1))
-    # Signed, as older compilers for TPUs have no minimum and maximum of unsigned integers in kernels.
+    # Signed: older compilers for TPUs have no greatest of unsigned integers in kernels.
     kept = ((pattern + half) >> _DROPPED).astype(jnp.int32)
     code = jnp.clip(kept - np.int32(_BASE), 0, np.int32(_NAN - 1))
     return jnp.where(jnp.isnan(scale), _NAN, code).astype(jnp.uint16)
