@@ -75,10 +75,10 @@ mutants: $(VENV)/mutants.installed
 colabs: $(VENV)/colabs.installed
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute colabs/*.ipynb
 
-bench: $(VENV)/race.installed
+bench: $(VENV)/bench.installed
 	$(BIN)/python benchmarks/suite.py
 
-bench-full: $(VENV)/race.installed
+bench-full: $(VENV)/bench.installed
 	$(BIN)/python benchmarks/suite.py --full
 
 docs: $(VENV)/dev.installed
@@ -100,4 +100,4 @@ $(VENV)/%.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-matrix race site build
+	rm -rf .venv .venv-oldest .venv-matrix .venv-accelerators race site build dist

@@ -43,7 +43,7 @@ if [ ! -e "$folder/Makefile" ]; then
   run tar -xf "$folder/optzoo.tar" -C "$folder"
 fi
 run cd "$folder"
-run make .venv/test.installed .venv/race.installed PYTHON="${PYTHON:-}"
+run make .venv/test.installed .venv/bench.installed PYTHON="${PYTHON:-}"
 # In one command, as both ask for certain versions of NVIDIA's libraries.
 run .venv/bin/python -m pip install --quiet "jax[cuda$CUDA]" torch
 run .venv/bin/python -c "

@@ -67,6 +67,7 @@ def main() -> None:
     full = parser.parse_args().full
     chosen = FULL if full else QUICK
     if importlib.util.find_spec("llvmlite") is None:
+        print("llvmlite is not installed: without the benchmarks of native code", flush=True)
         chosen = {name: command for name, command in chosen.items() if "native.py" not in command}
     before = {p.stem: json.loads(p.read_text()) for p in (HERE / "results").glob("*.json")}
     with tempfile.TemporaryDirectory() as elsewhere:

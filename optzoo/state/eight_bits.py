@@ -194,8 +194,9 @@ def _to_scale(scale: Array) -> Array:
     """Rounded to the nearest, at a tie to an even mantissa."""
     pattern = lax.bitcast_convert_type(scale, jnp.uint32)
     half = np.uint32((1 << 12) - 1) + ((pattern >> _DROPPED) & np.uint32(1))
-    kept = (pattern + half) >> _DROPPED
-    code = jnp.clip(jnp.maximum(kept, _BASE) - _BASE, 0, _NAN - 1)
+    # Signed: older compilers for TPUs have no greatest of unsigned integers in kernels.
+    kept = ((pattern + half) >> _DROPPED).astype(jnp.int32)
+    code = jnp.clip(kept - np.int32(_BASE), 0, np.int32(_NAN - 1))
     return jnp.where(jnp.isnan(scale), _NAN, code).astype(jnp.uint16)
 
 

@@ -38,15 +38,18 @@ class Record:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             print("recording which tests run which lines ...", flush=True)
-            subprocess.run(
+            log = folder / "log.txt"
+            done = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal",
                  "-p", "tests.mutants.plugin", "-m", "not full",
                  "--cov=optzoo", "--cov-context=test", "--cov-report="],
-                cwd=copy, check=True, stdout=(folder / "log.txt").open("w"),
+                cwd=copy, check=False, stdout=log.open("w"),
                 env=dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1",
                          COVERAGE_FILE=str(folder / "coverage"),
                          MUTANTS_SECONDS=str(folder / "seconds.json")),
             )  # fmt: skip
+            if done.returncode:
+                raise SystemExit(f"Tests fail before anything is changed: see {log}.")
             stamp.write_text(now)
         return cls(folder)
 

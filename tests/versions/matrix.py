@@ -1,9 +1,9 @@
 """Runs the tests on every Python found, and on every line of JAX: ``make test-matrix``.
 
 There is an environment for each Python on the PATH, with the newest JAX that it gets, and one for
-each line of JAX that none of them got, on the oldest Python that has it. Saved states are then
-restored from each environment in each (``states.py``). A table comes last; the exit status is 1 if
-anything failed.
+each line of JAX that none of them got, on the oldest Python that has it; one that no Python found
+has is left out. Saved states are then restored from each environment in each (``states.py``). A
+table comes last; the exit status is 1 if anything failed.
 
 ``--only`` names environments, such as ``python3.13,jax0.9``; ``--states`` leaves out the tests;
 other arguments are passed on to pytest. Any Python 3 runs this file: it imports the standard
@@ -20,7 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FOLDER = Path(".venv-matrix")
 OLDEST = "0.9.0"  # tests/oldest.txt
-LINES = ("0.9", "0.10", "0.11", "0.12")
+# Each line of JAX with the oldest Python that has it: 3.11 or 3.12.
+LINES = {"0.9": 11, "0.10": 11, "0.11": 12, "0.12": 12}
 
 
 def main():
@@ -55,11 +56,14 @@ def main():
 def set_up_all(only):
     """By the name of each environment whether it could be set up."""
     found = run(["sh", HERE / "pythons.sh"]).stdout
-    ready, got = {}, set()
+    ready, got, minors = {}, set(), {}
     pythons = found.split("\n")[-2::-1]  # the oldest first
+    if not pythons:
+        sys.exit("There is no Python >= 3.11 on the PATH.")
     for python in pythons:
-        minor = run([python, "-c", "import sys; print(sys.version_info[1])"]).stdout.strip()
-        name = f"python3.{minor}"
+        show = "import sys; print(sys.version_info[1])"
+        minors[python] = int(run([python, "-c", show]).stdout)
+        name = f"python3.{minors[python]}"
         if not only or name in only:
             ready[name] = set_up(name, [python])
         if ready.get(name):
@@ -70,8 +74,15 @@ def set_up_all(only):
             extra[line] = [f"{package}=={line}.*" for package in ("jax", "jaxlib")]
     for line, pip_args in extra.items():
         name = f"jax{line}"
-        if not only or name in only:
-            ready[name] = set_up(name, pythons, *pip_args)
+        if only and name not in only:
+            continue
+        oldest = LINES.get(line, 11)
+        if new_enough := [python for python in pythons if minors[python] >= oldest]:
+            ready[name] = set_up(name, new_enough, *pip_args)
+            continue
+        print(f"JAX {line} needs Python >= 3.{oldest}, which is not on the PATH", flush=True)
+        if only:
+            ready[name] = False
     return ready
 
 

@@ -1,7 +1,8 @@
 """Records what has changed: ``python -m tests.accelerators.facts``, which is ``make facts``.
 
-It can be interrupted, and then goes on where it was. With other versions of the compilers nothing
-of the record is kept. Cases that exist no more are removed.
+It can be interrupted, and then goes on where it was. With other versions of the compilers than the
+record's it shows the differences and records nothing; ``--all`` without ``--only`` then records all
+cases anew. Cases that exist no more are removed.
 """
 
 import argparse
@@ -27,8 +28,19 @@ def main() -> None:
 def record_anew(only: str, also_unchanged: bool, workers: int) -> None:
     """Records the cases that match a pattern."""
     facts, programs = record.read(record.FACTS), record.read(record.PROGRAMS)
-    if facts.get("versions") != record.versions():
-        facts, programs = {}, {}
+    save = write
+    if facts and facts["versions"] != record.versions():
+        if also_unchanged and not only:
+            facts = {}
+        else:
+            print(
+                f"The record is of {_listed(facts['versions'])}; here are "
+                f"{_listed(record.versions())}. So nothing is recorded. "
+                "To record all cases with these versions: --all without --only.",
+                flush=True,
+            )
+            save = lambda facts, programs: None
+        programs = {}
     known = {} if also_unchanged else programs
     chosen = [key for key in cases.CASES if re.search(only, key)]
     begun = time.perf_counter()
@@ -45,10 +57,14 @@ def record_anew(only: str, also_unchanged: bool, workers: int) -> None:
                 for line in record.differences(facts[key], now) if key in facts else ():
                     print(f"    {line}", flush=True)
                 facts[key], programs[key] = now, program
-                write(facts, programs)
+                save(facts, programs)
         finally:
             pool.shutdown(cancel_futures=True)
-    write(facts, programs)
+    save(facts, programs)
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def write(facts: dict[str, Any], programs: dict[str, str]) -> None:
