@@ -141,7 +141,7 @@ COUNTS: tuple[tuple[str, Callable[[], int | str], str], ...] = (
     (
         "test functions in all; many run on all optimizers",
         lambda: _hundreds(_tests("tests/**/*.py", "optzoo/testing/*.py")),
-        "`make test`",
+        "`make test-full`",
     ),
     (
         "changes of the code that no test finds, because no user can observe them",
