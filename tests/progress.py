@@ -93,6 +93,7 @@ class Progress:
                 self._reporter.write_line("")
         else:
             self._reporter.write_line(text)
+            self._reporter.flush()
 
 
 def _minutes(seconds):
