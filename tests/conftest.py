@@ -13,6 +13,7 @@ from optzoo import CATALOG
 from optzoo.testing import samples
 
 from .costs import (  # noqa: F401 (hooks)
+    pytest_addoption,
     pytest_runtest_makereport,
     pytest_runtest_protocol,
     pytest_terminal_summary,
@@ -40,11 +41,6 @@ for name, value in {
 }.items():
     chosen = os.environ.setdefault(name.upper(), str(value))
     jax.config.update(name, type(value)(chosen))
-
-
-def pytest_addoption(parser):
-    """For ``make costs``."""
-    parser.addoption("--record-costs", action="store_true", help="writes tests/costs.json")
 
 
 @pytest.hookimpl(trylast=True)  # after there is a reporter

@@ -81,6 +81,12 @@ def _record(costs: dict[str, Cost]) -> None:
 
 # Counting
 
+
+def pytest_addoption(parser):
+    """For ``make costs``."""
+    parser.addoption("--record-costs", action="store_true", help="writes tests/costs.json")
+
+
 _counts = collections.Counter[str]()
 jax.monitoring.register_event_duration_secs_listener(
     lambda name, seconds, **more: _counts.update([name])

@@ -4,6 +4,7 @@ Nothing is compiled, and no other test is imported. The table is in docs/reliabi
 """
 
 import ast
+import functools
 import json
 import lzma
 import pathlib
@@ -28,9 +29,13 @@ def _meta(path: pathlib.Path) -> dict:
 def _functions(*names: str) -> Iterator[ast.FunctionDef]:
     """All functions in some files."""
     for path in (path for name in names for path in TESTS.parent.glob(name)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                yield node
+        yield from _functions_in(path)
+
+
+@functools.cache
+def _functions_in(path: pathlib.Path) -> list[ast.FunctionDef]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
 def _tests(*names: str) -> int:

@@ -2,6 +2,7 @@
 
     python -m tests.mutants --number 200 --seed 1 [FILES OR FOLDERS]
 
+The tests of ``make test`` are run, and where they find nothing, the others of ``make test-full``.
 The copies of the project, what is recorded and the results are in ``.venv/mutants``.
 """
 
@@ -23,7 +24,7 @@ import tomllib
 import pytest
 
 from .plugin import TIME_LIMIT
-from .record import Record
+from .record import FULL, LEVELS, QUICK, Record
 from .sites import Mutant, drawn, mutant, sites
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,7 +39,9 @@ def main(argv=None) -> int:
     parser.add_argument("paths", nargs="*", help="files or folders; all of optzoo/ but the race")
     parser.add_argument("--number", type=int, default=200, help="how many mutants are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--limit", type=float, default=150, help="seconds of tests for each mutant")
+    parser.add_argument(
+        "--limit", type=float, default=150, help="seconds of tests for each mutant, twice"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="at the same time")
     parser.add_argument("--again", action="store_true", help="test the survivors again")
     parser.add_argument("--old-record", action="store_true", help="do not record the tests anew")
@@ -125,27 +128,33 @@ def _test_all(waiting, record, copies, results, limit):
             change, result = tested[done], done.result()
             results.add(change, **result)
             place = f"{change.path}:{change.line}"
-            print(f"{n}/{len(waiting)} {result['outcome']:9} {place}", flush=True)
+            what = f"{result['outcome']} {result['level']}"
+            print(f"{n}/{len(waiting)} {what:15} {place}", flush=True)
 
 
 def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> dict:
-    """First a few tests of each file, then more: most mutants are found by any test."""
+    """The quick tests, then the others: a few of each file first, as any finds most mutants."""
     original = (copy / change.path).read_text()
     (copy / change.path).write_text(change.code)
-    begun, tests = time.monotonic(), 0
+    tests, cut = 0, []
     try:
-        for chosen in record.rounds(change.path, original, change.line):
-            left = limit - (time.monotonic() - begun)
-            if left < 0:
-                return dict(outcome=SURVIVED, tests=tests, cut=True)
-            outcome, output = _run(copy, chosen, left, limit)
-            tests += len(chosen)
-            if outcome != SURVIVED:
-                by = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return dict(outcome=outcome, tests=tests, by=by[:1])
+        for level in LEVELS:
+            begun = time.monotonic()
+            for chosen in record.rounds(level, change.path, original, change.line):
+                left = limit - (time.monotonic() - begun)
+                if left < 0:
+                    break
+                outcome, output = _run(copy, chosen, left, limit)
+                tests += len(chosen)
+                if outcome != SURVIVED:
+                    failed = ("FAILED", "ERROR")
+                    by = [line for line in output.splitlines() if line.startswith(failed)]
+                    return dict(outcome=outcome, level=level, tests=tests, cut=cut, by=by[:1])
+            if time.monotonic() - begun > limit:
+                cut.append(level)
     finally:
         (copy / change.path).write_text(original)
-    return dict(outcome=SURVIVED, tests=tests, cut=time.monotonic() - begun > limit)
+    return dict(outcome=SURVIVED, level="", tests=tests, cut=cut)
 
 
 def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float):
@@ -154,11 +163,11 @@ def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float)
     names.write_text(json.dumps(chosen))
     files = dict.fromkeys(name.partition("::")[0] for name in chosen)
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "tests.mutants.plugin",
-         "-m", "not full", *files],
+        [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no",
+         "-p", "tests.mutants.plugin", *files],
         cwd=copy, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1",
+        env=dict(os.environ, PYTHONPATH=str(copy),
                  MUTANTS_CHOSEN=str(names), MUTANTS_LIMIT=str(seconds)),
     )  # fmt: skip
     try:
@@ -173,32 +182,40 @@ def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float)
 
 
 def _report(changes, results) -> int:
+    """A table by folder. A mutant with which tests never end counts as found by their level."""
     reasons = {entry["key"]: entry["reason"] for entry in _explained()}
     table = collections.defaultdict(collections.Counter)
     survivors = []
     for change in changes:
-        outcome = results.get(change)["outcome"]
-        if outcome == SURVIVED:
+        result = results.get(change)
+        kind = result["level"] or result["outcome"]
+        if kind == SURVIVED:
             if change.key in reasons:
-                outcome = "explained"
+                kind = "explained"
             else:
                 survivors.append(change)
+        elif kind == FULL:
+            _show(change, f"found by {FULL} tests alone: {result['by']}")
         folder = change.path.split("/")[1]
-        table[folder.removesuffix(".py")][outcome] += 1
-    columns = (FOUND, ENDLESS, SURVIVED, "explained")
+        table[folder.removesuffix(".py")][kind] += 1
     for change in survivors:
-        print(f"\n{change.key}  {change.path}:{change.line}")
-        print(f"  - {change.before}\n  + {change.after}")
-    print(
-        f"\n{'':14}" + "".join(f"{name:>11}" for name in columns) + "    found of all not explained"
-    )
+        _show(change, "not found")
+    kinds = (*LEVELS, SURVIVED, "explained")
+    columns = (*kinds, "found of all", "quick of found")
+    print(f"\n{'':14}" + "".join(f"{name:>15}" for name in columns))
     total = collections.Counter()
     for folder, counts in [*sorted(table.items()), ("all", total)]:
         total.update(counts if counts is not total else {})
-        seen = counts[FOUND] + counts[ENDLESS]
-        share = f"{seen / max(1, seen + counts[SURVIVED]):12.1%}"
-        print(f"{folder:14}" + "".join(f"{counts[name]:11}" for name in columns) + share)
+        found = sum(counts[level] for level in LEVELS)
+        shares = (found / max(1, found + counts[SURVIVED]), counts[QUICK] / max(1, found))
+        cells = [*(f"{counts[kind]}" for kind in kinds), *(f"{share:.1%}" for share in shares)]
+        print(f"{folder:14}" + "".join(f"{cell:>15}" for cell in cells))
     return int(bool(survivors))
+
+
+def _show(change: Mutant, what: str) -> None:
+    print(f"\n{change.key}  {change.path}:{change.line}: {what}")
+    print(f"  - {change.before}\n  + {change.after}")
 
 
 def _explained() -> list[dict]:

@@ -1,8 +1,9 @@
-"""For pytest: notes the seconds of each test, or runs chosen tests in the order given.
+"""For pytest: notes what each test costs, or runs chosen tests in the order given.
 
-``MUTANTS_SECONDS`` names the file for the seconds, ``MUTANTS_CHOSEN`` one with the chosen tests.
+``MUTANTS_TESTS`` names the file for the former, ``MUTANTS_CHOSEN`` one with the chosen tests.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -10,23 +11,28 @@ import time
 
 import pytest
 
+from .. import costs
+
 TIME_LIMIT = "the time for this mutant is over"
-_SECONDS = os.environ.get("MUTANTS_SECONDS")
+_TESTS = os.environ.get("MUTANTS_TESTS")
 _CHOSEN = os.environ.get("MUTANTS_CHOSEN")
 _LIMIT = float(os.environ.get("MUTANTS_LIMIT", "inf"))  # seconds; then no test is begun
-_seconds: dict[str, float] = {}
+_LONGEST = 30.0  # seconds of a test; longer ones are not for mutants
+_tests = collections.defaultdict[str, dict](lambda: {"seconds": 0.0, "full": False})
 _begun = time.monotonic()
 
 
 def pytest_runtest_logreport(report):
-    """Setup, call and teardown together."""
-    _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
+    """Seconds of setup, call and teardown, and whether only ``make test-full`` runs the test."""
+    noted = _tests[report.nodeid]
+    noted["seconds"] += report.duration
+    noted["full"] = "full" in report.keywords
 
 
 def pytest_sessionfinish(session):
     """Workers of pytest-xdist report to the main process, which writes."""
-    if _SECONDS and not hasattr(session.config, "workerinput"):
-        pathlib.Path(_SECONDS).write_text(json.dumps(_seconds))
+    if _TESTS and not hasattr(session.config, "workerinput"):
+        pathlib.Path(_TESTS).write_text(json.dumps(_tests))
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,6 +41,8 @@ def pytest_collection_modifyitems(items):
     if _CHOSEN:
         rank = {name: i for i, name in enumerate(json.loads(pathlib.Path(_CHOSEN).read_text()))}
         items[:] = sorted((x for x in items if x.nodeid in rank), key=lambda x: rank[x.nodeid])
+    else:
+        items[:] = [x for x in items if costs.expected(x.nodeid) <= _LONGEST]
 
 
 def pytest_runtest_protocol(item, nextitem):

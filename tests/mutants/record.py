@@ -13,6 +13,7 @@ import coverage
 
 from .sites import statement
 
+LEVELS = QUICK, FULL = ("quick", "full")  # the tests of `make test`, and the others
 _ROUNDS = ((2, 3.0), (12, 25.0))  # tests of each file, and seconds in all; then the others
 
 
@@ -21,7 +22,12 @@ class Record:
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+        tests: dict[str, dict] = json.loads((folder / "tests.json").read_text())
+        self._seconds: dict[str, float] = {name: test["seconds"] for name, test in tests.items()}
+        self._of_level = {
+            level: {name for name, test in tests.items() if test["full"] == (level == FULL)}
+            for level in LEVELS
+        }
         data = coverage.CoverageData(str(folder / "coverage"))
         data.read()
         self._lines: dict[str, dict[int, list[str]]] = {}
@@ -41,31 +47,34 @@ class Record:
             log = folder / "log.txt"
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal",
-                 "-p", "tests.mutants.plugin", "-m", "not full",
+                 "-p", "tests.mutants.plugin",
                  "--cov=optzoo", "--cov-context=test", "--cov-report="],
                 cwd=copy, check=False, stdout=log.open("w"),
-                env=dict(os.environ, PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1",
+                env=dict(os.environ, PYTHONPATH=str(copy),
                          COVERAGE_FILE=str(folder / "coverage"),
-                         MUTANTS_SECONDS=str(folder / "seconds.json")),
+                         MUTANTS_TESTS=str(folder / "tests.json")),
             )  # fmt: skip
             if done.returncode:
                 raise SystemExit(f"Tests fail before anything is changed: see {log}.")
             stamp.write_text(now)
         return cls(folder)
 
-    def rounds(self, path: str, code: str, line: int) -> list[list[str]]:
-        """The tests of a line in rounds: the cheapest ones of each file, those near to it, all.
+    def rounds(self, level: str, path: str, code: str, line: int) -> list[list[str]]:
+        """The tests of a line, of one of LEVELS: the cheapest ones of each file, those near, all.
 
         A line that is run when the file is imported has all tests that run any line of the file.
         A test that shares a compiled program runs no line of it, so all tests of the same files
-        are a last round.
+        are a last round; where none of them is of the level, all tests of any line of the file.
         """
         lines = self._lines.get(path, {})
-        tests = _tests(lines.get(i, ()) for i in statement(code, line))
-        if not tests:
-            tests = _tests(lines.values()) or set(self._seconds)
+        of_any_line = _tests(lines.values()) or set(self._seconds)
+        tests = _tests(lines.get(i, ()) for i in statement(code, line)) or of_any_line
         files = {name.partition("::")[0] for name in tests}
-        others = {name for name in self._seconds if name.partition("::")[0] in files} - tests
+        others = {name for name in self._seconds if name.partition("::")[0] in files}
+        if not others & self._of_level[level]:
+            others = of_any_line
+        tests &= self._of_level[level]
+        others = (others & self._of_level[level]) - tests
         rounds = []
         for number, seconds in _ROUNDS:
             taken, spent = collections.Counter[str](), 0.0
