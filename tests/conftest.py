@@ -12,6 +12,7 @@ import pytest
 from optzoo import CATALOG
 from optzoo.testing import samples
 
+from . import costs
 from .costs import (  # noqa: F401 (hooks)
     pytest_addoption,
     pytest_runtest_makereport,
@@ -29,6 +30,7 @@ if jax.__version_info__[:2] == (0, 10):  # its other code generator compiles thr
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # it takes a third of the time of an error
+jax.config.update("jax_traceback_in_locations_limit", 0)  # of compiled operations
 
 # Compiled programs are kept in the environment, for all workers and runs. The variables of JAX
 # take precedence; processes that tests start inherit them.
@@ -83,17 +85,24 @@ def entry(request):
     return entry._replace(factory=samples.factory(entry))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_programs():
-    """Forgets compiled programs when there are many.
+@pytest.fixture(autouse=True)
+def few_programs(request):
+    """Forgets compiled programs when there are many; looks again after some that are new.
 
-    Each has its own parts of memory. Linux allows a process 65,530; beyond that it crashes.
+    Each has 3 to 20 parts of memory. Linux allows a process 65,530; beyond that it crashes.
     """
     yield
+    stash, compiled = request.config.stash, costs.programs()
+    if compiled - stash.get(LOOKED, 0) < 200:
+        return
+    stash[LOOKED] = compiled
     maps = pathlib.Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 15_000:
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
         gc.collect()
+
+
+LOOKED = pytest.StashKey[int]()
 
 
 @pytest.fixture(autouse=True)

@@ -94,8 +94,13 @@ jax.monitoring.register_event_duration_secs_listener(
 jax.monitoring.register_event_listener(lambda name, **more: _counts.update([name]))
 
 
+def programs() -> int:
+    """How many this process has compiled, or read."""
+    return _counts[_COMPILED]
+
+
 def _now() -> Cost:
-    return Cost(_counts[_COMPILED], _counts[_STORED], sum(os.times()[:4]))
+    return Cost(programs(), _counts[_STORED], sum(os.times()[:4]))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -12,7 +12,7 @@ from . import costs
 
 # Seconds of CPU that the cases of one test function may take in `make test`. One case is run in any
 # case, unless it takes longer than MOST.
-BUDGET, MOST = 0.3, 1.8
+BUDGET, MOST = 0.3, 0.5
 
 # One optimizer for each way to compute an update: with and without slots, rows lazy, dense or with
 # slots that decay, by global step, proximal, by norms, by rows, by counters, and of second order.

@@ -11,6 +11,13 @@ from . import conftest, costs, progress, selection
 pytest_plugins = ["pytester"]
 
 
+@pytest.fixture(autouse=True)
+def few_plugins(pytester, monkeypatch):
+    """Of the runs inside of tests. What collects garbage takes half a second."""
+    names = ("cacheprovider", "unraisableexception", "xdist")
+    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in names))
+
+
 @pytest.fixture
 def quick(pytester, monkeypatch):
     """The cases of a test that are quick, where a case takes so many seconds."""
@@ -108,7 +115,7 @@ def test_fails():
 def test_all_tests_are_recorded(pytester, monkeypatch):
     monkeypatch.setattr(costs, "RECORD", pytester.path / "costs.json")
     file = pytester.makepyfile(TWO_PROGRAMS).name
-    result = pytester.inline_run("--record-costs", "-p", "no:cacheprovider", plugins=[costs])
+    result = pytester.inline_run("--record-costs", plugins=[costs])
     result.assertoutcome(passed=2, failed=1)
     cases = json.loads((pytester.path / "costs.json").read_text())["cases"]
     assert cases.keys() == {f"{file}::test_compiles", f"{file}::test_fails"}
@@ -127,7 +134,7 @@ def test_the_mean_of_all_cases_is_recorded(tmp_path, monkeypatch):
 
 def test_programs_are_listed_by_file(pytester, capsys):
     pytester.makepyfile(TWO_PROGRAMS)
-    pytester.inline_run("-p", "no:cacheprovider", plugins=[costs])
+    pytester.inline_run(plugins=[costs])
     [line] = re.findall(r" +(\S+) +(\d+) +(\d+)  test_programs", capsys.readouterr().out)
     assert line[1] == "5"
 
@@ -147,7 +154,7 @@ def test_progress(pytester, monkeypatch, capsys):
     (pytester.path / "last.json").write_text("0.5")
     pytester.makepyfile(TWO_PROGRAMS)
     plugin = types.SimpleNamespace(pytest_configure=conftest.pytest_configure)
-    pytester.inline_run("-q", "-p", "no:cacheprovider", "-p", "no:xdist", plugins=[plugin])
+    pytester.inline_run("-q", plugins=[plugin])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 tests on one worker, about 0:30"  # 120 s by 2, and half of that
     shown = [line for line in lines if re.match(r"\d of 3 tests, 0:\d\d; about 0:\d\d left", line)]
