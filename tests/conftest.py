@@ -30,7 +30,6 @@ if jax.__version_info__[:2] == (0, 10):  # its other code generator compiles thr
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # it takes a third of the time of an error
-jax.config.update("jax_traceback_in_locations_limit", 0)  # of compiled operations
 
 # Compiled programs are kept in the environment, for all workers and runs. The variables of JAX
 # take precedence; processes that tests start inherit them.
