@@ -18,15 +18,18 @@ _TESTS = os.environ.get("MUTANTS_TESTS")
 _CHOSEN = os.environ.get("MUTANTS_CHOSEN")
 _LIMIT = float(os.environ.get("MUTANTS_LIMIT", "inf"))  # seconds; then no test is begun
 _LONGEST = 30.0  # seconds of a test; longer ones are not for mutants
-_tests = collections.defaultdict[str, dict](lambda: {"seconds": 0.0, "full": False})
+_tests = collections.defaultdict[str, dict](
+    lambda: {"seconds": 0.0, "full": False, "failed": False}
+)
 _begun = time.monotonic()
 
 
 def pytest_runtest_logreport(report):
-    """Seconds of setup, call and teardown, and whether only ``make test-full`` runs the test."""
+    """Seconds of all phases, whether only ``make test-full`` runs the test, whether it fails."""
     noted = _tests[report.nodeid]
     noted["seconds"] += report.duration
     noted["full"] = "full" in report.keywords
+    noted["failed"] |= report.failed
 
 
 def pytest_sessionfinish(session):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import coverage
+import pytest
 
 from .sites import statement
 
@@ -23,17 +24,22 @@ class Record:
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         tests: dict[str, dict] = json.loads((folder / "tests.json").read_text())
+        if failed := [name for name, test in tests.items() if test["failed"]]:
+            print("These fail before anything is changed, and are left out:", *failed, sep="\n  ")
+        tests = {name: test for name, test in tests.items() if not test["failed"]}
         self._seconds: dict[str, float] = {name: test["seconds"] for name, test in tests.items()}
         self._of_level = {
             level: {name for name, test in tests.items() if test["full"] == (level == FULL)}
             for level in LEVELS
         }
+        known = set(self._seconds)
         data = coverage.CoverageData(str(folder / "coverage"))
         data.read()
-        self._lines: dict[str, dict[int, list[str]]] = {}
+        self._lines: dict[str, dict[int, set[str]]] = {}
         for file in data.measured_files():
             name = file[file.rindex("/optzoo/") + 1 :] if "/optzoo/" in file else file
-            self._lines[name] = data.contexts_by_lineno(file)
+            lines = data.contexts_by_lineno(file)
+            self._lines[name] = {line: _tests(c) & known for line, c in lines.items()}
 
     @classmethod
     def of(cls, copy: pathlib.Path, folder: pathlib.Path, *, old: bool, workers: int) -> "Record":
@@ -54,8 +60,8 @@ class Record:
                          COVERAGE_FILE=str(folder / "coverage"),
                          MUTANTS_TESTS=str(folder / "tests.json")),
             )  # fmt: skip
-            if done.returncode:
-                raise SystemExit(f"Tests fail before anything is changed: see {log}.")
+            if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+                raise SystemExit(f"The tests do not run: see {log}.")
             stamp.write_text(now)
         return cls(folder)
 
@@ -67,8 +73,8 @@ class Record:
         are a last round; where none of them is of the level, all tests of any line of the file.
         """
         lines = self._lines.get(path, {})
-        of_any_line = _tests(lines.values()) or set(self._seconds)
-        tests = _tests(lines.get(i, ()) for i in statement(code, line)) or of_any_line
+        of_any_line = set().union(*lines.values()) or set(self._seconds)
+        tests = set().union(*(lines.get(i, ()) for i in statement(code, line))) or of_any_line
         files = {name.partition("::")[0] for name in tests}
         others = {name for name in self._seconds if name.partition("::")[0] in files}
         if not others & self._of_level[level]:
@@ -106,7 +112,7 @@ def _is_near(path: str, test: str) -> bool:
 
 def _tests(contexts) -> set[str]:
     """Of contexts such as ``tests/a.py::test_b|call``."""
-    return {name.rpartition("|")[0] for names in contexts for name in names if name}
+    return {name.rpartition("|")[0] for name in contexts if name}
 
 
 def _fingerprint(copy):
