@@ -1,24 +1,31 @@
 """The operations on rows, marked for a compiler of whole programs."""
 
+import functools
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
 from .marks import marked
 from .merge import add, merge, merge_in_place
+from .meshes import automatically, spec_of, spec_of_rows
 
+_as_before = lambda dense, ids, rows: spec_of(dense)
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
 @marked("rows_gather")
 def gather_rows(dense: Array, ids: Array) -> Array:
     """Rows of an array; of ids out of range, some rows."""
-    return jnp.take(dense, ids, axis=0, mode="clip")
+    take = lambda dense, ids: jnp.take(dense, ids, axis=0, mode="clip")
+    return automatically(take, spec_of_rows)(dense, ids)
 
 
 @marked("rows_scatter")
 def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
     """An array with other rows, of ids that differ; those out of range are ignored."""
-    return dense.at[ids].set(rows, **_DROP, unique_indices=True)
+    put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP, unique_indices=True)
+    return automatically(put, _as_before)(dense, ids, rows)
 
 
 @marked("rows_scatter_equal")
@@ -27,15 +34,15 @@ def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
 
     To change a row again, as the rows of an id were computed, must not change it.
     """
-    return dense.at[ids].set(rows, **_DROP)
+    put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP)
+    return automatically(put, _as_before)(dense, ids, rows)
 
 
 @marked("rows_add")
 def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     """An array with rows added; ids out of range are ignored."""
-    return (
-        dense.at[ids].add(rows, **_DROP, unique_indices=True) if unique else add(dense, ids, rows)
-    )
+    put = lambda dense, ids, rows: dense.at[ids].add(rows, **_DROP, unique_indices=True)
+    return automatically(put if unique else add, _as_before)(dense, ids, rows)
 
 
 @marked("rows_distinct")
@@ -44,5 +51,20 @@ def distinct(ids: Array) -> Array:
     return ids
 
 
-merge_rows = marked("rows_merge")(merge)
-merge_rows_in_place = marked("rows_merge_in_place")(merge_in_place)
+@marked("rows_merge")
+def merge_rows(
+    ids: Array, values: Array, num_rows: int, deterministic: bool
+) -> tuple[Array, Array]:
+    """:func:`merge`."""
+    f = functools.partial(merge, num_rows=num_rows, deterministic=deterministic)
+    return automatically(f, _of_both)(ids, values)
+
+
+@marked("rows_merge_in_place")
+def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
+    """:func:`merge_in_place`."""
+    return automatically(functools.partial(merge_in_place, num_rows=num_rows), _of_both)(ids, values)
+
+
+def _of_both(ids: Array, values: Array) -> tuple[Any, Any]:
+    return spec_of(ids), spec_of(values)

@@ -15,9 +15,10 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .checks import check_transformation
-from .compat import vary, varying
+
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
+from .meshes import zeros_of
 from .numerics import upcast
 from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
@@ -370,7 +371,7 @@ def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
 def zeros_like_update(shapes: Any) -> Any:
     """An update of zeros, with rows that are all padding, of the given shapes."""
     # Zeros of the dtype of protected ids are padding.
-    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), shapes)
+    return jax.tree.map(zeros_of, shapes)
 
 
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:

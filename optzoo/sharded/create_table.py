@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..core.checks import check_flags, check_size
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
+from ..core.meshes import shard_map
 from .row_sharding import RowSharding
 
 
@@ -85,7 +86,7 @@ def create_table(
         return jax.lax.fori_loop(0, -(-size // chunk), fill, empty)
 
     # Nothing is differentiated here, so nothing depends on the check of replication.
-    make = jax.shard_map(shard, mesh=mesh, in_specs=(), out_specs=sharding.spec, check_vma=False)
+    make = shard_map(shard, mesh, (), sharding.spec, check_vma=False)
     table = jax.jit(make, out_shardings=NamedSharding(mesh, sharding.spec))()
     return Lines(table, (sharding.stored_rows, *like.shape[1:])) if lines else table
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.meshes import shard_map
 from ..core.paths import path_name, value_by_name
 from ..state.resting import has_resting
 from ..state.types import nodes_of
@@ -137,7 +138,7 @@ def _whole_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) 
         awake = lambda i, table: whole(table.divided(_axes_of(specs[i])))
         return map_tables(params, state, awake)
 
-    return jax.jit(jax.shard_map(caught_up, mesh=mesh, in_specs=tree, out_specs=tree))
+    return jax.jit(shard_map(caught_up, mesh, tree, tree))
 
 
 def _axes_of(spec: PartitionSpec) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def start_of_average(x: Any) -> Array:
     of the parameter may be donated.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, wide_dtype(x))
+        return jnp.zeros_like(x, dtype=wide_dtype(x))
     return jnp.array(x, wide_dtype(x), copy=True)
 
 
@@ -104,7 +104,7 @@ def wide_zeros_like(params: Any) -> Any:
 
     ``optax.tree.zeros_like`` knows only one dtype for all leaves.
     """
-    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide_dtype(x)), params)
+    return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide_dtype(x)), params)
 
 
 def _on_device(a: Array) -> Array:

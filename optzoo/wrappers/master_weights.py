@@ -97,7 +97,7 @@ def master_weights(
     dtype = _DTYPES[bits]
 
     def init(params):
-        zeros = lambda x: jnp.zeros(x.shape, dtype) if _is_split(x) else ()
+        zeros = lambda x: jnp.zeros_like(x, dtype=dtype) if _is_split(x) else ()
         corrections = jax.tree.map(zeros, params)
         if jax.tree.leaves(params) and not jax.tree.leaves(corrections):
             raise ValueError(

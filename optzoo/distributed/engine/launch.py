@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
+from ...core.meshes import shard_map
 from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
@@ -79,9 +80,7 @@ def map_over_replicas(
             params, state = map_per_replica(lambda a: a[None], params, state)
             return params, state, jax.tree.map(lambda a: jnp.asarray(a)[None], out)
 
-        mapped = jax.shard_map(
-            of_block, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma
-        )
+        mapped = shard_map(of_block, mesh, specs, specs, check_vma=check_vma)
         params, state, out = mapped(params, state, batch)
         return params, state, *out
 
