@@ -10,7 +10,8 @@ from .marks import marked
 from .merge import add, merge, merge_in_place
 from .meshes import automatically, spec_of, spec_of_rows
 
-_as_before = lambda dense, ids, rows: spec_of(dense)
+_of_rows = lambda rows, dense, ids: spec_of_rows(dense, ids)
+_as_before = lambda new, dense, ids, rows: spec_of(dense)
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
@@ -18,7 +19,7 @@ _DROP = {"mode": "drop", "wrap_negative_indices": False}
 def gather_rows(dense: Array, ids: Array) -> Array:
     """Rows of an array; of ids out of range, some rows."""
     take = lambda dense, ids: jnp.take(dense, ids, axis=0, mode="clip")
-    return automatically(take, spec_of_rows)(dense, ids)
+    return automatically(take, _of_rows)(dense, ids)
 
 
 @marked("rows_scatter")
@@ -66,5 +67,6 @@ def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array
     return automatically(functools.partial(merge_in_place, num_rows=num_rows), _of_both)(ids, values)
 
 
-def _of_both(ids: Array, values: Array) -> tuple[Any, Any]:
+def _of_both(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:
+    del merged
     return spec_of(ids), spec_of(values)

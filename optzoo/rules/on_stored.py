@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ..core.lines import are_lines
+from ..core.meshes import automatically, spec_of
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.rows import is_rows
-from ..state.storage import load, read_back, save
+from ..state.storage import StoredSlots, load, read_back, save
 from .policies import Rule
 
 
@@ -29,7 +31,16 @@ def in_float32(rule: Rule) -> Rule:
             u = u(read_back(saved, new))
         return saturating_cast_like(g, u), saved
 
-    return on_stored
+    def on_any_mesh(g, x, s, t, **scheduled):
+        if not isinstance(s, StoredSlots):
+            return on_stored(g, x, s, t, **scheduled)
+        # Codes and pairs have other axes than their parameter.
+        call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
+        of_update = spec_of(g if x is None else x)
+        specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
+        return automatically(call, specs)(g, x, s, t, scheduled)
+
+    return on_any_mesh
 
 
 def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,11 +49,28 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
     def on_stored(leaves, shared, t, **scheduled):
         _check_matrices(leaves)
         loaded = [leaf._replace(slots=load(leaf.slots)) for leaf in leaves]
-        done, shared = rule(loaded, shared, t, **scheduled)
+        call = lambda leaves, shared, t, scheduled: rule(leaves, shared, t, **scheduled)
+        done, shared = automatically(call, _specs)(loaded, shared, t, scheduled)
         pairs = zip(leaves, done, strict=True)
         return [(u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
 
     return on_stored
+
+
+def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> Any:
+    """An update is divided as its parameter, a slot as before, and all else is whole."""
+    del shared, t, scheduled
+    done, new_shared = results
+    whole = lambda x: PartitionSpec()
+
+    def of_leaf(leaf, u):
+        like = leaf.g if leaf.x is None else leaf.x
+        is_array = u is not None and not is_rows(u) and not is_rows(like)
+        of_update = spec_of(like) if is_array else jax.tree.map(whole, u)
+        return of_update, jax.tree.map(spec_of, leaf.slots)
+
+    pairs = zip(leaves, done, strict=True)
+    return [of_leaf(leaf, u) for leaf, (u, _) in pairs], jax.tree.map(whole, new_shared)
 
 
 def _check_matrices(leaves: Any) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.compat import custom_jvp
 
@@ -184,6 +185,26 @@ def shape_of(x: Codes) -> tuple[int, ...]:
     *rest, columns = x.codes.shape
     number = -(-columns // (GROUP + 2)) if is_beside(x) else 0
     return (*rest, columns - 2 * number)
+
+
+def sharding_of_codes(whole: Any, x: Codes) -> Any:
+    """The shardings of the arrays of a slot in 8 bits by that of the slot.
+
+    A last axis that is too short is whole, and so is one with scales beside codes.
+    """
+    if not isinstance(whole, NamedSharding):
+        return jax.tree.map(lambda _: whole, x)
+
+    def place(a):
+        try:
+            whole.shard_shape(a.shape)
+            is_whole = is_beside(x)
+        except ValueError:
+            is_whole = True
+        rest = whole.spec[: a.ndim - 1]
+        return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
+
+    return jax.tree.map(place, x)
 
 
 def _number_of_groups(width: int) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.paths import out_of_box, path_name
-from .eight_bits import Codes, is_beside, is_coded, shape_of
+from .eight_bits import Codes, is_coded, shape_of, sharding_of_codes
 from .slots import map_slot_trees
 
 _HINT = (
@@ -65,7 +65,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
             whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
             if (x := owners.get(out_of_box(path))) is not None:
                 obstacles.append(_obstacle(x, whole, slot))
-            return _of_codes(whole, slot)
+            return sharding_of_codes(whole, slot)
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
         return everywhere if x is None else _like(x, slot.shape) or everywhere
@@ -139,26 +139,6 @@ def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
                 "as an array"
             )
     return None
-
-
-def _of_codes(whole: Any, x: Codes) -> Any:
-    """The shardings of the arrays of a slot in 8 bits by that of the slot.
-
-    A last axis that is too short is whole, and so is one with scales beside codes.
-    """
-    if not isinstance(whole, NamedSharding):
-        return jax.tree.map(lambda _: whole, x)
-
-    def place(a):
-        try:
-            whole.shard_shape(a.shape)
-            is_whole = is_beside(x)
-        except ValueError:
-            is_whole = True
-        rest = whole.spec[: a.ndim - 1]
-        return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
-
-    return jax.tree.map(place, x)
 
 
 def _sharding(x: Any) -> Any:

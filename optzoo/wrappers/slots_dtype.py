@@ -13,8 +13,18 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_flags, check_size
 from ..core.lines import in_lines, is_lines
+from ..core.meshes import automatically
 from ..core.optimizer import Notes, Optimizer
-from ..state.eight_bits import RootCodes, SignedCodes, encoded, has_codes, stored, takes_codes
+from ..state.eight_bits import (
+    Codes,
+    RootCodes,
+    SignedCodes,
+    encoded,
+    has_codes,
+    sharding_of_codes,
+    stored,
+    takes_codes,
+)
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, is_packed, pack
 from ..state.stochastic_rounding import DTYPES
@@ -262,5 +272,11 @@ _WHY_NOT = {
 def _coded(what: Any, slots: Any) -> Any:
     if (kind := _CODES.get(what)) is None:
         return slots
-    code = in_lines(lambda a: stored(encoded(kind, a)) if takes_codes(a) else a)
+    encode = automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
+    code = in_lines(lambda a: encode(a) if takes_codes(a) else a)
     return jax.tree.map(code, slots, is_leaf=is_lines)
+
+
+def _specs_of_codes(codes: Codes, a: Any) -> Any:
+    shardings = sharding_of_codes(jax.typeof(a).sharding, codes)
+    return jax.tree.map(lambda _, sharding: sharding.spec, codes, shardings)

@@ -1,0 +1,118 @@
+"""Meshes with explicit axes, on which the sharding of an array is a part of its type."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+
+from .compat import vary, varying
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """The names of the explicit axes."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+
+def shard_map(
+    f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, check_vma: bool = True
+) -> Callable[..., Any]:
+    """``jax.shard_map`` for all types of axes, and for arguments with any sharding.
+
+    ``f`` may use arrays from outside, which JAX does not allow on explicit axes. The types of the
+    results have the shardings of ``out_specs``.
+    """
+    if not (names := explicit_axes(mesh)):
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
+    mapped = jax.shard_map(
+        f, mesh=automatic(mesh), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    place = lambda spec: NamedSharding(mesh, only_along(names, spec))
+    outs = jax.tree.map(place, out_specs)
+    # It takes no device from its arguments unless it is compiled.
+    return jax.jit(jax.sharding.auto_axes(mapped, axes=names, out_sharding=outs), inline=True)
+
+
+def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` of trees of arrays, computed as if explicit axes were automatic: XLA places what it makes.
+
+    ``specs(results, *args)`` gives for each result the ``PartitionSpec`` of its type.
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args):
+        mesh = mesh_of(args)
+        if not (names := explicit_axes(mesh)):
+            return f(*args)
+        inside = mesh.update_axis_types(dict.fromkeys(names, AxisType.Auto))
+        others = tuple(name for name in mesh.axis_names if name not in names)
+        place = lambda x: NamedSharding(inside, only_along(others, spec_of(x)))
+        enter = lambda x: reshard(x, place(x)) if isinstance(x, jax.Array) else x
+        with jax.sharding.use_abstract_mesh(inside):
+            results = f(*jax.tree.map(enter, args))
+        leave = lambda x, spec: reshard(x, NamedSharding(mesh, spec))
+        return jax.tree.map(leave, results, specs(results, *args))
+
+    return wrapped
+
+
+def zeros_of(kind: Any) -> Array:
+    """Zeros of a type: a ``ShapeDtypeStruct`` of ``jax.eval_shape``, with all that is known of it."""
+    zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
+    if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
+        zeros = reshard(zeros, sharding)
+    return vary(zeros, varying(kind))
+
+
+def mesh_of(tree: Any) -> Any:
+    """The mesh in the types of arrays; an empty one if there is none."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if not mesh.empty), NO_MESH)
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """How the type of an array divides its axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:
+    """How the rows of a table are divided: as the ids, and along their own axes as the table."""
+    of_ids, (_, *of_row) = spec_of(ids), spec_of(table)
+    used = set(jax.tree.leaves(tuple(of_ids)))
+    free = lambda entry: entry if used.isdisjoint(jax.tree.leaves(entry)) else None
+    return PartitionSpec(*of_ids, *map(free, of_row))
+
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+@functools.cache
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with automatic axes in the place of the explicit ones."""
+    return Mesh(
+        mesh.devices,
+        mesh.axis_names,
+        axis_types=tuple(
+            AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types
+        ),
+    )
+
+
+def only_along(names: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
+    """The spec without the axes of a mesh that are not among some."""
+
+    def kept(entry):
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name in names)
+        return entry if entry in names else None
+
+    return PartitionSpec(*map(kept, spec))
