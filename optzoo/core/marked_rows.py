@@ -64,7 +64,9 @@ def merge_rows(
 @marked("rows_merge_in_place")
 def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
     """:func:`merge_in_place`."""
-    return automatically(functools.partial(merge_in_place, num_rows=num_rows), _of_both)(ids, values)
+    return automatically(functools.partial(merge_in_place, num_rows=num_rows), _of_both)(
+        ids, values
+    )
 
 
 def _of_both(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from .compat import vary, varying
 
+EVERYWHERE = PartitionSpec()
+
 
 def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """The names of the explicit axes."""
@@ -70,6 +72,19 @@ def zeros_of(kind: Any) -> Array:
     if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
         zeros = reshard(zeros, sharding)
     return vary(zeros, varying(kind))
+
+
+def placed(x: Any, mesh: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
+    """An array in the types of a mesh; as it is where these have no shardings."""
+    return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x
+
+
+def in_mesh(x: Any, mesh: Any) -> Any:
+    """An array as the type of mesh has it whose axes are explicit, or automatic, for an operation."""
+    of_x = mesh_of(x)
+    if of_x.empty or mesh.empty or of_x == mesh:
+        return x
+    return reshard(x, NamedSharding(mesh, EVERYWHERE))
 
 
 def mesh_of(tree: Any) -> Any:

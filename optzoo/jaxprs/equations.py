@@ -74,10 +74,13 @@ def bind_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def scope_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """The name scopes in which the equation was made; for what replaces it."""
+@contextlib.contextmanager
+def scope_of(eqn: Any) -> Iterator[None]:
+    """The name scopes and the mesh in which the equation was made; for what replaces it."""
     scopes = str(eqn.source_info.name_stack)
-    return jax.named_scope(scopes) if scopes else contextlib.nullcontext()
+    named = jax.named_scope(scopes) if scopes else contextlib.nullcontext()
+    with named, eqn.ctx.manager:
+        yield
 
 
 # Change

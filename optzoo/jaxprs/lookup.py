@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.dtypes import canonicalize_dtype
+from jax.sharding import PartitionSpec
 
 from ..core.compat import make_primitive
 from ..core.lines import take_rows
+from ..core.meshes import automatically, spec_of_rows
 from ..core.rows import Shard
 from .graph import Operation
 
@@ -20,6 +22,7 @@ def bind_lookup(
     batch_dims: int = 0,
     shard: Shard | None = None,
     in_lines: tuple[int, ...] | None = None,
+    spec: PartitionSpec | None = None,
 ) -> Array:
     """The rows of a table; one equation in a jaxpr.
 
@@ -29,9 +32,12 @@ def bind_lookup(
         batch_dims: how many leading axes table and ids share, each pair with its own lookup.
         shard: of which sharded table these are the rows of this device; its gradient knows it.
         in_lines: the shape of the table if the array is that of its lines (``core/lines.py``).
+        spec: how the rows are divided; None for as the ids, and as the rows of the table.
     """
     ids = ids.astype(canonicalize_dtype(jnp.promote_types(ids.dtype, jnp.int32)))
-    return _lookup_p.bind(table, ids, batch_dims=batch_dims, shard=shard, in_lines=in_lines)
+    return _lookup_p.bind(
+        table, ids, batch_dims=batch_dims, shard=shard, in_lines=in_lines, spec=spec
+    )
 
 
 def is_lookup(op: Operation) -> bool:
@@ -51,16 +57,23 @@ def _read(
     batch_dims: int,
     shard: Any,
     in_lines: Any,
+    spec: Any,
     fill: float | None = None,
 ) -> Array:
     del shard
-    read = functools.partial(_read_one, fill=fill, in_lines=in_lines)
+    read = functools.partial(_read_one, fill=fill, in_lines=in_lines, spec=spec)
     for _ in range(batch_dims):
         read = jax.vmap(read)
     return read(table, ids)
 
 
-def _read_one(table: Array, ids: Array, fill: float | None, in_lines: Any) -> Array:
+def _read_one(table: Array, ids: Array, fill: float | None, in_lines: Any, spec: Any) -> Array:
+    read = functools.partial(_read_automatically, fill=fill, in_lines=in_lines)
+    specs = lambda rows, table, ids: spec_of_rows(table, ids) if spec is None else spec
+    return automatically(read, specs)(table, ids)
+
+
+def _read_automatically(table: Array, ids: Array, fill: float | None, in_lines: Any) -> Array:
     num_rows = (in_lines or table.shape)[0]
     wrong = jnp.where(ids < 0, num_rows + 1, ids)
     if in_lines:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.meshes import mesh_of, placed
 from ..core.rows import SparseRows
 from . import taps as taps_of
 from .dense_uses import first_use, why_dense, without_stop_gradient
@@ -224,4 +225,6 @@ def _copies(
 def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:
     """The taps."""
     # zeros_like keeps the type inside shard_map: along which axes the table varies.
-    return [jnp.zeros_like(flat[found.leaf], shape=found.rows) for found in lookups]
+    zeros = lambda table, found: jnp.zeros_like(table, shape=found.rows)
+    tap = lambda table, found: placed(zeros(table, found), mesh_of(table), found.spec)
+    return [tap(flat[found.leaf], found) for found in lookups]

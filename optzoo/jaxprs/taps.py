@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ..core.compat import varying
+from ..core.meshes import EVERYWHERE, in_mesh, mesh_of
 from ..core.numerics import cast_of_gathered
 from . import equations
 from .gathers import row_gather
@@ -29,6 +31,13 @@ class FromLeaf(NamedTuple):
     leaf: int  # its position
     gathers: bool = False  # whether gathers of its rows are lookups
     casts: tuple[Any, ...] = ()  # to which dtypes in turn
+    places: tuple[Operation, ...] = ()  # which change the sharding, in turn
+
+    def of_copy(self, copy: Array) -> Array:
+        """A copy of the leaf, sharded as the value is."""
+        for op in self.places:
+            [copy] = op.evaluate([copy])
+        return copy
 
 
 class Lookup(NamedTuple):
@@ -39,6 +48,7 @@ class Lookup(NamedTuple):
     dtype: Any  # of its ids
     table: tuple[int, ...]  # the shape of the table
     shard: Any = None  # what is known of it if it is a part of a sharded table
+    spec: PartitionSpec = EVERYWHERE  # how the rows are divided, in their type
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -104,7 +114,7 @@ def evaluate(
             mine = taps[len(ids) : len(ids) + len(step.lookups)]
             with equations.scope_of(op.eqn):
                 outputs, more = step.run(operands, copies, mine)
-            ids += more
+            ids += [in_mesh(i, mesh_of(tap)) for i, tap in zip(more, mine, strict=True)]
         known.update(zip(op.outs, outputs, strict=True))
     return [read(known, v) for v in plan.graph.results], ids
 
@@ -124,14 +134,15 @@ def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
     def run(values, copies, taps):
         copy, ids, rows = copies.get(table.leaf), jnp.asarray(values[1], aval.dtype), taps[0]
         if copy is not None:
-            rows = bind_lookup(copy, ids, in_lines=op.params["in_lines"])
+            params = {name: op.params[name] for name in ("in_lines", "spec")}
+            rows = bind_lookup(table.of_copy(copy), ids, **params)
             _check_varying(rows, copy)
             rows = rows + taps[0]
         for dtype in table.casts:
             rows = cast_of_gathered(rows, dtype)
         return [rows], [ids]
 
-    of = shape_of_table(op), op.params["shard"]
+    of = shape_of_table(op), op.params["shard"], op.outs[0].aval.sharding.spec
     found = Lookup(table.leaf, aval.shape, aval.dtype, *of)
     return _Step([found], [None], run)
 
@@ -143,10 +154,15 @@ def _of_gather(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     out = op.outs[0].aval
 
     def run(values, copies, taps):
-        rows, ids = gather.run(copies.get(table.leaf), values, taps[0], table.casts)
+        copy = copies.get(table.leaf)
+        copy = None if copy is None else table.of_copy(copy)
+        tap = in_mesh(taps[0], out.sharding.mesh)
+        rows, ids = gather.run(copy, values, tap, table.casts)
         return [rows.reshape(out.shape)], [ids]
 
-    found = Lookup(table.leaf, gather.shape, gather.dtype, op.ins[0].shape)
+    # Of a dynamic slice, the result has one more axis.
+    spec = out.sharding.spec if gather.shape else EVERYWHERE
+    found = Lookup(table.leaf, gather.shape, gather.dtype, op.ins[0].shape, spec=spec)
     return _Step([found], [None], run)
 
 
@@ -167,6 +183,15 @@ def _of_cast(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
         return None
     run = lambda values, copies, taps: ([values[0].astype(dtype)], [])
     return _Step([], [table._replace(casts=(*table.casts, dtype))], run)
+
+
+def _of_place(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
+    (table,) = inputs
+    return table and _Step(
+        [],
+        [table._replace(places=(*table.places, op))],
+        lambda values, *_: (op.evaluate(values), []),
+    )
 
 
 def _is_cast_to_bfloat16(op: Operation) -> bool:
@@ -233,7 +258,8 @@ def _of_scan(op: Operation, inputs: list[FromLeaf | None]) -> _Step:
         return [*carry, *ys], ids
 
     length = op.params["length"]
-    lookups = [found._replace(shape=(length, *found.shape)) for found in plan.lookups]
+    more = lambda of: of._replace(shape=(length, *of.shape), spec=PartitionSpec(None, *of.spec))
+    lookups = list(map(more, plan.lookups))
     results = [*tables, *[None] * (len(op.outs) - num_carry)]
     return _Step(lookups, results, run)
 
@@ -276,6 +302,8 @@ _STEPS = {
     "gather": _of_gather,
     "dynamic_slice": _of_gather,
     "jax.lax.convert_element_type": _of_cast,
+    "reshard": _of_place,
+    "sharding_constraint": _of_place,
     "jax.jit": _of_jit,
     "jax.checkpoint": _of_checkpoint,
     "jax.lax.scan": _of_scan,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.lines import is_lines
 from ..core.paths import path_name
@@ -26,7 +27,7 @@ from ..jaxprs.loss import trace_loss
 from .wanted import MIN_ROWS, RowsSetting, Sparse
 
 
-def lookup(table: Any, ids: Any) -> Array:
+def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
     """``table[ids]`` for integer ids of any shape, with a row-sparse gradient.
 
     Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
@@ -61,6 +62,9 @@ def lookup(table: Any, ids: Any) -> Array:
             an ``nnx.Param`` or a linen variable: of an object that is not an array, ``table[...]``
             is read, or ``table.value`` if it has no ``[...]``.
         ids: integers of any shape: an array, a number or a (nested) list.
+        out_sharding: a ``PartitionSpec``, or a ``NamedSharding``, of the rows on a mesh with
+            explicit axes. By default rows are divided as their ids, and along their own axes as
+            those of the table, where these are other axes of the mesh.
 
     Returns:
         The rows, of shape ``ids.shape + row_shape``.
@@ -82,7 +86,16 @@ def lookup(table: Any, ids: Any) -> Array:
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
     if not isinstance(ids, jax.core.Tracer):
         _check_range(ids, (in_lines or table.shape)[0])
-    return bind_lookup(table, jnp.asarray(ids), in_lines=in_lines)
+    return bind_lookup(table, jnp.asarray(ids), in_lines=in_lines, spec=_spec(out_sharding))
+
+
+def _spec(out_sharding: Any) -> PartitionSpec | None:
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"out_sharding must be a PartitionSpec or a NamedSharding, got {out_sharding!r}"
+        )
+    return spec
 
 
 def value_and_grad(
