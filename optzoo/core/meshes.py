@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,15 +28,17 @@ def shard_map(
 ) -> Callable[..., Any]:
     """``jax.shard_map`` for all types of axes, and for arguments with any sharding.
 
-    ``f`` may use arrays from outside, which JAX does not allow on explicit axes. The types of the
-    results have the shardings of ``out_specs``.
+    The types of the results have the shardings of ``out_specs``.
+
+    Raises:
+        ValueError: at trace time, if ``f`` uses an array from outside that is on explicit axes.
     """
     if not (names := explicit_axes(mesh)):
         return jax.shard_map(
             f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
         )
     mapped = jax.shard_map(
-        f, mesh=automatic(mesh), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        _without_others(f), mesh=automatic(mesh), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
     )
     place = lambda spec: NamedSharding(mesh, only_along(names, spec))
     outs = jax.tree.map(place, out_specs)
@@ -108,6 +111,26 @@ def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:
 
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f``; an error of JAX about arrays from outside says what they are."""
+
+    @functools.wraps(f)
+    def wrapped(*args):
+        try:
+            return f(*args)
+        except NotImplementedError as error:
+            if "Closing over" not in str(error):
+                raise
+            [shape] = re.findall("with shape (.*)", str(error))
+            raise ValueError(
+                f"a function that runs on each device uses an array {shape} from outside, which "
+                "lies on explicit axes of the mesh: pass it as an argument, or make it a constant "
+                "by numpy.asarray"
+            ) from error
+
+    return wrapped
 
 
 @functools.cache

@@ -109,7 +109,14 @@ def uniform_rows(
         dtype: of the rows.
     """
 
+    # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    impl = jax.random.key_impl(key) if is_typed else None
+    words = jax.random.key_data(key) if is_typed else key
+    words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)
+
     def rows_of(ids):
+        key = jax.random.wrap_key_data(words, impl=impl) if is_typed else jnp.asarray(words)
         row = lambda i: jax.random.uniform(
             jax.random.fold_in(key, i), (width,), dtype, minval=-scale, maxval=scale
         )

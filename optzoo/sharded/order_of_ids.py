@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Sharding
 
+from ..core.meshes import automatically, spec_of
 from ..core.paths import path_name, unboxed
 from ..core.rows import is_rows
 from ..sleeping.state import Clock
@@ -277,4 +278,5 @@ def _mover(placed: Sharding) -> Callable[..., Array]:
 
 def _swapped(x: Any, blocks: int) -> Any:
     rest = x.shape[1:]
-    return x.reshape(blocks, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
+    swap = lambda x: x.reshape(blocks, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
+    return automatically(swap, lambda _, x: spec_of(x))(x)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.checks import check_positive
-from ..core.meshes import automatic, shard_map
+from ..core.meshes import shard_map
 from ..core.paths import path_name
 from ..native.step import Native
 from ..sharded.create_table import check_mesh
@@ -132,7 +132,7 @@ def sharded_minimize(
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)
         put = lambda x, spec: jax.ShapeDtypeStruct(
-            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(automatic(mesh), spec)
+            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
         )
         placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
         if jax.tree.structure(state) != jax.tree.structure(placed):
