@@ -81,7 +81,7 @@ def step_of(tx):
 
 
 def step(tx, grads, x, state=None, **extra_args):
-    """The parameters and the state after one update, by default the first one."""
+    """The parameters and the state after one update, the first one where no state is given."""
     return step_of(tx)(x, tx.init(x) if state is None else state, grads, **extra_args)
 
 
