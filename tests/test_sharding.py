@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.testing.samples import step_of
 
 
 @pytest.fixture
@@ -41,12 +42,8 @@ def test_sharded(entry, kind, params):
     is_placed = lambda leaf: leaf.shape == (16, 4) if has_matrices(entry) else leaf.ndim
     shardings = lambda tree: [x.sharding.spec for x in jax.tree.leaves(tree) if is_placed(x)]
     assert set(shardings(state)) <= {PartitionSpec("d")}
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    compiled = jax.jit(step).lower(params, state, grads).compile()
+    step = jax.jit(step_of(tx))
+    compiled = step.lower(params, state, grads).compile()
     if kind == "dense":  # rows must be fetched from where they are
         collectives = set(re.findall(r"all-\w+|collective-\w+|reduce-scatter", compiled.as_text()))
         if has_matrices(entry):
@@ -56,7 +53,7 @@ def test_sharded(entry, kind, params):
     after, new = compiled(params, state, grads)
     assert shardings(new) == shardings(state) and shardings(after) == shardings(params)
     alone = jax.device_put((params, state, grads), jax.devices()[0])
-    chex.assert_trees_all_close(after, jax.jit(step)(*alone)[0], rtol=1e-6)
+    chex.assert_trees_all_close(after, step(*alone)[0], rtol=1e-6)
 
 
 def per_replica(ids, table, *, varying, check):

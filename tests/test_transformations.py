@@ -17,7 +17,7 @@ import optzoo
 from optzoo import CATALOG
 from optzoo.catalog import DISTRIBUTED, WRAPPERS
 from optzoo.testing import samples
-from optzoo.testing.samples import step
+from optzoo.testing.samples import step_of
 from tests.public import BY_LAST, NAMES
 
 from .selection import chosen_first
@@ -184,11 +184,11 @@ TAKES_PART = np.array([[True, True, True, True], [True, False, True, True]])
 
 def transformed(tx, x, grads):
     """Parameters and states of both members after all steps, in one program."""
-    take = jax.checkpoint(functools.partial(step, tx))
+    take = jax.checkpoint(step_of(tx))
 
     def tick(carry, now):
         g, left_out, takes_part = now
-        taken = lambda carry: jax.lax.cond(takes_part, lambda c: take(g, *c), lambda c: c, carry)
+        taken = lambda carry: jax.lax.cond(takes_part, lambda c: take(*c, g), lambda c: c, carry)
         return jax.lax.cond(left_out, lambda c: c, taken, carry), None
 
     def member(g, takes_part):
@@ -199,12 +199,12 @@ def transformed(tx, x, grads):
 
 def plain(tx, x, grads):
     """The same by compiled steps, one after another."""
-    take, start, ends = jax.jit(functools.partial(step, tx)), (x, tx.init(x)), []
+    take, start, ends = jax.jit(step_of(tx)), (x, tx.init(x)), []
     for member in range(2):
         carry = start
         for t in range(STEPS):
             if TAKES_PART[member, t] and not LEFT_OUT[t]:
-                carry = take({k: g[member, t] for k, g in grads.items()}, *carry)
+                carry = take(*carry, {k: g[member, t] for k, g in grads.items()})
         ends.append(carry)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *ends)
 
@@ -292,12 +292,12 @@ def after(name, dtype, at):
     kind = name.split(",")[0]
     tx = make(name, at[0] * (CATALOG[kind].rate if kind in CATALOG else 0.01))
     exchange = {"exchange": True} if name in EVERY_STEP else {}
-    take = jax.checkpoint(functools.partial(step, tx, **exchange))
+    take = jax.checkpoint(functools.partial(step_of(tx), **exchange))
     x = params(everywhere(dtype))
 
     def tick(carry, g):
         g = jax.tree.map(lambda g, x: at[1] * g * jnp.cos(x / 10), g, carry[0])
-        return take({**g, "w": g["w"].at[0, 0].add(at[2])}, *carry), None
+        return take(*carry, {**g, "w": g["w"].at[0, 0].add(at[2])}), None
 
     (x, _), _ = jax.lax.scan(tick, (x, tx.init(x)), gradients(everywhere(dtype)))
     waves = lambda x: jnp.sum(jnp.sin(x.ravel() + jnp.arange(x.size)))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optzoo import SparseRows
@@ -69,21 +70,72 @@ def make(entry, *args, **kwargs):
     return entry._replace(factory=factory(entry)).make(*args, **kwargs)
 
 
+def step_of(tx):
+    """One update as a function like ``optzoo.native_step(tx)``."""
+
+    def step(params, state, grads, **extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def step(tx, grads, x, state=None, **extra_args):
-    """The parameters and the state after one update."""
-    state = tx.init(x) if state is None else state
-    updates, state = tx.update(grads, state, x, **extra_args)
-    return optax.apply_updates(x, updates), state
+    """The parameters and the state after one update, the first one where no state is given."""
+    return step_of(tx)(x, tx.init(x) if state is None else state, grads, **extra_args)
 
 
 def trajectory(tx, x, grads, xs):
     """The parameters after every step, where ``grads(x, xs[i])`` is the i-th gradient."""
 
     def body(carry, inputs):
-        x, state = step(tx, grads(carry[0], inputs), *carry)
+        x, state = step_of(tx)(*carry, grads(carry[0], inputs))
         return (x, state), x
 
     return jax.jit(lambda: jax.lax.scan(body, (x, tx.init(x)), xs)[1])()
+
+
+def run(tx, grads, params=None, **extra_args):
+    """The updates and the states after each of these gradients, in one program.
+
+    Gradients, extra arguments and results are stacked over the steps. The parameters are ones by
+    default, and stay what they are.
+    """
+    if params is None:
+        params = jax.tree.map(lambda g: np.ones(g.shape[1:], g.dtype), grads)
+    # NumPy's arrays, so that no program is compiled to look at one step.
+    return jax.device_get(_run(tx, params, grads, extra_args))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(tx, params, grads, extra_args):
+    def body(state, inputs):
+        g, extra_args = inputs
+        updates, state = tx.update(g, state, params, **extra_args)
+        return state, (updates, state)
+
+    return jax.lax.scan(body, tx.init(params), (grads, extra_args))[1]
+
+
+def last(stacked):
+    """What is stacked over the steps, after the last one."""
+    return jax.tree.map(lambda a: a[-1], stacked)
+
+
+def side_by_side(txs):
+    """One optimizer that gives the updates of several, by name, so that they are one program."""
+
+    def update(updates, states, params=None, **extra_args):
+        done = {
+            name: optax.with_extra_args_support(tx).update(
+                updates, states[name], params, **extra_args
+            )
+            for name, tx in txs.items()
+        }
+        return tuple({name: part[i] for name, part in done.items()} for i in range(2))
+
+    init = lambda params: {name: tx.init(params) for name, tx in txs.items()}
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def slots(state):

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import optzoo
+from optzoo.testing import samples
 
 REPLICAS, TICKS = 4, 7
 METHODS = {
@@ -71,8 +71,7 @@ def train_step(tx, axis_name="replica", masked=False, **static):
         x = optzoo.replicas.per_replica(params, axis_name)
         value, grads = optzoo.value_and_grad(loss_fn)(x, ids, target)
         masks = {"active": takes_part, "arrived": takes_part} if masked else {}
-        updates, state = tx.update(grads, state, params, **masks, **static)
-        return optax.apply_updates(params, updates), state, value
+        return *samples.step(tx, grads, params, state, **masks, **static), value
 
     return step
 

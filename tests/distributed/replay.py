@@ -28,6 +28,7 @@ import optax
 import optzoo
 from optzoo.state import LeafwiseState
 from optzoo.state.types import SharedParamsState, nodes_of
+from optzoo.testing import samples
 from tests import golden
 
 FILE = golden.FOLDER.with_name("distributed.npz")
@@ -194,8 +195,7 @@ def follow(
     gradients, extra = inputs(case, schedule)
 
     def step(params, state, g, extra):
-        updates, state = tx.update(_unflat(g), state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(tx, _unflat(g), params, state, **extra)
         return params, state, params
 
     map_over_replicas = optzoo.replicas.map_over_replicas(step)

@@ -6,12 +6,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import optzoo
 from optzoo.distributed.engine.collectives import Replicas
+from optzoo.testing import samples
 
 from ..selection import chosen_first
 from . import cases
@@ -86,12 +86,8 @@ ALONE = {
 def test_a_quiet_step_copies_no_parameters(method):
     """What the loop carries stays in its place."""
     tx, x = ALONE[method](optzoo.adam(0.1)), jnp.ones((64, 128))
-
-    def step(x, state, g):
-        updates, state = tx.update(g, state, x)
-        return optax.apply_updates(x, updates), state
-
-    hlo = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile().as_text()
+    step = jax.jit(samples.step_of(tx), donate_argnums=(0, 1))
+    hlo = step.lower(x, tx.init(x), x).compile().as_text()
     # Newer XLA calls the loop of a CPU as a function, which it compiles into one kernel.
     always = "\n".join(computations(hlo, conditional=False))
     assert TURN_OR_NONE.search(always) and not re.search(r"f32\[64,128\]\S* copy\(", always)
@@ -137,8 +133,7 @@ def test_a_round_sends_once():
 
     def step(params, state, ids, target, exchange):
         _, grads = optzoo.value_and_grad(cases.loss_fn)(params, ids, target)
-        updates, state = tx.update(grads, state, params, exchange=exchange)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state, exchange=exchange)
 
     step = optzoo.replicas.map_over_replicas(
         optzoo.replicas.scan_local_steps(step), mesh=cases.mesh()

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 from ..selection import chosen_first
 from . import cases
@@ -48,8 +49,7 @@ def trained(method, way, exchanges, x, rate):
         grads = jax.tree.map(
             lambda a: a - jnp.sin(a) * target, optzoo.replicas.per_replica(params, axis)
         )
-        updates, state = tx.update(grads, state, params, exchange=exchange)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state, exchange=exchange)
 
     targets = jnp.asarray(np.random.default_rng(1).normal(size=(TICKS, n)))
     params, state = x, tx.init(x)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import optzoo
 from optzoo.distributed.engine.collectives import Replicas
 from optzoo.distributed.engine.few_bits import BLOCK, NAMES, decode, encode, sum_in_few_bits
+from optzoo.testing import samples
 
 from . import cases
 
@@ -175,10 +176,7 @@ def test_with_error_feedback_two_bits_have_no_bias(options):
             **options,
         )
 
-        def step(x, state, target, tx=tx):
-            updates, state = tx.update(x - target, state, x)
-            return optax.apply_updates(x, updates), state
-
+        step = lambda x, state, target, tx=tx: samples.step(tx, x - target, x, state)
         train, centers = jax.jit(optzoo.replicas.map_over_replicas(step)), []
         carry = optzoo.replicas.replicate(start, tx.init(start), N)
         for _ in range(320):

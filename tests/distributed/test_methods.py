@@ -32,8 +32,7 @@ start = functools.cache(lambda tx: optzoo.replicas.replicate(START, tx.init(STAR
 def train_of(tx, **static):
     def step(params, state, to, mask):
         grads = jax.grad(quadratic)(params, to)
-        updates, state = tx.update(grads, state, params, **mask, **static)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state, **mask, **static)
 
     return jax.jit(optzoo.replicas.map_over_replicas(step))
 
@@ -119,8 +118,7 @@ def test_a_round_is_its_steps(method):
 
     def step(params, state, ids, target, exchange):
         value, grads = optzoo.value_and_grad(cases.loss_fn)(params, ids, target)
-        updates, state = tx.update(grads, state, params, exchange=exchange)
-        return optax.apply_updates(params, updates), state, value
+        return *samples.step(tx, grads, params, state, exchange=exchange), value
 
     a_round = optzoo.replicas.scan_local_steps(step, overlap_steps=overlap_steps)
     train = jax.jit(optzoo.replicas.map_over_replicas(a_round))
@@ -270,9 +268,8 @@ def test_a_center_of_parameters_in_16_bits_moves():
     tx = optzoo.elastic_average(
         optzoo.gradient_descent(0.5), N, communication_period=1, moving_rate=1e-3
     )
-    step = lambda x, s, to: (lambda u, s: (optax.apply_updates(x, u), s))(
-        *tx.update(jax.tree.map(lambda a: a - to.astype(a.dtype), x), s, x)
-    )
+    grads = lambda x, to: jax.tree.map(lambda a: a - to.astype(a.dtype), x)
+    step = lambda x, state, to: samples.step(tx, grads(x, to), x, state)
     x, state = optzoo.replicas.replicate(small, tx.init(small), N)
     train = jax.jit(optzoo.replicas.map_over_replicas(step))
     for _ in range(3):

@@ -8,10 +8,10 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "algoperf_diloco.py"
 START = {"w": np.ones((3, 2), np.float32), "scale": np.float32(2)}
@@ -111,12 +111,7 @@ def alone(period=3, **options):
 
 
 def run(tx, ticks=7):
-    @jax.jit
-    def step(params, state):
-        grads = jax.tree.map(lambda x: jnp.cos(x), params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(lambda x, state: samples.step(tx, jax.tree.map(jnp.cos, x), x, state))
     params = jax.tree.map(jnp.asarray, START)
     state = tx.init(params)
     for _ in range(ticks):
@@ -158,9 +153,7 @@ def test_of_several_replicas_on_the_host():
     tx = optzoo.diloco(optzoo.momentum(0.1, 0.9), communication_period=2, placement="pinned_host")
 
     def step(params, state, to):
-        grads = jax.tree.map(lambda x: x - to, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, jax.tree.map(lambda x: x - to, params), params, state)
 
     params, state = optzoo.replicas.replicate(START, tx.init(START), 2)
     train = jax.jit(optzoo.replicas.map_over_replicas(step))

@@ -6,10 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 from ..selection import chosen_first
 from . import cases
@@ -44,8 +44,7 @@ def test_on_devices_it_breaks_no_other(method):
     def step(params, state, ids, target, factor):
         loss = lambda x: factor * cases.loss_fn(x, ids, target)
         _, grads = optzoo.value_and_grad(loss)(optzoo.replicas.per_replica(params))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state)
 
     train = jax.jit(optzoo.replicas.map_over_replicas(step, mesh=cases.mesh(N)))
     start = tx.init(cases.params())

@@ -5,11 +5,11 @@ import functools
 import chex
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import optzoo
+from optzoo.testing import samples
 
 from . import cases
 
@@ -23,10 +23,7 @@ def gradients(value=1.0):
 
 @functools.cache
 def train_of(tx):
-    def step(params, state, grads, masks):
-        updates, state = tx.update(grads, state, params, **masks)
-        return optax.apply_updates(params, updates), state
-
+    step = lambda params, state, grads, masks: samples.step(tx, grads, params, state, **masks)
     return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
@@ -53,8 +50,7 @@ def test_gradients_that_are_summed_already_are_refused(method):
 
     def step(params, state, ids, target, _):
         _, grads = jax.value_and_grad(cases.loss_fn)(params, ids, target)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state)
 
     train = optzoo.replicas.map_over_replicas(step, mesh=cases.mesh())
     batch = jax.tree.map(lambda a: a[0], cases.batches())

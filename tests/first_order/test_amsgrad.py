@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import optzoo
-from optzoo.testing.samples import trajectory
+from optzoo.testing.samples import run, trajectory
 
 
 @pytest.mark.parametrize("decay", [False, True])
@@ -23,11 +23,9 @@ def test_formula(decay):
 
 def test_squared_mean_never_falls():
     tx = optzoo.transforms.scale_by_amsgrad(b2=0.5)
-    state, seen = tx.init(jnp.zeros(1)), []
-    for g in (4.0, 0.0, 0.0, 8.0):
-        _, state = tx.update(jnp.array([g]), state)
-        seen.append((float(state.slots.v[0]), float(state.slots.v_hat[0])))
-    assert seen == [(8, 8), (4, 8), (2, 8), (33, 33)]
+    _, states = run(tx, np.array([[4], [0], [0], [8]], "float32"))
+    np.testing.assert_array_equal(states.slots.v, [[8], [4], [2], [33]])
+    np.testing.assert_array_equal(states.slots.v_hat, [[8], [8], [8], [33]])
 
 
 def test_defaults_give_no_nan_where_there_was_no_gradient():

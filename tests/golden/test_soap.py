@@ -1,6 +1,5 @@
 """SOAP follows the records of the original step by step; ``make_soap.py`` describes them."""
 
-import functools
 import json
 import pathlib
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import optzoo
-from optzoo.testing.samples import step
+from optzoo.testing.samples import step_of
 
 FOLDER = pathlib.Path(__file__).with_name("soap")
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -57,9 +56,9 @@ def with_bases(state, bases):
 
 def follow(tx, x, grads, bases=None):
     """The parameters after each step, and the state."""
-    take, state, after = jax.jit(functools.partial(step, tx)), tx.init(x), []
+    take, state, after = jax.jit(step_of(tx)), tx.init(x), []
     for t in range(len(next(iter(grads.values())))):
-        x, state = take({name: g[t] for name, g in grads.items()}, x, state)
+        x, state = take(x, state, {name: g[t] for name, g in grads.items()})
         if t == 0 and bases is not None:
             state = with_bases(state, bases)
         after.append(x)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 ARRAYS = dict(np.load(pathlib.Path(__file__).with_name("torch.npz")))
 META = json.loads(str(ARRAYS.pop("meta")))
@@ -73,8 +74,7 @@ def follow(tx, name):
         read = lambda table: optzoo.lookup(table, ids) if is_sparse else table
         loss = lambda table: jnp.sum(read(table) * factors)
         _, gradient = optzoo.value_and_grad(loss)(table)
-        updates, state = tx.update(gradient, state, table)
-        table = optax.apply_updates(table, updates)
+        table, state = samples.step(tx, gradient, table, state)
         return (table, state), table
 
     return jax.lax.scan(step, (TABLE, tx.init(TABLE)), (ARRAYS["ids"], factors))[1]

@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo.distributed.engine.launch import map_per_replica
+from optzoo.testing import samples
 
 FOLDER = pathlib.Path(__file__).with_name("torchft")
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -29,10 +30,7 @@ OUTER = {
 
 
 def trainer(tx):
-    def step(params, state, gradient, masks):
-        updates, state = tx.update(gradient, state, params, **masks)
-        return optax.apply_updates(params, updates), state
-
+    step = lambda params, state, grads, masks: samples.step(tx, grads, params, state, **masks)
     return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 

@@ -18,6 +18,7 @@ import optzoo
 from optzoo.core.paths import path_name
 from optzoo.interop.nnx import as_pure
 from optzoo.state.sharding import state_sharding
+from optzoo.testing import samples
 from optzoo.wrappers.param_groups import param_groups
 
 IDS = jnp.array([[1, 5, 1], [3, 5, 5]])  # of a table of 8 rows; 2 batches
@@ -88,8 +89,7 @@ def hand_loop(steps, tx=None, sparse=True):
     @jax.jit
     def step(params, state, ids, y):
         _, grads = differentiate(functools.partial(loss, by_hand))(params, ids, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state)
 
     state = tx.init(params)
     for i in range(steps):

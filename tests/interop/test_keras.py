@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 from optzoo.interop.keras import keras_optimizer
 from optzoo.state.sharding import state_sharding
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
 from ..selection import chosen_first
 
@@ -142,8 +142,7 @@ def train(optimizer):
         params, state = carry
         factor = state.variables.get("dynamic_scale", optimizer.loss_scale_factor or 1.0)
         scaled = lambda params: factor * loss(params, *batch)
-        updates, state = tx.update(jax.grad(scaled)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
+        return step(tx, jax.grad(scaled)(params), params, state), None
 
     @jax.jit
     def run(params):
@@ -192,10 +191,10 @@ def test_init(name):
 def test_states_are_equal_before_and_after():
     tx, x = keras_optimizer(K.Nadam(use_ema=True, gradient_accumulation_steps=2)), params()
     state = tx.init(x)
-    one = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    one = jax.jit(step_of(tx), donate_argnums=(0, 1))
     grads, before = dense_grads(x), avals(state)
     for _ in range(2):
-        x, state = one(grads, x, state)
+        x, state = one(x, state, grads)
     assert one._cache_size() == 1 and avals(state) == before
     assert state.variables["iterations"] == 2
     tx.init(params())  # the donated state was not the pattern's own

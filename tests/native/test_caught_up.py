@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.native import engine
+from optzoo.testing.samples import step_of
 
 from ..selection import chosen_first
-from .test_step import check_close, plain_step, table
+from .test_step import check_close, table
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 
@@ -176,7 +177,7 @@ def test_part_of_an_optimizer(around):
 
 def test_a_loop_by_hand():
     tx, found = optzoo.caught_up(adam(), mask="table", horizon=1), []
-    for apply in (plain_step(tx), optzoo.native_step(tx, required=True)):
+    for apply in (step_of(tx), optzoo.native_step(tx, required=True)):
         (params, state), run_step = start(tx, (WIDTH,)), jax.jit(apply)
         for ids, y in batches():
             params, state = optzoo.rows.catch_up(params, state, {"table": ids})

@@ -12,7 +12,7 @@ import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.native import engine
 from optzoo.state.storage import unpack_state
-from optzoo.testing.samples import with_global_step
+from optzoo.testing.samples import step_of, with_global_step
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 
@@ -188,14 +188,6 @@ class Case:
         return jax.jit(run, donate_argnums=(0, 1) if self.donate else ())
 
 
-def plain_step(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def check_close(case, expected, got):
     assert jax.tree.structure(expected) == jax.tree.structure(got), case
     expected, got = map(unpack_state, (expected, got))  # each slot has a scale of its own
@@ -228,7 +220,7 @@ def copied(tree):
 def run(seed):
     case = Case(seed)
     tx = optax.with_extra_args_support(case.tx)
-    plain = case.program(plain_step(tx))
+    plain = case.program(step_of(tx))
     native = case.program(optzoo.native_step(tx, in_place=case.in_place))
     params = case.params()
     state = tx.init(params)

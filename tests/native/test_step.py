@@ -18,7 +18,7 @@ from optzoo import CATALOG, SparseRows
 from optzoo.jaxprs.graph import Graph
 from optzoo.native import engine
 from optzoo.state.storage import unpack_state
-from optzoo.testing.samples import with_global_step
+from optzoo.testing.samples import step_of, with_global_step
 
 from ..selection import KINDS, chosen_first
 
@@ -65,14 +65,6 @@ def arrays(seed):
     return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
 
 
-def plain_step(tx):
-    def step(params, state, grads, **extra_args):
-        updates, state = tx.update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def calls_in(step, *args):
     """How many native calls a program has."""
     return jax.jit(step).lower(*args).as_text().count("@optzoo_native_")
@@ -82,7 +74,7 @@ def both(tx, params, draw, steps=3, required=True):
     """The parameters and the state after some steps, by XLA and natively."""
     tx = optax.with_extra_args_support(tx)
     found = []
-    for step in (plain_step(tx), optzoo.native_step(tx, required=required)):
+    for step in (step_of(tx), optzoo.native_step(tx, required=required)):
         now, run = (params, tx.init(params)), jax.jit(step)
         for seed in range(steps):
             now = run(*now, draw(seed))
@@ -492,14 +484,14 @@ def test_extra_arguments():
     tx, params = optzoo.adam(0.1), arrays(0)
     state, grads = tx.init(params), arrays(1)
     for run in (jax.jit, lambda f: f):  # outside of jit, too
-        expected = run(plain_step(tx))(params, state, grads, learning_rate=0.5)
+        expected = run(step_of(tx))(params, state, grads, learning_rate=0.5)
         got = run(optzoo.native_step(tx))(params, state, grads, learning_rate=0.5)
         check_close(expected, got)
 
 
 def test_a_run_can_switch_to_native_code_and_back():
     tx, now = optzoo.lazy_adam(0.1), (table(), optzoo.lazy_adam(0.1).init(table()))
-    steps = [jax.jit(plain_step(tx)), jax.jit(optzoo.native_step(tx))]
+    steps = [jax.jit(step_of(tx)), jax.jit(optzoo.native_step(tx))]
     for seed in range(4):
         now = steps[seed % 2](*now, rows(seed))
     check_close(both(tx, table(), rows, steps=4)[0], now)
@@ -687,7 +679,7 @@ def test_arrays_that_are_not_donated_stay_as_they_are():
 
 def test_gradients_that_are_the_parameters():
     tx = optzoo.adam(0.1)
-    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    steps = [step_of(tx), optzoo.native_step(tx, required=True)]
     expected, got = (
         jax.jit(lambda p, s, f=f: f(p, s, p))(arrays(0), tx.init(arrays(0))) for f in steps
     )
@@ -699,7 +691,7 @@ def test_in_place_slots():
     """The new parameters then have memory of their own, beside the old ones."""
     tx, params = optzoo.adam(0.1), arrays(0)
     step = optzoo.native_step(tx, in_place="slots", required=True)
-    expected = jax.jit(plain_step(tx))(params, tx.init(params), arrays(1))
+    expected = jax.jit(step_of(tx))(params, tx.init(params), arrays(1))
     check_close(expected, jax.jit(step)(params, tx.init(params), arrays(1)))
     aliases = lambda step: (
         jax.jit(step)
@@ -723,7 +715,7 @@ def test_in_loops_and_branches():
 
         return jax.lax.scan(body, (params, state), jnp.arange(4.0))[0]
 
-    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    steps = [step_of(tx), optzoo.native_step(tx, required=True)]
     expected, got = (jax.jit(functools.partial(train, f))(table(), tx.init(table())) for f in steps)
     check_close(expected, got)
 
@@ -739,7 +731,7 @@ def test_derivatives_and_vmap_are_those_of_the_operations(draw):
         new, _ = step(scaled, state, grads)
         return sum(jnp.sum(a**2) for a in jax.tree.leaves(new))
 
-    steps = [plain_step(tx), optzoo.native_step(tx, required=True)]
+    steps = [step_of(tx), optzoo.native_step(tx, required=True)]
     for transform in (jax.grad, lambda f: jax.vmap(jax.grad(jax.checkpoint(f))), jax.jacfwd):
         at = jnp.ones(3) if transform not in (jax.grad, jax.jacfwd) else 1.5
         expected, got = (jax.jit(transform(functools.partial(loss, f)))(at) for f in steps)
@@ -753,7 +745,7 @@ def test_members_of_a_vmap():
     ids = jnp.stack([rows(1).indices, rows(2).indices])
     values = jnp.stack([rows(1).values, rows(2).values])
     one = lambda step, p, s, i, v: step(p, s, SparseRows(i, v, ROWS))
-    steps = [plain_step(tx), optzoo.native_step(tx)]
+    steps = [step_of(tx), optzoo.native_step(tx)]
     expected, got = (
         jax.jit(jax.vmap(functools.partial(one, f)))(params, state, ids, values) for f in steps
     )
@@ -780,7 +772,7 @@ def test_sharded_arrays_need_no_communication(shape):
     params, tx = list(map(place, specs)), optzoo.adam(0.1)
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
     grads = [jnp.sin(x) for x in params]
-    expected = jax.jit(plain_step(tx))(params, state, grads)
+    expected = jax.jit(step_of(tx))(params, state, grads)
     step = jax.jit(optzoo.native_step(tx, required=True), donate_argnums=(0, 1))
     program = step.lower(params, state, grads).compile()
     text = program.as_text()
@@ -795,7 +787,7 @@ def test_a_table_that_xla_shards_is_left_to_xla():
     params = jax.device_put(table(shape=(64, WIDTH)), NamedSharding(mesh, P("x")))
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
     grads = rows(0, (64, WIDTH))
-    expected = jax.jit(plain_step(tx))(params, state, grads)
+    expected = jax.jit(step_of(tx))(params, state, grads)
     program = jax.jit(optzoo.native_step(tx)).lower(params, state, grads).compile()
     assert "optzoo_native_" not in program.as_text()
     check_close(expected, program(params, state, grads))
@@ -806,7 +798,7 @@ def test_arrays_with_numbers_of_rows_that_xla_shards_are_left_to_xla():
     place = lambda x: jax.device_put(x, NamedSharding(mesh, P("x")))
     params, grads = place(table(shape=(16, 6))), place(table(1, (16, 6)))
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
-    expected = jax.jit(plain_step(tx))(params, state, grads)
+    expected = jax.jit(step_of(tx))(params, state, grads)
     program = jax.jit(optzoo.native_step(tx, required=True)).lower(params, state, grads).compile()
     assert "optzoo_native_" not in program.as_text()
     check_close(expected, program(params, state, grads))
@@ -827,7 +819,7 @@ def test_inside_of_shard_map(axes, branches):
         options = {"mesh": mesh, "in_specs": specs, "out_specs": specs[:2], "axis_names": axes}
         return jax.jit(jax.shard_map(step, **options)).lower(params, state, params).compile()
 
-    expected, got = map(program, (plain_step(tx), optzoo.native_step(tx, required=True)))
+    expected, got = map(program, (step_of(tx), optzoo.native_step(tx, required=True)))
     text = got.as_text()
     assert "optzoo_native_" in text and not any(name in text for name in COLLECTIVES)
     check_close(expected(params, state, params), got(params, state, params))
@@ -1028,7 +1020,7 @@ def test_a_wrong_state_is_the_same_error():
 
 def test_nothing_is_marked_for_others():
     tx, params = optzoo.lazy_adam(0.1), table()
-    text = str(jax.make_jaxpr(plain_step(tx))(params, tx.init(params), rows(0)))
+    text = str(jax.make_jaxpr(step_of(tx))(params, tx.init(params), rows(0)))
     assert "optzoo_rows" not in text
 
 

@@ -9,6 +9,7 @@ import pytest
 import optzoo
 from optzoo.native.groups import Unsupported
 from optzoo.native.tpu_leaf_kernel import tpu_leaf_kernel
+from optzoo.testing import samples
 
 from .guarded import native_calls
 
@@ -48,8 +49,7 @@ def test_it_computes_what_xla_does(name):
             np.testing.assert_allclose(
                 np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-6, atol=1e-7
             )
-        updates, state = tx.update(draw(shape, seed), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(tx, draw(shape, seed), params, state)
 
 
 def test_rows_have_none():

@@ -1,9 +1,11 @@
 """The compiled programs of our updates, compared with optax's."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -11,6 +13,7 @@ import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.first_order.adam import AdamSlots
 from optzoo.rules import leafwise, zeros
+from optzoo.testing.samples import step_of
 
 from ..selection import KINDS, chosen_first
 
@@ -30,12 +33,8 @@ def like_optax_adam(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
 
 
 def compiled_step(tx, num_leaves):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     params = [jnp.ones((8, 128)) for _ in range(num_leaves)]
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+    lowered = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(params, tx.init(params), params)
     return lowered.compile()
 
 
@@ -68,23 +67,17 @@ IN_PLACE = [name for name, entry in CATALOG.items() if entry.rows in ("lazy", "l
 
 @pytest.mark.parametrize("name", chosen_first(IN_PLACE, [n for n in KINDS if n in IN_PLACE]))
 def test_touched_rows_are_updated_in_place(name):
-    tx = CATALOG[name].make()
-
-    def step(table, state, ids, values):
-        rows = SparseRows(ids, values, len(table))
-        updates, state = tx.update(rows, state, table, global_step=0)
-        return optax.apply_updates(table, updates), state
-
-    table = jnp.ones((100_000, 16))
+    tx, table = CATALOG[name].make(), jnp.ones((100_000, 16))
     state = tx.init(table)
-    rows = jnp.arange(64) % 50, jnp.ones((64, 16))
-    train = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, *rows).compile()
+    rows = SparseRows(np.arange(64) % 50, jnp.ones((64, 16)), len(table))
+    step = functools.partial(step_of(tx), global_step=0)
+    train = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, rows).compile()
     memory = train.memory_analysis()
     assert memory.temp_size_in_bytes < 0.05 * table.nbytes
     where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
     before = where(table, state)
     for _ in range(2):
-        table, state = train(table, state, *rows)
+        table, state = train(table, state, rows)
         assert where(table, state) == before
 
 
@@ -97,13 +90,8 @@ FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "secon
 @pytest.mark.parametrize("name", FIRST_ORDER)
 def test_a_dense_step_copies_nothing(name):
     """Slots are updated in place, and there is no temporary array of the parameter's size."""
-    tx = CATALOG[name].make()
-
-    def step(x, state, grads):
-        updates, state = tx.update(grads, state, x, global_step=0)
-        return optax.apply_updates(x, updates), state
-
-    x = jnp.ones((100, 1000))
+    tx, x = CATALOG[name].make(), jnp.ones((100, 1000))
+    step = functools.partial(step_of(tx), global_step=0)
     train = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
     arrays = 1 if name in OF_THEIR_OWN_NORM else 0
     assert train.memory_analysis().temp_size_in_bytes < (arrays + 0.01) * x.nbytes

@@ -17,7 +17,7 @@ from optzoo.second_order.ggt import (
     ggt,
     scale_by_ggt,
 )
-from optzoo.testing.samples import avals, step
+from optzoo.testing.samples import avals, last, run, side_by_side, step, step_of
 
 # In float32 the tail magnifies rounding as the root of svd_eps says.
 MILD = {"window": 4, "svd_eps": 1e-2}
@@ -38,17 +38,15 @@ def gradients(k, like):
     return treedef.unflatten([one(i, x) for i, x in enumerate(leaves)])
 
 
-def run(tx, x, gs):
-    """All updates, and the last state."""
-    state, update, us = tx.init(x), jax.jit(tx.update), []
-    for g in gs:
-        u, state = update(g, state)
-        us.append(u)
-    return us, state
+def several(number, like):
+    """The first gradients, stacked."""
+    return jax.tree.map(lambda *g: np.stack(g), *(gradients(k, like) for k in range(number)))
 
 
 def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+    """A vector for each step, of what is stacked over the steps."""
+    leaves = [np.reshape(leaf, (len(leaf), -1)) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves, axis=1)
 
 
 def original(gs, b1=0.9, window=10, eps=1e-4, svd_eps=1e-6, sigma_eps=1e-2):
@@ -77,17 +75,17 @@ def original(gs, b1=0.9, window=10, eps=1e-4, svd_eps=1e-6, sigma_eps=1e-2):
 )
 def test_formula(x64, settings):
     with x64(True):
-        gs = [gradients(k, params()) for k in range(15)]
-        us, _ = run(scale_by_ggt(**settings), params(), gs)
-        for got, want in zip(us, original([flat(g) for g in gs], **settings), strict=True):
-            np.testing.assert_allclose(flat(got), want, rtol=1e-9, atol=1e-9)
+        gs = several(15, params())
+        us, _ = run(scale_by_ggt(**settings), gs)
+        want = original(flat(gs), **settings)
+        np.testing.assert_allclose(flat(us), want, rtol=1e-9, atol=1e-9)
 
 
 def test_formula_in_float32():
-    gs = [gradients(k, params()) for k in range(15)]
-    us, _ = run(scale_by_ggt(window=5), params(), gs)
-    for got, want in zip(us, original([flat(g) for g in gs], window=5), strict=True):
-        np.testing.assert_allclose(flat(got), want, rtol=0, atol=2e-3 * np.abs(want).max())
+    gs = several(15, params())
+    us, _ = run(scale_by_ggt(window=5), gs)
+    for got, want in zip(flat(us), original(flat(gs), window=5), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-3 * np.abs(want).max())
 
 
 def test_gram_matrix_is_that_of_the_windows():
@@ -121,12 +119,11 @@ def test_gram_matrix_is_that_of_the_windows():
 
 def test_only_the_concatenation_matters():
     """Neither the order of parameters nor how a vector is cut."""
-    tx, whole = scale_by_ggt(**MILD), jnp.ones(12)
-    gs = [gradients(k, whole) for k in range(9)]
-    want, _ = run(tx, whole, gs)
-    cut = lambda v: {"z": v[:4].reshape(2, 2), "a": v[4:11], "m": v[11]}
-    got, _ = run(tx, cut(whole), [cut(g) for g in gs])
-    chex.assert_trees_all_close(got, [cut(u) for u in want], rtol=1e-4, atol=1e-5)
+    tx, gs = scale_by_ggt(**MILD), several(9, jnp.ones(12))
+    want, _ = run(tx, gs)
+    cut = lambda v: {"z": v[:, :4].reshape(-1, 2, 2), "a": v[:, 4:11], "m": v[:, 11]}
+    got, _ = run(tx, cut(gs))
+    chex.assert_trees_all_close(got, cut(want), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_are_dense_gradients():
@@ -151,10 +148,10 @@ def test_the_first_step_is_a_unit_vector_however_large_the_gradient(dtype, size)
 
 @pytest.mark.parametrize("settings", [{}, {"eps": 0.0, "sigma_eps": 0.0, "svd_eps": 1e-30}])
 def test_zero_gradients_give_zero_updates(settings):
-    x = jax.tree.map(jnp.zeros_like, params())
-    us, state = run(ggt(**settings), x, [x, x])
-    chex.assert_trees_all_equal(us, [x, x])
-    chex.assert_tree_all_finite(state)
+    gs = jax.tree.map(lambda a: np.zeros((2, *a.shape), a.dtype), params())
+    us, states = run(ggt(**settings), gs)
+    chex.assert_trees_all_equal(us, gs)
+    chex.assert_tree_all_finite(states)
 
 
 def test_dtypes_mix_and_sizes_are_any():
@@ -177,37 +174,30 @@ def test_dtypes_mix_and_sizes_are_any():
         assert u["half"].dtype == "float16" and u["brain"].dtype == "float32"
         chex.assert_tree_all_finite(u)
         state = new
-    gs = [gradients(k, jax.tree.map(lambda x: x.astype("float32"), x)) for k in range(6)]
-    want = original([flat(g) for g in gs], **MILD)[-1]
-    np.testing.assert_allclose(flat(u), want, atol=0.05 * np.abs(want).max())
+    gs = several(6, jax.tree.map(lambda x: x.astype("float32"), x))
+    want = original(flat(gs), **MILD)[-1]
+    got = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(u)])
+    np.testing.assert_allclose(got, want, atol=0.05 * np.abs(want).max())
 
 
 def test_window_of_16_bits():
     """Half the bytes; a direction within one part in a hundred; and the tail magnifies nothing."""
     x = {"a": jnp.ones((30, 40)), "b": jnp.ones(300)}
-    gs = [gradients(k, x) for k in range(12)]
-    (us, state), (want, wide) = (
-        run(scale_by_ggt(window_dtype=dtype), x, gs) for dtype in ("bfloat16", None)
-    )
-    for saturating_cast, full in zip(
-        *(s.slots.grad_buffer.values() for s in (state, wide)), strict=True
-    ):
-        assert saturating_cast.dtype == "bfloat16" and 2 * saturating_cast.nbytes == full.nbytes
+    txs = {"half": scale_by_ggt(window_dtype="bfloat16"), "full": scale_by_ggt()}
+    updates, states = run(side_by_side(txs), several(12, x))
+    state, wide = (last(states[name]) for name in txs)
+    for half, full in zip(*(s.slots.grad_buffer.values() for s in (state, wide)), strict=True):
+        assert half.dtype == "bfloat16" and 2 * half.nbytes == full.nbytes
     assert state.slots.moment1["a"].dtype == "float32"
-    for got, exact in zip(us, want, strict=True):
-        error = np.linalg.norm(flat(got) - flat(exact)) / np.linalg.norm(flat(exact))
-        assert error < 0.01
+    for got, exact in zip(flat(updates["half"]), flat(updates["full"]), strict=True):
+        assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.01
 
 
 # Cost
 
 
 def compiled(tx, x, donate=(0, 1)):
-    def train(x, state, g):
-        updates, state = tx.update(g, state, x)
-        return optax.apply_updates(x, updates), state
-
-    return jax.jit(train, donate_argnums=donate).lower(x, tx.init(x), x).compile()
+    return jax.jit(step_of(tx), donate_argnums=donate).lower(x, tx.init(x), x).compile()
 
 
 @pytest.mark.optimized
@@ -255,7 +245,7 @@ def test_sharded(axis_type):
 def test_shards_of_parameters_over_an_axis(check_vma):
     mesh, split = Mesh(np.array(jax.devices()), ("shard",)), PartitionSpec("shard")
     x = {"a": jnp.ones((8, 3)), "b": jnp.ones(16)}
-    gs = jax.tree.map(lambda *a: np.stack(a), *(gradients(k, x) for k in range(3)))
+    gs = several(3, x)
 
     def updates(gs, x, **kwargs):
         tx = ggt(**MILD, **kwargs)

@@ -12,27 +12,17 @@ import pytest
 import optzoo
 from optzoo import SparseRows
 from optzoo.second_order.shampoo.grafting import GraftState
-from optzoo.testing.samples import avals
+from optzoo.testing.samples import avals, last, run, side_by_side
 
 SHAPES = {"w": (3, 2), "v": (3,), "s": ()}
 
 
 def gradients(seed=0):
     rng = np.random.default_rng(seed)
-    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
+    return {k: np.asarray(rng.normal(size=s), np.float32) for k, s in SHAPES.items()}
 
 
-def several(tx, steps=3):
-    """The updates of some steps, and the last state."""
-    grads = jax.tree.map(lambda *gs: jnp.stack(gs), *map(gradients, range(steps)))
-    params = gradients(9)
-
-    def body(state, g):
-        u, state = tx.update(g, state, params)
-        return state, u
-
-    state, updates = jax.jit(lambda: jax.lax.scan(body, tx.init(params), grads))()
-    return updates, state
+GRADS = jax.tree.map(lambda *gs: np.stack(gs), *map(gradients, range(3)))
 
 
 def by_hand(direction, length):
@@ -48,28 +38,36 @@ def close(got, want, rtol=1e-5, atol=1e-6):
 
 def test_the_formula():
     direction, length = optax.scale_by_adam(), optzoo.momentum(0.1, 0.9)
-    got, state = several(optzoo.transforms.graft(direction, length))
-    (d, of_direction), (s, of_length) = several(direction), several(length)
-    assert isinstance(state, GraftState) and avals(got) == avals(d)
-    chex.assert_trees_all_close(state, GraftState(of_direction, of_length), rtol=1e-6)
+    txs = {"graft": optzoo.transforms.graft(direction, length), "d": direction, "s": length}
+    got, states = run(side_by_side(txs), GRADS)
+    state, *parts = (last(states[name]) for name in txs)
+    assert isinstance(state, GraftState) and avals(got["graft"]) == avals(got["d"])
+    chex.assert_trees_all_close(state, GraftState(*parts), rtol=1e-6)
     for name in SHAPES:
-        want = [by_hand(*pair) for pair in zip(d[name], s[name], strict=True)]
-        close(got[name], np.stack(want))
+        want = [by_hand(*pair) for pair in zip(got["d"][name], got["s"][name], strict=True)]
+        close(got["graft"][name], np.stack(want))
 
 
 def test_shampoo_with_the_length_of_the_gradient():
-    tx = optzoo.transforms.graft(optzoo.transforms.scale_by_shampoo(), optax.identity())
-    close(several(tx)[0], several(optzoo.transforms.scale_by_shampoo(grafting="sgd"))[0])
+    txs = {
+        "graft": optzoo.transforms.graft(optzoo.transforms.scale_by_shampoo(), optax.identity()),
+        "sgd": optzoo.transforms.scale_by_shampoo(grafting="sgd"),
+    }
+    got, _ = run(side_by_side(txs), GRADS)
+    close(got["graft"], got["sgd"])
 
 
 def test_the_rate_and_the_sign():
     """A constant factor of the direction counts by its sign only, one of the length by its size."""
-    length = optax.sgd(0.1)
-    want, _ = several(optzoo.transforms.graft(optax.scale_by_adam(), length))
-    adam, _ = several(optzoo.transforms.graft(optax.adam(7.0), length))
-    close(adam, jax.tree.map(lambda u: -u, want))
-    doubled, _ = several(optzoo.transforms.graft(optax.scale_by_adam(), optax.sgd(-0.2)))
-    close(doubled, jax.tree.map(lambda u: 2 * u, want))
+    graft, length = optzoo.transforms.graft, optax.sgd(0.1)
+    txs = {
+        "plain": graft(optax.scale_by_adam(), length),
+        "adam": graft(optax.adam(7.0), length),
+        "doubled": graft(optax.scale_by_adam(), optax.sgd(-0.2)),
+    }
+    got, _ = run(side_by_side(txs), GRADS)
+    close(got["adam"], jax.tree.map(lambda u: -u, got["plain"]))
+    close(got["doubled"], jax.tree.map(lambda u: 2 * u, got["plain"]))
 
 
 @pytest.mark.parametrize("zero", ["direction", "length"])
@@ -77,7 +75,7 @@ def test_zero(zero):
     """Where either is zero, so is the update."""
     factors = {"direction": 1.0, "length": 1.0, zero: 0.0}
     tx = optzoo.transforms.graft(**{name: optax.scale(factor) for name, factor in factors.items()})
-    updates, _ = several(tx)
+    updates, _ = run(tx, GRADS)
     for u in jax.tree.leaves(updates):
         np.testing.assert_array_equal(u, 0)
 
@@ -222,16 +220,19 @@ def test_the_rate_of_one_step():
 def test_within_and_around_wrappers():
     """Masked parameters, hyper-parameters in the state, a chain."""
     length = optax.inject_hyperparams(optzoo.gradient_descent)(0.1)
-    tx = optax.chain(optzoo.transforms.graft(optzoo.ggt(1.0, window=2), length), optax.scale(2.0))
-    plain, _ = several(optzoo.transforms.graft(optzoo.ggt(window=2), optzoo.gradient_descent(0.2)))
-    close(several(tx)[0], plain)
-    adam = optzoo.transforms.graft(optzoo.adam(), optzoo.gradient_descent(0.1))
-    some = {"w": True, "v": False, "s": False}
-    got, _ = several(optax.masked(adam, some))
-    want, _ = several(adam)
-    close(got["w"], want["w"])
+    graft, descent = optzoo.transforms.graft, optzoo.gradient_descent
+    adam = graft(optzoo.adam(), descent(0.1))
+    txs = {
+        "chain": optax.chain(graft(optzoo.ggt(1.0, window=2), length), optax.scale(2.0)),
+        "plain": graft(optzoo.ggt(window=2), descent(0.2)),
+        "masked": optax.masked(adam, {"w": True, "v": False, "s": False}),
+        "adam": adam,
+    }
+    got, _ = run(side_by_side(txs), GRADS)
+    close(got["chain"], got["plain"])
+    close(got["masked"]["w"], got["adam"]["w"])
     for name in ("v", "s"):
-        np.testing.assert_array_equal(got[name], np.stack([gradients(i)[name] for i in range(3)]))
+        np.testing.assert_array_equal(got["masked"][name], GRADS[name])
 
 
 def test_slots_in_bfloat16():

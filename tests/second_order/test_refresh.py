@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 import optzoo
 from optzoo.second_order.shampoo import refresh as module
 from optzoo.second_order.shampoo.refresh import is_due, refresh
+from optzoo.testing.samples import last, run
 
 # The function alone, with a root that is the matrix itself
 
@@ -57,9 +58,9 @@ def test_all_at_once():
 def test_at_every_step_there_is_no_condition():
     assert is_due(jnp.int32(3), 1) is True
     old = stacks([(2, 2)], 0.0)
-    run = lambda t, interval: refresh(old, old, [2], usable_if_positive, step=t, interval=interval)
-    assert "cond[" in str(jax.make_jaxpr(run, static_argnums=1)(1, 2))
-    assert "cond[" not in str(jax.make_jaxpr(run, static_argnums=1)(1, 1))
+    once = lambda t, interval: refresh(old, old, [2], usable_if_positive, step=t, interval=interval)
+    assert "cond[" in str(jax.make_jaxpr(once, static_argnums=1)(1, 2))
+    assert "cond[" not in str(jax.make_jaxpr(once, static_argnums=1)(1, 1))
 
 
 @pytest.mark.parametrize("interval", [1, 3, 2.5, np.float32(3)])
@@ -162,26 +163,25 @@ def test_roots_of_several_arrays(stagger, monkeypatch):
 
 
 def gradients(steps, shapes=(("a", (3, 2)),)):
+    """Stacked over the steps."""
+
     def wave(i, shape):
         return np.cos(1.7 * i + np.arange(math.prod(shape)) ** 1.3).astype("float32").reshape(shape)
 
-    return [{k: wave(i + n, s) for n, (k, s) in enumerate(shapes)} for i in range(steps)]
-
-
-def run(tx, grads, start=None):
-    """The updates and the states after each gradient."""
-    update, state, out = jax.jit(tx.update), tx.init(grads[0]), []
-    for k, g in enumerate(grads, start or 0):
-        updates, state = update(g, state, **({} if start is None else {"global_step": k}))
-        out.append((updates, state))
-    return out
+    return {k: np.stack([wave(i + n, s) for i in range(steps)]) for n, (k, s) in enumerate(shapes)}
 
 
 @functools.cache
 def states(**options):
     """Those of nine steps, and the start."""
     tx, grads = optzoo.transforms.scale_by_shampoo(**options), gradients(9)
-    return [tx.init(grads[0]), *(state for _, state in run(tx, grads))]
+    return from_the_start(tx, grads, run(tx, grads)[1])
+
+
+def from_the_start(tx, grads, stacked):
+    """The state at the start, and those after each step."""
+    start = tx.init(jax.tree.map(lambda g: g[0], grads))
+    return [start, *(jax.tree.map(lambda a, k=k: a[k], stacked) for k in range(len(grads["a"])))]
 
 
 def matrices_are_the_same(one, other):
@@ -234,8 +234,7 @@ def test_statistics_skip_steps_and_weigh_the_more(interval, steps):
     """They decay only where they are updated."""
     options = {"mat_gbar_weight": 0.5, "mat_gbar_decay": 0.9}
     seen, want = states(statistics_interval=interval, **options), np.zeros((3, 3))
-    for t, g in enumerate(gradients(9), 1):
-        g = np.asarray(g["a"])
+    for t, g in enumerate(gradients(9)["a"], 1):
         if t in steps:
             want = 0.9 * want + 0.5 * steps[t] * g @ g.T
         np.testing.assert_allclose(seen[t].slots.Gbar["a"][0], want, rtol=1e-5, atol=1e-6)
@@ -245,11 +244,12 @@ def test_without_memory_a_skipped_step_has_no_statistics():
     """A literal decay of zero: the root is that of epsilon alone, and nothing is kept."""
     grads = gradients(2)
     tx = optzoo.transforms.scale_by_shampoo(statistics_interval=2, mat_gbar_decay=0.0, eps=1e-4)
-    (first, _), (second, state) = run(tx, grads)
-    np.testing.assert_allclose(first["a"], 100 * grads[0]["a"], rtol=1e-4)
-    assert not np.any(state.slots.Gbar["a"][0])
-    [(want, _)] = run(optzoo.transforms.scale_by_shampoo(mat_gbar_weight=2.0), grads[1:])
-    chex.assert_trees_all_close(second, want, rtol=1e-4, atol=1e-5)
+    updates, states = run(tx, grads)
+    np.testing.assert_allclose(updates["a"][0], 100 * grads["a"][0], rtol=1e-4)
+    assert not np.any(last(states).slots.Gbar["a"][0])
+    second = {"a": grads["a"][1:]}
+    want, _ = run(optzoo.transforms.scale_by_shampoo(mat_gbar_weight=2.0), second)
+    np.testing.assert_allclose(updates["a"][1:], want["a"], rtol=1e-4, atol=1e-5)
 
 
 def test_diagonals_know_no_intervals():
@@ -268,35 +268,38 @@ def test_global_step_drives_everything():
         gbar_decay=lambda k: 1 / (1 + k),
         start_step=5,
     )
-    driven = run(tx, grads[4:], start=4)
+    end = {"a": grads["a"][4:]}
+    updates, states = run(tx, end, global_step=np.arange(4, 8))
     # The fifth step is a plain one, without statistics or roots; the sixth has both.
-    np.testing.assert_allclose(driven[0][0]["a"], -grads[4]["a"] / 5, rtol=1e-6)
-    mean = grads[4]["a"] / 6 + grads[5]["a"]
-    np.testing.assert_allclose(driven[1][1][0].slots.gbar["a"], mean, rtol=1e-6)
-    sums = [state[0].slots.Gbar["a"][0] for _, state in driven]
-    gram = lambda k: np.asarray(grads[k]["a"] @ grads[k]["a"].T)
+    np.testing.assert_allclose(updates["a"][0], -grads["a"][4] / 5, rtol=1e-6)
+    mean = grads["a"][4] / 6 + grads["a"][5]
+    np.testing.assert_allclose(states[0].slots.gbar["a"][1], mean, rtol=1e-6)
+    sums = states[0].slots.Gbar["a"][0]
+    gram = lambda k: grads["a"][k] @ grads["a"][k].T
     for got, want in zip(sums, (0, 2 * gram(5), 2 * gram(5) + gram(6)), strict=False):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    seen = [tx.init(grads[0])[0], *(state[0] for _, state in driven)]
+    seen = [state[0] for state in from_the_start(tx, end, states)]
     assert [matrices_are_the_same(*pair) for pair in itertools.pairwise(seen)] == [1, 0, 1, 1]
-    assert driven[-1][1][0].count == 4
+    assert seen[-1].count == 4
     # By itself it begins at the first step.
-    (alone, _), *_ = run(tx, grads[4:5])
-    np.testing.assert_allclose(alone["a"], -grads[4]["a"], rtol=1e-6)
+    alone, _ = run(tx, {"a": grads["a"][4:5]})
+    np.testing.assert_allclose(alone["a"][0], -grads["a"][4], rtol=1e-6)
 
 
 def test_a_bad_gradient_leaves_the_roots_of_its_leaf():
     grads = gradients(3, (("a", (3, 2)), ("b", (2, 2))))
     tx = optzoo.transforms.scale_by_shampoo(mat_gbar_decay=0.5)
-    bad = {**grads[1], "a": np.array([[np.nan, 1], [2, 3], [4, 5]], "float32")}
-    (_, one), (_, two), (_, three) = run(tx, [grads[0], bad, grads[2]])
-    chex.assert_trees_all_equal(two.slots.H["a"], one.slots.H["a"])
-    chex.assert_trees_all_equal(three.slots.H["a"], one.slots.H["a"])
-    good = run(tx, grads)[-1][1]
-    chex.assert_trees_all_equal(three.slots.H["b"], good.slots.H["b"])
+    bad = {**grads, "a": grads["a"].copy()}
+    bad["a"][1] = [[np.nan, 1], [2, 3], [4, 5]]
+    _, states = run(tx, bad)
+    for roots in states.slots.H["a"]:
+        np.testing.assert_array_equal(roots[1], roots[0])
+        np.testing.assert_array_equal(roots[2], roots[0])
+    _, good = run(tx, grads)
+    chex.assert_trees_all_equal(last(states).slots.H["b"], last(good).slots.H["b"])
     # Two dimensions, at each step from then on.
-    assert [s.shared["num_failed_roots"] for s in (one, two, three)] == [0, 2, 4]
-    assert good.shared["num_failed_roots"] == 0
+    np.testing.assert_array_equal(states.shared["num_failed_roots"], [0, 2, 4])
+    assert last(good).shared["num_failed_roots"] == 0
 
 
 def test_an_eigh_that_lies_leaves_the_roots(monkeypatch):
@@ -393,7 +396,7 @@ def steps(**options):
     return several
 
 
-GRADS = jax.tree.map(lambda *g: np.stack(g), *gradients(4, SHAPES))
+GRADS = gradients(4, SHAPES)
 
 
 @functools.cache

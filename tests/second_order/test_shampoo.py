@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.testing.samples import avals, step
+from optzoo.testing.samples import avals, last, run, side_by_side, step, step_of
 
 MATRIX = {"w": (3, 2)}
 ALL_RANKS = {"w": (3, 2), "v": (3,), "s": ()}
@@ -22,20 +22,6 @@ def gradients(steps, shapes=MATRIX):
     """Stacked over the steps."""
     rng = np.random.default_rng(0)
     return {k: rng.normal(size=(steps, *s)).astype("float32") for k, s in shapes.items()}
-
-
-def run(txs, grads):
-    """The updates and the states of several optimizers, stacked over the steps; one program."""
-
-    def body(states, g):
-        done = {k: tx.update(g, states[k], params) for k, tx in txs.items()}
-        states = {k: state for k, (_, state) in done.items()}
-        return states, ({k: u for k, (u, _) in done.items()}, states)
-
-    params = jax.tree.map(lambda g: np.ones(g.shape[1:], g.dtype), grads)
-    states = {k: tx.init(params) for k, tx in txs.items()}
-    updates, states = jax.jit(lambda: jax.lax.scan(body, states, grads)[1])()
-    return jax.device_get(updates), states
 
 
 def close(got, want, rtol=1e-5, atol=1e-6):
@@ -62,21 +48,21 @@ def test_diagonal_gradients():
         "gbar_decay": 0.5, "gbar_weight": 2.0, "mat_gbar_decay": 0.9, "mat_gbar_weight": 3.0,
         "eps": 0.1, "alpha": 0.7,
     }  # fmt: skip
-    got, _ = run({"tx": optzoo.shampoo(lambda k: 1.0 / (1 + k), **options)}, grads)
+    got, _ = run(optzoo.shampoo(lambda k: 1.0 / (1 + k), **options), grads)
     b, sums = 0.0, 0.0
     for t, row in enumerate(g.astype("float64"), 1):
         b, sums = 0.5 * b + 2 * row, 0.9 * sums + 3 * row**2
         want = -b * (sums / 3 + 0.1) ** -0.7 / t
-        np.testing.assert_allclose(got["tx"]["m"][t - 1], np.diag(want), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got["m"][t - 1], np.diag(want), rtol=1e-5, atol=1e-6)
         scalar = -b[0] * (sums[0] + 0.1) ** -0.7 / t
-        np.testing.assert_allclose(got["tx"]["s"][t - 1], scalar, rtol=1e-5)
+        np.testing.assert_allclose(got["s"][t - 1], scalar, rtol=1e-5)
 
 
 def test_one_vector():
     """Of rank one: only its length changes."""
     g = {"v": np.array([[1.0, 2, -2]], "float32")}
-    got, _ = run({"tx": optzoo.shampoo(1.0, eps=1.0)}, g)
-    close(got["tx"]["v"], -g["v"] * (9 / 3 + 1) ** -0.5)
+    got, _ = run(optzoo.shampoo(1.0, eps=1.0), g)
+    close(got["v"], -g["v"] * (9 / 3 + 1) ** -0.5)
 
 
 def test_without_matrices():
@@ -84,7 +70,7 @@ def test_without_matrices():
     grads = gradients(3, ALL_RANKS)
     grads["w"][:, 1], grads["v"][:, 2] = 0, 0
     txs = {"tx": optzoo.shampoo(1.0, 0), "adagrad": optzoo.adagrad(1.0, 1e-30)}
-    got, _ = run(txs, grads)
+    got, _ = run(side_by_side(txs), grads)
     close(got["tx"]["v"], got["adagrad"]["v"])
     close(got["tx"]["s"], got["adagrad"]["s"])
     squares = np.cumsum(np.float64(grads["w"]) ** 2, axis=0)
@@ -98,8 +84,8 @@ def test_without_matrices():
 def test_a_diagonal_of_zero_takes_no_step():
     """Not even of gradients that are remembered: it has no epsilon."""
     g = {"v": np.array([[1, 2], [0, 2]], "float32")}
-    got, _ = run({"tx": optzoo.shampoo(1.0, 0, gbar_decay=0.5, mat_gbar_decay=0.0)}, g)
-    close(got["tx"]["v"], -np.array([[1, 1], [0, 1.5]], "float32"))
+    got, _ = run(optzoo.shampoo(1.0, 0, gbar_decay=0.5, mat_gbar_decay=0.0), g)
+    close(got["v"], -np.array([[1, 1], [0, 1.5]], "float32"))
 
 
 def test_the_recipe_is_shampoo_with_other_settings():
@@ -116,19 +102,19 @@ def test_the_recipe_is_shampoo_with_other_settings():
         block_size=6, merge_dims=True, skip_vectors=True, grafting="adam", grafting_b2=0.9,
         grafting_eps=1e-3, start_step=1, **ours,
     )  # fmt: skip
-    updates, states = run({"recipe": recipe, "plain": plain}, grads)
+    updates, states = run(side_by_side({"recipe": recipe, "plain": plain}), grads)
     close(updates["recipe"], updates["plain"])
     close(states["recipe"], states["plain"])
-    slots = states["recipe"][0].slots
-    assert [a.shape[1:] for a in slots.H["w"]] == [(3, 3), (6, 6)] and slots.H["v"] == ()
-    assert [a.shape[1:] for a in slots.Gbar["large"]] == [(9,), (2, 2)]
+    slots = last(states["recipe"])[0].slots
+    assert [a.shape for a in slots.H["w"]] == [(3, 3), (6, 6)] and slots.H["v"] == ()
+    assert [a.shape for a in slots.Gbar["large"]] == [(9,), (2, 2)]
 
 
 def test_the_recipe_has_steps_of_adam_for_vectors():
     """In each element, not only their length; and until its start for everything."""
     grads = gradients(3, ALL_RANKS)
     txs = {"recipe": optzoo.blocked_shampoo(1.0, start_step=2), "adam": optax.adam(1.0)}
-    got, _ = run(txs, grads)
+    got, _ = run(side_by_side(txs), grads)
     for leaf, steps in (("v", 3), ("s", 3), ("w", 2)):
         close(got["recipe"][leaf][:steps], got["adam"][leaf][:steps])
 
@@ -136,7 +122,7 @@ def test_the_recipe_has_steps_of_adam_for_vectors():
 def test_the_size_of_all_gradients_does_not_matter_to_the_recipe():
     recipe = optzoo.blocked_shampoo(1.0, preconditioner_interval=1, start_step=0, block_size=3)
     txs = {"one": recipe, "thousand": optax.chain(optax.scale(1000.0), recipe)}
-    got, _ = run(txs, gradients(3, {"w": (5, 4)}))
+    got, _ = run(side_by_side(txs), gradients(3, {"w": (5, 4)}))
     close(got["one"], got["thousand"], rtol=1e-3, atol=1e-3)
 
 
@@ -172,7 +158,7 @@ def grafted():
     txs["momentum"] = optzoo.transforms.scale_by_shampoo(momentum=0.9, **OPTIONS)
     txs["nesterov"] = optzoo.transforms.scale_by_shampoo(momentum=0.9, nesterov=True, **OPTIONS)
     txs |= {f"plain {k}": tx for k, tx in SIMPLE.items()}
-    return grads, run(txs, grads)[0]
+    return grads, run(side_by_side(txs), grads)[0]
 
 
 @pytest.mark.parametrize("name", SIMPLE)
@@ -199,7 +185,7 @@ def test_grafting_of_adam(decay):
         "adam": optzoo.transforms.scale_by_shampoo(grafting="adam", grafting_b2=decay, **options),
         "none": optzoo.transforms.scale_by_shampoo(**options),
     }
-    got, _ = run(txs, grads)
+    got, _ = run(side_by_side(txs), grads)
     close(norms(got["adam"]["w"]), norms(np.stack(list(by_adam(grads["w"], decay)))))
     close(unit(got["adam"]["w"]), unit(got["none"]["w"]))
 
@@ -208,8 +194,8 @@ def test_grafting_of_adam_on_a_plain_sum():
     """Whose decay is one: its mean is the sum over the number of steps."""
     grads = {"w": np.full((3, 2, 2), 3.0, "float32")}
     options = {"max_matrix_size": 0, "gbar_decay": 1.0, "gbar_weight": 2.0, "grafting": "adam"}
-    got, _ = run({"tx": optzoo.transforms.scale_by_shampoo(**options)}, grads)
-    close(norms(got["tx"]["w"]), np.full(3, 2.0))  # a one for each element
+    got, _ = run(optzoo.transforms.scale_by_shampoo(**options), grads)
+    close(norms(got["w"]), np.full(3, 2.0))  # a one for each element
 
 
 def test_start_step():
@@ -245,7 +231,7 @@ def test_weight_decay():
             0.5, weight_decay=0.1, mask={"w": False, "v": True, "s": False}, **options
         ),
     }
-    got, _ = run(txs, grads)
+    got, _ = run(side_by_side(txs), grads)
     decays = {"all": (1, 1, 1), "paths": (1, 0, 0), "tree": (0, 1, 0)}  # parameters are one
     for name, decayed in decays.items():
         for leaf, decay in zip("wvs", decayed, strict=True):
@@ -268,7 +254,7 @@ def test_zero_gradients_give_zero_steps():
     txs["recipe"] = optzoo.blocked_shampoo(
         b1=0.0, preconditioner_interval=1, start_step=0, block_size=2
     )
-    got, _ = run(txs, grads)
+    got, _ = run(side_by_side(txs), grads)
     for updates in got.values():
         for u in updates.values():
             np.testing.assert_array_equal(u[[0, 2]], 0)
@@ -283,11 +269,10 @@ def test_merged_and_skipped_dimensions():
     grads = gradients(2, {"kernel": (2, 1, 2, 3), "v": (3,), "s": ()})
     options = {"grafting": "adagrad", "grafting_eps": 0.0, "max_matrix_size": 4}
     tx = optzoo.shampoo(1.0, merge_dims=True, skip_vectors=True, **options)
-    got, states = run({"tx": tx, "adagrad": optzoo.adagrad(1.0, 1e-30)}, grads)
-    want, _ = run(
-        {"tx": optzoo.shampoo(1.0, **options)}, {"kernel": grads["kernel"].reshape(2, 4, 3)}
-    )
-    close(got["tx"]["kernel"].reshape(2, 4, 3), want["tx"]["kernel"])
+    got, states = run(side_by_side({"tx": tx, "adagrad": optzoo.adagrad(1.0, 1e-30)}), grads)
+    matrix = {"kernel": grads["kernel"].reshape(2, 4, 3)}
+    want, _ = run(optzoo.shampoo(1.0, **options), matrix)
+    close(got["tx"]["kernel"].reshape(2, 4, 3), want["kernel"])
     for leaf in "vs":
         close(got["tx"][leaf], got["adagrad"][leaf])
         assert states["tx"][0].slots.Gbar[leaf] == states["tx"][0].slots.H[leaf] == ()
@@ -407,17 +392,13 @@ def test_rows_do_not_cost_what_the_table_costs(block_size):
         0.1, max_matrix_size=100, block_size=block_size, grafting="adam", momentum=0.9
     )
 
-    def update(x, state, ids, values):
-        updates, state = tx.update(SparseRows(ids, values, len(x)), state, x)
-        return optax.apply_updates(x, updates), state
-
     x = jnp.ones((50_000, 8))
-    state, rows = tx.init(x), (jnp.arange(16) % 11, jnp.ones((16, 8)))
-    train = jax.jit(update, donate_argnums=(0, 1)).lower(x, state, *rows).compile()
+    state, rows = tx.init(x), SparseRows(jnp.arange(16) % 11, jnp.ones((16, 8)), len(x))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(x, state, rows).compile()
     assert train.memory_analysis().temp_size_in_bytes < 0.05 * x.nbytes
     where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
     before = where(x, state)
-    x, state = train(x, state, *rows)
+    x, state = train(x, state, rows)
     assert where(x, state) == before
     assert np.all(x[:11] != 1) and np.all(x[11:] == 1)
 
@@ -468,11 +449,11 @@ def test_slots_in_another_dtype_but_for_the_statistics(of_params, of_slots):
 def test_float64(x64):
     with x64(True):
         g = {"w": np.diag([1.0, 2])[None], "s": np.array([3.0])}
-        got, states = run({"tx": optzoo.shampoo(1.0, eps=0.1)}, g)
-        assert dtypes((got["tx"], states["tx"][0].slots)) == {"float64"}
+        got, states = run(optzoo.shampoo(1.0, eps=0.1), g)
+        assert dtypes((got, states[0].slots)) == {"float64"}
         want = [1.0, 2] / np.sqrt(np.array([1.0, 4]) / 2 + 0.1)
-        np.testing.assert_allclose(got["tx"]["w"][0], -np.diag(want), rtol=1e-13)
-        np.testing.assert_allclose(got["tx"]["s"][0], -3 / np.sqrt(9.1), rtol=1e-13)
+        np.testing.assert_allclose(got["w"][0], -np.diag(want), rtol=1e-13)
+        np.testing.assert_allclose(got["s"][0], -3 / np.sqrt(9.1), rtol=1e-13)
 
 
 # Programs
@@ -502,7 +483,7 @@ def test_a_step_without_refresh_is_in_place(stagger):
     )
     x = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     grads, state = jax.tree.map(jnp.copy, x), tx.init(x)
-    train = jax.jit(lambda x, state, g: step(tx, g, x, state), donate_argnums=(0, 1))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
     where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
     before = where(x, state)
     for _ in range(3):
@@ -640,5 +621,5 @@ def test_injected_numbers_are_those():
     options |= {"grafting": "adam", "momentum": 0.9, "statistics_interval": 2}
     factory = optax.inject_hyperparams(optzoo.shampoo, ("max_matrix_size",))
     txs = {"injected": factory(0.1, **options), "plain": optzoo.shampoo(0.1, **options)}
-    got, _ = run(txs, gradients(4, {"w": (2, 2)}))
+    got, _ = run(side_by_side(txs), gradients(4, {"w": (2, 2)}))
     close(got["injected"], got["plain"])

@@ -1,6 +1,7 @@
 """SOAP: blocks, options, rows, types, derivatives and programs; tests/golden has the original's."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.testing.samples import avals, step
+from optzoo.testing.samples import avals, last, run, side_by_side, step_of
 
 SHAPES = {"w": (4, 4), "v": (3,), "s": ()}
 
@@ -21,14 +22,6 @@ def gradients(steps, shapes=SHAPES):
     """Stacked over the steps."""
     rng = np.random.default_rng(0)
     return {k: rng.normal(size=(steps, *s)).astype("float32") for k, s in shapes.items()}
-
-
-def run(tx, grads):
-    """The updates stacked over the steps, and the last state."""
-    params = jax.tree.map(lambda g: jnp.ones(g.shape[1:], g.dtype), grads)
-    body = lambda state, g: tx.update(g, state, params)[::-1]
-    state, updates = jax.jit(lambda: jax.lax.scan(body, tx.init(params), grads))()
-    return updates, state
 
 
 def close(got, want, rtol=1e-5, atol=1e-6):
@@ -40,7 +33,9 @@ def close(got, want, rtol=1e-5, atol=1e-6):
 
 def test_the_first_gradient_makes_the_basis_only():
     grads = gradients(2)
-    updates, state = run(optzoo.transforms.scale_by_soap(), jax.tree.map(lambda g: g[:1], grads))
+    tx = optzoo.transforms.scale_by_soap()
+    updates, states = run(tx, jax.tree.map(lambda g: g[:1], grads))
+    state = last(states)
     assert not np.any(updates["w"]) and np.all(updates["v"]) and np.all(updates["s"])
     assert not np.any(state.slots.m["w"]) and not np.any(state.slots.v["w"])
     g = grads["w"][0]
@@ -61,11 +56,14 @@ def test_the_first_gradient_makes_the_basis_only():
 def test_what_has_no_basis_takes_steps_of_adam():
     grads = gradients(5, {"v": (3,), "s": (), "large": (3, 4), "none": (0, 3)})
     betas = {"b1": 0.9, "b2": 0.99, "eps": 1e-3}
-    got, state = run(optzoo.transforms.scale_by_soap(max_matrix_size=2, **betas), grads)
-    want, adam = run(optzoo.transforms.scale_by_adam(**betas), grads)
-    close(got, want)
-    close(state.slots.m, adam.slots.m)
-    assert jax.tree.leaves(state.slots.basis) == []
+    txs = {
+        "soap": optzoo.transforms.scale_by_soap(max_matrix_size=2, **betas),
+        "adam": optzoo.transforms.scale_by_adam(**betas),
+    }
+    updates, states = run(side_by_side(txs), grads)
+    close(updates["soap"], updates["adam"])
+    close(states["soap"].slots.m, states["adam"].slots.m)
+    assert jax.tree.leaves(states["soap"].slots.basis) == []
 
 
 def test_refreshes_find_the_eigenvectors():
@@ -86,37 +84,38 @@ def test_refreshes_find_the_eigenvectors():
 
 def test_times_of_refreshes():
     grads = {"w": gradients(12)["w"]}
-    often = run(optzoo.transforms.scale_by_soap(preconditioner_interval=3), grads)
-    close(
-        run(optzoo.transforms.scale_by_soap(preconditioner_interval=lambda k: 3.0), grads)[0],
-        often[0],
-    )
-    tx, seen = optzoo.transforms.scale_by_soap(preconditioner_interval=3), []
-    state, take = tx.init(grads["w"][0]), jax.jit(tx.update)
-    for g in grads["w"]:
-        old = state.slots
-        _, state = take(g, state)
-        seen.append(not np.array_equal(state.slots.basis[0], old.basis[0]))
-    assert [t for t, new in enumerate(seen, 1) if new] == [1, 4, 7, 10]
+    intervals = {"number": 3, "schedule": lambda k: 3.0}
+    txs = {
+        name: optzoo.transforms.scale_by_soap(preconditioner_interval=interval)
+        for name, interval in intervals.items()
+    }
+    updates, states = run(side_by_side(txs), grads)
+    close(updates["schedule"], updates["number"])
+    start = txs["number"].init({"w": grads["w"][0]}).slots.basis["w"][0]
+    bases = [start, *states["number"].slots.basis["w"][0]]
+    new = [not np.array_equal(*pair) for pair in itertools.pairwise(bases)]
+    assert [t for t, is_new in enumerate(new, 1) if is_new] == [1, 4, 7, 10]
 
 
 def test_blocks_are_separate():
     grads = {"w": gradients(9, {"w": (4, 6)})["w"]}
     options = {"preconditioner_interval": 2}
-    got, state = run(optzoo.transforms.scale_by_soap(block_size=2, **options), grads)
+    got, states = run(optzoo.transforms.scale_by_soap(block_size=2, **options), grads)
+    slots = last(states).slots
     parts = {f"{i}{j}": grads["w"][:, i : i + 2, j : j + 2] for i in (0, 2) for j in (0, 2, 4)}
     want, apart = run(optzoo.transforms.scale_by_soap(**options), parts)
     close({k: got["w"][:, int(k[0]) :, int(k[1]) :][:, :2, :2] for k in parts}, want, atol=1e-5)
-    assert state.slots.m["w"].shape == state.slots.v["w"].shape == (6, 2, 2)
-    close(state.slots.v["w"], np.stack([apart.slots.v[k] for k in parts]), rtol=1e-4)
+    assert slots.m["w"].shape == slots.v["w"].shape == (6, 2, 2)
+    close(slots.v["w"], np.stack([last(apart).slots.v[k] for k in parts]), rtol=1e-4)
 
 
 def test_blocks_that_do_not_divide():
     grads = gradients(9, {"w": (5, 7), "t": (3, 2, 5)})
-    updates, state = run(
+    updates, states = run(
         optzoo.transforms.scale_by_soap(block_size=3, preconditioner_interval=2), grads
     )
-    chex.assert_tree_all_finite((updates, state))
+    state = last(states)
+    chex.assert_tree_all_finite((updates, states))
     assert state.shared["num_failed_bases"] == 0
     for q in jax.tree.leaves(state.slots.basis):
         close(q @ q.mT, np.broadcast_to(np.eye(q.shape[-1]), q.shape), atol=1e-5)
@@ -124,19 +123,19 @@ def test_blocks_that_do_not_divide():
 
 def test_merged_dimensions():
     grads = gradients(5, {"w": (2, 2, 4)})
-    got, state = run(optzoo.transforms.scale_by_soap(merge_dims=True, block_size=4), grads)
+    got, states = run(optzoo.transforms.scale_by_soap(merge_dims=True, block_size=4), grads)
     want, _ = run(optzoo.transforms.scale_by_soap(), {"w": grads["w"].reshape(5, 4, 4)})
     close(got["w"].reshape(5, 4, 4), want["w"])
-    assert state.slots.m["w"].shape == (2, 2, 4)
+    assert last(states).slots.m["w"].shape == (2, 2, 4)
 
 
 def test_one_side():
     """That of the smallest dimension, the first of those of one size; it is not cut elsewhere."""
     grads = gradients(6, {"wide": (3, 5), "tall": (5, 3), "cube": (4, 3, 5), "square": (2, 2)})
-    got, state = run(
+    got, states = run(
         optzoo.transforms.scale_by_soap(one_sided=True, preconditioner_interval=2), grads
     )
-    full = jax.tree.map(np.shape, state.slots.basis)
+    full = jax.tree.map(np.shape, last(states).slots.basis)
     assert full == {
         "wide": ((3, 3), ()), "tall": ((), (3, 3)), "cube": ((), (3, 3), ()), "square": ((2, 2), ())
     }  # fmt: skip
@@ -145,10 +144,11 @@ def test_one_side():
         optzoo.transforms.scale_by_soap(max_matrix_size=3, preconditioner_interval=2), square
     )
     close({k: got[k] for k in square}, want)
-    _, state = run(
+    _, states = run(
         optzoo.transforms.scale_by_soap(one_sided=True, block_size=2), {"w": grads["wide"]}
     )
-    assert state.slots.basis["w"][0].shape == (2, 2, 2) and state.slots.basis["w"][1] == ()
+    basis = last(states).slots.basis["w"]
+    assert basis[0].shape == (2, 2, 2) and basis[1] == ()
 
 
 def test_weight_decay():
@@ -193,16 +193,19 @@ def test_no_gradient_no_change():
 
 def test_a_basis_that_is_not_finite_is_not_used():
     grads = gradients(5, {"a": (3, 3), "b": (3, 3)})
-    want, _ = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2), grads)
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=2)
+    want, _ = run(tx, grads)
     spoilt = {**grads, "b": grads["b"].copy()}
     spoilt["b"][1, 0, 0] = np.nan
-    got, state = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2), spoilt)
+    got, states = run(tx, spoilt)
+    state = last(states)
     assert state.shared["num_failed_bases"] == 4  # two dimensions, at steps 3 and 5
     close(got["a"], want["a"])
     chex.assert_tree_all_finite(state.slots.basis)
     zeros = {"a": np.zeros((5, 3, 3), "float32")}
-    updates, state = run(optzoo.transforms.scale_by_soap(preconditioner_interval=2, eps=0.0), zeros)
-    assert not np.any(updates["a"]) and state.shared["num_failed_bases"] == 0
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=2, eps=0.0)
+    updates, states = run(tx, zeros)
+    assert not np.any(updates["a"]) and not np.any(states.shared["num_failed_bases"])
 
 
 @pytest.mark.parametrize("of_params", ["bfloat16", "float16"])
@@ -260,7 +263,7 @@ def test_a_step_is_in_place():
     tx = optzoo.soap(block_size=8, preconditioner_interval=2)
     x = {"w": jnp.ones((16, 16)), "u": jnp.ones((8, 8)), "b": jnp.ones(16)}
     grads, state = jax.tree.map(jnp.cos, x), tx.init(x)
-    train = jax.jit(lambda x, state, g: step(tx, g, x, state), donate_argnums=(0, 1))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
     where = lambda *trees: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
     before = where(x, state)
     for _ in range(5):
@@ -272,8 +275,7 @@ def test_a_step_is_in_place():
 def test_nothing_of_the_size_of_a_matrix_is_copied_without_need():
     """Of the state only ``m``; the rest of the temporaries are gradient and step in the basis."""
     tx, x = optzoo.soap(), jnp.ones((64, 64))
-    train = lambda x, state, g: step(tx, g, x, state)
-    program = jax.jit(train, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
+    program = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
     [entry] = [part for part in program.as_text().split("\n\n") if part.startswith("ENTRY")]
     assert entry.count(" copy(") <= 1 and entry.count(" conditional(") == 1
 
@@ -321,5 +323,6 @@ def test_structural_arguments_cannot_be_injected(i):
 def test_injected_numbers_are_those():
     options = {"b1": 0.8, "b2": 0.9, "shampoo_b2": 0.7, "eps": 1e-3, "preconditioner_interval": 2}
     factory = optax.inject_hyperparams(optzoo.soap, optzoo.CATALOG["soap"].static)
-    grads = gradients(5)
-    close(run(factory(0.1, **options), grads)[0], run(optzoo.soap(0.1, **options), grads)[0])
+    txs = {"injected": factory(0.1, **options), "plain": optzoo.soap(0.1, **options)}
+    updates, _ = run(side_by_side(txs), gradients(5))
+    close(updates["injected"], updates["plain"])

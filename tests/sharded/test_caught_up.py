@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.sleeping.state import CaughtUpState
+from optzoo.testing import samples
 
 from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
 from .test_minimize import W, loss, shapes, start
@@ -315,8 +316,7 @@ def test_a_loop_by_hand():
             return jax.lax.pmean(jnp.mean((rows - y) ** 2) + jnp.mean(bag**2), axis)
 
         value, grads = optzoo.value_and_grad(mean)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return *samples.step(tx, grads, params, state), value
 
     step = jax.jit(
         jax.shard_map(

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.testing import samples
 
 from .cases import mesh_of
 
@@ -76,8 +77,7 @@ def trained(name):
         params = place(values(0))
         state = tx.init(params)
         for seed in (1, 2):
-            updates, state = tx.update(place(values(seed)), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = samples.step(tx, place(values(seed)), params, state)
         found.append({"params": params, "state": state})
     return found
 

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.testing.samples import step
 
 from . import test_caught_up as cases
 
@@ -25,10 +25,6 @@ def sleep(tx, x):
     g = jnp.linspace(0.01, 1, x.size).reshape(x.shape).astype(x.dtype)
     rows = SparseRows(jnp.arange(ROWS), g, ROWS)
     none = SparseRows(jnp.zeros(0, jnp.int32), g[:0], ROWS)
-
-    def step(each, g, x, state):
-        updates, state = each.update(g, state, x)
-        return optax.apply_updates(x, updates), state
 
     def run(x):
         start, asleep = step(tx, rows, x, tx.init(x)), optzoo.caught_up(tx, mask=True)

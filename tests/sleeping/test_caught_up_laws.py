@@ -12,6 +12,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.rules.law import Law
 from optzoo.sleeping.motion import make_motion, start_clock, tick, wake
+from optzoo.testing import samples
 
 from ..golden import RECORDS, build, load, worst
 from ..golden.test_golden import tolerance
@@ -37,8 +38,7 @@ def replay(case):
         params, state = optzoo.rows.catch_up(*carry, inputs[1])
         dense, ids, rows = inputs
         grads = dense | {k: SparseRows(ids[k], rows[k], len(params[k])) for k in ids}
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(tx, grads, params, state)
         return (params, state), optzoo.rows.catch_up(params, state)
 
     run = jax.jit(lambda params, values: jax.lax.scan(step, (params, tx.init(params)), values)[1])
@@ -122,10 +122,8 @@ def family_errors():
             ids, values = inputs
             x, state = optzoo.rows.catch_up(x, state, ids)
             g = SparseRows(ids, values, ROWS)
-            u, state = tx.update(g, state, x)
-            x = optax.apply_updates(x, u)
-            u, other = plain.update(g.to_dense() if dense else g, other, y)
-            return ((x, state), (optax.apply_updates(y, u), other)), None
+            other = samples.step(plain, g.to_dense() if dense else g, y, other)
+            return (samples.step(tx, g, x, state), other), None
 
         def fifty_steps(carry, inputs):
             carry, _ = jax.lax.scan(step, carry, inputs)

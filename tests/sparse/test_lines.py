@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.core.lines import add_rows, put_rows, shape_of_lines, take_rows
+from optzoo.testing import samples
 
 ROWS, WIDTH = 45, 16  # 8 rows in a line, and the last line has 3 of them free
 # Repeated ids, rows of one line, padding, and of the last line.
@@ -189,8 +190,7 @@ def test_a_loop_by_hand():
     @jax.jit
     def step(params, state, ids):
         _, grads = optzoo.value_and_grad(loss)(params, ids)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state)
 
     results = [step(p, tx.init(p), IDS) for p in both()]
     assert_equal(optzoo.rows.from_lines(results[1]), results[0])

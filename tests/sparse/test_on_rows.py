@@ -17,7 +17,7 @@ from optax import contrib
 
 import optzoo
 from optzoo import SparseRows, on_rows
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
 TOUCHED, REST = np.array([1, 3]), np.array([0, 2, 4])
 HINT = r"[Pp]ut optzoo\.rows\.densify\(\) before"
@@ -36,7 +36,7 @@ def compare(inner, xs=None, jit=False, check=True):
     start = ours = xs, lazy.init(xs)
     theirs = few, inner.init(few)
     compiled = jax.jit if jit else lambda f: f
-    lazy_step, dense_step = (compiled(functools.partial(step, tx)) for tx in (lazy, inner))
+    lazy_step, dense_step = (compiled(step_of(tx)) for tx in (lazy, inner))
     for k in (1.0, 2.0, 3.0, 4.0):
         values = np.cos(k * np.arange(8)).reshape(4, 2).astype(xs["table"].dtype)
         others = {"layer": (np.sin(k + np.arange(3)), k)}
@@ -44,8 +44,8 @@ def compare(inner, xs=None, jit=False, check=True):
         rows = SparseRows(jnp.array([1, 3, 1, 5]), jnp.asarray(values), 5)
         if not jit:  # spares compiling the merge for every optimizer
             rows = dataclasses.replace(merge(rows), coalesced=True)
-        ours = lazy_step({"table": rows, **others}, *ours)
-        theirs = dense_step({"table": rows.to_dense()[TOUCHED], **others}, *theirs)
+        ours = lazy_step(*ours, {"table": rows, **others})
+        theirs = dense_step(*theirs, {"table": rows.to_dense()[TOUCHED], **others})
     for trees in zip(*map(jax.tree.leaves, (start, ours, theirs)), strict=True):
         before, got, want = map(np.asarray, trees)
         if got.shape != want.shape:

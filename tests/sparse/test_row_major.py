@@ -13,6 +13,7 @@ import optzoo
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.jaxprs.changed_rows import changed_rows
 from optzoo.jaxprs.graph import Graph
+from optzoo.testing import samples
 
 ROWS, WIDTH = 11, 3
 IDS = jnp.array([2, 5, 2])
@@ -195,8 +196,7 @@ def test_a_step_by_hand():
 
     def step(params, state, ids):
         _, grads = optzoo.value_and_grad(loss)(params, ids)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return samples.step(tx, grads, params, state)
 
     by_rows, x = jax.jit(optzoo.rows.row_major(step)), params()
     state = tx.init(x)

@@ -8,7 +8,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -31,6 +30,8 @@ from optzoo.testing import samples
 
 WIDTH = 40  # a group of 32 and one of 8
 SHAPE = (6, WIDTH)
+# One program for each shape, where operations one by one would be many.
+encode, decode, split = jax.jit(encoded, static_argnums=0), jax.jit(decoded), jax.jit(apart)
 
 
 def numbers(seed, shape=SHAPE):
@@ -70,12 +71,12 @@ def published_values(kind, codes, scales):
 def check_codes(kind, x, found):
     """The codes are those of the formulas, but where a tie may be rounded to either side."""
     want, scales = (a[..., : x.shape[-1]] for a in published(kind, x))
-    found_codes, found_scales = apart(found)
+    found_codes, found_scales = split(found)
     codes = np.asarray(found_codes, np.float32)
     if kind is RootCodes:  # see encoded
         want = np.where((x > 0) & (want < 1), 1, want)
     assert abs(codes - want).max() <= 0.5 + 1e-3
-    exact = np.asarray(decoded(kind(jnp.ones_like(found_codes), found_scales)))
+    exact = np.asarray(decode(kind(np.ones_like(found_codes), found_scales)))
     unit = published_values(kind, np.ones_like(x), scales)[..., : x.shape[-1]]
     np.testing.assert_allclose(exact, unit, rtol=1e-6)  # the scales are those of float16
 
@@ -84,13 +85,13 @@ def check_codes(kind, x, found):
 def test_codes_are_the_published_ones(kind):
     x = numbers(0)
     x = x**2 if kind is RootCodes else x
-    found = jax.jit(functools.partial(encoded, kind))(x)
+    found = encode(kind, x)
     assert found.codes.dtype == (jnp.uint8 if kind is RootCodes else jnp.int8)
     assert found.scales.shape == (6, 2) and found.scales.dtype == jnp.uint16
     check_codes(kind, x, found)
     values = published_values(kind, np.asarray(found.codes), published(kind, x)[1])[..., :WIDTH]
-    np.testing.assert_allclose(decoded(found), values, rtol=2e-6)
-    again = encoded(kind, decoded(found))
+    np.testing.assert_allclose(decode(found), values, rtol=2e-6)
+    again = encode(kind, decode(found))
     chex.assert_trees_all_equal(again, found)
 
 
@@ -99,16 +100,16 @@ def test_codes_are_the_published_ones(kind):
 def test_the_error_is_a_fraction_of_the_greatest_one(kind, scale):
     """In float16 scales below 6e-8 would be zero."""
     x = scale * np.linspace(0.01, 1, WIDTH, dtype=np.float32)
-    stored = np.asarray(decoded(encoded(kind, x[None] ** (2 if kind is RootCodes else 1))))[0]
-    stored = np.sqrt(stored) if kind is RootCodes else stored
-    np.testing.assert_allclose(stored, x, atol=scale / 100)
+    found = np.asarray(decode(encode(kind, x[None] ** (2 if kind is RootCodes else 1))))[0]
+    found = np.sqrt(found) if kind is RootCodes else found
+    np.testing.assert_allclose(found, x, atol=scale / 100)
 
 
 @pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
 def test_zero_infinity_and_nan(kind):
     x = np.zeros((3, 8), np.float32)
     x[1, 2], x[2, 0] = np.inf, np.nan
-    zero, infinite, nan = np.asarray(decoded(encoded(kind, x)))
+    zero, infinite, nan = np.asarray(decode(encode(kind, x)))
     assert not zero.any() and np.isnan(nan).all()
     assert np.isfinite(infinite).all() and infinite[2] > 6e4  # as saturating casts to 16 bits
 
@@ -116,7 +117,7 @@ def test_zero_infinity_and_nan(kind):
 def test_scales_are_rounded_as_in_float16():
     """At a tie to the even neighbour."""
     ties = np.float32([[1 + 2**-11] * 8, [1 + 3 * 2**-11] * 8, [-1.0001] * 8])
-    scales = np.asarray(decoded(encoded(SignedCodes, ties)))[:, 0]
+    scales = np.asarray(decode(encode(SignedCodes, ties)))[:, 0]
     np.testing.assert_array_equal(scales, ties[:, 0].astype(np.float16))
 
 
@@ -124,8 +125,8 @@ def test_no_small_square_becomes_zero():
     """An update is divided by its root."""
     x = np.full((1, 32), 1e-12, np.float32)
     x[0, 0], x[0, 1] = 1, 0
-    for bits in (None, jnp.zeros((1, 32), jnp.uint32)):
-        codes = np.asarray(encoded(RootCodes, x, bits).codes)
+    for bits in (None, np.zeros((1, 32), np.uint32)):
+        codes = np.asarray(encode(RootCodes, x, bits).codes)
         np.testing.assert_array_equal(codes, [[255, 0] + [1] * 30])
 
 
@@ -136,7 +137,7 @@ def test_random_bits_round_in_proportion(kind):
     x = x**2 if kind is RootCodes else -x
     every = np.arange(0, 2**16, 2**6, dtype=np.uint32)
     bits = np.broadcast_to(every[:, None, None], (len(every), 1, 32))
-    codes = jax.vmap(lambda b: encoded(kind, x, b).codes)(bits)
+    codes = jax.jit(jax.vmap(lambda b: encoded(kind, x, b).codes))(bits)
     mean = np.asarray(codes, np.float64).mean(0)
     np.testing.assert_allclose(mean, published(kind, x)[0], atol=2e-3)
 
@@ -145,7 +146,7 @@ def test_random_bits_round_in_proportion(kind):
 def test_random_bits_do_not_pass_the_greatest_code(kind):
     x = np.random.default_rng(5).normal(size=(500, 32)).astype(np.float32)
     x = x**2 if kind is RootCodes else x
-    codes = np.asarray(encoded(kind, x, jnp.full(x.shape, 0xFFFF, jnp.uint32)).codes)
+    codes = np.asarray(encode(kind, x, np.full(x.shape, 0xFFFF, np.uint32)).codes)
     greatest = np.take_along_axis(codes, abs(x).argmax(-1)[:, None], -1)
     np.testing.assert_array_equal(abs(greatest), 255 if kind is RootCodes else 127)
 
@@ -153,25 +154,36 @@ def test_random_bits_do_not_pass_the_greatest_code(kind):
 @pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
 def test_scales_beside_codes(kind):
     """Matrices of 128 columns or less have them in their rows, and no other array has."""
-    for width in (8, 32, 33, 40, 96, 97, 128):
-        x = abs(numbers(width, (5, width)))
+    xs = {width: abs(numbers(width, (5, width))) for width in (8, 32, 33, 40, 96, 97, 128)}
+    for x in xs.values():
         x[1] *= 1e-9
         x[2, -1] = np.nan
-        apart_from_codes = encoded(kind, x)
-        found = stored(apart_from_codes)
-        assert found.codes.shape == (5, width + 2 * -(-width // 32)) and found.scales == ()
-        assert found.codes.dtype == apart_from_codes.codes.dtype and shape_of(found) == x.shape
-        chex.assert_trees_all_equal(apart(found), tuple(apart_from_codes))
-        chex.assert_trees_all_equal(decoded(found), decoded(apart_from_codes))
+
+    @jax.jit
+    def in_each_form(xs):
+        from_numbers = {width: encoded(kind, x) for width, x in xs.items()}
+        found = {width: stored(codes) for width, codes in from_numbers.items()}
+        return from_numbers, found, {width: apart(codes) for width, codes in found.items()}
+
+    from_numbers, found, parts = in_each_form(xs)
+    for width, x in xs.items():
+        codes, scales = found[width]
+        assert codes.shape == (5, width + 2 * -(-width // 32)) and scales == ()
+        assert codes.dtype == from_numbers[width].codes.dtype
+        assert shape_of(found[width]) == x.shape
+        chex.assert_trees_all_equal(parts[width], tuple(from_numbers[width]))
+        # Not compiled: other fusions round otherwise.
+        chex.assert_trees_all_equal(decoded(found[width]), decoded(from_numbers[width]))
     for shape in ((5, 129), (2, 5, 64)):
-        found = stored(encoded(kind, jnp.ones(shape)))
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        found = jax.eval_shape(lambda x: stored(encoded(kind, x)), x)
         assert found.codes.shape == shape == shape_of(found) and found.scales.dtype == jnp.uint16
 
 
 def test_codes_have_no_derivative():
     tx, x = slots_dtype(optzoo.adam(0.1), "int8"), jnp.ones(SHAPE)
     with pytest.raises(TypeError, match="no derivative"):
-        jax.grad(lambda g: jnp.sum(tx.update(g, tx.init(x), x)[0]))(x)
+        jax.eval_shape(jax.grad(lambda g: jnp.sum(tx.update(g, tx.init(x), x)[0])), x)
 
 
 # Optimizers: each step from the state before by the formulas, for a thousand steps.
@@ -230,9 +242,8 @@ def test_a_thousand_steps_by_the_formulas(name):
     @jax.jit
     def run(x, noise):
         def body(carry, noise):
-            x, state = carry
-            updates, state = tx.update(gradients(x, noise), state, x)
-            after = optax.apply_updates(x, updates)
+            x, _ = carry
+            after, state = samples.step_of(tx)(*carry, gradients(x, noise))
             return (after, state), (x, state, after)
 
         return jax.lax.scan(body, (x, tx.init(x)), noise)[1]
@@ -242,7 +253,7 @@ def test_a_thousand_steps_by_the_formulas(name):
     slots = {k: jax.tree.map(np.asarray, a) for k, a in found.slots._asdict().items()}
     for t in range(1, STEPS, 7):
         before = {k: jax.tree.map(lambda x, t=t: x[t - 1], a) for k, a in slots.items()}
-        loaded = {k: np.asarray(decoded(a)) for k, a in before.items()}
+        loaded = {k: np.asarray(decode(a)) for k, a in before.items()}
         g = np.asarray(gradients(befores[t], noise[t].astype(np.float32)))
         u, want = formula(g, loaded, t + 1)
         for k, a in slots.items():
@@ -330,7 +341,7 @@ IDS = np.array([[1, 5, 1, 7], [3, 5, 11, 1], [0, 2, 2, 5]])
 
 def train(tx, params, state=None, **options):
     params = jax.tree.map(jnp.array, params)
-    state = tx.init(params) if state is None else state
+    state = jax.jit(tx.init)(params) if state is None else state
     step = optzoo.minimize(loss, tx, **options)
     for ids in IDS:
         params, state, _ = step(params, state, ids)
@@ -348,17 +359,17 @@ def test_rows_are_those_of_the_touched_rows_alone(trained):
     tx, params, state = trained
     touched = np.unique(IDS)
     for slot in ("m", "v"):
-        for a in apart(tree_of(state, slot)["t"]):
+        for a in split(tree_of(state, slot)["t"]):
             np.testing.assert_array_equal(np.asarray(a).any(1), np.isin(np.arange(12), touched))
     small = {**table_and_kernel(), "t": table_and_kernel()["t"][touched]}
-    step, small_state = optzoo.minimize(loss, tx), tx.init(small)
+    step, small_state = optzoo.minimize(loss, tx), jax.jit(tx.init)(small)
     for ids in IDS:
         small, small_state, _ = step(small, small_state, np.searchsorted(touched, ids))
     chex.assert_trees_all_close(small["t"], params["t"][touched], rtol=1e-5)
     for slot in ("m", "v"):
         rows = jax.tree.map(lambda a: a[touched], tree_of(state, slot)["t"])
         chex.assert_trees_all_close(
-            decoded(tree_of(small_state, slot)["t"]), decoded(rows), rtol=0.02
+            decode(tree_of(small_state, slot)["t"]), decode(rows), rtol=0.02
         )
 
 
@@ -406,12 +417,8 @@ def test_native_code_makes_the_same_codes(stochastic):
     tx = slots_dtype(optzoo.lazy_adam(0.1), "int8", stochastic=stochastic, seed=3)
     native = jax.jit(optzoo.native_step(tx, required=True))
 
-    @jax.jit
-    def plain(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    got = expected = params, tx.init(params)
+    plain = jax.jit(samples.step_of(tx))
+    got = expected = params, jax.jit(tx.init)(params)
     for _ in range(3):
         grads = {name: draw(*shape) for name, shape in shapes.items()}
         for name in tables:
@@ -419,12 +426,13 @@ def test_native_code_makes_the_same_codes(stochastic):
             grads[name] = SparseRows(ids, draw(80, shapes[name][1]), 50)
         got, expected = native(*got, grads), plain(*expected, grads)
     chex.assert_trees_all_close(got[0], expected[0], rtol=1e-5, atol=1e-6)
-    coded = (jax.tree.leaves(state, is_leaf=is_coded) for _, state in (got, expected))
-    for a, b in zip(*coded, strict=True):
-        if not is_coded(a):
+    leaves = functools.partial(jax.tree.leaves, is_leaf=is_coded)
+    parts = jax.jit(lambda state: [apart(a) if is_coded(a) else a for a in leaves(state)])
+    for a, b in zip(parts(got[1]), parts(expected[1]), strict=True):
+        if not isinstance(a, tuple):
             np.testing.assert_allclose(a, b, rtol=1e-6)
             continue
-        codes, scales = zip(*map(apart, (a, b)), strict=True)
+        codes, scales = zip(a, b, strict=True)
         np.testing.assert_array_equal(*scales)
         differ = abs(np.subtract(*(np.asarray(x, int) for x in codes)))
         # A number may be rounded to another one where XLA contracts other products and sums.
@@ -435,8 +443,9 @@ def test_native_code_makes_the_same_codes(stochastic):
 def test_arrays_with_other_groups_are_left_to_xla(width):
     """Those with scales beside their codes, and those whose groups are filled up."""
     tx, x = slots_dtype(optzoo.adam(0.1), "int8"), jnp.ones((3, width))
+    step, state = optzoo.native_step(tx, required=True), jax.eval_shape(tx.init, x)
     with pytest.raises(ValueError, match="native code is required"):
-        optzoo.native_step(tx, required=True)(x, tx.init(x), x)
+        jax.eval_shape(step, x, state, x)
 
 
 def test_tables_in_lines(trained):
@@ -479,7 +488,8 @@ def test_sharded_tables(trained, lines):
     chex.assert_trees_all_close(found[0], params, rtol=1e-5, atol=1e-6)
     for slot in ("m", "v"):
         ours, theirs = (tree_of(s, slot)["t"] for s in (found[1], state))
-        np.testing.assert_allclose(decoded(ours)[:12], decoded(theirs), rtol=0.02, atol=1e-7)
+        ours, theirs = np.asarray(decode(ours))[:12], decode(theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=1e-7)
 
 
 def test_get_and_set_by_name(trained):
@@ -520,8 +530,9 @@ def test_tables_that_grow(trained):
     tx, params, state = trained
     _, larger = optzoo.growing.resize_table(params, state, {"t": 15}, tx=tx)
     for slot in ("m", "v"):
-        pairs = zip(*(apart(tree_of(s, slot)["t"]) for s in (larger, state)), strict=True)
+        pairs = zip(*(split(tree_of(s, slot)["t"]) for s in (larger, state)), strict=True)
         for new, old in pairs:
+            new = np.asarray(new)
             np.testing.assert_array_equal(new[:12], old)
             assert len(new) == 15 and not new[12:].any()
     _, reset = optzoo.growing.reset_rows(params, state, {"t": jnp.array([5])}, tx=tx)

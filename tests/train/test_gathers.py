@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo import DenseGradientWarning
+from optzoo.testing import samples
 from tests.sharded.cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
 IDS = [jnp.array(ids) for ids in ([1, 3, 1, -2], [0, -8, 3, 3], [2, 1, -1, 20], [3, 5, 3, 1])]
@@ -52,8 +53,7 @@ def dense_loop(tx):
     @jax.jit
     def step(p, state, ids):
         value, grads = jax.value_and_grad(by_gathers)(p, ids)
-        updates, state = tx.update(grads, state, p)
-        return optax.apply_updates(p, updates), state, value
+        return *samples.step(tx, grads, p, state), value
 
     p = params()
     state, values = tx.init(p), []

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import optzoo
-from optzoo.testing.samples import params
+from optzoo.testing.samples import params, step
 
 IDS = jnp.array([1, 3, 1])
 
@@ -29,8 +29,7 @@ def test_equals_the_loop_by_hand(optimizer):
         if optimizer == "lazy_adam":
             grads["table"] = optzoo.SparseRows(IDS[:2], grads["table"][IDS[:2]], 5)
         want = loss(by_hand, IDS)
-        updates, old = tx.update(grads, old, by_hand)
-        by_hand = optax.apply_updates(by_hand, updates)
+        by_hand, old = step(tx, grads, by_hand, old)
         x, state, value = train(x, state if state is not old else tx.init(x), IDS)
         np.testing.assert_allclose(value, want, rtol=1e-6)
     chex.assert_trees_all_close((x, state), (by_hand, old), rtol=1e-5)

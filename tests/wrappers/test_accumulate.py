@@ -12,7 +12,18 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import (
+    avals,
+    dense_grads,
+    last,
+    params,
+    row_grads,
+    run,
+    side_by_side,
+    step,
+    step_of,
+    trajectory,
+)
 from optzoo.transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
 from optzoo.wrappers.accumulate import accumulate
 
@@ -22,45 +33,32 @@ GRADS = np.array(
 )
 
 
-def run(tx, grads=GRADS, x=X, **extra):
-    """The parameters after every step and the last state, compiled."""
-
-    def body(carry, g):
-        x, state = carry
-        updates, state = tx.update(g, state, x, **extra)
-        return (optax.apply_updates(x, updates), state), optax.apply_updates(x, updates)
-
-    (_, state), path = jax.jit(lambda x, g: jax.lax.scan(body, (x, tx.init(x)), g))(x, grads)
-    return path, state
-
-
 def one_step(tx, grads, x):
     return jax.jit(lambda g, x: step(tx, g, x)[0])(grads, x)
 
 
 def two_steps(tx, grads, x):
     """Those of a cycle."""
-    train = jax.jit(functools.partial(step, tx))
-    return train(grads, *train(grads, x, tx.init(x)))
+    train = jax.jit(step_of(tx))
+    return train(*train(x, tx.init(x), grads), grads)
 
 
 @pytest.mark.parametrize("use_mean", [False, True])
 def test_one_update_of_the_sum_in_each_cycle(use_mean):
-    path, state = run(accumulate(optzoo.adam(0.1), 3, use_mean=use_mean))
+    updates, states = run(accumulate(optzoo.adam(0.1), 3, use_mean=use_mean), GRADS)
     sums = np.stack([GRADS[:3].sum(0), GRADS[3:].sum(0)]) / np.float32(3 if use_mean else 1)
     want, inner = run(optzoo.adam(0.1), sums)
-    path = np.asarray(path)
-    np.testing.assert_array_equal(path[:2], np.stack([X, X]))
-    np.testing.assert_allclose(path[[2, 5]], want, rtol=1e-6)
-    np.testing.assert_array_equal(path[3], path[2])
-    chex.assert_trees_all_close(state.inner, inner, rtol=1e-6)
-    assert state.count == 6
+    np.testing.assert_array_equal(updates[[0, 1, 3, 4]], 0)
+    np.testing.assert_allclose(updates[[2, 5]], want, rtol=1e-6)
+    chex.assert_trees_all_close(last(states).inner, last(inner), rtol=1e-6)
+    assert last(states).count == 6
 
 
 def test_the_mean_is_that_of_optax():
-    ours, _ = run(accumulate(optax.sgd(0.1, momentum=0.9), 2, use_mean=True))
-    theirs, _ = run(optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    sgd = optax.sgd(0.1, momentum=0.9)
+    txs = {"ours": accumulate(sgd, 2, use_mean=True), "theirs": optax.MultiSteps(sgd, 2)}
+    updates, _ = run(side_by_side(txs), GRADS)
+    np.testing.assert_allclose(updates["ours"], updates["theirs"], rtol=1e-6)
 
 
 def test_the_inner_optimizer_runs_once_in_a_cycle():
@@ -72,7 +70,7 @@ def test_the_inner_optimizer_runs_once_in_a_cycle():
         return jax.tree.map(lambda g: -jnp.tanh(g), updates), state
 
     tx = accumulate(optax.GradientTransformation(lambda params: optax.EmptyState(), update), 3)
-    jax.block_until_ready(run(tx, np.concatenate([GRADS, GRADS[:2]])))
+    run(tx, np.concatenate([GRADS, GRADS[:2]]))
     jax.effects_barrier()
     assert len(calls) == 2
     jaxpr = jax.make_jaxpr(tx.update)(X, tx.init(X), X)
@@ -83,12 +81,8 @@ def test_the_inner_optimizer_runs_once_in_a_cycle():
 def test_updates_within_a_cycle_are_zero_for_all_gradients():
     spoilt = np.array(GRADS)
     spoilt[0, 0], spoilt[4, 1] = np.nan, np.inf
-    tx, updates = accumulate(optax.sgd(1.0), 2), []
-    update, state = jax.jit(tx.update), tx.init(X)
-    for g in spoilt:
-        u, state = update(g, state, X)
-        updates.append(np.asarray(u))
-    np.testing.assert_array_equal(np.stack(updates)[::2], np.zeros((3, 3)))
+    updates, _ = run(accumulate(optax.sgd(1.0), 2), spoilt)
+    np.testing.assert_array_equal(updates[::2], np.zeros((3, 3)))
     assert np.isnan(updates[1][0]) and np.all(np.isfinite(updates[1][1:]))
     np.testing.assert_array_equal(updates[3], -(GRADS[2] + GRADS[3]))
 
@@ -97,8 +91,8 @@ def test_micro_steps_that_are_not_finite_can_be_skipped():
     spoilt = GRADS.copy()
     spoilt[1, 0] = np.nan
     tx = optax.chain(zero_if_norm_exceeds(math.inf), accumulate(optax.sgd(1.0), 3))
-    path, _ = run(tx, spoilt)
-    np.testing.assert_allclose(path[2], X - GRADS[0] - GRADS[2], rtol=1e-6)
+    updates, _ = run(tx, spoilt)
+    np.testing.assert_allclose(updates[2], -(GRADS[0] + GRADS[2]), rtol=1e-6)
 
 
 def test_the_cycle_follows_a_global_step():
@@ -110,17 +104,15 @@ def test_the_cycle_follows_a_global_step():
     tx = accumulate(
         optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), 3
     )
-    one_step, state, moves = jax.jit(tx.update), tx.init(X), []
-    for n in range(4, 13):
-        updates, state = one_step(jnp.ones(3), state, X, global_step=n)
-        moves.append(int(updates[0]))
+    updates, _ = run(tx, np.ones((9, 3), "float32"), global_step=np.arange(4, 13))
     # Steps 4 and 5 end a cycle that began before this run.
-    assert moves == [0, 12, 0, 0, 23, 0, 0, 33, 0]
+    np.testing.assert_array_equal(updates[:, 0], [0, 12, 0, 0, 23, 0, 0, 33, 0])
 
 
 def test_extra_arguments_reach_the_inner_optimizer():
-    got, _ = run(accumulate(optzoo.momentum(0.1, 0.9), 2), learning_rate=0.5)
-    want, _ = run(accumulate(optzoo.momentum(0.5, 0.9), 2))
+    rates = np.full(len(GRADS), 0.5, "float32")
+    got, _ = run(accumulate(optzoo.momentum(0.1, 0.9), 2), GRADS, learning_rate=rates)
+    want, _ = run(accumulate(optzoo.momentum(0.5, 0.9), 2), GRADS)
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -174,8 +166,8 @@ def test_half_precision_sums_in_float32():
 def test_vmap():
     tx = accumulate(optzoo.momentum(0.1, 0.9), 2)
     many = np.stack([GRADS, 2 * GRADS])
-    got, _ = jax.jit(jax.vmap(lambda g: run(tx, g)))(many)
-    want = np.stack([run(tx, g)[0] for g in many])
+    got = jax.jit(jax.vmap(lambda grads: trajectory(tx, X, lambda _, g: g, grads)))(many)
+    want = np.stack([trajectory(tx, X, lambda _, g: g, grads) for grads in many])
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -204,7 +196,7 @@ def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
 
     @functools.partial(jax.jit, static_argnums=0)
     def path(tx, ids, values):
-        body = lambda carry, g: 2 * (step(tx, {"table": SparseRows(*g, 5)}, *carry),)
+        body = lambda carry, g: 2 * (step_of(tx)(*carry, {"table": SparseRows(*g, 5)}),)
         return jax.lax.scan(body, (x, tx.init(x)), (ids, values))
 
     tx = accumulate(inner, 3, use_mean=use_mean, max_rows={"table": 4})

@@ -15,7 +15,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.state import LeafwiseState
 from optzoo.testing import samples
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
 DIMS = {"table": (1,), "layer/1": ()}
 WRAPPERS = {
@@ -113,12 +113,12 @@ COMPILED = [(w, inner) for w in WRAPPERS for inner in ("lazy_adam", next(SECOND)
 def test_compiled_is_eager_and_compiles_once_with_donated_buffers(wrap, inner):
     tx = WRAPPERS[wrap](INNER[inner]())
     grads = dense_grads(params()) if inner == "optax.sgd" else row_grads(params())
-    train = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
     x, state = params(), tx.init(params())
     first = avals(state)
     with jax.disable_jit(False):
         for _ in range(3):
-            x, state = train(grads, x, state)
+            x, state = train(x, state, grads)
     assert train._cache_size() == 1 and avals(state) == first
     merged = grads if inner == "optax.sgd" else rows()
     want = params(), tx.init(params())

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optzoo
 from optzoo import SparseRows, master_weights
 from optzoo.state.types import nodes_of
+from optzoo.testing import samples
 from optzoo.wrappers.master_weights import MasterWeightsState
 
 RATE = 1e-3
@@ -97,8 +98,7 @@ def test_small_updates_are_not_lost():
         tx = master_weights(optzoo.gradient_descent(1e-4), bits)
         params, state = x, tx.init(x)
         for _ in range(1000):
-            updates, state = tx.update(jnp.ones(1), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = samples.step(tx, jnp.ones(1), params, state)
         atol = 1000 * 2**-17 if bits == 24 else 1e-4  # each update is rounded
         np.testing.assert_allclose(optzoo.wide_params(params, state), 0.9, atol=atol)
         np.testing.assert_allclose(params, 0.9, atol=atol + 2**-9)
@@ -141,10 +141,8 @@ def test_with_32_bits_it_is_float32(name):
     params, state = optzoo.split_params(wide, tx)
     usual = plain.init(wide)
     for i in range(4):
-        updates, state = tx.update(grads(i), state, params)
-        params = optax.apply_updates(params, updates)
-        updates, usual = plain.update(grads(i), usual, wide)
-        wide = optax.apply_updates(wide, updates)
+        params, state = samples.step(tx, grads(i), params, state)
+        wide, usual = samples.step(plain, grads(i), wide, usual)
     chex.assert_trees_all_close(optzoo.wide_params(params, state), wide, rtol=1e-6, atol=1e-7)
     chex.assert_trees_all_close(state.inner, usual, rtol=1e-6, atol=1e-7)
 
@@ -154,17 +152,15 @@ def test_a_run_in_float32_goes_on():
     tx = master_weights(plain, 32)
     _, usual = plain.update(grads(0), plain.init(wide), wide)
     params, state = optzoo.split_params(wide, tx)
-    updates, state = tx.update(grads(1), state._replace(inner=usual), params)
-    found = optzoo.wide_params(optax.apply_updates(params, updates), state)
-    want = optax.apply_updates(wide, plain.update(grads(1), usual, wide)[0])
+    found = optzoo.wide_params(*samples.step(tx, grads(1), params, state._replace(inner=usual)))
+    want, _ = samples.step(plain, grads(1), wide, usual)
     chex.assert_trees_all_close(found, want, rtol=1e-6)
 
 
 def test_gradients_in_bfloat16_are_given_in_float32():
     tx, x = master_weights(optzoo.gradient_descent(0.3), 32), jnp.ones(64, jnp.bfloat16)
     g = jnp.asarray(numbers(2, 64), jnp.bfloat16)
-    updates, state = tx.update(g, tx.init(x), x)
-    wide = optzoo.wide_params(optax.apply_updates(x, updates), state)
+    wide = optzoo.wide_params(*samples.step(tx, g, x))
     np.testing.assert_allclose(wide, 1 - 0.3 * np.asarray(g, np.float32), rtol=2e-7)
 
 
@@ -255,11 +251,7 @@ def test_in_a_chain_a_mask_a_scan_and_a_file():
     state = tx.init(params)
     gradients = jax.tree.map(jnp.ones_like, params)
 
-    def body(carry, _):
-        params, state = carry
-        updates, state = tx.update(gradients, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
+    body = lambda carry, _: (samples.step(tx, gradients, *carry), None)
     (after, last), _ = jax.lax.scan(body, (params, state), length=5)
     chex.assert_trees_all_equal_shapes_and_dtypes(last, state)
     [node] = nodes_of(MasterWeightsState, last)
@@ -277,7 +269,7 @@ def test_in_a_chain_a_mask_a_scan_and_a_file():
 def test_derivatives_and_batches():
     """An update has none; several models at once are as one after the other."""
     tx, x = master_weights(optzoo.adam(0.1)), jnp.ones((3, 4), jnp.bfloat16)
-    update = lambda g, x: optax.apply_updates(x, tx.update(g, tx.init(x), x)[0])
+    update = lambda g, x: samples.step(tx, g, x)[0]
     with pytest.raises(TypeError, match="no derivative"):
         jax.grad(lambda g: jnp.sum(update(g, x[0]).astype(jnp.float32)))(jnp.ones(4))
     gs = jnp.asarray(numbers(3, (3, 4)))

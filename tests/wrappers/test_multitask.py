@@ -14,7 +14,7 @@ from optzoo import SparseRows
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.testing import samples
-from optzoo.testing.samples import dense_grads, params, step
+from optzoo.testing.samples import dense_grads, params, step, step_of
 
 INNER = {
     "momentum": optzoo.momentum(0.1, 0.9),  # lazy
@@ -48,8 +48,8 @@ def compiled(inner):
     """A step with the wrapper and one without it, and what a first step makes."""
     inner, x = INNER[inner], params()
     tx = optzoo.multitask(inner)
-    train, alone = (jax.jit(functools.partial(step, t)) for t in (tx, inner))
-    return train, alone, train(dense_grads(x), x, tx.init(x))
+    train, alone = (jax.jit(step_of(t)) for t in (tx, inner))
+    return train, alone, train(x, tx.init(x), dense_grads(x))
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -58,15 +58,15 @@ def test_zero_gradients_change_nothing(inner):
     train, alone, (x, state) = compiled(inner)
     for zero in (0.0, -0.0):
         grads = {**dense_grads(x), "table": np.full((5, 2), zero, "float32")}
-        check(x, state, train(grads, x, state), alone(grads, x, state))
+        check(x, state, train(x, state, grads), alone(x, state, grads))
 
 
 @pytest.mark.parametrize("inner", OURS)
 def test_zero_rows_change_nothing(inner):
     train, alone, (x, state) = compiled(inner)
-    want = alone({**dense_grads(x), "table": np.zeros((5, 2), "float32")}, x, state)
+    want = alone(x, state, {**dense_grads(x), "table": np.zeros((5, 2), "float32")})
     for zero in ZERO_ROWS.values():
-        check(x, state, train({**dense_grads(x), "table": of_rows(*zero)}, x, state), want)
+        check(x, state, train(x, state, {**dense_grads(x), "table": of_rows(*zero)}), want)
 
 
 def check(x, state, got, want):

@@ -1,7 +1,6 @@
 """Slots in another dtype than the parameters, for every optimizer."""
 
 import collections
-import functools
 
 import chex
 import jax
@@ -18,7 +17,7 @@ from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.state import LeafwiseState, packing
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step
+from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
 
 def cast(tree, dtype):
@@ -111,11 +110,11 @@ def test_sums_do_not_stall(rows):
 
 def test_compiles_once_and_takes_donated_buffers():
     tx, x = slots_dtype(optzoo.lazy_adam(), "bfloat16"), params()
-    train = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
     state = tx.init(x)
     grads = row_grads(x)
     for _ in range(3):
-        x, state = train(grads, x, state)
+        x, state = train(x, state, grads)
     assert train._cache_size() == 1 and dtypes(samples.slots(state)) == {jnp.dtype("bfloat16")}
 
 
@@ -456,8 +455,8 @@ def test_packed_slots_are_saved_as_plain_arrays(tmp_path):
 @pytest.mark.parametrize("options", [{"stochastic": True}, BOTH], ids=["apart", "packed"])
 def test_no_copy_of_the_slots(options):
     x, tx = jnp.ones(100_000), slots_dtype(optzoo.adam(), "bfloat16", **options)
-    update = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
-    memory = update.lower(x, x, tx.init(x)).compile().memory_analysis()
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    memory = train.lower(x, tx.init(x), x).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 10_000
 
 

@@ -18,7 +18,7 @@ from optzoo.core.paths import path_name
 from optzoo.state.sharding import state_sharding
 from optzoo.state.stacks import Stack, layout_of, stack, unstack
 from optzoo.testing import check_stacked, samples
-from optzoo.testing.samples import avals, dense_grads, step
+from optzoo.testing.samples import avals, dense_grads, step, step_of
 from optzoo.wrappers.stacked import stacked
 
 from ..selection import chosen_first
@@ -500,11 +500,11 @@ def test_vmap():
 
 def test_compiles_once_and_takes_donated_buffers():
     tx, x = stacked(optzoo.adam(0.1)), params()
-    train = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+    train = jax.jit(step_of(tx), donate_argnums=(0, 1))
     state = tx.init(x)
     first, grads = avals(state), dense_grads(x)
     for _ in range(3):
-        x, state = train(grads, x, state)
+        x, state = train(x, state, grads)
     assert train._cache_size() == 1
     assert avals(state) == first
 

@@ -7,9 +7,9 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optzoo import SparseRows, create, get_slot, set_slot
+from optzoo.testing import samples
 
 from .verify_fbgemm import decay_mode
 
@@ -90,8 +90,7 @@ def run(tx, meta, arrays, begin, steps):
         params, state = carry
         rows, extra = inputs
         grads = {n: SparseRows(i, v.astype(wide), all_rows[n][2]) for n, (i, v) in rows.items()}
-        updates, state = tx.update(grads, state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(tx, grads, params, state, **extra)
         kept = {slot: get_slot(state, slot_of(meta, slot)) for slot in slots}
         return (params, state), (params, kept)
 

@@ -9,6 +9,7 @@ import pytest
 import optzoo
 from optzoo import create
 from optzoo.interop.fbgemm import fbgemm_state_dict, load_fbgemm_state, save_fbgemm_state
+from optzoo.testing import samples
 
 from ...golden.fbgemm.follow import FOLDER, by_name, load, run, start, worst
 from ...golden.fbgemm.make_continued import CASES, HALF
@@ -181,8 +182,7 @@ def test_slots_in_other_storages_have_the_names_of_fbgemm(dtype):
     )
     params = {"t": jnp.ones((10, 16))}
     rows = optzoo.SparseRows(jnp.array([1, 2]), jnp.linspace(-1, 1, 32).reshape(2, 16), 10)
-    updates, state = tx.update({"t": rows}, tx.init(params), params)
-    params = optax.apply_updates(params, updates)
+    params, state = samples.step(tx, {"t": rows}, params)
     saved = optzoo.interop.fbgemm.fbgemm_state_dict(params, state)
     assert saved.keys() == {"iter", "t/weights", "t/momentum1", "t/momentum2"}
     np.testing.assert_array_equal(saved["t/momentum2"], optzoo.get_slot(state, "v")["t"])

@@ -13,6 +13,7 @@ from returnn.log import log
 
 import optzoo
 from optzoo.interop.returnn import OptzooUpdater
+from optzoo.testing import samples
 
 NAMES = ["encoder.weight", "encoder.bias", "a_first.weight"]
 PARAMS = [jnp.ones((2, 3)), jnp.array([0.5, -1, 2]), jnp.array([3.0, 1])]
@@ -65,8 +66,7 @@ def test_what_it_does_not_know_works():
     l2 = {name: 0.2 if name.startswith("encoder") else 0.0 for name in NAMES}
     for k in range(4):
         grads = {name: jnp.cos(a) + l2[name] * a for name, a in x.items()}
-        updates, state = tx.update(grads, state, x, learning_rate=0.1 / (1 + k))
-        x = optax.apply_updates(x, updates)
+        x, state = samples.step(tx, grads, x, state, learning_rate=0.1 / (1 + k))
     for name, a in zip(NAMES, got, strict=True):
         np.testing.assert_allclose(a, x[name], rtol=1e-5)
 

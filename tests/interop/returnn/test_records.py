@@ -6,11 +6,11 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from optzoo import SparseRows
 from optzoo.interop.returnn.updater import returnn_updater
+from optzoo.testing import samples
 
 FILE = pathlib.Path(__file__).parents[2] / "golden" / "returnn.npz"
 with np.load(FILE) as file:
@@ -75,10 +75,8 @@ def follow(case):
         params, state = carry
         fed, rate = inputs
         grad_fn = lambda params: gradients(fed, params)
-        updates, state = tx.update(
-            grad_fn(params), state, params, learning_rate=rate, grad_fn=grad_fn
-        )
-        params = optax.apply_updates(params, updates)
+        extra = {"learning_rate": rate, "grad_fn": grad_fn}
+        params, state = samples.step(tx, grad_fn(params), params, state, **extra)
         return (params, state), jnp.concatenate([params[name].ravel() for name in names])
 
     run = lambda params, inputs: jax.lax.scan(step, (params, tx.init(params)), inputs)[1]

@@ -15,6 +15,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.interop.returnn.keys import refuse_unknown
 from optzoo.interop.returnn.updater import returnn_updater
+from optzoo.testing import samples
 from optzoo.testing.samples import avals
 from optzoo.transforms.summaries import read_summaries
 
@@ -43,9 +44,8 @@ EVERYTHING = {
 LAYERS = {"enc": {"L2": 0.1, "updater_opts": {"optimizer": {"class": "momentum", "momentum": 0.9}}}}
 
 
-def step(tx, grads=G, x=X, state=None, **extra):
-    updates, state = tx.update(grads, tx.init(x) if state is None else state, x, **extra)
-    return optax.apply_updates(x, updates), state
+def step(tx, grads=G, x=X, *args, **extra):
+    return samples.step(tx, grads, x, *args, **extra)
 
 
 def make(config=None, layers=None, **more):

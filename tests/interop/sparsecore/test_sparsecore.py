@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows
+from optzoo.testing import samples
 
 from ...selection import KINDS, chosen_first
 from . import lowered
@@ -85,11 +86,10 @@ def test_equals_the_update_of_rows(name):
     spec = optzoo.interop.sparsecore.sparsecore(tx, width=WIDTHS.get(name))
     [got, *_], shared = follow(spec, lowered.lower(spec, WIDTH), x, gradients, ids)
     params, state = jnp.asarray(x), tx.init(x)
-    extra = optax.with_extra_args_support(tx).update
+    extra = optax.with_extra_args_support(tx)
     for step, (g, rows) in enumerate(zip(gradients, ids, strict=True)):
         sparse = SparseRows(jnp.asarray(rows), jnp.asarray(g), len(x))
-        updates, state = extra(sparse, state, params, global_step=step)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(extra, sparse, params, state, global_step=step)
     np.testing.assert_allclose(got, params, rtol=2e-6, atol=2e-6)
     assert np.abs(got - x).max() > 1e-3
     assert shared.step == 6

@@ -16,6 +16,7 @@ import optax
 
 import optzoo
 from optzoo.interop.tf1.save import save_tf1_state
+from optzoo.testing import samples
 from tests import golden
 
 FOLDER = golden.FOLDER.with_name("checkpoints")
@@ -83,8 +84,7 @@ def _trainer(name: str) -> Any:
     def step(carry, inputs):
         (params, state), (g, k) = carry, inputs
         extra = {"global_step": k} if needs_step else {}
-        updates, state = tx.update(g, state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        params, state = samples.step(tx, g, params, state, **extra)
         return (params, state), params
 
     return jax.jit(lambda carry, inputs: jax.lax.scan(step, carry, inputs))
