@@ -27,7 +27,7 @@ import optax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from sklearn.datasets import load_digits
 
 import optzoo
@@ -231,7 +231,7 @@ def main():
         args.process_id,
         heartbeat_timeout_seconds=args.heartbeat,
     )
-    mesh = jax.make_mesh((jax.device_count(),), ("replica",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("replica",))
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     training = Training(args.method, args.period, mesh)
     checkpoints = Checkpoints(args.checkpoints, training)

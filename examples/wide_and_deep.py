@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -242,7 +242,7 @@ def main():
             args.process_id,
             heartbeat_timeout_seconds=args.heartbeat,
         )
-    mesh = jax.make_mesh((jax.device_count(),), ("shard",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("shard",))
     say = print if jax.process_index() == 0 else lambda *_, **__: None
 
     hashes, is_name, is_test = read_tokens()

@@ -4,9 +4,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -32,7 +31,7 @@ def kinds(state):
 
 def setting():
     """A sharding and a parameter."""
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec("d"))
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
     return sharding, {"w": jax.device_put(jnp.ones((8, 8)), sharding)}
 
 

@@ -4,10 +4,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -18,7 +17,7 @@ COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permut
 
 def collectives(tx):
     """How many collectives a compiled step on one matrix has, sharded over eight devices."""
-    placed = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec("d"))
+    placed = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed)
     sharded = lambda a: shape if a.shape == (64, 64) else a
     state = jax.tree.map(sharded, jax.eval_shape(tx.init, {"w": shape}))

@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -15,7 +14,7 @@ SHAPE = (64, 64)
 
 def placed(*axes):
     """A sharding over eight devices."""
-    return NamedSharding(Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec(*axes))
+    return NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec(*axes))
 
 
 def devices(state):

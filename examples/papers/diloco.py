@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo.race.problems import digits
@@ -60,7 +60,7 @@ def sent(program):
 
 def on_devices(problem, period, tx):
     """A round on eight devices, and its arguments."""
-    mesh = jax.make_mesh((REPLICAS,), ("replica",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((REPLICAS,), ("replica",))
     params = jax.eval_shape(problem.init, jax.random.key(0))
     params = jax.tree.map(lambda a: jnp.zeros(a.shape), params)
     params, state = optzoo.replicas.replicate(params, tx.init(params), REPLICAS, mesh=mesh)

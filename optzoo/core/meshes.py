@@ -10,7 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+    reshard,
+)
 
 from .compat import vary, varying
 
@@ -38,7 +45,11 @@ def shard_map(
             f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
         )
     mapped = jax.shard_map(
-        _without_others(f), mesh=automatic(mesh), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        _without_others(f),
+        mesh=automatic(mesh),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
     )
     place = lambda spec: NamedSharding(mesh, only_along(names, spec))
     outs = jax.tree.map(place, out_specs)
@@ -47,9 +58,10 @@ def shard_map(
 
 
 def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` of trees of arrays, computed as if explicit axes were automatic: XLA places what it makes.
+    """``f`` of trees of arrays, computed as if explicit axes were automatic.
 
-    ``specs(results, *args)`` gives for each result the ``PartitionSpec`` of its type.
+    So XLA places what is computed. ``specs(results, *args)`` gives for each result the
+    ``PartitionSpec`` of its type.
     """
 
     @functools.wraps(f)
@@ -70,11 +82,31 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
 
 
 def zeros_of(kind: Any) -> Array:
-    """Zeros of a type: a ``ShapeDtypeStruct`` of ``jax.eval_shape``, with all that is known of it."""
+    """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and axes that vary."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
     if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
         zeros = reshard(zeros, sharding)
     return vary(zeros, varying(kind))
+
+
+def beside(params: Any, state: Any) -> Any:
+    """A new state with its arrays on the devices of the parameters: counts, and what is whole.
+
+    JAX makes an array from a shape alone on one device. A step would then be compiled twice.
+    """
+    meshes = {getattr(_place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
+    mesh = next(iter(meshes)) if len(meshes) == 1 else None
+    if mesh is None or mesh.size == 1:
+        return state
+    is_apart = lambda x: isinstance(_place_of(x), SingleDeviceSharding)
+    whole = NamedSharding(mesh, EVERYWHERE)
+    return jax.tree.map(lambda x: jax.device_put(x, whole) if is_apart(x) else x, state)
+
+
+def _place_of(x: Any) -> Any:
+    """Where an array is; None of what is none, or is traced."""
+    is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return x.sharding if is_known else None
 
 
 def placed(x: Any, mesh: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
@@ -83,7 +115,7 @@ def placed(x: Any, mesh: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:
-    """An array as the type of mesh has it whose axes are explicit, or automatic, for an operation."""
+    """An array in the types of a mesh, which may be the same with other types of axes."""
     of_x = mesh_of(x)
     if of_x.empty or mesh.empty or of_x == mesh:
         return x

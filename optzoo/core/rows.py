@@ -15,7 +15,6 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from .checks import check_transformation
-
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .meshes import zeros_of

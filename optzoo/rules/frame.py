@@ -11,6 +11,7 @@ from jax import Array
 from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.gradients import flatten_gradients
 from ..core.lines import in_lines, is_lines
+from ..core.meshes import beside
 from ..core.optimizer import About, Optimizer
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
@@ -57,7 +58,8 @@ def frame(
     def init(params):
         slot = lambda f: jax.tree.map(in_lines(f), params, is_leaf=is_lines)
         trees = list(map(slot, slots))
-        return LeafwiseState(jnp.zeros([], jnp.int32), Slots._make(trees), shared())
+        count = jnp.zeros([], jnp.int32)
+        return beside(params, LeafwiseState(count, Slots._make(trees), shared()))
 
     def update(updates, state, params=None, **extra_args):
         if needs_params:

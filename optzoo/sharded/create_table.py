@@ -31,7 +31,7 @@ def create_table(
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
-        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
+        >>> mesh = jax.make_mesh((1,), ("shard",))
         >>> sharding = optzoo.sharded.RowSharding(10, 1, multiple=1)
         >>> rows = optzoo.sharded.uniform_rows(jax.random.key(0), 4)
         >>> optzoo.sharded.create_table(sharding, mesh, rows).shape
@@ -108,7 +108,6 @@ def uniform_rows(
         scale: the bound.
         dtype: of the rows.
     """
-
     # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(key) if is_typed else None

@@ -46,12 +46,13 @@ def lookup(
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
-        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
+        >>> mesh = jax.make_mesh((1,), ("shard",))
         >>> sharding = optzoo.sharded.RowSharding(4, 1, multiple=1)
         >>> read = lambda table, ids: optzoo.sharded.lookup(table, ids, sharding)
         >>> spec = jax.sharding.PartitionSpec("shard")
         >>> read = jax.shard_map(read, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
-        >>> print(read(jnp.arange(4.0)[:, None], jnp.array([3, 1])).ravel())
+        >>> place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        >>> print(read(place(jnp.arange(4.0)[:, None]), place(jnp.array([3, 1]))).ravel())
         [3. 1.]
 
     Args:

@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_transformation, check_update_arguments
 from ..core.gradients import GradientShapeError, GradientTypeError, check_gradients
+from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
 from ..core.rows import fits, is_sparse_or_none
@@ -37,6 +38,7 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
         except Exception:
             check_gradients(params, params, allow_complex=True)
             raise
+        state = beside(params, state)
         known.add(params, state)
         return state
 

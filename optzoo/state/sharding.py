@@ -36,7 +36,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
         >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
-        >>> mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
+        >>> mesh = jax.make_mesh((1,), ("d",))
         >>> rows = NamedSharding(mesh, PartitionSpec("d"))
         >>> params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)}
         >>> tx = optzoo.momentum(0.1, 0.9)

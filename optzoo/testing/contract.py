@@ -291,6 +291,40 @@ def test_vmap(case):
     chex.assert_trees_all_close(got, stack(*(step(tx, *lane) for lane in lanes)), rtol=1e-6)
 
 
+def sharded(mesh, tree):
+    """The arrays on a mesh: the first axis is divided, and the second one as well."""
+    spec = lambda a: jax.sharding.PartitionSpec(*mesh.axis_names[: a.ndim])
+    place = lambda a: jax.device_put(a, jax.sharding.NamedSharding(mesh, spec(a)))
+    return jax.tree.map(place, tree)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_meshes(case, kind, grads):
+    """Values are those of one device; on explicit axes no type changes."""
+    kinds = 2 * (jax.sharding.AxisType[kind],)
+    sizes = (2, 2) if jax.device_count() >= 4 else (1, 1)
+    mesh = jax.make_mesh(sizes, ("rows", "columns"), axis_types=kinds)
+    params = {"table": jnp.arange(1.0, 13).reshape(6, 2) / 10, "layer": (jnp.ones(4), jnp.ones(()))}
+    gs = dense_grads(params)
+    of_table = grads["table"]
+    if isinstance(of_table, SparseRows):
+        of_table = SparseRows(of_table.indices, of_table.values, 6)
+    else:
+        of_table = sharded(mesh, gs["table"])
+    with jax.disable_jit(False):
+        want, state = case.step({**gs, "table": jax.device_get(of_table)}, params)
+        want, _ = case.step({**gs, "table": jax.device_get(of_table)}, want, state)
+        gs, x = {**sharded(mesh, gs), "table": of_table}, sharded(mesh, params)
+        state = case.tx.init(x)
+        types, made = jax.tree.map(jax.typeof, (x, state)), case.compiled._cache_size()
+        for _ in range(2):
+            x, state = case.compiled(gs, x, state)
+    chex.assert_trees_all_close(jax.device_get(x), jax.device_get(want), rtol=1e-5)
+    if kind == "Explicit":
+        assert jax.tree.map(jax.typeof, (x, state)) == types
+        assert case.compiled._cache_size() == made + 1
+
+
 def test_cond_and_scan_accept_the_old_state(case, grads):
     params, tx = samples.params(), case.tx
 

@@ -66,7 +66,7 @@ def sharded_minimize(
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
-        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("shard",))
+        >>> mesh = jax.make_mesh((1,), ("shard",))
         >>> sharding = optzoo.sharded.RowSharding(6, 1, multiple=1)
         >>> rows = lambda ids: jnp.ones((len(ids), 2))
         >>> params = {"table": optzoo.sharded.create_table(sharding, mesh, rows)}
