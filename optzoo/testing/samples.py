@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from optzoo import SparseRows
+from optzoo.core.meshes import beside
 from optzoo.core.rows import map_rows
 from optzoo.state import LeafwiseState
 from optzoo.state.types import nodes_of
@@ -54,7 +55,9 @@ def with_global_step(factory):
             )
             return updates, CountedState(state.count + 1, new)
 
-        init = lambda params: CountedState(jnp.zeros([], jnp.int32), inner.init(params))
+        def init(params):
+            return beside(params, CountedState(jnp.zeros([], jnp.int32), inner.init(params)))
+
         return optax.GradientTransformationExtraArgs(init, update)
 
     return counting

@@ -1,0 +1,294 @@
+"""On explicit and on mixed axes, with ``jax.set_mesh`` and without it: as on automatic axes."""
+
+import contextlib
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+
+import optzoo
+from optzoo import SparseRows
+from optzoo.testing import samples
+
+P = PartitionSpec
+SPECS = [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))]
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "table": RNG.normal(size=(16, 8)).astype("float32"),
+    "kernel": RNG.normal(size=(4, 4, 8)).astype("float32"),
+    "bias": RNG.normal(size=8).astype("float32"),
+}
+ROWS = SparseRows(np.array([1, 3, 1, 16]), RNG.normal(size=(4, 8)).astype("float32"), 16)
+
+
+def make_mesh(*kinds, sizes=(2, 2), names=("a", "b")):
+    kinds = [AxisType[kind] for kind in kinds] or 2 * [AxisType.Explicit]
+    return jax.make_mesh(sizes, names, axis_types=tuple(kinds[: len(sizes)]))
+
+
+def put(mesh, x, spec):
+    # In full, as JAX gives it for results: jit compiles again for another spec of the same meaning.
+    spec = P(*(*spec, *(None,) * np.ndim(x))[: np.ndim(x)])
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def inside(mesh, is_set):
+    return jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
+
+
+def trained(tx, params, grads, steps=3):
+    """Parameters and state after some steps, whose types never change."""
+    step = jax.jit(samples.step_of(tx))
+    state = tx.init(params)
+    types = jax.tree.map(jax.typeof, (params, state))
+    for _ in range(steps):
+        params, state = step(params, state, grads)
+        assert jax.tree.map(jax.typeof, (params, state)) == types
+    assert step._cache_size() == 1
+    return params, state
+
+
+int8 = functools.partial(optzoo.slots_dtype, dtype="int8")
+WRAPPERS = {
+    "moving_average": lambda tx: optzoo.moving_average(tx, 0.9),
+    "accumulate": lambda tx: optzoo.accumulate(tx, 2),
+    "int8": int8,
+    "int8 at random": functools.partial(int8, stochastic=True),
+    "packed": lambda tx: optzoo.slots_dtype(tx, "bfloat16", packed=True),
+    "packed at random": lambda tx: optzoo.slots_dtype(tx, "bfloat16", packed=True, stochastic=True),
+    "variable_clipping": lambda tx: optzoo.variable_clipping(tx, {"table": (1,)}, 0.8),
+    "ema_in_place": lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 3),
+    "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
+    "multitask": optzoo.multitask,
+    "agn": lambda tx: optzoo.agn(tx, axis_name=None, communication_period=2),
+    "diloco": lambda tx: optzoo.diloco(tx, axis_name=None, communication_period=2),
+    "elastic_average": lambda tx: optzoo.elastic_average(
+        tx, 1, axis_name=None, communication_period=2
+    ),
+    "sync_replicas": lambda tx: optzoo.sync_replicas(tx, 1, axis_name=None),
+    "caught_up": lambda tx: optzoo.caught_up(optzoo.adam(0.1)),
+    "stacked": optzoo.stacked,
+    "decoupled": lambda tx: optzoo.decoupled_weight_decay(tx, weight_decay_per_step=0.1),
+    "on_rows": optzoo.on_rows,
+    "clip": lambda tx: optax.chain(optzoo.clip_by_global_norm(1.0), tx),
+}
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+@pytest.mark.parametrize("spec", SPECS[::-1], ids=str)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers(name, spec, kind, is_set):
+    tx = WRAPPERS[name](optzoo.adam(0.1))
+    grads = jax.tree.map(np.cos, PARAMS) | ({"table": ROWS} if kind == "rows" else {})
+    want, _ = trained(tx, jax.tree.map(jnp.asarray, PARAMS), grads)
+    mesh = make_mesh()
+    place = lambda x: put(mesh, x, spec)
+    with inside(mesh, is_set):
+        on_mesh = {k: g if isinstance(g, SparseRows) else place(g) for k, g in grads.items()}
+        got, _ = trained(tx, jax.tree.map(place, PARAMS), on_mesh)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b")], ids=str)
+def test_parameters_in_bfloat16_with_their_lower_bits(spec):
+    tx, mesh = optzoo.master_weights(optzoo.adam(0.1)), make_mesh()
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    grads = jax.tree.map(jnp.cos, half)
+    want = trained(tx, half, grads)
+    place = functools.partial(jax.tree.map, lambda x: put(mesh, x, spec))
+    got = trained(tx, place(half), place(grads))
+    wide = [optzoo.wide_params(*found) for found in (got, want)]
+    chex.assert_trees_all_close(*jax.device_get(wide), rtol=1e-5)
+
+
+SECOND_ORDER = {
+    "soap": optzoo.soap(0.1, one_sided=True),
+    "soap in blocks": optzoo.soap(0.1, one_sided=True, block_size=4),
+    "shampoo in blocks": optzoo.shampoo(0.1, block_size=4),
+    "ggt": optzoo.ggt(0.1, window=3, svd_eps=1e-2),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS[::-1], ids=str)
+@pytest.mark.parametrize("name", SECOND_ORDER)
+def test_second_order(name, spec):
+    """The types are those of the parameters, whatever is reshaped and multiplied inside."""
+    mesh, grads = make_mesh(), jax.tree.map(np.cos, PARAMS)
+    want, _ = trained(SECOND_ORDER[name], jax.tree.map(jnp.asarray, PARAMS), grads)
+    place = functools.partial(jax.tree.map, lambda x: put(mesh, x, spec))
+    got, _ = trained(SECOND_ORDER[name], place(PARAMS), place(grads))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-3, atol=1e-5)
+
+
+# Lookups
+
+
+def by_rows_of_reshard(mesh):
+    return lambda table, ids: reshard(table, NamedSharding(mesh, P()))[ids]
+
+
+def at_get(mesh):
+    place = NamedSharding(mesh, P("a"))
+    return lambda table, ids: table.at[ids].get(out_sharding=place)
+
+
+# How rows are read, whether ids may be divided, and how the rows are divided then.
+READS = {
+    "lookup": (lambda mesh: optzoo.lookup, True),
+    "out_sharding": (lambda mesh: functools.partial(optzoo.lookup, out_sharding=P("a")), True),
+    "at.get": (at_get, True),
+    "reshard": (by_rows_of_reshard, False),
+}
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("of_ids", [P("a"), P()], ids=str)
+@pytest.mark.parametrize("of_table", SPECS[:4], ids=str)
+@pytest.mark.parametrize("name", READS)
+def test_lookups(name, of_table, of_ids, is_set):
+    make_read, takes_divided = READS[name]
+    if of_ids != P() and not takes_divided:
+        of_ids = P()  # JAX refuses the gather
+    table, ids = RNG.normal(size=(40, 8)).astype("float32"), np.arange(16) % 5
+    tx = optzoo.lazy_adam(0.1)
+
+    def run(read, table, ids):
+        loss = lambda p, ids: jnp.mean(read(p["table"], ids) ** 2)
+        step, params = optzoo.minimize(loss, tx, sparse="require", min_rows=8), {"table": table}
+        state = tx.init(params)
+        for _ in range(2):
+            params, state, _ = step(params, state, ids)
+        return params["table"]
+
+    want = run(optzoo.lookup, jnp.asarray(table), jnp.asarray(ids))
+    mesh = make_mesh()
+    with inside(mesh, is_set):
+        got = run(make_read(mesh), put(mesh, table, of_table), put(mesh, ids, of_ids))
+        assert jax.typeof(got) == jax.typeof(put(mesh, table, of_table))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_rows_are_divided_as_their_ids():
+    mesh = make_mesh()
+    table = put(mesh, np.ones((40, 8), "float32"), P("a", "b"))
+    ids = put(mesh, np.arange(4), P("a"))
+    spec = lambda ids, **kwargs: (
+        jax.typeof(jax.jit(functools.partial(optzoo.lookup, **kwargs))(table, ids)).sharding.spec
+    )
+    assert spec(ids) == P("a", "b")
+    assert spec(put(mesh, np.arange(4), P("b"))) == P("b", None)
+    assert spec(put(mesh, np.ones((2, 4), int), P(None, "a"))) == P(None, "a", "b")
+    assert spec(ids, out_sharding=P()) == P(None, None)
+    assert spec(ids, out_sharding=NamedSharding(mesh, P(None, "b"))) == P(None, "b")
+    with pytest.raises(TypeError, match="out_sharding must be a PartitionSpec"):
+        optzoo.lookup(table, ids, out_sharding="a")
+
+
+# Tables and replicas
+
+
+MESHES = {
+    "Explicit": (("Explicit",), (4,), ("shard",)),
+    "two axes": (("Explicit", "Explicit"), (2, 2), ("shard", "data")),
+    "mixed": (("Explicit", "Auto"), (2, 2), ("shard", "data")),
+    "mixed the other way": (("Explicit", "Auto"), (2, 2), ("data", "shard")),
+}
+
+
+def train_tables(mesh, tx, divided):
+    """Losses, and parameters and state in the order of the ids, which are there and back again."""
+    rows = optzoo.sharded.RowSharding(100, mesh.shape["shard"], multiple=4)
+    make = optzoo.sharded.uniform_rows(jax.random.key(0), 8)
+    params = {
+        "table": optzoo.sharded.create_table(rows, mesh, make),
+        "small": put(mesh, PARAMS["table"], P()),
+        "kernel": put(mesh, np.ones((8, 4), "float32"), P()),
+    }
+    tx = optax.chain(optzoo.clip_by_global_norm(1.0), tx)
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+
+    def loss(p, ids, of_small):
+        out = p["table"][ids] @ p["kernel"] - np.arange(4, dtype="float32")[None]
+        return jnp.mean(out**2) + jnp.mean(optzoo.lookup(p["small"], of_small) ** 2)
+
+    tables, losses = {"table": rows}, []
+    options = {"min_rows": 8, "capacity_factor": None}
+    step = optzoo.sharded_minimize(loss, tx, mesh, tables, **options)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        batch = put(mesh, rng.integers(0, 100, 32), divided), rng.integers(0, 16, 32)
+        params, state, value = step(params, state, *batch)
+        losses.append(float(value))
+    trained = {"params": params, "state": state}
+    ordered = optzoo.sharded.in_order_of_ids(trained, tables, params)
+    back = optzoo.sharded.from_order_of_ids(ordered, tables, params)
+    chex.assert_trees_all_equal(jax.device_get(back), jax.device_get(trained))
+    assert jax.tree.map(jax.typeof, back) == jax.tree.map(jax.typeof, trained)
+    return losses, jax.device_get(ordered["params"]["table"])[:100]
+
+
+OPTIMIZERS = {
+    "lazy_adam": lambda: optzoo.lazy_adam(0.1),
+    "row_wise_adagrad": lambda: optzoo.row_wise_adagrad(0.1),
+    "caught_up": lambda: optzoo.caught_up(optzoo.adam(0.1)),
+}
+
+
+@functools.cache
+def on_automatic_axes(name):
+    mesh = make_mesh("Auto", sizes=(4,), names=("shard",))
+    return jax.device_get(train_tables(mesh, OPTIMIZERS[name](), P()))
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MESHES)
+def test_tables(kind, name, is_set):
+    kinds, sizes, names = MESHES[kind]
+    mesh = make_mesh(*kinds, sizes=sizes, names=names)
+    with inside(mesh, is_set):
+        got = train_tables(mesh, OPTIMIZERS[name](), P(names[0]))
+    chex.assert_trees_all_close(jax.device_get(got), on_automatic_axes(name), rtol=1e-5)
+
+
+def test_an_array_from_outside_on_explicit_axes_is_refused():
+    mesh = make_mesh("Explicit", sizes=(4,), names=("shard",))
+    rows = optzoo.sharded.RowSharding(8, 4, multiple=1)
+    with jax.set_mesh(mesh):
+        table = optzoo.sharded.create_table(rows, mesh, lambda ids: jnp.ones((len(ids), 2)))
+        weight, tx = jnp.ones(2), optzoo.lazy_adam(0.1)
+        loss = lambda p, ids: jnp.sum(p["table"][ids] @ weight)
+        step = optzoo.sharded_minimize(loss, tx, mesh, {"table": rows}, min_rows=2)
+        params = {"table": table}
+        with pytest.raises(ValueError, match=r"array f32\[2\].* from outside.*numpy"):
+            step(params, tx.init(params), np.arange(8))
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_replicas(kind, is_set):
+    """On one device, and on a mesh."""
+    tx = optzoo.diloco(optzoo.adam(0.1), communication_period=2)
+    params, targets = {"w": jnp.zeros(3)}, RNG.normal(size=(4, 4, 3)).astype("float32")
+
+    def step(params, state, target):
+        grads = {"w": params["w"] - target}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def train(mesh):
+        carry = optzoo.replicas.replicate(params, tx.init(params), 4, mesh=mesh)
+        many = jax.jit(optzoo.replicas.map_over_replicas(step, mesh=mesh))
+        for target in targets:
+            carry = many(*carry, target)
+        return carry[0]["w"]
+
+    want, mesh = train(None), make_mesh(kind, sizes=(4,), names=("replica",))
+    with inside(mesh, is_set):
+        np.testing.assert_allclose(train(mesh), want, rtol=1e-5)
