@@ -12,6 +12,7 @@ import optax
 
 from ..core.checks import check_size, check_transformation
 from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_lines, to_lines_of
+from ..core.meshes import EVERYWHERE, automatically
 from ..core.paths import value_by_name
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
@@ -235,6 +236,9 @@ def _resized(
     slots = [i for i, axis in enumerate(axes) if axis is not None]
     # An array that is not on several devices may go where the compiler puts it.
     places = [placed(xs[i]) for i in tables], [placed(arrays[i]) for i in slots]
+    spec = lambda place: getattr(place, "spec", EVERYWHERE)
+    specs = [spec(place) for place in places[0]], [spec(place) for place in places[1]]
+    make = automatically(make, lambda *_: specs)
     found = jax.jit(make, out_shardings=places)(xs, arrays)
     for all_arrays, positions, new in zip((xs, arrays), (tables, slots), found, strict=True):
         for i, array in zip(positions, new, strict=True):

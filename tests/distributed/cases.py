@@ -76,9 +76,8 @@ def train_step(tx, axis_name="replica", masked=False, **static):
     return step
 
 
-def mesh(replicas=REPLICAS):
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((replicas,), ("replica",), auto, devices=jax.devices()[:replicas])
+def mesh(replicas=REPLICAS, kind="Explicit"):
+    return jax.make_mesh((replicas,), ("replica",), axis_types=(jax.sharding.AxisType[kind],))
 
 
 @functools.cache

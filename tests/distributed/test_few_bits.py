@@ -50,7 +50,7 @@ def test_a_sum_and_what_it_lacks(few):
     sums, lost = jax.jit(jax.vmap(of_one, axis_name="replica", out_axes=(None, 0)))(tree)
     alone = lambda tree: of_one(jax.tree.map(lambda a: a[0], tree))[0]
     specs = {"in_specs": PartitionSpec("replica"), "out_specs": PartitionSpec()}
-    sharded = jax.jit(jax.shard_map(alone, mesh=cases.mesh(), **specs))(tree)
+    sharded = jax.jit(jax.shard_map(alone, mesh=cases.mesh(kind="Auto"), **specs))(tree)
     for name, a in tree.items():
         np.testing.assert_allclose(sharded[name], sums[name], atol=1e-6)
         np.testing.assert_allclose(sums[name] + lost[name].sum(0), a.sum(0), atol=1e-5)

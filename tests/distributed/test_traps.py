@@ -66,7 +66,7 @@ def test_each_replica_has_its_own_gradient_by_per_replica_parameters(check_vma):
     own = lambda p, x: jax.grad(lambda p: p * x[0])(optzoo.replicas.per_replica(p))[None]
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("replica"))}
     specs |= {"out_specs": PartitionSpec("replica"), "check_vma": check_vma}
-    grads = jax.jit(jax.shard_map(own, mesh=cases.mesh(), **specs))(np.float32(2), x)
+    grads = jax.jit(jax.shard_map(own, mesh=cases.mesh(kind="Auto"), **specs))(np.float32(2), x)
     np.testing.assert_array_equal(grads, x)
 
 
@@ -78,7 +78,7 @@ def test_parameters_that_differ_between_replicas_are_refused_where_they_are_shar
     )
     update = jax.shard_map(
         lambda state, x, g: tx.update(g, state, x)[0],
-        mesh=cases.mesh(),
+        mesh=cases.mesh(kind="Auto"),
         in_specs=(specs[1], PartitionSpec("replica"), PartitionSpec("replica")),
         out_specs=PartitionSpec("replica"),
     )

@@ -5,16 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import optzoo
 
 ROWS, WIDTH = 43, 3
 
 
-def mesh_of(*sizes, names=("data", "shard")):
-    devices = np.array(jax.devices()[: np.prod(sizes)])
-    return Mesh(devices.reshape(sizes), names[-len(sizes) :])
+def mesh_of(*sizes, names=("data", "shard"), kind="Explicit"):
+    kinds = len(sizes) * (jax.sharding.AxisType[kind],)
+    return jax.make_mesh(sizes, names[-len(sizes) :], axis_types=kinds)
 
 
 def ids_of(kind, shape, num_shards, seed=0):

@@ -38,7 +38,7 @@ def gradients(loss, tables, *batch):
 @pytest.mark.parametrize(("n", "partition"), [(1, "mod"), (4, "mod"), (4, "div")])
 def test_equal_to_one_table(n, partition):
     s = optzoo.sharded.RowSharding(ROWS, n, partition, multiple=16)
-    mesh = mesh_of(n)
+    mesh = mesh_of(n, kind="Auto")
     kinds = ["uniform", "zipf", "one_owner", "one_id", "padding", "only_padding"]
     ids = [ids_of(kind, (4 * n, 2), n) for kind in kinds]  # of all kinds in one program
     y = jnp.asarray(np.random.default_rng(1).normal(size=(4 * n, 2, 3)), jnp.float32)
@@ -58,7 +58,7 @@ def tables_of_two_widths(mesh, s):
 
 
 def test_several_tables_share_messages():
-    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     tables, wholes = tables_of_two_widths(mesh, s)
     ids = {k: ids_of("zipf", (8,), 4, seed) for seed, k in enumerate("abc")}
     together = lambda t, ids: sum(
@@ -85,7 +85,7 @@ def test_several_tables_share_messages():
     ("combiner", "pool"), [("mean", "here"), ("sqrtn", "owner"), ("sum", "owner"), ("sum", "auto")]
 )
 def test_bags_equal_those_of_one_table(combiner, pool):
-    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     ids = ids_of("padding", (8, 5), 4)
     weights = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.5, (8, 5)), jnp.float32)
     y = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3)), jnp.float32)
@@ -144,7 +144,7 @@ def run(f, mesh, *args, check_vma=True):
 
 
 def test_what_cannot_be_read_is_nan():
-    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     ids = np.tile([[4, 8], [ROWS, ROWS], [-1, 3], [ROWS + 1, 3]], (4, 1))
     many = np.tile(np.arange(9) * 4, 4)  # nine ids of one owner
     bags = functools.partial(optzoo.lookup_sparse, combiner="sum", sharding=s)
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_is_nan():
 
 
 def test_transport_in_16_bits():
-    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     ids = ids_of("uniform", (16,), 4)
     read = lambda t, i: optzoo.sharded.lookup(t, i, s, transport=jnp.bfloat16)
     rows = run(read, mesh, shards(s, mesh), ids)
@@ -212,7 +212,7 @@ def test_transport_is_a_cast(dtype):
 
 
 def test_bad_input():
-    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     table, ids = shards(s, mesh), ids_of("uniform", (8,), 4)
     read = lambda **options: lambda t, i: optzoo.sharded.lookup(t, i, s, **options)
     with pytest.raises(ValueError, match="check_vma=True"):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
-from ...core.meshes import shard_map
+from ...core.meshes import automatically, shard_map
 from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
@@ -304,6 +304,8 @@ def _placed(f, params, state, mesh, axis_name):
         return jax.jit(f)(params, state)
     at = functools.partial(NamedSharding, mesh)
     specs = replica_specs(params, state, at(PartitionSpec()), at(PartitionSpec(axis_name)))
+    of = lambda sharding, part: jax.tree.map(lambda _: sharding.spec, part)
+    f = automatically(f, lambda results, *_: jax.tree.map(of, specs, results))
     return jax.jit(f, out_shardings=specs)(params, state)
 
 
