@@ -31,7 +31,7 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def shard_map(
-    f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, check_vma: bool = True
+    f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
     """``jax.shard_map`` for all types of axes, and for arguments with any sharding.
 

@@ -187,11 +187,10 @@ def _of_cast(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
 
 def _of_place(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
     (table,) = inputs
-    return table and _Step(
-        [],
-        [table._replace(places=(*table.places, op))],
-        lambda values, *_: (op.evaluate(values), []),
-    )
+    if table is None:
+        return None
+    placed = table._replace(places=(*table.places, op))
+    return _Step([], [placed], lambda values, *_: (op.evaluate(values), []))
 
 
 def _is_cast_to_bfloat16(op: Operation) -> bool:

@@ -115,7 +115,8 @@ def uniform_rows(
     words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)
 
     def rows_of(ids):
-        key = jax.random.wrap_key_data(words, impl=impl) if is_typed else jnp.asarray(words)
+        key = jnp.asarray(words)
+        key = jax.random.wrap_key_data(key, impl=impl) if is_typed else key
         row = lambda i: jax.random.uniform(
             jax.random.fold_in(key, i), (width,), dtype, minval=-scale, maxval=scale
         )
