@@ -132,6 +132,7 @@ def compiled_updates():
     return jax.jit(lambda *args: {name: f(*args) for name, f in each.items()})
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("scale", [0.1, 1.0])
 @pytest.mark.parametrize("case", IDS)
 def test_rows_of_all_kinds(case, scale):

@@ -11,6 +11,7 @@ from optzoo.native.groups import Unsupported
 from optzoo.native.tpu_leaf_kernel import tpu_leaf_kernel
 from optzoo.testing import samples
 
+from ..selection import chosen_first
 from .guarded import native_calls
 
 in_8_bits = lambda tx, **how: optzoo.slots_dtype(tx, "int8", **how)
@@ -36,7 +37,8 @@ def call_of(tx, shape):
     return probe, calls[-1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.unique
+@pytest.mark.parametrize("name", chosen_first(CASES, {"three axes"}))
 def test_it_computes_what_xla_does(name):
     tx, shape = CASES[name]
     probe, call = call_of(tx, shape)
