@@ -2,7 +2,6 @@
 
 import json
 import re
-import types
 
 import pytest
 
@@ -153,8 +152,11 @@ def test_progress(pytester, monkeypatch, capsys):
     monkeypatch.setattr(costs, "speed", lambda: 2.0)
     (pytester.path / "last.json").write_text("0.5")
     pytester.makepyfile(TWO_PROGRAMS)
-    plugin = types.SimpleNamespace(pytest_configure=conftest.pytest_configure)
-    pytester.inline_run("-q", plugins=[plugin])
+
+    class Plugin:
+        pytest_configure = staticmethod(conftest.pytest_configure)
+
+    pytester.inline_run("-q", plugins=[Plugin()])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 tests on one worker, about 0:30"  # 120 s by 2, and half of that
     shown = [line for line in lines if re.match(r"\d of 3 tests, 0:\d\d; about 0:\d\d left", line)]
