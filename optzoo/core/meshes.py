@@ -51,8 +51,7 @@ def shard_map(
         out_specs=out_specs,
         check_vma=check_vma,
     )
-    place = lambda spec: NamedSharding(mesh, only_along(names, spec))
-    outs = jax.tree.map(place, out_specs)
+    outs = jax.tree.map(lambda spec: NamedSharding(mesh, only_along(names, spec)), out_specs)
     # It takes no device from its arguments unless it is compiled.
     return jax.jit(jax.sharding.auto_axes(mapped, axes=names, out_sharding=outs), inline=True)
 
@@ -84,8 +83,8 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
 def zeros_of(kind: Any) -> Array:
     """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and axes that vary."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
-    if isinstance(sharding, NamedSharding) and explicit_axes(sharding.mesh):
-        zeros = reshard(zeros, sharding)
+    if isinstance(sharding, NamedSharding):
+        zeros = placed(zeros, sharding.mesh, sharding.spec)
     return vary(zeros, varying(kind))
 
 
@@ -110,7 +109,7 @@ def _place_of(x: Any) -> Any:
     return x.sharding if is_known else None
 
 
-def placed(x: Any, mesh: Any, spec: PartitionSpec = EVERYWHERE) -> Any:
+def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     """An array in the types of a mesh; as it is where these have no shardings."""
     return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x
 

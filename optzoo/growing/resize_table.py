@@ -237,7 +237,7 @@ def _resized(
     # An array that is not on several devices may go where the compiler puts it.
     places = [placed(xs[i]) for i in tables], [placed(arrays[i]) for i in slots]
     spec = lambda place: getattr(place, "spec", EVERYWHERE)
-    specs = [spec(place) for place in places[0]], [spec(place) for place in places[1]]
+    specs = tuple(list(map(spec, each)) for each in places)
     make = automatically(make, lambda *_: specs)
     found = jax.jit(make, out_shardings=places)(xs, arrays)
     for all_arrays, positions, new in zip((xs, arrays), (tables, slots), found, strict=True):

@@ -34,8 +34,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     replica axis: use :func:`optzoo.replicas.replica_specs` for it.
 
     Example:
-        >>> import jax, jax.numpy as jnp, numpy as np, optzoo
-        >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> from jax.sharding import NamedSharding, PartitionSpec
         >>> mesh = jax.make_mesh((1,), ("d",))
         >>> rows = NamedSharding(mesh, PartitionSpec("d"))
         >>> params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)}
