@@ -94,7 +94,7 @@ def test_equal_to_dense_adam(sizes, names, axis_name, factor):
 
 
 ASLEEP = asleep()
-MESH, SHARDING = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
+MESH, SHARDING = mesh_of(4, kind="Auto"), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
 
 
 @functools.cache

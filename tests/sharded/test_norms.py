@@ -22,7 +22,7 @@ from .test_minimize import batches, check, loss, shapes, train, train_on_one
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
-MESH, SHARDING = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
+MESH, SHARDING = mesh_of(4, kind="Auto"), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
 SGD, LAZY, ADAM = optzoo.gradient_descent(1.0), optzoo.lazy_adam(0.01), optzoo.adam(0.01, eps=1e-3)
 ROUNDS, ONE_ROUND = 0.01, None
 
