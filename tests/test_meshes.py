@@ -190,6 +190,34 @@ def test_rows_are_divided_as_their_ids():
         optzoo.lookup(table, ids, out_sharding="a")
 
 
+LINES = ["moving_average", "accumulate", "int8", "packed", "packed at random"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", [P("a"), P(), P(("a", "b"))], ids=str)
+@pytest.mark.parametrize("name", LINES)
+def test_tables_in_lines(name, spec, dtype):
+    """Lines are divided as the rows, and a step by lookups has the values of one device."""
+    tx, ids = WRAPPERS[name](optzoo.lazy_adam(0.1)), np.array([0, 3, 63, 3, 8, 64, 40, 1])
+    loss = lambda p, ids: jnp.mean(optzoo.lookup(p["table"], ids).astype("float32") ** 2)
+
+    def train(table, ids):
+        params = {"table": optzoo.rows.to_lines(table)}
+        state, step = tx.init(params), optzoo.minimize(loss, tx, sparse="require")
+        types = list(map(jax.typeof, jax.tree.leaves((params, state))))
+        for _ in range(3):
+            params, state, value = step(params, state, ids)
+            assert list(map(jax.typeof, jax.tree.leaves((params, state)))) == types
+        return optzoo.rows.from_lines(params)["table"], optzoo.rows.from_lines(state), value
+
+    table = jnp.asarray(RNG.normal(size=(64, 32)), dtype)
+    want, mesh = train(table, jnp.asarray(ids)), make_mesh()
+    got = train(put(mesh, table, spec), put(mesh, ids, P("a")))
+    rtol = 1e-5 if dtype == "float32" else 1e-2
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=rtol, atol=1e-6)
+    assert jax.typeof(got[0]) == jax.typeof(put(mesh, table, spec))
+
+
 # Tables and replicas
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from .merge import add, elect, segment_sum
+from .meshes import automatically, mesh_of, spec_of
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -242,8 +245,12 @@ def _joined(x: Any, shape: tuple[int, ...]) -> Any:
     if jnp.shape(x) != shape:
         return x
     per_line = lanes // width
-    rows = jnp.pad(x.reshape(-1, width), ((0, lines * per_line - shape[0]), (0, 0)))
-    return jnp.pad(rows.reshape(lines, -1), ((0, 0), (0, lanes - per_line * width)))
+
+    def join(x):
+        rows = jnp.pad(x.reshape(-1, width), ((0, lines * per_line - shape[0]), (0, 0)))
+        return jnp.pad(rows.reshape(lines, -1), ((0, 0), (0, lanes - per_line * width)))
+
+    return automatically(join, _by_rows)(x)
 
 
 def _parted(x: Any, shape: tuple[int, ...]) -> Array:
@@ -255,7 +262,15 @@ def _parted(x: Any, shape: tuple[int, ...]) -> Array:
     if (number := _side_by_side(x, shape)) > 1:
         return _each(lambda half: _parted(half, shape), x, number)
     width = math.prod(shape[1:])
-    return x[:, : x.shape[1] // width * width].reshape(-1, *shape[1:])[: shape[0]]
+    part = lambda x: x[:, : x.shape[1] // width * width].reshape(-1, *shape[1:])[: shape[0]]
+    return automatically(part, _by_rows)(x)
+
+
+def _by_rows(new: Array, x: Array) -> PartitionSpec:
+    """Lines are divided as the rows, and rows as the lines, where they can be; lanes are not."""
+    first, sizes = spec_of(x)[0], mesh_of(x).shape
+    number = math.prod(sizes[name] for name in jax.tree.leaves(first))
+    return PartitionSpec(None if len(new) % number else first)
 
 
 def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
@@ -266,20 +281,30 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
         ids: of shape ``(n,)``.
         shape: of the table.
     """
-    line, part, per_line, width = _places(lines, ids, shape)
-    is_mine = _one_hot(part, per_line)
 
-    def rows_of(found):
-        found = found[:, : per_line * width].reshape(-1, per_line, width)
-        # A sum of one row and zeros: quicker on a TPU than to gather it.
-        rows = jnp.sum(jnp.where(is_mine[..., None], found, 0), axis=1, dtype=lines.dtype)
-        return rows.reshape(-1, *shape[1:])
+    def take(lines, ids):
+        line, part, per_line, width = _places(lines, ids, shape)
+        is_mine = _one_hot(part, per_line)
 
-    return _each(rows_of, jnp.take(lines, line, axis=0, mode="clip"), _side_by_side(lines, shape))
+        def rows_of(found):
+            found = found[:, : per_line * width].reshape(-1, per_line, width)
+            # A sum of one row and zeros: quicker on a TPU than to gather it.
+            rows = jnp.sum(jnp.where(is_mine[..., None], found, 0), axis=1, dtype=lines.dtype)
+            return rows.reshape(-1, *shape[1:])
+
+        found = jnp.take(lines, line, axis=0, mode="clip")
+        return _each(rows_of, found, _side_by_side(lines, shape))
+
+    return automatically(take, lambda rows, lines, ids: spec_of(ids))(lines, ids)
 
 
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
+    put = functools.partial(_put_rows, shape=shape)
+    return automatically(put, lambda new, lines, ids, rows: spec_of(lines))(lines, ids, rows)
+
+
+def _put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     line, part, per_line, width = _places(lines, ids, shape)
     # All new rows of a line come together at one of their positions.
     elected, count = elect(line), len(ids)
@@ -295,8 +320,12 @@ def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
 
 def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with rows added to those of some ids, which may repeat."""
-    line, part, _, _ = _places(lines, ids, shape)
-    return add(lines, line, _in_lanes(rows, part, lines, shape))
+
+    def put(lines, ids, rows):
+        line, part, _, _ = _places(lines, ids, shape)
+        return add(lines, line, _in_lanes(rows, part, lines, shape))
+
+    return automatically(put, lambda new, lines, ids, rows: spec_of(lines))(lines, ids, rows)
 
 
 def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:

@@ -258,7 +258,7 @@ def test_a_sharded_table_trains_on():
 
 
 def test_sharded_tables_in_lines():
-    mesh, tx = mesh_of(2, names=("shard",), kind="Auto"), LAZY()
+    mesh, tx = mesh_of(2, names=("shard",)), LAZY()
     old, new = (optzoo.sharded.RowSharding(n, 2, multiple=128) for n in (30, 200))
     x = {"emb": optzoo.sharded.create_table(old, mesh, rows_of, lines=True)}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, x))(x)
@@ -266,7 +266,7 @@ def test_sharded_tables_in_lines():
     y, state = f(shardings={"emb": (old, new)})
     same(y["emb"], optzoo.sharded.create_table(new, mesh, rows_of, lines=True))
     for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
-        assert array.sharding == NamedSharding(mesh, new.spec)
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, new.spec), array.ndim)
     with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
         f(shardings={"emb": (old, optzoo.sharded.RowSharding(200, 2, multiple=1))})
 
