@@ -204,8 +204,6 @@ class Method(NamedTuple):
         return self.factory(inner, **{**usual, **kwargs})
 
 
-_ALL = lambda num_replicas: num_replicas
-
 DISTRIBUTED: dict[str, Method] = _by_name(
     Method(agn, f"{_CONTRIB}.AGNOptimizer"),
     Method(diloco, None),
@@ -215,9 +213,9 @@ DISTRIBUTED: dict[str, Method] = _by_name(
         f"{_CONTRIB}.DropStaleGradientOptimizer",
         {"staleness": lambda num_replicas: num_replicas - 1},
     ),
-    Method(elastic_average, f"{_CONTRIB}.ElasticAverageOptimizer", {"num_workers": _ALL}),
+    Method(elastic_average, f"{_CONTRIB}.ElasticAverageOptimizer"),
     Method(model_average, f"{_CONTRIB}.ModelAverageOptimizer"),
-    Method(sync_replicas, f"{_TRAIN}.SyncReplicasOptimizer", {"replicas_to_aggregate": _ALL}),
+    Method(sync_replicas, f"{_TRAIN}.SyncReplicasOptimizer"),
 )
 
 

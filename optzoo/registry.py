@@ -306,12 +306,12 @@ _MEANINGLESS = {"name", "use_locking"}
 _MEANINGLESS_OF = {
     "adagrad_da": {"global_step"},  # it counts steps itself, or takes update(..., global_step=)
     "adam_gs": {"global_step"},
-    "agn": {"num_worker", "custom_getter"},
+    "agn": {"custom_getter"},
     "amsgrad": {"var_list"},
     "elastic_average": {"ea_custom_getter", "synchronous"},
     "ftrl": {"accum_name", "linear_name"},
     "lazy_adam_gs": {"global_step"},
-    "model_average": {"num_worker", "is_chief", "ma_custom_getter"},
+    "model_average": {"is_chief", "ma_custom_getter"},
     "moving_average": {"sequential_update"},
     "shampoo": {"global_step"},
     "variable_clipping": {"colocate_clip_ops_with_vars"},

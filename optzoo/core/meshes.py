@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,38 @@ def explicit_axes(mesh: Any) -> tuple[str, ...]:
     """The names of the explicit axes."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+
+def check_axes(mesh: Any, names: Any, fix: str) -> int:
+    """The number of devices along some axes of a mesh.
+
+    Args:
+        mesh: the mesh.
+        names: of its axes: a string, or a tuple of them.
+        fix: what names the axis otherwise, for the error.
+
+    Raises:
+        ValueError: if the mesh has no such axis.
+    """
+    for name in jax.tree.leaves(names):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"mesh has no axis {name!r}, its axes are {dict(mesh.shape)}: give {fix}, or "
+                "another mesh"
+            )
+    return math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
+
+
+def axis_size(axis_name: Any, fix: str) -> int:
+    """The size of a named axis, or axes, inside of a map.
+
+    Raises:
+        NameError: if there is none.
+    """
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise NameError(f"no axis is named axis_name={axis_name!r} here: {fix}") from error
 
 
 def shard_map(

@@ -40,6 +40,7 @@ class AGNPerReplica(NamedTuple):
 
 def agn(
     inner: optax.GradientTransformation,
+    num_workers: int | None = None,
     *,
     axis_name: AxisName = "replica",
     communication_period: int = 10,
@@ -85,6 +86,7 @@ def agn(
 
     Args:
         inner: a whole optimizer, its learning rate included.
+        num_workers: the number of replicas, to be checked; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one push to the next; static.
         order: ``"simultaneous"``: the center makes one step by the mean of all pushes, with one
@@ -98,8 +100,8 @@ def agn(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, or if gradients are already summed over
-            the replicas.
+        ValueError: if no params are given to ``update``, if the axis has another size than
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -112,7 +114,7 @@ def agn(
         at least.
     """
     period = check_size(1, communication_period=communication_period)
-    replicas = Replicas(axis_name, bucket_bytes)
+    replicas = Replicas(axis_name, bucket_bytes, num_workers)
     inner = inner_transformation(inner=inner)
 
     def accumulate(updates, params, per_replica, **_):

@@ -54,6 +54,7 @@ def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
     *,
+    num_workers: int | None = None,
     axis_name: AxisName = "replica",
     communication_period: int = 100,
     warmup_steps: int = 0,
@@ -111,6 +112,7 @@ def diloco(
         inner: a whole optimizer, its learning rate included.
         outer: the optimizer for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
             nesterov=True)``.
+        num_workers: the number of replicas, to be checked; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
         warmup_steps: the number of first steps with synchronous training: gradients are averaged
@@ -145,11 +147,11 @@ def diloco(
 
     Raises:
         ValueError: if there is no time for ``overlap_steps``, if ``placement`` would move nothing
-            (by ``init``), if no params are given to ``update``,
-            if ``min_arrived`` is above the number of replicas, if ``exchange_dtype`` is given
-            with ``warmup_steps`` or without an axis, or ``error_feedback`` without it, if
-            ``fragment`` is out of its range, if ``exchange`` is a stage without
-            ``overlap_steps``, or if gradients are already summed over the replicas.
+            (by ``init``), if no params are given to ``update``, if the axis has another size than
+            ``num_workers``, if ``min_arrived`` is above the number of replicas, if
+            ``exchange_dtype`` is given with ``warmup_steps`` or without an axis, or
+            ``error_feedback`` without it, if ``fragment`` is out of its range, if ``exchange`` is a
+            stage without ``overlap_steps``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -191,7 +193,7 @@ def diloco(
             f"{', '.join(NAMES)}"
         )
     check_choice((*get_args(Placement), None), placement=placement)
-    replicas = Replicas(axis_name, bucket_bytes)
+    replicas = Replicas(axis_name, bucket_bytes, num_workers)
     inner = inner_transformation(inner=inner)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     outer = inner_transformation(outer=outer)

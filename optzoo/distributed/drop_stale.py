@@ -37,6 +37,7 @@ def drop_stale_gradient(
     inner: optax.GradientTransformation,
     staleness: int,
     *,
+    num_workers: int | None = None,
     axis_name: AxisName = "replica",
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
@@ -74,13 +75,14 @@ def drop_stale_gradient(
     Args:
         inner: a whole optimizer, its learning rate included.
         staleness: the greatest age of a gradient, in updates; below 0 none is accepted.
+        num_workers: the number of replicas, to be checked; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
 
     Raises:
         TypeError: if ``inner`` is no transformation or ``staleness`` no number.
-        ValueError: if ``staleness`` is NaN; at trace time, if gradients are already summed over the
-            replicas.
+        ValueError: if ``staleness`` is NaN; at trace time, if the axis has another size than
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -92,7 +94,7 @@ def drop_stale_gradient(
         they are one step. The count of dropped gradients is an int,
         ``state.replicated.stale_counter``.
     """
-    replicas = Replicas(axis_name, bucket_bytes)
+    replicas = Replicas(axis_name, bucket_bytes, num_workers)
     inner = inner_transformation(inner=inner)
     check("a number", lambda v: not math.isnan(v), infinite=True, staleness=staleness)
 

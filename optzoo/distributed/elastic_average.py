@@ -25,7 +25,7 @@ class ElasticAveragePerReplica(NamedTuple):
 
 def elastic_average(
     inner: optax.GradientTransformation,
-    num_workers: int,
+    num_workers: int | None = None,
     *,
     axis_name: AxisName = "replica",
     communication_period: int = 10,
@@ -72,11 +72,11 @@ def elastic_average(
 
     Args:
         inner: a whole optimizer, its learning rate included.
-        num_workers: the number of replicas.
+        num_workers: the number of replicas, to be checked; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         communication_period: :math:`\tau`, local steps from one exchange to the next; static.
-        moving_rate: :math:`\alpha`, in (0, 1]; None for :math:`0.9 / \tau /` ``num_workers``. The
-            center stays within the range of the replicas if ``num_workers * moving_rate <= 1``.
+        moving_rate: :math:`\alpha`, in (0, 1]; None for :math:`0.9 / (\tau n)` with :math:`n`
+            replicas. The center stays within the range of the replicas if :math:`n \alpha \le 1`.
         rho: :math:`\rho`, at least 0.
         order: ``"simultaneous"``: all replicas read the same center, with one sum over the
             replicas; ``"round_robin"``: one after the other by rank, as the original's workers.
@@ -100,16 +100,13 @@ def elastic_average(
         which it finds in some optimizers only; and it holds with any gradient, however computed.
         Centers of parameters in 16 bits are kept in float32.
     """
-    num_workers = check_size(1, num_workers=num_workers)
     period = check_size(1, communication_period=communication_period)
     check("in (0, 1]", lambda v: 0 < v <= 1, none=True, moving_rate=moving_rate)
     check_not_negative(rho=rho)
     inner = inner_transformation(inner=inner)
-    replicas = Replicas(axis_name, bucket_bytes)
-    rate = 0.9 / period / num_workers if moving_rate is None else moving_rate
+    replicas = Replicas(axis_name, bucket_bytes, num_workers)
 
     def pull(updates, params, per_replica, **_):
-        replicas.check_size(num_workers=num_workers)
         if isinstance(rho, float | int) and rho == 0:
             return updates, per_replica, None
 
@@ -125,6 +122,7 @@ def elastic_average(
 
     def exchange(participates, params, replicated, per_replica, **_):
         center, last_seen = replicated.center, per_replica.method.local_center
+        rate = 0.9 / period / replicas.size if moving_rate is None else moving_rate
         difference = lambda x, c: jnp.where(participates, (rate * (x - c)).astype(x.dtype), 0)
         d = map_not_none(difference, params, center)
         total, number = replicas.sum((d, participates.astype(jnp.int32)))

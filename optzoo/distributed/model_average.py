@@ -28,6 +28,7 @@ Slots = Literal["keep", "average", "reset"]
 
 def model_average(
     inner: optax.GradientTransformation,
+    num_workers: int | None = None,
     *,
     axis_name: AxisName = "replica",
     interval_steps: int = 100,
@@ -68,6 +69,7 @@ def model_average(
 
     Args:
         inner: a whole optimizer, its learning rate included.
+        num_workers: the number of replicas, to be checked; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         interval_steps: :math:`\tau`, local steps from one average to the next; static.
         slots: what an average does to each replica's slots: ``"keep"`` leaves them unchanged, as
@@ -81,8 +83,8 @@ def model_average(
             all of them. It costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, or if gradients are already summed over
-            the replicas.
+        ValueError: if no params are given to ``update``, if the axis has another size than
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -96,7 +98,7 @@ def model_average(
     period = check_size(1, interval_steps=interval_steps)
     check_choice(Slots, slots=slots)
     inner = inner_transformation(inner=inner)
-    replicas = Replicas(axis_name, bucket_bytes)
+    replicas = Replicas(axis_name, bucket_bytes, num_workers)
 
     def exchange(arrived, params, replicated, per_replica, **_):
         state = per_replica.inner

@@ -48,7 +48,7 @@ class SyncReplicasPerReplica(NamedTuple):
 
 def sync_replicas(
     inner: optax.GradientTransformation,
-    replicas_to_aggregate: int,
+    replicas_to_aggregate: int | None = None,
     total_num_replicas: int | None = None,
     *,
     axis_name: AxisName = "replica",
@@ -99,8 +99,9 @@ def sync_replicas(
 
     Args:
         inner: a whole optimizer, its learning rate included.
-        replicas_to_aggregate: :math:`R`, at least 1.
-        total_num_replicas: the number of replicas; None for :math:`R`.
+        replicas_to_aggregate: :math:`R`, at least 1; None for all replicas.
+        total_num_replicas: the number of replicas, to be checked; None for :math:`R`, and for the
+            size of the axis if that is None as well.
         axis_name: the axis, or axes, of the replicas; None for a single one.
         hold: whether gradients are accumulated, in a copy of the parameters' size, until there
             are :math:`R`. If not, a tick with fewer changes nothing, and its gradients are
@@ -126,11 +127,12 @@ def sync_replicas(
         chief of the original uses all that have arrived. The original divides rows by the number
         of gradients that have them.
     """
-    aggregate = check_size(1, replicas_to_aggregate=replicas_to_aggregate)
-    total = aggregate if total_num_replicas is None else total_num_replicas
-    total = check_size(1, total_num_replicas=total)
+    aggregate, total = replicas_to_aggregate, total_num_replicas
+    if aggregate is not None:
+        aggregate = check_size(1, replicas_to_aggregate=aggregate)
+    total = aggregate if total is None else check_size(1, total_num_replicas=total)
     check_choice(RowsDivisor, rows_divisor=rows_divisor)
-    if not hold and aggregate > total:
+    if not hold and aggregate is not None and aggregate > total:
         raise ValueError(
             f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "
             "needs hold=True"
@@ -149,8 +151,8 @@ class _SyncReplicas:
 
     inner: optax.GradientTransformationExtraArgs
     replicas: Replicas
-    aggregate: int
-    total: int
+    aggregate: int | None
+    total: int | None
     hold: bool
     by_row_counts: bool
     skip_nonfinite: bool
@@ -174,19 +176,20 @@ class _SyncReplicas:
         local_step=None,
         **extra_args,
     ):
-        if (size := self.replicas.size) != self.total:
+        if self.total not in (None, size := self.replicas.size):
             raise ValueError(
                 f"total_num_replicas must be the size of the axis {self.replicas.axis_name!r}, "
                 f"{size}, got {self.total} (its default is replicas_to_aggregate="
                 f"{self.aggregate}): pass total_num_replicas={size}"
             )
+        aggregate = size if self.aggregate is None else self.aggregate
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         self.replicas.check_replicated(params)
         old, (last_read, waiting) = state
         all_of_them = arrived is None and local_step is None
         # Known when traced: this tick makes an update by itself.
-        complete = all_of_them and self.total >= self.aggregate and not self.skip_nonfinite
+        complete = all_of_them and size >= aggregate and not self.skip_nonfinite
         arrived = jnp.asarray(True if arrived is None else arrived)
         accumulates = self.hold and not complete
 
@@ -194,11 +197,11 @@ class _SyncReplicas:
         accepted = arrived if all_of_them else arrived & (read_at >= old.global_step)
         if self.skip_nonfinite:
             accepted &= all_finite(updates)
-        if not (complete and self.total == self.aggregate):
+        if not (complete and size == aggregate):
             ahead = _number_ahead(self.replicas, accepted, priority)
-            accepted &= ahead < self.aggregate - (old.count if accumulates else 0)
+            accepted &= ahead < aggregate - (old.count if accumulates else 0)
         number, mean, accumulator, dropped = self._mean(
-            updates, arrived, accepted, old, accumulates
+            updates, arrived, accepted, old, aggregate if accumulates else 0
         )
 
         apply = lambda: self.inner.update(mean, old.inner, params, **extra_args)
@@ -206,7 +209,7 @@ class _SyncReplicas:
             fire, (updates, of_inner) = True, apply()
             dropped += old.count  # what was accumulated before
         else:
-            fire = number >= self.aggregate
+            fire = number >= aggregate
             nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), old.inner)
             updates, of_inner = lax.cond(fire, apply, nothing)
             if not self.hold:
@@ -233,7 +236,7 @@ class _SyncReplicas:
         arrived: Array,
         accepted: Array,
         old: SyncReplicasReplicated,
-        accumulates: bool,
+        most: int,
     ) -> tuple[Array, Any, GradientAccumulator | tuple[()], Array]:
         """The mean of the gradients that are accumulated and of those that are accepted now.
 
@@ -242,21 +245,22 @@ class _SyncReplicas:
             arrived: whether they are available.
             accepted: whether they are accepted.
             old: the state before.
-            accumulates: whether the accumulator is used; if not, gradients in it are ignored.
+            most: of gradients in the accumulator; with 0 it is not used, and what is in it is
+                ignored.
 
         Returns:
             How many gradients there are, their mean, the new accumulator, and how many gradients
             were dropped.
         """
-        counts_rows = accumulates or self.by_row_counts
+        counts_rows = most > 0 or self.by_row_counts
         sums, (number, dropped) = self.replicas.sum_gradients(
             append_row_counts(updates) if counts_rows else updates,
             accepted,
             (accepted.astype(jnp.int32), (arrived & ~accepted).astype(jnp.int32)),
         )
         accumulator = old.accumulator
-        if accumulates:
-            now = {"update": old.global_step + 1, "accepted": number, "most": self.aggregate}
+        if most:
+            now = {"update": old.global_step + 1, "accepted": number, "most": most}
             sums, accumulator = accumulate_sums(accumulator, sums, updates, **now)
             number += old.count
         divide = divide_gradients

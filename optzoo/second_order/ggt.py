@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_decays, check_not_negative, check_positive, check_size
 from ..core.compat import custom_jvp
+from ..core.meshes import axis_size
 from ..core.numerics import saturating_cast, upcast
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
@@ -90,6 +91,8 @@ def scale_by_ggt(
         return saturating_cast(_combine(y, w), leaf.g.dtype), GGTSlots(m, w)
 
     def rule(leaves, shared, t):
+        if axis_name is not None:
+            axis_size(axis_name, "call update inside shard_map with that axis, or leave it out")
         p = (t - 1) % window
         moments = [moment(leaf, t) for leaf in leaves]
         windows = _push([leaf.slots.grad_buffer for leaf in leaves], moments, p)

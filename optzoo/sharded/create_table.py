@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..core.checks import check_flags, check_size
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
-from ..core.meshes import shard_map
+from ..core.meshes import check_axes, shard_map
 from .row_sharding import RowSharding
 
 
@@ -127,12 +127,7 @@ def uniform_rows(
 
 def check_mesh(mesh: Mesh, sharding: RowSharding) -> None:
     """Raises ``ValueError`` unless the mesh has the axes of the sharding, of its size."""
-    if missing := [name for name in sharding.axes if name not in mesh.shape]:
-        raise ValueError(
-            f"mesh must have the axis {missing[0]!r} of the sharding, it has {dict(mesh.shape)}: "
-            "give RowSharding(axis_name=...) or another mesh"
-        )
-    size = int(np.prod([mesh.shape[name] for name in sharding.axes]))
+    size = check_axes(mesh, sharding.axes, "RowSharding(..., axis_name=)")
     if size != sharding.num_shards:
         raise ValueError(
             f"num_shards must be the size of the mesh axes {sharding.axes}, {size}, "

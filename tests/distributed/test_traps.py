@@ -129,18 +129,70 @@ def test_an_axis_that_is_not_there_is_named():
         tx.update(cases.params(), tx.init(cases.params()), cases.params())
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda inner: optzoo.elastic_average(inner, N + 1), "num_workers"),
-        (lambda inner: optzoo.sync_replicas(inner, 2, N + 1), "total_num_replicas"),
-    ],
-)
-def test_another_number_of_replicas_is_refused(make, name):
-    with pytest.raises(
-        ValueError, match=f"{name} must be the size of the axis 'replica', 4, got 5"
+@pytest.mark.parametrize("axis_name", ["replica", ("model", "replica")])
+def test_an_axis_that_a_mesh_does_not_have_is_named(axis_name):
+    tx, mesh = optzoo.model_average(INNER), jax.make_mesh((4,), ("model",))
+    options = {"mesh": mesh, "axis_name": axis_name}
+    words = r"mesh has no axis 'replica', its axes are \{'model': 4\}: give axis_name="
+    for call in (
+        lambda: optzoo.replicas.map_over_replicas(lambda x, s: (x, s), **options),
+        lambda: optzoo.replicas.replicate(cases.params(), tx.init(cases.params()), N, **options),
+        lambda: optzoo.replicas.resize_replicas(tx, *cases.start(tx), N, **options),
     ):
-        ticks(make(optzoo.gradient_descent(0.1)), {})
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_replicas_that_devices_cannot_share_are_refused():
+    tx = optzoo.model_average(INNER)
+    with pytest.raises(
+        ValueError, match=r"num_replicas must be a multiple of the 4 devices .*got 6"
+    ):
+        optzoo.replicas.replicate(
+            cases.params(), tx.init(cases.params()), 6, mesh=cases.mesh(4), axis_name="replica"
+        )
+
+
+# With the number of replicas, and without it.
+NUMBERS = {
+    "agn": lambda n=None: optzoo.agn(INNER, n, communication_period=1),
+    "diloco": lambda n=None: optzoo.diloco(INNER, num_workers=n, communication_period=1),
+    "drop_stale_gradient": lambda n=None: optzoo.drop_stale_gradient(INNER, 2, num_workers=n),
+    "elastic_average": lambda n=None: optzoo.elastic_average(INNER, n, communication_period=1),
+    "model_average": lambda n=None: optzoo.model_average(INNER, n, interval_steps=1),
+    "sync_replicas": lambda n=None: optzoo.sync_replicas(INNER, n),
+}
+
+
+@pytest.mark.parametrize("method", NUMBERS)
+def test_the_number_of_replicas_is_that_of_the_axis(method):
+    chex.assert_trees_all_equal(ticks(NUMBERS[method](), {}), ticks(NUMBERS[method](N), {}))
+
+
+@pytest.mark.parametrize("exchange", [None, False])
+@pytest.mark.parametrize("method", NUMBERS)
+def test_another_number_of_replicas_is_refused(method, exchange):
+    name = "total_num_replicas" if method == "sync_replicas" else "num_workers"
+    words = f"{name} must be the size of the axis 'replica', 4, got 5"
+    if exchange is False and method in ("sync_replicas", "drop_stale_gradient"):
+        exchange = None  # they always exchange
+    tx = NUMBERS[method](N + 1)
+    step = lambda params, state, g: tx.update(g, state, params, exchange=exchange)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(optzoo.replicas.map_over_replicas(step), *cases.start(tx), gradients())
+
+
+def test_numbers_of_gradients_and_of_replicas():
+    """Alone, the first is the second, and the second the first."""
+    for given, same in (((2,), (2, 2)), ((None, N), (N, N)), ((), (N, N))):
+        tx, other = (optzoo.sync_replicas(INNER, *numbers) for numbers in (given, same))
+        replicas = same[1]
+        x, y = (
+            optzoo.replicas.replicate(cases.params(), t.init(cases.params()), replicas)
+            for t in (tx, other)
+        )
+        g = jax.tree.map(lambda a, n=replicas: a[:n], gradients())
+        chex.assert_trees_all_equal(train_of(tx)(*x, g, {}), train_of(other)(*y, g, {}))
 
 
 WRONG = {

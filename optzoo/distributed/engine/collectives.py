@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from ...core.checks import check_size
 from ...core.compat import cast_varying, gather_invarying, varying
+from ...core.meshes import axis_size
 from ...core.numerics import upcast
 from ...core.paths import path_name
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
@@ -33,37 +34,38 @@ class Replicas:
     Attributes:
         axis_name: of ``vmap``, ``pmap`` or a mesh; None for a single replica without any.
         bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        num_workers: the number of replicas, to be checked; None for any.
     """
 
     axis_name: AxisName = "replica"
     bucket_bytes: int | None = BUCKET_BYTES
+    num_workers: int | None = None
 
     def __post_init__(self):
         if self.bucket_bytes is not None:
             check_size(bucket_bytes=self.bucket_bytes)
+        if self.num_workers is not None:
+            check_size(1, num_workers=self.num_workers)
 
     @property
     def size(self) -> int:
-        """The number of replicas."""
-        if self.axis_name is None:
-            return 1
-        try:
-            return lax.axis_size(self.axis_name)
-        except NameError as error:
-            raise NameError(
-                f"no axis is named axis_name={self.axis_name!r} here: call update inside vmap, "
-                "shard_map or pmap with that axis (optzoo.replicas.map_over_replicas does), or "
-                "pass axis_name=None for a single replica"
-            ) from error
+        """The number of replicas.
 
-    def check_size(self, **expected: int) -> None:
-        """Raises ``ValueError`` unless the argument is the number of replicas."""
-        for name, number in expected.items():
-            if number != self.size:
-                raise ValueError(
-                    f"{name} must be the size of the axis {self.axis_name!r}, {self.size}, "
-                    f"got {number}"
-                )
+        Raises:
+            NameError: if there is no such axis.
+            ValueError: if ``num_workers`` is another number.
+        """
+        fix = (
+            "call update inside vmap, shard_map or pmap with that axis "
+            "(optzoo.replicas.map_over_replicas does), or pass axis_name=None for a single replica"
+        )
+        size = 1 if self.axis_name is None else axis_size(self.axis_name, fix)
+        if self.num_workers not in (None, size):
+            raise ValueError(
+                f"num_workers must be the size of the axis {self.axis_name!r}, {size}, got "
+                f"{self.num_workers}: leave it out, or give another axis_name"
+            )
+        return size
 
     def check_at_most(self, **numbers: int) -> None:
         """Raises ``ValueError`` if the argument is above the number of replicas."""

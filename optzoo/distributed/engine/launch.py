@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
-from ...core.meshes import automatically, shard_map
+from ...core.meshes import automatically, check_axes, shard_map
 from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
@@ -57,8 +57,11 @@ def map_over_replicas(
         wrap it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
 
     Raises:
-        ValueError: when called, if there is not one replica for each device of the mesh.
+        ValueError: if the mesh has no such axis; when called, if there is not one replica for each
+            device of the mesh.
     """
+    if mesh is not None:
+        check_axes(mesh, axis_name, _AXIS)
 
     def of_one(params, state, batch):
         params, state, *out = step(params, state, *batch)
@@ -182,8 +185,11 @@ def replicate(
         num_replicas: the number of replicas.
         mesh: the mesh to put them on; None for the default device.
         axis_name: the axis, or axes, of the mesh.
+
+    Raises:
+        ValueError: if the mesh has no such axis, or its size does not divide ``num_replicas``.
     """
-    check_size(1, num_replicas=num_replicas)
+    _check_replicas(num_replicas, mesh, axis_name)
 
     def all_of(params, state):
         spread = lambda a: jnp.broadcast_to(a, (num_replicas, *jnp.shape(a)))
@@ -223,10 +229,26 @@ def resize_replicas(
         mesh: the mesh to put them on; None for the default device. With several processes all of
             them must call this, with arrays on devices of all processes.
         axis_name: the axis, or axes, of the mesh.
+
+    Raises:
+        ValueError: if the mesh has no such axis, or its size does not divide ``num_replicas``.
     """
-    check_size(1, num_replicas=num_replicas)
+    _check_replicas(num_replicas, mesh, axis_name)
     resize = functools.partial(_resize, tx, num_replicas)
     return _placed(resize, params, state, mesh, axis_name)
+
+
+_AXIS = "axis_name=, the axis of the replicas"
+
+
+def _check_replicas(num_replicas: int, mesh: Mesh | None, axis_name: AxisName) -> None:
+    check_size(1, num_replicas=num_replicas)
+    size = 1 if mesh is None else check_axes(mesh, axis_name, _AXIS)
+    if num_replicas % size:
+        raise ValueError(
+            f"num_replicas must be a multiple of the {size} devices along {axis_name!r}, got "
+            f"{num_replicas}"
+        )
 
 
 def _resize(tx, num_replicas, params, state):

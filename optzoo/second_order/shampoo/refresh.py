@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.meshes import axis_size
+
 # root(a, rank=n) -> the roots of a stack of matrices, and for each whether it can be used
 Root = Callable[..., tuple[Any, Array]]
 
@@ -132,7 +134,8 @@ def _over_replicas(a, *, root, axis_name):
     """The roots of a stack, of which each replica computes a share."""
     if axis_name is None:
         return _in_chunks(a, root)
-    replicas, number = jax.lax.psum(1, axis_name), _length(a)
+    fix = "call update inside shard_map or vmap with that axis, or leave axis_name out"
+    replicas, number = axis_size(axis_name, fix), _length(a)
     size = math.ceil(number / replicas)
     start, padded = jax.lax.axis_index(axis_name) * size, replicas * size
     new, ok = _in_chunks(_share(_pad(a, padded), start, size), root)
