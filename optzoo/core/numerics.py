@@ -1,5 +1,6 @@
 """Arithmetic in at least float32, and without 0 / 0, in values and in derivatives."""
 
+import functools
 import numbers
 from typing import Any
 
@@ -11,9 +12,15 @@ from jax.typing import DTypeLike
 from .compat import custom_jvp
 
 
-def wide_dtype(x: Any) -> Any:
-    """The dtype of ``x``, or float32 if that is wider."""
-    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+def promote_types(a: Any, b: Any) -> Any:
+    """As ``jnp.promote_types``, also where ``jax_numpy_dtype_promotion`` is ``"strict"``."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
+def wide_dtype(*xs: Any) -> Any:
+    """The widest dtype of some arrays, at least float32."""
+    return functools.reduce(promote_types, map(jnp.result_type, xs), jnp.dtype(jnp.float32))
 
 
 def has_16_bits(dtype: Any) -> bool:
@@ -32,12 +39,12 @@ def slot_dtype(x: Any) -> Any:
 
 def upcast(a: Any) -> Any:
     """An array, or rows, in at least float32: the dtype to compute in."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    return a.astype(promote_types(a.dtype, jnp.float32))
 
 
 def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
     """Casts; finite values stay finite (a squared gradient easily overflows float16)."""
-    if jnp.promote_types(a.dtype, dtype) != dtype:
+    if promote_types(a.dtype, dtype) != dtype:
         top = jnp.finfo(dtype).max.astype(a.dtype)
         a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
     return a.astype(dtype)

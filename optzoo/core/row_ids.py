@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from .compat import opaque_dtype
 from .marks import marked
+from .numerics import promote_types
 
 HINT = (
     "If a transformation does not support `SparseRows`, put `optzoo.rows.densify()` before it "
@@ -91,7 +92,7 @@ def protect(ids: Any) -> Any:
             f"treated them as part of the gradient. {HINT}"
         )
     # There is no integer type for both uint64 and int32.
-    wide = jnp.int64 if dtype == jnp.uint64 else jnp.promote_types(dtype, jnp.int32)
+    wide = jnp.int64 if dtype == jnp.uint64 else promote_types(dtype, jnp.int32)
     wide = jax.dtypes.canonicalize_dtype(wide)
     if isinstance(ids, jax.ShapeDtypeStruct):
         [protected] = [key for key, dtype in _dtypes().items() if dtype == wide]

@@ -18,7 +18,7 @@ from .checks import check_transformation
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .meshes import zeros_of
-from .numerics import upcast
+from .numerics import promote_types, upcast
 from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
 
@@ -174,10 +174,9 @@ class SparseRows(metaclass=_HintInErrors):
         if is_rows(other):
             if other.ids is self.ids:
                 return self.with_values(self.values + other.values)
-            indices, values = (
-                jnp.concatenate(pair)
-                for pair in ((self.indices, other.indices), (self.values, other.values))
-            )
+            dtype = promote_types(self.indices.dtype, other.indices.dtype)
+            indices = jnp.concatenate([self.indices.astype(dtype), other.indices.astype(dtype)])
+            values = jnp.concatenate([self.values, other.values])
             return (other if self.shard is None else self).with_rows(indices, values)
         dense = jnp.asarray(other)
         if self.rounds_once and self.coalesced and upcast(dense).dtype == self.dtype != dense.dtype:

@@ -267,7 +267,7 @@ def diloco(
         mixed = lambda c, x: c if mixing == 0 else c + mixing * (x - c)
         take = lambda c, x: jnp.where(enough, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))
-        is_last = enough if fragment == fragments - 1 else 0
+        is_last = enough.astype(jnp.int32) if fragment == fragments - 1 else 0
         replicated = replicated._replace(
             center=replace_not_none(center, moved),
             method=replicated.method._replace(outer=tuple(states)),

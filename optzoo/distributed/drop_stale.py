@@ -130,7 +130,8 @@ def drop_stale_gradient(
             fits = step - read_at <= staleness
             nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
             x, of_inner, rows = lax.cond(active & fits, apply, nothing)
-            carry = x, of_inner, step + (active & fits), dropped + (active & ~fits)
+            one = lambda wanted: wanted.astype(jnp.int32)
+            carry = x, of_inner, step + one(active & fits), dropped + one(active & ~fits)
             return carry, rows
 
         def change(g, new, old, rows):

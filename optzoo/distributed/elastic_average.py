@@ -113,7 +113,7 @@ def elastic_average(
         def towards_center(g, x, center):
             if g is None:
                 return None
-            pulled = g + rho * (upcast(x) - center)
+            pulled = upcast(g) + rho * (upcast(x) - center)
             return pulled.astype(g.dtype)
 
         center = per_replica.method.local_center

@@ -122,7 +122,8 @@ def model_average(
             with_none = functools.partial(jax.tree.map, is_leaf=lambda a: a is None)
             per_replica = per_replica._replace(inner=with_none(replace, state, new, is_slot))
         replicated = replicated._replace(
-            center=replace_not_none(center, average), global_step=replicated.global_step + some
+            center=replace_not_none(center, average),
+            global_step=replicated.global_step + some.astype(jnp.int32),
         )
         return optax.tree.where(some, average, params), replicated, per_replica
 

@@ -132,7 +132,7 @@ def sync_replicas(
         aggregate = check_size(1, replicas_to_aggregate=aggregate)
     total = aggregate if total is None else check_size(1, total_num_replicas=total)
     check_choice(RowsDivisor, rows_divisor=rows_divisor)
-    if not hold and aggregate is not None and aggregate > total:
+    if not hold and aggregate is not None and total is not None and aggregate > total:
         raise ValueError(
             f"replicas_to_aggregate={aggregate} of {total} replicas take several ticks, which "
             "needs hold=True"

@@ -20,11 +20,12 @@ def debiased_direction(m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any) -
         b2: the decay of ``v``.
         eps: outside of the root.
     """
+    t = jnp.asarray(t, m.dtype)
     root = sqrt(v / _one_minus_power(b2, t)) + eps
     return safe_divide(m / _one_minus_power(b1, t), root, eps)
 
 
-def _one_minus_power(b: Any, t: Any) -> Array:
+def _one_minus_power(b: Any, t: Array) -> Array:
     """``1 - b**t``, without the rounding error of the power."""
-    log = math.log(b) if isinstance(b, float | int) and b > 0 else jnp.log(b)
+    log = math.log(b) if isinstance(b, float | int) and b > 0 else jnp.log(jnp.asarray(b, t.dtype))
     return -jnp.expm1(t * log)

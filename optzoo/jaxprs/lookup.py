@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from ..core.compat import make_primitive
 from ..core.lines import take_rows
 from ..core.meshes import automatically, spec_of_rows
+from ..core.numerics import promote_types
 from ..core.rows import Shard
 from .graph import Operation
 
@@ -34,7 +35,7 @@ def bind_lookup(
         in_lines: the shape of the table if the array is that of its lines (``core/lines.py``).
         spec: how the rows are divided; None for as the ids, and as the rows of the table.
     """
-    ids = ids.astype(canonicalize_dtype(jnp.promote_types(ids.dtype, jnp.int32)))
+    ids = ids.astype(canonicalize_dtype(promote_types(ids.dtype, jnp.int32)))
     return _lookup_p.bind(
         table, ids, batch_dims=batch_dims, shard=shard, in_lines=in_lines, spec=spec
     )

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
+from ..core.numerics import promote_types
 from ..jaxprs.graph import Graph, Operation, Value
 from .elementwise import number_of
 from .order import in_order
@@ -57,7 +56,7 @@ def _unchanged(op: Operation) -> Value | None:
         middle = op.ins[0]
         if middle.maker is not None and middle.maker.name == op.name:
             first = middle.maker.ins[0]
-            is_wider = jnp.promote_types(first.dtype, middle.dtype) == middle.dtype
+            is_wider = promote_types(first.dtype, middle.dtype) == middle.dtype
             return first if is_wider else None
     return None
 

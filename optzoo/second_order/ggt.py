@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_decays, check_not_negative, check_positive, check_size
 from ..core.compat import custom_jvp
 from ..core.meshes import axis_size
-from ..core.numerics import saturating_cast, upcast
+from ..core.numerics import promote_types, saturating_cast, upcast
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
@@ -98,12 +98,14 @@ def scale_by_ggt(
         windows = _push([leaf.slots.grad_buffer for leaf in leaves], moments, p)
         row = sum((_products(w, p) for w in windows), jnp.zeros(window))
         row = row if axis_name is None else lax.psum(row, axis_name)
-        is_p = jnp.arange(window) == p
+        is_p = jnp.arange(window, dtype=p.dtype) == p
         gram = jnp.where(is_p[None], row[:, None], shared["gram"])
         gram = jnp.where(is_p[:, None], row[None], gram)
         # Computed from the window alone, even where its dtype rounds the moment: the last term
         # would magnify a difference of the two by up to 1 / sqrt(svd_eps).
-        y = _coefficients(gram / jnp.minimum(t, window), p, (eps, svd_eps, sigma_eps))
+        y = _coefficients(
+            gram / jnp.minimum(t, window).astype(gram.dtype), p, (eps, svd_eps, sigma_eps)
+        )
         parts = zip(leaves, moments, windows, strict=True)
         return [finish(*part, y) for part in parts], {"gram": gram}
 
@@ -288,6 +290,6 @@ def _dot(a, b, dimensions, out_sharding=None):
         b,
         dimensions,
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.promote_types(b.dtype, jnp.float32),
+        preferred_element_type=promote_types(b.dtype, jnp.float32),
         out_sharding=out_sharding,
     )

@@ -303,7 +303,7 @@ def _begin(options: SoapOptions, leaf: Leaf) -> SoapParameter:
     """The gradient and the slots in blocks, all in one dtype."""
     g, _, s = leaf
     g, s = jax.tree.map(upcast, (g.to_dense() if is_rows(g) else g, s))
-    dtype = jnp.result_type(g, *jax.tree.leaves(s))
+    dtype = wide_dtype(g, *jax.tree.leaves(s))
     g, s = jax.tree.map(lambda a: a.astype(dtype), (g, s))
     blocks = options.blocks(g.shape)
     if blocks.preconditioned:
@@ -328,7 +328,7 @@ def _adam(options: SoapOptions, work: SoapParameter, t: Array) -> tuple[Array, A
 
 def _sum_of_weights(decay: Array, t: Array) -> Array:
     """The sum of the weights of a mean: ``1 - decay**t``."""
-    return -jnp.expm1(t * jnp.log(decay))
+    return -jnp.expm1(t.astype(decay.dtype) * jnp.log(decay))
 
 
 def _statistics(options: SoapOptions, work: SoapParameter) -> tuple[Any, ...]:

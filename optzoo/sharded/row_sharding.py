@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.checks import check_size
 from ..core.lines import is_lines
+from ..core.numerics import promote_types
 from ..core.paths import path_name, value_by_name
 from ..core.rows import Shard
 
@@ -158,7 +159,7 @@ SPREAD = 4.5
 
 def _dtype_of_ids(dtype: Any) -> Any:
     # There is no integer type for both uint64 and int32.
-    wide = jnp.int64 if dtype == jnp.uint64 else jnp.promote_types(dtype, jnp.int32)
+    wide = jnp.int64 if dtype == jnp.uint64 else promote_types(dtype, jnp.int32)
     return jax.dtypes.canonicalize_dtype(wide)
 
 

@@ -150,6 +150,22 @@ def test_extreme_gradients_give_finite_updates(case, dtype, large):
         chex.assert_tree_all_finite((updates, state, params))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_strict_settings(case, grads, dtype):
+    """No dtype or rank is promoted without a word, and no NaN or infinity made on the way."""
+    params, grads = cast(samples.params(), dtype), cast(grads, dtype)
+    zeros = {**grads, "layer": jax.tree.map(jnp.zeros_like, grads["layer"])}
+
+    def steps():
+        first = step(case.tx, zeros, params)
+        return step(case.tx, grads, *first)
+
+    want = steps()
+    with samples.strict_settings():
+        got = steps()
+    chex.assert_trees_all_equal(got, want)
+
+
 def test_abstract_init_is_init(case):
     params, tx = samples.params(), case.tx
     abstract = jax.eval_shape(lambda: params)

@@ -1,5 +1,6 @@
 """Small parameters, gradients and trajectories for tests."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -27,6 +28,18 @@ def row_grads(like):
     """Dense gradients, but rows 1 and 3 for the table; row 1 is listed twice, and 5 is padding."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
+
+
+@contextlib.contextmanager
+def strict_settings():
+    """JAX's settings that turn what may be a mistake into an error."""
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True),
+        jax.debug_infs(True),
+    ):
+        yield
 
 
 def plain(tree):

@@ -15,5 +15,5 @@ def moved_update(u: Any, moved: Any, x: Any) -> Any:
     """
     if moved is x or u is None:
         return u
-    new = moved + u
+    new = moved + upcast(u)
     return (new - upcast(x)).astype(u.dtype)  # their sum then has the rounding of the new ones

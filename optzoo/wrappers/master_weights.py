@@ -235,7 +235,7 @@ def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
     c = units.astype(jnp.int32) - (upper >> dropped).astype(jnp.int32)
     c = jnp.where(magnitude < _INFINITY, jnp.clip(c, info.min, info.max), 0)
     x = lax.bitcast_convert_type(((sign | upper) >> _UPPER).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isnan(wide), jnp.bfloat16(jnp.nan), x), c.astype(dtype)
+    return jnp.where(jnp.isnan(wide), wide.astype(x.dtype), x), c.astype(dtype)
 
 
 @_split.defjvp

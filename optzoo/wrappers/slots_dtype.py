@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_flags, check_size
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import automatically
+from ..core.numerics import promote_types
 from ..core.optimizer import Notes, Optimizer
 from ..state.eight_bits import (
     Codes,
@@ -222,11 +223,11 @@ def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
     Slots that were made in fewer digits stay, and so do those that are no real numbers.
     """
     what = holds(state.slots)
-    has = lambda a, dtype: jnp.promote_types(a.dtype, dtype) == a.dtype
+    has = lambda a, dtype: promote_types(a.dtype, dtype) == a.dtype
 
     def cast(name, slots, finer):
         exact = what[name] == Exact
-        wanted = jnp.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
+        wanted = promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
         best = jax.tree.map(lambda a, b: a if has(a, b.dtype) else b, slots, finer)
         return jax.tree.map(lambda a: a.astype(wanted) if has(a, wanted) else a, best)
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.testing import samples
 
 from ..selection import chosen_first
 from . import cases
@@ -85,3 +86,22 @@ def test_a_moving_rate_may_be_wider_than_the_parameters(x64):
         params = jnp.ones(3, jnp.float32)
         updates, state = tx.update(params, tx.init(params), params, exchange=True)
         assert updates.dtype == state.replicated.center.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", cases.METHODS)
+def test_strict_promotion(method, dtype):
+    """No dtype is promoted without a word: neither in a step that exchanges nor in another one."""
+    tx = cases.METHODS[method](optzoo.adam(0.1), cases.REPLICAS)
+    masks = np.ones(cases.REPLICAS, bool)
+
+    def step(params, state, grads, mask):
+        updates, state = tx.update(grads, state, params, active=mask, arrived=mask)
+        return optax.apply_updates(params, updates), state
+
+    with jax.numpy_dtype_promotion("strict"):
+        params = {"a": jnp.ones((2, 3), dtype), "b": jnp.zeros(4, dtype)}
+        x, state = optzoo.replicas.replicate(params, tx.init(params), cases.REPLICAS)
+        grads = {name: jnp.ones((cases.REPLICAS, *a.shape), dtype) for name, a in params.items()}
+        after = jax.eval_shape(optzoo.replicas.map_over_replicas(step), x, state, grads, masks)
+    assert samples.avals(after) == samples.avals((x, state))

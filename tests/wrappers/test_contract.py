@@ -164,6 +164,18 @@ def test_abstract_init_is_init_and_shares_no_buffers(wrap, inner):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
+@wrapped_around()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_settings(wrap, inner, dtype):
+    """No dtype or rank is promoted without a word, and no NaN or infinity made on the way."""
+    tx, x = wrap(INNER[inner]()), cast(params(), dtype)
+    for grads in cast(kinds(inner), dtype):
+        want = step(tx, grads, *step(tx, grads, x))
+        with samples.strict_settings():
+            got = step(tx, grads, *step(tx, grads, x))
+        chex.assert_trees_all_equal(got, want)
+
+
 # Unusual trees
 
 

@@ -111,7 +111,7 @@ def with_extra_updates(
         function = functions.get(path_name(path))
         if function is None or u is None:
             return u
-        given = {"var": (upcast(x) + u).astype(x.dtype)}
+        given = {"var": (upcast(x) + upcast(u)).astype(x.dtype)}
         if "grad" in inspect.signature(function).parameters:
             given["grad"] = g
         value = jnp.asarray(function(**given))

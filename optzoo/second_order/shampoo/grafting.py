@@ -127,4 +127,5 @@ def _grafted(direction: Any, length: Any) -> Any:
 
 def _sum_of_weights(decay: Array, t: Array) -> Array:
     """The sum of ``decay**k`` for ``k`` from 0 to ``t - 1``."""
+    t = t.astype(decay.dtype)
     return jnp.where(decay < 1, -jnp.expm1(t * jnp.log(decay)) / (1 - decay), t)

@@ -21,7 +21,10 @@ CHUNK = 2**24  # elements whose roots are computed at once: 64 matrices of 512 x
 
 def is_due(step: Any, interval: Any) -> Any:
     """Whether ``step`` (1, 2, ...) is a multiple of ``interval``; the bool True if always."""
-    return True if isinstance(interval, int) and interval == 1 else jnp.mod(step, interval) < 1
+    if isinstance(interval, int) and interval == 1:
+        return True
+    interval = jnp.asarray(interval)
+    return jnp.mod(jnp.asarray(step, interval.dtype), interval) < 1
 
 
 def refresh(

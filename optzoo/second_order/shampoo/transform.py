@@ -103,7 +103,7 @@ def _update(
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
     """The rule for :func:`treewise`: of all parameters, since their roots come in batches."""
     works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
-    wide = jnp.result_type(jnp.float32, *(work.g for work in works))
+    wide = wide_dtype(*(work.g for work in works))
     values = {name: jnp.asarray(v, wide) for name, v in scheduled.items()}
     now = StepValues(t=t, T=T, alpha=alpha, **values)
     used, kept = _statistics(options, now, works)
