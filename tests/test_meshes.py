@@ -126,6 +126,43 @@ def test_second_order(name, spec):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-3, atol=1e-5)
 
 
+# Inside of a shard_map that checks types
+
+INSIDE = SECOND_ORDER | {
+    name: WRAPPERS[name](optzoo.adam(0.1))
+    for name in ("accumulate", "agn", "sync_replicas", "diloco", "caught_up", "moving_average")
+}
+INSIDE |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_state_is_made_and_trained_inside_of_shard_map(name):
+    """Each device has a part of two parameters and all of another; a scan takes the state."""
+    tx, mesh, specs = INSIDE[name], make_mesh(), {"part": P("a"), "other": P("a"), "all": P()}
+    shapes = {"part": (8, 4), "other": (8, 2), "all": (4, 4)}
+    if "ggt" in name:  # whose update of one parameter depends on all others
+        del specs["all"]
+    params = {k: RNG.normal(size=shapes[k]).astype("float32") for k in specs}
+
+    def train(params):
+        def step(carry, _):
+            params, state = carry
+            return samples.step(tx, jax.tree.map(jnp.cos, params), params, state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=3)[0][0]
+
+    here = jax.jit(jax.shard_map(train, mesh=mesh, in_specs=(specs,), out_specs=specs))
+    got = jax.device_get(here({k: put(mesh, x, specs[k]) for k, x in params.items()}))
+    alone = jax.jit(train)
+    for i in range(2):
+        part = lambda tree, i=i: {
+            k: x if k == "all" else np.split(x, 2)[i] for k, x in tree.items()
+        }
+        chex.assert_trees_all_close(
+            part(got), jax.device_get(alone(part(params))), rtol=1e-4, atol=1e-6
+        )
+
+
 # Lookups
 
 

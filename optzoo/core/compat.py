@@ -385,6 +385,12 @@ def vary(x: Array, axes: Iterable[str]) -> Array:
     return cast_varying(x, missing) if missing else x
 
 
+def vary_as(tree: Any, like: Any) -> Any:
+    """The same arrays, typed as different along the mesh axes of all arrays of another tree."""
+    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(like)))
+    return jax.tree.map(lambda a: vary(a, axes), tree) if axes else tree
+
+
 def shape_varying(shape: tuple[int, ...], dtype: Any, axes: Iterable[str]) -> Any:
     """The shape of an array that may differ along these mesh axes."""
     axes = frozenset(axes)

@@ -101,7 +101,7 @@ def drop_stale_gradient(
     def init(params):
         zero = lambda: jnp.zeros([], jnp.int32)
         replicated = DropStaleReplicated(zero(), zero(), inner.init(params))
-        return SharedParamsState(replicated, DropStalePerReplica(zero()))
+        return SharedParamsState(replicated, replicas.vary_new(DropStalePerReplica(zero())))
 
     def update(updates, state, params=None, *, active=None, local_step=None, **extra_args):
         check_params(params)

@@ -162,7 +162,7 @@ class _SyncReplicas:
         accumulator = init_accumulator(params) if self.hold else ()
         return SharedParamsState(
             SyncReplicasReplicated(zero(), zero(), zero(), accumulator, self.inner.init(params)),
-            SyncReplicasPerReplica(zero(), jnp.zeros([], bool)),
+            self.replicas.vary_new(SyncReplicasPerReplica(zero(), jnp.zeros([], bool))),
         )
 
     def update(

@@ -9,6 +9,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_function, check_params, check_update_arguments
+from ..core.compat import vary_as
 from ..core.gradients import flatten_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
@@ -44,6 +45,7 @@ def frame(
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None,
     needs_params: bool,
     needs_global_step: bool,
+    shared_varies: bool = False,
 ) -> Optimizer:
     """The transformation of a rule that sees all parameters, with their slots as they are stored.
 
@@ -56,10 +58,13 @@ def frame(
     reads = frozenset({"global_step", *scheduled})
 
     def init(params):
-        slot = lambda f: jax.tree.map(in_lines(f), params, is_leaf=is_lines)
+        slot = lambda f: jax.tree.map(
+            lambda x: vary_as(in_lines(f)(x), x), params, is_leaf=is_lines
+        )
         trees = list(map(slot, slots))
+        of_all = vary_as(shared(), params) if shared_varies else shared()
         count = jnp.zeros([], jnp.int32)
-        return beside(params, LeafwiseState(count, Slots._make(trees), shared()))
+        return beside(params, LeafwiseState(count, Slots._make(trees), of_all))
 
     def update(updates, state, params=None, **extra_args):
         if needs_params:

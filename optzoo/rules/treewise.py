@@ -21,6 +21,7 @@ def treewise(
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
     needs_params: bool = False,
     needs_global_step: bool = False,
+    shared_varies: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose rule sees all parameters at once; :func:`leafwise` is for the usual ones.
 
@@ -44,6 +45,8 @@ def treewise(
         scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule.
         needs_params: whether the rule reads the parameters.
         needs_global_step: whether ``update`` must be given ``global_step=``.
+        shared_varies: whether ``shared`` follows from the gradients: inside a ``shard_map`` that
+            checks types it then differs between devices, as the parameters do.
 
     Raises:
         ValueError: at trace time, if params or the global step are needed and missing, if a
@@ -58,4 +61,5 @@ def treewise(
         scheduled=scheduled,
         needs_params=needs_params,
         needs_global_step=needs_global_step,
+        shared_varies=shared_varies,
     )

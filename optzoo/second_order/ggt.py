@@ -113,6 +113,7 @@ def scale_by_ggt(
         rule,
         slots=GGTSlots(zeros, empty),
         shared=lambda: {"gram": jnp.zeros((window, window))},
+        shared_varies=axis_name is None,
     )
 
 

@@ -12,6 +12,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_flags, check_not_negative
+from ..core.compat import vary_as
 from ..core.numerics import (
     is_number,
     safe_divide,
@@ -130,6 +131,7 @@ def scale_by_soap(
             basis=lambda x: _matrices(options, x, jnp.eye),
         ),
         shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
+        shared_varies=True,
         scheduled={"preconditioner_interval": preconditioner_interval},
     )
     return without_boxes(direction)
@@ -366,7 +368,7 @@ def _renewed(
         parts = zip(works, plain, bases, strict=True)
         return [(_turned(work, m, basis, 0), basis) for work, m, basis in parts], failed
 
-    nothing = lambda old: (old, jnp.zeros([], jnp.int32))
+    nothing = lambda old: (old, vary_as(jnp.zeros([], jnp.int32), old))
     old = [(s.m, s.basis) for s in slots]
     due = is_due(t - 1, frequency)
     new, failed = renew(old) if due is True else jax.lax.cond(due, renew, nothing, old)

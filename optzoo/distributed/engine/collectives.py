@@ -174,6 +174,13 @@ class Replicas:
 
         return jax.tree.map(vary, tree)
 
+    def vary_new(self, state: Any) -> Any:
+        """The new state of a replica as :meth:`vary` gives it; as it is outside of the axis."""
+        try:
+            return self.vary(state)
+        except NameError:
+            return state
+
     def check_per_replica(self, updates: Any) -> None:
         """Raises ``ValueError`` if a gradient is known to be the same on all replicas.
 

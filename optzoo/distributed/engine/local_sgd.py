@@ -116,7 +116,8 @@ class _Driver:
         any_inactive = () if self.method.lockstep else jnp.zeros([], bool)
         replicated = LocalSGDReplicated(zero(), zero(), any_inactive, center, of_all)
         per_replica = LocalSGDPerReplica(zero(), self.inner.init(params), of_each)
-        return LocalSGDState(self._put(jax.memory.Space.Host, replicated), per_replica)
+        replicated = self._put(jax.memory.Space.Host, replicated)
+        return LocalSGDState(replicated, self.replicas.vary_new(per_replica))
 
     def _put(self, space: jax.memory.Space, replicated: LocalSGDReplicated) -> LocalSGDReplicated:
         """What may be on the host, in this memory."""

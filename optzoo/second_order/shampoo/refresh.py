@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.compat import vary_as, varying
 from ...core.meshes import axis_size
 
 # root(a, rank=n) -> the roots of a stack of matrices, and for each whether it can be used
@@ -56,13 +57,15 @@ def refresh(
         stagger: whether each step refreshes a share of the roots, instead of one step all of them.
         axis_name: the mesh axis of replicas with equal matrices, each of which computes a share.
     """
-    batches = defaultdict[tuple[int, int], list[int]](list)
+    batches = defaultdict[tuple[int, int, frozenset[str]], list[int]](list)
     for i, (a, rank) in enumerate(zip(matrices, ranks, strict=True)):
-        batches[_first(a).shape[-1], rank].append(i)
+        batches[_first(a).shape[-1], rank, varying(_first(a))].append(i)
+    # A batch depends on those before it, so what is the same on all devices comes first.
+    in_order = sorted(batches.items(), key=lambda item: len(item[0][-1]))
 
     def roots(old):
         new, unusable, turns = list(old), jnp.zeros([], jnp.int32), 0
-        for (_, rank), members in batches.items():
+        for (_, rank, _), members in in_order:
             compute = functools.partial(
                 _over_replicas, root=functools.partial(root, rank=rank), axis_name=axis_name
             )
@@ -87,7 +90,7 @@ def refresh(
             unusable += missed
             for i, h in zip(members, olds, strict=True):
                 new[i] = h
-        return new, unusable
+        return new, vary_as(unusable, old)
 
     due = True if stagger else is_due(step, interval)
     if due is True:
@@ -96,7 +99,7 @@ def refresh(
 
 
 def _nothing(old):
-    return old, jnp.zeros([], jnp.int32)
+    return old, vary_as(jnp.zeros([], jnp.int32), old)
 
 
 def _first(stacks):
@@ -130,7 +133,7 @@ def _replace(matrices, old, *, compute, share=None):
         pick = lambda h, new: jnp.where(usable(h), new[here].astype(h.dtype), h)
         return jax.tree.map(pick, h, new)
 
-    return list(map(choose, old, ends)), jnp.sum(fresh & ~ok, dtype=jnp.int32)
+    return list(map(choose, old, ends)), vary_as(jnp.sum(fresh & ~ok, dtype=jnp.int32), old)
 
 
 def _over_replicas(a, *, root, axis_name):

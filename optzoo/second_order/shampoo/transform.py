@@ -73,6 +73,7 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
             momentum=none if options.update.momentum is None else zeros,
         ),
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
+        shared_varies=True,
         scheduled={"T": lambda k: k + 1, **vars(options.scheduled)},
     )
     return without_boxes(direction)
