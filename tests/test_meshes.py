@@ -32,8 +32,12 @@ def make_mesh(*kinds, sizes=(2, 2), names=("a", "b")):
 
 
 def put(mesh, x, spec):
-    # In full, as JAX gives it for results: jit compiles again for another spec of the same meaning.
-    spec = P(*(*spec, *(None,) * np.ndim(x))[: np.ndim(x)])
+    # As JAX gives it for results: jit compiles again for another spec of the same meaning.
+    entries = (*spec, *(None,) * np.ndim(x))[: np.ndim(x)]
+    if AxisType.Explicit not in mesh.axis_types:
+        while entries and entries[-1] is None:
+            entries = entries[:-1]
+    spec = P(*entries)
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
@@ -42,13 +46,15 @@ def inside(mesh, is_set):
 
 
 def trained(tx, params, grads, steps=3):
-    """Parameters and state after some steps, whose types never change."""
-    step = jax.jit(samples.step_of(tx))
+    """Parameters and state after some steps, whose types and places never change."""
+    step = jax.jit(samples.step_of(tx), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.copy, params)
     state = tx.init(params)
-    types = jax.tree.map(jax.typeof, (params, state))
+    about = lambda tree: jax.tree.map(lambda x: (jax.typeof(x), x.sharding), tree)
+    before = about((params, state))
     for _ in range(steps):
         params, state = step(params, state, grads)
-        assert jax.tree.map(jax.typeof, (params, state)) == types
+        assert about((params, state)) == before
     assert step._cache_size() == 1
     return params, state
 
@@ -95,6 +101,17 @@ def test_wrappers(name, spec, kind, is_set):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_places_on_automatic_axes(name):
+    """On these no type says where an array is, and XLA might choose another place."""
+    tx, mesh = WRAPPERS[name](optzoo.adam(0.1)), make_mesh("Auto", "Auto")
+    grads = jax.tree.map(np.cos, PARAMS)
+    want, _ = trained(tx, jax.tree.map(jnp.asarray, PARAMS), grads)
+    place = functools.partial(jax.tree.map, lambda x: put(mesh, x, P("a", "b")))
+    got, _ = trained(tx, place(PARAMS), place(grads))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b")], ids=str)
 def test_parameters_in_bfloat16_with_their_lower_bits(spec):
     tx, mesh = optzoo.master_weights(optzoo.adam(0.1)), make_mesh()
@@ -115,11 +132,12 @@ SECOND_ORDER = {
 }
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", SPECS[::-1], ids=str)
 @pytest.mark.parametrize("name", SECOND_ORDER)
-def test_second_order(name, spec):
-    """The types are those of the parameters, whatever is reshaped and multiplied inside."""
-    mesh, grads = make_mesh(), jax.tree.map(np.cos, PARAMS)
+def test_second_order(name, spec, kind):
+    """Types and places are those of the parameters, whatever is multiplied inside."""
+    mesh, grads = make_mesh(kind, kind), jax.tree.map(np.cos, PARAMS)
     want, _ = trained(SECOND_ORDER[name], jax.tree.map(jnp.asarray, PARAMS), grads)
     place = functools.partial(jax.tree.map, lambda x: put(mesh, x, spec))
     got, _ = trained(SECOND_ORDER[name], place(PARAMS), place(grads))

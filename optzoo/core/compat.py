@@ -23,6 +23,7 @@ from jax.extend import random as extend_random
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxlib.mlir.dialects import sdy
 from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
 
 # Primitives
@@ -53,6 +54,29 @@ def make_primitive(
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=False))
     return primitive
+
+
+def _lower_grouped(ctx: Any, new: Any, like: Any) -> list[Any]:
+    group = ctx.module_context.new_channel()  # a number that nothing else has in this program
+    for value in (new, like):
+        sdy.sharding_group(value, group)
+    return [new]
+
+
+_grouped_p = Primitive("optzoo_placed_as")
+_grouped_p.def_impl(lambda new, like: new)
+_grouped_p.def_abstract_eval(lambda new, like: new)
+ad.defjvp(_grouped_p, lambda t, new, like: t, None)
+batching.primitive_batchers[_grouped_p] = lambda args, axes: (args[0], axes[0])
+mlir.register_lowering(_grouped_p, _lower_grouped, cacheable=False)  # each with a group of its own
+
+
+def group_shardings(new: Array, like: Array) -> Array:
+    """``new``, which XLA divides over automatic axes of a mesh as ``like``, of the same shape.
+
+    It is ``jax.experimental.shard_alike``, which JAX 0.12 no longer has.
+    """
+    return _grouped_p.bind(new, like)
 
 
 def make_replaceable(

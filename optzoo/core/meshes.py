@@ -20,7 +20,7 @@ from jax.sharding import (
     reshard,
 )
 
-from .compat import vary, varying
+from .compat import group_shardings, vary, varying
 
 EVERYWHERE = PartitionSpec()
 
@@ -131,8 +131,9 @@ def beside(params: Any, state: Any) -> Any:
     if mesh is None or mesh.size == 1:
         return state
     is_apart = lambda x: isinstance(_place_of(x), SingleDeviceSharding)
-    # As a step gives it: a spec with fewer entries is another one to jit.
-    whole = lambda x: NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim))
+    # As a step gives it, with an entry for each axis of a type: jit tells the two forms apart.
+    entries = lambda x: (None,) * x.ndim if explicit_axes(mesh) else ()
+    whole = lambda x: NamedSharding(mesh, PartitionSpec(*entries(x)))
     return jax.tree.map(lambda x: jax.device_put(x, whole(x)) if is_apart(x) else x, state)
 
 
@@ -145,6 +146,16 @@ def _place_of(x: Any) -> Any:
 def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     """An array in the types of a mesh; as it is where these have no shardings."""
     return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x
+
+
+def placed_as(new: Any, like: Any) -> Any:
+    """An array divided over automatic axes of a mesh as another one of its shape.
+
+    XLA chooses where a result is. A state in another place would compile the next step again.
+    """
+    mesh = mesh_of(like)
+    divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+    return group_shardings(new, like) if divides else new
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:

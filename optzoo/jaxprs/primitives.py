@@ -30,8 +30,8 @@ class Kind(enum.Enum):
 
 _NAMES = {
     Kind.SAME: """
-        after copy copy_p device_put layout_constraint name optimization_barrier pcast pvary reshard
-        sharding_constraint stop_gradient with_memory_space_constraint
+        after copy copy_p device_put layout_constraint name optimization_barrier optzoo_placed_as
+        pcast pvary reshard sharding_constraint stop_gradient with_memory_space_constraint
     """,
     Kind.ELEMENTWISE: """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..core.lines import are_lines
-from ..core.meshes import automatically, spec_of
+from ..core.meshes import automatically, placed_as, spec_of
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.rows import is_rows
 from ..state.storage import StoredSlots, load, read_back, save
@@ -38,7 +38,8 @@ def in_float32(rule: Rule) -> Rule:
         call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
         of_update = spec_of(g if x is None else x)
         specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
-        return automatically(call, specs)(g, x, s, t, scheduled)
+        results = automatically(call, specs)(g, x, s, t, scheduled)
+        return jax.tree.map(placed_as, results, (g if x is None else x, s))
 
     return on_any_mesh
 
@@ -52,9 +53,17 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
         call = lambda leaves, shared, t, scheduled: rule(leaves, shared, t, **scheduled)
         done, shared = automatically(call, _specs)(loaded, shared, t, scheduled)
         pairs = zip(leaves, done, strict=True)
-        return [(u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
+        return [_placed(leaf, u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
 
     return on_stored
+
+
+def _placed(leaf: Any, u: Any, slots: Any) -> tuple[Any, Any]:
+    """An update where its parameter is, and slots where they were."""
+    like = leaf.g if leaf.x is None else leaf.x
+    is_array = u is not None and not is_rows(u) and not is_rows(like)
+    update = placed_as(u, like) if is_array else u
+    return update, jax.tree.map(placed_as, slots, leaf.slots)
 
 
 def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> Any:

@@ -257,6 +257,25 @@ def test_gather_invarying():
     np.testing.assert_array_equal(got, X, err_msg=must)
 
 
+def test_group_shardings():
+    """Groups of equal types do not become one, and derivatives and vmap pass by."""
+    must = fix("group_shardings", "divide its results as arguments", "states on automatic axes")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=2 * (AxisType.Auto,))
+    put = lambda spec: jax.device_put(np.ones((4, 4), "f"), NamedSharding(mesh, spec))
+    x, y = put(PartitionSpec(None, "b")), put(PartitionSpec("a"))
+    mixed = put(PartitionSpec("a", "b"))
+    f = lambda a: compat.group_shardings(mixed @ mixed + a, a)
+    new = jax.jit(lambda *arrays: [f(a) for a in arrays])(x, y)
+    assert [a.sharding for a in new] == [x.sharding, y.sharding], must
+    loop = jax.jit(lambda a: jax.lax.scan(lambda a, _: (f(a), None), a, length=2)[0])
+    assert loop(x).sharding == x.sharding, must
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda a: f(a).sum()))(x), 1, err_msg=must)
+    stacked = jnp.stack([x, y])
+    np.testing.assert_array_equal(jax.vmap(f)(stacked), 5, err_msg=must)
+    eqns = jax.make_jaxpr(lambda a: compat.group_shardings(a, a))(x).jaxpr.eqns
+    assert [str(e.primitive) for e in eqns] == ["optzoo_placed_as"], must
+
+
 # Optax
 
 
