@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from .marks import marked
 from .merge import add, merge, merge_in_place
@@ -58,17 +59,17 @@ def merge_rows(
 ) -> tuple[Array, Array]:
     """:func:`merge`."""
     f = functools.partial(merge, num_rows=num_rows, deterministic=deterministic)
-    return automatically(f, _of_both)(ids, values)
+    return automatically(f, _merged)(ids, values)
 
 
 @marked("rows_merge_in_place")
 def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
     """:func:`merge_in_place`."""
-    return automatically(functools.partial(merge_in_place, num_rows=num_rows), _of_both)(
-        ids, values
-    )
+    f = functools.partial(merge_in_place, num_rows=num_rows)
+    return automatically(f, _merged)(ids, values)
 
 
-def _of_both(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:
-    del merged
-    return spec_of(ids), spec_of(values)
+def _merged(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:
+    """Each device has all merged rows: to divide them is to gather them for each array of rows."""
+    del merged, ids
+    return PartitionSpec(None), PartitionSpec(None, *spec_of(values)[1:])

@@ -220,11 +220,16 @@ class SparseRows(metaclass=_HintInErrors):
     __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def to_dense(self, like: Any = None) -> Array:
-        """The whole array, zero where no row is listed; in lines if ``like`` is."""
+        """The whole array, zero where no row is listed; as ``like`` is in lines and divided."""
         wide = upcast(self.values)
-        is_like = like is not None and are_lines(like, self.shape)
-        shape = jnp.shape(like) if is_like else self.shape
-        return (jnp.zeros(shape, wide.dtype) + self.with_values(wide)).astype(self.dtype)
+        is_like = like is not None and (
+            jnp.shape(like) == self.shape or are_lines(like, self.shape)
+        )
+        shape, sharding = self.shape, None
+        if is_like:
+            shape, sharding = jnp.shape(like), jax.typeof(like).sharding
+        zeros = zeros_of(jax.ShapeDtypeStruct(shape, wide.dtype, sharding=sharding))
+        return (zeros + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Any) -> Array:
         """The rows of ``dense`` at ``indices``; at padding, some row of it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from ..core.lines import is_lines, on_plain
 from ..core.rows import SparseRows
@@ -103,7 +105,16 @@ def dense(rule: Rule) -> RowsRule:
         >>> print(updates.ravel())  # rows 0 and 1 have a gradient of zero
         [-1. -1. -2.]
     """
-    return lambda g, *args, **scheduled: on_plain(rule, g.shape)(g.to_dense(), *args, **scheduled)
+
+    def on_rows(g, x, s, t, **scheduled):
+        return on_plain(rule, g.shape)(_whole(g, x, s), x, s, t, **scheduled)
+
+    return on_rows
+
+
+def _whole(g: SparseRows, *like: Any) -> Array:
+    """The dense gradient, divided as the parameter and its slots."""
+    return g.to_dense(next((a for a in jax.tree.leaves(like) if jnp.shape(a) == g.shape), None))
 
 
 def touched(rule: Rule) -> RowsRule:
@@ -120,7 +131,7 @@ def touched(rule: Rule) -> RowsRule:
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
-        u, new = on_plain(rule, g.shape)(g.to_dense(), x, s, t, **scheduled)
+        u, new = on_plain(rule, g.shape)(_whole(g, x, s), x, s, t, **scheduled)
         return g.with_values(g.gather(u)).drop_padding(), new
 
     return on_rows

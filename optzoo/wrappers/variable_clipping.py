@@ -87,7 +87,7 @@ def variable_clipping(
         if is_rows(u) and 0 not in axes:
             u = u.coalesce()
             return u.with_values(to_clipped(upcast(u.values), upcast(u.gather(x)))).drop_padding()
-        u, x = upcast(u.to_dense() if is_rows(u) else u), upcast(x)
+        u, x = upcast(u.to_dense(x) if is_rows(u) else u), upcast(x)
         if not is_rows(g) or 0 in axes:
             return to_clipped(u, x)
         return g.scatter(u.astype(g.dtype), to_clipped(g.gather(u), g.gather(x)))
