@@ -222,11 +222,9 @@ class SparseRows(metaclass=_HintInErrors):
     def to_dense(self, like: Any = None) -> Array:
         """The whole array, zero where no row is listed; as ``like`` is in lines and divided."""
         wide = upcast(self.values)
-        is_like = like is not None and (
-            jnp.shape(like) == self.shape or are_lines(like, self.shape)
-        )
         shape, sharding = self.shape, None
-        if is_like:
+        is_array = like is not None and not is_rows(like)
+        if is_array and (jnp.shape(like) == self.shape or are_lines(like, self.shape)):
             shape, sharding = jnp.shape(like), jax.typeof(like).sharding
         zeros = zeros_of(jax.ShapeDtypeStruct(shape, wide.dtype, sharding=sharding))
         return (zeros + self.with_values(wide)).astype(self.dtype)
