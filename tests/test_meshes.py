@@ -101,6 +101,49 @@ def test_wrappers(name, spec, kind, is_set):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
 
 
+ALL = {name: WRAPPERS[name](optzoo.adam(0.1)) for name in WRAPPERS}
+ALL |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
+ALL |= {name: optzoo.soap(0.1, block_size=4) for name in ["soap in blocks"]}
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
+    mesh = make_mesh(kind, kind)
+    params = {"table": np.ones((4096, 8), "float32"), "kernel": np.ones((8, 4), "float32")}
+    params = jax.tree.map(lambda x: put(mesh, x, spec), params)
+    state, want = ALL[name].init(params), optzoo.state_sharding(ALL[name], params)
+    chex.assert_trees_all_equal_structs(state, want)
+    for (path, a), place in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want), strict=True
+    ):
+        assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("rows_of_state", [P("a"), P()], ids=str)
+def test_rows_that_rest_in_a_table_that_is_divided(kind, rows_of_state):
+    """By hand, without sharded_minimize; also if the state does not lie where its table does."""
+    tx, mesh = optzoo.caught_up(optzoo.adam(0.1)), make_mesh(kind, kind)
+    loss = lambda p, ids: jnp.mean(optzoo.lookup(p["table"], ids) ** 2)
+    table = RNG.normal(size=(4096, 4)).astype("float32")
+
+    def train(params, state):
+        step = optzoo.minimize(loss, tx, sparse="require")
+        for k in range(3):
+            params, state, _ = step(params, state, np.arange(8) + k)
+        params, state = optzoo.rows.catch_up(params, state)
+        return params, optzoo.get_slot(state, "m")
+
+    params = {"table": jnp.asarray(table)}
+    want = train(params, tx.init(params))
+    params = {"table": put(mesh, table, P("a"))}
+    place = lambda a: put(mesh, a, rows_of_state) if a.shape[:1] == (4096,) else a
+    got = train(params, jax.tree.map(place, tx.init(params)))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_places_on_automatic_axes(name):
     """On these no type says where an array is, and XLA might choose another place."""

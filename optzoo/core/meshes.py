@@ -121,6 +121,14 @@ def zeros_of(kind: Any) -> Array:
     return vary(zeros, varying(kind))
 
 
+def zeros_of_rows(x: Any, dtype: Any) -> Array:
+    """A zero for each row of an array, or of its shape, divided as the rows."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.zeros(x.shape[:1], dtype)
+    # Computed from the array: zeros made from a shape alone would be on one device.
+    return jnp.zeros_like(jnp.any(x != 0, axis=tuple(range(1, jnp.ndim(x)))), dtype)
+
+
 def beside(params: Any, state: Any) -> Any:
     """A new state with its arrays on the devices of the parameters: counts, and what is whole.
 

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.meshes import zeros_of_rows
 from ..core.numerics import sqrt
 from ..rules.leafwise import zeros
 
@@ -28,9 +28,7 @@ def of_rows(a: Array, x: Array) -> Array:
 
 def zero_for_each_row(x: Any) -> Array:
     """A slot with one zero for each row of the parameter ``x``."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return zeros(jax.ShapeDtypeStruct(x.shape[:1], x.dtype))
-    return zeros(jnp.sum(x, axis=_inner_axes(x)))  # sharded like the rows
+    return zeros(zeros_of_rows(x, x.dtype))
 
 
 def count_for_each_row(x: Any) -> Array:

@@ -107,14 +107,31 @@ def _check_nothing_follows(state: Any) -> None:
 
 
 def _all_rows(params: Any, state: Any) -> tuple[Any, Any]:
-    leaves, treedef = jax.tree.flatten((params, state))
-    meshes = {x.sharding.mesh for x in leaves if _has_shards(x)}
+    meshes = {x.sharding.mesh for x in jax.tree.leaves((params, state)) if _has_shards(x)}
     if len(meshes) != 1:
         return _whole(params, state)
     [mesh] = meshes
-    on_mesh = lambda x: getattr(getattr(x, "sharding", None), "mesh", None) == mesh
-    specs = [x.sharding.spec if on_mesh(x) else PartitionSpec() for x in leaves]
-    return _whole_of_shards(mesh, treedef, tuple(specs))(params, state)
+
+    def spec_on_mesh(x):
+        on_mesh = getattr(getattr(x, "sharding", None), "mesh", None) == mesh
+        return x.sharding.spec if on_mesh else PartitionSpec()
+
+    def divided_as_parameter(i, table):
+        """The table with the rows of its slots on the devices of those of the parameter."""
+        first = spec_on_mesh(table.arrays[0])[:1]
+
+        def place(a):
+            spec = PartitionSpec(*first, *spec_on_mesh(a)[1:])
+            return (
+                a if spec_on_mesh(a)[:1] == first else jax.device_put(a, NamedSharding(mesh, spec))
+            )
+
+        return table.with_arrays(jax.tree.map(place, table.arrays))
+
+    params, state = map_tables(params, state, divided_as_parameter)
+    leaves, treedef = jax.tree.flatten((params, state))
+    specs = tuple(map(spec_on_mesh, leaves))
+    return _whole_of_shards(mesh, treedef, specs)(params, state)
 
 
 def _has_shards(x: Any) -> bool:

@@ -14,6 +14,7 @@ from ..core.compat import in_same_trace
 from ..core.gradients import flatten_gradients
 from ..core.lines import is_lines
 from ..core.marked_rows import distinct
+from ..core.meshes import zeros_of_rows
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, path_name, resolve_mask
@@ -67,7 +68,7 @@ class Sleepers(NamedTuple):
         state = self.inner.init(params)
         marks = _marks(self.mask, params)
         dtype = _dtype(params, marks, state, self.sleeper)
-        start = lambda x, mark: jnp.zeros(x.shape[0], jnp.int32) if mark else optax.MaskedNode()
+        start = lambda x, mark: zeros_of_rows(x, jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = jax.tree.map(start, params, marks)
         return CaughtUpState(state, {self.sleeper.law: clock}, last)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.meshes import zeros_of_rows
 from ...core.numerics import upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.averages import wide_zeros_like
@@ -31,8 +32,7 @@ class GradientAccumulator(NamedTuple):
 
 def init_accumulator(params: Any) -> GradientAccumulator:
     """An empty accumulator."""
-    per_row = lambda x: jnp.zeros(jnp.shape(x)[:1], jnp.int32)
-    counts = (jax.tree.map(per_row, params) for _ in range(2))
+    counts = (jax.tree.map(lambda x: zeros_of_rows(x, jnp.int32), params) for _ in range(2))
     return GradientAccumulator(wide_zeros_like(params), *counts)
 
 
