@@ -37,7 +37,7 @@ METHODS = {
     "sync_replicas, several ticks": lambda inner, n: optzoo.sync_replicas(inner, 2 * n, n),
     "drop_stale_gradient": lambda inner, n: optzoo.drop_stale_gradient(inner, 1),
 }
-WAYS = ["vmap", "sharded jit", "pmap", "shard_map", "shard_map unchecked"]
+WAYS = ["vmap", "sharded jit", "pmap", "shard_map", "shard_map unchecked", "shard_map, automatic"]
 
 
 def params():
@@ -80,17 +80,22 @@ def mesh(replicas=REPLICAS, kind="Explicit"):
     return jax.make_mesh((replicas,), ("replica",), axis_types=(jax.sharding.AxisType[kind],))
 
 
+def _kind(way):
+    """The kind of the mesh axes."""
+    return "Auto" if way == "shard_map, automatic" else "Explicit"
+
+
 @functools.cache
 def start(tx, way="vmap", replicas=REPLICAS):
     """Parameters and state of all replicas, where this way needs them."""
-    places = None if way in ("vmap", "pmap") else mesh(replicas)
+    places = None if way in ("vmap", "pmap") else mesh(replicas, _kind(way))
     return optzoo.replicas.replicate(params(), tx.init(params()), replicas, mesh=places)
 
 
 def over(way, step, tx, replicas=REPLICAS):
     """The compiled step of all replicas."""
     if way.startswith("shard_map"):
-        of_mesh = {"mesh": mesh(replicas), "check_vma": way == "shard_map"}
+        of_mesh = {"mesh": mesh(replicas, _kind(way)), "check_vma": way != "shard_map unchecked"}
         return jax.jit(optzoo.replicas.map_over_replicas(step, **of_mesh))
     if way == "pmap":
         specs = optzoo.replicas.replica_specs(params(), tx.init(params()), None, 0)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
-from ...core.meshes import automatically, check_axes, shard_map
+from ...core.meshes import automatically, check_axes, shard_map, spec_of
 from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
@@ -70,7 +70,8 @@ def map_over_replicas(
     def vmapped(params, state, *batch):
         axes = *replica_specs(params, state, None, 0), 0
         mapped = jax.vmap(of_one, in_axes=axes, out_axes=axes, axis_name=axis_name)
-        params, state, out = mapped(params, state, batch)
+        # On explicit axes vmap takes no batch that is divided in another way than the replicas.
+        params, state, out = automatically(mapped, _specs_of_vmapped)(params, state, batch)
         return params, state, *out
 
     def sharded(params, state, *batch):
@@ -88,6 +89,15 @@ def map_over_replicas(
         return params, state, *out
 
     return functools.wraps(step)(vmapped if mesh is None else sharded)
+
+
+def _specs_of_vmapped(results: Any, params: Any, state: Any, batch: Any) -> Any:
+    """Parameters and state are divided as before, and what else there is as the replicas."""
+    del batch
+    like = jax.tree.leaves([node.per_replica for node in _nodes(state)])
+    first = PartitionSpec(*spec_of(like[0])[:1]) if like else PartitionSpec()
+    specs = (jax.tree.map(spec_of, tree) for tree in (params, state))
+    return *specs, jax.tree.map(lambda _: first, results[2])
 
 
 def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Callable[..., Any]:
