@@ -60,9 +60,9 @@ def trained(method, way, exchanges, x, rate):
     for target, exchange in zip(targets, exchanges, strict=True):
         tick = functools.partial(step, exchange=exchange)
         if way != "alone":
-            tick = optzoo.replicas.map_over_replicas(
-                tick, mesh=None if way == "vmap" else cases.mesh()
-            )
+            # No argument of the program is on explicit axes, which JAX 0.10 would need.
+            mesh = None if way == "vmap" else cases.mesh(kind="Auto")
+            tick = optzoo.replicas.map_over_replicas(tick, mesh=mesh)
         params, state = tick(params, state, target)
     weighted = lambda a: jnp.sum(jnp.cos(a) * jnp.arange(1.0, a.size + 1).reshape(a.shape))
     return sum(map(weighted, jax.tree.leaves((params, optzoo.eval_params(params, state)))))
