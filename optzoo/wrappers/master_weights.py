@@ -23,6 +23,7 @@ from ..state.types import map_nodes, nodes_of
 _DTYPES = {24: jnp.int8, 32: jnp.int16}
 _UPPER, _SIGN = np.uint32(16), np.uint32(0x80000000)
 _INFINITY, _GREATEST = np.uint32(0x7F800000), np.uint32(0x7F7F0000)
+_NAN = np.asarray(np.nan, jnp.bfloat16)  # of NumPy, so that it may be made where NaN is an error
 
 
 class MasterWeightsState(NamedTuple):
@@ -235,7 +236,7 @@ def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
     c = units.astype(jnp.int32) - (upper >> dropped).astype(jnp.int32)
     c = jnp.where(magnitude < _INFINITY, jnp.clip(c, info.min, info.max), 0)
     x = lax.bitcast_convert_type(((sign | upper) >> _UPPER).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isnan(wide), wide.astype(x.dtype), x), c.astype(dtype)
+    return jnp.where(jnp.isnan(wide), _NAN, x), c.astype(dtype)
 
 
 @_split.defjvp

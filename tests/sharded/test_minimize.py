@@ -288,7 +288,7 @@ def test_bad_input():
     refused("must have the 12288 stored rows", tables={"table": wrong})
     refused("num_shards must be the size", tables={"table": optzoo.sharded.RowSharding(ROWS, 3)})
     refused(
-        "mesh must have the axis 'x'",
+        "mesh has no axis 'x'",
         tables={"table": optzoo.sharded.RowSharding(ROWS, 4, axis_name="x")},
     )
     refused("capacity_factor must be", capacity_factor=0.0)

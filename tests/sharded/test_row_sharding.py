@@ -106,7 +106,7 @@ def test_bad_tables():
     rows = lambda ids: jnp.zeros((len(ids), 1))
     with pytest.raises(ValueError, match="num_shards must be the size of the mesh axes"):
         optzoo.sharded.create_table(s, mesh_of(4), rows)
-    with pytest.raises(ValueError, match="mesh must have the axis 'shard'"):
+    with pytest.raises(ValueError, match="mesh has no axis 'shard'"):
         optzoo.sharded.create_table(s, Mesh(np.array(jax.devices()[:2]), ("data",)), rows)
     with pytest.raises(ValueError, match="chunk"):
         optzoo.sharded.create_table(s, mesh_of(2), rows, chunk=0)
