@@ -146,7 +146,6 @@ class _Driver:
                 f"weight={weight!r} is for methods with a weighted mean, such as optzoo.diloco"
             )
         refuse_resting(state, "an exchange of parameters")
-        _ = self.replicas.size  # raises an error if it is another one than expected
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         arrived = True if arrived is None else arrived
