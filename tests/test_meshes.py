@@ -103,7 +103,7 @@ def test_wrappers(name, spec, kind, is_set):
 
 ALL = {name: WRAPPERS[name](optzoo.adam(0.1)) for name in WRAPPERS}
 ALL |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
-ALL |= {name: optzoo.soap(0.1, block_size=4) for name in ["soap in blocks"]}
+ALL["soap in blocks"] = optzoo.soap(0.1, block_size=4)
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
@@ -122,8 +122,8 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize("rows_of_state", [P("a"), P()], ids=str)
-def test_rows_that_rest_in_a_table_that_is_divided(kind, rows_of_state):
+@pytest.mark.parametrize("of_slots", [P("a"), P(), P("a", "b"), P(None, "b")], ids=str)
+def test_rows_that_rest_in_a_table_that_is_divided(kind, of_slots):
     """By hand, without sharded_minimize; also if the state does not lie where its table does."""
     tx, mesh = optzoo.caught_up(optzoo.adam(0.1)), make_mesh(kind, kind)
     loss = lambda p, ids: jnp.mean(optzoo.lookup(p["table"], ids) ** 2)
@@ -139,7 +139,7 @@ def test_rows_that_rest_in_a_table_that_is_divided(kind, rows_of_state):
     params = {"table": jnp.asarray(table)}
     want = train(params, tx.init(params))
     params = {"table": put(mesh, table, P("a"))}
-    place = lambda a: put(mesh, a, rows_of_state) if a.shape[:1] == (4096,) else a
+    place = lambda a: put(mesh, a, of_slots) if a.shape[:1] == (4096,) else a
     got = train(params, jax.tree.map(place, tx.init(params)))
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from .merge import add, elect, segment_sum
-from .meshes import automatically, mesh_of, spec_of
+from .meshes import automatically, devices_along, mesh_of, spec_of, spec_of_first
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -268,9 +268,8 @@ def _parted(x: Any, shape: tuple[int, ...]) -> Array:
 
 def _by_rows(new: Array, x: Array) -> PartitionSpec:
     """Lines are divided as the rows, and rows as the lines, where they can be; lanes are not."""
-    first, sizes = spec_of(x)[0], mesh_of(x).shape
-    number = math.prod(sizes[name] for name in jax.tree.leaves(first))
-    return PartitionSpec(None if len(new) % number else first)
+    first = spec_of(x)[0]
+    return PartitionSpec(None if len(new) % devices_along(mesh_of(x), first) else first)
 
 
 def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
@@ -301,7 +300,7 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
     put = functools.partial(_put_rows, shape=shape)
-    return automatically(put, lambda new, lines, ids, rows: spec_of(lines))(lines, ids, rows)
+    return automatically(put, spec_of_first)(lines, ids, rows)
 
 
 def _put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -325,7 +324,7 @@ def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
         line, part, _, _ = _places(lines, ids, shape)
         return add(lines, line, _in_lanes(rows, part, lines, shape))
 
-    return automatically(put, lambda new, lines, ids, rows: spec_of(lines))(lines, ids, rows)
+    return automatically(put, spec_of_first)(lines, ids, rows)
 
 
 def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:

@@ -9,10 +9,9 @@ from jax.sharding import PartitionSpec
 
 from .marks import marked
 from .merge import add, merge, merge_in_place
-from .meshes import automatically, spec_of, spec_of_rows
+from .meshes import automatically, spec_of, spec_of_first, spec_of_rows
 
 _of_rows = lambda rows, dense, ids: spec_of_rows(dense, ids)
-_as_before = lambda new, dense, ids, rows: spec_of(dense)
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 
@@ -27,7 +26,7 @@ def gather_rows(dense: Array, ids: Array) -> Array:
 def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
     """An array with other rows, of ids that differ; those out of range are ignored."""
     put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP, unique_indices=True)
-    return automatically(put, _as_before)(dense, ids, rows)
+    return automatically(put, spec_of_first)(dense, ids, rows)
 
 
 @marked("rows_scatter_equal")
@@ -37,14 +36,14 @@ def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
     To change a row again, as the rows of an id were computed, must not change it.
     """
     put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP)
-    return automatically(put, _as_before)(dense, ids, rows)
+    return automatically(put, spec_of_first)(dense, ids, rows)
 
 
 @marked("rows_add")
 def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     """An array with rows added; ids out of range are ignored."""
     put = lambda dense, ids, rows: dense.at[ids].add(rows, **_DROP, unique_indices=True)
-    return automatically(put if unique else add, _as_before)(dense, ids, rows)
+    return automatically(put if unique else add, spec_of_first)(dense, ids, rows)
 
 
 @marked("rows_distinct")

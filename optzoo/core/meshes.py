@@ -48,10 +48,18 @@ def check_axes(mesh: Any, names: Any, fix: str) -> int:
                 f"mesh has no axis {name!r}, its axes are {dict(mesh.shape)}: give {fix}, or "
                 "another mesh"
             )
+    return devices_along(mesh, names)
+
+
+def devices_along(mesh: Any, names: Any) -> int:
+    """The number of devices along some axes of a mesh: one along none."""
     return math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
 
 
-def axis_size(axis_name: Any, fix: str) -> int:
+def axis_size(
+    axis_name: Any,
+    fix: str = "call update inside shard_map or vmap with that axis, or leave axis_name out",
+) -> int:
     """The size of a named axis, or axes, inside of a map.
 
     Raises:
@@ -125,8 +133,9 @@ def zeros_of_rows(x: Any, dtype: Any) -> Array:
     """A zero for each row of an array, or of its shape, divided as the rows."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros(x.shape[:1], dtype)
-    # Computed from the array: zeros made from a shape alone would be on one device.
-    return jnp.zeros_like(jnp.any(x != 0, axis=tuple(range(1, jnp.ndim(x)))), dtype)
+    # Computed from the array: zeros made from a shape alone would be on one device. A maximum needs
+    # no copy of a table, and overflows in no dtype.
+    return jnp.zeros_like(jnp.max(x, axis=tuple(range(1, jnp.ndim(x))), initial=0), dtype)
 
 
 def beside(params: Any, state: Any) -> Any:
@@ -184,6 +193,12 @@ def mesh_of(tree: Any) -> Any:
 def spec_of(x: Any) -> PartitionSpec:
     """How the type of an array divides its axes."""
     return jax.typeof(x).sharding.spec
+
+
+def spec_of_first(results: Any, first: Any, *others: Any) -> PartitionSpec:
+    """For :func:`automatically`: a result is divided as the first argument."""
+    del results, others
+    return spec_of(first)
 
 
 def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:

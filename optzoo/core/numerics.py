@@ -1,6 +1,7 @@
 """Arithmetic in at least float32, and without 0 / 0, in values and in derivatives."""
 
 import functools
+import math
 import numbers
 from typing import Any
 
@@ -100,6 +101,12 @@ def sqrt(a: Array) -> Array:
 def _(primals, tangents):
     root = sqrt(*primals)
     return root, tangents[0] * jnp.where(root == 0, 0, 0.5 / jnp.where(root == 0, 1, root))
+
+
+def one_minus_power(b: Any, t: Array) -> Array:
+    """``1 - b**t`` for a number ``t``, in its dtype, without the rounding error of the power."""
+    log = math.log(b) if isinstance(b, float | int) and b > 0 else jnp.log(jnp.asarray(b, t.dtype))
+    return -jnp.expm1(t * log)
 
 
 def power(a: Array, exponent: Any) -> Array:

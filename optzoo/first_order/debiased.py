@@ -1,12 +1,11 @@
 """Adam's direction with the bias correction of each mean, as of the paper and of FBGEMM."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.numerics import safe_divide, sqrt
+from ..core.numerics import one_minus_power, safe_divide, sqrt
 
 
 def debiased_direction(m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any) -> Array:
@@ -21,11 +20,5 @@ def debiased_direction(m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any) -
         eps: outside of the root.
     """
     t = jnp.asarray(t, m.dtype)
-    root = sqrt(v / _one_minus_power(b2, t)) + eps
-    return safe_divide(m / _one_minus_power(b1, t), root, eps)
-
-
-def _one_minus_power(b: Any, t: Array) -> Array:
-    """``1 - b**t``, without the rounding error of the power."""
-    log = math.log(b) if isinstance(b, float | int) and b > 0 else jnp.log(jnp.asarray(b, t.dtype))
-    return -jnp.expm1(t * log)
+    root = sqrt(v / one_minus_power(b2, t)) + eps
+    return safe_divide(m / one_minus_power(b1, t), root, eps)

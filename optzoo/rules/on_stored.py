@@ -60,10 +60,15 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def _placed(leaf: Any, u: Any, slots: Any) -> tuple[Any, Any]:
     """An update where its parameter is, and slots where they were."""
-    like = leaf.g if leaf.x is None else leaf.x
-    is_array = u is not None and not is_rows(u) and not is_rows(like)
-    update = placed_as(u, like) if is_array else u
+    like = _like_update(leaf, u)
+    update = u if like is None else placed_as(u, like)
     return update, jax.tree.map(placed_as, slots, leaf.slots)
+
+
+def _like_update(leaf: Any, u: Any) -> Any:
+    """The array that an update is divided as; None if it is none, or is rows."""
+    like = leaf.g if leaf.x is None else leaf.x
+    return None if u is None or is_rows(u) or is_rows(like) else like
 
 
 def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> Any:
@@ -73,9 +78,8 @@ def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> An
     whole = lambda x: PartitionSpec()
 
     def of_leaf(leaf, u):
-        like = leaf.g if leaf.x is None else leaf.x
-        is_array = u is not None and not is_rows(u) and not is_rows(like)
-        of_update = spec_of(like) if is_array else jax.tree.map(whole, u)
+        like = _like_update(leaf, u)
+        of_update = jax.tree.map(whole, u) if like is None else spec_of(like)
         return of_update, jax.tree.map(spec_of, leaf.slots)
 
     pairs = zip(leaves, done, strict=True)

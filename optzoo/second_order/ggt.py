@@ -92,7 +92,7 @@ def scale_by_ggt(
 
     def rule(leaves, shared, t):
         if axis_name is not None:
-            axis_size(axis_name, "call update inside shard_map with that axis, or leave it out")
+            axis_size(axis_name)  # its error names the argument
         p = (t - 1) % window
         moments = [moment(leaf, t) for leaf in leaves]
         windows = _push([leaf.slots.grad_buffer for leaf in leaves], moments, p)

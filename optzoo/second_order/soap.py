@@ -12,9 +12,9 @@ import optax
 from jax import Array
 
 from ..core.checks import check_decays, check_flags, check_not_negative
-from ..core.compat import vary_as
 from ..core.numerics import (
     is_number,
+    one_minus_power,
     safe_divide,
     saturating_cast,
     slot_dtype,
@@ -34,7 +34,7 @@ from .shampoo.api import add_decay
 from .shampoo.blocks import Blocks, Cutting
 from .shampoo.options import check_interval
 from .shampoo.products import gram, multiply
-from .shampoo.refresh import is_due, refresh
+from .shampoo.refresh import is_due, keep_old, refresh
 
 
 class SoapSlots(NamedTuple):
@@ -324,13 +324,9 @@ def _adam(options: SoapOptions, work: SoapParameter, t: Array) -> tuple[Array, A
         g, t = jnp.where(t > 1, g, 0), jnp.maximum(t - 1, 1)
     m = b1 * work.slots.m + (1 - b1) * g
     v = b2 * work.slots.v + (1 - b2) * g**2
-    correction = jnp.sqrt(_sum_of_weights(b2, t)) / _sum_of_weights(b1, t)
+    t = t.astype(work.g.dtype)
+    correction = jnp.sqrt(one_minus_power(b2, t)) / one_minus_power(b1, t)
     return _turned(work, correction * safe_divide(m, sqrt(v) + eps, options.eps), basis, 1), m, v
-
-
-def _sum_of_weights(decay: Array, t: Array) -> Array:
-    """The sum of the weights of a mean: ``1 - decay**t``."""
-    return -jnp.expm1(t.astype(decay.dtype) * jnp.log(decay))
 
 
 def _statistics(options: SoapOptions, work: SoapParameter) -> tuple[Any, ...]:
@@ -368,10 +364,9 @@ def _renewed(
         parts = zip(works, plain, bases, strict=True)
         return [(_turned(work, m, basis, 0), basis) for work, m, basis in parts], failed
 
-    nothing = lambda old: (old, vary_as(jnp.zeros([], jnp.int32), old))
     old = [(s.m, s.basis) for s in slots]
     due = is_due(t - 1, frequency)
-    new, failed = renew(old) if due is True else jax.lax.cond(due, renew, nothing, old)
+    new, failed = renew(old) if due is True else jax.lax.cond(due, renew, keep_old, old)
     pairs = zip(slots, new, strict=True)
     return [s._replace(m=m, basis=basis) for s, (m, basis) in pairs], failed
 

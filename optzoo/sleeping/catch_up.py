@@ -117,16 +117,10 @@ def _all_rows(params: Any, state: Any) -> tuple[Any, Any]:
         return x.sharding.spec if on_mesh else PartitionSpec()
 
     def divided_as_parameter(i, table):
-        """The table with the rows of its slots on the devices of those of the parameter."""
-        first = spec_on_mesh(table.arrays[0])[:1]
-
-        def place(a):
-            spec = PartitionSpec(*first, *spec_on_mesh(a)[1:])
-            return (
-                a if spec_on_mesh(a)[:1] == first else jax.device_put(a, NamedSharding(mesh, spec))
-            )
-
-        return table.with_arrays(jax.tree.map(place, table.arrays))
+        """The table with its slots on the devices of the parameter, along all axes."""
+        spec = spec_on_mesh(table.arrays[0])
+        at = lambda a: NamedSharding(mesh, PartitionSpec(*spec[: a.ndim]))
+        return table.with_arrays(jax.tree.map(lambda a: jax.device_put(a, at(a)), table.arrays))
 
     params, state = map_tables(params, state, divided_as_parameter)
     leaves, treedef = jax.tree.flatten((params, state))

@@ -11,7 +11,7 @@ from jax import Array
 
 from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
-from ...core.numerics import norm, safe_divide, saturating_cast, sqrt, upcast
+from ...core.numerics import norm, one_minus_power, safe_divide, saturating_cast, sqrt, upcast
 from ...core.optimizer import About, Optimizer, reads_of
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.inner import fitting, inner_transformation
@@ -128,4 +128,4 @@ def _grafted(direction: Any, length: Any) -> Any:
 def _sum_of_weights(decay: Array, t: Array) -> Array:
     """The sum of ``decay**k`` for ``k`` from 0 to ``t - 1``."""
     t = t.astype(decay.dtype)
-    return jnp.where(decay < 1, -jnp.expm1(t * jnp.log(decay)) / (1 - decay), t)
+    return jnp.where(decay < 1, one_minus_power(decay, t) / (1 - decay), t)

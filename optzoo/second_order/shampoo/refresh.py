@@ -84,21 +84,22 @@ def refresh(
                 start = jnp.mod(step - 1 - turns, interval) * size
                 turns += math.ceil(number / size)
                 share = functools.partial(replace, share=(start, size))
-                olds, missed = jax.lax.cond(start < number, share, _nothing, olds)
+                olds, missed = jax.lax.cond(start < number, share, keep_old, olds)
             else:
                 olds, missed = replace(olds)
             unusable += missed
             for i, h in zip(members, olds, strict=True):
                 new[i] = h
-        return new, vary_as(unusable, old)
+        return new, unusable
 
     due = True if stagger else is_due(step, interval)
     if due is True:
         return roots(list(old))
-    return jax.lax.cond(due, roots, _nothing, list(old))
+    return jax.lax.cond(due, roots, keep_old, list(old))
 
 
-def _nothing(old):
+def keep_old(old):
+    """The roots, or bases, as they are; and how many of them could not be used: none."""
     return old, vary_as(jnp.zeros([], jnp.int32), old)
 
 
@@ -140,8 +141,7 @@ def _over_replicas(a, *, root, axis_name):
     """The roots of a stack, of which each replica computes a share."""
     if axis_name is None:
         return _in_chunks(a, root)
-    fix = "call update inside shard_map or vmap with that axis, or leave axis_name out"
-    replicas, number = axis_size(axis_name, fix), _length(a)
+    replicas, number = axis_size(axis_name), _length(a)
     size = math.ceil(number / replicas)
     start, padded = jax.lax.axis_index(axis_name) * size, replicas * size
     new, ok = _in_chunks(_share(_pad(a, padded), start, size), root)
