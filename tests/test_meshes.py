@@ -121,6 +121,72 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
         assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
 
 
+def in_spec(tree, spec):
+    return jax.jit(lambda tree: jax.tree.map(lambda x: reshard(x, spec), tree))(tree)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parts_of_a_sum_are_refused(name):
+    """Gradients that are unreduced, which parameters that are reduced get."""
+    tx = ALL[name]
+    with jax.set_mesh(make_mesh()):
+        params = {"table": jnp.ones((16, 8))}
+        reduced = in_spec(params, P(reduced={"a"}))
+        loss = lambda p, x: jnp.sum((x @ p["table"]) ** 2)
+        grads = jax.jit(jax.grad(loss))(reduced, reshard(jnp.ones((4, 16)), P("a")))
+        state = tx.init(params)
+        step = jax.jit(samples.step_of(tx))
+        with pytest.raises(TypeError, match=r"'table' .*is unreduced along mesh axes \['a'\]"):
+            step(params, state, grads)
+        step(params, state, in_spec(grads, P()))
+        with pytest.raises(TypeError, match=r"'table' is reduced along mesh axes \['a'\]"):
+            tx.init(reduced)
+        with pytest.raises(TypeError, match=r"'table' is reduced along mesh axes \['a'\]"):
+            step(reduced, state, params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.clip_by_global_norm(1.0),
+        optzoo.transforms.clip_by_norm(1.0),
+        optzoo.transforms.clip_by_average_norm(1.0),
+        optzoo.transforms.zero_if_norm_exceeds(1.0),
+    ],
+)
+def test_no_norm_of_parts_of_a_sum(tx):
+    with jax.set_mesh(make_mesh()):
+        grads = in_spec({"w": jnp.ones(4)}, P(reduced={"a"}))
+        with pytest.raises(TypeError, match=r"'w' is reduced along mesh axes \['a'\]"):
+            tx.update(grads, tx.init(None))
+
+
+def test_parameters_that_the_loss_reduces():
+    """Their gradients are summed once, by JAX; a table is looked up as it is."""
+    params = {"table": PARAMS["table"], "kernel": RNG.normal(size=(8, 3)).astype("float32")}
+    ids, y = np.arange(8) % 5, RNG.normal(size=(8, 3)).astype("float32")
+    tx = optzoo.lazy_adam(0.1)
+
+    def train(reduced, params, ids, y):
+        def loss(p, ids, y):
+            kernel = reshard(p["kernel"], reduced) if reduced else p["kernel"]
+            return jnp.mean((optzoo.lookup(p["table"], ids) @ kernel - y) ** 2)
+
+        step = jax.jit(optzoo.minimize(loss, tx, sparse={"table": "require"}))
+        params, _, value = step(params, tx.init(params), ids, y)
+        return params, value
+
+    want = train(None, params, ids, y)
+    mesh = make_mesh()
+    place = functools.partial(put, mesh)
+    with jax.set_mesh(mesh):
+        on_mesh = jax.tree.map(lambda x: place(x, P()), params)
+        got = train(P(reduced={"a"}), on_mesh, place(ids, P("a")), place(y, P("a")))
+        with pytest.raises(TypeError, match=r"'table' is reduced along mesh axes \['a'\]"):
+            optzoo.lookup(in_spec(on_mesh["table"], P(reduced={"a"})), ids)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("of_slots", [P("a"), P(), P("a", "b"), P(None, "b")], ids=str)
 def test_rows_that_rest_in_a_table_that_is_divided(kind, of_slots):

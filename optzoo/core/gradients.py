@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .meshes import spec_of
 from .paths import path_name
 from .rows import fits, is_rows, is_sparse_or_none
 
 
 class GradientTypeError(TypeError):
-    """A gradient, or its parameter, of a dtype that no optimizer takes."""
+    """A gradient, or its parameter, of a type that no optimizer takes."""
 
 
 class GradientShapeError(ValueError):
@@ -31,7 +32,8 @@ def check_gradients(
 
     Raises:
         GradientTypeError: if a gradient, or the parameter of one, is not of a real floating-point
-            dtype of at least 16 bits; or if a real parameter has a complex gradient.
+            dtype of at least 16 bits; if a real parameter has a complex gradient; or if a gradient
+            is unreduced, or a parameter reduced, along an axis of a mesh.
         GradientShapeError: if a gradient's shape is not that of its parameter.
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -51,16 +53,48 @@ def flatten_gradients(updates: Any, params: Any) -> tuple[list[Any], list[Any], 
     return [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs], xs, treedef
 
 
+def check_whole_sums(tree: Any) -> None:
+    """Checks arrays: new parameters, tables, or gradients without parameters.
+
+    Raises:
+        GradientTypeError: if an array is unreduced, or reduced, along an axis of a mesh.
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if found := _partial_sum(x):
+            raise GradientTypeError(f"array '{path_name(path)}' {found}")
+
+
+def _partial_sum(x: Any) -> str:
+    """The error of an array that is unreduced or reduced along an axis of a mesh, or nothing."""
+    spec = spec_of(x)
+    if spec.unreduced:
+        return (
+            f"is unreduced along mesh axes {sorted(spec.unreduced)}, so each device has a part of "
+            "the sum: sum it with jax.reshard"
+        )
+    if spec.reduced:
+        return (
+            f"is reduced along mesh axes {sorted(spec.reduced)}: give the array that jax.reshard "
+            "made it of"
+        )
+    return ""
+
+
 def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
     """The type and the text of the error of a gradient and its parameter; None if all is right."""
     dtype = g.dtype if is_rows(g) else jnp.result_type(g)
     if fix := _fix(dtype, allow_complex):
         return GradientTypeError, f"has a gradient of dtype {dtype}: {fix}"
+    for part in jax.tree.leaves(g):
+        if found := _partial_sum(part):
+            return GradientTypeError, f"has a gradient that {found}"
     if x is None:
         return None
     of_x = jnp.result_type(x)
     if fix := _fix(of_x, allow_complex):
         return GradientTypeError, f"has dtype {of_x}: {fix}"
+    if found := _partial_sum(x):
+        return GradientTypeError, found
     if _is_complex(dtype) and not _is_complex(of_x):
         return GradientTypeError, (
             f"is real but its gradient of dtype {dtype}: take its real part, or make the parameter "

@@ -10,7 +10,7 @@ from jax import Array
 
 from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.compat import vary_as
-from ..core.gradients import flatten_gradients
+from ..core.gradients import check_whole_sums, flatten_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
 from ..core.optimizer import About, Optimizer
@@ -58,6 +58,7 @@ def frame(
     reads = frozenset({"global_step", *scheduled})
 
     def init(params):
+        check_whole_sums(params)
         slot = lambda f: jax.tree.map(
             lambda x: vary_as(in_lines(f)(x), x), params, is_leaf=is_lines
         )

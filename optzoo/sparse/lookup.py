@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.gradients import check_whole_sums
 from ..core.lines import is_lines
 from ..core.paths import path_name
 from ..jaxprs.lookup import bind_lookup
@@ -70,7 +71,8 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
         The rows, of shape ``ids.shape + row_shape``.
 
     Raises:
-        TypeError: if the ids are not integers, or the table neither is nor holds an array.
+        TypeError: if the ids are not integers; if the table neither is nor holds an array, or is
+            reduced along an axis of a mesh.
         ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
             if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a concrete id is out of range.
@@ -82,6 +84,7 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
         ids = np.asarray(ids) if known else jnp.asarray(ids)
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
+    check_whole_sums({"table": table})
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
     if not isinstance(ids, jax.core.Tracer):

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation, check_update_arguments
-from ..core.gradients import GradientShapeError, GradientTypeError, check_gradients
+from ..core.gradients import (
+    GradientShapeError,
+    GradientTypeError,
+    check_gradients,
+    check_whole_sums,
+)
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
@@ -36,6 +41,7 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
         try:
             state = tx.init(params)
         except Exception:
+            check_whole_sums(params)
             check_gradients(params, params, allow_complex=True)
             raise
         state = beside(params, state)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ..core.gradients import check_whole_sums
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows, map_rows
 
@@ -27,6 +28,7 @@ def on_each(f: Callable[[Any], Any]) -> optax.GradientTransformation:
     """
 
     def update(updates, _):
+        check_whole_sums(updates)
         return jax.tree.map(f, map_rows(SparseRows.coalesce, updates), is_leaf=is_rows)
 
     return optax.stateless(update)
