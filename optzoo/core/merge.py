@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .compat import custom_jvp
-from .numerics import upcast
+from .numerics import has_16_bits, upcast
 
 # Multiplicative hashing: Knuth, The Art of Computer Programming, vol. 3, section 6.4. The factor of
 # the first round is his 2654435761, a prime near 2^32 divided by the golden ratio.
@@ -55,7 +55,10 @@ def merge(ids: Array, values: Array, num_rows: int, deterministic: bool) -> tupl
 # Compiled even without a jit around it, as above.
 @jax.jit
 def add(dense: Array, ids: Array, rows: Array) -> Array:
-    """``dense`` with rows added; ids may repeat, and those out of range are ignored."""
+    """``dense`` with rows added; ids may repeat, and those out of range are ignored.
+
+    It sums in the dtype of ``dense``.
+    """
 
     def plain(dense, ids, rows, **unique):
         options = {"mode": "drop", "wrap_negative_indices": False}
@@ -73,8 +76,8 @@ def add(dense: Array, ids: Array, rows: Array) -> Array:
 @functools.partial(custom_jvp, nondiff_argnums=(2,))
 @functools.partial(jax.jit, static_argnums=2)
 def segment_sum(values: Array, places: Array, number: int) -> Array:
-    """``jax.ops.segment_sum``."""
-    plain = functools.partial(jax.ops.segment_sum, num_segments=number)
+    """``jax.ops.segment_sum``, but sums of 16-bit numbers are made in float32 and rounded once."""
+    plain = functools.partial(_segment_sum, number=number)
 
     def merged(values, places):
         places, sums = _by_sort_and_doubling(_in_range(places, number), upcast(values), number)
@@ -91,8 +94,31 @@ def segment_sum(values: Array, places: Array, number: int) -> Array:
 def _(number, primals, tangents):
     values, places = primals
     # Its transposition is a gather, whatever has computed the sums.
-    tangent = jax.ops.segment_sum(tangents[0], places, num_segments=number)
+    tangent = _segment_sum(tangents[0], places, number)
     return segment_sum(values, places, number), tangent
+
+
+def _segment_sum(values: Array, places: Array, number: int) -> Array:
+    wide = upcast(values) if has_16_bits(values.dtype) else values
+    return jax.ops.segment_sum(wide, places, num_segments=number).astype(values.dtype)
+
+
+def take(x: Array, places: Array) -> Array:
+    """The rows at some places, NaN out of range; of 16 bits, gradients are summed in float32."""
+    return _take_16_bits(x, places) if has_16_bits(x.dtype) else _take(x, places)
+
+
+def _take(x: Array, places: Array, fill: float | None = None) -> Array:
+    return jnp.take(x, places, axis=0, mode="fill", fill_value=fill)
+
+
+_take_16_bits = custom_jvp(_take)
+
+
+@_take_16_bits.defjvp
+def _(primals, tangents):
+    x, places = primals
+    return _take_16_bits(x, places), _take(upcast(tangents[0]), places, 0).astype(x.dtype)
 
 
 def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from .checks import check_transformation
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .meshes import zeros_of
-from .numerics import promote_types, upcast
+from .numerics import has_16_bits, promote_types, upcast
 from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
 
@@ -179,8 +179,10 @@ class SparseRows(metaclass=_HintInErrors):
             values = jnp.concatenate([self.values, other.values])
             return (other if self.shard is None else self).with_rows(indices, values)
         dense = jnp.asarray(other)
-        if self.rounds_once and self.coalesced and upcast(dense).dtype == self.dtype != dense.dtype:
-            return self.scatter(dense, upcast(self.gather(dense)) + self.values)
+        if has_16_bits(dense.dtype) and (self.rounds_once or not self.coalesced):
+            # Repeated rows, one after the other, would be lost in the rounding of the sum.
+            wide = self.astype(promote_types(self.dtype, jnp.float32)).coalesce()
+            return wide.scatter(dense, upcast(wide.gather(dense)) + wide.values)
         values = self.values.astype(dense.dtype)
         if are_lines(dense, self.shape):
             return add_rows(dense, self.indices, values, self.shape)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import operator
 import os
 import pathlib
 import re
@@ -87,23 +88,27 @@ def scope_of(eqn: Any) -> Iterator[None]:
 
 
 def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
-    """The jaxpr with ``f(eqn)`` for every equation, in the jaxprs inside of equations too."""
+    """The jaxpr with ``f(eqn)`` for every equation, in the jaxprs inside of equations too.
+
+    A jaxpr of which no equation changes is the same object: what JAX has compiled is used again.
+    """
 
     def in_param(value):
         if isinstance(value, tuple | list):
-            return type(value)(map(in_param, value)) if any(map(_jaxpr_in, value)) else value
+            new = type(value)(map(in_param, value)) if any(map(_jaxpr_in, value)) else value
+            return value if all(map(operator.is_, value, new)) else new
         inner = _jaxpr_in(value)
-        if inner is None:
+        if inner is None or (new := map_equations(inner, f)) is inner:
             return value
-        new = map_equations(inner, f)
         return value.replace(jaxpr=new) if hasattr(value, "jaxpr") else new
 
     def in_equation(eqn):
-        if not any(closed_jaxprs(eqn)):
-            return f(eqn)
-        return f(eqn.replace(params={k: in_param(value) for k, value in eqn.params.items()}))
+        params = {k: in_param(value) for k, value in eqn.params.items()}
+        is_same = all(params[k] is value for k, value in eqn.params.items())
+        return f(eqn if is_same else eqn.replace(params=params))
 
-    return jaxpr.replace(eqns=list(map(in_equation, jaxpr.eqns)))
+    eqns = list(map(in_equation, jaxpr.eqns))
+    return jaxpr if all(map(operator.is_, jaxpr.eqns, eqns)) else jaxpr.replace(eqns=eqns)
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:

@@ -9,10 +9,10 @@ from jax import Array
 from jax.dtypes import canonicalize_dtype
 from jax.sharding import PartitionSpec
 
-from ..core.compat import make_primitive
+from ..core.compat import make_primitive, vary_as
 from ..core.lines import take_rows
 from ..core.meshes import automatically, spec_of_rows
-from ..core.numerics import promote_types
+from ..core.numerics import promote_types, upcast
 from ..core.rows import Shard
 from .graph import Operation
 
@@ -82,7 +82,8 @@ def _read_automatically(table: Array, ids: Array, fill: float | None, in_lines: 
     else:
         rows = jnp.take(table, wrong, axis=0, mode="fill", fill_value=fill)
     wide = lambda which: which.reshape(ids.shape + (1,) * (rows.ndim - ids.ndim))
-    return jnp.where(wide(ids == num_rows), 0, rows)
+    rows = jnp.where(wide(ids == num_rows), 0, rows)
+    return vary_as(rows, (table, ids))  # those of no ids are a constant
 
 
 def _rows_in_lines(lines: Array, ids: Array, fill: float | None, shape: tuple[int, ...]) -> Array:
@@ -93,7 +94,8 @@ def _rows_in_lines(lines: Array, ids: Array, fill: float | None, shape: tuple[in
 
 def _tangent(tangent: Array, table: Array, ids: Array, **about: Any) -> Array:
     del table
-    return _read(tangent, ids, **about, fill=0)
+    # Its transposition adds the gradients of an id: in float32 at least.
+    return _read(upcast(tangent), ids, **about, fill=0).astype(tangent.dtype)
 
 
 def _batch(

@@ -16,6 +16,7 @@ from .equations import evaluate, needed_part, used_inputs
 from .gathers import row_gather
 from .graph import Graph
 from .primitives import Kind
+from .wide_sums import with_wide_sums
 
 
 class Gradients(NamedTuple):
@@ -174,6 +175,7 @@ class TracedLoss(NamedTuple):
         of_value = needed_part(without_stop_gradient(of_value))
         uses = used_inputs(of_value)[: len(flat)]
         graph = Graph.of(of_value, closed.consts)
+        closed = with_wide_sums(closed, {jnp.shape(x) for x in flat})
         return Loss(closed, graph, uses, lookups, elsewhere, gathers, self.rebuild)
 
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_size
 from ..core.merge import segment_sum
+from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
 from ..jaxprs.lookup import bind_lookup
 from ..sparse.lookup import lookup
@@ -109,7 +110,7 @@ def lookup_sparse(
         )
     ]
     at_owner = [
-        s is not None and _pools_at_owner(pool, x, s, b, capacity_factor)
+        s is not None and _pools_at_owner(pool, x, s, b, capacity_factor, transport)
         for x, s, b in zip(tables, shardings, bags, strict=True)
     ]
     pick = lambda items, where: [x for x, w in zip(items, where, strict=True) if w]
@@ -128,10 +129,11 @@ def lookup_sparse(
     out = []
     for x, s, b, owner in zip(tables, shardings, bags, at_owner, strict=True):
         if owner:
-            total = next(sums)
+            total, dtype = next(sums), x.dtype
         else:
-            total = _total(_times(lookup(x, b.ids) if s is None else next(found), b.weights), b)
-        out.append(_divide(total, b, combiner))
+            rows = lookup(x, b.ids) if s is None else next(found)
+            total, dtype = _total(_times(upcast(rows), b.weights), b), rows.dtype
+        out.append(_divide(total, b, combiner).astype(dtype))
     return treedef.unflatten(out)
 
 
@@ -183,18 +185,31 @@ def _make_bags(
             )
         weights = weights.reshape(-1)
     flat = ids.reshape(-1)
+    if not flat.size:  # one that is padding, of no bag
+        one = lambda x, value: jnp.pad(x, (0, 1), constant_values=value)
+        flat, segments = one(flat, num_rows), one(segments, number)
+        weights = None if weights is None else one(weights, 0)
     return _Bags(flat, segments, weights, flat != num_rows, number)
 
 
 def _pools_at_owner(
-    pool: Pool, table: Any, s: RowSharding, bags: _Bags, capacity_factor: float | None
+    pool: Pool,
+    table: Any,
+    s: RowSharding,
+    bags: _Bags,
+    capacity_factor: float | None,
+    transport: DTypeLike | None,
 ) -> bool:
     if pool != "auto":
         return pool == "owner"
-    # Numbers that are sent to and from each owner: rows and their gradients; ids, bags, weights.
-    width, capacity = math.prod(table.shape[1:]), s.capacity(bags.ids.size, capacity_factor)
-    with_owner = 2 * bags.number * width + (2 if bags.weights is None else 4) * capacity
-    return s.num_shards > 1 and with_owner < (2 * width + 1) * capacity
+    # Bytes that are sent to and from each owner: rows, or sums of them, and their gradients; ids,
+    # bags and weights.
+    width, number = math.prod(table.shape[1:]), bags.ids.size
+    distinct = s.capacity(number, capacity_factor)
+    capacity = s.capacity(number, capacity_factor, repeated=True)
+    of_row, of_sum = (jnp.dtype(transport or d).itemsize for d in (table.dtype, wide_dtype(table)))
+    with_owner = 2 * bags.number * width * of_sum + (8 if bags.weights is None else 16) * capacity
+    return s.num_shards > 1 and with_owner < (2 * width * of_row + 4) * distinct
 
 
 def _times(rows: Array, weights: Array | None) -> Array:
@@ -237,7 +252,7 @@ def _sums_of_owners(
     for table, s in zip(tables, shardings, strict=True):
         check_shard("", table, s)
     asked = [
-        _ask(b, s, s.capacity(b.ids.size, capacity_factor))
+        _ask(b, s, s.capacity(b.ids.size, capacity_factor, repeated=True))
         for b, s in zip(bags, shardings, strict=True)
     ]
     local = exchange([a.local for a in asked], shardings)
@@ -249,7 +264,7 @@ def _sums_of_owners(
     parts = []
     for table, b, s, i, segment in zip(tables, bags, shardings, local, segments, strict=True):
         w = None if b.weights is None else next(weights).reshape(-1)
-        rows = _times(bind_lookup(table, i.reshape(-1), shard=s.shard), w)
+        rows = _times(upcast(bind_lookup(table, i.reshape(-1), shard=s.shard)), w)
         to = (jnp.arange(s.num_shards, dtype=segment.dtype)[:, None] * b.number + segment).reshape(
             -1
         )
@@ -259,7 +274,7 @@ def _sums_of_owners(
     arrived = exchange(parts, shardings)
     out = []
     for table, b, a, sums in zip(tables, bags, asked, arrived, strict=True):
-        total = jnp.sum(sums.astype(table.dtype), 0)
+        total = jnp.sum(sums.astype(wide_dtype(table)), 0)
         is_bad = jax.ops.segment_max(a.is_lost.astype(jnp.int32), b.segments, b.number) > 0
         out.append(jnp.where(is_bad.reshape(-1, *(1,) * (total.ndim - 1)), jnp.nan, total))
     return out

@@ -18,24 +18,25 @@ class Route(NamedTuple):
     With one owner nothing is sent: then they are the places of the ids, in their order.
     """
 
-    places: Array  # (num_ids,), ``stored_rows`` in the positions that are left
+    places: Array  # (max(1, num_ids),), ``stored_rows`` in the positions that are left
     inverse: Array | None  # for each id the position of its place (out of range: of padding)
     starts: Array  # (num_shards + 1,), the first position of each owner
 
     def of_ids(self, of_places: Array) -> Array:
-        """What belongs to each id, from what belongs to each place."""
+        """From what belongs to each place what belongs to each id, or to padding if there is none."""
         return of_places if self.inverse is None else jnp.take(of_places, self.inverse, axis=0)
 
     def of_places(self, of_ids: Array) -> Array:
         """The sum of what belongs to the ids of each place."""
+        of_ids = _at_least_one(of_ids, 0)
         if self.inverse is None:
             return of_ids
         return segment_sum(of_ids, self.inverse, len(self.places))
 
 
 def make_route(places: Array, s: RowSharding) -> Route:
-    """The route of places of any shape."""
-    flat = jnp.minimum(places.reshape(-1), s.stored_rows)
+    """The route of places of any shape; of none, that of padding."""
+    flat = _at_least_one(jnp.minimum(places.reshape(-1), s.stored_rows), s.stored_rows)
     size = flat.shape[0]
     if s.num_shards == 1 and size <= s.rows_per_shard:
         return Route(flat, None, jnp.array([0, size], jnp.int32))
@@ -43,6 +44,11 @@ def make_route(places: Array, s: RowSharding) -> Route:
     bounds = jnp.arange(s.num_shards + 1, dtype=distinct.dtype) * s.rows_per_shard
     starts = first_positions(distinct, bounds)
     return Route(distinct, inverse.reshape(-1), starts)
+
+
+def _at_least_one(x: Array, padding: Any) -> Array:
+    """What belongs to each id; if there is none, what belongs to padding."""
+    return x if len(x) else jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1), constant_values=padding)
 
 
 def first_positions(places: Array, bounds: Array) -> Array:

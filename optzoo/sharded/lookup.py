@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_positive
 from ..core.compat import varying
+from ..core.merge import take
 from ..core.paths import path_name
 from ..jaxprs.lookup import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
@@ -125,7 +126,7 @@ def _rows_of_ids(replies: Array, route: Route, places: Array, s: RowSharding) ->
     nth = jnp.arange(size, dtype=jnp.int32) - route.starts[owner]
     at = route.of_ids(jnp.where(nth < capacity, owner * capacity + nth, n * capacity))
     flat = replies.reshape(n * capacity, *replies.shape[2:])
-    return clean(jnp.take(flat, at, axis=0, mode="fill"), places.reshape(-1), s)
+    return clean(take(flat, at)[: places.size], places.reshape(-1), s)
 
 
 def clean(rows: Array, places: Array, s: RowSharding) -> Array:

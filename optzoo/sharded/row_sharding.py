@@ -135,15 +135,16 @@ class RowSharding:
         owners = places[places < self.stored_rows] // self.rows_per_shard
         return int(np.bincount(owners, minlength=1).max())
 
-    def capacity(self, num_ids: int, factor: float | None) -> int:
+    def capacity(self, num_ids: int, factor: float | None, *, repeated: bool = False) -> int:
         """The number of rows that one device asks of each owner at once.
 
         Args:
             num_ids: the ids of one device.
             factor: a multiple of their average number for an owner; None: enough for any ids, as
                 always with one shard.
+            repeated: whether the same row may be asked more than once.
         """
-        enough = max(1, min(num_ids, self.rows_per_shard))
+        enough = max(1, num_ids if repeated else min(num_ids, self.rows_per_shard))
         if factor is None or self.num_shards == 1:
             return enough
         average = num_ids / self.num_shards

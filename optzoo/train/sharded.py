@@ -116,13 +116,13 @@ class ShardedTables(RestingTables):
         found = {}
         for i, part in self.parts.items():
             of_ids = part.route.of_ids(self.rows[i])[: len(ids[i])]
-            found[i] = clean(of_ids, part.places[: len(ids[i])], part.sharding)
+            found[i] = clean(of_ids, part.places, part.sharding)
         return found | self._looked_up(replicated)
 
     def _part(self, ids: Array, s: RowSharding) -> Part:
-        places = s.places_of(ids) if len(ids) else jnp.full(1, s.stored_rows, jnp.int32)
+        places = s.places_of(ids)
         replicas = tuple(a for a in self.mapped.axes if a not in s.axes)
-        capacity = s.capacity(places.shape[0], self.mapped.capacity_factor)
+        capacity = s.capacity(len(ids), self.mapped.capacity_factor)
         return Part(s, capacity, places, make_route(places, s), replicas)
 
     def _shards(self) -> dict[int, Any]:
