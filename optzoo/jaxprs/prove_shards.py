@@ -7,24 +7,31 @@ In one round a device has all gradients of its rows. They may be used row by row
 all shards. What a device computes from its own rows alone, such as the norm of an array that knows
 nothing of the other shards, may be used for nothing else.
 
+A device merges the rows of equal ids, of which others may have more. So what an optimizer does with
+rows before it merges them must be linear in them: then it does the same to their sums.
+
 In several rounds, which come in turn, tables and slots may only be gathered and scattered by ids,
 so untouched rows do not change; and the gathered rows may only be used row by row, so no row, and
 nothing else, depends on which rows come in a round.
 """
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from ..core.lines import is_lines
+from ..core.marks import WRITES, marking
 from ..core.optimizer import about_of
 from ..core.rows import Shard, SparseRows, is_rows
 from .equations import used_inputs
-from .graph import Graph, Operation, needed
-from .primitives import CALLS, Kind
+from .graph import Graph, Operation, Value, inlined, needed
+from .primitives import CALLS, PLAIN_CALLS, Kind
 from .prove_rows import NotRowWise, check_operation, primes, row_axes
 
 _IN_ONE_ROUND = (
@@ -37,6 +44,7 @@ _BY_ROWS = (
     "row_wise_lars; to clip, put optzoo.clip_by_global_norm or clip_by_norm before it, which count "
     "all shards, and no optzoo.rows.densify or optzoo.rows.on_values"
 )
+_MERGED = "Put optzoo.rows.coalesce() before it: it then sees merged rows on any number of devices"
 
 
 class NotAlone(Exception):
@@ -52,6 +60,8 @@ class Trace(NamedTuple):
     moved: list[str]  # the tables of which all rows move
     of_tables: set[int]  # the outputs that are updates of tables
     sums: set[int]  # the tables, by their positions, whose ``squares`` are used
+    ids: set[int]  # the inputs that are the ids of rows of sharded tables
+    values: set[int]  # those that are the rows
 
 
 def check_update(
@@ -73,13 +83,15 @@ def check_update(
     """
     if about_of(tx).row_wise:
         return set()
-    trace = lambda shards: trace_update(tx, params, tables, extra_args, shards)
-    try:
-        _check_shards(trace({i: of._replace(is_round=False) for i, of in shards.items()}))
-    except NotAlone as error:
-        raise ValueError(
-            f"the optimizer cannot update a table that is sharded by rows: {error}. {_BY_ROWS}"
-        ) from None
+    trace = functools.partial(trace_update, tx, params, tables, extra_args)
+    in_one_round = {i: of._replace(is_round=False) for i, of in shards.items()}
+    for check, listed, fix in ((_check_shards, False, _BY_ROWS), (_check_listed, True, _MERGED)):
+        try:
+            check(trace(in_one_round, listed=listed))
+        except NotAlone as error:
+            raise ValueError(
+                f"the optimizer cannot update a table that is sharded by rows: {error}. {fix}"
+            ) from None
     if not any(of.is_round for of in shards.values()):
         return set()
     try:
@@ -111,6 +123,8 @@ def trace_update(
     tables: Mapping[int, str],
     extra_args: Mapping[str, Any],
     shards: Mapping[int, Shard],
+    *,
+    listed: bool = False,
 ) -> Trace:
     """Traces an update with tables of other numbers of rows.
 
@@ -120,6 +134,7 @@ def trace_update(
         tables: by the positions of the tables among the leaves of ``params`` their names.
         extra_args: of the update.
         shards: of those tables that are sharded, inside of ``shard_map`` over their axes.
+        listed: whether ids may repeat; each operation on rows is then one of the graph.
     """
     leaves, treedef = jax.tree.leaves(params, is_leaf=is_lines), jax.tree.structure(params)
     taken = {d for x in leaves for d in x.shape}
@@ -139,17 +154,19 @@ def trace_update(
     def update(squares, ids, values, state, params):
         def rows(i, v):
             more = {"shard": shards.get(i), "squares": squares.get(i)}
-            return SparseRows(ids[i], v, of_table[i], coalesced=True, **more)
+            return SparseRows(ids[i], v, of_table[i], coalesced=not listed, **more)
 
         gs = [rows(i, v) if i in ids else v for i, v in enumerate(values)]
         return tx.update(treedef.unflatten(gs), state, params, **extra_args)
 
     state = jax.eval_shape(tx.init, params)
     trace = jax.make_jaxpr(update, return_shape=True)
-    jaxpr, (updates, _) = trace(squares, ids, values, state, params)
+    with marking() if listed else contextlib.nullcontext():
+        jaxpr, (updates, _) = trace(squares, ids, values, state, params)
     us = treedef.flatten_up_to(updates)
     ends = list(itertools.accumulate(len(jax.tree.leaves(u)) for u in us))
-    graph = Graph.of(jaxpr.jaxpr, jaxpr.consts)
+    graph = inlined(jaxpr.jaxpr, jaxpr.consts, PLAIN_CALLS if listed else ())
+    first = len(squares) + len(ids)
     return Trace(
         Graph(graph.inputs, needed(graph.operations, graph.results), graph.results),
         {n: tables[i] for i, n in of_table.items()},
@@ -157,6 +174,8 @@ def trace_update(
         [tables[i] for i in tables if not is_rows(us[i])],
         {k for i in tables for k in range(ends[i] - len(jax.tree.leaves(us[i])), ends[i])},
         {i for i, used in zip(squares, used_inputs(jaxpr.jaxpr), strict=False) if used},
+        {len(squares) + k for k, i in enumerate(ids) if i in shards},
+        {first + i for i in shards},
     )
 
 
@@ -207,6 +226,76 @@ def _check_shards(trace: Trace) -> None:
     results = trace.graph.spread([False] * len(trace.graph.inputs), is_mine)
     if any(found for k, found in enumerate(results) if k not in trace.of_tables):
         raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
+
+
+_MERGES = {"rows_merge", "rows_merge_in_place"}
+_ADDS = {"rows_add", "scatter-add", "scatter_add"}  # to the first operand; rows are the third
+_KEEPS = {Kind.SAME, Kind.MOVE}
+_LINEAR = {"neg", "convert_element_type", "reduce_precision", "concatenate"}
+_OF_IDS = {*_LINEAR, "rows_protect", "rows_plain"}
+
+
+def _check_listed(trace: Trace) -> None:
+    """Raises :class:`NotAlone` unless it is the same to merge rows of equal ids before the update.
+
+    Until they are merged or added to an array, rows may be used linearly alone; and what has an
+    element for each of them may not be counted.
+    """
+
+    def of_rows(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
+        """Which results are linear in rows as they are listed."""
+        if op.name in _MERGES or (op.name in _ADDS and not any(given[:2])) or not any(given):
+            return [False] * len(op.outs)
+        is_linear = (
+            op.kind in _KEEPS
+            or op.name in _LINEAR
+            or (op.name in ("add", "add_any", "sub") and all(given))
+            or (op.name == "mul" and not all(given))
+            or (op.name == "div" and not given[1])
+            or (
+                op.name == "select_n"
+                and not given[0]
+                and all(map(_is_zero_or, op.ins[1:], given[1:]))
+            )
+        )
+        if not is_linear:
+            raise NotAlone(_as_listed(op, top))
+        return [True] * len(op.outs)
+
+    def of_ids(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
+        """Which results have an element for each row that is listed."""
+        if op.name in _MERGES or op.name in WRITES - _ADDS or not any(given):
+            return [False] * len(op.outs)
+        if op.kind is Kind.SCATTER or op.name in _ADDS:
+            if given[0] or not given[2]:
+                raise NotAlone(_as_listed(op, top))
+            return [False] * len(op.outs)
+        keeps = op.kind in {*_KEEPS, Kind.ELEMENTWISE} or op.name in _OF_IDS
+        gathers = (op.kind is Kind.GATHER or op.name == "rows_gather") and not given[0]
+        if not keeps and not gathers:
+            raise NotAlone(_as_listed(op, top))
+        return [True] * len(op.outs)
+
+    for check, listed in ((of_rows, trace.values), (of_ids, trace.values | trace.ids)):
+        inputs = [k in listed for k in range(len(trace.graph.inputs))]
+        results = trace.graph.spread(inputs, check)
+        if any(found for k, found in enumerate(results) if k not in trace.of_tables):
+            raise NotAlone("an update or a part of the state depends on rows as they are listed")
+
+
+def _is_zero_or(value: Value, is_listed: bool) -> bool:
+    """Whether it is linear in rows: it is known to be, or it is zero."""
+    while (maker := value.maker) and (maker.kind in _KEEPS or maker.name in _LINEAR):
+        value = maker.ins[0]
+    return is_listed or (value.literal is not None and not np.any(value.literal))
+
+
+def _as_listed(op: Operation, top: Operation) -> str:
+    at = f" ({top.line})" if top.line else ""  # none of what is inside of a function of JAX
+    return (
+        f"`{op.name}` sees the rows of a gradient as they are listed{at}, but each device merges "
+        "those of equal ids first"
+    )
 
 
 def _words(op: Operation, top: Operation) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.lines import is_lines, on_plain
+from ..core.numerics import has_16_bits
 from ..core.rows import SparseRows
 
 
@@ -140,6 +141,8 @@ def touched(rule: Rule) -> RowsRule:
 def linear(rule: Rule) -> RowsRule:
     """For rules linear in the gradient and without slots: repeated rows need no merging.
 
+    Those of 16 bits are merged all the same: their sum is made in float32.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-0.1 * g, s), rows=optzoo.rules.linear)
@@ -150,6 +153,7 @@ def linear(rule: Rule) -> RowsRule:
     """
 
     def on_rows(g, x, s, t, **scheduled):
+        g = g.coalesce() if has_16_bits(g.dtype) else g
         u, new = rule(g.values, x, s, t, **scheduled)
         return g.with_values(u), new
 

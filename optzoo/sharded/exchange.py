@@ -23,7 +23,7 @@ class Route(NamedTuple):
     starts: Array  # (num_shards + 1,), the first position of each owner
 
     def of_ids(self, of_places: Array) -> Array:
-        """From what belongs to each place what belongs to each id, or to padding if there is none."""
+        """From what belongs to each place what belongs to each id; if there is none, to padding."""
         return of_places if self.inverse is None else jnp.take(of_places, self.inverse, axis=0)
 
     def of_places(self, of_ids: Array) -> Array:
@@ -38,7 +38,7 @@ def make_route(places: Array, s: RowSharding) -> Route:
     """The route of places of any shape; of none, that of padding."""
     flat = _at_least_one(jnp.minimum(places.reshape(-1), s.stored_rows), s.stored_rows)
     size = flat.shape[0]
-    if s.num_shards == 1 and size <= s.rows_per_shard:
+    if s.num_shards == 1:
         return Route(flat, None, jnp.array([0, size], jnp.int32))
     distinct, inverse = jnp.unique(flat, size=size, fill_value=s.stored_rows, return_inverse=True)
     bounds = jnp.arange(s.num_shards + 1, dtype=distinct.dtype) * s.rows_per_shard

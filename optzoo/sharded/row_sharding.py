@@ -142,8 +142,9 @@ class RowSharding:
             num_ids: the ids of one device.
             factor: a multiple of their average number for an owner; None: enough for any ids, as
                 always with one shard.
-            repeated: whether the same row may be asked more than once.
+            repeated: whether the same row may be asked more than once, as always of one shard.
         """
+        repeated = repeated or self.num_shards == 1
         enough = max(1, num_ids if repeated else min(num_ids, self.rows_per_shard))
         if factor is None or self.num_shards == 1:
             return enough

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optzoo
+from optzoo.core.rows import is_rows
 from optzoo.sharded import RowSharding
 
 from .cases import ROWS, mesh_of, of_ids, shards, whole
@@ -184,3 +185,97 @@ def test_tables_over_different_axes(dtype, factor, kind):
         np.testing.assert_allclose(found, np.asarray(one[name], np.float64), atol=error)
         assert np.abs(found - whole(widths[name])).max() > error
     np.testing.assert_allclose(many["layer"], one["layer"], atol=error)
+
+
+def returnn(**options):
+    options = {"optimizer": {"class": "sgd"}, "learning_rate": 1.0, **options}
+    return optzoo.interop.returnn.returnn_updater(options)
+
+
+def fbgemm(name, **options):
+    options = {"learning_rate": 1.0, "gradient_clipping": True, "max_gradient": 0.5, **options}
+    return optzoo.create(name, **options)
+
+
+def of_user(f):
+    """A step of a user, of gradients as they come, before one of the library."""
+    step = lambda updates, _: jax.tree.map(f, updates, is_leaf=is_rows)
+    return optax.chain(optax.stateless(step), optzoo.lazy_adam(0.1))
+
+
+def per_id(g):
+    """Each row divided by how often its id is listed."""
+    counts = jax.ops.segment_sum(jnp.ones_like(g.values[:, 0]), g.indices, g.num_rows)
+    return g.with_values(g.values / counts[g.indices][:, None])
+
+
+AS_LISTED = {
+    "gradient_clip": returnn(gradient_clip=0.5),
+    "gradient_clip_norm": returnn(gradient_clip_norm=1.0),
+    "gradient_clip_global_norm": returnn(gradient_clip_global_norm=1.0),
+    "gradient_nan_inf_filter": returnn(gradient_nan_inf_filter=True),
+    "grad_norm_to_clip_to_zero": returnn(grad_norm_to_clip_to_zero=9.0),
+    "log_grad_norm": returnn(log_grad_norm=True),
+    "EXACT_SGD": fbgemm("EXACT_SGD"),
+    "EXACT_ROWWISE_ADAGRAD": fbgemm("EXACT_ROWWISE_ADAGRAD", eps=1.0),
+    "nan_inf_filter": optax.chain(
+        optzoo.transforms.gradient_nan_inf_filter(), optzoo.lazy_adam(0.1)
+    ),
+    "values": of_user(lambda g: g.with_values(jnp.tanh(g.values))),
+    "a threshold": of_user(lambda g: g.with_values(jnp.where(g.values > 1, 0, g.values))),
+    "a constant": of_user(
+        lambda g: g.with_values(jnp.where(g.values[:, :1] * 0 == 0, g.values, 1))
+    ),
+    "a sum": of_user(lambda g: g.with_values(g.values + 1.0)),
+    "a product": of_user(lambda g: g.with_values(g.values * g.values)),
+    "counts": of_user(per_id),
+}
+IN_ANY_WAY = {
+    "scale": optax.chain(optzoo.transforms.scale(-0.5), optzoo.lazy_adam(0.1)),
+    "by hand": of_user(lambda g: g.with_values(-(g.values + g.values) / 3)),
+    "some columns": of_user(lambda g: g.with_values(jnp.where(jnp.arange(3) == 0, g.values, 0))),
+    "clip_by_norm": optax.chain(optzoo.transforms.clip_by_norm(1.0), optzoo.gradient_descent(1.0)),
+    "on_values": optax.chain(optzoo.rows.on_values(optax.clip(0.5)), optzoo.lazy_adam(0.1)),
+    "two": optax.chain(optzoo.transforms.scale(2.0), optzoo.gradient_descent(1.0)),
+}
+
+
+def trained(tx, num_shards, factor):
+    """Row 3 is listed thrice, row 5 once; on each of four devices."""
+    ids = jnp.array([3, 3, 3, 5] * N)
+    loss = lambda p, ids: 16 * jnp.mean(jnp.sum(optzoo.lookup(p["table"], ids), -1))
+    if num_shards is None:
+        params = {"table": whole()}
+        return optzoo.minimize(loss, tx)(params, tx.init(params), ids)[0]["table"]
+    s, mesh = RowSharding(ROWS, num_shards, multiple=16), mesh_of(num_shards)
+    params = {"table": shards(s, mesh)}
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s}, capacity_factor=factor)
+    params, _, _ = step(params, tx.init(params), ids)
+    return of_ids(params["table"], s)
+
+
+@pytest.mark.parametrize("factor", [0.01, None])
+@pytest.mark.parametrize("name", AS_LISTED)
+def test_what_sees_rows_as_they_are_listed_is_refused(name, factor):
+    """A device merges rows of equal ids: their sum would be clipped, and not each of them."""
+    tx = AS_LISTED[name]
+    with pytest.raises(ValueError, match=r"as they are listed.*optzoo\.rows\.coalesce\(\) before"):
+        trained(tx, N, factor)
+    if not name.startswith("log"):
+        merged = optax.chain(optzoo.rows.coalesce(), tx)
+        want = trained(merged, None, factor)
+        np.testing.assert_allclose(trained(merged, 1, factor), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gradient_clip", "EXACT_SGD", "values", "counts"])
+def test_one_shard_merges_nothing(name):
+    want = trained(AS_LISTED[name], None, None)
+    np.testing.assert_allclose(trained(AS_LISTED[name], 1, None), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.01, None])
+@pytest.mark.parametrize("name", IN_ANY_WAY)
+def test_what_is_linear_in_listed_rows_is_equal(name, factor):
+    want = trained(IN_ANY_WAY[name], None, None)
+    got = trained(IN_ANY_WAY[name], N, factor)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
