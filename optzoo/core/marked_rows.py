@@ -18,14 +18,14 @@ _DROP = {"mode": "drop", "wrap_negative_indices": False}
 @marked("rows_gather")
 def gather_rows(dense: Array, ids: Array) -> Array:
     """Rows of an array; of ids out of range, some rows."""
-    take = lambda dense, ids: jnp.take(dense, ids, axis=0, mode="clip")
+    take = lambda dense, ids: jnp.take(dense, _kept(ids, dense), axis=0, mode="clip")
     return automatically(take, _of_rows)(dense, ids)
 
 
 @marked("rows_scatter")
 def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
     """An array with other rows, of ids that differ; those out of range are ignored."""
-    put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP, unique_indices=True)
+    put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP, unique_indices=True)
     return automatically(put, spec_of_first)(dense, ids, rows)
 
 
@@ -35,15 +35,16 @@ def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
 
     To change a row again, as the rows of an id were computed, must not change it.
     """
-    put = lambda dense, ids, rows: dense.at[ids].set(rows, **_DROP)
+    put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP)
     return automatically(put, spec_of_first)(dense, ids, rows)
 
 
 @marked("rows_add")
 def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     """An array with rows added; ids out of range are ignored."""
-    put = lambda dense, ids, rows: dense.at[ids].add(rows, **_DROP, unique_indices=True)
-    return automatically(put if unique else add, spec_of_first)(dense, ids, rows)
+    put = lambda dense, ids, rows: _at(dense, ids).add(rows, **_DROP, unique_indices=True)
+    add_each = lambda dense, ids, rows: add(dense, _kept(ids, dense), rows)
+    return automatically(put if unique else add_each, spec_of_first)(dense, ids, rows)
 
 
 @marked("rows_distinct")
@@ -66,6 +67,20 @@ def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array
     """:func:`merge_in_place`."""
     f = functools.partial(merge_in_place, num_rows=num_rows)
     return automatically(f, _merged)(ids, values)
+
+
+def _kept(ids: Array, dense: Array) -> Array:
+    """The ids; of those of 64 bits that are out of range, the number of rows.
+
+    JAX makes them 32 bits before it looks whether they are in range.
+    """
+    if ids.dtype.itemsize < 8:
+        return ids
+    return jnp.where((ids >= 0) & (ids < len(dense)), ids, len(dense))
+
+
+def _at(dense: Array, ids: Array) -> Any:
+    return dense.at[_kept(ids, dense)]
 
 
 def _merged(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ ids below zero, which are outside of every table and therefore ignored.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def protect(ids: Any) -> Any:
         TypeError: if they are not integers.
     """
     if type(ids) in (list, tuple):
-        ids = jnp.asarray(ids)
+        ids = as_ids(ids)
     dtype = getattr(ids, "dtype", None)
     if dtype is None or is_protected(ids):
         return ids
@@ -97,10 +97,27 @@ def protect(ids: Any) -> Any:
     if isinstance(ids, jax.ShapeDtypeStruct):
         [protected] = [key for key, dtype in _dtypes().items() if dtype == wide]
         return jax.ShapeDtypeStruct(ids.shape, protected, sharding=ids.sharding)
-    if isinstance(ids, np.ndarray | np.generic):
-        bounds, ids = np.iinfo(wide), ids.astype(np.int64)
-        ids = np.where((ids >= bounds.min) & (ids <= bounds.max), ids, -1)
-    return _wrap(jnp.asarray(ids, wide))
+    return _wrap(jnp.asarray(as_ids(ids), wide))
+
+
+def as_ids(ids: Any) -> Any:
+    """Integers of Python or NumPy as those of NumPy that JAX keeps; -1 for those of more bits.
+
+    No row has the id -1. What is no integer, and what is of JAX, is as it is.
+    """
+    if isinstance(ids, int | list | tuple):
+        if any(isinstance(i, jax.Array) for i in jax.tree.leaves(ids)):
+            return jnp.asarray(ids)
+        ids = np.asarray(ids)
+        if ids.dtype == object:  # integers of more than 64 bits
+            ids = np.where((ids >= -(2**63)) & (ids < 2**63), ids, -1).astype(np.int64)
+    if not isinstance(ids, np.ndarray | np.generic) or ids.dtype.kind not in "iu":
+        return ids
+    kept = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64))
+    ids = cast(np.ndarray[Any, np.dtype[np.integer]], np.asarray(ids))
+    fits = (ids >= kept.min) & (ids <= kept.max)
+    is_wide = ids.dtype.itemsize > 4 or not np.all(fits)
+    return np.where(fits, ids, -1).astype(kept.dtype) if is_wide else ids
 
 
 def plain(ids: Any) -> Any:

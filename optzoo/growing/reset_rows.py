@@ -13,6 +13,7 @@ from jax import Array
 from ..core.checks import check_transformation
 from ..core.lines import Lines, is_lines
 from ..core.paths import is_masked, value_by_name
+from ..core.row_ids import as_ids
 from ..core.rows import SparseRows
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
@@ -99,7 +100,7 @@ def reset_rows(
 
 
 def _checked(ids: Any) -> Array:
-    ids = jnp.asarray(ids)
+    ids = jnp.asarray(as_ids(ids))
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"tables: ids must be integers, got dtype {ids.dtype}")
     if ids.ndim != 1:

@@ -76,7 +76,9 @@ def _read_one(table: Array, ids: Array, fill: float | None, in_lines: Any, spec:
 
 def _read_automatically(table: Array, ids: Array, fill: float | None, in_lines: Any) -> Array:
     num_rows = (in_lines or table.shape)[0]
-    wrong = jnp.where(ids < 0, num_rows + 1, ids)
+    # JAX makes ids of 64 bits 32 bits before it looks whether they are in range.
+    is_wrong = ids < 0 if ids.dtype.itemsize < 8 else (ids < 0) | (ids > num_rows)
+    wrong = jnp.where(is_wrong, num_rows + 1, ids)
     if in_lines:
         rows = _rows_in_lines(table, wrong, fill, in_lines)
     else:

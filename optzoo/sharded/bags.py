@@ -14,8 +14,9 @@ from ..core.checks import check_size
 from ..core.merge import segment_sum
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
+from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
-from ..sparse.lookup import lookup
+from ..sparse.lookup import check_range, lookup
 from .exchange import exchange, first_positions, to_transport
 from .lookup import check_shard
 from .lookup import lookup as lookup_in_shards
@@ -156,7 +157,11 @@ class _Bags(NamedTuple):
 def _make_bags(
     name: str, num_rows: int, ids: Any, segments: Any, weights: Any, number: int | None
 ) -> _Bags:
-    ids, of = jnp.asarray(ids), f" of table '{name}'" if name else ""
+    given, of = ids, f" of table '{name}'" if name else ""
+    ids = jnp.asarray(as_ids(ids))
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids{of} must be integers, got dtype {ids.dtype}")
+    check_range(given, num_rows)
     if (segments is None) != (number is None):
         raise ValueError(f"segment_ids and num_segments{of} must be given together, or neither")
     if segments is None or number is None:
@@ -169,7 +174,7 @@ def _make_bags(
         segments = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[1])
     else:
         check_size(1, num_segments=number)
-        segments = jnp.asarray(segments)
+        segments = jnp.asarray(as_ids(segments))
         if ids.ndim != 1 or segments.shape != ids.shape:
             raise ValueError(
                 f"ids and segment_ids{of} must be vectors of one length, got shapes {ids.shape} "
@@ -177,6 +182,8 @@ def _make_bags(
             )
         if not jnp.issubdtype(segments.dtype, jnp.integer):
             raise TypeError(f"segment_ids{of} must be integers, got dtype {segments.dtype}")
+        if segments.dtype.itemsize == 8:  # of which JAX would take the lower 32 bits
+            segments = jnp.where((segments >= 0) & (segments < number), segments, number)
     if weights is not None:
         weights = jnp.asarray(weights)
         if weights.shape != ids.shape:

@@ -15,6 +15,7 @@ from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.merge import take
 from ..core.paths import path_name
+from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
 from .row_sharding import RowSharding
@@ -78,7 +79,7 @@ def lookup(
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
     paths, treedef = jax.tree_util.tree_flatten_with_path(table)
     names, shards = [path_name(path) for path, _ in paths], [x for _, x in paths]
-    all_ids = [jnp.asarray(i) for i in treedef.flatten_up_to(ids)]
+    all_ids = [jnp.asarray(as_ids(i)) for i in treedef.flatten_up_to(ids)]
     shardings = (
         [sharding] * len(shards)
         if isinstance(sharding, RowSharding)

@@ -16,6 +16,7 @@ from ..core.checks import check_size
 from ..core.lines import is_lines
 from ..core.numerics import promote_types
 from ..core.paths import path_name, value_by_name
+from ..core.row_ids import as_ids
 from ..core.rows import Shard
 
 Partition = Literal["mod", "div"]
@@ -113,7 +114,7 @@ class RowSharding:
         It is ``stored_rows`` for padding and ``stored_rows + 1`` for ids out of range. The ids are
         integers of NumPy or JAX.
         """
-        xp = np if isinstance(ids, np.ndarray) else jnp
+        xp, ids = np if isinstance(ids, np.ndarray) else jnp, as_ids(ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"ids must be integers, got dtype {ids.dtype}")
         ids = ids.astype(_dtype_of_ids(ids.dtype))

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.meshes import shard_map
 from ..core.paths import path_name, value_by_name
+from ..core.row_ids import as_ids
 from ..state.resting import has_resting
 from ..state.types import nodes_of
 from .tables import by_ids, map_tables, whole
@@ -70,7 +71,7 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
     _check_nothing_follows(state)
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     given = value_by_name("ids", ids if isinstance(ids, Mapping) else {"": ids}, params)
-    by_leaf = {i: jnp.asarray(given[name]) for i, name in enumerate(names) if name in given}
+    by_leaf = {i: jnp.asarray(as_ids(given[name])) for i, name in enumerate(names) if name in given}
     for i, of_leaf in by_leaf.items():
         if not jnp.issubdtype(of_leaf.dtype, jnp.integer):
             raise TypeError(f"the ids of '{names[i]}' must be integers, got {of_leaf.dtype}")

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.gradients import check_whole_sums
 from ..core.lines import is_lines
 from ..core.paths import path_name
+from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
 from ..jaxprs.loss import trace_loss
 from .wanted import MIN_ROWS, RowsSetting, Sparse
@@ -79,16 +80,13 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
     """
     in_lines = table.shape if is_lines(table) else None
     table = table.value if is_lines(table) else _array_of(table)
-    if isinstance(ids, list | tuple):
-        known = not any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids))
-        ids = np.asarray(ids) if known else jnp.asarray(ids)
+    given, ids = ids, as_ids(ids)
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
     check_whole_sums({"table": table})
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
-    if not isinstance(ids, jax.core.Tracer):
-        _check_range(ids, (in_lines or table.shape)[0])
+    check_range(given, (in_lines or table.shape)[0])
     return bind_lookup(table, jnp.asarray(ids), in_lines=in_lines, spec=_spec(out_sharding))
 
 
@@ -256,7 +254,10 @@ def _array_of(table: Any) -> Any:
     raise TypeError(f"table must be an array or a variable that holds one, got {type(table)}")
 
 
-def _check_range(ids: Any, num_rows: int) -> None:
+def check_range(ids: Any, num_rows: int) -> None:
+    """Raises ``IndexError`` if ids, as they are given, are known and out of range."""
+    if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids)):
+        return
     ids = np.asarray(jax.device_get(ids))
     bad = (ids < 0) | (ids > num_rows)
     if bad.any():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 
+from ..core.jitted import Jitted
 from ..native.step import Native
 from ..sleeping.catch_up import check_no_guard
 from ..sparse.row_major import row_major
@@ -78,4 +78,4 @@ def minimize(
         params, state, value, aux = train_step(tables, batch, extra_args)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return jax.jit(row_major(step), donate_argnums=(0, 1))
+    return Jitted(row_major(step))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ..core.checks import check_positive
+from ..core.jitted import Jitted
 from ..core.meshes import shard_map
 from ..core.paths import path_name
 from ..native.step import Native
@@ -154,7 +155,7 @@ def sharded_minimize(
             out_specs=(specs, state_specs, P(), *[P(mesh.axis_names)] * has_aux),
         )(params, state, batch, extra_args)
 
-    return jax.jit(row_major(step), donate_argnums=(0, 1))
+    return Jitted(row_major(step))
 
 
 def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size
+from ...core.jitted import check_integers
 from ...core.meshes import automatically, check_axes, shard_map, spec_of
 from ...state.averages import averages_of
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
@@ -68,6 +69,7 @@ def map_over_replicas(
         return params, state, out
 
     def vmapped(params, state, *batch):
+        check_integers(batch)
         axes = *replica_specs(params, state, None, 0), 0
         mapped = jax.vmap(of_one, in_axes=axes, out_axes=axes, axis_name=axis_name)
         # On explicit axes vmap takes no batch that is divided in another way than the replicas.
@@ -75,6 +77,7 @@ def map_over_replicas(
         return params, state, *out
 
     def sharded(params, state, *batch):
+        check_integers(batch)
         spec = PartitionSpec(axis_name)
         specs = *replica_specs(params, state, PartitionSpec(), spec), spec
 
