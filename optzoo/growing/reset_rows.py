@@ -79,7 +79,8 @@ def reset_rows(
             :func:`optzoo.growing.resize_table`.
 
     Returns:
-        The new parameters and the new state.
+        The new parameters and the new state. They take the place of those given, whose other arrays
+        they have: a step that donates one deletes them in the other, too.
     """
     check_transformation(tx=tx)
     check_by_pattern("tables", tables, "{'emb': ids}")

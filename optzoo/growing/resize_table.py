@@ -89,7 +89,8 @@ def resize_table(
             a table is sharded by rows and has no shardings, or if they do not fit.
 
     Returns:
-        The new parameters and the new state.
+        The new parameters and the new state. They take the place of those given, whose other arrays
+        they have: a step that donates one deletes them in the other, too.
     """
     check_transformation(tx=tx)
     check_by_pattern("tables", tables, "{'emb': 2000}")

@@ -70,7 +70,8 @@ def get_slot(state: Any, name: str) -> Any:
 
     Returns:
         A tree like the parameters. The groups of ``optax.partition`` are merged; a parameter
-        without this slot has ``optax.MaskedNode()``.
+        without this slot has ``optax.MaskedNode()``. The arrays are those of the state: a step that
+        donates the state deletes them, so copy what is to be kept, by ``jnp.copy``.
 
     Raises:
         ValueError: if there is no such slot, or if there are several; the message lists them.

@@ -165,6 +165,8 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
 def slots_like(state: Any, like: Any) -> Any:
     """A state with its slots stored as in another one: in its dtypes, packed, or in 8 bits.
 
+    It takes the place of the given state: arrays that do not change are the same.
+
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
         >>> params, plain = jnp.ones((4, 8)), optzoo.adam(0.1)

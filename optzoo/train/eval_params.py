@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.donation import unshared
 from ..sleeping.catch_up import catch_up
 from ..state.averages import averages_of, has_averages
 from ..state.resting import has_resting
@@ -30,13 +31,15 @@ def eval_params(params: Any, state: Any) -> Any:
     Returns:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,
         the parameter itself otherwise. A center is replicated: it has no axis of replicas. With
-        :func:`optzoo.caught_up` no row of it sleeps.
+        :func:`optzoo.caught_up` no row of it sleeps. Outside of ``jit`` the arrays are copies: a
+        step that donates its arguments leaves them as they are, and they can be trained on.
 
     Raises:
         ValueError: as :func:`optzoo.state.swap_averages`.
     """
+    given = params, state
     if has_resting(state):
         params, state = catch_up(params, state)
         if not has_averages(state):
-            return params
-    return averages_of(params, state)
+            return unshared(params, given)
+    return unshared(averages_of(params, state), given)

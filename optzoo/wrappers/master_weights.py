@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ..core.checks import check_choice, check_params
 from ..core.compat import custom_jvp
+from ..core.donation import unshared
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer
 from ..core.rows import is_rows
@@ -129,6 +130,8 @@ def master_weights(
 def wide_params(params: Any, state: Any) -> Any:
     """The parameters with their corrections, in float32: for an evaluation, or a checkpoint.
 
+    Outside of ``jit`` the arrays are copies, which a step that donates its arguments leaves alone.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.master_weights(optzoo.adam(0.1))
@@ -143,7 +146,7 @@ def wide_params(params: Any, state: Any) -> Any:
     Raises:
         ValueError: if the state contains none or several, or one of other parameters.
     """
-    return _wide(params, _state_of(state).corrections)
+    return unshared(_wide(params, _state_of(state).corrections), params)
 
 
 def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]:
@@ -175,7 +178,7 @@ def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]
     pairs = [_split(x, c.dtype) if is_wide(x) else (x, c) for x, c in zip(leaves, cs, strict=True)]
     params, corrections = (treedef.unflatten(each) for each in zip(*pairs, strict=True))
     change = lambda node: node._replace(corrections=corrections)
-    return params, map_nodes(MasterWeightsState, change, state)
+    return unshared(params, wide), map_nodes(MasterWeightsState, change, state)
 
 
 def _state_of(state: Any) -> MasterWeightsState:
