@@ -12,15 +12,16 @@ import optax
 from jax import Array, lax
 from jax.dtypes import canonicalize_dtype
 
-from ..core.checks import check_flags, check_size, check_update_arguments
+from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.numerics import saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
-from ..core.rows import is_rows, is_sparse_or_none, zeros_like_update
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
+from ..state.slots import map_slot_trees
 from ..state.types import RowsOfCycle
 
 
@@ -28,8 +29,10 @@ class AccumulateState(NamedTuple):
     """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
 
     count: Array
-    # Params-shaped, in float32 at least, or RowsOfCycle; empty if every step is applied.
+    # Params-shaped, in float32 at least, or RowsOfCycle; empty if every step is applied. None for
+    # a parameter of integers, which has no gradient.
     sums: Any
+    came: Any  # whether a parameter had a gradient in this cycle
     inner: Any
 
 
@@ -60,6 +63,10 @@ def accumulate(
     ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
     gets ``global_step // every``, the number of its updates.
 
+    A parameter whose gradient is None in a step, such as one of another task, keeps its sum; if all
+    of its gradients in a cycle are None, it does not change, nor do its slots. Leave parameters
+    that are frozen out, by ``optax.masked``: they would have a sum.
+
     To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before it in
     the chain.
 
@@ -87,7 +94,9 @@ def accumulate(
         TypeError: if ``every`` or a number of rows is not an int, or ``max_rows`` no dict; in
             ``update``, if the gradient of a table in ``max_rows`` is dense.
         ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
-            two match one; in ``update``, if a gradient has more rows than ``max_rows`` allows.
+            two match one; in ``update``, if a gradient has more rows than ``max_rows`` allows, or
+            if it is None and ``inner`` is a transformation of which the slots of a parameter are
+            not known.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
@@ -104,11 +113,11 @@ def accumulate(
     sizes = {pattern: check_size(1, max_rows=k) for pattern, k in (max_rows or {}).items()}
 
     def init(params):
-        sums = () if every == 1 else _zeros(sizes, every, params)
-        return AccumulateState(jnp.zeros([], jnp.int32), sums, inner.init(params))
+        sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), _none_came(params))
+        return AccumulateState(jnp.zeros([], jnp.int32), sums, came, inner.init(params))
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
-        check_gradients(updates, params)
+        gs, xs, treedef = check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
         updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
@@ -116,22 +125,32 @@ def accumulate(
         count = jnp.asarray(optax.safe_increment(state.count))
         if every == 1:
             updates, new = inner.update(updates, state.inner, params, **extra_args)
-            return updates, AccumulateState(count, (), new)
+            return updates, AccumulateState(count, (), (), new)
 
         position = (state.count if global_step is None else global_step) % every
+        first = position == 0
         plus = lambda g, a: _plus(g, a, position, every)
         sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
-        scale = 1 / every if use_mean else 1
+        has_come = lambda g, c: None if c is None else (c & ~first) | (g is not None)
+        came = jax.tree.map(has_come, updates, state.came, is_leaf=is_sparse_or_none)
+        # Those that may have had gradients, but have none in this step.
+        late = [
+            c if g is None else None for g, c in zip(gs, treedef.flatten_up_to(came), strict=True)
+        ]
 
         def apply():
-            total = lambda g, a: _total(g, a, scale)
-            totals = jax.tree.map(total, updates, sums, is_leaf=is_sparse_or_none)
-            return inner.update(totals, state.inner, params, **extra_args)
+            gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
+            columns = zip(gs, of_gs, xs, strict=True)
+            totals = treedef.unflatten(
+                [_total(*leaf, 1 / every if use_mean else 1) for leaf in columns]
+            )
+            us, new = inner.update(totals, state.inner, params, **extra_args)
+            return _unless_late(late, treedef, us), _kept(inner, late, treedef, new, state.inner)
 
         shapes, _ = jax.eval_shape(apply)
         wait = lambda: (zeros_like_update(shapes), state.inner)
         updates, new = lax.cond(position == every - 1, apply, wait)
-        return updates, AccumulateState(count, sums, new)
+        return updates, AccumulateState(count, sums, came, new)
 
     about = About(reads=inner.about.reads).reading("global_step")
     tx = Optimizer(init, update, about)
@@ -140,6 +159,8 @@ def accumulate(
 
 def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
     """The sum, or the rows, of the cycle with the gradient of the step at this position."""
+    if a is None:
+        return None
     if not isinstance(a, RowsOfCycle):
         a = jnp.where(position == 0, 0, a)
         return a if g is None else a + jnp.asarray(g).astype(a.dtype)
@@ -157,14 +178,58 @@ def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
     )
 
 
-def _total(g: Any, a: Any, scale: float) -> Any:
-    """What the inner optimizer gets for a gradient like ``g``."""
-    if g is None:
+def _total(g: Any, a: Any, x: Any, scale: float) -> Any:
+    """What the inner optimizer gets for a gradient like ``g``, or for a parameter if it is None."""
+    if a is None:
         return None
     if not isinstance(a, RowsOfCycle):
-        return saturating_cast(a * scale, jnp.result_type(g))
+        like = g if g is not None else a if x is None else x
+        return saturating_cast(a * scale, jnp.result_type(like))
+    if g is None:
+        check_params(x)
+        g = SparseRows(a.indices[:0], a.values[:0].astype(x.dtype), len(x))
     rows = g.with_rows(a.indices, a.values).coalesce()
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
+
+
+def _unless_late(late: list[Any], treedef: Any, updates: Any) -> Any:
+    """No updates of parameters to which no gradient came."""
+
+    def kept(u, came):
+        if came is None or u is None:
+            return u
+        return u.rows_if(came) if is_rows(u) else jnp.where(came, u, 0)
+
+    us = treedef.flatten_up_to(updates)
+    return treedef.unflatten(map(kept, us, late)) if any(c is not None for c in late) else updates
+
+
+def _kept(inner: Any, late: list[Any], treedef: Any, new: Any, old: Any) -> Any:
+    """The new state, with the old slots of parameters to which no gradient came."""
+    if all(c is None for c in late):
+        return new
+
+    def of_slots(slots):
+        columns = zip(late, treedef.flatten_up_to(slots), strict=True)
+        return treedef.unflatten(
+            [jax.tree.map(lambda _: True if c is None else c, part) for c, part in columns]
+        )
+
+    try:
+        changes = map_slot_trees(inner, of_slots, new, lambda _: True)
+    except Exception as error:
+        raise ValueError(
+            "a gradient is None in the last step of a cycle of accumulate, and "
+            "optax.tree.map_params finds no slots of its parameter: give zeros in its place"
+        ) from error
+    choose = lambda c, new, old: new if c is True else jnp.where(c, new, old)
+    return jax.tree.map(choose, changes, new, old)
+
+
+def _none_came(params: Any) -> Any:
+    """For each parameter that can have a gradient, that it had none."""
+    can = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jax.tree.map(lambda x: jnp.zeros([], bool) if can(x) else None, params)
 
 
 def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
@@ -172,6 +237,8 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
     size_of = value_by_name("max_rows", sizes, params)
 
     def zeros(path, x):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return None
         size = size_of.get(path_name(path))
         if size is None:
             return wide_zeros_like(x)
