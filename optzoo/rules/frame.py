@@ -84,13 +84,24 @@ def frame(
         rows = shapes.of_each(state, updates, gs, xs, treedef)
         rounding, gathered = extra_args.get(ROUNDING), extra_args.get(GATHERED)
         stored = stored_slots(rounding, rows, updates, gs, t, gathered)
-        done, new_shared = rule(list(map(Leaf, gs, xs, stored)), state.shared, t, **hyper)
+        leaves = list(map(Leaf, gs, xs, stored))
+        of_params, new_shared = rule(
+            [leaf for leaf in leaves if not _is_empty(leaf)], state.shared, t, **hyper
+        )
+        of_params = iter(of_params)
+        done = [(None, leaf.slots) if _is_empty(leaf) else next(of_params) for leaf in leaves]
         news = [stored_arrays(new) for _, new in done]
         trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]
         updates = treedef.unflatten([u for u, _ in done])
         return updates, LeafwiseState(t, Slots._make(trees), new_shared)
 
     return Optimizer(init, update, About(reads=reads))
+
+
+def _is_empty(leaf: Leaf) -> bool:
+    """Whether None is in the place of a parameter; it has no slots."""
+    slots = stored_arrays(leaf.slots)
+    return leaf.g is None and len(slots) > 0 and all(slot is None for slot in slots)
 
 
 def _check_slots(slots: Any) -> None:

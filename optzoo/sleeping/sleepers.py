@@ -169,6 +169,8 @@ class Sleepers(NamedTuple):
         check_params(params)
         self.check(state)
         gs, xs, _ = flatten_gradients(updates, params)
+        gs = [g for g, x in zip(gs, xs, strict=True) if x is not None]
+        xs = jax.tree.leaves(params)  # without what is None among the parameters
         tables, treedef = tables_of(state, params)
         sweeps, parts = {}, {}
         for i, table in tables.items():

@@ -105,7 +105,9 @@ def ensemble(
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         xs, es = treedef.flatten_up_to(params), treedef.flatten_up_to(state.average)
         pairs = [of_leaf(*leaf, t) for leaf in zip(gs, xs, es, strict=True)]
-        moved = [new.astype(x.dtype) for (new, _), x in zip(pairs, xs, strict=True)]
+        moved = [
+            x if x is None else new.astype(x.dtype) for (new, _), x in zip(pairs, xs, strict=True)
+        ]
         us, inner_state = inner.update(updates, state.inner, treedef.unflatten(moved), **extra_args)
         us = treedef.flatten_up_to(us)
         sums = [moved_update(u, new, x) for u, (new, _), x in zip(us, pairs, xs, strict=True)]
