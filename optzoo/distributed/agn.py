@@ -12,6 +12,7 @@ from jax import Array
 from ..core.checks import check_size
 from ..core.rows import is_sparse_or_none
 from ..state.averages import wide_zeros_like
+from ..state.came import has_come, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
 from .engine.collectives import (
@@ -36,6 +37,7 @@ class AGNPerReplica(NamedTuple):
 
     accumulated: Any  # params-shaped: the sum of the gradients since the last push
     since: Array  # the number of local steps since then
+    came: Any  # whether a parameter had a gradient since then
 
 
 def agn(
@@ -118,13 +120,14 @@ def agn(
     inner = inner_transformation(inner=inner)
 
     def accumulate(updates, params, per_replica, **_):
-        accumulated, since = per_replica.method
+        accumulated, since, came = per_replica.method
         add = lambda g, a: a if g is None else a + g.astype(a.dtype)
         accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
-        return updates, per_replica._replace(method=AGNPerReplica(accumulated, since + 1)), None
+        method = AGNPerReplica(accumulated, since + 1, has_come(updates, came))
+        return updates, per_replica._replace(method=method), None
 
     def push(pushes, params, replicated, per_replica, **extra_args):
-        accumulated, since = per_replica.method
+        accumulated, since, came = per_replica.method
         state, is_slot = per_replica.inner, are_slots(inner, per_replica.inner)
         # The sum of the pushes also carries the counters of all replicas, side by side.
         here = (jnp.arange(replicas.size) == replicas.index) & pushes
@@ -132,7 +135,11 @@ def agn(
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
         mean = map_not_none(mean, params, accumulated)
-        pushed, counters, pushers = replicas.sum((mean, counters, here.astype(jnp.int32)))
+        # A parameter of which no replica had a gradient is left as it is.
+        arrived = jax.tree.map(lambda c: jnp.int32(c & pushes), came)
+        pushed, counters, pushers, arrived = replicas.sum(
+            (mean, counters, here.astype(jnp.int32), arrived)
+        )
         number, first = jnp.sum(pushers, dtype=pushers.dtype), jnp.argmax(pushers)
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
@@ -140,6 +147,9 @@ def agn(
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
         before = jax.tree.map(pick, center_inner, counters, is_slot)
         updates, after = inner.update(pushed, before, center, **extra_args)
+        arrived = jax.tree.map(lambda number: number > 0, arrived)
+        none = jax.tree.map(lambda _: None, center)
+        updates, after = leave_out(inner, none, arrived, updates, after, before)
         # Each replica counts the push by its own counters: of this update nothing else is used.
         own = jax.tree.map(lambda a, c, is_slot: c if is_slot else a, state, before, is_slot)
         ours = replicas.vary((pushed, own, center))
@@ -154,13 +164,18 @@ def agn(
         count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, c.astype(a.dtype), a)
         per_replica = per_replica._replace(
             inner=jax.tree.map(count, state, counted, is_slot),
-            method=AGNPerReplica(zero_unless(~pushes, accumulated), jnp.where(pushes, 0, since)),
+            method=AGNPerReplica(
+                zero_unless(~pushes, accumulated),
+                jnp.where(pushes, 0, since),
+                jax.tree.map(lambda c: c & ~pushes, came),
+            ),
         )
         pulled = map_not_none(lambda x, c: jnp.where(pushes, c, x), params, moved)
         return pulled, replicated, per_replica
 
     def init(center):
-        per_replica = AGNPerReplica(wide_zeros_like(center), jnp.zeros([], jnp.int32))
+        zero = jnp.zeros([], jnp.int32)
+        per_replica = AGNPerReplica(wide_zeros_like(center), zero, none_came(center))
         return AGNReplicated(inner.init(center)), per_replica
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}

@@ -14,7 +14,8 @@ from jax import Array, lax
 from ..core.checks import check_choice, check_size
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer
-from ..core.rows import zeros_like_update
+from ..core.rows import is_sparse_or_none, zeros_like_update
+from ..state.came import leave_out
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.accumulator import (
@@ -22,6 +23,7 @@ from .engine.accumulator import (
     accumulate_sums,
     append_row_counts,
     divide_counted,
+    have_come,
     init_accumulator,
 )
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, all_finite, divide_gradients
@@ -204,7 +206,13 @@ class _SyncReplicas:
             updates, arrived, accepted, old, aggregate if accumulates else 0
         )
 
-        apply = lambda: self.inner.update(mean, old.inner, params, **extra_args)
+        def apply():
+            done = self.inner.update(mean, old.inner, params, **extra_args)
+            if not accumulates or not isinstance(accumulator, GradientAccumulator):
+                return done
+            came = have_come(accumulator, old.global_step + 1)
+            return leave_out(self.inner, updates, came, *done, old.inner)
+
         if complete:
             fire, (updates, of_inner) = True, apply()
             dropped += old.count  # what was accumulated before
@@ -263,6 +271,9 @@ class _SyncReplicas:
             now = {"update": old.global_step + 1, "accepted": number, "most": most}
             sums, accumulator = accumulate_sums(accumulator, sums, updates, **now)
             number += old.count
+            # Of a gradient that is None there may be a sum of earlier ones.
+            like = lambda g, total: total if g is None else g
+            updates = jax.tree.map(like, updates, sums, is_leaf=is_sparse_or_none)
         divide = divide_gradients
         if counts_rows:
             divide = functools.partial(divide_counted, by_row_counts=self.by_row_counts)

@@ -14,8 +14,7 @@ from ..core.paths import is_masked, path_name
 from ..sleeping.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
-from ..state.types import RowsOfCycle, map_nodes
-from ..wrappers.accumulate import AccumulateState
+from ..state.types import AccumulateState, RowsOfCycle, map_nodes
 from .arguments import names_of, placed
 
 

@@ -50,6 +50,17 @@ class SlotsByName(NamedTuple):
     slots: dict[str, Any]  # trees like the parameters
 
 
+class AccumulateState(NamedTuple):
+    """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
+
+    count: Array
+    # Params-shaped, in float32 at least, or RowsOfCycle; empty if every step is applied. None for
+    # a parameter of integers, which has no gradient.
+    sums: Any
+    came: Any  # whether a parameter had a gradient in this cycle
+    inner: Any
+
+
 class RowsOfCycle(NamedTuple):
     """The rows of the steps of a cycle of :func:`optzoo.accumulate`, one after another."""
 

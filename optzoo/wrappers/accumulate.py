@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,9 @@ from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
+from ..state.came import has_come, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
-from ..state.slots import map_slot_trees
-from ..state.types import RowsOfCycle
-
-
-class AccumulateState(NamedTuple):
-    """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
-
-    count: Array
-    # Params-shaped, in float32 at least, or RowsOfCycle; empty if every step is applied. None for
-    # a parameter of integers, which has no gradient.
-    sums: Any
-    came: Any  # whether a parameter had a gradient in this cycle
-    inner: Any
+from ..state.types import AccumulateState, RowsOfCycle
 
 
 def accumulate(
@@ -113,11 +102,11 @@ def accumulate(
     sizes = {pattern: check_size(1, max_rows=k) for pattern, k in (max_rows or {}).items()}
 
     def init(params):
-        sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), _none_came(params))
+        sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), none_came(params))
         return AccumulateState(jnp.zeros([], jnp.int32), sums, came, inner.init(params))
 
     def update(updates, state, params=None, *, global_step=None, **extra_args):
-        gs, xs, treedef = check_gradients(updates, params)
+        _, xs, treedef = check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
         updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
@@ -131,12 +120,7 @@ def accumulate(
         first = position == 0
         plus = lambda g, a: _plus(g, a, position, every)
         sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
-        has_come = lambda g, c: None if c is None else (c & ~first) | (g is not None)
-        came = jax.tree.map(has_come, updates, state.came, is_leaf=is_sparse_or_none)
-        # Those that may have had gradients, but have none in this step.
-        late = [
-            c if g is None else None for g, c in zip(gs, treedef.flatten_up_to(came), strict=True)
-        ]
+        came = has_come(updates, jax.tree.map(lambda c: c & ~first, state.came))
 
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
@@ -145,7 +129,7 @@ def accumulate(
                 [_total(*leaf, 1 / every if use_mean else 1) for leaf in columns]
             )
             us, new = inner.update(totals, state.inner, params, **extra_args)
-            return _unless_late(late, treedef, us), _kept(inner, late, treedef, new, state.inner)
+            return leave_out(inner, updates, came, us, new, state.inner)
 
         shapes, _ = jax.eval_shape(apply)
         wait = lambda: (zeros_like_update(shapes), state.inner)
@@ -190,46 +174,6 @@ def _total(g: Any, a: Any, x: Any, scale: float) -> Any:
         g = SparseRows(a.indices[:0], a.values[:0].astype(x.dtype), len(x))
     rows = g.with_rows(a.indices, a.values).coalesce()
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
-
-
-def _unless_late(late: list[Any], treedef: Any, updates: Any) -> Any:
-    """No updates of parameters to which no gradient came."""
-
-    def kept(u, came):
-        if came is None or u is None:
-            return u
-        return u.rows_if(came) if is_rows(u) else jnp.where(came, u, 0)
-
-    us = treedef.flatten_up_to(updates)
-    return treedef.unflatten(map(kept, us, late)) if any(c is not None for c in late) else updates
-
-
-def _kept(inner: Any, late: list[Any], treedef: Any, new: Any, old: Any) -> Any:
-    """The new state, with the old slots of parameters to which no gradient came."""
-    if all(c is None for c in late):
-        return new
-
-    def of_slots(slots):
-        columns = zip(late, treedef.flatten_up_to(slots), strict=True)
-        return treedef.unflatten(
-            [jax.tree.map(lambda _: True if c is None else c, part) for c, part in columns]
-        )
-
-    try:
-        changes = map_slot_trees(inner, of_slots, new, lambda _: True)
-    except Exception as error:
-        raise ValueError(
-            "a gradient is None in the last step of a cycle of accumulate, and "
-            "optax.tree.map_params finds no slots of its parameter: give zeros in its place"
-        ) from error
-    choose = lambda c, new, old: new if c is True else jnp.where(c, new, old)
-    return jax.tree.map(choose, changes, new, old)
-
-
-def _none_came(params: Any) -> Any:
-    """For each parameter that can have a gradient, that it had none."""
-    can = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return jax.tree.map(lambda x: jnp.zeros([], bool) if can(x) else None, params)
 
 
 def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:

@@ -234,20 +234,69 @@ def test_replicas_are_put_on_the_devices_of_a_mesh(method):
 
 
 @pytest.mark.parametrize("method", cases.METHODS)
-def test_a_parameter_without_a_gradient_takes_no_part(method):
+def test_a_parameter_without_a_gradient_stays(method):
     tx = make(method)
 
     def step(x, state, to):
         updates, state = tx.update({"w": x["w"] - to, "b": None}, state, x)
-        assert updates["b"] is None
-        return {**x, "w": x["w"] + updates["w"]}, state
+        return {k: a if updates[k] is None else a + updates[k] for k, a in x.items()}, state
 
     (x, state), train = start(tx), jax.jit(optzoo.replicas.map_over_replicas(step))
     for _ in range(4):
         x, state = train(x, state, CENTERS)
     center = getattr(state.replicated, "center", START)
     chex.assert_trees_all_equal(center["b"], START["b"])
+    for b in np.reshape(x["b"], (-1, *np.shape(START["b"]))):
+        np.testing.assert_array_equal(b, START["b"])
     assert not np.allclose(x["w"], START["w"])
+
+
+# Not with rho, which pulls what has a gradient alone.
+@pytest.mark.parametrize("method", [name for name in cases.METHODS if name != "elastic_average"])
+def test_tasks_in_turn(method):
+    """For an optimizer without slots a gradient of None is one of zeros, in an exchange too."""
+    zero = jnp.zeros(2)
+
+    def trained(missing):
+        tx = cases.make(method, optzoo.gradient_descent(0.1))
+        other = lambda g: None if missing is None else jnp.zeros_like(g)
+
+        def step(x, state, to, turn):
+            grads = {k: x[k] - to if k == turn else other(x[k]) for k in x}
+            updates, state = tx.update(grads, state, x)
+            return {k: a if updates[k] is None else a + updates[k] for k, a in x.items()}, state
+
+        params = {"a": zero, "b": zero}
+        x, state = optzoo.replicas.replicate(params, tx.init(params), len(CENTERS))
+        train = {
+            turn: jax.jit(optzoo.replicas.map_over_replicas(functools.partial(step, turn=turn)))
+            for turn in "ab"
+        }
+        tos = jnp.arange(2.0 * len(CENTERS)).reshape(len(CENTERS), 2)
+        for turn in "abababbbaa":
+            x, state = train[turn](x, state, tos)
+        return x
+
+    got, want = trained(None), trained(0)
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+    assert np.all(np.abs(np.reshape(jax.tree.leaves(got), (2, -1))).sum(1) > 0)
+
+
+def test_a_frozen_parameter_is_not_decayed_in_a_center():
+    """The optimizer of the center of agn gets a sum for each parameter."""
+    decay = optzoo.decoupled_weight_decay(momentum(), weight_decay_per_step=0.1)
+    tx = optzoo.agn(decay, axis_name=None, communication_period=2)
+    x = {"a": jnp.ones(2), "frozen": jnp.ones(2), "later": jnp.ones(2)}
+    state = tx.init(x)
+    for k in range(8):
+        grads = {"a": jnp.ones(2), "frozen": None, "later": jnp.ones(2) if k == 4 else None}
+        updates, state = tx.update(grads, state, x)
+        x = {name: a if updates[name] is None else a + updates[name] for name, a in x.items()}
+    np.testing.assert_array_equal(x["frozen"], 1)
+    # Of one push the mean is 0.5, and the decay a tenth.
+    momentum_of = optzoo.get_slot(state.replicated.method.center_inner, "momentum")
+    np.testing.assert_array_equal(momentum_of["frozen"], 0)
+    np.testing.assert_allclose(momentum_of["later"], 0.5)
 
 
 @pytest.mark.parametrize("inner", [momentum(), optax.sgd(0.1, 0.9)], ids=["ours", "optax"])

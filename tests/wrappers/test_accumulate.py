@@ -219,7 +219,9 @@ def test_a_state_whose_slots_are_not_known():
     inner = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3))
     tx, x = accumulate(inner, 2), {"a": jnp.ones(2), "b": jnp.ones(2)}
     more = {"value": 1.0, "grad": x, "value_fn": lambda p: jnp.sum(p["a"])}
-    with pytest.raises(ValueError, match="finds no slots of its parameter: give zeros"):
+    with pytest.raises(
+        ValueError, match="finds no slots of its parameter in the state: give zeros"
+    ):
         tx.update({"a": jnp.ones(2), "b": None}, tx.init(x), x, **more)
 
 

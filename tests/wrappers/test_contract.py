@@ -53,7 +53,7 @@ CENTERED = ("agn", "diloco", "elastic_average", "model_average")
 REPLICAS = (*CENTERED, "drop_stale_gradient", "sync_replicas")
 # The number of trees like the parameters in addition to those of the inner optimizer.
 TREES = {"ensemble": 1, "moving_average": 1, "diloco": 2, "elastic_average": 2, "model_average": 1}
-TREES |= {"agn": 2, "sync_replicas": 3}
+TREES |= {"agn": 3, "sync_replicas": 3}
 
 pytestmark = pytest.mark.usefixtures("eager")
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=list(WRAPPERS))

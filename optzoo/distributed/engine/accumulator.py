@@ -23,6 +23,7 @@ class GradientAccumulator(NamedTuple):
     """Three trees like the parameters.
 
     The counts have one integer for each row of an array (for each element of its first axis).
+    A parameter of integers, which has no gradient, has None.
     """
 
     sum: Any
@@ -32,6 +33,8 @@ class GradientAccumulator(NamedTuple):
 
 def init_accumulator(params: Any) -> GradientAccumulator:
     """An empty accumulator."""
+    can = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    params = jax.tree.map(lambda x: x if can(x) else None, params)
     counts = (jax.tree.map(lambda x: zeros_of_rows(x, jnp.int32), params) for _ in range(2))
     return GradientAccumulator(wide_zeros_like(params), *counts)
 
@@ -93,14 +96,18 @@ def accumulate_sums(
         most: how many gradients are accumulated at most.
 
     Returns:
-        The totals in the form of :func:`append_row_counts`; and the new accumulator.
+        The totals in the form of :func:`append_row_counts`, an array where the gradient is None;
+        and the new accumulator.
     """
     gs, treedef = jax.tree.flatten(like, is_leaf=is_sparse_or_none)
     columns = map(treedef.flatten_up_to, (sums, *accumulator))
     done = list[tuple[Any, ...]]()
     for g, total, before, target, counts in zip(gs, *columns, strict=True):
-        if g is None:
+        if before is None:
             done.append((None, before, target, counts))
+        elif g is None:
+            is_kept = _per_row(target == update, before)
+            done.append((jnp.where(is_kept, before, 0), before, target, counts))
         elif is_rows(g):
             kept = GradientAccumulator(before, target, counts)
             done.append(_accumulate_rows(total, kept, update, most * len(g.indices)))
@@ -112,6 +119,11 @@ def accumulate_sums(
             done.append((total, total.astype(before.dtype), target, counts))
     trees = [treedef.unflatten([leaf[i] for leaf in done]) for i in range(4)]
     return trees[0], GradientAccumulator(*trees[1:])
+
+
+def have_come(accumulator: GradientAccumulator, update: Array) -> Any:
+    """For each parameter whether a gradient was accumulated for an update."""
+    return jax.tree.map(lambda target: jnp.any(target == update), accumulator.target_update)
 
 
 def _accumulate_rows(

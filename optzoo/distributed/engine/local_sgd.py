@@ -14,7 +14,7 @@ from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import upcast
 from ...core.optimizer import About, Optimizer, about_of
-from ...core.rows import SparseRows, is_rows, map_rows
+from ...core.rows import is_rows, is_sparse_or_none
 from ...state.averages import start_of_average
 from ...state.resting import refuse_resting
 from ...state.slots import are_slots
@@ -180,8 +180,9 @@ class _Driver:
 
         if self.method.weighted:
             extra_args = {**extra_args, "weight": weight}
-        # An exchange moves all rows.
-        carry = map_rows(SparseRows.to_dense, updates), replicated, after
+        # An exchange moves all rows, and parameters that have no gradient in this step alone.
+        moving = jax.tree.map(_of_all_rows, updates, params, is_leaf=is_sparse_or_none)
+        carry = moving, replicated, after
         mask = arrived if self.method.lockstep else True if active is None else active
         if is_sound is not None and active is not None:
             is_sound |= jnp.logical_not(active)
@@ -240,7 +241,7 @@ class _Driver:
         """The updates and the state after some exchanges, one after the other."""
         updates, replicated, per_replica = carry
         replicated = self._put(jax.memory.Space.Device, replicated)
-        # A parameter without a gradient takes no part, and is None.
+        # A parameter of integers takes no part, and is None.
         start = map_not_none(lambda u, x: upcast(x), updates, params)
         # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
         add = lambda x, u: x + u.astype(x.dtype)
@@ -285,6 +286,13 @@ class _Driver:
         is_next = lambda rank: participates & (self.replicas.index == rank)
         turn = lambda moved, rank: (exchange(is_next(rank), *moved, **extra_args), None)
         return lax.scan(turn, moved, jnp.arange(self.replicas.size))[0]
+
+
+def _of_all_rows(u: Any, x: Any) -> Any:
+    """An update as an array; None of a parameter that can have no gradient."""
+    if u is None and x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return jnp.zeros_like(x)
+    return u.to_dense() if is_rows(u) else u
 
 
 def _is_sound(params: Any, updates: Any, method: Any) -> Array:

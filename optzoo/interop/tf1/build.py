@@ -14,7 +14,7 @@ from ...sleeping.state import CaughtUpState
 from ...sleeping.tables import all_awake
 from ...state.storage import pack_state_like, unpack_state
 from ...state.tf1_names import tf1_names
-from ...state.types import LeafwiseState, map_nodes
+from ...state.types import AccumulateState, LeafwiseState, map_nodes
 from .names import GLOBAL_STEP
 from .plan import Plan, Source
 from .steps import Steps
@@ -41,7 +41,14 @@ def build_state(
             values |= _split(vector, given[vector.variable])
     state = map_nodes(LeafwiseState, _with_computed, _fill(unpack_state(start), values))
     state = jax.tree.map(_like, pack_state_like(start, state), start)
+    state = map_nodes(AccumulateState, _all_came, state)
     return new_params, map_nodes(CaughtUpState, all_awake, state)
+
+
+def _all_came(state: AccumulateState) -> AccumulateState:
+    """The originals have a sum for each variable, and apply all of them."""
+    came = jax.tree.map(jnp.ones_like, state.came)
+    return state._replace(came=came, inner=map_nodes(AccumulateState, _all_came, state.inner))
 
 
 def build_variables(

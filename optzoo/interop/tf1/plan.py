@@ -14,7 +14,13 @@ from ...core.paths import out_of_box, owner_of, path_name
 from ...state.averages import MovingAverageSlots
 from ...state.resting import Resting
 from ...state.tf1_names import TF1Names, tf1_names
-from ...state.types import LeafwiseState, LocalSGDState, ReplicaState, SharedParamsState
+from ...state.types import (
+    AccumulateState,
+    LeafwiseState,
+    LocalSGDState,
+    ReplicaState,
+    SharedParamsState,
+)
 from .names import (
     CENTER,
     GLOBAL_STEP,
@@ -205,6 +211,8 @@ class _Planner:
             elif GetAttrKey(_HYPERPARAMS) not in path:
                 self.unmapped.append(path_name(path))
         else:
+            if isinstance(x, AccumulateState):  # a checkpoint has sums alone
+                x = x._replace(came=())
             inside = path if _may_skip_updates(x) else wrapper
             children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
             for below, child in children:

@@ -1,0 +1,76 @@
+"""Whether a parameter had a gradient in any of several steps, whose sum is applied in the last one.
+
+A gradient is None by the structure of a step, but the sum must not be lost if it is None in the
+last step alone. So the state has a flag for each parameter. An optimizer then gets a sum for all,
+and its results for parameters that had no gradient are not used.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.rows import is_rows, is_sparse_or_none
+from .slots import map_slot_trees
+
+
+def none_came(params: Any) -> Any:
+    """For each parameter False; None for one that can have no gradient, such as of integers."""
+    can = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jax.tree.map(lambda x: jnp.zeros([], bool) if can(x) else None, params)
+
+
+def has_come(updates: Any, came: Any) -> Any:
+    """The flags after a step with these gradients."""
+    after = lambda g, c: None if c is None else c | (g is not None)
+    return jax.tree.map(after, updates, came, is_leaf=is_sparse_or_none)
+
+
+def leave_out(
+    inner: optax.GradientTransformation,
+    grads: Any,
+    came: Any,
+    updates: Any,
+    new: Any,
+    old: Any,
+) -> tuple[Any, Any]:
+    """The updates and the state of ``inner``, unchanged for parameters to which no gradient came.
+
+    Args:
+        inner: the optimizer.
+        grads: those of the last step. What is not None has come.
+        came: the flags after it.
+        updates: those of ``inner`` for the sums.
+        new: its state after them.
+        old: its state before.
+
+    Raises:
+        ValueError: if ``optax.tree.map_params`` does not find the slots in the state.
+    """
+    gs, treedef = jax.tree.flatten(grads, is_leaf=is_sparse_or_none)
+    pairs = zip(gs, treedef.flatten_up_to(came), strict=True)
+    flags = [c if g is None else None for g, c in pairs]
+    if all(c is None for c in flags):
+        return updates, new
+
+    def of_update(u, c):
+        if c is None or u is None:
+            return u
+        return u.rows_if(c) if is_rows(u) else jnp.where(c, u, 0)
+
+    def of_slots(slots):
+        parts = zip(flags, treedef.flatten_up_to(slots), strict=True)
+        change = lambda c, part: jax.tree.map(lambda _: True if c is None else c, part)
+        return treedef.unflatten([change(c, part) for c, part in parts])
+
+    try:
+        changes = map_slot_trees(inner, of_slots, new, lambda _: True)
+    except Exception as error:
+        raise ValueError(
+            "a gradient is None in the last of several steps, and optax.tree.map_params finds no "
+            "slots of its parameter in the state: give zeros in its place"
+        ) from error
+    us = map(of_update, treedef.flatten_up_to(updates), flags)
+    choose = lambda c, new, old: new if c is True else jnp.where(c, new, old)
+    return treedef.unflatten(us), jax.tree.map(choose, changes, new, old)
