@@ -117,10 +117,11 @@ def accumulate(
             return updates, AccumulateState(count, (), (), new)
 
         position = (state.count if global_step is None else global_step) % every
-        first = position == 0
         plus = lambda g, a: _plus(g, a, position, every)
         sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
-        came = has_come(updates, jax.tree.map(lambda c: c & ~first, state.came))
+        came = has_come(
+            updates, jax.tree.map(lambda c: jnp.where(position == 0, False, c), state.came)
+        )
 
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
