@@ -180,4 +180,4 @@ def agn(
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
     method = LocalSGDMethod([push], every(period), init=init, before_step=accumulate, **options)
-    return fitting(local_sgd(inner, replicas, method))
+    return fitting(local_sgd(inner, replicas, method), moves="agn", in_cycles=True)

@@ -331,7 +331,7 @@ def diloco(
         skip_nonfinite=skip_nonfinite,
         on_host=placement is not None,
     )
-    return fitting(local_sgd(inner, replicas, method))
+    return fitting(local_sgd(inner, replicas, method), moves="diloco", in_cycles=True)
 
 
 def _check_memory(placement: str) -> None:

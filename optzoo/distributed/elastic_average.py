@@ -140,4 +140,4 @@ def elastic_average(
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
     method = LocalSGDMethod([exchange], every(period), init=init, before_step=pull, **options)
-    return fitting(local_sgd(inner, replicas, method))
+    return fitting(local_sgd(inner, replicas, method), moves="elastic_average", in_cycles=True)

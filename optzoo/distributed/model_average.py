@@ -129,4 +129,4 @@ def model_average(
 
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
     method = LocalSGDMethod([exchange], every(period), **options)
-    return fitting(local_sgd(inner, replicas, method))
+    return fitting(local_sgd(inner, replicas, method), moves="model_average", in_cycles=True)

@@ -21,19 +21,28 @@ from ..core.rows import fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
+from .types import AccumulateState, MasterWeightsState, nodes_of
 
 
-def fitting(tx: optax.GradientTransformation) -> Optimizer:
+def fitting(
+    tx: optax.GradientTransformation, *, moves: str = "", in_cycles: bool = False
+) -> Optimizer:
     """The same transformation, with clear errors where its arguments do not belong together.
 
     If the update fails, or returns a state of other shapes, the state is compared with that which
     ``init`` has made, and gradients with parameters. Nothing is traced for it.
 
+    Args:
+        tx: the transformation.
+        moves: the name of a wrapper that moves parameters itself, or averages them.
+        in_cycles: whether it counts steps, and not updates, so that it may be around accumulate.
+
     Raises:
         StateError: in ``update``, if the state does not fit the transformation and the parameters.
         TypeError: if something fails and a parameter or gradient has a dtype that no optimizer of
             this library takes.
-        ValueError: in ``update``, if a gradient does not have the shape of its parameter.
+        ValueError: in ``init``, if ``moves`` is around what hides from it what parameters are; in
+            ``update``, if a gradient does not have the shape of its parameter.
     """
     about, tx, known = about_of(tx), optax.with_extra_args_support(tx), KnownStates()
 
@@ -44,6 +53,8 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
             check_whole_sums(params)
             check_gradients(params, params, allow_complex=True)
             raise
+        if moves:
+            _check_order(moves, in_cycles, state)
         state = beside(params, state)
         known.add(params, state)
         return state
@@ -65,6 +76,20 @@ def fitting(tx: optax.GradientTransformation) -> Optimizer:
         return new_updates, new
 
     return Optimizer(init, update, about)
+
+
+def _check_order(wrapper: str, in_cycles: bool, state: Any) -> None:
+    """Raises ``ValueError`` if a wrapper that moves parameters is around one that hides them."""
+    if nodes_of(MasterWeightsState, state):
+        raise ValueError(
+            f"{wrapper} is around optzoo.master_weights, so it would see and move rounded "
+            f"parameters alone: write master_weights({wrapper}(tx, ...))"
+        )
+    if not in_cycles and any(jax.tree.leaves(x.sums) for x in nodes_of(AccumulateState, state)):
+        raise ValueError(
+            f"{wrapper} is around optzoo.accumulate, so it would act in each step of a cycle, and "
+            f"not in each update: write accumulate({wrapper}(tx, ...), every)"
+        )
 
 
 def _check_shapes(updates: Any, new: Any) -> None:

@@ -61,6 +61,20 @@ class AccumulateState(NamedTuple):
     inner: Any
 
 
+class MasterWeightsState(NamedTuple):
+    """The state of :func:`optzoo.master_weights`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.master_weights(optzoo.momentum(0.1, 0.9))
+        >>> print(tx.init(jnp.ones(2, jnp.bfloat16)).corrections)
+        [0 0]
+    """
+
+    inner: Any
+    corrections: Any  # like the parameters: int8 or int16; () of one that is not in bfloat16
+
+
 class RowsOfCycle(NamedTuple):
     """The rows of the steps of a cycle of :func:`optzoo.accumulate`, one after another."""
 

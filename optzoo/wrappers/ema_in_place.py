@@ -109,7 +109,7 @@ def ema_in_place(
         sums = [moved_update(*leaf) for leaf in zip(us, news, xs, strict=True)]
         return treedef.unflatten(sums), EMAInPlaceState(t, inner_state)
 
-    return fitting(Optimizer(init, update, About(reads=inner.about.reads)))
+    return fitting(Optimizer(init, update, About(reads=inner.about.reads)), moves="ema_in_place")
 
 
 def _paths(updates: Any) -> Any:

@@ -114,4 +114,4 @@ def ensemble(
         average = treedef.unflatten([e for _, e in pairs])
         return treedef.unflatten(sums), EnsembleState(t, average, inner_state)
 
-    return fitting(Optimizer(init, update, About(reads=inner.about.reads)))
+    return fitting(Optimizer(init, update, About(reads=inner.about.reads)), moves="ensemble")

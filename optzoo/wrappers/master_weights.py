@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,12 @@ from ..core.optimizer import Optimizer
 from ..core.rows import is_rows
 from ..state.fit import StateError
 from ..state.inner import fitting, inner_transformation
-from ..state.types import map_nodes, nodes_of
+from ..state.types import MasterWeightsState, map_nodes, nodes_of
 
 _DTYPES = {24: jnp.int8, 32: jnp.int16}
 _UPPER, _SIGN = np.uint32(16), np.uint32(0x80000000)
 _INFINITY, _GREATEST = np.uint32(0x7F800000), np.uint32(0x7F7F0000)
 _NAN = np.asarray(np.nan, jnp.bfloat16)  # of NumPy, so that it may be made where NaN is an error
-
-
-class MasterWeightsState(NamedTuple):
-    """The state of :func:`optzoo.master_weights`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.master_weights(optzoo.momentum(0.1, 0.9))
-        >>> print(tx.init(jnp.ones(2, jnp.bfloat16)).corrections)
-        [0 0]
-    """
-
-    inner: Any
-    corrections: Any  # like the parameters: int8 or int16; () of one that is not in bfloat16
 
 
 def master_weights(

@@ -112,7 +112,7 @@ def moving_average(
 
     law = inner.about.with_law(law_of_both).law
     about = About(law=law, reads=reads_of(inner, average))
-    return fitting(Optimizer(both.init, update, about))
+    return fitting(Optimizer(both.init, update, about), moves="moving_average")
 
 
 def _with_average(

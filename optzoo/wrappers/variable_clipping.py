@@ -103,7 +103,8 @@ def variable_clipping(
         done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
         return treedef.unflatten(done), state
 
-    return fitting(Optimizer(inner.init, update, About(reads=inner.about.reads)))
+    about = About(reads=inner.about.reads)
+    return fitting(Optimizer(inner.init, update, about), moves="variable_clipping")
 
 
 def _axes(dims: Any, params: Any) -> Any:

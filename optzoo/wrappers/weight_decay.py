@@ -101,4 +101,5 @@ def decoupled_weight_decay(
             return None
         return found._replace(law=found.law._replace(shrink=float(weight_decay_per_step)))
 
-    return fitting(Optimizer(inner.init, update, inner.about.with_law(law)))
+    about = inner.about.with_law(law)
+    return fitting(Optimizer(inner.init, update, about), moves="decoupled_weight_decay")
