@@ -152,7 +152,8 @@ def _grouped(x: Array) -> Array:
 
 
 def _ungrouped(x: Array, shape: tuple[int, ...]) -> Array:
-    return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    # The columns are named, not -1: of an array without rows no division says how many there are.
+    return x.reshape(*shape[:-1], _number_of_groups(shape[-1]) * GROUP)[..., : shape[-1]]
 
 
 def stored(x: Codes, like: Codes | None = None) -> Codes:

@@ -439,6 +439,33 @@ def test_native_code_makes_the_same_codes(stochastic):
         assert differ.max() <= 1 and differ.mean() < 1e-3
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_no_rows(stochastic):
+    """Of a gradient none is listed, or of a parameter none is there: nothing changes."""
+    tx = slots_dtype(optzoo.lazy_adam(0.1), "int8", stochastic=stochastic)
+    x = {"t": jnp.ones(SHAPE), "none": jnp.zeros((0, 16))}
+    none = SparseRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, WIDTH)), 6)
+
+    @jax.jit
+    def step(x, state):
+        updates, state = tx.update({"t": none, "none": x["none"]}, state, x)
+        return updates["t"].to_dense(), updates["none"], state
+
+    state = tx.init(x)
+    *updates, after = step(x, state)
+    assert not updates[0].any() and updates[1].shape == (0, 16)
+    chex.assert_trees_all_equal(after[0].slots, state[0].slots)
+    assert optzoo.get_slot(after, "m")["none"].shape == (0, 16)
+
+
+@pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
+def test_no_rows_in_native_code():
+    tx, x = slots_dtype(optzoo.lazy_adam(0.1), "int8"), jnp.ones((12, 8))
+    step = optzoo.minimize(lambda x, ids: jnp.sum(optzoo.lookup(x, ids)), tx, native=True)
+    after, _, _ = step(x + 0, tx.init(x), jnp.zeros(0, jnp.int32))
+    np.testing.assert_array_equal(after, x)
+
+
 @pytest.mark.parametrize("width", [40, 64, 136])
 def test_arrays_with_other_groups_are_left_to_xla(width):
     """Those with scales beside their codes, and those whose groups are filled up."""
