@@ -12,6 +12,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.core.numerics import common_cycle, next_count
+from optzoo.second_order.shampoo.refresh import is_due
 from optzoo.testing import samples
 
 from .selection import chosen_first
@@ -88,6 +90,75 @@ def test_a_count_is_only_a_count(name):
         assert counts(state) == counts(ahead(last, steps - begun[0]))
 
 
+OF_CYCLES = {
+    **{name: lambda name=name: make(name) for name in ("accumulate", "ensemble", "ema_in_place")},
+    **{name: lambda name=name: make(name) for name in PERIODS},
+    "diloco, fragments": lambda: optzoo.diloco(
+        optzoo.gradient_descent(0.1), axis_name=None, communication_period=4, fragments=2,
+        overlap_steps=1, warmup_steps=1,
+    ),
+    "accumulate, 3": lambda: optzoo.accumulate(optzoo.adam(0.1), 3),
+    "returnn": lambda: optzoo.interop.returnn.returnn_updater({
+        "optimizer": {"class": "GradientDescent"}, "learning_rate": 0.1,
+        "accum_grad_multiple_step": 3, "dynamic_learning_rate": {"interval": 4, "decay": 0.5},
+    }),
+    "ggt": lambda: make("ggt"),
+    "soap": lambda: make("soap"),
+    "blocked_shampoo": lambda: optzoo.blocked_shampoo(
+        0.1, preconditioner_interval=2, statistics_interval=3, start_step=1
+    ),
+    "blocked_shampoo, stagger": lambda: make("blocked_shampoo, stagger"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_CYCLES)
+def test_cycles_go_on_where_counts_end(name):
+    tx, x = OF_CYCLES[name](), params(everywhere("float32"))
+    all_grads = gradients(everywhere("float32"))
+    grads = [jax.tree.map(lambda g, t=t: g[t % len(g)], all_grads) for t in range(2 * STEPS)]
+    starts = [ahead(tx.init(x), steps) for steps in (AHEAD[1], LAST - STEPS)]
+    (want, _), (path, state) = (path_of(tx, x, grads, start) for start in starts)
+    assert_equal(path, want, rtol=1e-6, atol=1e-7)
+    names = lambda path: {getattr(key, "name", "") for key in path}
+    counted = jax.tree_util.tree_leaves_with_path(state)
+    assert all((a >= 0).all() for path, a in counted if names(path) & {*COUNTS})
+
+
+@pytest.mark.parametrize("half_life", [-1, 3])
+def test_the_largest_counter_is_found_where_counts_end(half_life):
+    tx = optzoo.interop.fbgemm.counter_row_wise_adagrad(
+        0.1, half_life=half_life, learning_rate_mode="tail_increase", max_counter_every=3
+    )
+    x = jnp.ones((2, 2))
+    state, found = ahead(tx.init(x), LAST - STEPS), [1.0]
+    for _ in range(3 * STEPS):
+        _, state = tx.update(x, state, x)
+        found.append(float(state.max_counter))
+    changes = [i for i in range(1, len(found)) if found[i] != found[i - 1]]
+    assert changes == [3, 6, 9, 12, 15, 18]  # of the counter: it is greater each time
+    assert found[-1] <= 3 * STEPS + 1
+
+
+@pytest.mark.parametrize("start", [0, 2**24 - 2, 2**31 - 14])
+def test_intervals_that_are_no_ints(start):
+    """Of a schedule, in float32."""
+    steps = start + np.arange(1, 13)
+    for interval in (3, 2.5):
+        due = [bool(is_due(np.int32(step), jnp.float32(interval))) for step in steps]
+        assert due == [step % interval < 1 for step in steps.tolist()]
+
+
+def test_a_count_goes_back_by_a_common_cycle():
+    most = np.int32(2**31 - 1)
+    assert next_count(np.int32(5), 4) == 6 and next_count(most - 1, 4) == most
+    for periods in ((1,), (3,), (2, 3), (10_000, 10_000), (2**31 - 1,), (7, lambda step: 5)):
+        cycle = common_cycle(*periods)
+        assert next_count(most, cycle) == 2**31 - cycle >= 0
+        assert all(cycle % n == 0 for n in periods if isinstance(n, int))
+    assert common_cycle(99_991, 100_003) == 100_003  # no int32 is a multiple of both
+    assert common_cycle(lambda step: 5) > 1
+
+
 def test_rows_that_sleep():
     """As from the start, whatever the clock shows: also a row that sleeps for a long time."""
     tx = optzoo.caught_up(optzoo.adam(0.1, b1=0.5, b2=0.9), mask="table", horizon=64)
@@ -107,6 +178,17 @@ def test_rows_that_sleep():
     for (x, state), steps in zip(others, begun[1:], strict=True):
         assert_equal(x, want, rtol=1e-6)
         assert_equal(state.last, ahead(at_start, steps).last)
+
+
+def test_rows_that_sleep_are_unknown_where_counts_end():
+    """No row is caught up by a wrong number of steps."""
+    tx, x = optzoo.caught_up(optzoo.adam(0.1), mask="table"), {"table": jnp.ones((3, 2))}
+    g = {"table": SparseRows(jnp.array([1]), jnp.ones((1, 2)), 3)}
+    state = ahead(tx.init(x), LAST)
+    x, state = samples.step(tx, g, x, state)  # the update 2**31 - 1
+    assert np.isfinite(optzoo.rows.catch_up(x, state)[0]["table"]).all()
+    x, state = samples.step(tx, g, x, state)
+    assert np.isnan(optzoo.rows.catch_up(x, state)[0]["table"]).all()
 
 
 @pytest.mark.parametrize("count", [10**5, 10**6, 2**24 + 1, LAST])

@@ -51,6 +51,36 @@ def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
     return a.astype(dtype)
 
 
+def next_count(count: Any, cycle: int = 1) -> Array:
+    """The number of steps after one more, where ``count`` is that before it.
+
+    Where the integers end it goes back by one cycle, so that its position in the cycle is still
+    right. It stops there if the cycle is 1, as ``optax.safe_increment`` does: what is done at every
+    multiple of a greater number would then be done at each step, or never again.
+
+    Args:
+        count: an array of integers.
+        cycle: what positions are taken modulo: :func:`common_cycle` of several numbers.
+    """
+    count = jnp.asarray(count)
+    most = jnp.iinfo(count.dtype).max
+    return jnp.where(count < most, count + 1, jnp.asarray(most + 1 - cycle, count.dtype))
+
+
+def common_cycle(*periods: Any) -> int:
+    """A common multiple of some numbers of steps, as the cycle of :func:`next_count`.
+
+    Where there is none, one position jumps once, where the integers end: none is known of a
+    number that changes with the step; and a count that goes back by more than 2**30 would be that
+    of the first steps again.
+    """
+    known = [int(n) for n in periods if isinstance(n, numbers.Integral)]
+    if len(known) < len(periods):
+        known.append(720720)  # a multiple of most numbers that a schedule may give, up to 16 of all
+    cycle = math.lcm(*known)
+    return cycle if cycle <= 2**30 else max(known)
+
+
 def cast_of_gathered(x: Array, dtype: DTypeLike) -> Array:
     """Rows that were gathered, in another dtype.
 

@@ -23,7 +23,7 @@ from .engine.collectives import (
     map_not_none,
     zero_unless,
 )
-from .engine.local_sgd import LocalSGDMethod, Order, every, local_sgd
+from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 
 class AGNReplicated(NamedTuple):
@@ -179,5 +179,5 @@ def agn(
         return AGNReplicated(inner.init(center)), per_replica
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
-    method = LocalSGDMethod([push], every(period), init=init, before_step=accumulate, **options)
+    method = LocalSGDMethod([push], period, init=init, before_step=accumulate, **options)
     return fitting(local_sgd(inner, replicas, method), moves="agn", in_cycles=True)

@@ -322,6 +322,7 @@ def diloco(
     exchanges = of_each(finish if overlap_steps else exchange)
     method = LocalSGDMethod(
         exchanges,
+        period,
         due,
         init=init,
         before_step=synchronous,

@@ -14,7 +14,7 @@ from ..core.rows import is_sparse_or_none
 from ..state.averages import start_of_average
 from ..state.inner import fitting, inner_transformation
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_not_none, replace_not_none
-from .engine.local_sgd import LocalSGDMethod, Order, every, local_sgd
+from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 
 class ElasticAveragePerReplica(NamedTuple):
@@ -139,5 +139,5 @@ def elastic_average(
         return (), ElasticAveragePerReplica(jax.tree.map(start_of_average, center))
 
     options = {"order": order, "skip_nonfinite": skip_nonfinite}
-    method = LocalSGDMethod([exchange], every(period), init=init, before_step=pull, **options)
+    method = LocalSGDMethod([exchange], period, init=init, before_step=pull, **options)
     return fitting(local_sgd(inner, replicas, method), moves="elastic_average", in_cycles=True)

@@ -21,7 +21,7 @@ from .engine.collectives import (
     replace_not_none,
     zero_unless,
 )
-from .engine.local_sgd import LocalSGDMethod, every, local_sgd
+from .engine.local_sgd import LocalSGDMethod, local_sgd
 
 Slots = Literal["keep", "average", "reset"]
 
@@ -128,5 +128,5 @@ def model_average(
         return optax.tree.where(some, average, params), replicated, per_replica
 
     options = {"lockstep": True, "skip_nonfinite": skip_nonfinite}
-    method = LocalSGDMethod([exchange], every(period), **options)
+    method = LocalSGDMethod([exchange], period, **options)
     return fitting(local_sgd(inner, replicas, method), moves="model_average", in_cycles=True)

@@ -18,7 +18,7 @@ from ..core.checks import (
     check_rate,
     check_size,
 )
-from ..core.numerics import safe_divide, sqrt
+from ..core.numerics import next_count, safe_divide, sqrt
 from ..core.optimizer import About, Optimizer
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
@@ -108,6 +108,9 @@ def counter_row_wise_adagrad(
                            :math:`H = -2`.
     =====================  ========================================================================
 
+    Counters and numbers of updates of rows are in float32, as in FBGEMM, unless the parameter is in
+    float64: a counter without forgetting stops at ``2**24``, and above it :math:`p` is rounded.
+
     Up to the update ``start_step`` both modes are off, except that :math:`h` is as written.
 
     Example:
@@ -171,6 +174,7 @@ def counter_row_wise_adagrad(
         slots=counter_slots(),
         scheduled={"learning_rate": learning_rate} | ({"max_counter": 1.0} if needs_max else {}),
         needs_params=weight_decay_mode != "none",
+        cycle=every if needs_max else 1,
     )
     return _with_max_counter(tx, every) if needs_max else row_wise(tx)
 
@@ -279,7 +283,7 @@ def _with_max_counter(inner: Optimizer, every: int) -> optax.GradientTransformat
 
     def update(updates, state, params=None, *, max_counter=None, **extra_args):
         found = jax.lax.cond(
-            (state.inner.count + 1) % every == 0,
+            next_count(state.inner.count, every) % every == 0,
             lambda: _largest(get_slot(state.inner, "row_counter")) + 1,
             lambda: state.max_counter,
         )

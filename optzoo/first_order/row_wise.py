@@ -39,7 +39,8 @@ def count_for_each_row(x: Any) -> Array:
 
 def gap_since(prev_iter: Array, t: Array) -> Array:
     """The number of updates since the last one of a row; 1 at its first."""
-    return jnp.where(prev_iter == 0, 1, t - prev_iter)
+    # Where counts end they go back by a cycle, but never so the row.
+    return jnp.where(prev_iter == 0, 1, jnp.maximum(t - prev_iter, 0))
 
 
 def shrunk_and_moved(x: Array, kept: Array, rates: Array, g: Array) -> Array:

@@ -13,6 +13,7 @@ from ..core.compat import vary_as
 from ..core.gradients import check_whole_sums, flatten_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
+from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
@@ -46,6 +47,7 @@ def frame(
     needs_params: bool,
     needs_global_step: bool,
     shared_varies: bool = False,
+    cycle: int = 1,
 ) -> Optimizer:
     """The transformation of a rule that sees all parameters, with their slots as they are stored.
 
@@ -79,7 +81,7 @@ def frame(
         count = state.count
         step = count if step is None else step
         hyper = {k: at_step(step, v, extra_args.get(k)) for k, v in scheduled.items()}
-        t = jnp.asarray(optax.safe_increment(count))
+        t = next_count(count, cycle)
         gs, xs, treedef = flatten_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
         rounding, gathered = extra_args.get(ROUNDING), extra_args.get(GATHERED)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.checks import check_function
+from ..core.checks import check_function, check_size
 from ..core.numerics import slot_dtype
 from ..core.optimizer import Optimizer, known
 from ..core.rows import is_rows
@@ -62,6 +62,7 @@ def leafwise(
     powers: Mapping[str, Any] | None = None,
     needs_params: bool = False,
     needs_global_step: bool = False,
+    cycle: int = 1,
 ) -> Optimizer:
     """Applies ``rule`` to each leaf of a tree: the way to write your own optimizer.
 
@@ -100,6 +101,8 @@ def leafwise(
             results need equal products.
         needs_params: whether the rule reads the parameter.
         needs_global_step: whether ``update`` must be given ``global_step=``.
+        cycle: what the rule takes ``t`` modulo, an int. ``t`` ends at ``2**31 - 1``, and goes back
+            by so much there; with 1 it stays.
 
     Raises:
         ValueError: at trace time, if params or the global step are needed and missing, if a
@@ -131,6 +134,7 @@ def leafwise(
         scheduled=scheduled,
         needs_params=needs_params,
         needs_global_step=needs_global_step,
+        cycle=check_size(1, cycle=cycle),
     )
     return known(tx, rows=rows if rows in POLICIES else None)
 

@@ -8,6 +8,7 @@ from typing import Any
 import optax
 from jax import Array
 
+from ..core.checks import check_size
 from ..state.types import NoSlots
 from .frame import TreeRule, frame
 from .on_stored import on_loaded_slots
@@ -22,6 +23,7 @@ def treewise(
     needs_params: bool = False,
     needs_global_step: bool = False,
     shared_varies: bool = False,
+    cycle: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose rule sees all parameters at once; :func:`leafwise` is for the usual ones.
 
@@ -47,6 +49,8 @@ def treewise(
         needs_global_step: whether ``update`` must be given ``global_step=``.
         shared_varies: whether ``shared`` follows from the gradients: inside a ``shard_map`` that
             checks types it then differs between devices, as the parameters do.
+        cycle: what the rule takes ``t`` modulo, an int. ``t`` ends at ``2**31 - 1``, and goes back
+            by so much there; with 1 it stays.
 
     Raises:
         ValueError: at trace time, if params or the global step are needed and missing, if a
@@ -62,4 +66,5 @@ def treewise(
         needs_params=needs_params,
         needs_global_step=needs_global_step,
         shared_varies=shared_varies,
+        cycle=check_size(1, cycle=cycle),
     )

@@ -114,6 +114,7 @@ def scale_by_ggt(
         slots=GGTSlots(zeros, empty),
         shared=lambda: {"gram": jnp.zeros((window, window))},
         shared_varies=axis_name is None,
+        cycle=window,
     )
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import (
+    common_cycle,
     is_number,
     one_minus_power,
     safe_divide,
@@ -133,6 +134,7 @@ def scale_by_soap(
         shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
         shared_varies=True,
         scheduled={"preconditioner_interval": preconditioner_interval},
+        cycle=common_cycle(preconditioner_interval),
     )
     return without_boxes(direction)
 

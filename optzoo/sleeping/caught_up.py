@@ -61,6 +61,8 @@ def caught_up(
     random (:func:`optzoo.slots_dtype`). A row is then rounded once for each sleep, where ``inner``
     rounds it in each step.
 
+    The steps are counted up to ``2**31 - 1``: rows that are read after one more become NaN.
+
     The optimizers with a law: adam, adamw, nadam, add_sign and power_sign; with ``dense`` also
     momentum, momentumw, rmsprop, amsgrad and adamax, and all rows of adamw and nadam.
 

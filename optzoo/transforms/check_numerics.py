@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from ..core.checks import check_update_arguments
 from ..core.norms import over_shards
+from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name
 from ..core.rows import is_rows, is_sparse_or_none
@@ -72,7 +73,7 @@ def check_numerics(
         del params
         step = state.count if global_step is None else global_step
         raise_if_bad(updates, what, step, axis_name)
-        return updates, CheckNumericsState(jnp.asarray(optax.safe_increment(state.count)))
+        return updates, CheckNumericsState(next_count(state.count))
 
     return Optimizer(init, update, About(reads=reads))
 

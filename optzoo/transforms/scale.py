@@ -11,6 +11,7 @@ import optax
 
 from ..core.checks import check, check_function
 from ..core.norms import times
+from ..core.numerics import next_count
 from ..core.rows import is_rows
 
 
@@ -70,7 +71,7 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
     def update(updates, state, params=None):
         del params
         scaled = _scaled(step_size_fn(state.count), updates)
-        return scaled, optax.ScaleByScheduleState(jnp.asarray(optax.safe_increment(state.count)))
+        return scaled, optax.ScaleByScheduleState(next_count(state.count))
 
     return optax.GradientTransformation(init, update)
 

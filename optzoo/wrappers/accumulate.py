@@ -15,7 +15,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
-from ..core.numerics import saturating_cast, wide_dtype
+from ..core.numerics import next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
@@ -111,7 +111,7 @@ def accumulate(
         updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
-        count = jnp.asarray(optax.safe_increment(state.count))
+        count = next_count(state.count, every)
         if every == 1:
             updates, new = inner.update(updates, state.inner, params, **extra_args)
             return updates, AccumulateState(count, (), (), new)

@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.checks import check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
-from ..core.numerics import upcast
+from ..core.numerics import next_count, upcast
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name
 from ..core.rows import is_sparse_or_none
@@ -95,7 +95,7 @@ def ema_in_place(
     def update(updates, state, params=None, **extra_args):
         check_params(params)
         check_gradients(updates, params)
-        t = jnp.asarray(optax.safe_increment(state.count))
+        t = next_count(state.count, every)
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         paths = [path for path, _ in _paths(updates)]
         xs = treedef.flatten_up_to(params)

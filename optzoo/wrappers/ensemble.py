@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.checks import check_flags, check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
-from ..core.numerics import upcast, wide_dtype
+from ..core.numerics import common_cycle, next_count, upcast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -101,7 +101,7 @@ def ensemble(
     def update(updates, state, params=None, **extra_args):
         check_params(params)
         check_gradients(updates, params)
-        t = jnp.asarray(optax.safe_increment(state.count))
+        t = next_count(state.count, common_cycle(every, swap_every))
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         xs, es = treedef.flatten_up_to(params), treedef.flatten_up_to(state.average)
         pairs = [of_leaf(*leaf, t) for leaf in zip(gs, xs, es, strict=True)]

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
-from ...core.numerics import upcast
+from ...core.numerics import next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import is_rows, is_sparse_or_none
 from ...state.averages import start_of_average
@@ -36,8 +36,9 @@ class LocalSGDMethod(NamedTuple):
             (params, replicated, per_replica)``, called on every replica. ``participates`` (a bool
             array) is whether this replica takes part. The parameters are those after the local
             step, in float32 at least, and None where there was no gradient.
+        period: the number of steps after which all repeats.
         due: ``due(steps)`` gives for each of ``starts`` and ``exchanges``, in this order, whether
-            it is due after that many steps.
+            it is due after that many steps; None for one exchange at the end of each period.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
             (updates, per_replica, makes_step)``, called before the inner optimizer; ``arrived`` is
@@ -56,7 +57,8 @@ class LocalSGDMethod(NamedTuple):
     """
 
     exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
-    due: Callable[[Array], Sequence[Array]]
+    period: int
+    due: Callable[[Array], Sequence[Array]] | None = None
     init: Callable[[Any], tuple[Any, Any]] = lambda center: ((), ())
     before_step: Callable[..., tuple[Any, LocalSGDPerReplica, Array | None]] | None = None
     lockstep: bool = False
@@ -65,11 +67,6 @@ class LocalSGDMethod(NamedTuple):
     weighted: bool = False
     skip_nonfinite: bool = False
     on_host: bool = False
-
-
-def every(period: int) -> Callable[[Array], Sequence[Array]]:
-    """For ``LocalSGDMethod.due``: one exchange at the end of each period."""
-    return lambda steps: [steps % period == 0]
 
 
 def local_sgd(
@@ -150,7 +147,7 @@ class _Driver:
         self.replicas.check_per_replica(updates)
         arrived = True if arrived is None else arrived
         params, per_replica = self.replicas.vary((params, state.per_replica))
-        replicated = state.replicated._replace(count=state.replicated.count + 1)
+        replicated = state.replicated._replace(count=self._next(state.replicated.count))
 
         before = per_replica
         if self.method.before_step is not None:
@@ -162,7 +159,7 @@ class _Driver:
             if makes_step is not None:
                 active = makes_step if active is None else active & makes_step
         updates, inner = self.inner.update(updates, before.inner, params, **extra_args)
-        after = before._replace(local_step=before.local_step + 1, inner=inner)
+        after = before._replace(local_step=self._next(before.local_step), inner=inner)
         is_sound = None
         if self.method.skip_nonfinite:
             is_sound = _is_sound(params, updates, after.method)
@@ -201,7 +198,7 @@ class _Driver:
         self, mask: Array, replicated: LocalSGDReplicated, per_replica: LocalSGDPerReplica
     ) -> list[tuple[Array, Array]]:
         """For each exchange: whether this replica takes part, and whether any replica does."""
-        all_due = self.method.due(replicated.count)
+        all_due = self._due(replicated.count)
         if self.method.lockstep:
             return [(mask, due) for due in all_due]
 
@@ -210,7 +207,14 @@ class _Driver:
             any_due = lambda: self.replicas.any(participates)
             return participates, lax.cond(replicated.any_inactive, any_due, lambda: due)
 
-        return list(map(of_one, all_due, self.method.due(jnp.asarray(per_replica.local_step))))
+        return list(map(of_one, all_due, self._due(jnp.asarray(per_replica.local_step))))
+
+    def _next(self, count: Array) -> Array:
+        return next_count(count, self.method.period)
+
+    def _due(self, steps: Array) -> Sequence[Array]:
+        due = self.method.due
+        return [steps % self.method.period == 0] if due is None else due(steps)
 
     def _chosen(self, exchange: bool | Stage, fragment: int | None) -> Sequence[Callable[..., Any]]:
         starts, exchanges = self.method.starts, self.method.exchanges

@@ -13,7 +13,7 @@ from jax import Array
 from ...core.checks import check_choice, check_params, check_positive
 from ...core.gradients import check_gradients
 from ...core.norms import global_norm
-from ...core.numerics import safe_divide, upcast
+from ...core.numerics import common_cycle, next_count, safe_divide, upcast
 from ...core.paths import hides_leaves, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
@@ -159,6 +159,10 @@ class _Updater:
         self.options, self.decoupled, self.replicas = options, decoupled, replicas
         kinds = [_kind(o) for o in options.distinct]
         self.kinds = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+        dynamic, periods = options.step.dynamic_learning_rate, [every for _, every in self.kinds]
+        if isinstance(dynamic, Mapping):
+            periods.append(dynamic["interval"])
+        self.cycle = common_cycle(*filter(None, periods))
         rate = options.step.learning_rate
         self.optimizers = [create(config, learning_rate=rate) for config, _ in self.kinds]
 
@@ -202,7 +206,7 @@ class _Updater:
         new, inner = self.with_steps(context).update(raw, state.inner, params, **extra_args)
         if options.step.debug_add_check_numerics_ops:
             raise_if_bad(new, "update", step)
-        count = jnp.asarray(optax.safe_increment(state.count))
+        count = next_count(state.count, self.cycle)
         return new, UpdaterState(count, shared, inner)
 
     def raw_gradients(self, updates: Any, params: Any) -> Any:

@@ -25,7 +25,12 @@ def is_due(step: Any, interval: Any) -> Any:
     if isinstance(interval, int) and interval == 1:
         return True
     interval = jnp.asarray(interval)
-    return jnp.mod(jnp.asarray(step, interval.dtype), interval) < 1
+    if jnp.issubdtype(interval.dtype, jnp.integer):
+        return jnp.mod(jnp.asarray(step, interval.dtype), interval) < 1
+    # In two parts, because float32 has no odd number of steps above 2**24.
+    low = step % 4096
+    rests = (jnp.mod(jnp.asarray(a, interval.dtype), interval) for a in (step - low, low))
+    return jnp.mod(sum(rests), interval) < 1
 
 
 def refresh(

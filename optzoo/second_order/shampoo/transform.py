@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.numerics import is_number, saturating_cast, slot_dtype, upcast, wide_dtype
+from ...core.numerics import (
+    common_cycle,
+    is_number,
+    next_count,
+    saturating_cast,
+    slot_dtype,
+    upcast,
+    wide_dtype,
+)
 from ...core.paths import without_boxes
 from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
@@ -62,7 +70,8 @@ class ShampooParameter(NamedTuple):
 
 def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`."""
-    none = lambda x: ()
+    none, given = lambda x: (), options.scheduled
+    cycle = common_cycle(given.preconditioner_interval, given.statistics_interval)
     direction = treewise(
         functools.partial(_update, options),
         slots=ShampooSlots(
@@ -74,7 +83,8 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
         ),
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
         shared_varies=True,
-        scheduled={"T": lambda k: k + 1, **vars(options.scheduled)},
+        scheduled={"T": lambda k: next_count(k, cycle), **vars(given)},
+        cycle=cycle,
     )
     return without_boxes(direction)
 
@@ -171,8 +181,7 @@ def _statistics(
     is_full = lambda key: works[key[0]].blocks.full[key[1]]
     matrices = {key: a for key, a in old.items() if is_full(key)}
     diagonals = {key: a for key, a in old.items() if not is_full(key)}
-    always = is_number(options.scheduled.statistics_interval, 1)
-    due = is_due(now.T, 1 if always else now.statistics_interval)
+    due = is_due(now.T, _interval(options, now, "statistics_interval"))
     if due is True:
         full = accumulate(matrices)
     else:
@@ -189,6 +198,14 @@ def _second_moment(now: StepValues, work: ShampooParameter, g: Array, i: int) ->
     return now.mat_gbar_weight * _squares(g, i) / n
 
 
+def _interval(options: ShampooOptions, now: StepValues, name: str) -> Any:
+    """A number of steps: an int as it was given, so that it is known; or as of this step."""
+    given = getattr(options.scheduled, name)
+    if is_number(given, 1):
+        return 1
+    return given if isinstance(given, int) else getattr(now, name)
+
+
 # Roots
 
 
@@ -197,14 +214,13 @@ def _roots(
 ) -> tuple[ByDimension, Array]:
     """The roots of the matrices, new where it is time; and how many could not be used."""
     keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
-    interval = options.scheduled.preconditioner_interval
     new, num_failed = refresh(
         [used[key] for key in keys],
         [works[j].slots.H[i] for j, i in keys],
         [works[j].rank for j, _ in keys],
         functools.partial(_root, options.roots, now.alpha),
         step=now.T,
-        interval=interval if isinstance(interval, int) else now.preconditioner_interval,
+        interval=_interval(options, now, "preconditioner_interval"),
         stagger=options.roots.stagger,
         axis_name=options.roots.axis_name,
     )
