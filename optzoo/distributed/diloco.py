@@ -47,7 +47,7 @@ class Pending(NamedTuple):
 class DiLoCoPerReplica(NamedTuple):
     """What each replica has for itself, with ``error_feedback``."""
 
-    residual: Any  # params-shaped: what rounding left of what it sent
+    residual: Any  # params-shaped: what rounding left of what it sent, a part of a pseudo-gradient
 
 
 def diloco(
@@ -223,28 +223,33 @@ def diloco(
         replicas.check_at_most(min_arrived=min_arrived)
         center = replicated.center
         sent = of_fragment(fragment, center, params)
-        if exchange_dtype is not None:  # a change is small, and so is what rounding takes from it
-            sent = map_not_none(lambda x, c: c - x, sent, center)
         share = None if weight is None else jnp.where(arrived, weight, 0).astype(jnp.float32)
-        if share is not None:
-            sent = map_not_none(lambda x: x * share.astype(x.dtype), sent)
-        if error_feedback:
-            residual = of_fragment(fragment, center, per_replica.method.residual)
-            sent = map_not_none(jnp.add, sent, residual)
-        sent = zero_unless(arrived, sent)
+        weighted = lambda x: x if share is None else x * share.astype(x.dtype)
+        counts = arrived.astype(jnp.int32), share
+        lost = None
         if exchange_dtype is None:
-            sums, number, total = replicas.sum((sent, arrived.astype(jnp.int32), share))
-            lost = None
+            sent = zero_unless(arrived, map_not_none(weighted, sent))
+            sums, number, total = replicas.sum((sent, *counts))
         else:
-            number, total = replicas.sum((arrived.astype(jnp.int32), share))
-            sums, lost = sum_in_few_bits(replicas, sent, exchange_dtype)
+            number, total = replicas.sum(counts)
         enough = number > 0 if min_arrived == 1 else number >= min_arrived
         divisor = jnp.maximum(number, 1)
         if share is not None:
             enough &= total > 0
             divisor = jnp.where(total > 0, total, 1)
         mean = lambda total: total / divisor.astype(total.dtype)
-        change = lambda c, s: mean(s) if exchange_dtype is not None else c - mean(s)
+        if exchange_dtype is None:
+            change = lambda c, s: c - mean(s)
+        else:
+            # A change is small, and so is what rounding takes from it. What is sent sums to the
+            # pseudo-gradient itself, so that what rounding leaves is a part of it, and fits into
+            # the next one whatever weights that has, and how many arrive.
+            sent = map_not_none(lambda x, c: mean(weighted(c - x)), sent, center)
+            if error_feedback:
+                residual = of_fragment(fragment, center, per_replica.method.residual)
+                sent = map_not_none(jnp.add, sent, residual)
+            sums, lost = sum_in_few_bits(replicas, zero_unless(arrived, sent), exchange_dtype)
+            change = lambda c, s: s
         difference = lambda c, s: jnp.zeros_like(c) if s is None else change(c, s)
         delta = jax.tree.map(difference, center, sums)
         if error_feedback:

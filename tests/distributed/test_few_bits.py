@@ -75,6 +75,7 @@ def trainer(few, error_feedback, **options):
         local = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradient)
         updates, state = tx.update(gradient, state, params, arrived=arrived, weight=weight)
         share = jnp.where(arrived, weight, 0)
+        share /= jnp.maximum(jax.lax.psum(share, "replica"), 1)
         to_send = jax.tree.map(lambda c, x: share * (c - x), center, local)
         moved = jax.tree.map(jnp.subtract, center, state.replicated.center)
         return optax.apply_updates(params, updates), state, (to_send, moved, local)
@@ -93,7 +94,8 @@ def inputs(seed):
     rng = np.random.default_rng(seed)
     gradient = lambda a: rng.normal(size=(TICKS, N, *a.shape)).astype(np.float32)
     arrived = rng.random((TICKS, N)) < rng.choice([0.3, 0.6, 0.9])
-    weight = rng.integers(0, 5, (TICKS, N)).astype(np.float32)
+    weight = rng.integers(0, 5, (TICKS, N)) * 10.0 ** rng.integers(0, 4, (TICKS, 1))
+    weight = weight.astype(np.float32)
     return jax.tree.map(gradient, START), arrived, weight
 
 
@@ -101,7 +103,7 @@ def inputs(seed):
     ("few", "error_feedback"), [(None, False), *((few, True) for few in NAMES)]
 )
 def test_nothing_that_arrived_is_lost_or_counted_twice(few, error_feedback):
-    """Over random arrivals and weights: what moved, times the weights, and what is kept is all."""
+    """Over random arrivals and weights: what moved and what is kept is the sum of all means."""
     quorums = set()
     for seed in range(12):
         gradient, arrived, weight = inputs(seed)
@@ -113,7 +115,7 @@ def test_nothing_that_arrived_is_lost_or_counted_twice(few, error_feedback):
         for name in START:
             axes = (TICKS, *[1] * START[name].ndim)
             sent = np.sum(to_send[name], axis=1) * enough.reshape(axes)
-            used = moved[name][:, 0] * (total * enough).reshape(axes)
+            used = moved[name][:, 0]
             kept = np.zeros_like(used[0])
             if error_feedback:
                 kept = np.sum(state.per_replica.method.residual[name], axis=0)
@@ -130,8 +132,21 @@ def test_rounding_is_lost_without_error_feedback():
     arrived = np.ones_like(arrived)
     weight = np.ones_like(weight)
     _, (_, (to_send, moved, _)) = trainer("int2", False)((gradient, arrived, weight))
-    used = N * moved["w"][:, 0].sum(0)
+    used = moved["w"][:, 0].sum(0)
     assert np.abs(used - to_send["w"].sum((0, 1))).max() > 0.05
+
+
+@pytest.mark.parametrize("few", ["int8", "int2"])
+def test_what_is_kept_does_not_depend_on_the_size_of_weights(few):
+    """Equal weights have no effect, also if they are others in the next exchange."""
+    gradient, _, weight = inputs(0)
+    arrived, equal = np.ones((TICKS, N), bool), np.ones_like(weight)
+    varying = equal * np.array([1000, 1, 1000, 1, 500, 10], np.float32)[:, None]
+    of_all = trainer(few, True)
+    (_, want), _ = of_all((gradient, arrived, equal))
+    (_, state), _ = of_all((gradient, arrived, varying))
+    for a, b in zip(*map(jax.tree.leaves, (state.per_replica, want.per_replica)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_weights_are_those_of_the_mean():
