@@ -52,6 +52,10 @@ def accumulate(
     ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
     gets ``global_step // every``, the number of its updates.
 
+    ``update(..., end_cycle=True)``, a Python or a traced bool, makes this step the last one of its
+    cycle: at the end of an epoch, or before a checkpoint. The next step begins another cycle. The
+    mean is then that of the steps that the cycle had.
+
     A parameter whose gradient is None in a step, such as one of another task, keeps its sum; if all
     of its gradients in a cycle are None, it does not change, nor do its slots. Leave parameters
     that are frozen out, by ``optax.masked``: they would have a sum.
@@ -73,7 +77,7 @@ def accumulate(
     Args:
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1.
-        use_mean: divide the sum by ``every``, as ``optax.MultiSteps`` does.
+        use_mean: divide the sum by the number of steps, as ``optax.MultiSteps`` does.
         max_rows: for tables with row-sparse gradients: by a pattern of names
             (:func:`optzoo.param_groups`) the greatest number :math:`k` of rows in the gradient of
             one step (the number of ids looked up, repeats included). The state keeps :math:`n k`
@@ -85,7 +89,7 @@ def accumulate(
         ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
             two match one; in ``update``, if a gradient has more rows than ``max_rows`` allows, or
             if it is None and ``inner`` is a transformation of which the slots of a parameter are
-            not known.
+            not known; if ``end_cycle`` and ``global_step`` are given together.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
@@ -105,9 +109,14 @@ def accumulate(
         sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), none_came(params))
         return AccumulateState(jnp.zeros([], jnp.int32), sums, came, inner.init(params))
 
-    def update(updates, state, params=None, *, global_step=None, **extra_args):
+    def update(updates, state, params=None, *, global_step=None, end_cycle=None, **extra_args):
         _, xs, treedef = check_gradients(updates, params)
         check_update_arguments({"global_step": global_step, **extra_args})
+        if end_cycle is not None and global_step is not None:
+            raise ValueError(
+                f"end_cycle={end_cycle!r}: with global_step, which says where a cycle begins, no "
+                "cycle can end before; leave global_step out"
+            )
         updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
@@ -123,21 +132,28 @@ def accumulate(
             updates, jax.tree.map(lambda c: jnp.where(position == 0, False, c), state.came)
         )
 
+        is_last, scale = position == every - 1, 1 / every if use_mean else 1
+        if end_cycle is not None:
+            is_last |= jnp.asarray(end_cycle, bool)
+            scale = 1 / (position + 1) if use_mean else 1
+            # The next cycle begins at a multiple; where the integers end, at that of this cycle.
+            begin = state.count - position
+            ahead = jnp.where(begin > jnp.iinfo(jnp.int32).max - every, 0, every)
+            count = jnp.where(is_last, begin + ahead, count)
+
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
             columns = zip(gs, of_gs, xs, strict=True)
-            totals = treedef.unflatten(
-                [_total(*leaf, 1 / every if use_mean else 1) for leaf in columns]
-            )
+            totals = treedef.unflatten([_total(*leaf, scale) for leaf in columns])
             us, new = inner.update(totals, state.inner, params, **extra_args)
             return leave_out(inner, updates, came, us, new, state.inner)
 
         shapes, _ = jax.eval_shape(apply)
         wait = lambda: (zeros_like_update(shapes), state.inner)
-        updates, new = lax.cond(position == every - 1, apply, wait)
+        updates, new = lax.cond(is_last, apply, wait)
         return updates, AccumulateState(count, sums, came, new)
 
-    about = About(reads=inner.about.reads).reading("global_step")
+    about = About(reads=inner.about.reads).reading("global_step", "end_cycle")
     tx = Optimizer(init, update, about)
     return fitting(without_boxes(tx) if max_rows else tx)
 

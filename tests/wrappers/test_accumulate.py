@@ -353,3 +353,31 @@ def test_bad_rows():
     many = {**row_grads(x), "table": SparseRows(jnp.zeros(3, int), jnp.ones((3, 2)), 5)}
     with pytest.raises(ValueError, match="'table' has a gradient of 3 rows, over max_rows of 2"):
         tx.update(many, tx.init(x), x)
+
+
+@pytest.mark.parametrize("use_mean", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "max_rows"])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("start", [0, (2**31 - 1) // 3 * 3 - 6])
+def test_a_cycle_that_ends_early(start, kind, use_mean, traced):
+    """By NumPy: cycles of at most three steps, of which the marked ones are the last."""
+    grads, ends = np.arange(1.0, 11), [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    options = {"max_rows": {".*": 2}} if kind == "max_rows" else {}
+    tx = accumulate(optzoo.momentum(0.1, 0.5), 3, use_mean=use_mean, **options)
+    x = {"w": jnp.ones((4, 2))}
+    state = tx.init(x)._replace(count=jnp.int32(start))
+    update = jax.jit(tx.update, static_argnames=() if traced else "end_cycle")
+    want, m, cycle = 1.0, 0.0, []
+    for g, end in zip(grads, ends, strict=True):
+        values = jnp.full((2, 2), g)
+        g_x = SparseRows(np.arange(2), values, 4) if kind == "max_rows" else jnp.full((4, 2), g)
+        updates, state = update({"w": g_x}, state, x, end_cycle=bool(end))
+        x = optax.apply_updates(x, updates)
+        cycle.append(g)
+        if end or len(cycle) == 3:
+            m = 0.5 * m + sum(cycle) / (len(cycle) if use_mean else 1)
+            want, cycle = want - 0.1 * m, []
+        np.testing.assert_allclose(x["w"][:2], want, rtol=1e-5)
+        assert avals(state) == avals(tx.init(x))
+    with pytest.raises(ValueError, match="end_cycle=True: with global_step"):
+        tx.update({"w": g_x}, state, x, end_cycle=True, global_step=3)
