@@ -193,9 +193,11 @@ def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
         return b.fcmp_unordered("!=", x, TYPES[kind](0.0))
     t = TYPES[out]
     if kind in INTEGERS and out in INTEGERS:
+        if kind == "bool":  # one bit in a register
+            return b.zext(x, t)
         if SIZES[kind] == SIZES[out]:
             return x
-        if kind != "bool" and SIZES[kind] > SIZES[out]:
+        if SIZES[kind] > SIZES[out]:
             return b.trunc(x, t)
         return b.zext(x, t) if kind in UNSIGNED else b.sext(x, t)
     if kind in INTEGERS:

@@ -131,6 +131,7 @@ def _rows(
     may_repeat = is_sum or all(write.name == "rows_scatter_equal" for write in writes)
     if writes and not (_are_distinct(ids) or (may_repeat and not reads)):
         raise Unsupported("its rows may repeat, and are not merged")
+    _check_roles(part, reads)
     first, is_used = [ids], merge is not None and any(map(outside, merge.outs))
     if merge is not None and not (is_used or reads) and _merges_here(part, merge):
         part.streams = [v for v in part.streams if v is not merged]
@@ -145,6 +146,13 @@ def _rows(
         ins, outs, group, aliases, ids, merged if merge in inside else None, part.tables,
         part.streams, part.lists, part.scalars, writes, reads, _lanes(part.operations),
     )  # fmt: skip
+
+
+def _check_roles(part: "_Slice", reads: Sequence[Value]) -> None:
+    """Each array has one role, and so one pointer: a row of a table is written while others run."""
+    arrays = [part.ids, *part.tables, *part.streams, *part.lists, *reads]
+    if len({*arrays}) < len(arrays):
+        raise Unsupported("an array is read by the rows of its ids, and in another way, too")
 
 
 def _merges_here(part: "_Slice", merge: Operation) -> bool:
@@ -243,6 +251,7 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
     on_rows = [(w.ins[0], w.ins[2]) for w in writes] + [(g.ins[0], g.outs[0]) for g in part.gathers]
     if any(rows.shape != (*part.ids.shape, *table.shape[1:]) for table, rows in on_rows):
         raise Unsupported("its rows have other shapes than its ids and its tables")
+    _check_first_axis(part)
     if any(v.shape[:1] != part.ids.shape for v in reads):
         raise Unsupported("a result on its rows is used elsewhere, too")
     if (lanes := _lanes(part.operations)) is not None:
@@ -262,6 +271,22 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
         raise Unsupported(f"its ids have dtype {part.ids.dtype} and shape {part.ids.shape}")
     if min(heights)[0] >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
+
+
+def _check_first_axis(part: _Slice) -> None:
+    """An axis of the number of ids is that of the rows, wherever it is the first one."""
+    [many] = part.ids.shape
+    for op in each(part.operations):
+        if op.name == "broadcast_in_dim":
+            [v] = op.ins
+            moves = v.shape[:1] == (many,) and op.params["broadcast_dimensions"][0] != 0
+        elif op.name in ("reshape", "squeeze", "expand_dims"):
+            firsts = op.ins[0].shape[:1], op.outs[0].shape[:1]
+            moves = (many,) in firsts and firsts[0] != firsts[1]
+        else:
+            continue
+        if moves:
+            raise Unsupported(f"`{op.name}` may mix its rows, of which there are {many}")
 
 
 def _check_slices(part: _Slice, writes: Sequence[Operation], parts: Sequence[Part]) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from ..core.numerics import promote_types
 from ..jaxprs.graph import Graph, Operation, Value
 from .elementwise import number_of
@@ -56,9 +58,18 @@ def _unchanged(op: Operation) -> Value | None:
         middle = op.ins[0]
         if middle.maker is not None and middle.maker.name == op.name:
             first = middle.maker.ins[0]
-            is_wider = promote_types(first.dtype, middle.dtype) == middle.dtype
-            return first if is_wider else None
+            return first if _holds_all(middle.aval.dtype, first.aval.dtype) else None
     return None
+
+
+def _holds_all(wide: Any, dtype: Any) -> bool:
+    """Whether one dtype has every number of another one."""
+    if promote_types(dtype, wide) != wide:
+        return False
+    if not (jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(wide, jnp.floating)):
+        return True
+    numbers = jnp.iinfo(dtype)
+    return numbers.bits - (numbers.min < 0) <= jnp.finfo(wide).nmant + 1
 
 
 def _is_zero(v: Value) -> bool:
