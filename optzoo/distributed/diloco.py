@@ -226,7 +226,7 @@ def diloco(
         share = None if weight is None else jnp.where(arrived, weight, 0).astype(jnp.float32)
         weighted = lambda x: x if share is None else x * share.astype(x.dtype)
         counts = arrived.astype(jnp.int32), share
-        lost = None
+        sums, lost = None, None
         if exchange_dtype is None:
             sent = zero_unless(arrived, map_not_none(weighted, sent))
             sums, number, total = replicas.sum((sent, *counts))
