@@ -276,7 +276,11 @@ def _check_tables(part: _Slice, writes: Sequence[Operation], reads: Sequence[Val
 def _check_first_axis(part: _Slice) -> None:
     """An axis of the number of ids is that of the rows, wherever it is the first one."""
     [many] = part.ids.shape
+    of_rows = {op.outs[0] for op in part.gathers} | {v for v in part.streams if many in v.shape[:1]}
     for op in each(part.operations):
+        if not of_rows.intersection(op.ins):
+            continue
+        of_rows.update(op.outs)
         if op.name == "broadcast_in_dim":
             [v] = op.ins
             moves = v.shape[:1] == (many,) and op.params["broadcast_dimensions"][0] != 0

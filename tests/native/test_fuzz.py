@@ -39,8 +39,8 @@ BRANCHES = {
     "accumulate finite": lambda tx, sizes: optzoo.accumulate(
         tx if sizes else optax.apply_if_finite(tx, 5), 2, max_rows=sizes
     ),
-    "averaged": lambda tx, sizes: optzoo.moving_average(
-        optzoo.accumulate(tx, 2, use_mean=True, max_rows=sizes), 0.9
+    "averaged": lambda tx, sizes: optzoo.accumulate(
+        optzoo.moving_average(tx, 0.9), 2, use_mean=True, max_rows=sizes
     ),
     "clipped": lambda tx, sizes: optax.chain(
         optzoo.accumulate(tx, 2, max_rows=sizes), optzoo.clip_by_global_norm(0.1)

@@ -624,9 +624,10 @@ def test_slices(kind):
 
 
 @pytest.mark.optimized
-def test_averages_around_rows_of_a_cycle():
+def test_averages_inside_of_a_cycle():
     """XLA's copy of an average in a branch is in its own place: there is no other memory for it."""
-    tx, params = optzoo.moving_average(ROWS_OF_CYCLE, 0.9), table(shape=(4000, WIDTH))
+    averaged, params = optzoo.moving_average(optzoo.lazy_adam(0.1), 0.9), table(shape=(4000, WIDTH))
+    tx = optzoo.accumulate(averaged, 2, max_rows={"": IDS + 3})
     draw = functools.partial(rows, shape=params.shape)
     check_close(*both(tx, params, draw, steps=4))
     params = jax.tree.map(jnp.copy, params)
