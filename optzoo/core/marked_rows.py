@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from .marks import marked
-from .merge import add, merge, merge_in_place
+from .merge import add, kept, merge, merge_in_place
 from .meshes import automatically, spec_of, spec_of_first, spec_of_rows
 
 _of_rows = lambda rows, dense, ids: spec_of_rows(dense, ids)
@@ -18,7 +18,7 @@ _DROP = {"mode": "drop", "wrap_negative_indices": False}
 @marked("rows_gather")
 def gather_rows(dense: Array, ids: Array) -> Array:
     """Rows of an array; of ids out of range, some rows."""
-    take = lambda dense, ids: jnp.take(dense, _kept(ids, dense), axis=0, mode="clip")
+    take = lambda dense, ids: jnp.take(dense, kept(ids, len(dense)), axis=0, mode="clip")
     return automatically(take, _of_rows)(dense, ids)
 
 
@@ -43,7 +43,7 @@ def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
 def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array:
     """An array with rows added; ids out of range are ignored."""
     put = lambda dense, ids, rows: _at(dense, ids).add(rows, **_DROP, unique_indices=True)
-    add_each = lambda dense, ids, rows: add(dense, _kept(ids, dense), rows)
+    add_each = lambda dense, ids, rows: add(dense, kept(ids, len(dense)), rows)
     return automatically(put if unique else add_each, spec_of_first)(dense, ids, rows)
 
 
@@ -69,18 +69,8 @@ def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array
     return automatically(f, _merged)(ids, values)
 
 
-def _kept(ids: Array, dense: Array) -> Array:
-    """The ids; of those of 64 bits that are out of range, the number of rows.
-
-    JAX makes them 32 bits before it looks whether they are in range.
-    """
-    if ids.dtype.itemsize < 8:
-        return ids
-    return jnp.where((ids >= 0) & (ids < len(dense)), ids, len(dense))
-
-
 def _at(dense: Array, ids: Array) -> Any:
-    return dense.at[_kept(ids, dense)]
+    return dense.at[kept(ids, len(dense))]
 
 
 def _merged(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:

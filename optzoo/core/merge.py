@@ -65,7 +65,7 @@ def add(dense: Array, ids: Array, rows: Array) -> Array:
         return dense.at[ids].add(rows.astype(dense.dtype), **options, **unique)
 
     def merged(dense, ids, rows):
-        ids, rows = _by_sort_and_doubling(_in_range(ids, len(dense)), upcast(rows), len(dense))
+        ids, rows = _by_sort_and_doubling(in_range(ids, len(dense)), upcast(rows), len(dense))
         return plain(dense, ids, rows, unique_indices=True)
 
     if len(ids) < 2:
@@ -80,7 +80,7 @@ def segment_sum(values: Array, places: Array, number: int) -> Array:
     plain = functools.partial(_segment_sum, number=number)
 
     def merged(values, places):
-        places, sums = _by_sort_and_doubling(_in_range(places, number), upcast(values), number)
+        places, sums = _by_sort_and_doubling(in_range(places, number), upcast(values), number)
         zeros = jnp.zeros_like(values, shape=(number, *values.shape[1:]))
         options = {"mode": "drop", "unique_indices": True}
         return zeros.at[places].set(sums.astype(values.dtype), **options)
@@ -123,10 +123,18 @@ def _(primals, tangents):
 
 def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
     """As :func:`merge`, of any ids; each sum is at one of the positions of its id, which stays."""
-    ids = _in_range(ids, num_rows)
+    ids = in_range(ids, num_rows)
     elected = elect(ids)
     is_elected = elected == jnp.arange(len(ids), dtype=ids.dtype)
     return jnp.where(is_elected, ids, num_rows), segment_sum(values, elected, len(ids))
+
+
+def kept(ids: Array, number: int) -> Array:
+    """The ids; of 64 bits, with ``number`` in the place of those out of range.
+
+    JAX makes ids of gathers and scatters 32 bits before it looks whether they are in range.
+    """
+    return ids if ids.dtype.itemsize < 8 else in_range(ids, number)
 
 
 def elect(ids: Array) -> Array:
@@ -134,7 +142,7 @@ def elect(ids: Array) -> Array:
     return jax.lax.platform_dependent(ids, cpu=_elect_by_hash, default=_elect_by_sort)
 
 
-def _in_range(ids: Array, number: int) -> Array:
+def in_range(ids: Array, number: int) -> Array:
     """The ids; ``number`` in the place of those out of ``[0, number)``."""
     return jnp.where((ids >= 0) & (ids < number), ids, number)
 

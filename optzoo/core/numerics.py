@@ -29,6 +29,11 @@ def has_16_bits(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
 
 
+def has_derivative(x: Any) -> bool:
+    """Whether an array can have a gradient: it is real or complex."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
 def slot_dtype(x: Any) -> Any:
     """The dtype of a slot of the parameter ``x``: its own, but float32 in the place of 16 bits.
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from .checks import check_transformation
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
+from .merge import in_range
 from .meshes import zeros_of
 from .numerics import has_16_bits, promote_types, upcast
 from .optimizer import About, Optimizer, about_of
@@ -277,8 +278,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     def _row_ids(self) -> Array:
         """The indices; those out of range are replaced by that of padding."""
-        i = self.indices
-        return jnp.where((i >= 0) & (i < self.num_rows), i, self.num_rows)
+        return in_range(self.indices, self.num_rows)
 
 
 def _set_indices(rows: Any, indices: Any) -> None:

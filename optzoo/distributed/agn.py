@@ -148,8 +148,7 @@ def agn(
         before = jax.tree.map(pick, center_inner, counters, is_slot)
         updates, after = inner.update(pushed, before, center, **extra_args)
         arrived = jax.tree.map(lambda number: number > 0, arrived)
-        none = jax.tree.map(lambda _: None, center)
-        updates, after = leave_out(inner, none, arrived, updates, after, before)
+        updates, after = leave_out(inner, arrived, updates, after, before)
         # Each replica counts the push by its own counters: of this update nothing else is used.
         own = jax.tree.map(lambda a, c, is_slot: c if is_slot else a, state, before, is_slot)
         ours = replicas.vary((pushed, own, center))

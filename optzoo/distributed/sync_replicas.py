@@ -15,7 +15,7 @@ from ..core.checks import check_choice, check_size
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer
 from ..core.rows import is_sparse_or_none, zeros_like_update
-from ..state.came import leave_out
+from ..state.came import late, leave_out
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.accumulator import (
@@ -211,7 +211,7 @@ class _SyncReplicas:
             if not accumulates or not isinstance(accumulator, GradientAccumulator):
                 return done
             came = have_come(accumulator, old.global_step + 1)
-            return leave_out(self.inner, updates, came, *done, old.inner)
+            return leave_out(self.inner, late(updates, came), *done, old.inner)
 
         if complete:
             fire, (updates, of_inner) = True, apply()

@@ -12,6 +12,7 @@ from jax import Array
 
 from ..core.checks import check_transformation
 from ..core.lines import Lines, is_lines
+from ..core.merge import in_range
 from ..core.paths import is_masked, value_by_name
 from ..core.row_ids import as_ids
 from ..core.rows import SparseRows
@@ -128,8 +129,7 @@ def _reset(
         check_stored(name, x, sharding)
     axes = row_axes(tx, params, state, {name: x.shape[0]})
     outside = x.shape[0] if sharding is None else sharding.num_rows
-    ids = jnp.where((ids >= 0) & (ids < outside), ids, outside)
-    ids = jnp.unique(ids, size=len(ids), fill_value=outside)
+    ids = jnp.unique(in_range(ids, outside), size=len(ids), fill_value=outside)
     places = ids if sharding is None else sharding.places_of(ids)
     g = SparseRows(places, rows_for(name, x, ids, rows_of), x.shape[0], coalesced=True)
     put = lambda array: g.scatter(jnp.asarray(array), g.values)

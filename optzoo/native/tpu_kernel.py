@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..core.compat import shape_varying, vary, varying
+from ..core.merge import in_range
 from ..jaxprs.equations import bind_equation
 from ..jaxprs.graph import Operation, Value
 from .elementwise import SAME
@@ -217,7 +218,7 @@ class _Kernel:
         rows, block, n = self.rows, self.block, self.rows.ids.shape[0]
         blocks = -(-n // block)
         ids = known[rows.ids]
-        ids = jnp.where((ids >= 0) & (ids < self.num_rows), ids, self.num_rows).astype(jnp.int32)
+        ids = in_range(ids, self.num_rows).astype(jnp.int32)
         known = {**known, rows.ids: ids}
         in_blocks = jnp.pad(ids, (0, blocks * block - n), constant_values=self.num_rows)
         in_blocks = in_blocks.reshape(blocks, 1, block)

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from ..core.checks import check_size
-from ..core.merge import segment_sum
+from ..core.merge import kept, segment_sum
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import path_name
 from ..core.row_ids import as_ids
@@ -182,8 +182,7 @@ def _make_bags(
             )
         if not jnp.issubdtype(segments.dtype, jnp.integer):
             raise TypeError(f"segment_ids{of} must be integers, got dtype {segments.dtype}")
-        if segments.dtype.itemsize == 8:  # of which JAX would take the lower 32 bits
-            segments = jnp.where((segments >= 0) & (segments < number), segments, number)
+        segments = kept(segments, number)
     if weights is not None:
         weights = jnp.asarray(weights)
         if weights.shape != ids.shape:

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.numerics import has_derivative
 from ..core.rows import is_rows, is_sparse_or_none
 from .slots import map_slot_trees
 
 
 def none_came(params: Any) -> Any:
     """For each parameter False; None for one that can have no gradient, such as of integers."""
-    can = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return jax.tree.map(lambda x: jnp.zeros([], bool) if can(x) else None, params)
+    return jax.tree.map(lambda x: jnp.zeros([], bool) if has_derivative(x) else None, params)
 
 
 def has_come(updates: Any, came: Any) -> Any:
@@ -27,20 +27,21 @@ def has_come(updates: Any, came: Any) -> Any:
     return jax.tree.map(after, updates, came, is_leaf=is_sparse_or_none)
 
 
+def late(updates: Any, came: Any) -> Any:
+    """The flags of parameters that have no gradient in this step; None of all others."""
+    return jax.tree.map(
+        lambda g, c: c if g is None else None, updates, came, is_leaf=is_sparse_or_none
+    )
+
+
 def leave_out(
-    inner: optax.GradientTransformation,
-    grads: Any,
-    came: Any,
-    updates: Any,
-    new: Any,
-    old: Any,
+    inner: optax.GradientTransformation, came: Any, updates: Any, new: Any, old: Any
 ) -> tuple[Any, Any]:
     """The updates and the state of ``inner``, unchanged for parameters to which no gradient came.
 
     Args:
         inner: the optimizer.
-        grads: those of the last step. What is not None has come.
-        came: the flags after it.
+        came: the flags; None of a parameter whose results are used in any case.
         updates: those of ``inner`` for the sums.
         new: its state after them.
         old: its state before.
@@ -48,9 +49,7 @@ def leave_out(
     Raises:
         ValueError: if ``optax.tree.map_params`` does not find the slots in the state.
     """
-    gs, treedef = jax.tree.flatten(grads, is_leaf=is_sparse_or_none)
-    pairs = zip(gs, treedef.flatten_up_to(came), strict=True)
-    flags = [c if g is None else None for g, c in pairs]
+    flags, treedef = jax.tree.flatten(came, is_leaf=lambda c: c is None)
     if all(c is None for c in flags):
         return updates, new
 

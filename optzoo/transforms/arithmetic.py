@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.norms import global_norm as norm_of_merged
-from ..core.numerics import upcast
+from ..core.numerics import has_derivative, upcast
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..distributed.engine.collectives import AxisName, Replicas
 
@@ -80,8 +80,7 @@ def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
     """
     replicas = Replicas(axis_name)
     _ = replicas.size  # raises a clearer error
-    is_inexact = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
-    wide = lambda a: upcast(jnp.asarray(a)) if is_inexact(a) else jnp.asarray(a)
+    wide = lambda a: upcast(jnp.asarray(a)) if has_derivative(a) else jnp.asarray(a)
     sums = replicas.sum(jax.tree.map(wide, map_rows(lambda _: None, tree)))
 
     def total(g, of_arrays):

@@ -15,12 +15,12 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
-from ..core.numerics import next_count, saturating_cast, wide_dtype
+from ..core.numerics import has_derivative, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..state.averages import wide_zeros_like
-from ..state.came import has_come, leave_out, none_came
+from ..state.came import has_come, late, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
 from ..state.types import AccumulateState, RowsOfCycle
 
@@ -146,7 +146,7 @@ def accumulate(
             columns = zip(gs, of_gs, xs, strict=True)
             totals = treedef.unflatten([_total(*leaf, scale) for leaf in columns])
             us, new = inner.update(totals, state.inner, params, **extra_args)
-            return leave_out(inner, updates, came, us, new, state.inner)
+            return leave_out(inner, late(updates, came), us, new, state.inner)
 
         shapes, _ = jax.eval_shape(apply)
         wait = lambda: (zeros_like_update(shapes), state.inner)
@@ -198,7 +198,7 @@ def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
     size_of = value_by_name("max_rows", sizes, params)
 
     def zeros(path, x):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        if not has_derivative(x):
             return None
         size = size_of.get(path_name(path))
         if size is None:

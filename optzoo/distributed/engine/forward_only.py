@@ -3,9 +3,10 @@
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from ...core.numerics import has_derivative
 
 # A primitive, because the rules of a jax.custom_jvp find no named axis under vmap.
 _identity = Primitive("forward_only")
@@ -16,7 +17,6 @@ def forward_only(tree: Any) -> Any:
 
     It leaves no trace in compiled programs.
     """
-    has_derivative = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.inexact)
     return jax.tree.map(lambda a: _identity.bind(a) if has_derivative(a) else a, tree)
 
 
