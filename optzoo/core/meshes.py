@@ -145,7 +145,7 @@ def beside(params: Any, state: Any) -> Any:
     """
     meshes = {getattr(_place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
     mesh = next(iter(meshes)) if len(meshes) == 1 else None
-    if mesh is None or mesh.size == 1:
+    if mesh is None or (mesh.size == 1 and not explicit_axes(mesh)):
         return state
     is_apart = lambda x: isinstance(_place_of(x), SingleDeviceSharding)
     # As a step gives it, with an entry for each axis of a type: jit tells the two forms apart.

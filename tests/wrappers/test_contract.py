@@ -14,6 +14,7 @@ import pytest
 import optzoo
 from optzoo import SparseRows
 from optzoo.state import LeafwiseState
+from optzoo.state.types import LocalSGDState
 from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
@@ -184,9 +185,14 @@ def test_no_gradient_no_change(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     x, state = step(tx, dense_grads(x), x)
     some = {"table": None, "layer": (None, jnp.ones(()))}
-    updates, after = tx.update(some, state, x)
+    local = {"exchange": False}  # in an exchange all parameters take part
+    updates, after = tx.update(some, state, x, **local)
     assert avals(after) == avals(traced(tx, some, state, x))
     assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
+    if isinstance(after, LocalSGDState):  # the center of agn has slots of its own
+        both = [samples.slots(s.replicated) for s in (after, state)]
+        chex.assert_trees_all_equal(*both)
+        after, state = after.per_replica, state.per_replica
     slots = zip(samples.slots(after), samples.slots(state), strict=True)
     for new, old in slots:
         kept = lambda tree: (tree["table"], tree["layer"][0])
