@@ -117,7 +117,7 @@ def as_ids(ids: Any) -> Any:
     ids = cast(np.ndarray[Any, np.dtype[np.integer]], np.asarray(ids))
     fits = (ids >= kept.min) & (ids <= kept.max)
     is_wide = ids.dtype.itemsize > 4 or not np.all(fits)
-    return np.where(fits, ids, -1).astype(kept.dtype) if is_wide else ids
+    return np.where(fits, ids.astype(kept.dtype), -1) if is_wide else ids
 
 
 def plain(ids: Any) -> Any:
