@@ -85,7 +85,7 @@ def make_replaceable(
     *,
     types: Callable[..., list[Any] | None] = lambda *avals, **params: None,
     on: Mapping[str, Callable[..., Callable[..., Any]]] | None = None,
-    check_others: Callable[..., None] = lambda platforms, **params: None,
+    check_plain: Callable[..., None] = lambda where, **params: None,
 ) -> Any:
     """A primitive with several results that computes ``f(*args, **params)``.
 
@@ -97,8 +97,8 @@ def make_replaceable(
         types: ``types(*avals, **params)`` are the types of the results, if they are known.
         on: by platforms, such as ``cpu``, what gives the function that takes the place of ``f``
             there: ``on[platform](ctx, **params)``.
-        check_others: ``check_others(platforms, **params)`` raises an error if ``f`` may not run on
-            other platforms, in the program that is lowered for them.
+        check_plain: ``check_plain(where, **params)`` raises an error if ``f`` itself may not run
+            ``where`` it would: on other platforms, under ``vmap``, in derivatives.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -113,10 +113,12 @@ def make_replaceable(
         return [v.aval for v in traced.jaxpr.outvars]
 
     def tangents(primals, tangents, **params):
+        check_plain("in derivatives", **params)
         tangents = [ad.instantiate_zeros(t) for t in tangents]
         return jax.jvp(functools.partial(f, **params), tuple(primals), tuple(tangents))
 
     def batch(args, axes, **params):
+        check_plain("under vmap", **params)
         outs = jax.vmap(functools.partial(f, **params), in_axes=tuple(axes))(*args)
         return outs, (0,) * len(outs)
 
@@ -125,7 +127,7 @@ def make_replaceable(
     batching.primitive_batchers[primitive] = batch
 
     def lower_plainly(ctx, *args, **params):
-        check_others(ctx.module_context.platforms, **params)
+        check_plain(f"on {', '.join(ctx.module_context.platforms)}", **params)
         return mlir.lower_fun(f, multiple_results=True)(ctx, *args, **params)
 
     mlir.register_lowering(primitive, lower_plainly)

@@ -33,7 +33,7 @@ class Call:
 
     Args:
         parts: the rows, the leaves or the sums.
-        required: whether it is an error if the program is compiled for another platform.
+        required: whether it is an error if XLA computes it.
     """
 
     def __init__(self, parts: Sequence[Group], required: bool = False):
@@ -73,6 +73,7 @@ class Call:
         is_divided, first = number_of_partitions(ctx) > 1, self.parts[0]
         is_whole = isinstance(first, RowsGroup | SumGroup) or _in_groups(first)
         if is_divided and (is_whole or not can_partition(ctx)):
+            _check_plain("of arrays that it divides over devices", self)
             return self.reference  # XLA would gather the arrays on every device
         try:
             _ = self.name
@@ -90,6 +91,8 @@ class Call:
         """The function for TPUs, of which XLA makes one loop for each other leaf by itself."""
         first = self.parts[0]
         has_kernel = isinstance(first, RowsGroup) or _has_codes(first)
+        if number_of_partitions(ctx) > 1:
+            _check_plain("of arrays that it divides over devices", self)
         if not has_kernel or number_of_partitions(ctx) > 1:
             return self.reference
         from .tpu_kernel import tpu_kernel
@@ -181,12 +184,11 @@ def _types(*avals: Any, call: Call) -> list[Any] | None:
     return [v.aval for v in call.outs] if same else None
 
 
-def _check_platforms(platforms: Sequence[str], call: Call) -> None:
+def _check_plain(where: str, call: Call) -> None:
     if call.required:
-        others = ", ".join(p for p in platforms if p not in _NATIVE_ON)
         raise RuntimeError(
-            f"native code is required, but the program is compiled for {others}: native code is "
-            "for CPUs and TPUs"
+            f"native code is required, but XLA computes the update {where}: native code is for "
+            "CPUs and TPUs, outside of vmap and derivatives"
         )
 
 
@@ -199,5 +201,5 @@ _native_p = make_replaceable(
     lambda *args, call: call.reference(*args),
     types=_types,
     on=_NATIVE_ON,
-    check_others=_check_platforms,
+    check_plain=_check_plain,
 )

@@ -11,11 +11,11 @@ from . import engine, groups
 from .branches import Branches, divide_branches
 from .calls import Call
 from .elementwise import uses_half
+from .find_rows import find_rows
 from .grouped_leaves import find_grouped_leaves
 from .groups import LeafGroup
 from .norms import SumGroup, find_sums
 from .order import in_order
-from .rows_groups import find_rows
 from .slices import find_slices
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
@@ -30,7 +30,7 @@ class Division:
         kept: by arrays of the parameters and the state those of its results that replace them; None
             if their structure changes.
         in_place: those of these arrays that may be overwritten.
-        required: whether it is an error if the program is compiled for another platform.
+        required: whether it is an error if XLA computes it.
         has_effects: whether it has side effects.
 
     Attributes:

@@ -39,10 +39,10 @@ class Elements:
         self.b, self.known, self.constant_of = b, known, constant_of
         self.stored: dict[Value, tuple[Any, Any]] = {}  # by values the memory and the position
         self._made: list[dict[Any, Any]] = [{}]
-        # Of indices in a part of an axis: the index in the part, and where the part begins.
-        self._parts: dict[Any, tuple[Any, int]] = {}
-        # Of elements in a group: the position of the group and in the group, by that in the row.
-        self._groups: dict[Any, tuple[Any, Any]] = {}
+        # Of indices in a part of an axis: the index in the part, where that begins, and its size.
+        self._parts: dict[Any, tuple[Any, int, int]] = {}
+        # Of elements in a group: the group, the position in it, and its length, by that in the row.
+        self._groups: dict[Any, tuple[Any, Any, int]] = {}
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -57,17 +57,18 @@ class Elements:
 
     def in_group(self, group: Any, lane: Any, length: int) -> Any:
         """The index in a row of an element of one of its groups."""
-        for found, pair in self._groups.items():
-            if pair == (group, lane):
+        for found, place in self._groups.items():
+            if place == (group, lane, length):
                 return found
         found = self.b.add(self.b.mul(group, I64(length)), lane)
-        self._groups[found] = group, lane
+        self._groups[found] = group, lane, length
         return found
 
     def _split(self, i: Any, length: int) -> tuple[Any, Any]:
         """The group of an element of a row, and its position there."""
-        if i in self._groups:
-            return self._groups[i]
+        group, lane, known = self._groups.get(i, (None, None, 0))
+        if known == length:
+            return group, lane
         return self.b.udiv(i, I64(length)), self.b.urem(i, I64(length))
 
     def of(self, value: Value, index: Index) -> Any:
@@ -119,12 +120,13 @@ class Elements:
             left = iter(long)
             return self.of(inner, tuple(ZERO if d == 1 else next(left) for d in inner.shape))
         if op.name == "slice":
-            axes = zip(index, params["start_indices"], inner.shape, value.shape, strict=True)
-            in_inner = lambda i, start, d, e: i if d == e or not start else self.in_part(i, start)
+            axes = zip(index, params["start_indices"], value.shape, strict=True)
+            in_inner = lambda i, start, d: self.in_part(i, start, d) if start else i
             return self.of(inner, tuple(in_inner(*axis) for axis in axes))
         if op.name == "split":
             axis, before = params["axis"], params["sizes"][: op.outs.index(value)]
-            at = self.in_part(index[axis], sum(before)) if before else index[axis]
+            size = value.shape[axis]
+            at = self.in_part(index[axis], sum(before), size) if before else index[axis]
             return self.of(inner, (*index[:axis], at, *index[axis + 1 :]))
         raise AssertionError(f"{op.name} does not only move elements")
 
@@ -134,13 +136,14 @@ class Elements:
             return index
         return tuple(ZERO if d == 1 else i for d, i in zip(operand.shape, index, strict=False))
 
-    def in_part(self, i: Any, start: int) -> Any:
+    def in_part(self, i: Any, start: int, size: int) -> Any:
         """An index in a part of an axis, which begins at ``start``, as an index of the axis."""
+        key = "part", id(i), start, size
         for made in self._made:
-            if ("part", id(i), start) in made:
-                return made["part", id(i), start]
-        found = self._made[-1]["part", id(i), start] = self.b.add(i, I64(start))
-        self._parts[found] = i, start
+            if key in made:
+                return made[key]
+        found = self._made[-1][key] = self.b.add(i, I64(start))
+        self._parts[found] = i, start, size
         return found
 
     def _concatenated(self, op: Operation, index: Index) -> Any:
@@ -148,8 +151,8 @@ class Elements:
         i, ends = index[axis], list(itertools.accumulate(v.shape[axis] for v in op.ins))
         starts = [0, *ends[:-1]]
         at = lambda j: (*index[:axis], j, *index[axis + 1 :])
-        inside, first = self._parts.get(i, (None, None))
-        if first in starts:
+        inside, first, size = self._parts.get(i, (None, None, 0))
+        if first in starts and size <= op.ins[starts.index(first)].shape[axis]:
             return self.of(op.ins[starts.index(first)], at(inside))
         found = None
         for v, start, end in zip(op.ins, starts, ends, strict=True):

@@ -14,7 +14,7 @@ from .elements import Elements, FlatElements, in_memory
 from .group_loop import write_group
 from .groups import LeafGroup, reductions
 from .handler import Members, inner_function, module_of
-from .loops import POINTER, ZERO, loop, summed, which
+from .loops import OUTER, POINTER, ZERO, loop, summed, which
 from .operations import I64, TYPES, element, smaller, store
 from .pool import in_parallel
 from .scratch import SUMMED
@@ -121,7 +121,7 @@ def _group(
 
     @contextlib.contextmanager
     def pieces():
-        with loop(b, I64(-(-leaf.length // SUMMED))) as piece:
+        with loop(b, I64(-(-leaf.length // SUMMED)), **OUTER) as piece:
             start = b.mul(piece, I64(SUMMED))
             end = smaller(b, b.add(start, I64(SUMMED)), I64(leaf.length))
             yield functools.partial(lanes, start=start, end=end)

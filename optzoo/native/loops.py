@@ -37,6 +37,7 @@ def loop(b: ir.IRBuilder, end: Any, **hints: int) -> Iterator[Any]:
 # XLA's own loops are not unrolled before they are vectorized, either.
 VECTOR = {"unroll_disable": 1, "interleave_count": 4}
 SCALAR = {"unroll_disable": 1, "vectorize_enable": 0}
+OUTER = {"vectorize_enable": 0}  # a loop around others
 _ITSELF = "the loop itself"
 # Shorter loops LLVM ends by a vector with a mask, unless it is told to vectorize. And of one with
 # one element, LLVM 22 stores 4 bytes, also where the element has 1 or 2 (AVX-512).

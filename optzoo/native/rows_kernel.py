@@ -11,9 +11,9 @@ from llvmlite import ir
 from ..jaxprs.graph import Operation, Value
 from .elements import Elements, Index
 from .group_loop import IndexOf, write_group
-from .groups import REDUCTIONS, each, reductions
+from .groups import REDUCTIONS, reductions
 from .handler import Frame, inner_function, module_of
-from .loops import POINTER, VECTOR, ZERO, loop
+from .loops import OUTER, POINTER, VECTOR, ZERO, loop
 from .merging import AHEAD, Ids, Parts, Sums, fetch, fill
 from .operations import (
     I8,
@@ -143,11 +143,13 @@ class _Row:
         self.elements = Elements(b, self._known, self._constant)
 
     def write(self) -> None:
-        for op in each(self.rows.operations):
-            if op.name in REDUCTIONS and _many(op.outs[0]) == 1:
-                self.elements.keep(op.outs[0], self._reduce(op))
-            elif self.rows.lanes is None and op.name in ("slice", "split"):
-                self._keep_single(op.outs)
+        for v in self.rows.kept:
+            assert v.maker is not None
+            index = (self.position, *[ZERO] * (len(v.shape) - 1))
+            is_reduced = v.maker.name in REDUCTIONS
+            self.elements.keep(
+                v, self._reduce(v.maker) if is_reduced else self.elements.of(v, index)
+            )
         several = [part for part in self.rows.parts if math.prod(part.row) > 1]
         if self.rows.lanes is not None:
             found = reductions(self.rows.operations)
@@ -159,13 +161,6 @@ class _Row:
         self._store([(part, (self.position, *[ZERO] * len(part.row))) for part in rest])
         self.b.ret_void()
 
-    def _keep_single(self, values: Sequence[Value]) -> None:
-        """Single elements that all others may need: they are read before any is written."""
-        for v in values:
-            if v.shape and _many(v) == 1:
-                index = (self.position, *[ZERO] * (len(v.shape) - 1))
-                self.elements.keep(v, self.elements.of(v, index))
-
     def _write_groups(self, parts: Sequence[Part], of_group: Sequence[Operation]) -> None:
         """Group after group: its reductions, its elements, what has one element for each group."""
         number, length = self._groups()
@@ -176,7 +171,7 @@ class _Row:
         def store(index_of):
             self._store([(part, index_of(part.value.shape)) for part in parts])
 
-        with loop(self.b, I64(number)) as group, self.elements.scope():
+        with loop(self.b, I64(number), **OUTER) as group, self.elements.scope():
             write_group(
                 self.b,
                 self.elements,
@@ -193,8 +188,11 @@ class _Row:
         """Replaces an element of each table, or adds to it, once all of them are computed."""
         made = []
         for part, index in parts:
-            array, new = part.array, self.elements.of(part.value, self._from(part.first, index))
-            index = self._from(part.start, index)
+            array, new = (
+                part.array,
+                self.elements.of(part.value, self._from(part, part.first, index)),
+            )
+            index = self._from(part, part.start, index)
             if part.adds:
                 old = self.elements.of(array, (self.row, *index[1:]))
                 new = add(self.b, array.dtype, old, new)
@@ -202,16 +200,17 @@ class _Row:
         for array, at, new in made:
             store(self.b, array.dtype, self.given[array], at, new)
 
-    def _from(self, start: int, index: Index) -> Index:
+    def _from(self, part: Part, start: int, index: Index) -> Index:
         """An index in a part of the last axis, as an index of the whole."""
-        return (*index[:-1], self.elements.in_part(index[-1], start)) if start else index
+        size = part.row[-1] if part.row else 1
+        return (*index[:-1], self.elements.in_part(index[-1], start, size)) if start else index
 
     @contextlib.contextmanager
     def _elements(self, row: Sequence[int]) -> Iterator[Index]:
         """A loop over the elements of a row, group after group if it has groups; the index."""
         lanes, width = self.rows.lanes, math.prod(row)
         if lanes is not None and width > lanes[0]:
-            groups, shape = loop(self.b, I64(lanes[0])), (1, *row)
+            groups, shape = loop(self.b, I64(lanes[0]), **OUTER), (1, *row)
             with groups as group, self._lanes(group, shape) as (_, index_of):
                 yield index_of(shape)
             return

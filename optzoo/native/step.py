@@ -75,8 +75,9 @@ def native_step(
         TypeError: if ``tx`` is no transformation, or ``required`` is no bool.
         ValueError: if ``in_place`` is something else; at trace time, with ``required``, if some
             arrays are not updated natively.
-        RuntimeError: with ``required``, if native code cannot run, or the program is compiled for
-            another platform than the CPU.
+        RuntimeError: with ``required``, if native code cannot run, or XLA computes the update: on
+            other platforms than CPUs and TPUs, under ``vmap``, in derivatives, and of arrays that
+            it divides over devices.
 
     Warns:
         RuntimeWarning: once, on a CPU where native code cannot run.

@@ -48,20 +48,26 @@ def test_make_primitive():
 def test_make_replaceable():
     must = fix("make_replaceable", "run another function where there is one", "native code")
 
-    def refuse(platforms, *, by):
-        raise RuntimeError(f"{by} not on {platforms[0]}")
+    def refuse(where, *, by):
+        if by == 2.5:
+            raise RuntimeError(f"{by} not {where}")
 
     on = {"cpu": lambda ctx, *, by: lambda x: (x * by + 100, -x)}
     f = lambda x, *, by: (x * by, -x)
-    primitive = compat.make_replaceable("canary", f, on=on, check_others=refuse)
+    primitive = compat.make_replaceable("canary", f, on=on, check_plain=refuse)
     f = lambda x: primitive.bind(x, by=2.0)
     assert [e.primitive for e in jax.make_jaxpr(f)(X).jaxpr.eqns] == [primitive], must
     np.testing.assert_array_equal(jax.jit(f)(X)[0], 2 * X + 100, err_msg=must)
     np.testing.assert_array_equal(jax.vmap(f)(X[None])[0], 2 * X[None], err_msg=must)
     got = jax.grad(lambda x: jnp.sum(f(x)[0]))(X)
     np.testing.assert_array_equal(got, 2 * jnp.ones(4), err_msg=must)
-    with pytest.raises(RuntimeError, match=r"2.0 not on tpu"):
+    f = lambda x: primitive.bind(x, by=2.5)[0]
+    with pytest.raises(RuntimeError, match=r"2.5 not on tpu"):
         jax.jit(f).trace(X).lower(lowering_platforms=("tpu",))
+    with pytest.raises(RuntimeError, match=r"2.5 not under vmap"):
+        jax.vmap(f)(X[None])
+    with pytest.raises(RuntimeError, match=r"2.5 not in derivatives"):
+        jax.grad(lambda x: jnp.sum(f(x)))(X)
 
 
 def test_inline_constant():

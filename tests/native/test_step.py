@@ -935,13 +935,13 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, tur
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "its rows are written twice"),
-        ({"turned": True}, "elements of its rows change places"),
+        ({"turned": True}, "reads elements of its row that are written already"),
         ({"width": 5}, "its slots have rows of several shapes"),
         ({"width": 4}, "its slots have rows of several shapes"),
         ({"width": 3}, None),
         ({"width": 2 * WIDTH}, None),
         ({"more": 1}, "its slots have other numbers of rows"),
-        ({"dtype": jnp.int16}, "the dtype int16 is not known"),
+        ({"dtype": jnp.int16}, "the dtype int16 of `add` .* is not known"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -1036,7 +1036,7 @@ def test_programs_for_other_platforms():
         assert "tpu_custom_call" in each.lower(lowering_platforms=("tpu",)).as_text()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "optzoo_native_" not in text and "custom_call" not in text and "scatter" in text
-    with pytest.raises(RuntimeError, match="compiled for cuda: native code is for CPUs and TPUs"):
+    with pytest.raises(RuntimeError, match="the update on cuda: native code is for CPUs and TPUs"):
         required.lower(lowering_platforms=("cuda",))
 
 

@@ -1,0 +1,389 @@
+"""Proves that the loop over the rows of a group computes what the operations of the group say.
+
+The loop takes one id after the other. For each it computes, in this order,
+
+1. what has one element in a row, and is a reduction of the row or a part of it (``kept``);
+2. element by element, or group of elements by group, what has several elements in a row; all new
+   elements of a turn are computed before any of them is written;
+3. what else has one element in a row.
+
+An element of a value is computed from elements of the operands, and so on back to memory. That is
+right if each of these is at hand:
+
+- of an array that nothing writes, any element;
+- of a table, and of what is kept, an element of this row;
+- of a table that turns write, the elements that the same turn writes;
+- of what is kept of a group of elements, an element of this group.
+
+Here each element is followed back to memory with an index of which it is known what it stands for.
+What is not on this list is refused.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from ..jaxprs.equations import caller_of
+from ..jaxprs.graph import Operation, Value
+from ..jaxprs.primitives import Kind
+from .elementwise import DTYPES, is_elementwise
+from .groups import REDUCTIONS, Unsupported, each
+from .rows_groups import Part, RowsGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """The place of an element on an axis: ``start``, and what counts ``size`` places from there."""
+
+    what: object = None
+    size: int = 1
+    start: int = 0
+
+    def moved(self, by: int) -> "At":
+        """The place ``by`` elements later."""
+        return dataclasses.replace(self, start=self.start + by)
+
+
+Index = tuple[At, ...]
+Element = tuple[Value, Index, Operation | None]  # of a value, and who reads it
+FIRST = At()
+
+
+def _same(index: Iterable[At], other: Iterable[At]) -> bool:
+    """Whether two indices are of the same elements, in loops that may be of other lengths."""
+    places = lambda index: [(at.what, at.start) for at in index]
+    return places(index) == places(other)
+
+
+def check(rows: RowsGroup) -> None:
+    """Raises ``Unsupported``, with the reason, unless the loop over the rows is right."""
+    _check_arrays(rows)
+    _Loop(rows).check()
+
+
+def _check_arrays(rows: RowsGroup) -> None:
+    """Each array has one role and so one pointer; tables and rows have shapes that fit."""
+    ids, written = rows.ids, [write.ins[0] for write in rows.writes]
+    if ids.dtype not in ("int32", "int64") or len(ids.shape) != 1:
+        raise Unsupported(f"its ids have dtype {ids.dtype} and shape {ids.shape}")
+    if len({*written, *(write.outs[0] for write in rows.writes)}) < 2 * len(rows.writes):
+        raise Unsupported("its rows are written twice")
+    read = [*rows.tables, *rows.streams, *rows.lists]
+    if len({ids, *read, *rows.reads}) <= len(read) + len(rows.reads):
+        raise Unsupported("an array is read by the rows of its ids, and in another way, too")
+    gathers = [op for op in each(rows.operations) if op.name == "rows_gather" and op.ins[1] is ids]
+    heights = {v.shape[:1] for v in (*rows.tables, *(op.ins[0] for op in gathers))}
+    if len(heights) != 1 or any(0 in v.shape for v in rows.tables):
+        raise Unsupported("its slots have other numbers of rows, or it has none")
+    if min(heights)[0] >= 2**31:
+        raise Unsupported("it has 2**31 rows or more")
+    put = [(w.ins[0], w.ins[2]) for w in rows.writes] + [(op.ins[0], op.outs[0]) for op in gathers]
+    if any(v.shape != (*ids.shape, *table.shape[1:]) for table, v in put):
+        raise Unsupported("its rows have other shapes than its ids and its tables")
+    if any(v.shape[:1] != ids.shape for v in rows.reads):
+        raise Unsupported("a result on its rows is used elsewhere, too")
+    for v in (*read, *rows.scalars, *rows.reads, *(write.ins[2] for write in rows.writes)):
+        if v.dtype not in DTYPES:
+            raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
+
+
+class _Loop:
+    """The turns of the loop, in order: what they read, keep and write."""
+
+    def __init__(self, rows: RowsGroup):
+        self.rows, self.written = rows, {write.ins[0] for write in rows.writes}
+        [many] = rows.ids.shape
+        self.here = At("position", many)
+        self.kept = dict[Value, Index]()  # with the first places of all its indices
+        # Of tables that were written, or are being written, the elements that are still right.
+        self.left: dict[Value, list[Index]] = {}
+        self.in_groups = False
+        # The native merging puts a sum at another position of its id than `rows_merge` does.
+        merge = rows.ids.maker
+        self.moves = rows.merged is not None and merge is not None and merge.name == "rows_merge"
+
+    def check(self) -> None:
+        rows = self.rows
+        for v in rows.kept:
+            assert v.maker is not None
+            if v.maker.name in REDUCTIONS:
+                self._check_reduction(v.maker)
+            else:
+                self._read([(v, (self.here, *[FIRST] * (len(v.shape) - 1)), None)])
+            self.kept[v] = (self.here,)
+        parts = rows.parts
+        _check_covered(parts)
+        several = [part for part in parts if math.prod(part.row) > 1]
+        if rows.lanes is None:
+            self._check_elements(several)
+        else:
+            self._check_groups(several, *rows.lanes)
+        single = [part for part in parts if part not in several]
+        self._read(
+            (p.value, self._of_part(p, (FIRST,) * len(p.row), p.first), None) for p in single
+        )
+
+    # What the turns do
+
+    def _check_reduction(self, op: Operation) -> None:
+        [v], shape = op.ins, op.ins[0].shape
+        whole = all(d == 1 or axis in op.params["axes"] for axis, d in enumerate(shape) if axis)
+        if 0 in op.params["axes"] or not whole or shape[:1] != self.rows.ids.shape:
+            raise Unsupported(f"{_named(op)} is not over a row that is at hand, or a part of it")
+        _check_dtype(op)
+        self._read([(v, (self.here, *self._elements(shape[1:])), op)])
+
+    def _elements(self, row: Sequence[int]) -> Index:
+        """The index in a row of an element of a loop over it."""
+        lanes, width = self.rows.lanes, math.prod(row)
+        if lanes is None or width <= lanes[0]:
+            return tuple(FIRST if d == 1 else At(axis, d) for axis, d in enumerate(row))
+        return self._in_group(row, *lanes)
+
+    def _in_group(self, row: Sequence[int], number: int, length: int) -> Index:
+        """The index in a row of an element of a group."""
+        if tuple(row) == (number, length):
+            return At("group", number), At("lane", length)
+        if len(row) == 1 and row[0] <= number * length:
+            return (At("element", row[0]),)
+        raise Unsupported("its rows are split into several kinds of groups")
+
+    def _check_elements(self, several: Sequence[Part]) -> None:
+        """The loop over the elements of rows."""
+        if len({part.row for part in several}) > 1:
+            raise Unsupported("its slots have rows of several shapes")
+        if not several:
+            return
+        index = self._elements(several[0].row)
+        self._write(several, index)
+        self._read((part.value, self._of_part(part, index, part.first), None) for part in several)
+        self._end()
+
+    def _check_groups(self, several: Sequence[Part], number: int, length: int) -> None:
+        """The loop over groups of elements, and in it that over their elements."""
+        of_groups = [part for part in several if part.row == (number,)]
+        whole = [part for part in several if part not in of_groups]
+        if not whole:
+            raise Unsupported("it has one number for each group alone")
+        if len({part.row for part in whole}) > 1:
+            raise Unsupported("its slots have rows of several shapes")
+        if any(len(part.value.shape) != 1 + len(part.row) for part in whole):
+            raise Unsupported("its rows are split into several kinds of groups")
+        self.in_groups = True
+        index, at_group = self._in_group(whole[0].row, number, length), At("group", number)
+        self._write(whole, index)
+        self._write(of_groups, (at_group,))
+        reductions = [op for op in each(self.rows.operations) if op.name in REDUCTIONS]
+        reductions = [op for op in reductions if math.prod(op.outs[0].shape[1:]) > 1]
+        for op in reductions:
+            is_lanes = op.ins[0].shape[1:] == (number, length)
+            if not is_lanes or tuple(op.params["axes"]) != (2,):
+                raise Unsupported(f"{_named(op)} is not over a group of its elements")
+            _check_dtype(op)
+            self._read([(op.ins[0], (self.here, at_group, At("lane", length)), op)])
+            self.kept[op.outs[0]] = (self.here, at_group)
+        self._read((part.value, self._of_part(part, index, part.first), None) for part in whole)
+        self.left |= {part.array: [] for part in whole if part.array in self.written}
+        self._read((part.value, self._of_part(part, (at_group,), 0), None) for part in of_groups)
+        for op in reductions:
+            del self.kept[op.outs[0]]
+        self.in_groups = False
+        self._end()
+
+    def _write(self, parts: Iterable[Part], index: Index) -> None:
+        """Notes the elements that a turn writes."""
+        for part in parts:
+            if part.array in self.written:
+                place = self._of_part(part, index, part.start)[1:]
+                self.left.setdefault(part.array, []).append(place)
+
+    def _end(self) -> None:
+        """All turns are done: what was written is no longer what it was."""
+        self.left = {table: [] for table in self.left}
+
+    def _of_part(self, part: Part, index: Index, start: int) -> Index:
+        """The index in an array of which a part begins at ``start`` of the last axis."""
+        return (self.here, *index[:-1], index[-1].moved(start)) if start else (self.here, *index)
+
+    # What an element needs
+
+    def _read(self, elements: Iterable[Element]) -> None:
+        """Follows elements back to memory; raises at what is not at hand."""
+        todo, seen = list(elements), set[tuple[Value, Index]]()
+        while todo:
+            v, index, reader = todo.pop()
+            if (v, index) not in seen:
+                seen.add((v, index))
+                todo += self._needs(v, index, _named(reader or v.maker))
+
+    def _needs(self, v: Value, index: Index, reader: str) -> list[Element]:
+        """The elements that an element is computed from."""
+        rows, op = self.rows, v.maker
+        if v.literal is not None or v in rows.scalars:
+            return []
+        if v in rows.streams or (op is not None and op.name == "iota"):
+            if self.moves and any(at.what == "position" for at in index):
+                raise Unsupported(f"{reader} reads the positions of ids that are merged")
+            return []
+        if v in self.kept or v is rows.ids or v is rows.merged:
+            first = self.kept.get(v, ())
+            if not self._is_here(index[0]) or not _same(index[1 : len(first)], first[1:]):
+                raise Unsupported(f"{reader} reads other rows or groups than the one at hand")
+            return []
+        if op is None:
+            raise Unsupported(f"{reader} reads an array as a whole")
+        if op.name == "rows_gather":
+            return self._gathered(op, index, reader)
+        if self.in_groups and not self._is_in_place(v, index):
+            raise Unsupported(f"{reader} reads other elements of its group than the one at hand")
+        return [(v.meaning, index, op)] if v.meaning is not None else self._operands(op, v, index)
+
+    def _is_here(self, at: At) -> bool:
+        return _same([at], [self.here]) or (self.here.size == 1 and at == FIRST)
+
+    def _gathered(self, op: Operation, index: Index, reader: str) -> list[Element]:
+        """An element of a row of a table, or of an entry of a list."""
+        table, ids = op.ins
+        if table in self.rows.lists:
+            return [(ids, index[:1], op)]
+        if not self._is_here(index[0]):
+            raise Unsupported(f"{reader} reads other rows than the one at hand")
+        if table not in self.rows.tables:
+            return [(table, (At("row", table.shape[0]), *index[1:]), op)]
+        if not any(_same(index[1:], right) for right in self.left.get(table, [index[1:]])):
+            raise Unsupported(f"{reader} reads elements of its row that are written already")
+        return []
+
+    def _is_in_place(self, v: Value, index: Index) -> bool:
+        """Whether a value with all elements of a row, which may be kept, is read at this one."""
+        lanes = self.rows.lanes
+        is_whole = lanes is not None and math.prod(v.shape[1:]) == math.prod(lanes)
+        return not is_whole or _same(index[1:], self._in_group(v.shape[1:], *lanes))
+
+    def _operands(self, op: Operation, v: Value, index: Index) -> list[Element]:
+        """The elements of operands that an element of a result is computed from."""
+        if not {x.dtype for x in (*op.ins, *op.outs)} <= DTYPES:
+            raise unknown(op)
+        if is_elementwise(op):
+            return [(x, _within(op, x, v, index), op) for x in op.ins]
+        if op.name == "concatenate":
+            return _concatenated(op, index)
+        if op.name in REDUCTIONS:
+            raise Unsupported(f"{_named(op)} is not over a row that is at hand, or a part of it")
+        if op.name == "broadcast_in_dim" and len(op.ins) == 1:
+            inner = _broadcast(op, index)
+        elif op.name == "slice":
+            inner = _sliced(op, index)
+        elif op.name == "split":
+            inner = _split(op, v, index)
+        elif op.kind is Kind.MOVE and (op.name != "reshape" or op.params["dimensions"] is None):
+            inner = _reshaped(op, v, index, self.rows.lanes)
+        else:
+            raise unknown(op)
+        return [(op.ins[0], inner, op)]
+
+
+def unknown(op: Operation) -> Unsupported:
+    """The error for an operation on rows that the native engine does not know."""
+    dtypes = {v.dtype for v in (*op.ins, *op.outs)} - DTYPES
+    what = f"the dtype {min(dtypes)} of {_named(op)}" if dtypes else _named(op)
+    return Unsupported(f"{what} is not known to the native engine")
+
+
+def _named(op: Operation | None) -> str:
+    """An operation and its line, for an error."""
+    if op is None:
+        return "it"
+    line = caller_of(op.eqn) or op.line
+    return f"`{op.name}`" + (f" ({line})" if line else "")
+
+
+def _check_dtype(op: Operation) -> None:
+    """A reduction of integers is their largest or smallest one."""
+    dtype = op.ins[0].dtype
+    if dtype not in ("float32", "float64") and (dtype != "int32" or op.name == "reduce_sum"):
+        raise Unsupported(f"{_named(op)} is over {dtype}")
+
+
+def _check_covered(parts: Sequence[Part]) -> None:
+    """The parts of a row are all of it, and none is written twice."""
+    for array in {part.array for part in parts}:
+        mine, end = sorted((p for p in parts if p.array is array), key=lambda p: p.start), 0
+        for part in mine:
+            is_next = part.start == end and part.row[:-1] == array.shape[1:-1]
+            end += part.row[-1] if part.row else 1
+            if not is_next or len(part.row) != len(array.shape) - 1:
+                raise Unsupported("its rows are not written whole")
+        if end != (array.shape[-1] if array.shape[1:] else 1):
+            raise Unsupported("its rows are not written whole")
+
+
+def _within(op: Operation, operand: Value, v: Value, index: Index) -> Index:
+    """The index in an operand of an operation element by element."""
+    if not operand.shape:
+        return ()
+    fits = len(operand.shape) == len(v.shape)
+    if not fits or any(d not in (1, e) for d, e in zip(operand.shape, v.shape, strict=True)):
+        raise Unsupported(f"the operands of {_named(op)} have shapes that do not fit")
+    return tuple(FIRST if d == 1 else at for d, at in zip(operand.shape, index, strict=True))
+
+
+def _broadcast(op: Operation, index: Index) -> Index:
+    axes = zip(op.params["broadcast_dimensions"], op.ins[0].shape, strict=True)
+    return tuple(FIRST if d == 1 else index[axis] for axis, d in axes)
+
+
+def _sliced(op: Operation, index: Index) -> Index:
+    strides = op.params["strides"]
+    if strides is not None and {*strides} != {1}:
+        raise Unsupported(f"{_named(op)} has strides")
+    starts = op.params["start_indices"]
+    return tuple(at.moved(start) for at, start in zip(index, starts, strict=True))
+
+
+def _split(op: Operation, v: Value, index: Index) -> Index:
+    axis, before = op.params["axis"], op.params["sizes"][: op.outs.index(v)]
+    return (*index[:axis], index[axis].moved(sum(before)), *index[axis + 1 :])
+
+
+def _concatenated(op: Operation, index: Index) -> list[Element]:
+    axis, start, found = op.params["dimension"], 0, []
+    at = index[axis]
+    for v in op.ins:
+        end = start + v.shape[axis]
+        if at.start < end and start < at.start + at.size:
+            inside = FIRST if v.shape[axis] == 1 else at.moved(-start)
+            found.append((v, (*index[:axis], inside, *index[axis + 1 :]), op))
+        start = end
+    return found
+
+
+def _reshaped(op: Operation, v: Value, index: Index, lanes: tuple[int, int] | None) -> Index:
+    """The index in the operand of a reshape that changes axes of length 1, or splits the last."""
+    [x] = op.ins
+    long = [at for at, d in zip(index, v.shape, strict=True) if d != 1]
+    old, new = ([d for d in y.shape if d != 1] for y in (x, v))
+    if old != new:
+        long = _regrouped(op, long, old, new, lanes)
+    left = iter(long)
+    return tuple(FIRST if d == 1 else next(left) for d in x.shape)
+
+
+def _regrouped(
+    op: Operation,
+    long: list[At],
+    old: list[int],
+    new: list[int],
+    lanes: tuple[int, int] | None,
+) -> list[At]:
+    """The places where the last axis of an operand is split, or its last two are joined."""
+    number, length = lanes or (0, 0)
+    pair = [At("group", number), At("lane", length)]
+    if old == [*new[:-2], math.prod(new[-2:])]:
+        is_group = new[-2:] == [number, length] and long[-2:] == pair
+        return [*long[:-2], At("element" if is_group else object(), old[-1])]
+    if new == [*old[:-2], math.prod(old[-2:])]:
+        if old[-2:] == [number, length] and _same(long[-1:], [At("element")]):
+            return [*long[:-1], *pair]
+        return [*long[:-1], At(object(), old[-2]), At(object(), old[-1])]  # somewhere
+    raise Unsupported(f"{_named(op)} may mix elements of its rows")
