@@ -44,8 +44,9 @@ def slot_dtype(x: Any) -> Any:
 
 
 def upcast(a: Any) -> Any:
-    """An array, or rows, in at least float32: the dtype to compute in."""
-    return a.astype(promote_types(a.dtype, jnp.float32))
+    """An array, or rows, in at least float32, the dtype to compute in; integers as they are."""
+    is_inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+    return a.astype(promote_types(a.dtype, jnp.float32)) if is_inexact else a
 
 
 def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
@@ -99,12 +100,22 @@ def cast_of_gathered(x: Array, dtype: DTypeLike) -> Array:
 
 
 def saturating_cast_like(old: Array, new: Array) -> Array:
-    """``new`` in the dtype of ``old``; raises ``ValueError`` if the shapes differ."""
+    """``new`` in the dtype of ``old``.
+
+    Raises:
+        ValueError: if the shapes differ, or integers became numbers of another kind.
+    """
     if new.shape != old.shape:
         raise ValueError(
             f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
             "the gradient does not fit its slots, or the rule is wrong"
         )
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+        if promote_types(new.dtype, old.dtype) != old.dtype:
+            raise ValueError(
+                f"the rule made {new.dtype} of a slot of {old.dtype}: return it in its own dtype"
+            )
+        return new.astype(old.dtype)
     return saturating_cast(new, old.dtype)
 
 

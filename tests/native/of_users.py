@@ -35,6 +35,12 @@ def bounded(x):
     return jnp.clip(jnp.floor(x), -LIMIT, LIMIT) if x.dtype.kind == "f" else x
 
 
+def greatest(groups):
+    """The greatest magnitude of each group, as slots in 8 bits compute it."""
+    bits = jax.lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, -1, keepdims=True), jnp.float32)
+
+
 class Rule:
     """A random rule on rows of (many, width), or on a dense array of that shape.
 
@@ -149,9 +155,9 @@ class Rule:
         return groups.reshape(len(groups), groups.shape[1] * groups.shape[2])
 
     def op_greatest_of_groups(self, x):
-        groups = self.in_groups(x)
-        most = jnp.max(jnp.abs(groups), -1, keepdims=True)
-        return self.joined(groups - most)[:, : x.shape[1]]
+        groups = self.in_groups(x.astype(jnp.float32))
+        most = greatest(groups) if self.integer(3) else jnp.max(groups, -1, keepdims=True)
+        return self.joined(groups - most)[:, : x.shape[1]].astype(x.dtype)
 
     def op_sums_of_groups(self, x):
         groups = self.in_groups(x.astype(jnp.float32))
@@ -159,7 +165,7 @@ class Rule:
         return self.joined(total)[:, : x.shape[1]].astype(x.dtype)
 
     def op_one_of_each_group(self, x):
-        return jnp.max(self.in_groups(x), -1)
+        return greatest(self.in_groups(x.astype(jnp.float32)))[..., 0].astype(x.dtype)
 
     def op_first_of_groups(self, x):
         return self.in_groups(x)[:, :, 0]

@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.native import engine
 
+from . import of_users
+from .test_safety import run_module
+
+pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 ROWS, WIDTH = 4, 3
 TABLE = np.arange(10.0, 22, dtype="float32").reshape(ROWS, WIDTH)
 BACKWARDS = SparseRows(jnp.array([3, 2, 1, 0]), jnp.ones((ROWS, WIDTH)), ROWS)
@@ -156,3 +161,17 @@ def test_what_is_required_is_never_left_to_xla(where):
     elsewhere(where, optzoo.native_step(tx), *args)
     with pytest.raises(RuntimeError, match=f"native code is required, .* the update {where}"):
         elsewhere(where, optzoo.native_step(tx, required=True), *args)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_optimizers(seed):
+    of_users.run(of_users.Program(seed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_many_random_optimizers(threads):
+    """In a process of its own: native code that writes elsewhere ends it."""
+    done = run_module("of_users", str(1000 * threads), "60", NPROC=str(threads))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    assert "60 programs, 0 differ" in done.stdout

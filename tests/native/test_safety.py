@@ -17,16 +17,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 300  # seconds
 
 
-def run_cases(*names):
-    """The process that runs these cases of ``guarded.py``."""
+def run_module(name, *args, **environment):
+    """A process that has run a module of this folder, and ended or crashed."""
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", "tests.native.guarded", *names],
+        [sys.executable, "-X", "faulthandler", "-m", f"tests.native.{name}", *args],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
+
+
+def run_cases(*names):
+    """The process that runs these cases of ``guarded.py``."""
+    return run_module("guarded", *names)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,17 @@
 """Native steps through XLA, with pools of several sizes, in processes of their own."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from optzoo.native import engine
 
+from .test_safety import run_module
+
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(number, *args):
     """What ``threads.py`` prints with a number of threads in XLA's pool."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", "tests.native.threads", *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": str(number)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_module("threads", *args, NPROC=str(number))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout.splitlines()
 

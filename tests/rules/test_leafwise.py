@@ -13,7 +13,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.rules import leafwise
 from optzoo.state import LeafwiseState
-from optzoo.testing.samples import avals, params, row_grads, step
+from optzoo.testing.samples import avals, params, row_grads, step, step_of
 
 
 class Slots(NamedTuple):
@@ -218,3 +218,42 @@ def test_slots_are_a_named_tuple_of_functions():
         leafwise(lambda g, x, s, t: (g, s), rows="lazy")
     with pytest.raises(TypeError, match=r"rule must be a function, got None"):
         leafwise(None)
+
+
+class Counted(NamedTuple):
+    """A slot of integers and one of flags beside one of real numbers."""
+
+    m: object
+    seen: object
+    was: object
+
+
+COUNTED = Counted(
+    optzoo.rules.zeros,
+    lambda x: jnp.full(x.shape, 2**24 + 1, jnp.int32),  # no float32 is equal to it
+    lambda x: jnp.zeros(x.shape, bool),
+)
+
+
+@pytest.mark.parametrize("how", ["dense", "rows", "native"])
+def test_slots_of_integers_and_flags_keep_their_dtypes(how):
+    def rule(g, x, s, t):
+        return -g * s.seen.astype(jnp.float32), Counted(s.m + g, s.seen + 1, s.was | (g > 1))
+
+    tx = leafwise(rule, slots=COUNTED, rows=optzoo.rules.lazy)
+    x, g = jnp.zeros((4, 2)), jnp.array([[1.0, 2.0], [3.0, 0.5]])
+    dense = jnp.zeros((4, 2)).at[1:3].set(g)
+    grads = dense if how == "dense" else optzoo.SparseRows(jnp.array([1, 2]), g, 4)
+    run = jax.jit(optzoo.native_step(tx)) if how == "native" else step_of(tx)
+    _, state = run(x, tx.init(x), grads)
+    seen = np.full((4, 2), 2**24 + 1, np.int32)
+    seen[slice(None) if how == "dense" else slice(1, 3)] += 1
+    np.testing.assert_array_equal(state.slots.seen, seen)
+    np.testing.assert_array_equal(state.slots.was, np.asarray(dense) > 1)
+    np.testing.assert_array_equal(state.slots.m, dense)
+
+
+def test_a_slot_of_integers_that_becomes_another_kind():
+    tx = leafwise(lambda g, x, s, t: (g, Counted(s.m, s.seen + 0.5, s.was)), slots=COUNTED)
+    with pytest.raises(ValueError, match=r"the rule made float32 of a slot of int32: return it in"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
