@@ -22,6 +22,7 @@ def write_group(
     elements: Elements,
     reductions: Sequence[Operation],
     results: Sequence[Value],
+    given: Collection[Value],
     lanes: Lanes,
     length: int,
     keeps: Callable[[Value], bool],
@@ -37,6 +38,7 @@ def write_group(
         elements: computes elements.
         reductions: over a group.
         results: what ``stores`` will need for each element.
+        given: what is in memory before.
         lanes: makes a loop over the elements.
         length: the number of elements of a group.
         keeps: whether the elements of a value may be kept.
@@ -45,13 +47,18 @@ def write_group(
             elements of one.
     """
     pieces = pieces or (lambda: contextlib.nullcontext(lanes))
+    is_read = lambda v: v in given or (v.maker is not None and v.maker.name == "rows_gather")
+    parts = lambda v: () if is_read(v) else _parts(v)
     left, kept = list(reductions), dict[Value, Any]()
     while left:
-        now = [op for op in left if not _cone(op.ins).intersection(v for o in left for v in o.outs)]
+        later = {v for op in left for v in op.outs}
+        now = [op for op in left if not later.intersection(made_of(op.ins, parts))]
         left = [op for op in left if op not in now]
-        cone = _cone([v for op in now for v in op.ins])
+        cone = {*made_of([v for op in now for v in op.ins], parts)}
         wanted = [*results, *(v for op in left for v in op.ins)]
-        common = [v for v in _frontier(wanted, cone) if v not in kept and keeps(v)]
+        # What others than the cone need of it, if it is computed.
+        others = made_of(wanted, lambda v, cone=cone: () if v in cone else parts(v))
+        common = [v for v in others if v in cone and v not in kept and parts(v) and keeps(v)]
         new = {v: memory(b, length * bytes_of(v.dtype)) for v in common}
         totals = Totals(b, now)
         with pieces() as of_piece:
@@ -73,18 +80,6 @@ def _read(elements: Elements, kept: dict[Value, Any], lane: Any):
     elements.stored = {v: (place, lane) for v, place in kept.items()}
     yield
     elements.stored = {}
-
-
-def _cone(values: Sequence[Value]) -> set[Value]:
-    """All that values are made of, and they themselves."""
-    return {*made_of(values, _parts)}
-
-
-def _frontier(values: Sequence[Value], cone: Collection[Value]) -> list[Value]:
-    """What others than those of a cone need of it, if it is computed."""
-    is_computed = lambda v: v.maker is not None and v.maker.name != "rows_gather"
-    others = made_of(values, lambda v: () if v in cone else _parts(v))
-    return [v for v in others if v in cone and v.shape and is_computed(v)]
 
 
 def _parts(v: Value) -> Sequence[Value]:

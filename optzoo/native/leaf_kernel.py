@@ -133,6 +133,7 @@ def _group(
         elements,
         reductions(leaf.operations),
         whole,
+        leaf.ins,
         lanes,
         leaf.length,
         keeps,

@@ -177,6 +177,7 @@ class _Row:
                 self.elements,
                 of_group,
                 [part.value for part in parts],
+                {self.rows.ids, *self.given},
                 functools.partial(self._lanes, group),
                 length,
                 lambda v: width == number * length and _many(v) == width,
