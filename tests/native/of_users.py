@@ -24,8 +24,8 @@ from optzoo.native.rows_groups import RowsGroup
 from .guarded import call_guarded, native_calls
 
 STEPS = 3
-WIDTHS = [1, 2, 3, 4, 6, 8, 9, 64, 65, 128, 160, 192]
-HEIGHTS = [1, 2, 3, 4, 6, 60]
+WIDTHS = [1, 2, 3, 4, 4, 6, 6, 8, 9, 64, 65, 160, 192]
+HEIGHTS = [1, 2, 3, 4, 4, 6, 60]
 LARGE = 3000, 128  # ids and width, enough for several threads
 LIMIT = 8
 
@@ -68,6 +68,7 @@ class Rule:
 
     def run(self, turns):
         names = [name for name in dir(self) if name.startswith("op_")]
+        names = [names[self.integer(len(names))] for _ in range(8)]  # several turns of some kinds
         for _ in range(turns):
             name = names[self.rng.integers(len(names))]
             made = getattr(self, name)(self.pick())
@@ -243,16 +244,16 @@ class Program:
         pick = lambda of, **how: of[rng.choice(len(of), **how)]
         self.dtype = pick(["float32", "bfloat16"], p=[0.85, 0.15])
         self.num_rows, self.width = pick(HEIGHTS), pick(WIDTHS)
-        self.many = pick([0, 1, 2, 19, self.num_rows, self.width, self.width])
+        self.many = pick([0, 1, 2, 19, self.num_rows, self.num_rows, self.width, self.width])
         if rng.random() < 0.02:
             self.num_rows, (self.many, self.width) = 500, LARGE
         self.is_dense, self.merges = bool(rng.random() < 0.25), bool(rng.random() < 0.9)
-        self.turns = int(rng.integers(1, 8))
-        widths = [self.width, self.width, 1, 2 * self.width, pick(WIDTHS)]
-        if not rng.random() < 0.5:
-            widths = widths[:2]
+        self.turns = int(rng.integers(2, 12))
+        widths = [self.width, self.width, 1, 2 * self.width, self.width + 1]
+        if rng.random() < 0.4:
+            widths = widths[:1]
         dtypes = ["float32", "float32", "bfloat16", "int32", "int8", "bool"]
-        self.slots = [(pick(widths), pick(dtypes)) for _ in range(rng.integers(0, 4))]
+        self.slots = [(pick(widths), pick(dtypes)) for _ in range(rng.integers(1, 4))]
         self.donate = bool(rng.random() < 0.5)
 
     def __str__(self):
@@ -286,7 +287,7 @@ class Program:
         rows = [g.gather(a) for a in (params, *slots)] if self.merges else []
         first = [g.values, *(x.astype(self.dtype) for x in rows)]
         first += [jnp.broadcast_to(count % 4, (1, 1)).astype(self.dtype)]
-        rule = Rule(rng, first, g, [params, *slots] if rng.random() < 0.3 else [])
+        rule = Rule(rng, first, g, [params, *slots] if rng.random() < 0.4 else [])
         rule.run(self.turns)
         new = []
         for slot in slots if self.merges else []:
