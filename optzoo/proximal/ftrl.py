@@ -48,6 +48,12 @@ def ftrl(
     (:func:`optzoo.rules.lazy`). :func:`optzoo.ftrl_from` has the arguments of other libraries, in
     which the same names have other meanings.
 
+    An update with a rate of exactly zero changes neither parameters nor slots, and its gradient is
+    lost: where neither the parameter nor the gradient is zero, :math:`z_t` has no limit as
+    :math:`\eta_t` goes to 0. Parameters are a function of the rate of this update: one that falls
+    shrinks them, and one that is tiny for a single update makes them very large in the next one
+    (``docs/ftrl.md``).
+
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
 
@@ -78,11 +84,14 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
+        With a rate of zero the original gives NaN from then on.
+
         Where the denominator is zero (a zero gradient with ``initial_accumulator_value=0``), the
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
         shrinkage makes the numerator nonzero.
     """
-    check_rate(learning_rate, positive=True)
+    # An array is the rate of one step of a schedule, injected by optax, which may be zero.
+    check_rate(learning_rate, positive=not isinstance(learning_rate, Array))
     check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
     check_not_negative(
         initial_accumulator_value=initial_accumulator_value,
@@ -102,6 +111,18 @@ def ftrl(
         return sqrt(n) if is_square_root else power(n, -learning_rate_power)
 
     def rule(g, x, s, t, learning_rate):
+        if isinstance(learning_rate, float | int) and learning_rate != 0:
+            return positive_rule(g, x, s, learning_rate, shrinkage)
+        # With neither a gradient nor shrinkage the slots stay as they are.
+        is_zero = jnp.asarray(learning_rate) == 0
+        unless_zero = lambda a: jnp.where(is_zero, jnp.zeros_like(a), a)
+        rate = jnp.where(is_zero, 1, learning_rate)
+        shrinks = not (isinstance(shrinkage, float | int) and shrinkage == 0)
+        strength = unless_zero(shrinkage) if shrinks else shrinkage
+        update, new = positive_rule(unless_zero(g), x, s, rate, strength)
+        return lambda s: unless_zero(update(s)), new
+
+    def positive_rule(g, x, s, learning_rate, shrinkage):
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * shrinkage * x - sigma * x
         accum = _after(s.accum, linear) + g**2
