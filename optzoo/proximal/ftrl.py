@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -49,10 +50,9 @@ def ftrl(
     which the same names have other meanings.
 
     An update with a rate of exactly zero changes neither parameters nor slots, and its gradient is
-    lost: where neither the parameter nor the gradient is zero, :math:`z_t` has no limit as
-    :math:`\eta_t` goes to 0. Parameters are a function of the rate of this update: one that falls
-    shrinks them, and one that is tiny for a single update makes them very large in the next one
-    (``docs/ftrl.md``).
+    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. Parameters are a function of the rate
+    of this update: one that falls shrinks them, and one that is tiny for a single update makes them
+    very large in the next one (``docs/ftrl.md``).
 
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
@@ -66,7 +66,7 @@ def ftrl(
         [0.     0.0748]
 
     Args:
-        learning_rate: :math:`\eta`, a positive number or a schedule.
+        learning_rate: :math:`\eta`, a positive number, or a schedule, which may be zero.
         learning_rate_power: :math:`p`, at most 0; with 0 the learning rate is constant.
         initial_accumulator_value: :math:`n_0`, at least 0.
         l1_regularization_strength: :math:`\lambda_1`, at least 0.
@@ -84,7 +84,7 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
-        With a rate of zero the original gives NaN from then on.
+        A rate of zero is an error in the original.
 
         Where the denominator is zero (a zero gradient with ``initial_accumulator_value=0``), the
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
@@ -111,26 +111,17 @@ def ftrl(
         return sqrt(n) if is_square_root else power(n, -learning_rate_power)
 
     def rule(g, x, s, t, learning_rate):
-        if isinstance(learning_rate, float | int) and learning_rate != 0:
-            return positive_rule(g, x, s, learning_rate, shrinkage)
+        learning_rate, unless_zero = _with_zero(learning_rate)
         # With neither a gradient nor shrinkage the slots stay as they are.
-        is_zero = jnp.asarray(learning_rate) == 0
-        unless_zero = lambda a: jnp.where(is_zero, jnp.zeros_like(a), a)
-        rate = jnp.where(is_zero, 1, learning_rate)
-        shrinks = not (isinstance(shrinkage, float | int) and shrinkage == 0)
-        strength = unless_zero(shrinkage) if shrinks else shrinkage
-        update, new = positive_rule(unless_zero(g), x, s, rate, strength)
-        return lambda s: unless_zero(update(s)), new
-
-    def positive_rule(g, x, s, learning_rate, shrinkage):
+        g, strength = unless_zero(g), unless_zero(shrinkage)
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
-        linear = s.linear + g + 2 * shrinkage * x - sigma * x
+        linear = s.linear + g + 2 * strength * x - sigma * x
         accum = _after(s.accum, linear) + g**2
 
         def update(s):
             inverse_rate = to_rate(s.accum) + beta if has_beta else to_rate(s.accum)
             quadratic = inverse_rate / learning_rate + 2 * l2
-            return safe_divide(-soft_threshold(s.linear, l1), quadratic) - x
+            return unless_zero(safe_divide(-soft_threshold(s.linear, l1), quadratic) - x)
 
         return update, FtrlSlots(accum, linear)
 
@@ -141,6 +132,14 @@ def ftrl(
         needs_params=True,
     )
     return row_wise(tx)
+
+
+def _with_zero(learning_rate: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A rate that can divide, and a function that makes values zero if the given rate is zero."""
+    if isinstance(learning_rate, float | int) and learning_rate != 0:
+        return learning_rate, lambda a: a
+    is_zero = jnp.asarray(learning_rate) == 0
+    return jnp.where(is_zero, 1, learning_rate), lambda a: jnp.where(is_zero, 0, a)
 
 
 @marked("after")  # of a native loop it is `a`: it costs a square root
