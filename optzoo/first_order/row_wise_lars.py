@@ -19,6 +19,8 @@ class RowWiseLARSSlots(NamedTuple):
 
     momentum: Signed  # decaying sum of the steps
 
+    zero_rows_stay = True  # for optzoo.growing
+
 
 def row_wise_lars(
     learning_rate: optax.ScalarOrSchedule = 0.01,

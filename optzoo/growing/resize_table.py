@@ -28,6 +28,7 @@ from .arguments import (
     names_of,
     placed,
     rows_for,
+    warn_of_zeros,
 )
 from .row_leaves import forget_rows, row_axes, with_ages, without_ages
 
@@ -79,6 +80,10 @@ def resize_table(
             after, with the same number of shards. ``tables`` has the new number of ids,
             ``num_rows``. Rows move to the devices that own them now.
 
+    Warns:
+        InitialValueWarning: if a table gets rows of zeros and its optimizer is LAMB or LARS by rows
+            (:func:`optzoo.row_wise_lamb`), which never moves them.
+
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
             ``tx`` is no transformation.
@@ -102,6 +107,9 @@ def resize_table(
     old, new = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     stored = {**size_of, **{name: s.stored_rows for name, s in new.items()}}
     row_axes(tx, params, state, stored)
+    leaves = dict(zip(names_of(params), jax.tree.leaves(params, is_leaf=is_lines), strict=True))
+    longer = [name for name, n in stored.items() if n > leaves[name].shape[0]]
+    warn_of_zeros(state, longer, rows_of)
     if has_resting(state):
         params, state = catch_up(params, state)
     like = _with_lines(params, stored)

@@ -384,3 +384,40 @@ def test_bad_shardings(tables, pair, message):
         shardings = {"emb": made}
     with pytest.raises(ValueError, match=re.escape(message)):
         resize(*before, tables, tx=tx, shardings=shardings)
+
+
+STAYING = {
+    "row_wise_lamb": lambda: optzoo.row_wise_lamb(0.1),
+    "partial_row_wise_lamb": lambda: optzoo.partial_row_wise_lamb(0.1),
+    "row_wise_lars": lambda: optzoo.row_wise_lars(0.1),
+    "FBGEMM": lambda: optzoo.create("LARS_SGD", learning_rate=0.1),
+    "groups": lambda: optzoo.param_groups(
+        {"emb": optzoo.row_wise_lamb(0.1), "w": optzoo.adam(0.1)}
+    ),
+    "chain": lambda: optax.chain(optax.clip(1.0), optzoo.row_wise_lars(0.1)),
+    "8 bits": lambda: optzoo.slots_dtype(optzoo.row_wise_lamb(0.1), "int8"),
+    "packed": lambda: optzoo.slots_dtype(optzoo.row_wise_lamb(0.1), "float32", packed=True),
+    "accumulate": lambda: optzoo.accumulate(optzoo.row_wise_lamb(0.1), 2),
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", STAYING)
+def test_rows_of_zeros_that_never_move_are_told(name):
+    tx, x = STAYING[name](), {"emb": jnp.ones((2, 8)), "w": jnp.ones((3, 8))}
+    told = pytest.warns(optzoo.InitialValueWarning, match="parameter 'emb' are zero without init")
+    state, resize = tx.init(x), optzoo.growing.resize_table
+    with told:
+        resize(x, state, {"emb": 3}, tx=tx)
+    with told:
+        optzoo.growing.reset_rows(x, state, {"emb": jnp.array([1])}, tx=tx)
+    resize(x, state, {"emb": 1}, tx=tx)  # no new row
+    resize(x, state, {"emb": 3}, tx=tx, init=lambda ids: jnp.ones((len(ids), 8)))
+    if name == "groups":
+        resize(x, state, {"w": 4}, tx=tx)  # of another group
+
+
+def test_rows_of_zeros_that_move_are_not_told():
+    x = {"emb": jnp.ones((2, 8))}
+    for tx in (optzoo.lars(0.1), optzoo.lazy_adam(0.1)):
+        optzoo.growing.resize_table(x, tx.init(x), {"emb": 3}, tx=tx)
