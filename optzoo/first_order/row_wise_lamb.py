@@ -21,7 +21,7 @@ class RowWiseLAMBSlots(NamedTuple):
     m: Signed  # mean of the gradient
     v: NotNegative  # mean of its square
 
-    zero_rows_stay = True  # for optzoo.growing
+    zero_rows_stay = True  # optzoo.growing warns of it
 
 
 class PartialRowWiseLAMBSlots(NamedTuple):

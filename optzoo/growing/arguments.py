@@ -82,7 +82,10 @@ def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
 
 
 def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf]) -> None:
-    """Warns if some tables get rows of zeros that their optimizer never moves."""
+    """Warns if some tables get rows of zeros that their optimizer never moves.
+
+    The slots of such an optimizer have the mark ``zero_rows_stay``.
+    """
     stay = set[str]()
     for node in nodes_of(LeafwiseState, state):
         if getattr(node.slots, "zero_rows_stay", False):
@@ -92,7 +95,7 @@ def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf
         if name in stay and name not in rows_of:
             warnings.warn(
                 f"new rows of parameter '{name}' are zero without init, and its optimizer never "
-                "moves a row of zeros, because a step is proportional to the norm of the row: give "
+                "moves a row of zeros: a step is proportional to the norm of the row. Give "
                 f"init={{{name!r}: optzoo.sharded.uniform_rows(key, width)}}",
                 InitialValueWarning,
                 stacklevel=3,

@@ -50,9 +50,9 @@ def ftrl(
     which the same names have other meanings.
 
     An update with a rate of exactly zero changes neither parameters nor slots, and its gradient is
-    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. Parameters are a function of the rate
-    of this update: one that falls shrinks them, and one that is tiny for a single update makes them
-    very large in the next one (``docs/ftrl.md``).
+    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. Parameters are a function of the
+    rate of this update: one that falls shrinks them, and one that is tiny for a single update makes
+    them very large in the next one (``docs/ftrl.md``).
 
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
