@@ -84,7 +84,7 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
-        A rate of zero is an error in the original.
+        An update with a rate of zero changes nothing; in the original it is an error.
 
         Where the denominator is zero (a zero gradient with ``initial_accumulator_value=0``), the
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
