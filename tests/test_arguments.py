@@ -196,7 +196,8 @@ def test_a_schedule_returns_a_number(factory, name):
     }.items():
         tx = make(factory, **{name: lambda step, value=value: eval(value)})
         state = jax.eval_shape(tx.init, x)
-        update = lambda state, tx=tx: tx.update(x, state, x, global_step=0)
+        extra = {} if name == "every" else {"global_step": 0}
+        update = lambda state, tx=tx, extra=extra: tx.update(x, state, x, **extra)
         with pytest.raises((TypeError, ValueError), match=f"^the schedule of {name} must .*{must}"):
             jax.eval_shape(update, state)
 
