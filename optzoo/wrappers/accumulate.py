@@ -22,7 +22,7 @@ from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_updat
 from ..core.schedules import at_step
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, late, leave_out, none_came
-from ..state.inner import fitting, inner_transformation
+from ..state.inner import check_not_around_replicas, fitting, inner_transformation
 from ..state.types import AccumulateState, Cycle, RowsOfCycle
 
 
@@ -94,11 +94,11 @@ def accumulate(
             ``update``, if the gradient of a table in ``max_rows`` is dense, or if a schedule
             returns no number, or if a gradient is that of a parameter of integers.
         ValueError: if one of these is below 1; if ``max_rows`` is given with a schedule; in
-            ``init``, if a pattern matches no parameter or two match one; in ``update``, if a
-            gradient has more rows than ``max_rows`` allows, or if it is None and ``inner`` is a
-            transformation of which the slots of a parameter are not known; if ``global_step`` is
-            given together with ``end_cycle`` or a schedule; if a schedule returns an array with
-            axes.
+            ``init``, if a pattern matches no parameter or two match one, or if ``inner`` is a
+            method for replicas; in ``update``, if a gradient has more rows than ``max_rows``
+            allows, or if it is None and ``inner`` is a transformation of which the slots of a
+            parameter are not known; if ``global_step`` is given together with ``end_cycle`` or a
+            schedule; if a schedule returns an array with axes.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
@@ -124,7 +124,11 @@ def accumulate(
         sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), none_came(params))
         zero = lambda: jnp.zeros([], jnp.int32)
         cycle = Cycle(zero(), zero()) if callable(every) else ()
-        return AccumulateState(zero(), sums, came, inner.init(params), cycle)
+        of_inner = inner.init(params)
+        if every != 1:
+            why = "whose steps it would run in some steps only"
+            check_not_around_replicas("accumulate", why, of_inner)
+        return AccumulateState(zero(), sums, came, of_inner, cycle)
 
     def update(updates, state, params=None, *, global_step=None, end_cycle=None, **extra_args):
         _, xs, treedef = check_gradients(updates, params)
