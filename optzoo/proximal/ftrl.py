@@ -134,11 +134,9 @@ def ftrl(
     return row_wise(tx)
 
 
-def _with_zero(learning_rate: Any) -> tuple[Any, Callable[[Any], Any]]:
+def _with_zero(learning_rate: Array) -> tuple[Array, Callable[[Any], Any]]:
     """A rate that can divide, and a function that makes values zero if the given rate is zero."""
-    if isinstance(learning_rate, float | int) and learning_rate != 0:
-        return learning_rate, lambda a: a
-    is_zero = jnp.asarray(learning_rate) == 0
+    is_zero = learning_rate == 0
     return jnp.where(is_zero, 1, learning_rate), lambda a: jnp.where(is_zero, 0, a)
 
 
