@@ -657,6 +657,21 @@ def test_small_elements_of_a_group_move_less(stochastic):
     np.testing.assert_allclose(got, [float(cell) for cell in row.split("|")[2:-1]], rtol=0.05)
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_mean_squares_of_constant_gradients_stop(stochastic):
+    """As the page says: a step would be the rate, and a mean square 1."""
+    tx = optzoo.slots_dtype(optzoo.adam(1e-3), "int8", stochastic=stochastic)
+    g = jnp.ones((2, 32))
+
+    def one(state, _):
+        updates, state = tx.update(g, state, g)
+        return state, updates[0, 0]
+
+    state, updates = jax.lax.scan(one, tx.init(g), length=5000)
+    np.testing.assert_allclose(optzoo.get_slot(state, "v"), 0.62, rtol=0.01)
+    np.testing.assert_allclose(updates[-1], -1.27e-3, rtol=0.01)
+
+
 def test_sizes():
     """Codes and two bytes for each group."""
     found = optzoo.describe(slots_dtype(optzoo.lazy_adam(0.1), "int8"), table_and_kernel(64))
