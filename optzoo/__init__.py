@@ -20,6 +20,7 @@ from . import state as state
 from . import transforms as transforms
 from .catalog import CATALOG as CATALOG
 from .cite import cite as cite
+from .core.initial_values import InitialValueWarning as InitialValueWarning
 from .core.rows import SparseRows as SparseRows
 from .describe import Description as Description
 from .describe import describe as describe
@@ -64,7 +65,6 @@ from .first_order.sign_decay import restart_sign_decay as restart_sign_decay
 from .first_order.sparse_adamw import sparse_adamw as sparse_adamw
 from .proximal.adagrad_da import adagrad_da as adagrad_da
 from .proximal.ftrl import ftrl as ftrl
-from .proximal.ftrl_from import InitialValueWarning as InitialValueWarning
 from .proximal.ftrl_from import ftrl_from as ftrl_from
 from .proximal.proximal_adagrad import proximal_adagrad as proximal_adagrad
 from .proximal.proximal_gradient_descent import (

@@ -184,6 +184,24 @@ def test_a_traced_value_is_a_scalar(factory, name):
             jax.eval_shape(build, jax.ShapeDtypeStruct(shape, dtype))
 
 
+@pytest.mark.parametrize(("factory", "name"), [case for case in NUMBERS if admits_schedule(*case)])
+def test_a_schedule_returns_a_number(factory, name):
+    """An array would be broadcast to the parameters."""
+    x = jnp.ones((2, 2))
+    for value, must in {
+        "[0.5]": r"number, got \[0\.5\]",
+        "jnp.ones(1)": r"one number, got an array of shape \(1,\)",
+        "np.ones((2, 2))": r"one number, got an array of shape \(2, 2\)",
+        "None": "number, got None",
+    }.items():
+        tx = make(factory, **{name: lambda step, value=value: eval(value)})
+        state = jax.eval_shape(tx.init, x)
+        extra = {} if name == "every" else {"global_step": 0}
+        update = lambda state, tx=tx, extra=extra: tx.update(x, state, x, **extra)
+        with pytest.raises((TypeError, ValueError), match=f"^the schedule of {name} must .*{must}"):
+            jax.eval_shape(update, state)
+
+
 @pytest.mark.parametrize(("factory", "name"), FLAGS)
 def test_a_flag_is_true_or_false(factory, name):
     for value in ("False", 2, 0.5, NAN, None, [True], jnp.bool(True)):

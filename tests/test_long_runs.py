@@ -156,7 +156,21 @@ def test_a_count_goes_back_by_a_common_cycle():
         assert next_count(most, cycle) == 2**31 - cycle >= 0
         assert all(cycle % n == 0 for n in periods if isinstance(n, int))
     assert common_cycle(99_991, 100_003) == 100_003  # no int32 is a multiple of both
-    assert common_cycle(lambda step: 5) > 1
+
+
+@pytest.mark.parametrize("known", [(), (7,)])
+def test_periods_of_a_schedule_go_on_where_counts_end(known):
+    """One of them has another length, and all multiples of what is known stay."""
+    cycle, count = common_cycle(*known, lambda step: 5), np.int32(2**31 - 60)
+    assert 2**30 - 7 < cycle <= 2**30
+    due, multiples = [], []
+    for i in range(120):
+        count = np.int32(next_count(count, cycle))
+        due += [i] * int(count % 5 == 0)
+        multiples += [i] * int(count % 7 == 0)
+    lengths = np.diff(due).tolist()
+    assert len(due) > 20 and sum(n != 5 for n in lengths) == 1 and max(lengths) < 10
+    assert not known or set(np.diff(multiples).tolist()) == {7}
 
 
 def test_rows_that_sleep():

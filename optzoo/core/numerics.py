@@ -76,15 +76,19 @@ def next_count(count: Any, cycle: int = 1) -> Array:
 def common_cycle(*periods: Any) -> int:
     """A common multiple of some numbers of steps, as the cycle of :func:`next_count`.
 
-    Where there is none, one position jumps once, where the integers end: none is known of a
-    number that changes with the step; and a count that goes back by more than 2**30 would be that
-    of the first steps again.
+    A schedule has no multiple. With one the count goes back by about 2**30, so that all lengths of
+    its periods still find their multiples; one period is shorter or longer, where the integers end.
+    So it is if the least common multiple is above 2**30: a count that goes back by more would be
+    that of the first steps again.
+
+    Args:
+        *periods: ints, or schedules.
     """
     known = [int(n) for n in periods if isinstance(n, numbers.Integral)]
-    if len(known) < len(periods):
-        known.append(720720)  # a multiple of most numbers that a schedule may give, up to 16 of all
     cycle = math.lcm(*known)
-    return cycle if cycle <= 2**30 else max(known)
+    if cycle > 2**30:
+        return max(known)
+    return cycle if len(known) == len(periods) else 2**30 // cycle * cycle
 
 
 def cast_of_gathered(x: Array, dtype: DTypeLike) -> Array:

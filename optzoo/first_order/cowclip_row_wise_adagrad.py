@@ -64,8 +64,8 @@ def cowclip_row_wise_adagrad(
             worth half; 0 counts each row as 1; a negative one counts without forgetting. A static
             argument: it cannot be injected.
         weight_norm_coefficient: :math:`r`, at least 0.
-        lower_bound: :math:`\zeta`, at least 0. If it and :math:`r` are zero, no row moves but by
-            its decay.
+        lower_bound: :math:`\zeta`, at least 0. If it is zero, a row of zeros never moves; if
+            :math:`r` is zero, too, no row moves but by its decay.
 
     Raises:
         ValueError: if no params are given to ``update``.

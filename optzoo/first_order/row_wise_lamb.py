@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from .adam import AdamSlots
+from ..state.types import NotNegative, Signed
 from .debiased import debiased_direction
-from .partial_row_wise_adam import PartialRowWiseAdamSlots
 from .row_wise import of_rows, row_means, row_norms, zero_for_each_row
+
+
+class RowWiseLAMBSlots(NamedTuple):
+    """The slots of row-wise LAMB."""
+
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of its square
+
+    zero_rows_stay = True  # optzoo.growing warns of it
+
+
+class PartialRowWiseLAMBSlots(NamedTuple):
+    """The slots of LAMB with one mean square for each row."""
+
+    m: Signed  # mean of the gradient
+    v: NotNegative  # mean of the mean square of each row
+
+    zero_rows_stay = True
 
 
 def scale_by_row_wise_lamb(
@@ -27,7 +46,7 @@ def scale_by_row_wise_lamb(
         >>> print(jnp.linalg.norm(updates, axis=1))
         [5.  0.5]
     """
-    slots = AdamSlots(zeros, zeros)
+    slots = RowWiseLAMBSlots(zeros, zeros)
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, lambda a: a, lambda a, x: a)
 
 
@@ -44,7 +63,7 @@ def scale_by_partial_row_wise_lamb(
         >>> print(jnp.linalg.norm(updates, axis=1))
         [5.  0.5]
     """
-    slots = PartialRowWiseAdamSlots(zeros, zero_for_each_row)
+    slots = PartialRowWiseLAMBSlots(zeros, zero_for_each_row)
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, row_means, of_rows)
 
 

@@ -19,6 +19,8 @@ class RowWiseLARSSlots(NamedTuple):
 
     momentum: Signed  # decaying sum of the steps
 
+    zero_rows_stay = True  # optzoo.growing warns of it
+
 
 def row_wise_lars(
     learning_rate: optax.ScalarOrSchedule = 0.01,
@@ -35,9 +37,10 @@ def row_wise_lars(
         x_t &= x_{t-1} - a_t
 
     where the norms are those of a row, along the first axis; :func:`optzoo.lars` takes those of the
-    whole parameter, and of row-sparse gradients none. A row of zeros moves by its momentum alone.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`). The
-    learning rate is part of the sum :math:`a_t`, so LARS applies it itself.
+    whole parameter, and of row-sparse gradients none. A row of zeros moves by its momentum alone,
+    so a new one never moves. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.rules.lazy`). The learning rate is part of the sum :math:`a_t`, so LARS applies
+    it itself.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

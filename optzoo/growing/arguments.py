@@ -1,6 +1,7 @@
 """What the functions of this folder take: patterns, functions of ids, shardings."""
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,9 +10,13 @@ from jax import Array
 from jax.sharding import Sharding
 
 from ..core.checks import check_function
-from ..core.lines import is_lines
+from ..core.initial_values import InitialValueWarning
+from ..core.lines import from_lines, is_lines
 from ..core.paths import path_name, value_by_name
 from ..sharded.row_sharding import RowSharding
+from ..state.packing import unpack
+from ..state.stacks import unstack
+from ..state.types import LeafwiseState, nodes_of
 
 # The rows of an array of ids.
 RowsOf = Callable[[Array], Array]
@@ -74,6 +79,27 @@ def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
     for function in functions.values():
         check_function("a function of ids or a dict of such functions", init=function)
     return value_by_name("init", functions, params)
+
+
+def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf]) -> None:
+    """Warns if some tables get rows of zeros that their optimizer never moves.
+
+    The slots of such an optimizer have the mark ``zero_rows_stay``.
+    """
+    stay = set[str]()
+    for node in nodes_of(LeafwiseState, state):
+        if getattr(node.slots, "zero_rows_stay", False):
+            first = lambda slots: unstack(unpack(from_lines(slots))[0])
+            stay |= {*names_of(jax.eval_shape(first, node.slots))}
+    for name in names:
+        if name in stay and name not in rows_of:
+            warnings.warn(
+                f"new rows of parameter '{name}' are zero without init, and its optimizer never "
+                "moves a row of zeros: a step is proportional to the norm of the row. Give "
+                f"init={{{name!r}: optzoo.sharded.uniform_rows(key, width)}}",
+                InitialValueWarning,
+                stacklevel=3,
+            )
 
 
 def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Array:

@@ -28,6 +28,7 @@ from .arguments import (
     init_by_name,
     names_of,
     rows_for,
+    warn_of_zeros,
 )
 from .row_leaves import forget_rows, row_axes, without_ages
 
@@ -72,6 +73,9 @@ def reset_rows(
         shardings: for each table that is sharded by rows, by pattern, its sharding. In a compiled
             function it cannot be checked that none is missing.
 
+    Warns:
+        InitialValueWarning: as :func:`optzoo.growing.resize_table`.
+
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, if ids are not integers, or if ``tx``
             is no transformation.
@@ -96,6 +100,7 @@ def reset_rows(
     check_tables("tables", params, ids_of)
     rows_of = init_by_name(init, params)
     sharding_of = value_by_name("shardings", shardings, params)
+    warn_of_zeros(state, ids_of, rows_of)
     for name, ids in ids_of.items():
         params, state = _reset(params, state, tx, name, _checked(ids), rows_of, sharding_of)
     return params, state

@@ -28,6 +28,7 @@ from .arguments import (
     names_of,
     placed,
     rows_for,
+    warn_of_zeros,
 )
 from .row_leaves import forget_rows, row_axes, with_ages, without_ages
 
@@ -79,6 +80,11 @@ def resize_table(
             after, with the same number of shards. ``tables`` has the new number of ids,
             ``num_rows``. Rows move to the devices that own them now.
 
+    Warns:
+        InitialValueWarning: if a table gets rows without ``init``, which are zero, and its
+            optimizer is LAMB or LARS by rows (:func:`optzoo.row_wise_lamb`), which never moves
+            rows of zeros.
+
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
             ``tx`` is no transformation.
@@ -102,6 +108,10 @@ def resize_table(
     old, new = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     stored = {**size_of, **{name: s.stored_rows for name, s in new.items()}}
     row_axes(tx, params, state, stored)
+    leaves = zip(names_of(params), jax.tree.leaves(params, is_leaf=is_lines), strict=True)
+    rows_before = {name: x.shape[0] for name, x in leaves if name in size_of}
+    rows_before |= {name: sharding.num_rows for name, sharding in old.items()}
+    warn_of_zeros(state, [name for name, n in size_of.items() if n > rows_before[name]], rows_of)
     if has_resting(state):
         params, state = catch_up(params, state)
     like = _with_lines(params, stored)

@@ -22,6 +22,7 @@ from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import path_name
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows
+from ..core.schedules import at_step
 from ..first_order.momentum import scale_by_momentum
 from ..registry import add_name
 from ..rules.learning_rate import scale_by_learning_rate
@@ -215,8 +216,8 @@ def _schedule(rate: Callable[..., Any]) -> Any:
     kind = import_keras().optimizers.schedules.LearningRateSchedule
     if isinstance(rate, kind) or not inspect.signature(rate).parameters:
         return rate
-    schedule = type("Schedule", (kind,), {"__call__": lambda _, step: rate(step.value)})
-    return schedule()
+    call = lambda _, step: at_step("learning_rate", step.value, rate)
+    return type("Schedule", (kind,), {"__call__": call})()
 
 
 def _build(optimizer: Any, names: list[str], xs: list[Any]) -> _Built:

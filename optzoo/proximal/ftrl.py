@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -48,6 +49,11 @@ def ftrl(
     (:func:`optzoo.rules.lazy`). :func:`optzoo.ftrl_from` has the arguments of other libraries, in
     which the same names have other meanings.
 
+    An update with a rate of exactly zero changes neither parameters nor slots, and its gradient is
+    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. Parameters are a function of the
+    rate of this update: one that falls shrinks them, and one that is tiny for a single update makes
+    them very large in the next one (``docs/ftrl.md``).
+
     It reads the parameters and computes new ones. So it applies the learning rate itself and must
     be the last transformation of a chain.
 
@@ -60,7 +66,7 @@ def ftrl(
         [0.     0.0748]
 
     Args:
-        learning_rate: :math:`\eta`, a positive number or a schedule.
+        learning_rate: :math:`\eta`, a positive number, or a schedule, which may be zero.
         learning_rate_power: :math:`p`, at most 0; with 0 the learning rate is constant.
         initial_accumulator_value: :math:`n_0`, at least 0.
         l1_regularization_strength: :math:`\lambda_1`, at least 0.
@@ -78,11 +84,14 @@ def ftrl(
         <https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/>`_, 2013.
 
     Differences from the original:
+        An update with a rate of zero changes nothing; in the original it is an error.
+
         Where the denominator is zero (a zero gradient with ``initial_accumulator_value=0``), the
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
         shrinkage makes the numerator nonzero.
     """
-    check_rate(learning_rate, positive=True)
+    # An array is the rate of one step of a schedule, injected by optax, which may be zero.
+    check_rate(learning_rate, positive=not isinstance(learning_rate, Array))
     check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
     check_not_negative(
         initial_accumulator_value=initial_accumulator_value,
@@ -102,14 +111,17 @@ def ftrl(
         return sqrt(n) if is_square_root else power(n, -learning_rate_power)
 
     def rule(g, x, s, t, learning_rate):
+        learning_rate, unless_zero = _with_zero(learning_rate)
+        # With neither a gradient nor shrinkage the slots stay as they are.
+        g, strength = unless_zero(g), unless_zero(shrinkage)
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
-        linear = s.linear + g + 2 * shrinkage * x - sigma * x
+        linear = s.linear + g + 2 * strength * x - sigma * x
         accum = _after(s.accum, linear) + g**2
 
         def update(s):
             inverse_rate = to_rate(s.accum) + beta if has_beta else to_rate(s.accum)
             quadratic = inverse_rate / learning_rate + 2 * l2
-            return safe_divide(-soft_threshold(s.linear, l1), quadratic) - x
+            return unless_zero(safe_divide(-soft_threshold(s.linear, l1), quadratic) - x)
 
         return update, FtrlSlots(accum, linear)
 
@@ -120,6 +132,12 @@ def ftrl(
         needs_params=True,
     )
     return row_wise(tx)
+
+
+def _with_zero(learning_rate: Array) -> tuple[Array, Callable[[Any], Any]]:
+    """A rate that can divide, and a function that makes values zero if the given rate is zero."""
+    is_zero = learning_rate == 0
+    return jnp.where(is_zero, 1, learning_rate), lambda a: jnp.where(is_zero, 0, a)
 
 
 @marked("after")  # of a native loop it is `a`: it costs a square root

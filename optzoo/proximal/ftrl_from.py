@@ -14,25 +14,11 @@ import numpy as np
 import optax
 
 from ..core.checks import check_choice, check_not_negative
+from ..core.initial_values import InitialValueWarning
 from ..core.optimizer import Optimizer, about_of
 from .ftrl import ftrl
 
 Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
-
-
-class InitialValueWarning(UserWarning):
-    """The first update of FTRL replaces most of the initial values of the parameters.
-
-    Example:
-        >>> import warnings
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.ftrl_from("keras", learning_rate=0.1)
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     state = tx.init(jnp.ones(2))
-        >>> print(caught[0].category.__name__)
-        InitialValueWarning
-    """
 
 
 def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformationExtraArgs:

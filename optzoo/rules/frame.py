@@ -15,6 +15,7 @@ from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
+from ..core.schedules import at_step
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
 from ..state.storage import GATHERED, ROUNDING, stored_arrays, stored_slots
@@ -80,7 +81,7 @@ def frame(
             raise ValueError(NO_GLOBAL_STEP_MSG)
         count = state.count
         step = count if step is None else step
-        hyper = {k: at_step(step, v, extra_args.get(k)) for k, v in scheduled.items()}
+        hyper = {k: at_step(k, step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = next_count(count, cycle)
         gs, xs, treedef = flatten_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
@@ -113,10 +114,3 @@ def _check_slots(slots: Any) -> None:
         raise TypeError(f"slots must be a named tuple of initializers, got {slots!r}: {fix}")
     by_name = {f"slots.{name}": f for name, f in zip(slots._fields, slots, strict=True)}
     check_function("a function of the parameter", **by_name)
-
-
-def at_step(step: Any, value: Any, override: Any) -> Any:
-    """A scheduled hyper-parameter at ``step``, unless overridden for this update."""
-    if override is not None:
-        return override
-    return value(step) if callable(value) else value

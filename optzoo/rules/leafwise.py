@@ -107,7 +107,8 @@ def leafwise(
     Raises:
         ValueError: at trace time, if params or the global step are needed and missing, if a
             gradient does not have the shape of its parameter and slots, or if the state is that of
-            another optimizer or of other parameters.
+            another optimizer or of other parameters, or if a value of ``scheduled`` is an array
+            with axes.
         TypeError: if ``rule``, ``rows`` or ``slots`` are not functions; at trace time, if a
             gradient is neither real floating-point nor SparseRows.
     """

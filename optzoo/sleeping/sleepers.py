@@ -19,7 +19,7 @@ from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
-from ..rules.frame import at_step
+from ..core.schedules import at_step
 from ..rules.law import Sleeper
 from ..state.fit import StateError
 from ..state.packing import unpack
@@ -148,13 +148,13 @@ class Sleepers(NamedTuple):
         node = slots_nodes(state.inner)[0]
         count, step = node.count, extra_args.get("global_step")
         step = count if step is None else step
-        rate = at_step(step, self.sleeper.rate, extra_args.get("learning_rate"))
+        rate = at_step("learning_rate", step, self.sleeper.rate, extra_args.get("learning_rate"))
         dtype = clock.ring.dtype  # in which the rule computes
         cast = lambda a: jnp.asarray(a).astype(dtype)
         size = self.sleeper.size(cast(rate), count + 1, jax.tree.map(cast, node.shared))
         decay = extra_args.get("average_decay")
         if self.sleeper.average is not None:
-            decay = at_step(step, self.sleeper.average, decay)
+            decay = at_step("average_decay", step, self.sleeper.average, decay)
         elif decay is not None:
             raise ValueError(
                 "update got average_decay=, but the rows of optzoo.caught_up sleep by the decay "

@@ -15,6 +15,7 @@ from ..core.rows import is_rows, is_sparse_or_none
 from ..jaxprs.prove_rows import RowsOfState, rows_of_state
 from ..rules.policies import lazy
 from ..state.inner import fitting, inner_transformation
+from ..state.stacks import is_stack
 
 
 def on_rows(
@@ -58,9 +59,9 @@ def on_rows(
         TypeError: if ``inner`` is no transformation; at trace time, if a gradient or its parameter
             is of an integer dtype, or of one of 8 bits.
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
-            if a gradient has another shape than its parameter, or if rows are those of another
-            table than the state. An error
-            of ``inner`` itself is raised with a note.
+            if a gradient has another shape than its parameter, if rows are those of another table
+            than the state, or if ``inner`` keeps the slots of the table in a stack. An error of
+            ``inner`` itself is raised with a note.
     """
     traced, inner = inner, inner_transformation(inner=inner)
     traced = optax.with_extra_args_support(traced)
@@ -120,6 +121,11 @@ def _shapes(tree: Any) -> Any:
 def _gather(g: Any, x: Any) -> Any:
     if not is_rows(g):
         return x
+    if is_stack(x):
+        raise ValueError(
+            "optzoo.on_rows is around optzoo.stacked, which has put a table with a row-sparse "
+            "gradient into a stack: keep tables out of the stacks by its mask or max_size"
+        )
     if jnp.shape(x)[:1] != (g.num_rows,) and not are_lines(x, g.shape):
         raise ValueError(f"a gradient of {g.num_rows} rows does not fit an array of {jnp.shape(x)}")
     return g.gather(x)

@@ -21,7 +21,13 @@ from ..core.rows import fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
-from .types import AccumulateState, MasterWeightsState, nodes_of
+from .types import (
+    AccumulateState,
+    MasterWeightsState,
+    ReplicaState,
+    SharedParamsState,
+    nodes_of,
+)
 
 
 def fitting(
@@ -89,6 +95,21 @@ def _check_order(wrapper: str, in_cycles: bool, state: Any) -> None:
         raise ValueError(
             f"{wrapper} is around optzoo.accumulate, so it would act in each step of a cycle, and "
             f"not in each update: write accumulate({wrapper}(tx, ...), every)"
+        )
+    if not in_cycles and nodes_of(SharedParamsState, state):
+        raise ValueError(
+            f"{wrapper} is around a method whose replicas share parameters, so it would act in "
+            f"each step of a replica, and not in each update: put it inside, as in "
+            f"sync_replicas({wrapper}(tx, ...), ...)"
+        )
+
+
+def check_not_around_replicas(wrapper: str, why: str, state: Any) -> None:
+    """Raises ``ValueError`` if a wrapper is around a method for replicas."""
+    if nodes_of(ReplicaState, state):
+        raise ValueError(
+            f"{wrapper} is around a method for replicas, {why}: put it inside, such as "
+            f"sync_replicas({wrapper}(tx, ...), ...)"
         )
 
 

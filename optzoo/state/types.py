@@ -50,6 +50,13 @@ class SlotsByName(NamedTuple):
     slots: dict[str, Any]  # trees like the parameters
 
 
+class Cycle(NamedTuple):
+    """The steps in this cycle of :func:`optzoo.accumulate`, and the cycles before it."""
+
+    position: Array
+    updates: Array
+
+
 class AccumulateState(NamedTuple):
     """The number of steps, the sums of this cycle, and the state of the inner optimizer."""
 
@@ -59,6 +66,7 @@ class AccumulateState(NamedTuple):
     sums: Any
     came: Any  # whether a parameter had a gradient in this cycle
     inner: Any
+    cycle: Any = ()  # a Cycle if a schedule gives its length
 
 
 class MasterWeightsState(NamedTuple):

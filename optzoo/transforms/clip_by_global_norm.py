@@ -38,6 +38,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
         <https://arxiv.org/abs/1211.5063>`_, 2013.
 
     Differences from the original:
+        Rows that share an index are summed before the norm is computed; the original computes the
+        norm without summing them.
+
         If the norm is infinite (a square overflows), finite gradients become zero; the original
         gives NaN for all. Elements that are infinite become NaN in both.
     """

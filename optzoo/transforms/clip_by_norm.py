@@ -23,7 +23,8 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
         g \leftarrow g \cdot \frac{c}{\max(c, \lVert g \rVert)}
 
     for each parameter separately, unlike :func:`optzoo.clip_by_global_norm`. Row-sparse gradients
-    stay row-sparse; the norm is that of the summed gradient.
+    stay row-sparse; rows that share an index are summed first, so that the result is that of the
+    dense gradient.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -41,6 +42,10 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
 
     References:
         ``tf.clip_by_norm``; ``returnn.tf.updater``, option ``gradient_clip_norm``.
+
+    Differences from the original:
+        Rows that share an index are summed before the norm is computed; the original computes the
+        norm without summing them.
     """
     check_positive(infinite=True, max_norm=max_norm)
     return on_each(lambda g: clipped_by_norm(g, max_norm))

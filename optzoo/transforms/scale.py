@@ -13,6 +13,7 @@ from ..core.checks import check, check_function
 from ..core.norms import times
 from ..core.numerics import next_count
 from ..core.rows import is_rows
+from ..core.schedules import at_step
 
 
 def scale(step_size: float) -> optax.GradientTransformation:
@@ -60,7 +61,8 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
         step_size_fn: :math:`c_t`, a function of the number of updates before this one.
 
     Raises:
-        TypeError: if ``step_size_fn`` is not a function.
+        TypeError: if ``step_size_fn`` is not a function; in ``update``, if it returns no number.
+        ValueError: in ``update``, if it returns an array with axes.
     """
     check_function("a function of the step", step_size_fn=step_size_fn)
 
@@ -70,7 +72,7 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
 
     def update(updates, state, params=None):
         del params
-        scaled = _scaled(step_size_fn(state.count), updates)
+        scaled = _scaled(at_step("step_size_fn", state.count, step_size_fn), updates)
         return scaled, optax.ScaleByScheduleState(next_count(state.count))
 
     return optax.GradientTransformation(init, update)

@@ -33,7 +33,8 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
         g \leftarrow \begin{cases} g & \text{if } \lVert g \rVert \le c \\
             0 & \text{otherwise, or if the norm is not finite} \end{cases}
 
-    where the norm is that of all gradients together. Row-sparse gradients stay row-sparse. The
+    where the norm is that of all gradients together. Row-sparse gradients stay row-sparse, and rows
+    that share an index are summed first. The
     optimizer after it still makes its step, with gradients of zero: momentum decays and moves the
     parameters, and the step is counted. With ``max_norm=math.inf`` only gradients with NaN or
     infinities become zero; before :func:`optzoo.accumulate`, such a step does not change the sum.
@@ -54,6 +55,10 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
 
     References:
         ``returnn.tf.updater``, option ``grad_norm_to_clip_to_zero``.
+
+    Differences from the original:
+        Rows that share an index are summed before the norm is computed; the original computes the
+        norm without summing them.
     """
     check_positive(infinite=True, max_norm=max_norm)
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..jaxprs.graph import Graph
-from ..jaxprs.primitives import CALLS, Kind
+from ..jaxprs.graph import Graph, Operation
+from ..jaxprs.primitives import CALLS, KINDS, Kind
 from ..state.stacks import Layout, flatten_with_stacks, name_at, stack
 
 
@@ -77,20 +77,37 @@ def check_same_operations(
                 f"'{name_at(updates, position)}' are not those on its stack (they differ in "
                 f"{', '.join(sorted(names))})"
             )
+        # The same along the first axis, which is that of the stack.
+        if along := sorted({name for name, _, is_along, *_ in of_stacks if is_along}):
+            raise ValueError(
+                "optzoo.stacked cannot stack parameters here: inner has operations along the first "
+                f"axis ({', '.join(along)}), which for a stack is that of its members"
+            )
     except Exception as error:
         error.add_note(_HINT)
         raise
 
 
-def _operations(jaxpr: Any) -> Iterator[tuple[str, ...]]:
-    """The operations of a program, each with its options and constants."""
+def _operations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
+    """The operations of a program, each with its options and constants.
+
+    The third entry says whether it computes along the first axis.
+    """
     for op, *_ in Graph.of(jaxpr).walk({*CALLS, Kind.MAP}):
         # A scalar is broadcast to the shape of a stack, but not to that of another scalar.
         if not op.bodies and op.name != "broadcast_in_dim":
             constants = [str(v.literal) for v in op.ins if v.literal is not None]
-            yield op.name, str(op.params), *constants
+            yield op.name, str(op.params), _is_along_first_axis(op), *constants
 
 
+def _is_along_first_axis(op: Operation) -> bool:
+    if KINDS.get(op.name) is not Kind.REDUCE and op.name not in _ALONG_AXIS:
+        return False
+    axis = op.params.get("axis", op.params.get("dimension"))
+    return 0 in op.params.get("axes", (axis,))
+
+
+_ALONG_AXIS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort"}
 _HINT = (
     "(optzoo.stacked tried inner on stacks of parameters. What looks at a parameter as a whole or "
     "at its name belongs around it or in front of it, as in "

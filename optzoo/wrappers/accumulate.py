@@ -19,15 +19,16 @@ from ..core.numerics import has_derivative, next_count, saturating_cast, wide_dt
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
+from ..core.schedules import at_step
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, late, leave_out, none_came
-from ..state.inner import fitting, inner_transformation
-from ..state.types import AccumulateState, RowsOfCycle
+from ..state.inner import check_not_around_replicas, fitting, inner_transformation
+from ..state.types import AccumulateState, Cycle, RowsOfCycle
 
 
 def accumulate(
     inner: optax.GradientTransformation,
-    every: int,
+    every: int | optax.Schedule,
     *,
     use_mean: bool = False,
     max_rows: Mapping[str, int] | None = None,
@@ -56,6 +57,11 @@ def accumulate(
     cycle: at the end of an epoch, or before a checkpoint. The next step begins another cycle. The
     mean is then that of the steps that the cycle had.
 
+    ``every`` may be a schedule, a function of the number of updates before this cycle. A cycle then
+    ends with the first step after which it has at least ``every(updates)`` steps, also if that is
+    no whole number or below 1. The function is called in each step, with an int32 that stays at
+    ``2**31 - 1``. ``optax.MultiSteps`` has the same schedules, but takes the mean.
+
     A parameter whose gradient is None in a step, such as one of another task, keeps its sum; if all
     of its gradients in a cycle are None, it does not change, nor do its slots. Leave parameters
     that are frozen out, by ``optax.masked``: they would have a sum.
@@ -76,38 +82,53 @@ def accumulate(
 
     Args:
         inner: a complete optimizer, including its learning rate.
-        every: :math:`n`, the number of steps in a cycle, at least 1.
-        use_mean: divide the sum by the number of steps, as ``optax.MultiSteps`` does.
+        every: :math:`n`, the number of steps in a cycle, at least 1, or a schedule of it.
+        use_mean: divide the sum by the number of steps of the cycle, as ``optax.MultiSteps`` does.
         max_rows: for tables with row-sparse gradients: by a pattern of names
             (:func:`optzoo.param_groups`) the greatest number :math:`k` of rows in the gradient of
             one step (the number of ids looked up, repeats included). The state keeps :math:`n k`
-            rows.
+            rows, so :math:`n` must be a number.
 
     Raises:
         TypeError: if ``every`` or a number of rows is not an int, or ``max_rows`` no dict; in
-            ``update``, if the gradient of a table in ``max_rows`` is dense.
-        ValueError: if one of these is below 1; in ``init``, if a pattern matches no parameter or
-            two match one; in ``update``, if a gradient has more rows than ``max_rows`` allows, or
-            if it is None and ``inner`` is a transformation of which the slots of a parameter are
-            not known; if ``end_cycle`` and ``global_step`` are given together.
+            ``update``, if the gradient of a table in ``max_rows`` is dense, or if a schedule
+            returns no number, or if a gradient is that of a parameter of integers.
+        ValueError: if one of these is below 1; if ``max_rows`` is given with a schedule; in
+            ``init``, if a pattern matches no parameter or two match one, or if ``inner`` is a
+            method for replicas; in ``update``, if a gradient has more rows than ``max_rows``
+            allows, or if it is None and ``inner`` is a transformation of which the slots of a
+            parameter are not known; if ``global_step`` is given together with ``end_cycle`` or a
+            schedule; if a schedule returns an array with axes.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
         ``accum_grad_multiple_step``.
     """
     inner = inner_transformation(inner=inner)
-    every = check_size(1, every=every)
+    every = every if callable(every) else check_size(1, every=every)
     check_flags(use_mean=use_mean)
     if max_rows is not None and not isinstance(max_rows, Mapping):
         raise TypeError(
             f"max_rows must be a dict of the greatest number of rows by pattern, such as "
             f"{{'.*table': 64}}, got {max_rows!r}"
         )
+    if max_rows and callable(every):
+        raise ValueError(
+            f"max_rows={dict(max_rows)!r}: the state keeps the rows of a cycle, and a schedule "
+            "gives no greatest length of it; give every as a number, or leave max_rows out: then "
+            "rows become dense"
+        )
     sizes = {pattern: check_size(1, max_rows=k) for pattern, k in (max_rows or {}).items()}
 
     def init(params):
         sums, came = ((), ()) if every == 1 else (_zeros(sizes, every, params), none_came(params))
-        return AccumulateState(jnp.zeros([], jnp.int32), sums, came, inner.init(params))
+        zero = lambda: jnp.zeros([], jnp.int32)
+        cycle = Cycle(zero(), zero()) if callable(every) else ()
+        of_inner = inner.init(params)
+        if every != 1:
+            why = "whose steps it would run in some steps only"
+            check_not_around_replicas("accumulate", why, of_inner)
+        return AccumulateState(zero(), sums, came, of_inner, cycle)
 
     def update(updates, state, params=None, *, global_step=None, end_cycle=None, **extra_args):
         _, xs, treedef = check_gradients(updates, params)
@@ -117,29 +138,31 @@ def accumulate(
                 f"end_cycle={end_cycle!r}: with global_step, which says where a cycle begins, no "
                 "cycle can end before; leave global_step out"
             )
-        updates = _densify_others(sizes, updates, state.sums if every > 1 else updates)
+        if callable(every) and global_step is not None:
+            raise ValueError(
+                f"global_step={global_step!r}: it does not say where a cycle begins if every is a "
+                "schedule; leave global_step out"
+            )
+        updates = _densify_others(sizes, updates, updates if every == 1 else state.sums)
         if global_step is not None:
             extra_args["global_step"] = global_step // every
-        count = next_count(state.count, every)
         if every == 1:
             updates, new = inner.update(updates, state.inner, params, **extra_args)
-            return updates, AccumulateState(count, (), (), new)
+            return updates, AccumulateState(next_count(state.count), (), (), new)
 
-        position = (state.count if global_step is None else global_step) % every
+        if callable(every):
+            position, is_last, count, cycle = _scheduled(state, every, end_cycle)
+        else:
+            position, is_last, count = _counted(state.count, every, global_step, end_cycle)
+            cycle = ()
         plus = lambda g, a: _plus(g, a, position, every)
         sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
         came = has_come(
             updates, jax.tree.map(lambda c: jnp.where(position == 0, False, c), state.came)
         )
 
-        is_last, scale = position == every - 1, 1 / every if use_mean else 1
-        if end_cycle is not None:
-            is_last |= jnp.asarray(end_cycle, bool)
-            scale = 1 / (position + 1) if use_mean else 1
-            # The next cycle begins at a multiple; where the integers end, at that of this cycle.
-            begin = state.count - position
-            ahead = jnp.where(begin > jnp.iinfo(jnp.int32).max - every, 0, every)
-            count = jnp.where(is_last, begin + ahead, count)
+        is_known = isinstance(every, int) and end_cycle is None
+        scale = 1 / (every if is_known else position + 1) if use_mean else 1
 
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
@@ -151,16 +174,49 @@ def accumulate(
         shapes, _ = jax.eval_shape(apply)
         wait = lambda: (zeros_like_update(shapes), state.inner)
         updates, new = lax.cond(is_last, apply, wait)
-        return updates, AccumulateState(count, sums, came, new)
+        return updates, AccumulateState(count, sums, came, new, cycle)
 
     about = About(reads=inner.about.reads).reading("global_step", "end_cycle")
     tx = Optimizer(init, update, about)
     return fitting(without_boxes(tx) if max_rows else tx)
 
 
-def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
+def _counted(
+    count: Array, every: int, global_step: Any, end_cycle: Any
+) -> tuple[Array, Array, Array]:
+    """The position of a step in its cycle, whether it is the last one, and the count after it."""
+    position = (count if global_step is None else global_step) % every
+    is_last, after = position == every - 1, next_count(count, every)
+    if end_cycle is not None:
+        is_last |= jnp.asarray(end_cycle, bool)
+        # The next cycle begins at a multiple; where the integers end, at that of this cycle.
+        begin = count - position
+        ahead = jnp.where(begin > jnp.iinfo(jnp.int32).max - every, 0, every)
+        after = jnp.where(is_last, begin + ahead, after)
+    return position, is_last, after
+
+
+def _scheduled(
+    state: AccumulateState, every: optax.Schedule, end_cycle: Any
+) -> tuple[Array, Array, Array, Cycle]:
+    """The same, and the cycle after it, where a schedule gives its length."""
+    position, updates = state.cycle
+    length, steps = at_step("every", updates, every), next_count(position)
+    is_last = jnp.logical_not(steps < length)  # also if it is NaN
+    if end_cycle is not None:
+        is_last |= jnp.asarray(end_cycle, bool)
+    after = jnp.where(is_last, 0, steps), jnp.where(is_last, next_count(updates), updates)
+    return position, is_last, next_count(state.count), Cycle(*after)
+
+
+def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
     """The sum, or the rows, of the cycle with the gradient of the step at this position."""
     if a is None:
+        if g is not None:
+            raise TypeError(
+                "a parameter has a gradient, and the state has no sum for it, as it had integers "
+                "in init: give None in the place of its gradient"
+            )
         return None
     if not isinstance(a, RowsOfCycle):
         a = jnp.where(position == 0, 0, a)
@@ -179,7 +235,7 @@ def _plus(g: Any, a: Any, position: Array, every: int) -> Any:
     )
 
 
-def _total(g: Any, a: Any, x: Any, scale: float) -> Any:
+def _total(g: Any, a: Any, x: Any, scale: Any) -> Any:
     """What the inner optimizer gets for a gradient like ``g``, or for a parameter if it is None."""
     if a is None:
         return None
@@ -193,7 +249,7 @@ def _total(g: Any, a: Any, x: Any, scale: float) -> Any:
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
 
 
-def _zeros(sizes: Mapping[str, int], every: int, params: Any) -> Any:
+def _zeros(sizes: Mapping[str, int], every: Any, params: Any) -> Any:
     """The sums, or the rows, before the first step."""
     size_of = value_by_name("max_rows", sizes, params)
 

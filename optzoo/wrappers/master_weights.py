@@ -16,9 +16,11 @@ from ..core.compat import custom_jvp
 from ..core.donation import unshared
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer
+from ..core.paths import is_masked
 from ..core.rows import is_rows
 from ..state.fit import StateError
 from ..state.inner import fitting, inner_transformation
+from ..state.stacks import is_stack
 from ..state.types import MasterWeightsState, map_nodes, nodes_of
 
 _DTYPES = {24: jnp.int8, 32: jnp.int16}
@@ -172,6 +174,12 @@ def _state_of(state: Any) -> MasterWeightsState:
     if len(found) != 1:
         raise StateError(
             f"state: it must contain one state of optzoo.master_weights, and has {len(found)}"
+        )
+    is_no_array = lambda c: is_masked(c) or is_stack(c)
+    if any(map(is_no_array, jax.tree.leaves(found[0].corrections, is_leaf=is_no_array))):
+        raise StateError(
+            "state: master_weights is inside of groups, a mask or optzoo.stacked, and its "
+            "corrections are not like the parameters: put it around them"
         )
     return found[0]
 

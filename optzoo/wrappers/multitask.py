@@ -13,8 +13,10 @@ from ..core.optimizer import Optimizer
 from ..core.paths import out_of_box, owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..rules.policies import lazy, linear
-from ..state.inner import fitting, inner_transformation
+from ..state.inner import check_not_around_replicas, fitting, inner_transformation
 from ..state.slots import map_slot_trees
+from ..state.stacks import layout_of
+from ..state.types import AccumulateState, nodes_of
 
 
 def multitask(
@@ -46,6 +48,10 @@ def multitask(
 
     Args:
         inner: a complete optimizer, including its learning rate.
+
+    Raises:
+        ValueError: in ``init``, if ``inner`` accumulates gradients, is a method for replicas, or
+            has stacks of parameters.
 
     References:
         ``tf.contrib.opt.MultitaskOptimizerWrapper`` of `TensorFlow 1
@@ -84,5 +90,20 @@ def multitask(
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)
 
+    def init(params):
+        state = inner.init(params)
+        check_not_around_replicas("multitask", "of which each one has its own gradients", state)
+        if any(jax.tree.leaves(node.sums) for node in nodes_of(AccumulateState, state)):
+            raise ValueError(
+                "multitask is around optzoo.accumulate, so a sum would stay where a gradient is "
+                "zero, also from one cycle to the next: write accumulate(multitask(tx), every)"
+            )
+        if layout_of(state) and not layout_of(params):
+            raise ValueError(
+                "multitask is around optzoo.stacked, in whose slots no parameter can be skipped by "
+                "itself: leave stacked out, or keep all parameters out of the stacks by its mask"
+            )
+        return state
+
     about = inner.about._replace(row_wise=False, law=None)
-    return fitting(Optimizer(inner.init, update, about))
+    return fitting(Optimizer(init, update, about))

@@ -75,7 +75,9 @@ def slots_dtype(
         \quad s = \max \sqrt x
 
     where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
-    such slots. The update is computed from the slots before they are rounded. All other slots stay
+    such slots. The update is computed from the slots before they are rounded. Elements whose
+    gradients are below 1/250 of the greatest ones of their group make steps that are too short
+    (``docs/tasks/little_memory.md``). All other slots stay
     as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, those
     of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is an
     error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most 128

@@ -50,9 +50,9 @@ def stacked(
 
     When the update is traced, common violations are found and refused (``check``): norms, sums
     over axes, random numbers, and what depends on shapes, ranks or the names of members that are
-    compared, at no cost at run time. Not found are operations along the first axis alone, such as
-    a cumulative sum; sums of different parameters, element by element; and names that concern
-    neither of the members compared, the first two and the last of each stack.
+    compared, at no cost at run time. Not found are sums of different parameters, element by
+    element, and names that concern neither of the members compared, the first two and the last of
+    each stack.
     ``optzoo.testing.check_stacked`` compares the values on parameters like yours, and finds these.
 
     A parameter whose gradient is missing, row-sparse or of another dtype than those of its stack
@@ -99,6 +99,11 @@ def stacked(
         return _grouped(range(len(nodes)), [k if small(k) else None for k in kinds], max_members)
 
     def init(params):
+        if any(map(is_stack, jax.tree.leaves(params, is_leaf=is_stack))):
+            raise ValueError(
+                "optzoo.stacked is inside of optzoo.stacked, whose stacks have no parameters: "
+                "write one of them alone"
+            )
         layout = layout_by_shape(params)
         _check_not_sharded(params, layout)
         in_stacks = stack(params, layout)

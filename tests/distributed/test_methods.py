@@ -189,10 +189,12 @@ def test_a_moving_average_belongs_inside():
         want = jax.tree.map(lambda a, x, tick=tick: 0.5 * a + 0.5 * x[tick], want, x)
     close(averages, want)
     outside = optzoo.moving_average(optzoo.sync_replicas(momentum(), N, N), 0.5)
-    x, state = trajectory(outside, 3)
+    with pytest.raises(ValueError, match=r"in each update: .* sync_replicas\(moving_average"):
+        outside.init(START)
+    x, state = trajectory(optzoo.moving_average(optzoo.model_average(momentum()), 0.5), 3)
     for read in (optzoo.eval_params, optzoo.state.swap_averages):
         with pytest.raises(ValueError, match=r"'b', of shape .*sync_replicas\(moving_average"):
-            read(jax.tree.map(lambda a: a[-1], x), state)
+            read(jax.tree.map(lambda a: a[-1, 0], x), state)
 
 
 def test_sync_replicas_on_another_number_of_replicas():

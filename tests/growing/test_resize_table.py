@@ -384,3 +384,62 @@ def test_bad_shardings(tables, pair, message):
         shardings = {"emb": made}
     with pytest.raises(ValueError, match=re.escape(message)):
         resize(*before, tables, tx=tx, shardings=shardings)
+
+
+STAYING = {
+    "row_wise_lamb": lambda: optzoo.row_wise_lamb(0.1),
+    "partial_row_wise_lamb": lambda: optzoo.partial_row_wise_lamb(0.1),
+    "row_wise_lars": lambda: optzoo.row_wise_lars(0.1),
+    "FBGEMM": lambda: optzoo.create("LARS_SGD", learning_rate=0.1),
+    "groups": lambda: optzoo.param_groups(
+        {"emb": optzoo.row_wise_lamb(0.1), "w": optzoo.adam(0.1)}
+    ),
+    "chain": lambda: optax.chain(optax.clip(1.0), optzoo.row_wise_lars(0.1)),
+    "8 bits": lambda: optzoo.slots_dtype(optzoo.row_wise_lamb(0.1), "int8"),
+    "packed": lambda: optzoo.slots_dtype(optzoo.row_wise_lamb(0.1), "float32", packed=True),
+    "accumulate": lambda: optzoo.accumulate(optzoo.row_wise_lamb(0.1), 2),
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", STAYING)
+def test_rows_of_zeros_that_never_move_are_told(name):
+    tx, x = STAYING[name](), {"emb": jnp.ones((2, 8)), "w": jnp.ones((3, 8))}
+    told = lambda: pytest.warns(optzoo.InitialValueWarning, match="'emb' are zero without init")
+    state, resize = tx.init(x), optzoo.growing.resize_table
+    with told() as seen:
+        resize(x, state, {"emb": 3}, tx=tx)
+    assert [w.filename for w in seen] == [__file__]
+    with told() as seen:
+        optzoo.growing.reset_rows(x, state, {"emb": jnp.array([1])}, tx=tx)
+    assert [w.filename for w in seen] == [__file__]
+    resize(x, state, {"emb": 1}, tx=tx)  # no new row
+    resize(x, state, {"emb": 3}, tx=tx, init=lambda ids: jnp.ones((len(ids), 8)))
+    if name == "groups":
+        resize(x, state, {"w": 4}, tx=tx)  # of another group
+
+
+@pytest.mark.usefixtures("eager")
+@by_rows
+def test_what_never_moves_is_told(name):
+    """Every optimizer, by what it does to a row of zeros."""
+    tx, x = samples.make(optzoo.CATALOG[name]), {"emb": jnp.zeros((2, WIDTH))}
+    state = tx.init(x)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", optzoo.InitialValueWarning)
+        optzoo.growing.resize_table(x, state, {"emb": 3}, tx=tx)
+    for _ in range(2):
+        g = {"emb": optzoo.SparseRows(jnp.array([1]), jnp.full((1, WIDTH), 0.5), 2)}
+        x, state = samples.step(tx, g, x, state)
+    assert len(seen) == (not np.any(x["emb"]))
+
+
+def test_new_rows_in_the_padding_of_shards_are_told():
+    """The stored rows stay as many."""
+    tx, shardings = optzoo.row_wise_lars(0.1), [optzoo.sharded.RowSharding(n, 2) for n in (5, 7)]
+    assert shardings[0].stored_rows == shardings[1].stored_rows
+    x = {"emb": jnp.ones((shardings[0].stored_rows, WIDTH))}
+    with pytest.warns(optzoo.InitialValueWarning, match="parameter 'emb'"):
+        optzoo.growing.resize_table(
+            x, tx.init(x), {"emb": 7}, tx=tx, shardings={"emb": tuple(shardings)}
+        )

@@ -235,6 +235,9 @@ def test_a_schedule_of_optax():
     for rate in (0.5, 0.25):
         updates, state = tx.update(ones, state, x)
         np.testing.assert_allclose(updates["w"], -rate)
+    tx = keras_optimizer(K.SGD(lambda step: jnp.ones(2)))
+    with pytest.raises(ValueError, match="the schedule of learning_rate must return one number"):
+        tx.update(ones, tx.init(x), x)
 
 
 @pytest.mark.parametrize("rate", [0.5, S.ExponentialDecay(0.5, 1, 0.1), lambda: 0.5])

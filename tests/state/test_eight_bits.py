@@ -1,6 +1,7 @@
 """Slots in 8 bits: codes, and everything that reads a state."""
 
 import functools
+import pathlib
 from typing import Any, NamedTuple
 
 import chex
@@ -610,6 +611,65 @@ def test_stacked_leaves():
     want, usual = many.update(grads, many.init(params), params)
     chex.assert_trees_all_close(found, want, rtol=1e-6)
     chex.assert_trees_all_equal(optzoo.get_slot(state, "v"), optzoo.get_slot(usual, "v"))
+
+
+RATIOS = 1 / np.array([1, 10, 100, 250, 500, 1000, 10_000])
+
+
+@functools.cache
+def gradients_of_groups():
+    """1,000 gradients of groups whose first element is greater than the others by a ratio each."""
+    draw = np.random.default_rng(0).normal(size=(1000, len(RATIOS), 16, 32))
+    size = np.broadcast_to(RATIOS[:, None, None], draw.shape[1:]).copy()
+    size[..., 0] = 1
+    return np.float32(size * (1 + draw)).reshape(1000, -1, 32)
+
+
+def distances(moved):
+    return np.abs(np.reshape(moved, (len(RATIOS), 16, 32)))[..., 1:].mean((1, 2))
+
+
+@functools.cache
+def distances_of_adam():
+    """How far the other elements move, by NumPy."""
+    m = v = x = 0.0
+    for t, g in enumerate(np.float64(gradients_of_groups()), 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        x = x - 1e-3 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return distances(x)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_small_elements_of_a_group_move_less(stochastic):
+    """By the factors of the page."""
+    tx = optzoo.slots_dtype(optzoo.adam(1e-3), "int8", stochastic=stochastic)
+    x = jnp.zeros(gradients_of_groups().shape[1:])
+
+    def one(carry, g):
+        updates, state = tx.update(g, carry[1], carry[0])
+        return (carry[0] + updates, state), None
+
+    (moved, _), _ = jax.lax.scan(one, (x, tx.init(x)), gradients_of_groups())
+    got = distances(moved) / distances_of_adam()
+    page = (pathlib.Path(__file__).parents[2] / "docs/tasks/little_memory.md").read_text()
+    name = "`stochastic=True`" if stochastic else "to the nearest"
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    np.testing.assert_allclose(got, [float(cell) for cell in row.split("|")[2:-1]], rtol=0.05)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_mean_squares_of_constant_gradients_stop(stochastic):
+    """As the page says: a step would be the rate, and a mean square 1."""
+    tx = optzoo.slots_dtype(optzoo.adam(1e-3), "int8", stochastic=stochastic)
+    g = jnp.ones((2, 32))
+
+    def one(state, _):
+        updates, state = tx.update(g, state, g)
+        return state, updates[0, 0]
+
+    state, updates = jax.lax.scan(one, tx.init(g), length=5000)
+    np.testing.assert_allclose(optzoo.get_slot(state, "v"), 0.62, rtol=0.01)
+    np.testing.assert_allclose(updates[-1], -1.27e-3, rtol=0.01)
 
 
 def test_sizes():

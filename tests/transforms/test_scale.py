@@ -51,3 +51,9 @@ def test_bad_factors():
             optzoo.transforms.scale(bad)
     with pytest.raises(TypeError, match=r"must be a function of the step, got 0\.1"):
         optzoo.transforms.scale_by_schedule(0.1)
+
+
+def test_a_schedule_returns_a_number():
+    tx = optzoo.transforms.scale_by_schedule(lambda step: jnp.ones(1))
+    with pytest.raises(ValueError, match="schedule of step_size_fn must return one number, got an"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -282,3 +282,29 @@ def test_check_of_rows():
     tx.update(rows([1.0, NAN]), state)  # in the padding
     with pytest.raises(FloatingPointError, match="parameter 'table' is infinite at step 0"):
         tx.update(rows([INF, 1.0]), state)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optzoo.clip_by_global_norm(1.0),
+        optzoo.transforms.clip_by_norm(1.0),
+        optzoo.transforms.clip_by_average_norm(0.1),  # of 10 elements
+    ],
+)
+def test_clips_of_rows_with_the_same_id(tx):
+    """They are summed first. TensorFlow's first two are not, and RETURNN's: docs/differences.md."""
+    rows = SparseRows(jnp.array([1, 1, 1, 2]), jnp.ones((4, 2)), 5)
+    got, _ = tx.update({"t": rows}, tx.init({"t": jnp.ones((5, 2))}))
+    dense = np.array([[0, 0], [3, 3], [1, 1], [0, 0], [0, 0]])
+    np.testing.assert_allclose(got["t"].to_dense(), dense / np.linalg.norm(dense), rtol=1e-6)
+
+
+def test_norms_of_returnn_are_those_of_rows_as_they_are_listed():
+    config = {"optimizer": {"class": "sgd"}, "learning_rate": 1.0, "gradient_clip_global_norm": 1.0}
+    tx = optzoo.interop.returnn.returnn_updater(config)
+    x = {"t": jnp.zeros((5, 2))}
+    rows = SparseRows(jnp.array([1, 1, 1, 2]), jnp.ones((4, 2)), 5)
+    got, _ = tx.update({"t": rows}, tx.init(x), x)
+    want = np.array([[0, 0], [3, 3], [1, 1], [0, 0], [0, 0]]) / np.sqrt(8)
+    np.testing.assert_allclose(got["t"].to_dense(), -want, rtol=1e-6)

@@ -255,6 +255,115 @@ def test_bad_arguments():
         tx.update(jnp.ones(4), tx.init(X), X)
 
 
+# Lengths by a schedule
+
+LENGTHS = np.array([2, 1, 3, 3, 2, 2])
+EVERY = {
+    "ints": lambda updates: jnp.asarray(LENGTHS)[updates],
+    "floats": lambda updates: jnp.asarray(LENGTHS - 0.5)[updates],
+    "one": lambda updates: jnp.where(updates == 1, -3, jnp.asarray(LENGTHS)[updates]),
+}
+
+
+def by_numpy(grads, ends, use_mean, start=0):
+    """Parameters after each step, of momentum."""
+    x, m, cycle, updates, path = 1.0, 0.0, [], start, []
+    for g, end in zip(grads, ends, strict=True):
+        cycle.append(g)
+        if end or len(cycle) == LENGTHS[min(updates, len(LENGTHS) - 1)]:
+            m = 0.5 * m + sum(cycle) / (len(cycle) if use_mean else 1)
+            x, cycle, updates = x - 0.1 * m, [], updates + 1
+        path.append(x)
+    return path
+
+
+@pytest.mark.parametrize("use_mean", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("every", EVERY)
+def test_a_schedule_of_lengths(every, ends, use_mean):
+    tx = accumulate(optzoo.momentum(0.1, 0.5), EVERY[every], use_mean=use_mean)
+    grads = np.arange(1.0, 13)
+    at = np.isin(np.arange(12), (3, 8)) & ends
+    extra = {"end_cycle": at} if ends else {}
+    x = {"w": jnp.ones((4, 2)), "rows": jnp.ones((4, 2))}
+
+    def one(carry, g):
+        values = jnp.full((4, 2), g["g"], jnp.float32)
+        rows = SparseRows(jnp.arange(4), values, 4)
+        more = {name: value for name, value in g.items() if name != "g"}
+        x, state = carry
+        updates, state = tx.update({"w": values, "rows": rows}, state, x, **more)
+        return (optax.apply_updates(x, updates), state), x
+
+    (last_x, state), path = jax.lax.scan(one, (x, tx.init(x)), {"g": grads, **extra})
+    want = by_numpy(grads, at, use_mean)
+    for name, a in path.items():
+        got = np.concatenate([a, last_x[name][None]])[1:, 0, 0]
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert avals(state) == avals(tx.init(x)) and state.count == 12
+
+
+def test_a_schedule_of_lengths_as_in_optax():
+    sgd, every = optax.sgd(0.1, momentum=0.9), EVERY["ints"]
+    txs = {"ours": accumulate(sgd, every, use_mean=True), "theirs": optax.MultiSteps(sgd, every)}
+    updates, _ = run(side_by_side(txs), np.concatenate([GRADS, GRADS]))
+    np.testing.assert_allclose(updates["ours"], updates["theirs"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_schedule_of_lengths_in_a_compiled_step(native):
+    """Its state is donated; rows and missing gradients."""
+    tx = accumulate(optzoo.momentum(0.1, 0.5), EVERY["ints"])
+    loss = lambda p, g: jnp.sum(optzoo.lookup(p["w"], jnp.arange(2))) * g
+    train = optzoo.minimize(loss, tx, native=native)
+    x = {"w": jnp.ones((4, 2)), "unused": jnp.ones(3)}
+    state, grads = tx.init(x), np.arange(1.0, 12)
+    for g, want in zip(grads, by_numpy(grads, np.zeros(11), use_mean=False), strict=True):
+        x, state, _ = train(x, state, jnp.float32(g))
+        np.testing.assert_allclose(x["w"][:2], want, rtol=1e-5)
+    np.testing.assert_array_equal(x["w"][2:], 1)
+
+
+def test_a_schedule_of_lengths_of_replicas():
+    """By the mean of two replicas in each step."""
+    inner = accumulate(optzoo.momentum(0.1, 0.5), EVERY["ints"])
+    tx = optzoo.sync_replicas(inner, total_num_replicas=2)
+    x, grads = jnp.ones(2), np.arange(1.0, 12)
+
+    def one(x, state, g):
+        updates, state = tx.update(g, state, x)
+        return optax.apply_updates(x, updates), state
+
+    train = optzoo.replicas.map_over_replicas(one)
+    x, state = optzoo.replicas.replicate(x, tx.init(x), 2)
+    for g, want in zip(grads, by_numpy(grads, np.zeros(11), use_mean=False), strict=True):
+        x, state = train(x, state, jnp.array([[g - 1] * 2, [g + 1] * 2], jnp.float32))
+        np.testing.assert_allclose(jnp.ravel(x), want, rtol=1e-5)
+
+
+def test_a_schedule_of_lengths_where_the_count_of_updates_ends():
+    tx = accumulate(optzoo.gradient_descent(1.0), lambda updates: jnp.where(updates < 9, 1, 2))
+    x, most = jnp.zeros(2), jnp.int32(2**31 - 2)
+    state = tx.init(x)
+    state = state._replace(count=most, cycle=state.cycle._replace(updates=most))
+    for want in (0, 2, 0, 2, 0, 2):
+        updates, state = tx.update(jnp.ones(2), state, x)
+        np.testing.assert_array_equal(updates, -want)
+    assert state.cycle.updates == state.count == 2**31 - 1
+
+
+def test_what_a_schedule_of_lengths_refuses():
+    sgd, every = optzoo.gradient_descent(0.1), EVERY["ints"]
+    with pytest.raises(ValueError, match=r"max_rows=\{'t': 3\}: .* gives no greatest length"):
+        accumulate(sgd, every, max_rows={"t": 3})
+    tx = accumulate(sgd, every)
+    with pytest.raises(ValueError, match="global_step=3: it does not say where a cycle begins"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), global_step=3)
+    tx = accumulate(sgd, lambda updates: jnp.ones(1))
+    with pytest.raises(ValueError, match="the schedule of every must return one number, got an"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
 # Rows that stay rows
 
 

@@ -130,11 +130,20 @@ REFUSED = {
         "parameter 'layers/1/bias' are not .*they differ in .*slice",
     ),
 }
+REFUSED |= {
+    "cumulative": (
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.cumsum(x, 0), g)),
+        r"has operations along the first axis \(cumsum\)",
+    ),
+    "columns": (
+        optzoo.variable_clipping(optax.sgd(0.1), {".*": (0,)}, 1.0),
+        r"has operations along the first axis \(reduce_sum\)",
+    ),
+}
 # Not found by the operations of the update.
 DIFFERENT = {
     "factored": optax.scale_by_factored_rms(),
     "others": optax.stateless(_plus_the_first),
-    "cumulative": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.cumsum(x, 0), g)),
     "slots of others": optax.chain(optax.stateless(_plus_the_first), optax.scale_by_adam()),
     "one name of many": optax.adamw(
         1e-3,

@@ -20,6 +20,7 @@ from ...first_order.counter_row_wise_adagrad import CounterSlots, MaxCounterStat
 from ...first_order.global_decay_row_wise_adagrad import GlobalDecaySlots
 from ...first_order.partial_row_wise_adam import PartialRowWiseAdamSlots
 from ...first_order.row_wise_adagrad import RowWiseAdagradSlots
+from ...first_order.row_wise_lamb import PartialRowWiseLAMBSlots, RowWiseLAMBSlots
 from ...first_order.row_wise_lars import RowWiseLARSSlots
 from ...first_order.row_wise_rmsprop import RowWiseRMSPropSlots
 from ...first_order.sparse_adamw import CountedAdamSlots
@@ -42,6 +43,8 @@ _NAMES: dict[type, dict[str, str]] = {
     GlobalDecaySlots: {"accumulator": "momentum1", "prev_iter": "prev_iter"},
     NoSlots: {},
     PartialRowWiseAdamSlots: _MEANS,
+    PartialRowWiseLAMBSlots: _MEANS,
+    RowWiseLAMBSlots: _MEANS,
     RowWiseAdagradSlots: {"accumulator": "momentum1"},
     RowWiseLARSSlots: {"momentum": "momentum1"},
     RowWiseRMSPropSlots: {"rms": "momentum1", "prev_iter": "prev_iter"},
