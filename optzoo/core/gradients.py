@@ -47,12 +47,6 @@ def check_gradients(
     return gs, xs, treedef
 
 
-def flatten_gradients(updates: Any, params: Any) -> tuple[list[Any], list[Any], Any]:
-    """As :func:`check_gradients`, with gradients of NumPy as arrays of JAX."""
-    gs, xs, treedef = check_gradients(updates, params)
-    return [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs], xs, treedef
-
-
 def check_whole_sums(tree: Any) -> None:
     """Checks arrays: new parameters, tables, or gradients without parameters.
 

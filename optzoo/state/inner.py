@@ -17,7 +17,7 @@ from ..core.gradients import (
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
-from ..core.rows import fits, is_sparse_or_none
+from ..core.rows import as_arrays, fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
@@ -60,6 +60,7 @@ def fitting(
         return state
 
     def update(updates, state, params=None, **extra_args):
+        updates, state, params = map(as_arrays, (updates, state, params))
         note_reads(extra_args, about.reads)
         try:
             new_updates, new = tx.update(updates, state, params, **extra_args)

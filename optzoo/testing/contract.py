@@ -275,12 +275,21 @@ def test_masked_leaves_pass(case):
 
 
 def test_numpy_in_place_of_jax(case, grads):
-    params = samples.params()
-    of_rows = lambda g: SparseRows(np.asarray(g.indices), np.asarray(g.values), g.num_rows)
-    is_rows = lambda g: isinstance(g, SparseRows)
-    numpy = lambda a: of_rows(a) if is_rows(a) else np.asarray(a)
-    got = step(case.tx, *(jax.tree.map(numpy, tree, is_leaf=is_rows) for tree in (grads, params)))
+    """Without jit, which would convert them, as after a state was restored from a file."""
+    params = samples.in_numpy(samples.params())
+    state = samples.in_numpy(case.tx.init(params))
+    got = step(case.tx, samples.in_numpy(grads), params, state)
     chex.assert_trees_all_equal(got, case.first(grads))
+
+
+def test_python_floats_in_place_of_arrays(case):
+    params = {"scalar": 1.0, "other": jnp.ones(2)}
+    grads = {"scalar": 0.5, "other": jnp.ones(2)}
+    arrays = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+    (got, state), (want, wanted) = (
+        step(case.tx, f(grads), f(params)) for f in (lambda tree: tree, arrays)
+    )
+    chex.assert_trees_all_equal((got, state), (want, wanted))
 
 
 def test_nan_stays_in_its_leaf(case, grads):

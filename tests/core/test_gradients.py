@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import optzoo
-from optzoo.core.gradients import check_gradients, flatten_gradients
+from optzoo.core.gradients import check_gradients
 
 FIXES = {
     "int32": "freeze the parameter",
@@ -29,7 +29,7 @@ def test_dtypes(dtype):
 
 def test_a_parameter_without_gradient_may_have_any_dtype():
     params = {"layer": {"w": jnp.ones(3), "none": jnp.ones(2, int)}}
-    gs, xs, _ = flatten_gradients(G, params)
+    gs, xs, _ = check_gradients(G, params)
     assert gs[0] is None and gs[1] is G["layer"]["w"] and len(xs) == 2
     tx = optzoo.adam()
     updates, _ = tx.update(G, tx.init(params), params)

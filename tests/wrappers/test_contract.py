@@ -211,6 +211,17 @@ def test_leaves_without_elements_or_axes_and_no_leaves_at_all(wrap, inner):
     assert step(wrap(INNER[inner](), dims={}), {}, {})[0] == {}
 
 
+@wrapped_around("lazy_adam")
+def test_numpy_and_python_floats_in_place_of_jax(wrap, inner):
+    tx, x = wrap(INNER[inner](), dims={".*": ()}), params()
+    state = samples.in_numpy(tx.init(samples.in_numpy(x)))
+    got = step(tx, samples.in_numpy(rows()), samples.in_numpy(x), state)
+    chex.assert_trees_all_equal(got, step(tx, rows(), x))
+    floats = jax.tree.map(lambda a: float(jnp.ravel(a)[0]), (dense_grads(x), x))
+    assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(tx.init(floats[1])))
+    chex.assert_trees_all_equal(step(tx, *floats), step(tx, *jax.tree.map(jnp.float32, floats)))
+
+
 @wrapped_around()
 def test_nan_stays_in_its_leaf(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
