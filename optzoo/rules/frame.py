@@ -10,7 +10,7 @@ from jax import Array
 
 from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.compat import vary_as
-from ..core.gradients import check_gradients, check_whole_sums
+from ..core.gradients import check_arrays, check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
 from ..core.numerics import next_count
@@ -62,7 +62,7 @@ def frame(
 
     def init(params):
         params = as_arrays(params)
-        check_whole_sums(params)
+        check_arrays(params)
         slot = lambda f: jax.tree.map(
             lambda x: vary_as(in_lines(f)(x), x), params, is_leaf=is_lines
         )

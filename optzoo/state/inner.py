@@ -11,8 +11,8 @@ from ..core.checks import check_transformation, check_update_arguments
 from ..core.gradients import (
     GradientShapeError,
     GradientTypeError,
+    check_arrays,
     check_gradients,
-    check_whole_sums,
 )
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
@@ -50,7 +50,7 @@ def fitting(
         try:
             state = tx.init(params)
         except Exception:
-            check_whole_sums(params)
+            check_arrays(params)
             check_gradients(params, params, allow_complex=True)
             raise
         if moves:

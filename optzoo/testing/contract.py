@@ -257,6 +257,30 @@ def test_no_gradient_no_change(case):
         assert new["layer"][1] != old["layer"][1]
 
 
+def test_leaves_that_cannot_be_trained(case):
+    params, tx = samples.params(), case.tx
+    fixed = {
+        "complex": jnp.ones(3, "complex64"),
+        "integers": jnp.arange(3),
+        "bool": jnp.array(True),
+    }
+    both, none = {**params, "fixed": fixed}, dict.fromkeys(fixed)
+    updates, state = tx.update({**dense_grads(params), "fixed": none}, tx.init(both), both)
+    assert avals(state) == avals(tx.init(both)) and updates.pop("fixed") == none
+    chex.assert_trees_all_equal(optax.apply_updates(params, updates), case.warm[0])
+
+
+def test_random_keys_are_refused_unless_they_are_hidden(case):
+    params = {**samples.params(), "key": jax.random.key(0)}
+    with pytest.raises(TypeError, match=r"'key' has dtype key<fry>: .* hide them by optax.masked"):
+        case.tx.init(params)
+    hidden = optax.masked(case.tx, {"table": True, "layer": True, "key": False})
+    grads = {**dense_grads(samples.params()), "key": None}
+    updates, _ = hidden.update(grads, hidden.init(params), params)
+    assert updates.pop("key") is None
+    chex.assert_trees_all_equal(optax.apply_updates(samples.params(), updates), case.warm[0])
+
+
 def test_leaves_without_elements_or_axes(case):
     tx, params = case.tx, {"none": jnp.ones((0, 2)), "scalar": jnp.ones(())}
     moved, state = step(tx, params, params)

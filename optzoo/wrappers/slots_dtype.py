@@ -203,7 +203,7 @@ def _in_dtype(dtype: DTypeLike, packed: bool, inner: Any, params: Any, state: An
     # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
     wider = state
     if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
-        wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+        wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype) if _is_real(x) else x, params))
     state = map_nodes(LeafwiseState, functools.partial(_cast, dtype), state, wider)
     if not packed:
         return state
@@ -215,6 +215,10 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, dtype)
     return jnp.asarray(x, dtype)
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
@@ -229,7 +233,9 @@ def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
         exact = what[name] == Exact
         wanted = promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
         best = jax.tree.map(lambda a, b: a if has(a, b.dtype) else b, slots, finer)
-        return jax.tree.map(lambda a: a.astype(wanted) if has(a, wanted) else a, best)
+        return jax.tree.map(
+            lambda a: a.astype(wanted) if _is_real(a) and has(a, wanted) else a, best
+        )
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
