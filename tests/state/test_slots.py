@@ -213,7 +213,7 @@ def test_line_searches_go_around(wrap):
         given = {"value": value, "grad": grad, "value_fn": loss}
         return tx.update(grad, tx.init(PARAMS), PARAMS, **given)[0]
 
-    with pytest.raises(ValueError, match="Put a line search around: optax.chain"):
+    with pytest.raises(ValueError, match=r"Put a line search around: optax\.chain"):
         update(wrap(optax.chain(optax.sgd(1.0), search)))
     updates = update(optax.chain(wrap(optax.sgd(1.0)), search))
     assert loss(optax.apply_updates(PARAMS, updates)) < value
