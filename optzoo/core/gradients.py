@@ -59,10 +59,8 @@ def check_arrays(tree: Any) -> None:
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         dtype = None if is_protected(x) else getattr(x, "dtype", None)
-        found = (
-            f"has dtype {_name(dtype)}: {fix}" if (fix := _fix_special(dtype)) else _partial_sum(x)
-        )
-        if found:
+        fix = _fix_special(dtype)
+        if found := f"has dtype {_name(dtype)}: {fix}" if fix else _partial_sum(x):
             raise GradientTypeError(f"array '{path_name(path)}' {found}")
 
 
