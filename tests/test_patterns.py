@@ -17,7 +17,7 @@ NAMES = (
     *("bias", "bias_scale", "my_bias", "bias+", "a/bias", "a/bias_scale", "a/my_bias"),
     *("ab/bias", "a.b/bias", "a/bias_/x", "b/a/bias"),
 )
-# A pattern, and which of the names it matches: as a whole, or without a slash by the last part.
+# A pattern, and which of the names it matches: as a whole, or without a slash by last parts.
 CHOSEN = {
     "bias": {"bias", "a/bias", "ab/bias", "a.b/bias", "b/a/bias"},
     "bias.?": {"bias", "bias+", "a/bias", "ab/bias", "a.b/bias", "b/a/bias"},
@@ -29,6 +29,8 @@ CHOSEN = {
     "a.*/bias": {"a/bias", "ab/bias", "a.b/bias"},
     r"a\.b/bias": {"a.b/bias"},
     "bias|a/bias": {"bias", "a/bias"},
+    "b.a.b.*": {"b/a/bias"},  # it matches no last part
+    ".*_.x": {"a/bias_/x"},
     "BIAS": set(),
     "ias": set(),
     "a/bia": set(),

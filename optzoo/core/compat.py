@@ -4,6 +4,7 @@
 """
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -330,9 +331,17 @@ def kept_arguments(lowered: Any) -> list[int]:
 DEMANDS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
 
 
+def may_be_for_tpus() -> bool:
+    """Whether programs that are traced here may be compiled for TPUs, which need not be here."""
+    return importlib.util.find_spec("libtpu") is not None or jax.default_backend() == "tpu"
+
+
 def in_row_major(x: Array) -> Array:
-    """The array; as a result of a program it is row-major."""
-    if not DEMANDS_LAYOUTS:
+    """The array; as a result of a program it is row-major, as on CPUs and GPUs it is anyway.
+
+    ``jax.export`` refuses programs with a demand, so there is none where it would do nothing.
+    """
+    if not DEMANDS_LAYOUTS or not may_be_for_tpus():
         return x
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 

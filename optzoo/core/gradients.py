@@ -8,7 +8,10 @@ import optax
 
 from .meshes import spec_of
 from .paths import path_name
+from .row_ids import is_protected
 from .rows import fits, is_rows, is_sparse_or_none
+
+_FREEZE = "freeze the parameter with a gradient of None or optax.masked"
 
 
 class GradientTypeError(TypeError):
@@ -47,20 +50,17 @@ def check_gradients(
     return gs, xs, treedef
 
 
-def flatten_gradients(updates: Any, params: Any) -> tuple[list[Any], list[Any], Any]:
-    """As :func:`check_gradients`, with gradients of NumPy as arrays of JAX."""
-    gs, xs, treedef = check_gradients(updates, params)
-    return [g if is_sparse_or_none(g) else jnp.asarray(g) for g in gs], xs, treedef
-
-
-def check_whole_sums(tree: Any) -> None:
+def check_arrays(tree: Any) -> None:
     """Checks arrays: new parameters, tables, or gradients without parameters.
 
     Raises:
-        GradientTypeError: if an array is unreduced, or reduced, along an axis of a mesh.
+        GradientTypeError: if an array has random keys or is a gradient of integers; or if it is
+            unreduced, or reduced, along an axis of a mesh.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if found := _partial_sum(x):
+        dtype = None if is_protected(x) else getattr(x, "dtype", None)
+        fix = _fix_special(dtype)
+        if found := f"has dtype {_name(dtype)}: {fix}" if fix else _partial_sum(x):
             raise GradientTypeError(f"array '{path_name(path)}' {found}")
 
 
@@ -82,19 +82,19 @@ def _partial_sum(x: Any) -> str:
 
 def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
     """The type and the text of the error of a gradient and its parameter; None if all is right."""
+    of_x = None if x is None else jnp.result_type(x)
+    if of_x is not None and (fix := _fix(of_x, allow_complex)):
+        return GradientTypeError, f"has dtype {_name(of_x)}: {fix}"
+    if x is not None and (found := _partial_sum(x)):
+        return GradientTypeError, found
     dtype = g.dtype if is_rows(g) else jnp.result_type(g)
     if fix := _fix(dtype, allow_complex):
-        return GradientTypeError, f"has a gradient of dtype {dtype}: {fix}"
+        return GradientTypeError, f"has a gradient of dtype {_name(dtype)}: {fix}"
     for part in jax.tree.leaves(g):
         if found := _partial_sum(part):
             return GradientTypeError, f"has a gradient that {found}"
     if x is None:
         return None
-    of_x = jnp.result_type(x)
-    if fix := _fix(of_x, allow_complex):
-        return GradientTypeError, f"has dtype {of_x}: {fix}"
-    if found := _partial_sum(x):
-        return GradientTypeError, found
     if _is_complex(dtype) and not _is_complex(of_x):
         return GradientTypeError, (
             f"is real but its gradient of dtype {dtype}: take its real part, or make the parameter "
@@ -111,10 +111,24 @@ def _is_complex(dtype: Any) -> bool:
 
 def _fix(dtype: Any, allow_complex: bool) -> str:
     """What to do about a dtype that no optimizer takes; nothing if they do."""
+    if fix := _fix_special(dtype):
+        return fix
     if _is_complex(dtype):
         fix = "wrap the optimizer in optax.contrib.split_real_and_imaginary"
         return "" if allow_complex else fix
     if not jnp.issubdtype(dtype, jnp.floating):
-        return "freeze the parameter with a gradient of None or optax.masked"
+        return _FREEZE
     short = "keep the parameter in bfloat16 or float32, and cast it in the loss"
     return short if jnp.finfo(dtype).bits < 16 else ""
+
+
+def _fix_special(dtype: Any) -> str:
+    """What to do about a dtype that allows no arithmetic; nothing if it does."""
+    if dtype == jax.dtypes.float0:  # of jax.grad with allow_int
+        return _FREEZE
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return "keep random keys out of the parameters, or hide them by optax.masked" if is_key else ""
+
+
+def _name(dtype: Any) -> str:
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)

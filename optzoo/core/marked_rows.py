@@ -70,7 +70,7 @@ def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array
 
 
 def _at(dense: Array, ids: Array) -> Any:
-    return dense.at[kept(ids, len(dense))]
+    return jnp.asarray(dense).at[kept(ids, len(dense))]
 
 
 def _merged(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:

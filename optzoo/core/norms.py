@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .gradients import check_whole_sums
+from .gradients import check_arrays
 from .numerics import sqrt, upcast
 from .rows import SparseRows, is_rows, map_rows
 
@@ -38,7 +38,7 @@ def clipping_factor(norm: Any, max_norm: Any) -> Array:
 
 def clipped_by_global_norm(updates: Any, max_norm: Any) -> Any:
     """A tree of gradients, in which rows are merged, whose global norm is at most ``max_norm``."""
-    check_whole_sums(updates)
+    check_arrays(updates)
     updates = map_rows(SparseRows.coalesce, updates)
     gradients = jax.tree.leaves(updates, is_leaf=is_rows)
     factor = clipping_factor(global_norm(gradients), max_norm)

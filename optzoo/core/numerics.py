@@ -34,6 +34,12 @@ def has_derivative(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
+def is_trainable(x: Any) -> bool:
+    """Whether optimizers take the gradient of an array: it is real, of at least 16 bits."""
+    dtype = jnp.result_type(x)
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
 def slot_dtype(x: Any) -> Any:
     """The dtype of a slot of the parameter ``x``: its own, but float32 in the place of 16 bits.
 

@@ -75,13 +75,22 @@ def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
     return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a name: how all functions of this library choose parameters.
+def matching(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
+    """For each name the patterns that match it: how all functions here choose parameters.
 
     A pattern is a regular expression. It must match the whole name, such as
-    ``encoder/layers/0/kernel``; without a ``/`` in it, the whole last part, ``kernel``.
+    ``encoder/layers/0/kernel``; without a ``/`` in it, the whole last part, ``kernel``. One without
+    a ``/`` that matches no last part, such as ``.*layers.*``, must match the whole name.
     """
-    return bool(re.fullmatch(pattern, name if "/" in pattern else name.rpartition("/")[2]))
+    last = {name: name.rpartition("/")[2] for name in names}
+    found: dict[str, list[str]] = {name: [] for name in last}
+    for pattern in patterns:
+        fits = re.compile(pattern).fullmatch
+        is_of_last = "/" not in pattern and any(map(fits, last.values()))
+        for name, part in last.items():
+            if fits(part if is_of_last else name):
+                found[name].append(pattern)
+    return found
 
 
 def containing(part: str) -> str:
@@ -104,21 +113,24 @@ def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[
 
     Args:
         argument: what the patterns were given as, for the error.
-        patterns: as :func:`matches` takes them.
+        patterns: as :func:`matching` takes them.
         tree: parameters or gradients.
 
     Raises:
         ValueError: if a pattern matches no name, unless ``optax.masked`` or ``optax.partition``
             hides parameters here.
     """
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
-    names = [path_name(path) for path, _ in paths]
-    found = {name: [p for p in patterns if matches(p, name)] for name in names}
+    is_leaf = lambda x: is_sparse_or_none(x) or is_masked(x)
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    # What is hidden here decides, too, whether a pattern is one of last parts.
+    of_all = matching(patterns, [path_name(path) for path, _ in paths])
+    names = [path_name(path) for path, x in paths if not is_masked(x)]
+    found = {name: of_all[name] for name in names}
     unused = sorted({*patterns}.difference(*found.values()))
-    if unused and names and not hides_leaves(tree):
+    if unused and names and len(names) == len(paths):
         raise ValueError(
             f"{argument}: no parameter matches {unused}; the parameters are {[*found]}. A pattern "
-            "must match the whole name, or without a '/' in it the last part"
+            "must match the whole name, or without a '/' in it the whole last part"
         )
     return found
 
@@ -168,7 +180,7 @@ def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
 
     Args:
         mask: a pattern, or a tuple or list of patterns, of the names of the parameters to mark
-            (:func:`matches`); or a tree of bools, or a prefix of such a tree; or a function that
+            (:func:`matching`); or a tree of bools, or a prefix of such a tree; or a function that
             returns one of these, of the tree with a ``ShapeDtypeStruct`` in the place of rows; or
             None, which marks no parameter.
         tree: parameters or gradients.

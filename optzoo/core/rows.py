@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.tree_util import GetAttrKey
@@ -369,6 +370,29 @@ def is_sparse_or_none(g: object) -> bool:
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
     """``f`` of every SparseRows in a tree; arrays are unchanged."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
+
+
+def as_arrays(tree: Any) -> Any:
+    """The tree with arrays of JAX in the place of NumPy's and of Python's numbers.
+
+    ``jax.jit`` does this with the arguments of a program. Without it an update may get a state that
+    was restored as NumPy arrays, or parameters that are Python floats.
+    """
+
+    def convert(x):
+        values = x.values if is_rows(x) else x
+        if not _is_foreign(values):
+            return x
+        return x._same(jnp.asarray(values)) if is_rows(x) else jnp.asarray(values)
+
+    return jax.tree.map(convert, tree, is_leaf=is_rows)
+
+
+def _is_foreign(x: Any) -> bool:
+    """Whether it is a number, or an array of numbers, that is not of JAX."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
+    return isinstance(x, int | float | complex)
 
 
 def zeros_like_update(shapes: Any) -> Any:

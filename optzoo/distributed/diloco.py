@@ -269,7 +269,8 @@ def diloco(
         step = lambda _, c, d, u: jnp.where(enough, jnp.where(warm, c - d, c + u), c)
         taking_part = of_fragment(fragment, center, params)
         moved = map_not_none(step, taking_part, center, delta, updates)
-        mixed = lambda c, x: c if mixing == 0 else c + mixing * (x - c)
+        # Without mixing a replica that is not finite takes the center all the same.
+        mixed = lambda c, x: jnp.where(mixing == 0, c, c + mixing * (x - c))
         take = lambda c, x: jnp.where(enough, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))
         is_last = enough.astype(jnp.int32) if fragment == fragments - 1 else 0

@@ -60,7 +60,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     A row-sparse gradient becomes dense, as in Keras on JAX. A missing gradient leaves its parameter
     and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
-    dtype of the parameters: its ``Nadam`` and ``ScheduleFreeAdamW`` give NaN in bfloat16.
+    dtype of the parameters: in 16 bits some of its optimizers give NaN (``docs/keras.md``).
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -77,8 +77,9 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
         ImportError: if Keras 3 is missing or does not run on JAX.
         TypeError: if ``optimizer`` is not a Keras optimizer.
-        ValueError: if it is already built for a model, or excludes variables of a model from the
-            weight decay by ``var_list``; in ``update``, if no params are given.
+        ValueError: if it is already built for a model, excludes variables of a model from the
+            weight decay by ``var_list``, or has a setting that its ``get_config()`` does not
+            return; in ``update``, if no params are given.
 
     References:
         `keras.io/api/optimizers <https://keras.io/api/optimizers>`_; the original is RETURNN's
@@ -207,8 +208,22 @@ def _maker(optimizer: Any) -> Callable[[], Any]:
                 setattr(part, pattern, excluded)
         return made
 
-    new()  # raises errors now rather than in the first update
+    _check_same_settings(optimizer, new())  # errors now rather than in the first update
     return new
+
+
+def _check_same_settings(optimizer: Any, made: Any) -> None:
+    """Raises ``ValueError`` if a copy has another setting, which the config does not hold."""
+    plain = (bool, int, float, complex, str, tuple, type(None))
+    for (_, ours), (_, other) in zip(_walk(optimizer), _walk(made), strict=True):
+        for name, value in vars(ours).items():
+            copied = getattr(other, name, None)
+            if name != "_learning_rate" and isinstance(value, plain) and value != copied:
+                kind = type(ours).__name__
+                raise ValueError(
+                    f"optimizer: {kind}.get_config() does not return {name.lstrip('_')!r}, so that "
+                    f"a copy has {copied!r} instead of {value!r}: override get_config in {kind}"
+                )
 
 
 def _schedule(rate: Callable[..., Any]) -> Any:

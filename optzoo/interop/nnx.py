@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,8 +73,9 @@ def nnx_minimize(
     """
     check_flags(has_aux=has_aux)
 
-    @functools.cache
-    def compiled(layout: _Layout, tx: Any) -> Callable[..., Any]:
+    programs = dict[Any, Callable[..., Any]]()  # functools.cache cannot be pickled
+
+    def program(layout: _Layout, tx: Any) -> Callable[..., Any]:
         def loss(params, others, arrays):
             model, objects = layout.merge(params, others)
             value, aux = value_and_aux(loss_fn(model, *layout.batch(objects, arrays)), has_aux)
@@ -92,7 +92,9 @@ def nnx_minimize(
         where = _OfModel(nnx.filterlib.to_predicate(optimizer.wrt))
         graphdef, params, others = nnx.split((model, objects), where, ...)
         layout = _Layout(graphdef, where, treedef, tuple(map(_is_object, leaves)))
-        params, state, value, (aux, others) = compiled(layout, optimizer.tx)(
+        if (key := (layout, optimizer.tx)) not in programs:
+            programs[key] = program(*key)
+        params, state, value, (aux, others) = programs[key](
             as_pure(params.get(0, nnx.State({}))),
             as_pure(optimizer.opt_state),
             as_pure(others),

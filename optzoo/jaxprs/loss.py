@@ -34,6 +34,7 @@ class Loss(NamedTuple):
     closed: Any  # its outputs are the value, the arrays of the auxiliary data, and the ids
     of_value: Graph  # gives the value alone, without what a stop_gradient hides
     uses: list[bool]  # for each leaf whether the value depends on it in another way than by taps
+    has_gradient: bool  # whether the value depends on any leaf
     lookups: list[taps_of.Lookup]
     elsewhere: frozenset[int]  # the leaves whose rows are the taps
     gathers: frozenset[int]  # those of which gathers of rows are lookups
@@ -173,10 +174,11 @@ class TracedLoss(NamedTuple):
             closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
         of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[: self.num_values])
         of_value = needed_part(without_stop_gradient(of_value))
-        uses = used_inputs(of_value)[: len(flat)]
+        used = used_inputs(of_value)
         graph = Graph.of(of_value, closed.consts)
         closed = with_wide_sums(closed, {jnp.shape(x) for x in flat})
-        return Loss(closed, graph, uses, lookups, elsewhere, gathers, self.rebuild)
+        uses = used[: len(flat)]
+        return Loss(closed, graph, uses, any(used), lookups, elsewhere, gathers, self.rebuild)
 
 
 def trace_loss(

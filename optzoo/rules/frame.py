@@ -10,11 +10,12 @@ from jax import Array
 
 from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.compat import vary_as
-from ..core.gradients import check_whole_sums, flatten_gradients
+from ..core.gradients import check_arrays, check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import beside
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
+from ..core.rows import as_arrays
 from ..core.schedules import at_step
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
@@ -61,7 +62,8 @@ def frame(
     reads = frozenset({"global_step", *scheduled})
 
     def init(params):
-        check_whole_sums(params)
+        params = as_arrays(params)
+        check_arrays(params)
         slot = lambda f: jax.tree.map(
             lambda x: vary_as(in_lines(f)(x), x), params, is_leaf=is_lines
         )
@@ -71,6 +73,7 @@ def frame(
         return beside(params, LeafwiseState(count, Slots._make(trees), of_all))
 
     def update(updates, state, params=None, **extra_args):
+        updates, state, params = map(as_arrays, (updates, state, params))
         if needs_params:
             check_params(params)
         check_update_arguments(extra_args)
@@ -83,7 +86,7 @@ def frame(
         step = count if step is None else step
         hyper = {k: at_step(k, step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = next_count(count, cycle)
-        gs, xs, treedef = flatten_gradients(updates, params)
+        gs, xs, treedef = check_gradients(updates, params)
         rows = shapes.of_each(state, updates, gs, xs, treedef)
         rounding, gathered = extra_args.get(ROUNDING), extra_args.get(GATHERED)
         stored = stored_slots(rounding, rows, updates, gs, t, gathered)

@@ -15,7 +15,7 @@ from ..core.meshes import shard_map
 from ..core.paths import path_name, value_by_name
 from ..core.row_ids import as_ids
 from ..state.resting import has_resting
-from ..state.types import nodes_of
+from ..state.types import MasterWeightsState, nodes_of
 from .tables import by_ids, map_tables, whole
 
 NOTHING_FOLLOWS = (
@@ -80,8 +80,17 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
 
 
 def check_no_guard(state: Any) -> None:
-    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around :func:`optzoo.caught_up`."""
+    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around what it does not work with.
+
+    It chooses between updates and zeros like the gradients, so they must have the same types.
+    """
     for node in nodes_of(optax.ApplyIfFiniteState, state):
+        if nodes_of(MasterWeightsState, node.inner_state):
+            raise ValueError(
+                "optax.apply_if_finite takes no updates of optzoo.master_weights, which are in "
+                "float32 where gradients are in bfloat16: put it inside, "
+                "optzoo.master_weights(optax.apply_if_finite(optimizer, n))"
+            )
         if has_resting(node.inner_state):
             raise ValueError(
                 "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "

@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.checks import check_params
 from ..core.compat import in_same_trace
-from ..core.gradients import flatten_gradients
+from ..core.gradients import check_gradients
 from ..core.lines import is_lines
 from ..core.marked_rows import distinct
 from ..core.meshes import zeros_of_rows
@@ -168,7 +168,7 @@ class Sleepers(NamedTuple):
         """The update of optax, of rows that were caught up before."""
         check_params(params)
         self.check(state)
-        gs, xs, _ = flatten_gradients(updates, params)
+        gs, xs, _ = check_gradients(updates, params)
         gs = [g for g, x in zip(gs, xs, strict=True) if x is not None]
         xs = jax.tree.leaves(params)  # without what is None among the parameters
         tables, treedef = tables_of(state, params)

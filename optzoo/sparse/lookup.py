@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.gradients import check_whole_sums
+from ..core.gradients import check_arrays
 from ..core.lines import is_lines
 from ..core.paths import path_name
 from ..core.row_ids import as_ids
@@ -83,7 +83,7 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
     given, ids = ids, as_ids(ids)
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
-    check_whole_sums({"table": table})
+    check_arrays({"table": table})
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
         raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
     check_range(given, (in_lines or table.shape)[0])

@@ -24,8 +24,9 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 
     :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` do this already. It is for a step of
     your own, inside of its ``jit``. On CPUs and GPUs all arrays are row-major, and nothing changes.
-    Before JAX 0.11.1 nothing changes either: there a result whose layout is demanded cannot take
-    the memory of a donated argument.
+    Nor does it where no program can be for a TPU, which is neither here nor is libtpu installed,
+    and before JAX 0.11.1: there a result whose layout is demanded cannot take the memory of a
+    donated argument.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.numerics import has_derivative
+from ..core.numerics import is_trainable
 from ..core.rows import is_rows, is_sparse_or_none
 from .slots import map_slot_trees
 
 
 def none_came(params: Any) -> Any:
-    """For each parameter False; None for one that can have no gradient, such as of integers."""
-    return jax.tree.map(lambda x: jnp.zeros([], bool) if has_derivative(x) else None, params)
+    """For each parameter False; None for one that cannot be trained, such as of integers."""
+    return jax.tree.map(lambda x: jnp.zeros([], bool) if is_trainable(x) else None, params)
 
 
 def has_come(updates: Any, came: Any) -> Any:

@@ -62,8 +62,13 @@ class SlotShapes:
 
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
         self.slots = slots
-        self.shared = functools.cache(lambda: jax.eval_shape(shared))
+        self.make_shared = shared
         self.known = dict[Any, list[Any]]()  # of each slot, by the shape and dtype of a parameter
+
+    @functools.cached_property
+    def shared(self) -> Any:
+        """The shapes of the arrays that belong to no parameter."""
+        return jax.eval_shape(self.make_shared)
 
     def check_types(self, state: Any, params: Any) -> None:
         """Raises ``StateError`` unless a state has slots of this type, and these shared arrays."""
@@ -71,7 +76,7 @@ class SlotShapes:
         if _words(state) != wanted:
             refuse_swapped(params)
             raise misfit(wanted, _words(state))
-        if found := difference(self.shared(), state.shared):
+        if found := difference(self.shared, state.shared):
             raise misfit(f"{wanted} and, as shared arrays, {found[0]}", found[1])
 
     def of_each(

@@ -11,13 +11,13 @@ from ..core.checks import check_transformation, check_update_arguments
 from ..core.gradients import (
     GradientShapeError,
     GradientTypeError,
+    check_arrays,
     check_gradients,
-    check_whole_sums,
 )
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import path_name
-from ..core.rows import fits, is_sparse_or_none
+from ..core.rows import as_arrays, fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
@@ -56,7 +56,7 @@ def fitting(
         try:
             state = tx.init(params)
         except Exception:
-            check_whole_sums(params)
+            check_arrays(params)
             check_gradients(params, params, allow_complex=True)
             raise
         if moves:
@@ -66,6 +66,7 @@ def fitting(
         return state
 
     def update(updates, state, params=None, **extra_args):
+        updates, state, params = map(as_arrays, (updates, state, params))
         note_reads(extra_args, about.reads)
         try:
             new_updates, new = tx.update(updates, state, params, **extra_args)

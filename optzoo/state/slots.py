@@ -140,11 +140,24 @@ def map_slot_trees(
 
     Unlike :func:`map_slots` it finds the slots by ``inner``, for any type of state, and passes them
     as they are stored.
+
+    Raises:
+        ValueError: if ``inner`` reads the parameters in its ``init``, so that it is not known which
+            arrays are slots.
     """
+
+    def init(placeholder):
+        try:
+            return inner.init(placeholder)
+        except Exception as error:
+            raise ValueError(
+                "optax.tree.map_params does not find the slots in the state of an optimizer whose "
+                "init reads the parameters, as those of optax's line searches do. Put a line "
+                "search around: optax.chain(optzoo.multitask(optimizer), line_search), for example"
+            ) from error
+
     everything = lambda _: True  # a whole tree of slots at once
-    return optax.tree.map_params(
-        inner.init, f, state, transform_non_params=others, is_leaf=everything
-    )
+    return optax.tree.map_params(init, f, state, transform_non_params=others, is_leaf=everything)
 
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:

@@ -257,6 +257,30 @@ def test_no_gradient_no_change(case):
         assert new["layer"][1] != old["layer"][1]
 
 
+def test_leaves_that_cannot_be_trained(case):
+    params, tx = samples.params(), case.tx
+    fixed = {
+        "complex": jnp.ones(3, "complex64"),
+        "integers": jnp.arange(3),
+        "bool": jnp.array(True),
+    }
+    both, none = {**params, "fixed": fixed}, dict.fromkeys(fixed)
+    updates, state = tx.update({**dense_grads(params), "fixed": none}, tx.init(both), both)
+    assert avals(state) == avals(tx.init(both)) and updates.pop("fixed") == none
+    chex.assert_trees_all_equal(optax.apply_updates(params, updates), case.warm[0])
+
+
+def test_random_keys_are_refused_unless_they_are_hidden(case):
+    params = {**samples.params(), "key": jax.random.key(0)}
+    with pytest.raises(TypeError, match=r"'key' has dtype key<fry>: .* hide them by optax.masked"):
+        case.tx.init(params)
+    hidden = optax.masked(case.tx, {"table": True, "layer": True, "key": False})
+    grads = {**dense_grads(samples.params()), "key": None}
+    updates, _ = hidden.update(grads, hidden.init(params), params)
+    assert updates.pop("key") is None
+    chex.assert_trees_all_equal(optax.apply_updates(samples.params(), updates), case.warm[0])
+
+
 def test_leaves_without_elements_or_axes(case):
     tx, params = case.tx, {"none": jnp.ones((0, 2)), "scalar": jnp.ones(())}
     moved, state = step(tx, params, params)
@@ -275,12 +299,21 @@ def test_masked_leaves_pass(case):
 
 
 def test_numpy_in_place_of_jax(case, grads):
-    params = samples.params()
-    of_rows = lambda g: SparseRows(np.asarray(g.indices), np.asarray(g.values), g.num_rows)
-    is_rows = lambda g: isinstance(g, SparseRows)
-    numpy = lambda a: of_rows(a) if is_rows(a) else np.asarray(a)
-    got = step(case.tx, *(jax.tree.map(numpy, tree, is_leaf=is_rows) for tree in (grads, params)))
+    """Without jit, which would convert them, as after a state was restored from a file."""
+    params = samples.in_numpy(samples.params())
+    state = samples.in_numpy(case.tx.init(params))
+    got = step(case.tx, samples.in_numpy(grads), params, state)
     chex.assert_trees_all_equal(got, case.first(grads))
+
+
+def test_python_floats_in_place_of_arrays(case):
+    params = {"scalar": 1.0, "other": jnp.ones(2)}
+    grads = {"scalar": 0.5, "other": jnp.ones(2)}
+    arrays = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+    (got, state), (want, wanted) = (
+        step(case.tx, f(grads), f(params)) for f in (lambda tree: tree, arrays)
+    )
+    chex.assert_trees_all_equal((got, state), (want, wanted))
 
 
 def test_nan_stays_in_its_leaf(case, grads):

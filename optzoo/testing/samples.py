@@ -42,6 +42,14 @@ def strict_settings():
         yield
 
 
+def in_numpy(tree):
+    """A tree with NumPy's arrays in the place of those of JAX, also in rows."""
+    is_rows = lambda g: isinstance(g, SparseRows)
+    of_rows = lambda g: SparseRows(np.asarray(g.indices), np.asarray(g.values), g.num_rows)
+    convert = lambda a: of_rows(a) if is_rows(a) else np.asarray(a)
+    return jax.tree.map(convert, tree, is_leaf=is_rows)
+
+
 def plain(tree):
     """A tree with rows as arrays alone, which can be compared."""
     return map_rows(lambda g: (g.indices, g.values), tree)

@@ -99,6 +99,7 @@ class ShardedTables(RestingTables):
                     f"table '{self.names[i]}' is sharded by rows, so the loss can read it by "
                     f"lookups and gathers of whole rows only: {reason}"
                 )
+        self.has_gradient = loss.has_gradient
         super().check(loss)
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
@@ -147,14 +148,16 @@ class ShardedTables(RestingTables):
     def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the mean loss after all rounds."""
         axes, tables, number = self.mapped.axes, self.mapped.tables, self.mapped.mesh.size
-        if missing := set(axes) - varying(found.value):
+        # A loss without gradient, as of no ids, is not the sum of a collective.
+        missing = set(axes) - varying(found.value)
+        if missing and self.has_gradient:
             raise ValueError(
                 f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
                 "one device's part of the batch. sharded_minimize takes the mean over the devices"
             )
         grads, of_rows = self._with_rows(found).of_leaves, found.of_rows
         rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        sums, value = Replicas(axes).sum_gradients(rest, True, found.value)
+        sums, value = Replicas(axes).sum_gradients(rest, True, vary(found.value, axes))
         rest = divide_gradients(sums, jnp.asarray(number), rest)
         of_places = [
             part.route.of_places(of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ..core.gradients import check_whole_sums
+from ..core.gradients import check_arrays
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows, map_rows
 
@@ -28,7 +28,7 @@ def on_each(f: Callable[[Any], Any]) -> optax.GradientTransformation:
     """
 
     def update(updates, _):
-        check_whole_sums(updates)
+        check_arrays(updates)
         return jax.tree.map(f, map_rows(SparseRows.coalesce, updates), is_leaf=is_rows)
 
     return optax.stateless(update)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.gradients import check_arrays
 from ..core.norms import global_norm as norm_of_merged
 from ..core.numerics import has_derivative, upcast
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
@@ -54,6 +55,7 @@ def global_norm(updates: Any) -> Array:
     Args:
         updates: a tree of gradients.
     """
+    check_arrays(updates)
     merged = map_rows(SparseRows.coalesce, updates)
     return norm_of_merged(jax.tree.leaves(merged, is_leaf=is_rows))
 

@@ -11,6 +11,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check_update_arguments
+from ..core.gradients import check_arrays
 from ..core.norms import over_shards
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
@@ -72,6 +73,7 @@ def check_numerics(
         note_reads(extra_args, reads)
         del params
         step = state.count if global_step is None else global_step
+        check_arrays(updates)
         raise_if_bad(updates, what, step, axis_name)
         return updates, CheckNumericsState(next_count(state.count))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.gradients import check_arrays
 from ..core.rows import is_rows
 from ._per_leaf import on_listed
 
@@ -42,4 +43,10 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
     Differences from the original:
         An infinity in a row-sparse gradient becomes zero, too; in the original it becomes 1e30.
     """
-    return optax.stateless(lambda updates, _: jax.tree.map(filtered, updates, is_leaf=is_rows))
+
+    def update(updates, params):
+        del params
+        check_arrays(updates)
+        return jax.tree.map(filtered, updates, is_leaf=is_rows)
+
+    return optax.stateless(update)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from ..core.checks import check, check_function
+from ..core.gradients import check_arrays
 from ..core.norms import times
 from ..core.numerics import next_count
 from ..core.rows import is_rows
@@ -79,4 +80,5 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
 
 
 def _scaled(factor: Any, updates: Any) -> Any:
+    check_arrays(updates)
     return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from ..core.gradients import check_arrays
 from ..core.norms import norm, over_shards
 from ..core.numerics import upcast
 from ..core.paths import path_name
@@ -64,6 +65,7 @@ def gradient_summaries() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         del params
+        check_arrays(updates)
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         done = [_summary(g) for g in gs]
         columns = [[getattr(d, name) for d in done] for name in Summary._fields]

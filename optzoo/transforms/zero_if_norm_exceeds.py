@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_positive
-from ..core.gradients import check_whole_sums
+from ..core.gradients import check_arrays
 from ..core.norms import global_norm
 from ..core.rows import SparseRows, is_rows, map_rows
 from ._per_leaf import on_listed
@@ -63,7 +63,7 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
     check_positive(infinite=True, max_norm=max_norm)
 
     def update(updates, _):
-        check_whole_sums(updates)
+        check_arrays(updates)
         updates = map_rows(SparseRows.coalesce, updates)
         keep = is_within(global_norm(jax.tree.leaves(updates, is_leaf=is_rows)), max_norm)
         return jax.tree.map(lambda g: zero_unless(keep, g), updates, is_leaf=is_rows)

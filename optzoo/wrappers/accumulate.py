@@ -15,7 +15,7 @@ from jax.dtypes import canonicalize_dtype
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
-from ..core.numerics import has_derivative, next_count, saturating_cast, wide_dtype
+from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import path_name, value_by_name, without_boxes
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
@@ -254,7 +254,7 @@ def _zeros(sizes: Mapping[str, int], every: Any, params: Any) -> Any:
     size_of = value_by_name("max_rows", sizes, params)
 
     def zeros(path, x):
-        if not has_derivative(x):
+        if not is_trainable(x):
             return None
         size = size_of.get(path_name(path))
         if size is None:

@@ -55,7 +55,8 @@ def master_weights(
 
     It must be the last transformation of a chain, and its updates must be added as they are, by
     ``optax.apply_updates`` in the same traced function if they are rows: they are in float32, and
-    such that this sum is :math:`x_t`.
+    such that this sum is :math:`x_t`. ``optax.apply_if_finite`` expects those of the gradients'
+    dtype, so it goes inside: ``master_weights(optax.apply_if_finite(tx, 5))``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo

@@ -25,6 +25,8 @@ def param_groups(
     **Patterns** choose parameters by name in all functions of this library. A pattern is a regular
     expression. It must match the whole name of a parameter, its parts joined by ``/``, such as
     ``encoder/layers/0/kernel``; a pattern without ``/`` must match the whole last part, ``kernel``.
+    One that matches no last part, such as ``.*layers.*``, must match the whole name.
+
     A **mask**, where a function takes one, is a pattern, a tuple of patterns, a tree of bools, or a
     function of the parameters that returns one of these.
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_flags, check_size
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import automatically
-from ..core.numerics import promote_types
+from ..core.numerics import is_trainable, promote_types
 from ..core.optimizer import Notes, Optimizer
 from ..state.eight_bits import (
     Codes,
@@ -205,7 +205,8 @@ def _in_dtype(dtype: DTypeLike, packed: bool, inner: Any, params: Any, state: An
     # Only the start needs a cast: a rule gives each slot back in the dtype it came in.
     wider = state
     if jnp.finfo(dtype).bits > 32:  # 0.1 in float32 is another number
-        wider = inner.init(jax.tree.map(lambda x: _astype(x, dtype), params))
+        wide = lambda x: _astype(x, dtype) if is_trainable(x) else x
+        wider = inner.init(jax.tree.map(wide, params))
     state = map_nodes(LeafwiseState, functools.partial(_cast, dtype), state, wider)
     if not packed:
         return state
@@ -231,7 +232,9 @@ def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
         exact = what[name] == Exact
         wanted = promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype)
         best = jax.tree.map(lambda a, b: a if has(a, b.dtype) else b, slots, finer)
-        return jax.tree.map(lambda a: a.astype(wanted) if has(a, wanted) else a, best)
+        return jax.tree.map(
+            lambda a: a.astype(wanted) if is_trainable(a) and has(a, wanted) else a, best
+        )
 
     slots = state.slots
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))

@@ -6,6 +6,7 @@ the place that the message names; it says what must hold, and who needs it. ``cu
 """
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -145,12 +146,25 @@ def test_in_same_trace():
     assert compat.in_same_trace(X, X + 1), must
 
 
-def test_in_row_major():
+def test_in_row_major(monkeypatch):
     must = fix("in_row_major", "take the memory of a donated argument", "rows.row_major")
+    monkeypatch.setattr(compat, "may_be_for_tpus", lambda: True)
     f = jax.jit(lambda x: compat.in_row_major(x + 1), donate_argnums=0)
     got = f(jnp.ones((3, 2)))
     np.testing.assert_array_equal(got, 2 * np.ones((3, 2)), err_msg=must)
     assert got.format.layout.major_to_minor == (0, 1), must
+
+
+@pytest.mark.parametrize(
+    ("compiler", "backend", "want"),
+    [(None, "cpu", False), (None, "gpu", False), (None, "tpu", True), ("libtpu", "cpu", True)],
+)
+def test_where_programs_may_be_for_tpus(compiler, backend, want, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", {"libtpu": compiler}.get)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert compat.may_be_for_tpus() is want
+    made = jax.make_jaxpr(lambda x: compat.in_row_major(x))(jnp.ones((3, 2))).eqns  # not cached
+    assert bool(made) is (want and compat.DEMANDS_LAYOUTS)
 
 
 def test_eigh_by_jacobi():

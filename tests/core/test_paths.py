@@ -137,6 +137,18 @@ def test_patterns_that_match_nothing_are_refused():
     assert resolve_mask("bias", {}) == {}
 
 
+def test_a_pattern_of_no_last_part_is_one_of_whole_names():
+    marked = lambda pattern, tree: names(
+        jax.tree.map(lambda m: m or None, resolve_mask(pattern, tree))
+    )
+    assert marked(".*code.*", X) == [name for name in names(X) if "encoder" in name]
+    assert marked("ta.*", {**X, "tail": {"bias": 1.0}}) == ["table"]
+    # Whether the last part is hidden here does not matter.
+    hidden = {**X, "table": optax.MaskedNode(), "tail": {"bias": 1.0}}
+    assert marked("ta.*", hidden) == []
+    assert marked("tai.*", hidden) == ["tail/bias"]
+
+
 def test_a_function_sees_rows_as_their_array():
     """What is hidden stays so, and a missing gradient is not marked."""
     grads = {

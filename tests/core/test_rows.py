@@ -126,6 +126,7 @@ def test_gather_and_scatter():
     np.testing.assert_array_equal(few.gather(x)[jnp.array([0, 2])], x[jnp.array([3, 0])])
     got = few.scatter(x, -few.gather(x))
     np.testing.assert_array_equal(got, x * jnp.array([[-1.0], [1], [1], [-1], [1]]))
+    np.testing.assert_array_equal(few.scatter(np.asarray(x), -few.gather(np.asarray(x))), got)
 
 
 def test_drop_padding_drops_even_nan():

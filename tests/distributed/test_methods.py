@@ -166,6 +166,19 @@ def test_an_exchange_now_is_a_start_and_a_finish():
     close(state.replicated.center, of_plain.replicated.center)
 
 
+def test_hyperparameters_that_optax_injects():
+    numbers = {
+        "diloco": (lambda a: optzoo.diloco(momentum(), communication_period=3, mixing=a), 0.25),
+        "elastic": (lambda a: optzoo.elastic_average(momentum(), N, moving_rate=a), 0.02),
+        "pull": (lambda a: optzoo.elastic_average(momentum(), N, rho=a), 0.5),
+    }
+    for build, number in numbers.values():
+        (want, _), (got, _) = (
+            trajectory(tx, 4) for tx in (build(number), optax.inject_hyperparams(build)(number))
+        )
+        close(got, want)
+
+
 def test_an_elastic_center_is_followed():
     x, state = trajectory(optzoo.elastic_average(momentum(), N, communication_period=2), 200)
     centers = [a[-1].mean(axis=0) for a in jax.tree.leaves(x)]

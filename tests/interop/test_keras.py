@@ -361,7 +361,27 @@ def test_an_optimizer_of_ones_own():
     assert state.variables == {"iterations": 2, "variables/0": 2 * len(jax.tree.leaves(x))}
 
 
+@keras.saving.register_keras_serializable("optzoo_tests")
+class WithoutConfig(K.SGD):
+    """One that does not override ``get_config``."""
+
+    def __init__(self, learning_rate=0.1, factor=1.0, **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self._factor = factor
+
+
 # Bad input
+
+
+def test_settings_that_a_copy_would_not_have():
+    message = r"WithoutConfig.get_config\(\) does not return 'factor', .* has 1.0 instead of 5.0"
+    for optimizer in (
+        WithoutConfig(0.1, factor=5.0),
+        K.LossScaleOptimizer(WithoutConfig(0.1, factor=5.0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            keras_optimizer(optimizer)
+    keras_optimizer(WithoutConfig(0.1, factor=1.0, momentum=0.9, nesterov=True))
 
 
 def test_refuses():

@@ -237,6 +237,26 @@ def test_auxiliary_data_and_extra_arguments():
     np.testing.assert_array_equal(params["w"], before)
 
 
+@pytest.mark.parametrize(
+    "no_bags",
+    [
+        lambda p, ids: jnp.sum(jax.ops.segment_sum(optzoo.lookup(p["table"], ids), ids, 3)),
+        lambda p, ids: jnp.sum(optzoo.lookup_sparse(p["table"], ids, ids, 3)),
+    ],
+    ids=["constant", "empty"],
+)
+def test_a_loss_of_empty_bags_alone(no_bags):
+    """That it is the same on all devices does not mean that it is their sum."""
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
+    tx = optzoo.gradient_descent(0.1)
+    params, state = start(tx, mesh, s)
+    step = optzoo.sharded_minimize(no_bags, tx, mesh, {"table": s})
+    params, state, value = step(params, state, jnp.zeros(0, jnp.int32))
+    assert value == 0
+    np.testing.assert_array_equal(of_ids(params["table"], s), whole())
+    np.testing.assert_array_equal(params["w"], W)
+
+
 def refused(words, tx=None, fn=loss, tables=None, error=ValueError, **options):
     s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4)
     tx = LAZY["lazy_adam"] if tx is None else tx

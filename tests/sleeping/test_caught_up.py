@@ -540,6 +540,27 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
     assert moved.min() > 1e-4  # rows without an id, too
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_steps_of_optax_that_add_up(jit):
+    """``optax.MultiSteps`` takes no rows, and dense gradients as those of Adam itself."""
+    p = {"table": jnp.ones((6, 2)), "w": jnp.ones(2)}
+    tx, plain = (
+        optax.MultiSteps(optax.chain(inner), 2)
+        for inner in (optzoo.caught_up(optzoo.adam(0.1), mask="table"), optax.adam(0.1))
+    )
+    rows = jnp.zeros((6, 2)).at[jnp.array([1, 3])].set(1.0)
+    grads = [{"table": i * rows, "w": jnp.ones(2)} for i in range(1, 6)]
+
+    def train(tx):
+        update, x, state = jit(tx.update), p, tx.init(p)
+        for g in grads:
+            updates, state = update(g, state, x)
+            x = optax.apply_updates(x, updates)
+        return x
+
+    chex.assert_trees_all_close(train(tx), train(plain), rtol=1e-5)
+
+
 def test_what_a_step_needs():
     tx = optzoo.caught_up(optzoo.adam(0.1), mask=TABLES)
     p, ids = params(), batches(1)[0]

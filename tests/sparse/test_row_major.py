@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.core import compat
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.jaxprs.changed_rows import changed_rows
 from optzoo.jaxprs.graph import Graph
@@ -17,6 +18,11 @@ from optzoo.testing import samples
 
 ROWS, WIDTH = 11, 3
 IDS = jnp.array([2, 5, 2])
+
+
+@pytest.fixture(autouse=True)
+def for_tpus(monkeypatch):
+    monkeypatch.setattr(compat, "may_be_for_tpus", lambda: True)
 
 
 def loss(params, ids):

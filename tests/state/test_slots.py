@@ -189,3 +189,31 @@ def test_slots_by_type(case):
     found = slot_names(state)
     assert set(found) == names
     assert all(isinstance(get_slot(state, name), Named) for name in found)
+
+
+LOOK_FOR_SLOTS = {
+    "multitask": optzoo.multitask,
+    "agn": lambda tx: optzoo.agn(tx, axis_name=None),
+    "model_average": lambda tx: optzoo.model_average(tx, axis_name=None),
+    "elastic_average": lambda tx: optzoo.elastic_average(
+        tx, 1, axis_name=None, skip_nonfinite=True
+    ),
+    "diloco": lambda tx: optzoo.diloco(tx, axis_name=None, skip_nonfinite=True),
+}
+
+
+@pytest.mark.parametrize("wrap", LOOK_FOR_SLOTS.values(), ids=list(LOOK_FOR_SLOTS))
+def test_line_searches_go_around(wrap):
+    """Their ``init`` reads parameters, so that ``optax.tree.map_params`` fails."""
+    search = optax.scale_by_backtracking_linesearch(5)
+    loss = lambda params: sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+    value, grad = jax.value_and_grad(loss)(PARAMS)
+
+    def update(tx):
+        given = {"value": value, "grad": grad, "value_fn": loss}
+        return tx.update(grad, tx.init(PARAMS), PARAMS, **given)[0]
+
+    with pytest.raises(ValueError, match=r"Put a line search around: optax\.chain"):
+        update(wrap(optax.chain(optax.sgd(1.0), search)))
+    updates = update(optax.chain(wrap(optax.sgd(1.0)), search))
+    assert loss(optax.apply_updates(PARAMS, updates)) < value

@@ -211,6 +211,42 @@ def test_leaves_without_elements_or_axes_and_no_leaves_at_all(wrap, inner):
     assert step(wrap(INNER[inner](), dims={}), {}, {})[0] == {}
 
 
+@wrapped_around("lazy_adam")
+def test_numpy_and_python_floats_in_place_of_jax(wrap, inner):
+    tx, x = wrap(INNER[inner](), dims={".*": ()}), params()
+    state = samples.in_numpy(tx.init(samples.in_numpy(x)))
+    got = step(tx, samples.in_numpy(rows()), samples.in_numpy(x), state)
+    chex.assert_trees_all_equal(got, step(tx, rows(), x))
+    floats = jax.tree.map(lambda a: float(jnp.ravel(a)[0]), (dense_grads(x), x))
+    assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(tx.init(floats[1])))
+    chex.assert_trees_all_equal(step(tx, *floats), step(tx, *jax.tree.map(jnp.float32, floats)))
+
+
+MORE = {
+    "accumulate": lambda inner: optzoo.accumulate(inner, 1),
+    "accumulate_2": lambda inner: optzoo.accumulate(inner, 2),
+    "stacked": optzoo.stacked,
+    "bfloat16": lambda inner: optzoo.slots_dtype(inner, "bfloat16", stochastic=True),
+    "int8": lambda inner: optzoo.slots_dtype(inner, "int8"),
+    "caught_up": lambda inner: optzoo.caught_up(optzoo.adam(), mask="table"),
+}
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, *MORE])
+def test_leaves_that_cannot_be_trained(name):
+    tx, x = {**WRAPPERS, **MORE}[name](INNER["lazy_adam"]()), params()
+    fixed = {"complex": jnp.ones(3, "complex64"), "integers": jnp.arange(3)}
+    both, none = {**x, "fixed": fixed}, dict.fromkeys(fixed)
+    (updates, state), (want, _) = (
+        tx.update({**dense_grads(x), **more}, tx.init(all_of), all_of)
+        for more, all_of in (({"fixed": none}, both), ({}, x))
+    )
+    assert avals(state) == avals(tx.init(both)) and updates.pop("fixed") == none
+    chex.assert_trees_all_equal(updates, want)
+    with pytest.raises(TypeError, match=r"'key' has dtype key<fry>: .* hide them by optax.masked"):
+        tx.init({**x, "key": jax.random.key(0)})
+
+
 @wrapped_around()
 def test_nan_stays_in_its_leaf(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()

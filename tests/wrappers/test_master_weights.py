@@ -286,6 +286,22 @@ def test_tables_that_grow():
     np.testing.assert_array_equal(optzoo.wide_params(grown, larger)["t"][:ROWS], old)
 
 
+def test_steps_that_are_not_finite():
+    """``optax.apply_if_finite`` goes inside; around, its two cases have different types."""
+    params, nan = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.full(3, jnp.nan, jnp.bfloat16)}
+    loss = lambda params, x: jnp.sum((params["w"] * x).astype(jnp.float32))
+    plain = master_weights(optax.sgd(1e-3))
+    for inner in (plain, optzoo.accumulate(plain, 2)):
+        tx = optax.chain(optax.apply_if_finite(inner, 3))
+        with pytest.raises(ValueError, match=r"optzoo.master_weights\(optax.apply_if_finite\("):
+            jax.eval_shape(optzoo.minimize(loss, tx), params, tx.init(params), jnp.ones(3))
+    tx = master_weights(optax.apply_if_finite(optax.sgd(1e-3), 3))
+    moved, state = samples.step(tx, {"w": jnp.ones(3)}, params)
+    after, skipped = samples.step(tx, nan, moved, state)
+    np.testing.assert_allclose(optzoo.wide_params(moved, state)["w"], 1 - 1e-3, atol=2**-16)
+    chex.assert_trees_all_equal((after, skipped.corrections), (moved, state.corrections))
+
+
 def test_refused():
     momentum = optzoo.momentum(0.1, 0.9)
     with pytest.raises(ValueError, match="bits must be one of 24, 32, got 16"):

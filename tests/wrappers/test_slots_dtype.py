@@ -629,3 +629,16 @@ def test_derivatives_through_words_are_refused(dtype, options):
         jax.eval_shape(jax.grad(after_two_steps(tx)), g)
     with pytest.raises(TypeError, match="packed in 16 bits"):
         jax.eval_shape(lambda g: jax.jvp(after_two_steps(tx), (g,), (g,)), g)
+
+
+def test_frozen_parameters_keep_their_dtype_in_64_bits(x64):
+    with x64(True):
+        fixed = {"complex": jnp.ones(2, "complex64"), "integers": jnp.ones(2, "int32")}
+        params = {"w": jnp.ones(2, "float32"), "fixed": fixed}
+        tx = optzoo.slots_dtype(optzoo.momentum(0.1, 0.9), "float64")
+        state = tx.init(params)
+        dtypes = jax.tree.map(lambda a: a.dtype.name, optzoo.get_slot(state, "momentum"))
+        grads = {"w": jnp.ones(2, "float32"), "fixed": dict.fromkeys(fixed)}
+        updates, _ = tx.update(grads, state, params)
+    assert dtypes == {"w": "float64", "fixed": {"complex": "complex64", "integers": "int32"}}
+    np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-6)

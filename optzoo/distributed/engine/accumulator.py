@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.meshes import zeros_of_rows
-from ...core.numerics import has_derivative, upcast
+from ...core.numerics import is_trainable, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.averages import wide_zeros_like
 from .collectives import divide_gradients
@@ -23,7 +23,7 @@ class GradientAccumulator(NamedTuple):
     """Three trees like the parameters.
 
     The counts have one integer for each row of an array (for each element of its first axis).
-    A parameter of integers, which has no gradient, has None.
+    A parameter that cannot be trained, such as one of integers, has None.
     """
 
     sum: Any
@@ -33,7 +33,7 @@ class GradientAccumulator(NamedTuple):
 
 def init_accumulator(params: Any) -> GradientAccumulator:
     """An empty accumulator."""
-    params = jax.tree.map(lambda x: x if has_derivative(x) else None, params)
+    params = jax.tree.map(lambda x: x if is_trainable(x) else None, params)
     counts = (jax.tree.map(lambda x: zeros_of_rows(x, jnp.int32), params) for _ in range(2))
     return GradientAccumulator(wide_zeros_like(params), *counts)
 

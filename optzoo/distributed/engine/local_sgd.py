@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
-from ...core.numerics import has_derivative, next_count, upcast
+from ...core.numerics import is_trainable, next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import is_rows, is_sparse_or_none
 from ...state.averages import start_of_average
@@ -293,8 +293,8 @@ class _Driver:
 
 
 def _of_all_rows(u: Any, x: Any) -> Any:
-    """An update as an array; None of a parameter that can have no gradient."""
-    if u is None and x is not None and has_derivative(x):
+    """An update as an array; None of a parameter that cannot be trained."""
+    if u is None and x is not None and is_trainable(x):
         return jnp.zeros_like(x)
     return u.to_dense() if is_rows(u) else u
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.paths import matches, out_of_box, path_name
+from ...core.paths import matching, out_of_box, path_name
 from ...state.tf1_names import AVERAGE
 from .powers import estimate_exponent, is_integer_exponent
 
@@ -111,8 +111,9 @@ class CheckpointNames:
     ):
         self.given = given
         self.choices = choices
+        self._parameters = list(parameters)
         self._children = defaultdict[str, set[str]](set)
-        for name in set(given or ()) - set(parameters):
+        for name in set(given or ()).difference(self._parameters):
             parent, _, last = name.rpartition("/")
             self._children[parent].add(last)
 
@@ -164,7 +165,7 @@ class CheckpointNames:
         given = self.choices.optimizer_name
         if given is None or isinstance(given, str):
             return given
-        return next((n for pattern, n in given.items() if matches(pattern, owner)), None)
+        return next((given[p] for p in matching(given, self._parameters)[owner]), None)
 
     def _find(self, possible: Mapping[str, set[int]], name: str | None) -> tuple[str, str] | None:
         """The scope and the last part of the first slots of these parameters."""
