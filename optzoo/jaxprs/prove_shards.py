@@ -16,7 +16,6 @@ nothing else, depends on which rows come in a round.
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -71,11 +70,13 @@ def check_update(
     extra_args: Mapping[str, Any],
     shards: Mapping[int, Shard],
     more_rows: Set[int],
+    merged: Set[int],
 ) -> set[int]:
     """The tables of which ``tx`` needs the sum of squares before the first of several rounds.
 
-    The arguments are those of :func:`trace_update`, and ``more_rows``, the tables whose updates
-    may have more rows than the gradient, which move in the first round alone.
+    The arguments are those of :func:`trace_update`, and two sets of tables: ``more_rows``, whose
+    updates may have more rows than the gradient, which move in the first round alone; and
+    ``merged``, whose rows of equal ids are merged before the update.
 
     Raises:
         ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
@@ -83,11 +84,20 @@ def check_update(
     """
     if about_of(tx).row_wise:
         return set()
-    trace = functools.partial(trace_update, tx, params, tables, extra_args)
+
+    def trace(shards, listed=False):
+        some = {i: tables[i] for i in shards}
+        return trace_update(tx, params, some, extra_args, shards, listed=listed)
+
     in_one_round = {i: of._replace(is_round=False) for i, of in shards.items()}
-    for check, listed, fix in ((_check_shards, False, _BY_ROWS), (_check_listed, True, _MERGED)):
+    of_merged = {i: of for i, of in in_one_round.items() if i in merged}
+    for check, some, fix in (
+        (_check_shards, in_one_round, _BY_ROWS),
+        (_check_listed, of_merged, _MERGED),
+    ):
         try:
-            check(trace(in_one_round, listed=listed))
+            if some:
+                check(trace(some, listed=some is of_merged))
         except NotAlone as error:
             raise ValueError(
                 f"the optimizer cannot update a table that is sharded by rows: {error}. {fix}"

@@ -223,16 +223,16 @@ class ShardedTables(RestingTables):
         """
         has_norm = is_round and self.mapped.max_norm is not None
         needed = set(self.parts) if has_norm else set[int]()
-        shards = {
-            i: p.shard(is_round)
-            for i, p in self.parts.items()
-            if is_round or p.sharding.num_shards > 1
-        }
-        if self.model.sleepers is not None or not shards:
+        if self.model.sleepers is not None or not self.parts:
             return needed
+        shards = {i: p.shard(is_round) for i, p in self.parts.items()}
+        # On one device nothing merges the rows of equal ids before the update.
+        merged = {i for i, p in self.parts.items() if is_round or p.sharding.num_shards > 1}
         tables = {i: self.names[i] for i in shards}
         more = sleeping_leaves(self.params, self.state) & tables.keys()
-        return needed | check_update(self.model.tx, self.params, tables, extra_args, shards, more)
+        return needed | check_update(
+            self.model.tx, self.params, tables, extra_args, shards, more, merged
+        )
 
 
 def update_asleep(

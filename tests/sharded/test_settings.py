@@ -279,3 +279,11 @@ def test_what_is_linear_in_listed_rows_is_equal(name, factor):
     want = trained(IN_ANY_WAY[name], None, None)
     got = trained(IN_ANY_WAY[name], N, factor)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.01, None])
+@pytest.mark.parametrize("number", [1, N])
+def test_a_norm_of_a_whole_shard_is_refused(number, factor):
+    """Its number of elements is not that of the table: the last rows of a shard fill it up."""
+    with pytest.raises(ValueError, match=r"`mul` uses what a device computes .* of its own shard"):
+        trained(returnn(gradient_clip_avg_norm=1e-2), number, factor)
