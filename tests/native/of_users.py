@@ -250,7 +250,7 @@ class Program:
         self.is_dense, self.merges = bool(rng.random() < 0.25), bool(rng.random() < 0.9)
         self.turns = int(rng.integers(2, 12))
         widths = [self.width, self.width, 1, 2 * self.width, self.width + 1]
-        if rng.random() < 0.4:
+        if rng.random() < 0.4 or self.num_rows == 1:  # rows of 128 would be those of lines
             widths = widths[:1]
         dtypes = ["float32", "float32", "bfloat16", "int32", "int8", "bool"]
         self.slots = [(pick(widths), pick(dtypes)) for _ in range(rng.integers(1, 4))]
