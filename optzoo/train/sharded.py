@@ -223,11 +223,12 @@ class ShardedTables(RestingTables):
         """
         has_norm = is_round and self.mapped.max_norm is not None
         needed = set(self.parts) if has_norm else set[int]()
-        if self.model.sleepers is not None or not self.parts:
-            return needed
-        shards = {i: p.shard(is_round) for i, p in self.parts.items()}
-        # On one device nothing merges the rows of equal ids before the update.
         merged = {i for i, p in self.parts.items() if is_round or p.sharding.num_shards > 1}
+        # One shard that is filled up has more rows than its table.
+        filled = {i for i, p in self.parts.items() if p.sharding.stored_rows > p.sharding.num_rows}
+        shards = {i: self.parts[i].shard(is_round) for i in merged | filled}
+        if self.model.sleepers is not None or not shards:
+            return needed
         tables = {i: self.names[i] for i in shards}
         more = sleeping_leaves(self.params, self.state) & tables.keys()
         return needed | check_update(
