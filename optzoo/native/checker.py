@@ -23,11 +23,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from ..jaxprs.equations import caller_of
 from ..jaxprs.graph import Operation, Value
 from ..jaxprs.primitives import Kind
 from .elementwise import DTYPES, is_elementwise
-from .groups import REDUCTIONS, Unsupported, each
+from .groups import REDUCTIONS, Unsupported, each, named, unknown
 from .rows_groups import Part, RowsGroup
 
 
@@ -129,7 +128,7 @@ class _Loop:
         [v], shape = op.ins, op.ins[0].shape
         whole = all(d == 1 or axis in op.params["axes"] for axis, d in enumerate(shape) if axis)
         if 0 in op.params["axes"] or not whole or shape[:1] != self.rows.ids.shape:
-            raise Unsupported(f"{_named(op)} is not over a row that is at hand, or a part of it")
+            raise Unsupported(f"{named(op)} is not over a row that is at hand, or a part of it")
         _check_dtype(op)
         self._read([(v, (self.here, *self._elements(shape[1:])), op)])
 
@@ -178,7 +177,7 @@ class _Loop:
         for op in reductions:
             is_lanes = op.ins[0].shape[1:] == (number, length)
             if not is_lanes or tuple(op.params["axes"]) != (2,):
-                raise Unsupported(f"{_named(op)} is not over a group of its elements")
+                raise Unsupported(f"{named(op)} is not over a group of its elements")
             _check_dtype(op)
             self._read([(op.ins[0], (self.here, at_group, At("lane", length)), op)])
             self.kept[op.outs[0]] = (self.here, at_group)
@@ -214,7 +213,7 @@ class _Loop:
             v, index, reader = todo.pop()
             if (v, index) not in seen:
                 seen.add((v, index))
-                todo += self._needs(v, index, _named(reader or v.maker))
+                todo += self._needs(v, index, named(reader or v.maker))
 
     def _needs(self, v: Value, index: Index, reader: str) -> list[Element]:
         """The elements that an element is computed from."""
@@ -269,7 +268,7 @@ class _Loop:
         if op.name == "concatenate":
             return _concatenated(op, index)
         if op.name in REDUCTIONS:
-            raise Unsupported(f"{_named(op)} is not over a row that is at hand, or a part of it")
+            raise Unsupported(f"{named(op)} is not over a row that is at hand, or a part of it")
         if op.name == "broadcast_in_dim" and len(op.ins) == 1:
             inner = _broadcast(op, index)
         elif op.name == "slice":
@@ -283,26 +282,11 @@ class _Loop:
         return [(op.ins[0], inner, op)]
 
 
-def unknown(op: Operation) -> Unsupported:
-    """The error for an operation on rows that the native engine does not know."""
-    dtypes = {v.dtype for v in (*op.ins, *op.outs)} - DTYPES
-    what = f"the dtype {min(dtypes)} of {_named(op)}" if dtypes else _named(op)
-    return Unsupported(f"{what} is not known to the native engine")
-
-
-def _named(op: Operation | None) -> str:
-    """An operation and its line, for an error."""
-    if op is None:
-        return "it"
-    line = caller_of(op.eqn) or op.line
-    return f"`{op.name}`" + (f" ({line})" if line else "")
-
-
 def _check_dtype(op: Operation) -> None:
     """A reduction of integers is their largest or smallest one."""
     dtype = op.ins[0].dtype
     if dtype not in ("float32", "float64") and (dtype != "int32" or op.name == "reduce_sum"):
-        raise Unsupported(f"{_named(op)} is over {dtype}")
+        raise Unsupported(f"{named(op)} is over {dtype}")
 
 
 def _check_covered(parts: Sequence[Part]) -> None:
@@ -324,7 +308,7 @@ def _within(op: Operation, operand: Value, v: Value, index: Index) -> Index:
         return ()
     fits = len(operand.shape) == len(v.shape)
     if not fits or any(d not in (1, e) for d, e in zip(operand.shape, v.shape, strict=True)):
-        raise Unsupported(f"the operands of {_named(op)} have shapes that do not fit")
+        raise Unsupported(f"the operands of {named(op)} have shapes that do not fit")
     return tuple(FIRST if d == 1 else at for d, at in zip(operand.shape, index, strict=True))
 
 
@@ -336,7 +320,7 @@ def _broadcast(op: Operation, index: Index) -> Index:
 def _sliced(op: Operation, index: Index) -> Index:
     strides = op.params["strides"]
     if strides is not None and {*strides} != {1}:
-        raise Unsupported(f"{_named(op)} has strides")
+        raise Unsupported(f"{named(op)} has strides")
     starts = op.params["start_indices"]
     return tuple(at.moved(start) for at, start in zip(index, starts, strict=True))
 
@@ -386,4 +370,4 @@ def _regrouped(
         if old[-2:] == [number, length] and _same(long[-1:], [At("element")]):
             return [*long[:-1], *pair]
         return [*long[:-1], At(object(), old[-2]), At(object(), old[-1])]  # somewhere
-    raise Unsupported(f"{_named(op)} may mix elements of its rows")
+    raise Unsupported(f"{named(op)} may mix elements of its rows")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection
 
 from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, made_of
-from .checker import check, unknown
-from .groups import Unsupported, each, is_known
+from .checker import check
+from .groups import Unsupported, each, is_known, unknown
 from .rows_groups import MERGES, RowsGroup, are_distinct, lanes_of
 
 

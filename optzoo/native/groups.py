@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..jaxprs.equations import caller_of
 from ..jaxprs.graph import Graph, Operation, Value, inlined, made_of, needed
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
 from .elementwise import DTYPES, is_elementwise
@@ -66,6 +67,21 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
 
 class Unsupported(Exception):
     """Why some operations cannot become a group."""
+
+
+def unknown(op: Operation) -> Unsupported:
+    """The error for an operation on rows that the native engine does not know."""
+    dtypes = {v.dtype for v in (*op.ins, *op.outs)} - DTYPES
+    what = f"the dtype {min(dtypes)} of {named(op)}" if dtypes else named(op)
+    return Unsupported(f"{what} is not known to the native engine")
+
+
+def named(op: Operation | None) -> str:
+    """An operation and its line, for an error."""
+    if op is None:
+        return "it"
+    line = caller_of(op.eqn) or op.line
+    return f"`{op.name}`" + (f" ({line})" if line else "")
 
 
 def read_program(jaxpr: Any) -> Graph:
@@ -256,9 +272,9 @@ def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Opera
     follow = lambda v: v.maker.ins if v in made and v.maker is not None else ()
     makers = [v.maker for v in made_of([result], follow) if v in made and v.maker is not None]
     has_arrays = lambda op: any(v.shape for v in (*op.ins, *op.outs))
-    names = {op.name for op in makers if op not in fusible and has_arrays(op)}
+    names = {op.name: named(op) for op in makers if op not in fusible and has_arrays(op)}
     if names:
-        few = ", ".join(f"`{name}`" for name in sorted(names)[:4])
+        few = ", ".join(names[name] for name in sorted(names)[:4])
         return f"operations that are unknown, or not element by element: {few}"
     return "something else needs a result between its operations"
 

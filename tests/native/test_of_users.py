@@ -175,3 +175,11 @@ def test_many_random_optimizers(threads):
     done = run_module("of_users", str(1000 * threads), "60", NPROC=str(threads))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert "60 programs, 0 differ" in done.stdout
+
+
+def test_what_is_required_of_an_array_names_the_operation_and_its_line():
+    update = lambda g, s, x: (-jnp.sort(g), s)
+    tx = optax.GradientTransformation(lambda x: (), update)
+    x = jnp.ones(4)
+    with pytest.raises(ValueError, match=r"element by element: `sort` \(\S+test_of_users.py:\d+"):
+        jax.jit(optzoo.native_step(tx, required=True))(x, (), x)
