@@ -648,7 +648,9 @@ def test_operations_after_a_branch_that_need_more_than_it_has():
     inner = optzoo.accumulate(optzoo.lazy_adam(0.1), 2)
     tx = optax.chain(inner, optzoo.clip_by_global_norm(0.1))
     check_close(*both(tx, arrays(9), arrays, steps=4, required=False))
-    with pytest.raises(ValueError, match=r"updates 3 arrays: 'params a': .*: `cond`, `reduce_sum`"):
+    with pytest.raises(
+        ValueError, match=r"updates 3 arrays: 'params a': .*: `cond` .*, `reduce_sum`"
+    ):
         both(tx, arrays(9), arrays)
     state, step = tx.init(arrays(9)), optzoo.native_step(tx)
     program = jax.make_jaxpr(step)(arrays(9), state, arrays(0))
@@ -732,7 +734,7 @@ def test_derivatives_and_vmap_are_those_of_the_operations(draw):
         new, _ = step(scaled, state, grads)
         return sum(jnp.sum(a**2) for a in jax.tree.leaves(new))
 
-    steps = [step_of(tx), optzoo.native_step(tx, required=True)]
+    steps = [step_of(tx), optzoo.native_step(tx)]
     for transform in (jax.grad, lambda f: jax.vmap(jax.grad(jax.checkpoint(f))), jax.jacfwd):
         at = jnp.ones(3) if transform not in (jax.grad, jax.jacfwd) else 1.5
         expected, got = (jax.jit(transform(functools.partial(loss, f)))(at) for f in steps)
