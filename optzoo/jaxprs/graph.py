@@ -58,6 +58,7 @@ class Operation:
     outs: list[Value]
     jaxpr: Any  # of the equation
     inside: "list[Operation]" = dataclasses.field(default_factory=list)  # on the same values
+    call: Any = None  # the equation of the outermost call that it was inlined from, if there is one
 
     @property
     def kind(self) -> Kind | None:
@@ -72,7 +73,7 @@ class Operation:
     @property
     def line(self) -> str:
         """The line of the user's program."""
-        return line_of(self.eqn)
+        return line_of(self.eqn) or (line_of(self.call) if self.call else "")
 
     @functools.cached_property
     def bodies(self) -> "list[Body]":
@@ -362,13 +363,16 @@ class _Inliner:
     def __init__(self, graph: Graph, calls: Collection[str], whole: Collection[str]):
         self.graph, self.calls, self.whole = graph, calls, whole
         self._made: dict[Any, list[Value]] = {}
+        self._call: Any = None
 
     def add(self, jaxpr: Any, values: dict[Any, Value]) -> list[Value]:
         """Adds a jaxpr, of which the values of inputs and constants are known; its results."""
         for eqn in jaxpr.eqns:
             ins, name = [_value(v, values) for v in eqn.invars], name_of(eqn)
             if name in self.calls and not has_shardings(eqn):
+                outer, self._call = self._call, self._call or eqn
                 outs = self._inside(self, eqn, ins)
+                self._call = outer
             else:
                 outs = self.append(name, eqn, ins, jaxpr)
             values.update(zip(eqn.outvars, outs, strict=True))
@@ -388,7 +392,8 @@ class _Inliner:
         key = _key(name, eqn, ins)
         if key in self._made:
             return self._made[key]
-        op = Operation(name, eqn, ins, [Value(v.aval) for v in eqn.outvars], jaxpr)
+        outs = [Value(v.aval) for v in eqn.outvars]
+        op = Operation(name, eqn, ins, outs, jaxpr, call=self._call)
         if name in self.whole and len(list(closed_jaxprs(eqn))) == 1:
             inside = Graph([], op.inside, [])
             results = self._inside(_Inliner(inside, self.calls, self.whole), eqn, ins)

@@ -261,7 +261,7 @@ def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
     means = lambda v: None if v.meaning is None else copies.get(v.meaning, v.meaning)
     outs = [Value(v.aval, meaning=means(v)) for v in op.outs]
     copies.update(zip(op.outs, outs, strict=True))
-    made = Operation(op.name, op.eqn, ins, outs, op.jaxpr, inside)
+    made = Operation(op.name, op.eqn, ins, outs, op.jaxpr, inside, op.call)
     for v in outs:
         v.maker = made
     return made
