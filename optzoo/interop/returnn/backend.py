@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
 from jax import Array
 
 from ...core.checks import check_positive
+from .backends import BLACKLIST, DECAY_CHECK
 from .options import read_options
-from .updater import returnn_updater
-from .values import schedule
+from .updater import make_updater
+from .values import PARAM_READERS, schedule
 
 
 class OptzooUpdater:
-    """The updater for RETURNN's JAX backend: all of RETURNN's options, every optimizer of optzoo.
+    """The updater for RETURNN's JAX backend: what its own does, more options, every optimizer here.
 
     In a config, before the training starts::
 
@@ -24,20 +26,26 @@ class OptzooUpdater:
 
         returnn.jax.engine.Updater = OptzooUpdater
 
-    The engine makes it from the config and calls it; ``docs/returnn.md`` has a complete config. The
-    options are those of :func:`optzoo.interop.returnn.returnn_updater`; ``updater_layers`` in the
-    config is its ``layers=``, by the names of parameters with ``/`` between their parts. The engine
-    keeps the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and gives it to
-    each step. It is an argument of the optimizer and not a factor of the update, so that FTRL and
-    the proximal optimizers get the right one. The log names the optimizer that runs.
+    The engine makes it from the config and calls it; ``docs/returnn.md`` has a complete config. A
+    config that RETURNN's own updater takes has the same values here: ``adam``, ``adamw`` and
+    ``sgd`` are optax's, a decay that is set is of all parameters but biases and those of
+    ``weight_decay_modules_blacklist``. Other classes are those of :func:`optzoo.create`, and other
+    options those of :func:`optzoo.interop.returnn.returnn_updater`; ``updater_layers`` in the
+    config is its ``layers=``, by the names of parameters with ``/`` between their parts. The log
+    names the optimizer that runs, and what RETURNN's own updater does not have. A ``backend`` in
+    the config is followed, so that of another one has its values.
+
+    The engine keeps the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and
+    gives it to each step. Optimizers of optzoo get it as an argument and not as a factor of the
+    update, so that FTRL and the proximal optimizers get the right one.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from returnn.config import Config
         >>> from optzoo.interop.returnn import OptzooUpdater
-        >>> config = Config({"optimizer": {"class": "GradientDescent"}, "learning_rate": 0.1})
+        >>> config = Config({"optimizer": {"class": "sgd"}, "learning_rate": 0.1})
         >>> updater = OptzooUpdater(config=config, param_names=["bias"])
-        JAX updater: optzoo.create({'class': 'GradientDescent'})
+        JAX updater: optax.sgd({})
         >>> params = [jnp.ones(2)]
         >>> params, state = updater.step(
         ...     params=params, grads=params, opt_state=updater.init(params), learning_rate=0.1
@@ -47,27 +55,38 @@ class OptzooUpdater:
 
     Args:
         config: RETURNN's ``Config``.
-        model: not used; RETURNN's own updater looks for modules without weight decay in it.
+        model: RETURNN's model, in which the modules without a decay are looked up. Without it a
+            decay is of all parameters, as in RETURNN.
         param_names: the names of the parameters that ``init`` and ``step`` get, in their order.
 
     Raises:
-        TypeError: if an option has a wrong type.
-        ValueError: if an option is out of its range, unknown or not supported.
+        TypeError: if an option has a wrong type, or the optimizer has no argument of a name.
+        ValueError: if options are out of their range or not supported, or if a key resembles one.
+
+    References:
+        ``returnn.jax.updater.Updater``.
     """
 
     def __init__(self, *, config: Any, model: Any = None, param_names: Sequence[str] = ()):
         from returnn.log import log
 
         options = dict(config.typed_dict)
+        added = _added(options)
         self.learning_rate_function = _schedule(options.pop("dynamic_learning_rate", None))
         self.log_grad_norm_p = _norm_order(options.pop("log_grad_norm", None))
         layers = options.pop("updater_layers", {})
         self.names = [name.replace(".", "/") for name in param_names]
-        self._optimizer = returnn_updater(options, layers=layers)
-        running = [o.optimizer for o in read_options(options, layers).distinct]
-        for i, optimizer in enumerate(running):
-            if optimizer not in running[:i]:
-                print(f"JAX updater: optzoo.create({optimizer})", file=log.v3)
+        read = read_options(options, layers, "jax")
+        decays = _decays(options.get("optimizer") or {}, model, param_names)
+        self._optimizer = make_updater(read, decay_mask=dict(zip(self.names, decays, strict=True)))
+        running = [o.optimizer for o in read.distinct]
+        running = [o for i, o in enumerate(running) if o not in running[:i]]
+        for optimizer in running:
+            print(f"JAX updater: {read.backend.written(optimizer)}", file=log.v3)
+        classes = dict.fromkeys(o["class"] for o in running)
+        added = [f"the class {c}" for c in classes if c not in read.backend.optimizers] + added
+        if added:
+            print(f"JAX updater: not in RETURNN's own: {', '.join(added)}", file=log.v3)
 
     def get_effective_learning_rate(
         self,
@@ -110,6 +129,52 @@ class OptzooUpdater:
 
     def _named(self, arrays: Sequence[Array]) -> dict[str, Array]:
         return dict(zip(self.names, arrays, strict=True))
+
+
+# Of all options, those that RETURNN's own updater has.
+_OWN = {"optimizer", "accum_grad_multiple_step", "gradient_clip_global_norm"}
+_ADDED = ("decouple_constraints", "debug_add_check_numerics_ops", "updater_layers")
+
+
+def _added(options: Mapping[str, Any]) -> list[str]:
+    """The options of a config that RETURNN's own updater does not have."""
+    names = [name for name in (*PARAM_READERS, *_ADDED) if name not in _OWN and options.get(name)]
+    dynamic = "dynamic_learning_rate"
+    return names + [f"{dynamic} as a dict"] * isinstance(options.get(dynamic), Mapping)
+
+
+def _decays(optimizer: Any, model: Any, names: Sequence[str]) -> list[bool]:
+    """Whether each parameter has the decay that is set."""
+    if DECAY_CHECK in optimizer:
+        raise ValueError(f"optimizer: {DECAY_CHECK} is a function of torch's modules")
+    if model is None:
+        return [True] * len(names)
+    import returnn.frontend as rf
+
+    types = tuple(_module_type(rf, value) for value in optimizer.get(BLACKLIST) or ())
+    without = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        if isinstance(module, types)
+        for key, value in vars(module).items()
+        if isinstance(value, rf.Parameter)
+    }
+    return [not name.endswith("bias") and name not in without for name in names]
+
+
+def _module_type(rf: Any, value: Any) -> type:
+    """A type of modules from an entry of the list: a type, or its name as ``"rf.LayerNorm"``."""
+    found = value
+    if isinstance(value, str):
+        scope, *parts = value.split(".")
+        inside = lambda part, name: getattr(part, name, None)
+        found = functools.reduce(inside, parts, rf if scope == "rf" else None)
+    if not isinstance(found, type) or not issubclass(found, rf.Module):
+        raise ValueError(
+            f"optimizer: {BLACKLIST} must have modules of returnn.frontend, such as "
+            f"'rf.LayerNorm', got {value!r}"
+        )
+    return found
 
 
 def _schedule(value: Any) -> Callable[..., Any] | None:
