@@ -89,6 +89,12 @@ def _times_rate(
     tx = optax.chain(densify(), tx)
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
+        leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+        if missing := [path_name(path) for path, g in leaves if g is None]:
+            raise ValueError(
+                f"{missing} have no gradients, which optimizers of optax need: wrap the updater in "
+                "optax.masked to leave parameters out"
+            )
         updates, state = tx.update(updates, state, params)
         factor = rate if learning_rate is None else learning_rate
         return jax.tree.map(lambda u: times(factor, u), updates), state

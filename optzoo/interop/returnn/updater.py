@@ -127,7 +127,8 @@ def returnn_updater(
         TypeError: if a value has a wrong type, or the optimizer has no argument of a name.
         ValueError: if options are not supported, ignored by the backend or out of their range, if a
             key resembles an option, or if the dict of the optimizer names modules or a function
-            about decay and ``decay_mask`` is not given; at ``init``, if a layer has no parameter.
+            about decay and ``decay_mask`` is not given; at ``init``, if a layer has no parameter;
+            in ``update``, if an optimizer of optax gets None for a gradient.
 
     References:
         ``returnn.tf.updater``, ``returnn.torch.updater`` and ``returnn.jax.updater``.
