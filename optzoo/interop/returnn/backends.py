@@ -1,8 +1,7 @@
 """What a config means in each of RETURNN's backends: the table ``BACKENDS``.
 
 RETURNN's TensorFlow updater has optimizers of its own and of TensorFlow. Its updaters for torch and
-JAX have those of torch and optax: the rate is a factor of the update, so a decay is multiplied by
-it, and a velocity does not contain it.
+JAX have those of torch and optax, whose updates are multiplied by the rate, with all decays.
 """
 
 import inspect

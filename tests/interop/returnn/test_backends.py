@@ -61,6 +61,7 @@ def test_the_backend_is_the_one_that_returnn_selects(config, monkeypatch):
     [("jax", [0.1, 0.019, 0.0271]), ("torch", [0.1, 0.019, 0.0271]), ("tensorflow", [0.1] * 3)],
 )
 def test_whether_a_velocity_contains_the_rate(backend, want):
+    """With TensorFlow it is Keras' SGD."""
     tx = make(backend, {"class": "sgd", "momentum": 0.9}, layers={})
     x, state = jnp.zeros([]), tx.init(jnp.zeros([]))
     for rate, change in zip([0.1, 0.01, 0.01], want, strict=True):
@@ -132,6 +133,9 @@ def test_rows_are_dense_for_optimizers_of_optax():
     dense = {**G, "out": rows["out"].to_dense()}
     tx = make("jax", ADAMW)
     chex.assert_trees_all_equal(moved(tx, rows), moved(tx, dense))
+    # The norm is that of the dense gradient, too.
+    tx = make("jax", {"class": "sgd"}, gradient_clip_global_norm=0.1)
+    chex.assert_trees_all_close(moved(tx, rows), moved(tx, dense), rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])

@@ -506,6 +506,7 @@ def test_variables_of_a_config_are_no_options():
     """Nor is what changes no value."""
     variables = {
         "L2": 1e-4,
+        "_optimizer": {},
         "tags": ["a"],
         "darc1": 0.1,
         "spatial_smoothing": 0.1,
