@@ -70,7 +70,8 @@ class OptzooUpdater:
     def __init__(self, *, config: Any, model: Any = None, param_names: Sequence[str] = ()):
         from returnn.log import log
 
-        options = dict(config.typed_dict)
+        # Options of the command line are strings, unless the file has them, too.
+        options = {name: config.value(name, None) for name in config.dict} | config.typed_dict
         added = _added(options)
         self.learning_rate_function = _schedule(options.pop("dynamic_learning_rate", None))
         self.log_grad_norm_p = _norm_order(options.pop("log_grad_norm", None))
@@ -190,6 +191,8 @@ def _schedule(value: Any) -> Callable[..., Any] | None:
 
 def _norm_order(value: Any) -> float | None:
     """The order of the norm of all gradients that the engine logs; None for no norm."""
+    if isinstance(value, str):  # of the command line
+        value = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     if value is None or isinstance(value, bool):
         return 2.0 if value else None
     check_positive(fix="it is True or the order of the norm", log_grad_norm=value)

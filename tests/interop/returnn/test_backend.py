@@ -146,6 +146,23 @@ def test_equals_returnns_own_with_float64(x64, model):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+def test_options_of_the_command_line():
+    """RETURNN keeps them elsewhere; the config has one of them, too."""
+    words = ["++gradient_clip_global_norm", "0.5", "++accum_grad_multiple_step", "2"]
+    words += ["++L2", "3", "++log_grad_norm", "True"]
+    configs = [Config({"optimizer": SGD, "L2": 1}) for _ in range(2)]
+    configs[0].parse_cmd_args(words)
+    configs[1].typed_dict |= {"gradient_clip_global_norm": 0.5, "accum_grad_multiple_step": 2}
+    given, written = (OptzooUpdater(config=config, param_names=NAMES) for config in configs)
+    theirs = updater.Updater(config=configs[0], param_names=NAMES)
+    assert given.log_grad_norm_p == theirs.log_grad_norm_p == 2 and written.log_grad_norm_p is None
+    ends = [np.concatenate(list(map(np.ravel, train(made, 0.1)))) for made in (given, written)]
+    np.testing.assert_array_equal(*ends)
+    np.testing.assert_allclose(
+        ends[0], np.concatenate(list(map(np.ravel, train(theirs, 0.1)))), rtol=1e-6
+    )
+
+
 @pytest.mark.full
 def test_no_two_configs_mean_the_same(model):
     """But for those that should."""
