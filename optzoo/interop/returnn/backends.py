@@ -40,10 +40,10 @@ class Backend(NamedTuple):
     reads_network: bool = False  # whether layers and their options are in the config
     norm_epsilon: float = 0.0  # what is added to the norm to clip by
 
-    def ignored(self, config: Mapping[str, Any]) -> Mapping[str, str]:
-        """Options that it ignores, but by which TensorFlow's changes values; what to do instead."""
+    def ignored(self, config: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Options of TensorFlow's that it ignores, and what to do instead; None for that itself."""
         if not self.optimizers:
-            return {}
+            return None
         optimizer = config.get("optimizer")
         name = optimizer.get("class") if isinstance(optimizer, Mapping) else None
         is_own = not isinstance(name, str) or name.lower() in self.optimizers

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from .values import PARAM_READERS, STEP_READERS
@@ -53,12 +52,10 @@ _KNOWN = {
     "optimizer_epsilon",
     "horovod_reduce_type",
 } - {"tags"}
-# What a config of RETURNN may define beside: names of these are never taken for options.
-_NO_OPTIONS = {*_REFUSED, *_OF_OTHERS}
 
 
 def refuse_unknown(
-    config: Mapping[str, Any], ignored: Mapping[str, str] = MappingProxyType({}), backend: str = ""
+    config: Mapping[str, Any], backend: str = "", ignored: Mapping[str, str] | None = None
 ) -> None:
     """Raises if options are not supported, or if keys resemble an option; names all of them.
 
@@ -66,24 +63,28 @@ def refuse_unknown(
 
     Args:
         config: the config.
-        ignored: the options that RETURNN's backend ignores, and what to do instead.
-        backend: which.
+        backend: which of RETURNN's.
+        ignored: for a backend other than TensorFlow, the options that it ignores, and what to do
+            instead; the old switches are no options there.
     """
     if wrong := [key for key in config if not isinstance(key, str)]:
         raise TypeError(f"config: names of options must be strings, got {wrong[0]!r}")
-    given = {key for key, value in config.items() if value}
-    problems = [f"{key} is not supported: {why}" for key, why in _REFUSED.items() if key in given]
-    if config.get("horovod_reduce_type", "grad") not in (None, "grad"):
+    reduce_type = config.get("horovod_reduce_type") or "grad"
+    problems = [
+        f"{key} is not supported: {why}" for key, why in _REFUSED.items() if config.get(key)
+    ]
+    if reduce_type != "grad":
         problems.append(
-            f"horovod_reduce_type must be 'grad', got {config['horovod_reduce_type']!r}; to "
-            "average parameters periodically use optzoo.model_average around the updater"
+            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average parameters "
+            "periodically use optzoo.model_average around the updater"
         )
     problems += [
         f"{key} is ignored by RETURNN's {backend} backend: {why}"
-        for key, why in ignored.items()
-        if key in given
+        for key, why in (ignored or {}).items()
+        if config.get(key)
     ]
-    problems += near_misses(config, _KNOWN, _NO_OPTIONS)
+    known = _KNOWN if ignored is None else _KNOWN.difference(_OLD_SWITCHES)
+    problems += near_misses(config, known, (*_OLD_SWITCHES, *_REFUSED, *_OF_OTHERS))
     if problems:
         raise ValueError("config: " + "; ".join(problems))
 

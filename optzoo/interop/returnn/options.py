@@ -72,7 +72,7 @@ def read_options(config: Any, layers: Any, backend: str = "tensorflow") -> Optio
             f"config must be a dict, got {config!r}; of a returnn.config.Config take typed_dict"
         )
     semantics = backend_of(config, backend)
-    refuse_unknown(config, semantics.ignored(config), semantics.name)
+    refuse_unknown(config, semantics.name, semantics.ignored(config))
     given = semantics.prepare({name: x for name, x in config.items() if x is not None})
     step = StepOptions(**_read(given, STEP_READERS))
     optimizer = semantics.complete(given["optimizer"], {}, given)

@@ -208,6 +208,9 @@ def test_what_changes_no_value_is_ignored():
     words = {"foreach": True, "fused": None, "capturable": True, "amsgrad": False, "maximize": 0}
     plain = {"class": "adam"}
     chex.assert_trees_all_equal(moved(make("torch", plain | words)), moved(make("torch", plain)))
+    with pytest.raises(ValueError, match=r"no option 'adamw' \(the nearest is 'adam'"):
+        make("tensorflow", plain, {}, adamw={"class": "adamw"})
+    make("torch", plain, adamw={"class": "adamw"}, adam=plain)
     # A network is TensorFlow's.
     assert make("jax", get_network=len, network={"enc": {"darc1": 1.0}})
 

@@ -506,6 +506,7 @@ def test_variables_of_a_config_are_no_options():
     """Nor is what changes no value."""
     variables = {
         "L2": 1e-4,
+        "statistics": np.ones(3),  # it is neither true nor false
         "_optimizer": {},
         "tags": ["a"],
         "darc1": 0.1,
