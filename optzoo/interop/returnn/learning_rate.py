@@ -57,7 +57,7 @@ class LearningRateControl:
     Raises:
         TypeError: if an option has a wrong type; ``learning_rates`` as a string, which RETURNN
             evaluates, is one: a config is data.
-        ValueError: if an option is unknown or out of its range.
+        ValueError: if an option is out of its range, or if keys resemble an option.
     """
 
     def __init__(self, config: Mapping[str, Any]):

@@ -89,6 +89,9 @@ def test_which_parameters_decay(backend):
     assert decaying(modules, "weight") == expected(True, False, False)
     own = {"enc": {"updater_opts": {"optimizer": {"weight_decay": 0.2}}}}
     assert decaying({"class": "adamw"}, None, own) == expected(True, False, True)
+    tree = expected(False, True, False)
+    assert decaying({"class": "adamw"}, tree, own) == expected(False, True, True)
+    assert decaying({"class": "adamw"}, "bias", own) == expected(False, True, True)
     with pytest.raises(ValueError, match=r"no parameter matches \['wait'\]"):
         make(backend, ADAMW, decay_mask="wait").init(X)
 

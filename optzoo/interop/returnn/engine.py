@@ -1,4 +1,4 @@
-"""The updater of RETURNN's JAX backend, on the optimizers of optzoo."""
+"""The updater for RETURNN's JAX engine, on the optimizers of optax and optzoo."""
 
 from __future__ import annotations
 
