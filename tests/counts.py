@@ -110,9 +110,14 @@ COUNTS: tuple[tuple[str, Callable[[], int | str], str], ...] = (
         "stored; `make_fuzz.py` runs thousands of others beside TensorFlow, by hand",
     ),
     (
-        "runs of RETURNN's updater",
+        "runs of RETURNN's updater for TensorFlow",
         lambda: len(_meta(GOLDEN / "returnn.npz")["cases"]),
         "every option that can be recorded",
+    ),
+    (
+        "runs of RETURNN's updater for torch",
+        lambda: len(json.loads((GOLDEN / "returnn_torch.json").read_text())["cases"]),
+        "2e-6",
     ),
     (
         "runs of FBGEMM's optimizers for tables",

@@ -1,5 +1,5 @@
 """RETURNN's updater."""
 
-from .backend import OptzooUpdater as OptzooUpdater
+from .engine import OptzooUpdater as OptzooUpdater
 from .learning_rate import LearningRateControl as LearningRateControl
 from .updater import returnn_updater as returnn_updater

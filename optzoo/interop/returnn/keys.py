@@ -1,7 +1,7 @@
-"""Which keys of a RETURNN config are options of the updater, and which only look like it."""
+"""Which keys of a RETURNN config are options, and which resemble one."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .values import PARAM_READERS, STEP_READERS
@@ -17,9 +17,11 @@ EPOCH_OPTIONS = (
     "newbob_relative_error_threshold",
 )  # fmt: skip
 _OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
-# They have no effect here: the state is an argument, and nothing is updated in parallel.
-_WITHOUT_EFFECT = ("optimizer_use_locking", "debug_save_updater_vars")
-# They look like options of the updater, but belong to the engine or to the data.
+# They change no value: the state is an argument, and nothing is updated in parallel.
+_WITHOUT_EFFECT = (
+    "optimizer_use_locking", "debug_save_updater_vars", "debug_add_check_numerics_on_output",
+)  # fmt: skip
+# They resemble options of the updater, but belong to the engine or to the data.
 _OF_OTHERS = (
     "horovod_dataset_distribution", "learning_rate_file", "pretrain_learning_rate",
     "use_learning_rate_control_always",
@@ -30,19 +32,10 @@ _THEANO = (
     "update_clip", "weight_clip",
 )  # fmt: skip
 _REFUSED = {
-    "tags": "it is an option of a layer, in its updater_opts",
-    "L2": "it is an option of a layer",
-    "darc1": "it depends on the output of a layer: add it to the loss",
-    "spatial_smoothing": "it depends on the output of a layer: add it to the loss",
-    "updater_opts": "it is an option of a layer",
-    "learning_rate_multiplier": "it belongs in the dict of the optimizer",
-    "debug_add_check_numerics_on_output": "the updater sees no layers: use jax.debug_nans",
+    "grad_clip": "RETURNN refuses it, too: the nearest options are gradient_clip and "
+    "gradient_clip_global_norm",
     "reset_updater_vars_mod_step": "call init of the updater again to reset the state",
     "num_allowed_consec_invalid_gradient_steps": "wrap the updater in optax.apply_if_finite",
-    "param_groups_custom": "give the groups as layers=",
-    "weight_decay": "it belongs in the dict of the optimizer ({'class': 'adamw', ...})",
-    "weight_decay_modules_blacklist": "the updater sees no modules: use adamw's mask",
-    "weight_decay_custom_include_check": "use adamw's mask",
     "grad_scaler": "scale the loss and its gradients outside",
     "horovod_param_sync_step": "use optzoo.model_average around the updater",
     "horovod_param_sync_time_diff": "use optzoo.model_average around the updater",
@@ -54,33 +47,55 @@ _KNOWN = {
     *EPOCH_OPTIONS,
     *_OLD_SWITCHES,
     *_WITHOUT_EFFECT,
+    "backend",
     "optimizer",
     "optimizer_epsilon",
     "horovod_reduce_type",
 } - {"tags"}
-_PREFIXES = (
-    "accum_grad", "clip_", "decouple_", "decoupled_", "grad_", "gradient_", "gradients_",
-    "horovod_", "newbob_", "optimizer_", "updater_",
-)  # fmt: skip
 
 
-def refuse_unknown(config: Mapping[str, Any]) -> None:
-    """Raises if a key looks like an option of the updater but is none, or is not supported."""
+def refuse_unknown(
+    config: Mapping[str, Any], backend: str = "", ignored: Mapping[str, str] | None = None
+) -> None:
+    """Raises if options are not supported, or if keys resemble an option; names all of them.
+
+    Other keys are no options: a config is a Python file, with variables of its own.
+
+    Args:
+        config: the config.
+        backend: which of RETURNN's.
+        ignored: for a backend other than TensorFlow, the options that it ignores, and what to do
+            instead; the old switches are no options there.
+    """
+    if wrong := [key for key in config if not isinstance(key, str)]:
+        raise TypeError(f"config: names of options must be strings, got {wrong[0]!r}")
     reduce_type = config.get("horovod_reduce_type") or "grad"
+    problems = [
+        f"{key} is not supported: {why}" for key, why in _REFUSED.items() if config.get(key)
+    ]
     if reduce_type != "grad":
-        raise ValueError(
-            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average "
-            "parameters periodically use optzoo.model_average around the updater"
+        problems.append(
+            f"horovod_reduce_type must be 'grad', got {reduce_type!r}; to average parameters "
+            "periodically use optzoo.model_average around the updater"
         )
-    for key, value in config.items():
-        if not isinstance(key, str):
-            raise TypeError(f"config: names of options must be strings, got {key!r}")
-        if key in _REFUSED and value:
-            raise ValueError(f"{key} is not supported: {_REFUSED[key]}")
-        if key in _KNOWN or key in _REFUSED or key in _OF_OTHERS or key.startswith("_"):
-            continue
-        if key.startswith(_PREFIXES) or _nearest(key, _KNOWN, 0.85):
-            raise ValueError(f"config: the updater has no option {hint(key, _KNOWN)}")
+    problems += [
+        f"{key} is ignored by RETURNN's {backend} backend: {why}"
+        for key, why in (ignored or {}).items()
+        if config.get(key)
+    ]
+    known = _KNOWN if ignored is None else _KNOWN.difference(_OLD_SWITCHES)
+    problems += near_misses(config, known, (*_OLD_SWITCHES, *_REFUSED, *_OF_OTHERS))
+    if problems:
+        raise ValueError("config: " + "; ".join(problems))
+
+
+def near_misses(
+    config: Mapping[str, Any], known: Collection[str], others: Collection[str] = ()
+) -> list[str]:
+    """An error for each key that resembles a known option, and is none of the others."""
+    unknown = [key for key in config if key not in known and key not in others]
+    near = [key for key in unknown if not key.startswith("_") and _nearest(key, known, 0.85)]
+    return [f"there is no option {hint(key, known)}" for key in near]
 
 
 def hint(key: str, known: Iterable[str]) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...core.checks import check, check_choice, check_not_negative, check_size
-from .keys import EPOCH_OPTIONS
+from .keys import EPOCH_OPTIONS, near_misses
 from .values import number
 
-_PREFIXES = ("learning_rate_", "learning_rates", "min_learning_rate", "newbob_")
-_OF_THE_ENGINE = ("learning_rate_file",)
+# They resemble its options, but are the updater's, the engine's or another control's.
+_OTHERS = ("learning_rate", "learning_rate_file", "pretrain_learning_rate")
 
 
 class LearningRateControl:
@@ -57,15 +57,13 @@ class LearningRateControl:
     Raises:
         TypeError: if an option has a wrong type; ``learning_rates`` as a string, which RETURNN
             evaluates, is one: a config is data.
-        ValueError: if an option is unknown or out of its range.
+        ValueError: if an option is out of its range, or if keys resemble an option.
     """
 
     def __init__(self, config: Mapping[str, Any]):
         given = {k: v for k, v in config.items() if v is not None}
-        for key in given:
-            known = key in EPOCH_OPTIONS or key in _OF_THE_ENGINE
-            if key.startswith(_PREFIXES) and not known:
-                raise ValueError(f"config: there is no option {key!r}, only {EPOCH_OPTIONS}")
+        if wrong := near_misses(given, EPOCH_OPTIONS, _OTHERS):
+            raise ValueError(f"config: {'; '.join(wrong)}")
         real = lambda key, default: number(key, given.get(key, default))
         size = lambda key, default, least: check_size(least, **{key: given.get(key, default)})
         self._first_rate = real("learning_rate", 1.0)

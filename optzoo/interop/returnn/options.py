@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ...registry import accepts
+from .backends import Backend, backend_of
 from .keys import hint, refuse_unknown
 from .values import (
     PARAM_READERS,
@@ -12,17 +12,15 @@ from .values import (
     ParamOptions,
     Readers,
     StepOptions,
-    flag,
     mapping,
     not_negative,
-    number,
-    whole,
 )
 
 
 class Options(NamedTuple):
     """All options."""
 
+    backend: Backend
     step: StepOptions
     default: ParamOptions
     layers: dict[str, ParamOptions]
@@ -61,23 +59,33 @@ class Options(NamedTuple):
             )
 
 
-def read_options(config: Any, layers: Any) -> Options:
-    """Reads a config; see :func:`optzoo.interop.returnn.returnn_updater` for what it raises."""
+def read_options(config: Any, layers: Any, backend: str = "tensorflow") -> Options:
+    """Reads a config; see :func:`optzoo.interop.returnn.returnn_updater` for what it raises.
+
+    Args:
+        config: the config.
+        layers: the options of layers; None for those of the config's network.
+        backend: the backend of a config that names none.
+    """
     if not isinstance(config, Mapping):
         raise TypeError(
             f"config must be a dict, got {config!r}; of a returnn.config.Config take typed_dict"
         )
-    refuse_unknown(config)
-    given = {name: value for name, value in config.items() if value is not None}
+    semantics = backend_of(config, backend)
+    refuse_unknown(config, semantics.name, semantics.ignored(config))
+    given = semantics.prepare({name: x for name, x in config.items() if x is not None})
     step = StepOptions(**_read(given, STEP_READERS))
-    optimizer = _complete(_default_optimizer(given), {}, given)
+    optimizer = semantics.complete(given["optimizer"], {}, given)
     default = ParamOptions(optimizer=optimizer, **_read(given, PARAM_READERS))
     tag = default.gradient_clip_global_norm_tag or default.global_norm_tag
     default = dataclasses.replace(default, gradient_clip_global_norm_tag=tag)
-    found = mapping("layers", _layers_of(config) if layers is None else layers)
-    of_layers = {name: _layer(name, options, default, given) for name, options in found.items()}
+    if layers is None:
+        layers = _layers_of(config) if semantics.reads_network else {}
+    found = mapping("layers", layers)
+    read = lambda name: _layer(name, found[name], default, given, semantics)
+    of_layers = {name: read(name) for name in found}
     _fill_from_outer(of_layers, found)
-    options = Options(step, default, of_layers)
+    options = Options(semantics, step, default, of_layers)
     known = {tag for one in of_layers.values() for tag in one.tags}
     if unknown := sorted(map(repr, options.needed_tags - {None, *known})):
         raise ValueError(
@@ -100,69 +108,11 @@ def _read(given: Mapping[str, Any], readers: Readers, where: str = "") -> dict[s
     return {name: readers[name](where + name, given[name]) for name in filter(is_given, readers)}
 
 
-# The optimizer
-
-
-def _default_optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the default optimizer, from ``optimizer`` or from one of the old switches."""
-    if "optimizer" in given:
-        optimizer = given["optimizer"]
-        if not isinstance(optimizer, Mapping) or "class" not in optimizer:
-            raise TypeError(
-                "optimizer must be a dict with the name of the class under 'class', such as "
-                f"{{'class': 'adam'}}, got {optimizer!r}"
-            )
-        return dict(optimizer)
-    momentum = number("momentum", given.get("momentum", 0))
-    switches = ("adam", "nadam", "adadelta", "adagrad")
-    switch = next((name for name in switches if flag(name, given.get(name, False))), None)
-    if switch and momentum:
-        raise ValueError(f"{switch} takes no momentum, got momentum={momentum}")
-    rmsprop = given.get("rmsprop", False)
-    if switch:
-        old = {"class": switch}
-    elif isinstance(rmsprop, float):
-        old = {"class": "rmsprop", "decay": rmsprop}
-    elif flag("rmsprop", rmsprop):
-        old = {"class": "rmsprop"}
-    elif momentum:
-        old = {"class": "momentum"}
-    else:
-        return {"class": "gradientdescent"}
-    if whole("behavior_version", given.get("behavior_version", 0)) >= 2:
-        raise ValueError(
-            f"behavior_version 2 and later need optimizer={old!r} instead of the switch"
-        )
-    return old
-
-
-def _complete(
-    optimizer: dict[str, Any], default: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Adds what RETURNN adds: the default's class, ``optimizer_epsilon`` and ``momentum``."""
-    optimizer = {"class": default.get("class"), **optimizer}
-    if "learning_rate" in optimizer:
-        raise ValueError(
-            "optimizer: learning_rate is an option of the config, not of the optimizer's dict; "
-            "that may have a learning_rate_multiplier"
-        )
-    multiplier = optimizer.get("learning_rate_multiplier")
-    if multiplier is not None:
-        optimizer["learning_rate_multiplier"] = number("learning_rate_multiplier", multiplier)
-    epsilon = not_negative("optimizer_epsilon", given.get("optimizer_epsilon", 1e-16))
-    momentum = number("momentum", given.get("momentum", 0))
-    if not {"epsilon", "eps"} & optimizer.keys() and accepts(optimizer["class"], "epsilon"):
-        optimizer["epsilon"] = epsilon
-    if momentum and "momentum" not in optimizer and accepts(optimizer["class"], "momentum"):
-        optimizer["momentum"] = momentum
-    return optimizer
-
-
 # Layers
 
 
 def _layer(
-    name: str, options: Any, default: ParamOptions, given: Mapping[str, Any]
+    name: str, options: Any, default: ParamOptions, given: Mapping[str, Any], backend: Backend
 ) -> ParamOptions:
     """The options of one layer over the default ones."""
     if not isinstance(options, Mapping) or options.keys() - {"L2", "updater_opts"}:
@@ -175,7 +125,13 @@ def _layer(
     values = _read(own, PARAM_READERS, where)
     if own.get("optimizer") is not None:
         optimizer = mapping(f"{where}optimizer", own["optimizer"])
-        values["optimizer"] = _complete(optimizer, default.optimizer, given)
+        values["optimizer"] = backend.complete(optimizer, default.optimizer, given)
+    every = values.get("accum_grad_multiple_step", default.accum_grad_multiple_step)
+    if backend.norms_of_sums and every != default.accum_grad_multiple_step:
+        raise ValueError(
+            f"{where}accum_grad_multiple_step must be that of the config with the {backend.name} "
+            f"backend, {default.accum_grad_multiple_step}, got {every}"
+        )
     if "global_norm_tag" in values and "gradient_clip_global_norm_tag" not in values:
         # The default one falls back on the layer's own tag, unless the config names one.
         named = given.get("gradient_clip_global_norm_tag")

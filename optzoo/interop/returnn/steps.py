@@ -31,7 +31,8 @@ class StepContext(NamedTuple):
     transformations below anew for each update, around optimizers that it makes once.
     """
 
-    norms: dict[str | None, Array]  # of the raw gradients, by tag; None is that of all
+    # Of the raw gradients, by tag; that of None is of all. None: of what is to be clipped by them.
+    norms: dict[str | None, Array] | None
     key: Any  # of the noise; None if no parameter has any
     decay: Any  # the factor of decoupled constraints
 
@@ -42,14 +43,25 @@ NO_CONTEXT = StepContext(norms={}, key=None, decay=None)
 dense = functools.partial(map_rows, SparseRows.to_dense)
 
 
-def process_gradients(options: Options, context: StepContext) -> optax.GradientTransformation:
+def process_gradients(
+    options: Options, context: StepContext, norms_of: Callable[[Any], dict[str | None, Array]]
+) -> optax.GradientTransformation:
     """Noise, clipping and filters, in RETURNN's order."""
-    on_leaf = functools.partial(_processed, context)
-    return optax.stateless(lambda updates, params: map_named(options, on_leaf, updates))
+    clip_each = functools.partial(_noisy_and_clipped, context.key)
+    clip_all = functools.partial(_clipped_by_norms, options.backend.norm_epsilon)
+
+    def process(updates, params):
+        if context.norms is None:  # its gradients are dense: repeated rows are summed
+            updates = map_rows(SparseRows.coalesce, updates)
+        updates = map_named(options, clip_each, updates)
+        norms = norms_of(updates) if context.norms is None else context.norms
+        return map_named(options, functools.partial(clip_all, norms), updates)
+
+    return optax.stateless(process)
 
 
-def _processed(context: StepContext, name: str, o: ParamOptions, g: Any) -> Any:
-    """One gradient after these steps.
+def _noisy_and_clipped(key: Any, name: str, o: ParamOptions, g: Any) -> Any:
+    """One gradient after the steps that see no other.
 
     Norms of rows are those of the rows as they are listed: RETURNN does not merge them. What is
     dense afterwards is dense in RETURNN, too, so that a lazy optimizer sees the same.
@@ -57,7 +69,7 @@ def _processed(context: StepContext, name: str, o: ParamOptions, g: Any) -> Any:
     if o.gradient_noise:
         g = dense(g)
         # By the name, so that the noise of a parameter does not depend on which others there are.
-        key = jax.random.fold_in(context.key, zlib.crc32(name.encode()))
+        key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         noise = jax.random.truncated_normal(key, -2, 2, jnp.shape(g), jnp.float32)
         g = on_listed(lambda v: v + o.gradient_noise * noise, g)
     if o.gradient_clip:
@@ -67,15 +79,22 @@ def _processed(context: StepContext, name: str, o: ParamOptions, g: Any) -> Any:
     if o.gradient_clip_avg_norm:
         g = dense(g)
         g = clipped_by_average_norm(g, jnp.size(g), o.gradient_clip_avg_norm)
+    return g
+
+
+def _clipped_by_norms(
+    epsilon: float, norms: dict[str | None, Array], name: str, o: ParamOptions, g: Any
+) -> Any:
+    """One gradient after the steps that follow."""
     if o.gradient_clip_global_norm:
-        norm = context.norms[o.gradient_clip_global_norm_tag]
-        factor = clipping_factor(norm, o.gradient_clip_global_norm)
+        norm = norms[o.gradient_clip_global_norm_tag]
+        factor = clipping_factor(norm + epsilon, o.gradient_clip_global_norm)
         factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
         g = on_listed(lambda v: v * factor.astype(v.dtype), g)
     if o.gradient_nan_inf_filter:
         g = filtered(g)
     if o.grad_norm_to_clip_to_zero:
-        keep = is_within(context.norms[o.global_norm_tag], o.grad_norm_to_clip_to_zero)
+        keep = is_within(norms[o.global_norm_tag], o.grad_norm_to_clip_to_zero)
         g = zero_unless(keep, dense(g))
     return g
 

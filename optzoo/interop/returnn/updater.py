@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,13 +14,13 @@ from ...core.checks import check_choice, check_params, check_positive
 from ...core.gradients import check_gradients
 from ...core.norms import global_norm
 from ...core.numerics import common_cycle, next_count, safe_divide, upcast
-from ...core.paths import hides_leaves, path_name
+from ...core.paths import check_mask, hides_leaves, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
-from ...registry import create
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
 from ...wrappers.accumulate import accumulate
+from .backends import BLACKLIST, DECAY_CHECK, Backend
 from .options import Options, read_options
 from .steps import (
     NO_CONTEXT,
@@ -50,8 +50,9 @@ def returnn_updater(
     layers: Mapping[str, Any] | None = None,
     returnn_version: ReturnnVersion = "2026",
     axis_name: AxisName = None,
+    decay_mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The whole updater of a RETURNN config, as in ``returnn.tf.updater.Updater``.
+    r"""The whole updater of a RETURNN config, as in the backend that the config names.
 
     .. code-block:: python
 
@@ -60,7 +61,9 @@ def returnn_updater(
             layers={"encoder": {"L2": 1e-4}, "output": {"updater_opts": {"gradient_clip": 0.1}}},
         )
 
-    One step does the following in this order, each only if an option asks for it:
+    ``backend`` in the config decides what it means, as in RETURNN: ``"tensorflow"``,
+    ``"tensorflow-net-dict"``, ``"torch"`` or ``"jax"``; TensorFlow if it is not set. With
+    TensorFlow, one step does the following in this order, each only if an option asks for it:
 
     1. The gradient of the constraints (``L2``: :math:`2 \lambda x`) is added, unless
        ``decouple_constraints``; then ``use_horovod`` sums over the replicas. These are the *raw*
@@ -72,6 +75,13 @@ def returnn_updater(
        ``grad_norm_to_clip_to_zero``.
     5. Decoupled constraints, the optimizers, ``extra_updates``.
     6. ``debug_add_check_numerics_ops``.
+
+    With torch and JAX the optimizers are those of torch and of optax, and norms are those of the
+    sums, after noise and the clips that come before. Their update is multiplied by the rate
+    :math:`\eta`: AdamW with the decay :math:`\lambda` and Adam's update :math:`u_t` is
+    :math:`x \leftarrow x - \eta (u_t + \lambda x)`, and momentum :math:`v \leftarrow \mu v + g`,
+    :math:`x \leftarrow x - \eta v`. A decay in the optimizer's dict is of all parameters except
+    those that ``decay_mask`` leaves out; one that is AdamW's default is of all.
 
     The gradients given to ``update`` are those of the loss without constraints. The update is new
     minus old parameters, so it must be the last of a chain. Row-sparse gradients stay row-sparse
@@ -106,14 +116,22 @@ def returnn_updater(
             config's ``learning_rate``. ``"2017"`` (December 2017 to March 2022): the same after it.
             The old versions decay in every micro-step.
         axis_name: the axis of the replicas for ``use_horovod``.
+        decay_mask: with torch and JAX, which parameters a ``weight_decay`` in the optimizer's dict
+            is of: a pattern of names, a tuple of patterns, a tree of bools, or a function of the
+            parameters that returns one of these. By default those whose names do not end with
+            ``bias``. Name there the parameters of the modules without a decay, which are unknown
+            here: those of the config's ``weight_decay_modules_blacklist``, by default
+            ``torch.nn.LayerNorm`` and ``torch.nn.Embedding`` with torch, and none with JAX.
 
     Raises:
-        TypeError: if a value has a wrong type.
-        ValueError: if an option is unknown, not supported or out of its range; at ``init``, if a
-            layer has no parameter.
+        TypeError: if a value has a wrong type, or the optimizer has no argument of a name.
+        ValueError: if options are not supported, ignored by the backend or out of their range, if a
+            key resembles an option, or if the dict of the optimizer names modules or a function
+            about decay and ``decay_mask`` is not given; at ``init``, if a layer has no parameter;
+            in ``update``, if an optimizer of optax gets None for a gradient.
 
     References:
-        ``returnn.tf.updater``.
+        ``returnn.tf.updater``, ``returnn.torch.updater`` and ``returnn.jax.updater``.
 
     Differences from the original:
         An optimizer that is used with two numbers of micro-steps has a step count for each; there
@@ -122,15 +140,46 @@ def returnn_updater(
         parameters decay on the last micro-step only; there a race condition decides. Summaries are
         of the sum of a cycle, and ``extra_updates`` follow an update; there both are in every
         micro-step. An optimizer that reads a global step is given one; there ``AdamGS`` always
-        reads the first.
+        reads the first. Torch's ``amsgrad``, ``dampening``, ``lr_decay`` and ``maximize``, and
+        classes other than SGD, Adam, AdamW, Adamax, Adagrad, Adadelta and RMSprop, are errors.
     """
     options = read_options(config, layers)
+    _check_decay_mask(config.get("optimizer"), options.backend, decay_mask)
+    return make_updater(options, returnn_version, axis_name, decay_mask)
+
+
+def make_updater(
+    options: Options,
+    returnn_version: ReturnnVersion = "2026",
+    axis_name: AxisName = None,
+    decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The updater of options that have been read."""
     decoupled = _decoupled(options.step, returnn_version)
     if options.step.use_horovod and axis_name is None:
         raise ValueError("use_horovod needs axis_name=, the axis of the replicas")
     replicas = Replicas(axis_name if options.step.use_horovod else None)
-    updater = _Updater(options, decoupled, replicas)
+    updater = _Updater(options, decoupled, replicas, decay_mask)
     return optax.GradientTransformationExtraArgs(updater.init, updater.update)
+
+
+def _check_decay_mask(optimizer: Any, backend: Backend, decay_mask: Any) -> None:
+    """Raises where it is needed, or is for another backend."""
+    check_mask(decay_mask=decay_mask)
+    if not backend.optimizers:
+        if decay_mask is not None:
+            raise ValueError(
+                "decay_mask is for the torch and JAX backends; with TensorFlow an optimizer's dict "
+                "may have a mask"
+            )
+        return
+    optimizer = optimizer or {}
+    found = [key for key in (BLACKLIST, DECAY_CHECK) if optimizer.get(key)]
+    if found and decay_mask is None and optimizer.get("weight_decay"):
+        raise ValueError(
+            f"optimizer: {' and '.join(found)} need the modules of the model, which are unknown "
+            "here: pass decay_mask=, the parameters that decay"
+        )
 
 
 def _decoupled(options: StepOptions, version: str) -> str | None:
@@ -155,7 +204,9 @@ class _Updater:
     with their numbers of micro-steps. ``decoupled`` is the version of the decoupled constraints.
     """
 
-    def __init__(self, options: Options, decoupled: str | None, replicas: Replicas):
+    def __init__(
+        self, options: Options, decoupled: str | None, replicas: Replicas, decay_mask: Any
+    ):
         self.options, self.decoupled, self.replicas = options, decoupled, replicas
         kinds = [_kind(o) for o in options.distinct]
         self.kinds = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
@@ -164,7 +215,8 @@ class _Updater:
             periods.append(dynamic["interval"])
         self.cycle = common_cycle(*filter(None, periods))
         rate = options.step.learning_rate
-        self.optimizers = [create(config, learning_rate=rate) for config, _ in self.kinds]
+        create = options.backend.create
+        self.optimizers = [create(config, rate, decay_mask) for config, _ in self.kinds]
 
     def init(self, params: Any) -> UpdaterState:
         names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -243,7 +295,7 @@ class _Updater:
         self, raw: Any, shared: dict[str, Array], step: Any, rate: Array
     ) -> tuple[StepContext, dict[str, Array]]:
         """What the steps of this update need, and the new arrays of the state."""
-        norms = {tag: self.norm(raw, tag) for tag in self.options.needed_tags}
+        norms = None if self.options.backend.norms_of_sums else self.norms(raw)
         if "grad_norm" in shared:
             shared = {**shared, "grad_norm": self.norm(raw, None).astype(jnp.float32)}
         key = jax.random.fold_in(shared["noise_key"], step) if "noise_key" in shared else None
@@ -253,30 +305,42 @@ class _Updater:
             decay = step_options.decouple_constraints_factor * rate / step_options.learning_rate
         return StepContext(norms, key, decay), shared
 
+    def norms(self, gradients: Any) -> dict[str | None, Array]:
+        """The norms by tag that the steps need."""
+        return {tag: self.norm(gradients, tag) for tag in self.options.needed_tags}
+
     def norm(self, raw: Any, tag: str | None) -> Array:
-        """The norm of all raw gradients with a tag; None for all."""
+        """The norm of all gradients with a tag; None for all."""
         leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=is_sparse_or_none)
         has_tag = lambda path: tag is None or tag in self.options.of(path_name(path)).tags
         return global_norm(g for path, g in leaves if has_tag(path))
 
     def with_steps(self, context: StepContext) -> optax.GradientTransformationExtraArgs:
-        """All optimizers, each with the steps before and after it, for one update."""
-        groups: dict[Any, optax.GradientTransformationExtraArgs] = {
-            f"group{i}": self.group(tx, every, context)
-            for i, (tx, (_, every)) in enumerate(zip(self.optimizers, self.kinds, strict=True))
-        }
-        label = lambda o: f"group{self.kinds.index(_kind(o))}"
-        tx = groups["group0"]
-        if len(groups) > 1:
-            tx = optax.partition(groups, lambda tree: self.of_each(label, tree))
+        """All optimizers, with the steps before and after them, for one update."""
+        if self.options.backend.norms_of_sums:  # of all parameters, so all share the micro-steps
+            every = self.options.default.accum_grad_multiple_step
+            tx = self.group(self.by_kind(self.optimizers), every, context)
+        else:
+            pairs = zip(self.optimizers, self.kinds, strict=True)
+            tx = self.by_kind([self.group(tx, every, context) for tx, (_, every) in pairs])
         if self.decoupled in ("2017", "2022"):
             tx = with_decay(tx, self.options, context, after=self.decoupled == "2017")
         return tx
 
+    def by_kind(
+        self, txs: Sequence[optax.GradientTransformationExtraArgs]
+    ) -> optax.GradientTransformationExtraArgs:
+        """For each parameter the transformation of its kind."""
+        if len(txs) == 1:
+            return txs[0]
+        label = lambda o: f"group{self.kinds.index(_kind(o))}"
+        groups: dict[Any, Any] = {f"group{i}": tx for i, tx in enumerate(txs)}
+        return optax.partition(groups, lambda tree: self.of_each(label, tree))
+
     def group(
         self, tx: optax.GradientTransformationExtraArgs, every: int, context: StepContext
     ) -> optax.GradientTransformationExtraArgs:
-        """One optimizer with all that happens from the sum of the micro-steps on."""
+        """Optimizers with all that happens from the sum of the micro-steps on."""
         options = self.options
         if options.step.deterministic_train:
             tx = optax.chain(coalesce(deterministic=True), tx)
@@ -284,7 +348,7 @@ class _Updater:
             tx = with_decay(tx, options, context, after=False)
         if options.step.extra_updates:
             tx = with_extra_updates(tx, options.step.extra_updates)
-        steps = [process_gradients(options, context), tx]
+        steps = [process_gradients(options, context, self.norms), tx]
         if options.has("debug_grad_summaries"):
             wanted = lambda tree: self.of_each(lambda o: o.debug_grad_summaries, tree)
             steps.insert(0, optax.masked(gradient_summaries(), wanted))

@@ -55,3 +55,34 @@ def test_a_training(config, tmp_path):
     assert "Continuing after epoch 2" in resumed
     parts = [float(x) for x in re.findall(r"dev: dev_loss_ce (\S+)", first + resumed)]
     assert parts == losses
+
+
+@pytest.mark.full
+def test_a_training_as_with_the_updater_of_returnn(config, tmp_path):
+    """The decay spares biases and blacklisted modules: the engine hands on the model."""
+    ours, settings = (
+        config.split("optimizer = ")[0],
+        """
+optimizer = {"class": "adamw", "weight_decay": 1.0, "weight_decay_modules_blacklist": [Own]}
+learning_rate, accum_grad_multiple_step, gradient_clip_global_norm = 0.1, 2, 1.0
+learning_rate_file, log_verbosity = "newbob.data", 4
+""",
+    )
+    ours = ours.replace(
+        "def get_model(**_):\n    return rf.Linear(features, classes)",
+        """
+class Own(rf.Linear):
+    pass
+
+def get_model(**_):
+    return rf.Sequential(rf.Linear(features, features), Own(features, classes))
+""",
+    )
+    exchange = "returnn.jax.engine.Updater = OptzooUpdater"
+    assert exchange in ours and "rf.Sequential" in ours
+    theirs = ours.replace(exchange, "")
+    logs = [returnn(c + settings, tmp_path / n) for n, c in (("ours", ours), ("theirs", theirs))]
+    assert "JAX updater: optax.adamw({'weight_decay': 1.0})" in logs[0]
+    assert "JAX updater: weight decay on 1 of 4 parameters" in logs[1]
+    losses = [re.findall(r"dev: dev_loss_ce (\S+)", text) for text in logs]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]

@@ -112,7 +112,7 @@ def test_scores_of_zero():
         ({"learning_rate": "fast"}, TypeError, "learning_rate must be a number"),
         ({"learning_rate": -0.1}, ValueError, "learning_rate must be zero or positive"),
         ({"learning_rate_control": "newbop"}, ValueError, "must be one of"),
-        ({"newbob_decay": 0.5}, ValueError, "no option 'newbob_decay'"),
+        ({"newbob_learn_rate_decay": 0.5}, ValueError, "no option 'newbob_learn_rate_decay'"),
         ({"newbob_learning_rate_decay": "0.5"}, TypeError, "a function of the rate"),
         ({"newbob_multi_num_epochs": 0}, ValueError, "newbob_multi_num_epochs must be at least 1"),
         ({"newbob_relative_error_grow_threshold": 0.0}, ValueError, "must be at most newbob"),

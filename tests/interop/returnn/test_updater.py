@@ -451,18 +451,18 @@ def test_an_epsilon_by_our_name_is_not_replaced():
         ({"horovod_reduce_type": "param"}, ValueError, "use optzoo.model_average"),
         ({"global_norm_tag": "a", "grad_norm_to_clip_to_zero": 1}, ValueError, "no layer has 'a'"),
         ({"global_norm_tag": ["a"]}, TypeError, "must be the name of a tag"),
-        ({"grad_clip": 5}, ValueError, "'grad_clip' .the nearest is 'gradient_clip'"),
+        ({"grad_clip": 5}, ValueError, "the nearest options are gradient_clip and grad"),
         ({"gradient_clip_global": 5}, ValueError, "nearest is 'gradient_clip_global_norm'"),
         ({"gradient_nan_filter": 5}, ValueError, "nearest is 'gradient_nan_inf_filter'"),
         ({"optimiser": {}}, ValueError, "nearest is 'optimizer'"),
         ({"decouple_constraint": True}, ValueError, "nearest is 'decouple_constraints'"),
         ({"learningrate": 1}, ValueError, "nearest is 'learning_rate'"),
-        ({"weight_decay": 0.1}, ValueError, "it belongs in the dict of the optimizer"),
+        ({"optimizer_epsiloon": 1}, ValueError, "nearest is 'optimizer_epsilon'"),
         ({"max_norm": 1.0}, ValueError, "only RETURNN's old Theano backend had it"),
         ({"gradient_noise_decay": 0.5}, ValueError, "old Theano"),
         ({"reset_updater_vars_mod_step": 5}, ValueError, "call init of the updater again"),
         ({"num_allowed_consec_invalid_gradient_steps": 3}, ValueError, "optax.apply_if_finite"),
-        ({"debug_add_check_numerics_on_output": True}, ValueError, "use jax.debug_nans"),
+        ({"backend": "theano"}, ValueError, "backend must be one of tensorflow-net-dict, tensorf"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )
@@ -489,6 +489,41 @@ def test_bad_options(config, error, message):
 def test_bad_layers(layer, error, message):
     with pytest.raises(error, match=message):
         returnn_updater({}, layers={"enc": layer})
+
+
+def test_all_refused_keys_are_named_at_once():
+    config = {"optimizer_epsiloon": 1, "grad_scaler": {}, "grad_clip": 5, "gradient_clp": 1}
+    config |= {"reset_updater_vars_mod_step": 3, "horovod_reduce_type": "param", "max_norm": None}
+    with pytest.raises(ValueError, match="config: ") as raised:
+        returnn_updater(config)
+    parts = str(raised.value).removeprefix("config: ").split("; ")
+    found = [re.search(r"'?(\w+)", part.removeprefix("there is no option "))[1] for part in parts]
+    assert found[:3] == ["grad_clip", "reset_updater_vars_mod_step", "horovod_reduce_type"]
+    assert found[-2:] == ["optimizer_epsiloon", "gradient_clp"]
+
+
+def test_variables_of_a_config_are_no_options():
+    """Nor is what changes no value."""
+    variables = {
+        "L2": 1e-4,
+        "statistics": np.ones(3),  # it is neither true nor false
+        "_optimizer": {},
+        "tags": ["a"],
+        "darc1": 0.1,
+        "spatial_smoothing": 0.1,
+        "weight_decay": 0.01,
+        "updater_opts": {},
+        "learning_rate_multiplier": 3.0,
+        "gradient_statistics": True,
+        "learning_rate_piecewise_steps": [1],
+        "horovod_hosts": 3,
+        "param_groups_custom": len,
+        "weight_decay_custom_include_check": len,
+        "debug_add_check_numerics_on_output": True,
+    }
+    tx = make(variables)
+    chex.assert_trees_all_equal(step(tx)[0], step(make())[0])
+    optzoo.interop.returnn.LearningRateControl(variables)
 
 
 def test_other_refusals():
@@ -534,7 +569,6 @@ def test_the_other_options_of_returnn_are_not_taken_for_ours():
     assert (
         taken
         == {
-            "debug_add_check_numerics_on_output",
             "grad_clip",
             "grad_scaler",
             "horovod_param_sync_step",
@@ -542,7 +576,6 @@ def test_the_other_options_of_returnn_are_not_taken_for_ours():
             "horovod_reduce_type",
             "num_allowed_consec_invalid_gradient_steps",
             "reset_updater_vars_mod_step",
-            "weight_decay_custom_include_check",
         }
         & names
     )
