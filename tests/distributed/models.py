@@ -253,10 +253,12 @@ class AGN(LocalSGD):
             self.global_step += 1
 
     def shown(self):
+        since = np.array([replica.own["since"] for replica in self.replicas])
         return {
             **super().shown(),
             "accumulated": stacked([replica.own for replica in self.replicas]),
-            "since": np.array([replica.own["since"] for replica in self.replicas]),
+            "since": since,
+            "came": dict.fromkeys(PARAMS, since > 0),
             "beside_center": self.beside_center.slots,
         }
 

@@ -32,7 +32,8 @@ LIMIT = 8
 
 def bounded(x):
     """Integers from -8 to 8."""
-    return jnp.clip(jnp.floor(x), -LIMIT, LIMIT) if x.dtype.kind == "f" else x
+    is_real = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.clip(jnp.floor(x), -LIMIT, LIMIT) if is_real else x
 
 
 def greatest(groups):
