@@ -216,7 +216,7 @@ class CheckpointNames:
         for scope, base in best:
             for owner, of_owner in variables[scope, base].items():
                 if len(of_owner) > 1:
-                    both = " and ".join(map(self.file.in_file, of_owner))
+                    both = " and ".join(sorted(map(self.file.in_file, of_owner)))
                     raise ValueError(f"a slot of {owner} may be any of {both}: say variables=")
                 part = 0 if UNKNOWN in scope else None
                 names[owner] = of_owner[0] if of_owner else slot_variable(scope, owner, base, part)

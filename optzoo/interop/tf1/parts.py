@@ -149,7 +149,8 @@ def make_regular(
     Raises:
         ValueError: if a variable may be the slot of several parameters.
     """
-    owners = set(parameters) & stored.keys()
+    is_whole = lambda value: not isinstance(value, Parts) or value.is_complete
+    owners = {name for name in parameters if name in stored and is_whole(stored[name])}
     found = defaultdict[tuple[str, str, str], dict[int, tuple[str, Slice | None]]](dict)
     for name in stored.keys() - set(parameters) - set(keep):
         readings = list(_readings(name, stored, owners, scope))
@@ -168,7 +169,7 @@ def make_regular(
             pieces[join(left, parameter, slot)] = [of_slot[number] for number in sorted(of_slot)]
     moved = {name for of_variable in pieces.values() for name, _ in of_variable}
     others = {name: value for name, value in stored.items() if name not in moved}
-    incomplete = {n: v for n, v in others.items() if isinstance(v, Parts) and not v.is_complete}
+    incomplete = {n: v for n, v in others.items() if isinstance(v, Parts) and not is_whole(v)}
     for name in others.keys() - incomplete.keys():
         pieces[name] = [(name, part) for part in _slices(others[name])]
     variables = {variable: _gather(pieces[variable], stored) for variable in sorted(pieces)}

@@ -18,7 +18,7 @@ def entries(path: str) -> Iterator[tuple[bytes, bytes]]:
     Raises:
         IndexError: if a block is too short.
         OSError: if the file cannot be read.
-        ValueError: if it is no table, or compressed in an unknown way.
+        ValueError: if it is no table, or compressed.
     """
     with open(path, "rb") as file:
         if file.seek(0, os.SEEK_END) < _FOOTER:
@@ -58,9 +58,8 @@ def _block(file: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, byte
     if len(read) < size + _CHECKED:
         raise IndexError("a block is too short")
     data, kind = read[:size], read[size]
-    if kind > 1:
-        raise ValueError(f"a block is compressed in an unknown way, {kind}")
-    data = _unpack(data) if kind else data
+    if kind:  # TensorFlow compresses no block
+        raise ValueError("a block is compressed")
     end = len(data) - 4 * (int.from_bytes(data[-4:], "little") + 1)
     key, at = b"", 0
     while at < end:
@@ -71,32 +70,3 @@ def _block(file: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, byte
         at += own
         yield key, data[at : at + length]
         at += length
-
-
-def _unpack(data: bytes) -> bytes:
-    """What `Snappy <https://github.com/google/snappy/blob/main/format_description.txt>`_ packed."""
-    length, at = _number(data, 0)
-    out = bytearray()
-    while at < len(data):
-        tag, at = data[at], at + 1
-        kind, number = tag & 3, tag >> 2
-        if kind == 0:  # bytes as they are
-            if number >= 60:
-                extra = number - 59
-                number = int.from_bytes(data[at : at + extra], "little")
-                at += extra
-            out += data[at : at + number + 1]
-            at += number + 1
-            continue
-        if kind == 1:  # a repetition of earlier bytes
-            number, back = (number & 7) + 3, (tag >> 5) << 8 | data[at]
-            at += 1
-        else:
-            width = 2 if kind == 2 else 4
-            back = int.from_bytes(data[at : at + width], "little")
-            at += width
-        for _ in range(number + 1):
-            out.append(out[-back])
-    if len(out) != length:
-        raise ValueError("a compressed block is damaged")
-    return bytes(out)
