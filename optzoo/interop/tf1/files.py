@@ -28,7 +28,7 @@ Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """All variables of a checkpoint: of a mapping, an ``.npz`` file, or TensorFlow's prefix.
+    """All variables of a checkpoint: a mapping, an ``.npz`` file, or TensorFlow's prefix or folder.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
@@ -245,6 +245,13 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
 
 
 def _read_prefix(path: str) -> dict[str, Stored]:
+    if os.path.isdir(path):
+        folder, path = path, import_tensorflow().train.latest_checkpoint(path)
+        if path is None:
+            raise FileNotFoundError(
+                f"no checkpoint in the folder {folder!r}: its file 'checkpoint' names the latest "
+                "one; give the prefix of one, such as 'model.ckpt-1000'"
+            )
     index = f"{path}.index"
     tables = [file for file in (index, path) if os.path.exists(file)][:1] or glob.glob(path)
     if index not in tables and (part := _PART.fullmatch(path)):

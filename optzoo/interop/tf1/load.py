@@ -49,9 +49,9 @@ def load_tf1_state(
         tx: the optimizer, alone or in optax's chains, masks, partitions and this library's
             wrappers.
         params: parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000`` (TensorFlow reads it:
-            ``pip install 'optzoo[tf1]'``), the path of an ``.npz`` file, or a mapping from names
-            to arrays.
+        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000``, or a folder, for the
+            latest in it (TensorFlow reads it: ``pip install 'optzoo[tf1]'``); the path of an
+            ``.npz`` file; or a mapping from names to arrays.
         names: what TensorFlow calls a parameter: None for its path here, joined by ``/``; a
             function of that; a dict from ours to TensorFlow's, for those that differ; or a list of
             pairs ``(pattern, replacement)``, which ``re.sub`` applies one after the other.

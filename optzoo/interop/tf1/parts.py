@@ -7,12 +7,14 @@ optimizer was made in a variable scope: then ``slot_variable`` says how they are
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 Slice = tuple[tuple[int, int], ...]  # for each axis where it starts, and how long it is
+# Where a file has a variable: the names and slices there, None for all of what has the name.
+Pieces = list[tuple[str, Slice | None]]
 UNKNOWN = "?"  # a letter of a scope that the names of its slots do not have
 
 
@@ -98,15 +100,14 @@ class Regular(NamedTuple):
     """
 
     variables: dict[str, np.ndarray]
-    # Where the file has each: the names and slices, None for all of a variable.
-    pieces: dict[str, list[tuple[str, Slice | None]]]
+    pieces: dict[str, Pieces]
     incomplete: dict[str, Parts]  # parts that are no whole together
 
     def in_file(self, variable: str) -> str:
         """What the checkpoint calls a variable."""
         return ", ".join(dict.fromkeys(name for name, _ in self._pieces(variable)))
 
-    def _pieces(self, variable: str) -> list[tuple[str, Slice | None]]:
+    def _pieces(self, variable: str) -> Pieces:
         return self.pieces.get(variable, [(variable, None)])
 
     def as_stored(self, variables: Mapping[str, np.ndarray]) -> dict[str, Stored]:
@@ -151,8 +152,26 @@ def make_regular(
     """
     is_whole = lambda value: not isinstance(value, Parts) or value.is_complete
     owners = {name for name in parameters if name in stored and is_whole(stored[name])}
+    others = sorted(stored.keys() - set(parameters) - set(keep))
+    pieces = _slots_of_parts(others, stored, owners, scope)
+    moved = {name for of_variable in pieces.values() for name, _ in of_variable}
+    incomplete = dict[str, Parts]()
+    for name in stored.keys() - moved:
+        value = stored[name]
+        if isinstance(value, Parts) and not value.is_complete:
+            incomplete[name] = value
+        else:
+            pieces[name] = [(name, part) for part in _slices(value)]
+    variables = {variable: _gather(pieces[variable], stored) for variable in sorted(pieces)}
+    return Regular(variables, pieces, incomplete)
+
+
+def _slots_of_parts(
+    names: Iterable[str], stored: Mapping[str, Stored], owners: Collection[str], scope: str | None
+) -> dict[str, Pieces]:
+    """The slots all parts of which are among these names, as ``Regular`` calls them."""
     found = defaultdict[tuple[str, str, str], dict[int, tuple[str, Slice | None]]](dict)
-    for name in stored.keys() - set(parameters) - set(keep):
+    for name in names:
         readings = list(_readings(name, stored, owners, scope))
         possible = {reading.parameter for reading in readings}
         if readings and len(possible := possible | _plain(name, stored, owners, scope)) > 1:
@@ -163,17 +182,11 @@ def make_regular(
         for parameter, left, slot, parts in readings:
             of_slot = found[parameter, left, slot]
             of_slot |= {number: (name, part) for number, part in parts.items()}
-    pieces = dict[str, list[tuple[str, Slice | None]]]()
-    for (parameter, left, slot), of_slot in found.items():
-        if len(of_slot) == len(_slices(stored[parameter])):
-            pieces[join(left, parameter, slot)] = [of_slot[number] for number in sorted(of_slot)]
-    moved = {name for of_variable in pieces.values() for name, _ in of_variable}
-    others = {name: value for name, value in stored.items() if name not in moved}
-    incomplete = {n: v for n, v in others.items() if isinstance(v, Parts) and not is_whole(v)}
-    for name in others.keys() - incomplete.keys():
-        pieces[name] = [(name, part) for part in _slices(others[name])]
-    variables = {variable: _gather(pieces[variable], stored) for variable in sorted(pieces)}
-    return Regular(variables, pieces, incomplete)
+    return {
+        join(left, parameter, slot): [of_slot[number] for number in sorted(of_slot)]
+        for (parameter, left, slot), of_slot in found.items()
+        if len(of_slot) == len(_slices(stored[parameter]))
+    }
 
 
 def _slices(value: Stored) -> list[Slice | None]:
@@ -221,7 +234,7 @@ def _plain(
     }
 
 
-def _gather(pieces: list[tuple[str, Slice | None]], stored: Mapping[str, Stored]) -> np.ndarray:
+def _gather(pieces: Pieces, stored: Mapping[str, Stored]) -> np.ndarray:
     """A whole variable from where the file has it."""
     first, values = stored[pieces[0][0]], dict[Slice, np.ndarray]()
     for name, part in pieces:

@@ -280,6 +280,17 @@ def test_variables_that_may_be_left_over():
 
 
 # ------------------------------------------------------------------------- files of others
+def test_the_latest_checkpoint_of_a_folder(theirs, tmp_path):
+    for name in ("Scope3-2", "V1-2-sharded"):
+        prefix = estimators.path_of(name, theirs)
+        (tmp_path / name).mkdir()
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint in the folder '.*': its file"):
+            tf1_files.read(tmp_path / name)
+        (tmp_path / name / "checkpoint").write_text(f'model_checkpoint_path: "{prefix}"')
+        got, want = tf1_files.read(tmp_path / name), tf1_files.read(prefix)
+        assert pieces(got).keys() == pieces(want).keys()
+
+
 def test_object_based_checkpoints_are_refused(tmp_path):
     tf = importlib.import_module("tensorflow")
     w, optimizer = tf.Variable(F(2, 2), name="w"), tf.compat.v1.train.AdamOptimizer(0.1)
