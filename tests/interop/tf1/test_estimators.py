@@ -79,7 +79,6 @@ def test_training_resumes_as_in_tensorflow(name, theirs, tmp_path):
     assert_same_variables(tf1_files.read(tmp_path / "m"), estimators.of(name, "end"))
 
 
-@pytest.mark.every_value
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_saved_as_it_was(name, theirs, tmp_path):
     prefix = estimators.path_of(name, theirs)
@@ -113,6 +112,13 @@ def test_the_rule_gives_the_names_that_tensorflow_gave(name, theirs):
             slots |= {slot_variable(scope, parameter, s, part) for s in ("Adam", "Adam_1")}
     powers = {tf1_parts.join(scope, f"beta{i}_power") for i in (1, 2)}
     assert stored.keys() == slots | powers | {"bias", "e/t", "e/kernel", "global_step"}
+
+
+def test_the_page_has_the_rule():
+    page = (FOLDER.parents[2] / "docs" / "tf1_checkpoints.md").read_text()
+    for scope in ("dnn", "linear", "my_model", "a_longer_model"):
+        whole, part = (slot_variable(scope, "w", "Adam", part) for part in (None, 0))
+        assert f"| `{scope}` | `{whole}` | `{part}` |\n" in page
 
 
 def test_tables_of_parts_go_to_sharded_minimize(theirs, tmp_path):
