@@ -174,7 +174,7 @@ def _slots_of_parts(
     for name in names:
         readings = list(_readings(name, stored, owners, scope))
         possible = {reading.parameter for reading in readings}
-        if readings and len(possible := possible | _plain(name, stored, owners, scope)) > 1:
+        if readings and len(possible := possible | _plain(name, owners, scope)) > 1:
             raise ValueError(
                 f"{name} may be a slot of any of {sorted(possible)}, since an optimizer that was "
                 "made in a variable scope calls the slots of parts so: say scope="
@@ -201,14 +201,12 @@ def _readings(
     own = set(_slices(stored[name]))
     for at in (at for at, letter in enumerate(name) if letter == "/" and name[:at] in owners):
         parameter, (between, _, slot) = name[:at], name[at + 1 :].rpartition("/")
-        whole = stored[parameter]
-        if not between or whole.shape != stored[name].shape:
-            continue
-        parts = {n: part for n, part in enumerate(_slices(whole)) if part in own}
-        scopes = [_scope_of(parameter, n, between) for n in parts]
-        if set(parts.values()) == own and None not in scopes:
+        slices = _slices(stored[parameter])
+        parts = {number: part for number, part in enumerate(slices) if part in own}
+        scopes = [_scope_of(parameter, number, between) for number in parts]
+        if between and set(parts.values()) == own and None not in scopes:
             # Of a part with a longer number one letter more is unknown.
-            left = _hide(scopes[0] or "", len(f"{parameter}/part_{len(_slices(whole)) - 1}/"))
+            left = _hide(scopes[0] or "", len(f"{parameter}/part_{len(slices) - 1}/"))
             if scope is None or may_be(scope, left):
                 yield _Reading(parameter, left, slot, parts)
 
@@ -217,21 +215,12 @@ def _hide(scope: str, number: int) -> str:
     return UNKNOWN * min(number, len(scope)) + scope[number:]
 
 
-def _plain(
-    name: str, stored: Mapping[str, Stored], owners: Collection[str], scope: str | None
-) -> set[str]:
+def _plain(name: str, owners: Collection[str], scope: str | None) -> set[str]:
     """The parameters without parts of which a variable may be a slot."""
     parent = name.rpartition("/")[0]
     starts = [0, *(at + 1 for at, letter in enumerate(parent) if letter == "/")]
-    possible = {parent[at:]: parent[: max(at - 1, 0)] for at in starts}
-    return {
-        parameter
-        for parameter, before in possible.items()
-        if parameter in owners
-        and stored[parameter].shape == stored[name].shape
-        and scope in (None, before)
-        and not (before and parent in stored)
-    }
+    before = {parent[at:]: parent[: max(at - 1, 0)] for at in starts}
+    return {owner for owner, s in before.items() if owner in owners and scope in (None, s)}
 
 
 def _gather(pieces: Pieces, stored: Mapping[str, Stored]) -> np.ndarray:

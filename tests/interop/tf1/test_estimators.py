@@ -211,17 +211,34 @@ def test_two_readings_of_a_name_are_an_error():
     both = saved | {"w/t_0": F(4, 3)}
     with pytest.raises(ValueError, match=r"w/t_0/Adagrad may be a slot of any of \['w', 'w/t_0'\]"):
         load_tf1_state(ADAGRAD, start, both)
+    without_scope = both | {"w/Adagrad": 8 * F(4, 3)}
+    assert accumulator(ADAGRAD, start, without_scope, scope="") == 8
     both |= {"dnn/w/t_0/Adagrad": 7 * F(4, 3)}
     assert accumulator(ADAGRAD, start, both, scope="dnn") == 5
 
 
-def test_variables_of_other_shapes_are_no_slots():
+def test_other_names_are_no_slots():
     saved = {"w": F(4, 3), "w/Adagrad": 5 * F(4, 3), "global_step": np.int64(5)}
-    others = {"w/0/Adagrad": F(3), "w/rt_1/Adagrad": F(4, 3), "w/x/Adagrad": F(4, 3)}
-    with pytest.raises(
-        ValueError, match=r"fit, .*pass over it:(\n  left over: w/(0|rt_1|x)/Adagrad){3}$"
-    ):
+    others = {"w/rt_1/Adagrad": F(4, 3), "w/x/Adagrad": F(4, 3), "w/w/part_1/Adagrad": F(4, 3)}
+    match = r"fit, .*pass over it:(\n  left over: w/(rt_1|x|w/part_1)/Adagrad){3}$"
+    with pytest.raises(ValueError, match=match):
         load_tf1_state(ADAGRAD, W, saved | others)
+    with pytest.raises(ValueError, match=r"shape: w/t_0/Adagrad is \(4,\) in the checkpoint"):
+        load_tf1_state(ADAGRAD, W, {"w": F(4, 3), "w/t_0/Adagrad": F(4)}, global_step=5)
+
+
+def test_scopes_of_the_same_length():
+    """They differ in letters: in those that are known."""
+    start = {"w": jnp.zeros((4, 3)), "b": jnp.zeros(3)}
+    saved = {"w": F(4, 3), "b": F(3), "global_step": np.int64(5)}
+    of_b = {"one_large_tower/b/Adagrad": 5 * F(3), "two_large_nets_/b/Adagrad": 6 * F(3)}
+    of_w = {"w/_tower/w/part_0/Adagrad": 5 * F(4, 3)}
+    assert accumulator(ADAGRAD, start, saved | of_b | of_w, ignore=["two_*"]) == 5
+    saved |= of_b | {"w/_nets_/w/part_0/Adagrad": 6 * F(4, 3)} | of_w
+    for scope, value in (("one_large_tower", 5), ("two_large_nets_", 6)):
+        found = load_tf1_state(ADAGRAD, start, saved, scope=scope, ignore=["*/Adagrad"])[1]
+        slot = optzoo.get_slot(found, "accumulator")
+        assert slot["w"][0, 0] == value and slot["b"][0] == value
 
 
 def test_all_parts_are_needed(monkeypatch):
@@ -239,6 +256,9 @@ def test_all_parts_are_needed(monkeypatch):
     exchanged = saved | {"w/t_0/Adagrad": slot["second"], "w/t_1/Adagrad": slot["first"]}
     with pytest.raises(ValueError, match=r"(left over: w/t_\d/Adagrad\s*){2}$"):
         load_tf1_state(ADAGRAD, W, exchanged)
+    other = Parts((4, 3), {((0, 1), (0, 3)): F(1, 3)})
+    with pytest.raises(ValueError, match=r"(left over: w/t_\d/Adagrad\s*){2}$"):
+        load_tf1_state(ADAGRAD, W, saved | {"w/t_0/Adagrad": other})
     with pytest.raises(ValueError, match=r"missing: w, for w\n(.*\n)+  left over: w/t_1/Adagrad$"):
         load_tf1_state(ADAGRAD, W, saved | {"w": w["first"]})
     with pytest.raises(ValueError, match=r"shape: w/t_0/Adagrad, w/t_1/Adagrad is \(4, 3\)"):
