@@ -271,17 +271,17 @@ def _read_prefix(path: str) -> dict[str, Stored]:
             with _naming(path, *errors, decode_error):
                 reader = tf.train.load_checkpoint(path)
                 dtypes = reader.get_variable_to_dtype_map()
-                names = {name for name in dtypes if not name.startswith(_UNREAD)}
-                in_parts = {} if _OBJECTS in names else _find_slices(tables)
-                whole = {n: np.asarray(reader.get_tensor(n)) for n in names - in_parts.keys()}
+            _refuse_objects(repr(path), dtypes)
+            with _naming(path, *errors, decode_error):
+                in_parts = _find_slices(tables)
+                names = {n for n in dtypes if n not in in_parts and not n.startswith(_UNREAD)}
+                whole = {name: np.asarray(reader.get_tensor(name)) for name in names}
                 parts = _read_parts(path, in_parts, dtypes)
             if not in_parts or _identity(index) == before:  # all are of one save
-                break
+                return whole | parts
         except ValueError:
             if _identity(index) == before:
                 raise  # otherwise another process has just replaced the files
-    _refuse_objects(repr(path), names)
-    return whole | parts
 
 
 def _find_slices(tables: Iterable[str]) -> dict[str, tuple[tuple[int, ...], set[Slice]]]:

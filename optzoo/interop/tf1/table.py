@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 _FOOTER, _MAGIC = 48, bytes.fromhex("57fb808b247547db")
-_CHECKED = 5  # bytes after a block: how it is compressed, and a checksum
 
 
 def entries(path: str) -> Iterator[tuple[bytes, bytes]]:
@@ -54,13 +53,10 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 def _block(file: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     """The keys and values of a block; a key has only what differs from the one before it."""
     file.seek(offset)
-    read = file.read(size + _CHECKED)
-    if len(read) < size + _CHECKED:
-        raise IndexError("a block is too short")
-    data, kind = read[:size], read[size]
-    if kind:  # TensorFlow compresses no block
+    data = file.read(size + 1)
+    if data[size]:  # TensorFlow compresses no block
         raise ValueError("a block is compressed")
-    end = len(data) - 4 * (int.from_bytes(data[-4:], "little") + 1)
+    end = size - 4 * (int.from_bytes(data[size - 4 : size], "little") + 1)
     key, at = b"", 0
     while at < end:
         shared, at = _number(data, at)

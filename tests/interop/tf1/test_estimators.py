@@ -330,6 +330,28 @@ def test_variables_that_may_be_left_over():
     load_tf1_state(ADAGRAD, W, saved | more, ignore=ignore, partial=True)  # nothing to tell
 
 
+def test_parts_are_of_one_save(theirs, tmp_path, monkeypatch):
+    """Another process saves after the index is read and before the parts are."""
+    params, state = estimators.load("Scope3-2", theirs)
+    save = lambda p: save_tf1_state(tmp_path / "m", p, state, like=theirs / "Scope3-2")
+    save(params)
+    read_parts, calls = tf1_files._read_parts, []
+
+    def after_a_save(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(tf1_files, "_read_parts", read_parts)
+                save(jax.tree.map(lambda x: x + 1, params))
+        return read_parts(*arguments)
+
+    monkeypatch.setattr(tf1_files, "_read_parts", after_a_save)
+    stored = tf1_files.read(tmp_path / "m")
+    assert len(calls) == 2
+    np.testing.assert_array_equal(stored["bias"], params["bias"] + 1)
+    np.testing.assert_array_equal(tf1_parts.put_together(stored["e/t"]), params["e/t"] + 1)
+
+
 # ------------------------------------------------------------------------- files of others
 def test_the_latest_checkpoint_of_a_folder(theirs, tmp_path):
     for name in ("Scope3-2", "V1-2-sharded"):
