@@ -51,6 +51,12 @@ def _graphs() -> int:
         return sum(name.endswith(".index") for name in file.namelist())
 
 
+def _estimators() -> int:
+    with lzma.open(GOLDEN / "estimators" / "theirs.xz") as file:
+        meta = json.loads(file.readline())
+    return len(meta["graphs"]) + len(meta["estimators"])
+
+
 def _torch() -> int:
     return sum(len(_meta(GOLDEN / "torch.npz")[kind]) for kind in ("sparse", "dense", "bags"))
 
@@ -103,6 +109,11 @@ COUNTS: tuple[tuple[str, Callable[[], int | str], str], ...] = (
         "checkpoints of TensorFlow graphs, and the training that continued from each",
         _graphs,
         "5e-6, in both directions: TensorFlow also continued from checkpoints of optzoo",
+    ),
+    (
+        "checkpoints of TensorFlow's estimators and of variables in parts, likewise",
+        _estimators,
+        "1e-6 of the array's largest element, in both directions; saved again, the same bytes",
     ),
     (
         "random cases of TensorFlow 1.15.5 with extreme values",

@@ -63,6 +63,7 @@ MENU = {
     "From other code": [
         "docs/differences",
         "docs/from_tf1",
+        "docs/from_estimator",
         "docs/tf1_checkpoints",
         "docs/from_torch",
         "docs/flax",

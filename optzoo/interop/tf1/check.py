@@ -1,48 +1,69 @@
 """Whether a plan fits a checkpoint: all problems at once, before anything is made."""
 
-from collections.abc import Iterator, Mapping
+import fnmatch
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from .names import GLOBAL_STEP
+from .parts import Regular
 from .plan import Plan
 from .steps import Steps, are_whole
 
 
-def check_load(plan: Plan, steps: Steps, given: Mapping[str, np.ndarray], *, partial: bool) -> None:
-    """Raises ``ValueError`` with all that does not fit.
+def check_load(
+    plan: Plan, steps: Steps, file: Regular, ignore: Sequence[str], *, partial: bool
+) -> None:
+    """Raises ``ValueError`` with all that does not fit; warns of what ``partial`` passes over.
+
+    And ``TypeError`` if ``ignore`` is a string.
 
     Args:
         plan: of what is to be loaded.
         steps: of the counts.
-        given: the variables of the checkpoint.
+        file: the checkpoint.
+        ignore: patterns of variables that may be left over.
         partial: whether missing and left over variables are accepted.
     """
-    lines = [*_misfits(plan, given), *steps.wrong]
-    hint = "" if lines else "; partial=True passes over it"
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore must be a list of names, got {ignore!r}")
+    given = file.variables
+    wrong = [*_misfits(plan, file), *steps.wrong]
+    lacks = lambda s: s.variable not in given and not s.optional
+    missing = [f"{file.in_file(s.variable)}, for {s.path}" for s in plan.read if lacks(s)]
+    missing += [*plan.not_found, *steps.missing]
+    missing += [f"a variable for {path} of the state" for path in plan.unmapped]
+    missing = [f"missing: {name}" for name in missing]
     used = {source.variable for source in plan.saved}
+    left = {file.in_file(name) for name in given.keys() - used - set(steps.used)}
+    left = [name for name in left | file.incomplete.keys() if not _matches_any(name, ignore)]
+    left_over = [f"left over: {name}" for name in sorted(left)]
+    if wrong or (not partial and (missing or left_over)):
+        lines = wrong if partial else [*missing, *wrong, *left_over]
+        which = "partial=True passes" if missing else "ignore= and partial=True pass"
+        hint = "" if wrong else f"; {which} over it"
+        raise ValueError(
+            f"the checkpoint does not fit, nothing is loaded{hint}:\n  " + "\n  ".join(lines)
+        )
     # Scalars of the state do not count as found: every Adam has the same beta powers.
     arrays = [array for array in plan.arrays if array.shape]
     wanted = {source.variable for source in (*plan.parameters, *arrays, *plan.vectors)}
-    if not partial:
-        lacks = lambda s: s.variable not in given and not s.optional
-        missing = [f"{s.variable}, for {s.path}" for s in plan.read if lacks(s)]
-        missing += [*plan.not_found, *steps.missing]
-        missing += [f"a variable for {path} of the state" for path in plan.unmapped]
-        left_over = sorted(given.keys() - used - set(steps.used))
-        lines = [f"missing: {name}" for name in missing] + lines
-        lines += [f"left over: {name}" for name in left_over]
-    elif not lines and wanted and wanted.isdisjoint(given):
+    if partial and wanted and wanted.isdisjoint(given):
         raise ValueError(
             "partial=True: the checkpoint has none of the parameters and slots; it has "
             f"{sorted(given)}, wanted are {sorted(used)}: see names="
         )
-    if lines:
-        raise ValueError(
-            f"the checkpoint does not fit, nothing is loaded{hint}:\n  " + "\n  ".join(lines)
-        )
+    if missing or left_over:
+        text = "partial=True: what is missing stays as params and tx.init have it, and what is "
+        text += "left over is not loaded:\n  " + "\n  ".join([*missing, *left_over])
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_save(plan: Plan, state: Mapping[str, Any], like: Mapping[str, np.ndarray]) -> None:
@@ -71,11 +92,11 @@ def check_save(plan: Plan, state: Mapping[str, Any], like: Mapping[str, np.ndarr
             raise ValueError(f"{variable} is {like[variable].shape} in like, {shape} here")
 
 
-def _misfits(plan: Plan, given: Mapping[str, np.ndarray]) -> Iterator[str]:
+def _misfits(plan: Plan, file: Regular) -> Iterator[str]:
     """What has another shape or dtype."""
     for i, source in enumerate(plan.read):
-        variable, shape, dtype = source.variable, source.shape, source.dtype
-        new = given.get(variable)
+        variable, shape, dtype = file.in_file(source.variable), source.shape, source.dtype
+        new = file.variables.get(source.variable)
         if new is None:
             continue
         # Slots are converted: they may have another dtype, and a ``stale_counter`` is a float.

@@ -9,36 +9,51 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...core.extras import how_to_install
 from ...core.locks import locked
+from . import table
+from .parts import Parts, Slice, Stored, put_together
 
 _DATA = ".data-00000-of-00001"
+_OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what files of tf.train.Checkpoint have
 _UNREAD = "optzoo_unfinished_save"  # in an index while it is replaced, and after a kill then
 _PART = re.compile(r"(.+)\.(?:index|meta|data-\d{5}-of-\d{5})", re.DOTALL)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def read(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """All variables of a checkpoint: of a mapping, an ``.npz`` file, or TensorFlow's prefix.
+def read(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """All variables of a checkpoint: a mapping, an ``.npz`` file, or TensorFlow's prefix or folder.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ImportError: if it takes TensorFlow to read it, and that is not installed.
-        ValueError: if a file is incomplete or damaged, or only a part of a checkpoint.
+        ValueError: if a file is incomplete or damaged, or only a part of a checkpoint, or if
+            ``tf.train.Checkpoint`` wrote it.
     """
     if isinstance(checkpoint, Mapping):
+        _refuse_objects("the checkpoint", checkpoint)
         return {str(name): np.asarray(value) for name, value in checkpoint.items()}
     path = os.fspath(checkpoint)
-    return _read_npz(path) if path.endswith(".npz") else _read_prefix(path)
+    return dict(_read_npz(path)) if path.endswith(".npz") else _read_prefix(path)
 
 
-def write(path: str | os.PathLike[str], variables: Mapping[str, np.ndarray]) -> None:
+def _refuse_objects(checkpoint: str, names: Collection[str]) -> None:
+    if _OBJECTS in names:
+        raise ValueError(
+            f"{checkpoint} is of tf.train.Checkpoint or Keras, which name variables by paths of "
+            "Python objects, 'layer/kernel/.ATTRIBUTES/VARIABLE_VALUE': restore it in TensorFlow "
+            "and save it by tf.compat.v1.train.Saver, or give a dict of arrays by the names of "
+            "TensorFlow 1"
+        )
+
+
+def write(path: str | os.PathLike[str], variables: Mapping[str, Stored]) -> None:
     """Writes an ``.npz`` file if ``path`` ends so, otherwise TensorFlow's files of that prefix.
 
     A process may be killed at any moment: the old checkpoint or the new one is readable, here and
@@ -48,7 +63,8 @@ def write(path: str | os.PathLike[str], variables: Mapping[str, np.ndarray]) -> 
         ImportError: if it takes TensorFlow to write it, and that is not installed.
         OSError: if the files cannot be written.
         TypeError: if ``.npz`` cannot hold a dtype, or ``path`` is no path.
-        ValueError: if ``path`` is empty or a folder, or TensorFlow's files cannot hold a name.
+        ValueError: if ``path`` is empty or a folder, if TensorFlow's files cannot hold a name, or
+            ``.npz`` a part of a variable.
     """
     target = _target(path)
     write_files = _write_npz if target.endswith(".npz") else _write_prefix
@@ -101,22 +117,25 @@ def _scratch(folder: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_npz(target: str, beside: str, variables: Mapping[str, np.ndarray]) -> None:
+def _write_npz(target: str, beside: str, variables: Mapping[str, Stored]) -> None:
+    prefix = "let path be the prefix of a checkpoint of TensorFlow's, without .npz"
+    arrays = dict[str, np.ndarray]()
     for name, value in variables.items():
-        if value.dtype.kind == "V":
-            raise TypeError(
-                f"an .npz file cannot hold {name} of dtype {value.dtype}: "
-                "let path be the prefix of a checkpoint of TensorFlow's, without .npz"
-            )
+        if isinstance(value, Parts) and not value.is_complete:
+            raise ValueError(f"an .npz file cannot hold {name}, a part of a variable: {prefix}")
+        array = put_together(value) if isinstance(value, Parts) else value
+        if array.dtype.kind == "V":
+            raise TypeError(f"an .npz file cannot hold {name} of dtype {array.dtype}: {prefix}")
+        arrays[name] = array
     # np.savez cannot have an array called "file".
     with zipfile.ZipFile(whole := os.path.join(beside, "npz"), "w") as archive:
-        for name, value in variables.items():
+        for name, value in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, value, allow_pickle=False)
     os.replace(whole, target)
 
 
-def _write_prefix(target: str, beside: str, variables: Mapping[str, np.ndarray]) -> None:
+def _write_prefix(target: str, beside: str, variables: Mapping[str, Stored]) -> None:
     """Replaces an index and its data so that at every moment the index has the right data.
 
     Two files cannot be renamed at once. But the names of the data files contain how many there
@@ -167,7 +186,7 @@ def _with_data_files(prefix: str, beside: str, number: int) -> str:
     merged = os.path.join(beside, "merged")
     _run_op(
         "MergeV2Checkpoints",
-        {},
+        (),
         checkpoint_prefixes=[prefix, *others],
         destination_prefix=merged,
         delete_old_dirs=False,
@@ -175,27 +194,34 @@ def _with_data_files(prefix: str, beside: str, number: int) -> str:
     return merged
 
 
-def _save_v2(prefix: str, variables: Mapping[str, np.ndarray]) -> None:
-    _run_op(
-        "SaveV2",
-        variables,
-        prefix=prefix,
-        tensor_names=list(variables),
-        shape_and_slices=[""] * len(variables),
-    )
+def _save_v2(prefix: str, variables: Mapping[str, Stored]) -> None:
+    names, slices, tensors = list[str](), list[str](), list[np.ndarray]()
+    for name, stored in variables.items():
+        pieces = stored.values if isinstance(stored, Parts) else {None: stored}
+        for part, value in pieces.items():
+            names.append(name)
+            slices.append("" if part is None else _spec(stored.shape, part))
+            tensors.append(value)
+    _run_op("SaveV2", tensors, prefix=prefix, tensor_names=names, shape_and_slices=slices)
 
 
-def _run_op(name: str, tensors: Mapping[str, np.ndarray], **arguments: Any) -> None:
-    """Runs an operation of TensorFlow that writes files; ``tensors`` are its input, if any."""
+def _spec(shape: tuple[int, ...], part: Slice) -> str:
+    """What TensorFlow's operations call a slice."""
+    return f"{' '.join(map(str, shape))} {':'.join(f'{start},{length}' for start, length in part)}"
+
+
+def _run_op(name: str, tensors: Sequence[np.ndarray], **arguments: Any) -> Any:
+    """Runs an operation of TensorFlow on files; ``tensors`` are its input, if any."""
     tf = import_tensorflow()
     v1 = tf.compat.v1
     # In a graph, since eager execution may be off where this runs beside code of TensorFlow 1.
     with tf.Graph().as_default(), tf.device("/cpu:0"), v1.Session() as session:
-        inputs = {v1.placeholder(value.dtype, value.shape): value for value in tensors.values()}
+        inputs = [v1.placeholder(value.dtype, value.shape) for value in tensors]
         if inputs:
-            arguments["tensors"] = list(inputs)
+            arguments["tensors"] = inputs
         try:
-            session.run(getattr(tf.raw_ops, name)(**arguments), inputs)
+            feeds = dict(zip(inputs, tensors, strict=True))
+            return session.run(getattr(tf.raw_ops, name)(**arguments), feeds)
         except tf.errors.OpError as error:
             raise OSError(error.message) from error
 
@@ -218,28 +244,99 @@ def _read_npz(path: str) -> dict[str, np.ndarray]:
         return {name: file[name] for name in file.files}
 
 
-def _read_prefix(path: str) -> dict[str, np.ndarray]:
+def _read_prefix(path: str) -> dict[str, Stored]:
+    if os.path.isdir(path):
+        folder, path = path, import_tensorflow().train.latest_checkpoint(path)
+        if path is None:
+            raise FileNotFoundError(
+                f"no checkpoint in the folder {folder!r}: its file 'checkpoint' names the latest "
+                "one; give the prefix of one, such as 'model.ckpt-1000'"
+            )
     index = f"{path}.index"
-    if not os.path.exists(path) and not os.path.exists(index):
+    tables = [file for file in (index, path) if os.path.exists(file)][:1] or glob.glob(path)
+    if index not in tables and (part := _PART.fullmatch(path)):
+        raise ValueError(f"{path!r} is one file of a checkpoint: give its prefix, {part[1]!r}")
+    if not tables:
         raise FileNotFoundError(
             f"no checkpoint {path!r}: give its prefix, such as 'model.ckpt-1000' for "
             "model.ckpt-1000.index and model.ckpt-1000.data-00000-of-00001"
         )
-    if not os.path.exists(index) and (part := _PART.fullmatch(path)):
-        raise ValueError(f"{path!r} is one file of a checkpoint: give its prefix, {part[1]!r}")
     tf = import_tensorflow()
+    decode_error = importlib.import_module("google.protobuf.message").DecodeError
     # The reader turns some of TensorFlow's errors into Python's.
     errors = tf.errors.OpError, IndexError, OSError, RuntimeError, TypeError, ValueError
     while True:
         before = _identity(index)
         try:
-            with _naming(path, *errors):
+            with _naming(path, *errors, decode_error):
                 reader = tf.train.load_checkpoint(path)
-                names = reader.get_variable_to_dtype_map()
-                return {n: reader.get_tensor(n) for n in names if not n.startswith(_UNREAD)}
+                dtypes = reader.get_variable_to_dtype_map()
+            _refuse_objects(repr(path), dtypes)
+            with _naming(path, *errors, decode_error):
+                in_parts = _find_slices(tables)
+                names = {n for n in dtypes if n not in in_parts and not n.startswith(_UNREAD)}
+                whole = {name: np.asarray(reader.get_tensor(name)) for name in names}
+                parts = _read_parts(path, in_parts, dtypes)
+            if not in_parts or _identity(index) == before:  # all are of one save
+                return whole | parts
         except ValueError:
             if _identity(index) == before:
                 raise  # otherwise another process has just replaced the files
+
+
+def _find_slices(tables: Iterable[str]) -> dict[str, tuple[tuple[int, ...], set[Slice]]]:
+    """The shapes and slices of the variables that the files have in parts."""
+    bundle = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
+    saved = importlib.import_module("tensorflow.core.util.saved_tensor_slice_pb2")
+    found = dict[str, tuple[tuple[int, ...], set[Slice]]]()
+
+    def add(name, shape, slices):
+        sizes = tuple(dim.size for dim in shape.dim)
+        whole = tuple((0, size) for size in sizes)
+        for part in slices:
+            extents = zip(part.extent, sizes, strict=True)
+            # An extent without a length is the whole axis.
+            here = tuple((e.start, e.length if e.HasField("length") else n) for e, n in extents)
+            if here != whole:
+                found.setdefault(name, (sizes, set()))[1].add(here)
+
+    for file in tables:
+        of_file = table.entries(file)
+        first = next(of_file)
+        if file.endswith(".index"):
+            for key, value in of_file:
+                entry = bundle.BundleEntryProto.FromString(value)
+                add(key.decode(errors="replace"), entry.shape, entry.slices)
+        else:  # the V1 format: the first value has them all, the others are the arrays
+            for variable in saved.SavedTensorSlices.FromString(first[1]).meta.tensor:
+                add(variable.name, variable.shape, variable.slice)
+    return found
+
+
+def _read_parts(
+    path: str,
+    in_parts: Mapping[str, tuple[tuple[int, ...], set[Slice]]],
+    dtypes: Mapping[str, Any],
+) -> dict[str, Parts]:
+    pieces = [
+        (n, shape, part) for n, (shape, slices) in in_parts.items() for part in sorted(slices)
+    ]
+    values = (
+        _run_op(
+            "RestoreV2",
+            (),
+            prefix=path,
+            tensor_names=[name for name, _, _ in pieces],
+            shape_and_slices=[_spec(shape, part) for _, shape, part in pieces],
+            dtypes=[dtypes[name] for name, _, _ in pieces],
+        )
+        if pieces
+        else []
+    )
+    found = {name: Parts(shape, {}) for name, (shape, _) in in_parts.items()}
+    for (name, _, part), value in zip(pieces, values, strict=True):
+        found[name].values[part] = value
+    return found
 
 
 def _identity(file: str) -> tuple[int, int] | None:

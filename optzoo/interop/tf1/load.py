@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optax
@@ -14,7 +14,7 @@ from . import files
 from .build import build_state
 from .check import check_load
 from .files import Checkpoint
-from .names import Choices, Names, OptimizerName
+from .names import Choices, Names, OptimizerName, name_parameters, regular
 from .plan import make_plan
 from .steps import plan_steps
 
@@ -30,6 +30,7 @@ def load_tf1_state(
     variables: Mapping[str, str] | None = None,
     global_step: int | str | None = None,
     swapped: bool = False,
+    ignore: Sequence[str] = (),
     partial: bool = False,
 ) -> tuple[Any, Any]:
     """Reads parameters, slots, beta powers and the step from a checkpoint of TensorFlow 1.
@@ -48,9 +49,9 @@ def load_tf1_state(
         tx: the optimizer, alone or in optax's chains, masks, partitions and this library's
             wrappers.
         params: parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000`` (TensorFlow reads it:
-            ``pip install 'optzoo[tf1]'``), the path of an ``.npz`` file, or a mapping from names
-            to arrays.
+        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000``, or a folder, for the
+            latest in it (TensorFlow reads it: ``pip install 'optzoo[tf1]'``); the path of an
+            ``.npz`` file; or a mapping from names to arrays.
         names: what TensorFlow calls a parameter: None for its path here, joined by ``/``; a
             function of that; a dict from ours to TensorFlow's, for those that differ; or a list of
             pairs ``(pattern, replacement)``, which ``re.sub`` applies one after the other.
@@ -68,8 +69,14 @@ def load_tf1_state(
             as after a restart of the optimizer, the number must be given.
         swapped: whether a ``swapping_saver`` wrote the checkpoint: averages, or the center, in the
             place of the parameters.
+        ignore: the names of variables that may be left over, such as ``["*/moving_mean"]``: ``*``
+            is any string, also with ``/`` in it, ``?`` any letter. No other variable may be left
+            over, and nothing may be missing.
         partial: whether to keep what the checkpoint lacks as ``params`` and ``tx.init`` have it,
-            and to ignore what else is in the checkpoint.
+            and to ignore what else is in the checkpoint. One warning lists both.
+
+    Warns:
+        UserWarning: with ``partial``, if anything is missing or left over.
 
     Returns:
         The parameters and the state of ``tx``, from which training resumes.
@@ -77,23 +84,27 @@ def load_tf1_state(
     Raises:
         FileNotFoundError: if there is no such checkpoint.
         ImportError: if it takes TensorFlow to read it, and that is not installed.
-        TypeError: if ``names`` is none of its forms, or ``global_step`` no int.
-        ValueError: if a file is damaged, if the beta powers are none or contradict the step, if
-            ``partial`` finds nothing, if names are ambiguous, or if anything is missing, left
-            over, or of another shape or dtype: the message lists all of it, nothing is loaded.
-            Slots are converted to the dtype that the state keeps them in; parameters are not.
+        TypeError: if ``names`` is none of its forms, ``ignore`` is a string, or ``global_step`` is
+            no int.
+        ValueError: if a file is damaged, or ``tf.train.Checkpoint`` wrote it, if the beta powers
+            are none or contradict the step, if ``partial`` finds nothing, if names are ambiguous,
+            or if anything is missing, left over, or of another shape or dtype: the message lists
+            all of it, nothing is loaded. Slots are converted to the dtype that the state keeps
+            them in; parameters are not.
     """
     # Read.
-    given = files.read(checkpoint)
+    stored = files.read(checkpoint)
     # Plan. Averages and centers start as copies of the parameters, so the state is made again from
     # the loaded ones. Its structure, its shapes and its betas are the same before.
     choices = Choices(optimizer_name, scope, variables or {}, swapped, is_initial=True)
     like, params = params, from_lines(params)
     start = unpack_state(tx.init(params))
-    plan = make_plan(params, start, given, names, choices)
-    steps = plan_steps(plan, arrays_by_path(start), given, global_step)
-    del start  # before it is made again
+    owners = name_parameters(params, names)
+    file = regular(stored, owners, choices)
+    plan = make_plan(owners, start, file, choices)
+    steps = plan_steps(plan, arrays_by_path(start), file.variables, global_step)
+    del start, stored  # before the state is made again
     # Check.
-    check_load(plan, steps, given, partial=partial)
+    check_load(plan, steps, file, ignore, partial=partial)
     # Build.
-    return to_lines_of(like, tx, build_state(plan, steps, given, params, tx.init))
+    return to_lines_of(like, tx, build_state(plan, steps, file.variables, params, tx.init))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core.paths import matching, out_of_box, path_name
 from ...state.tf1_names import AVERAGE
+from .parts import UNKNOWN, Regular, Stored, join, make_regular, may_be, slot_variable
 from .powers import estimate_exponent, is_integer_exponent
 
 Path = tuple[Any, ...]
@@ -69,6 +69,18 @@ def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
     return found
 
 
+def regular(
+    stored: Mapping[str, Stored], owners: Mapping[Path, Parameter], choices: Choices
+) -> Regular:
+    """The variables of a checkpoint without parts.
+
+    Raises:
+        ValueError: if a variable may be the slot of several parameters.
+    """
+    names = [owner.name for owner in owners.values()]
+    return make_regular(stored, names, choices.scope, choices.variables.values())
+
+
 def _renaming(names: Names, paths: set[str]) -> Callable[[str], str]:
     if names is None:
         return lambda name: name
@@ -98,22 +110,23 @@ class CheckpointNames:
     """Names as they are in a checkpoint, or by default where there is none to look at.
 
     Args:
-        given: the variables of a checkpoint; None for the default names.
+        file: a checkpoint; None for the default names.
         parameters: the names of the parameters.
         choices: what the caller says about names.
     """
 
     def __init__(
         self,
-        given: Mapping[str, np.ndarray] | None,
+        file: Regular | None,
         parameters: Iterable[str],
         choices: Choices,
     ):
-        self.given = given
+        self.file = file or Regular({}, {}, {})
+        self.given = None if file is None else file.variables
         self.choices = choices
         self._parameters = list(parameters)
         self._children = defaultdict[str, set[str]](set)
-        for name in set(given or ()).difference(self._parameters):
+        for name in set(self.given or ()).difference(self._parameters):
             parent, _, last = name.rpartition("/")
             self._children[parent].add(last)
 
@@ -154,11 +167,13 @@ class CheckpointNames:
             )
         first, not_found = dict[str, str](), list[str]()
         for name, group in groups.items():
-            found = (self.choices.scope, name) if self.given is None else self._find(group, name)
-            if found is None:
-                not_found += self._not_found(group, name, hint)
+            if self.given is None:
+                scope, slot = self.choices.scope or "", name or ""
+                found = {owner: slot_variable(scope, owner, slot) for owner in group}
             else:
-                first |= {owner: join(found[0], owner, found[1]) for owner in group}
+                found = self._find(group, name)
+            first |= found
+            not_found += [] if found else self._not_found(group, name, hint)
         return first, not_found
 
     def _optimizer_name(self, owner: str) -> str | None:
@@ -167,22 +182,46 @@ class CheckpointNames:
             return given
         return next((given[p] for p in matching(given, self._parameters)[owner]), None)
 
-    def _find(self, possible: Mapping[str, set[int]], name: str | None) -> tuple[str, str] | None:
-        """The scope and the last part of the first slots of these parameters."""
-        times = Counter[tuple[str, str]]()
-        for owner, numbers in possible.items():
-            for scope, base, number in self._series_of(owner):
-                if base == name if name else base != AVERAGE and number in numbers:
-                    times[scope, base] += 1
+    def _find(self, possible: Mapping[str, set[int]], name: str | None) -> dict[str, str]:
+        """The names of the first slots of these parameters; none if there are no slots."""
+        fits = lambda base, n, numbers: base == name if name else base != AVERAGE and n in numbers
+        there = {
+            owner: [(s, base) for s, base, n in self._series_of(owner) if fits(base, n, numbers)]
+            for owner, numbers in possible.items()
+        }
+        candidates = {found for of_owner in there.values() for found in of_owner}
+        unknown = lambda found: found[0].count(UNKNOWN)
+        is_same = lambda found, other: found[1] == other[1] and may_be(found[0], other[0])
+        hides = lambda found, other: is_same(found, other) and unknown(found) > unknown(other)
+        candidates = {f for f in candidates if not any(hides(f, other) for other in candidates)}
+        variables = {
+            found: {
+                owner: [
+                    join(other[0], owner, other[1]) for other in others if is_same(other, found)
+                ]
+                for owner, others in there.items()
+            }
+            for found in candidates
+        }
+        times = {found: sum(map(bool, of.values())) for found, of in variables.items()}
         best = {found for found, n in times.items() if n == max(times.values())}
         if len({base for _, base in best}) == 1:
             best = {found for found in best if not found[0]} or best
         if len(best) > 1:
+            hidden = f", where {UNKNOWN} is any letter" if any(map(unknown, best)) else ""
             raise ValueError(
-                f"the slots of {[*possible]} may be those of any of {sorted(best)}: "
+                f"the slots of {[*possible]} may be those of any of {sorted(best)}{hidden}: "
                 "say scope= (the first part) or optimizer_name= (the second)"
             )
-        return best.pop() if best else None
+        names = dict[str, str]()
+        for scope, base in best:
+            for owner, of_owner in variables[scope, base].items():
+                if len(of_owner) > 1:
+                    both = " and ".join(sorted(map(self.file.in_file, of_owner)))
+                    raise ValueError(f"a slot of {owner} may be any of {both}: say variables=")
+                part = 0 if UNKNOWN in scope else None
+                names[owner] = of_owner[0] if of_owner else slot_variable(scope, owner, base, part)
+        return names
 
     def _series_of(self, owner: str) -> list[tuple[str, str, int]]:
         """What lies below a parameter: the scope, the name, and how many there are of it."""
@@ -191,7 +230,7 @@ class CheckpointNames:
             scope = parent.removesuffix(owner).removesuffix("/")
             if join(scope, owner) != parent or (scope and self.has(parent)):
                 continue  # not below it, or below another parameter
-            if self.choices.scope in (None, scope):
+            if self.choices.scope is None or may_be(scope, self.choices.scope):
                 found += [(scope, base, number) for base, number in _series(names).items()]
         return found
 
@@ -259,11 +298,6 @@ class CheckpointNames:
         matches = {n: pattern.fullmatch(n) for n, v in (self.given or {}).items() if v.ndim == ndim}
         scopes = {n: match[1] or "" for n, match in matches.items() if match}
         return sorted(n for n, scope in scopes.items() if self.choices.scope in (None, scope))
-
-
-def join(*parts: str | None) -> str:
-    """A name from its parts; an empty one is none."""
-    return "/".join(part for part in parts if part)
 
 
 def suffix(number: int) -> str:

@@ -26,14 +26,12 @@ from .names import (
     GLOBAL_STEP,
     CheckpointNames,
     Choices,
-    Names,
     NonSlot,
     Parameter,
     Path,
-    join,
-    name_parameters,
     suffix,
 )
+from .parts import Regular, join
 
 _HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives them
 _COUNT = GetAttrKey("count")
@@ -94,28 +92,21 @@ class _Slot(NamedTuple):
 
 
 def make_plan(
-    params: Any,
-    state: Any,
-    given: Mapping[str, np.ndarray] | None,
-    names: Names,
-    choices: Choices,
+    owners: Mapping[Path, Parameter], state: Any, file: Regular | None, choices: Choices
 ) -> Plan:
     """Finds the variable of every array.
 
     Args:
-        params: the parameters.
+        owners: the parameters (:func:`name_parameters`).
         state: the state of their optimizer, its slots unpacked (:func:`unpack_state`).
-        given: the variables of a checkpoint, to find there how slots are called; None to call
-            them as TensorFlow does by default.
-        names: what the caller says about the names of the parameters.
-        choices: what the caller says about other names.
+        file: a checkpoint, to find there how slots are called; None to call them as TensorFlow
+            does by default.
+        choices: what the caller says about other names than those of the parameters.
 
     Raises:
-        TypeError: if ``names`` is none of its forms.
         ValueError: if a name is ambiguous, or unknown where there is no checkpoint to find it in.
     """
-    owners = name_parameters(params, names)
-    called = CheckpointNames(given, [owner.name for owner in owners.values()], choices)
+    called = CheckpointNames(file, [owner.name for owner in owners.values()], choices)
     planner = _Planner(owners, called)
     planner.add(state)
     variables = called.non_slots(wanted for wanted, _ in planner.non_slots)

@@ -16,7 +16,8 @@ from . import files
 from .build import build_variables
 from .check import check_save
 from .files import Checkpoint
-from .names import Choices, Names, OptimizerName
+from .names import Choices, Names, OptimizerName, name_parameters, regular
+from .parts import Parts, Regular, put_together
 from .plan import make_plan
 from .steps import check_step, step_of_state
 
@@ -65,8 +66,8 @@ def save_tf1_state(
             their global step, otherwise the outermost count.
         swapped: whether to put averages, or the center, in the place of the parameters, as a
             ``swapping_saver``.
-        like: a checkpoint of the graph that is to continue. Names and dtypes are taken from it,
-            and what only it has is copied.
+        like: a checkpoint of the graph that is to continue. Names, dtypes and slices of parts are
+            taken from it, and what only it has is copied.
 
     Raises:
         ImportError: if it takes TensorFlow to write it, and that is not installed.
@@ -75,20 +76,12 @@ def save_tf1_state(
             hold a dtype.
         ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
             state has arrays that TensorFlow has not, if its outermost counts differ, if rows
-            sleep (:func:`optzoo.rows.catch_up`), or if a shape is not that in ``like``.
+            sleep (:func:`optzoo.rows.catch_up`), if a shape is not that in ``like``, or if an
+            ``.npz`` file would have a part of a variable.
     """
-    saved = tf1_variables(
-        params,
-        state,
-        names,
-        optimizer_name=optimizer_name,
-        scope=scope,
-        variables=variables,
-        global_step=global_step,
-        swapped=swapped,
-        like=like,
-    )
-    files.write(path, saved)
+    choices = Choices(optimizer_name, scope, variables or {}, swapped)
+    saved, file = _build(params, state, names, choices, global_step, like)
+    files.write(path, saved if file is None else file.as_stored(saved))
 
 
 def tf1_variables(
@@ -116,17 +109,38 @@ def tf1_variables(
         ... )
         ['beta1_power', 'beta2_power', 'global_step', 'w', 'w/Adam', 'w/Adam_1']
     """
+    choices = Choices(optimizer_name, scope, variables or {}, swapped)
+    saved, file = _build(params, state, names, choices, global_step, like)
+    stored = saved if file is None else file.as_stored(saved)
+    arrays = dict[str, np.ndarray]()
+    for name, value in stored.items():
+        if isinstance(value, Parts) and not value.is_complete:
+            raise ValueError(f"like has {name} in parts only, which save_tf1_state writes")
+        arrays[name] = put_together(value) if isinstance(value, Parts) else value
+    return arrays
+
+
+def _build(
+    params: Any,
+    state: Any,
+    names: Names,
+    choices: Choices,
+    global_step: int | None,
+    like: Checkpoint | None,
+) -> tuple[dict[str, np.ndarray], Regular | None]:
+    """The variables to save, and the checkpoint that says where they belong, if there is one."""
     check_awake(state, "save_tf1_state")
     params, state = from_lines((params, state))
+    owners = name_parameters(params, names)
     # Read.
-    given = None if like is None else files.read(like)
+    file = None if like is None else regular(files.read(like), owners, choices)
+    given = {} if file is None else file.variables
     # Plan.
-    choices = Choices(optimizer_name, scope, variables or {}, swapped)
     unpacked = unpack_state(state)
-    plan = make_plan(params, unpacked, given, names, choices)
+    plan = make_plan(owners, unpacked, file, choices)
     # Check.
     arrays = arrays_by_path(unpacked)
-    check_save(plan, arrays, given or {})
+    check_save(plan, arrays, given)
     step = step_of_state(plan.counts, arrays) if global_step is None else check_step(global_step)
     # Build.
-    return build_variables(plan, step, given or {}, arrays_by_path(params), arrays)
+    return build_variables(plan, step, given, arrays_by_path(params), arrays), file
