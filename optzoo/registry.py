@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -48,8 +49,10 @@ def create(
         name_or_config: a name of TensorFlow, of RETURNN, of FBGEMM or of this library, in any case,
             with or without ``Optimizer`` and underscores; a member of FBGEMM's ``EmbOptimType``; or
             a dict with one of these under ``"class"`` and the arguments beside it. A config is
-            data: nothing in it is imported or evaluated. ``"ADAM"`` is TensorFlow's, and
-            ``"EmbOptimType.ADAM"`` FBGEMM's (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`).
+            data: nothing in it is imported or evaluated. A module before the name says whose class
+            is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
+            (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'.
         **kwargs: arguments, in addition to those of a config. Their names may be the original's
             (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
             ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
@@ -67,8 +70,8 @@ def create(
     Raises:
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
-        ValueError: if the name is unknown (the message names the nearest ones), or an argument is
-            out of its range.
+        ValueError: if the name is unknown, or is that of another library or module (the message
+            says what to take, or names the nearest ones); or if an argument is out of its range.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
@@ -150,7 +153,7 @@ def add_name(
         rounds: whether ``create`` rounds its arguments to float32.
     """
     found = _Found(name, factory, original, rounds=rounds)
-    _ADDED.update({_key(known): found for known in (name, *others)})
+    _ADDED.update({_key(known): found for known in (name, original, *others)})
 
 
 def accepts(name: str, argument: str) -> bool:
@@ -173,7 +176,8 @@ def names() -> dict[str, list[str]]:
     """All names of this library that :func:`create` knows, with the other names of each."""
     known: dict[str, list[str]] = {}
     for key, found in sorted(_table().items()):
-        known.setdefault(found.name, []).extend([key] if key != _key(found.name) else [])
+        is_other = key not in (_key(found.name), _key(found.original or ""))
+        known.setdefault(found.name, []).extend([key] if is_other else [])
     return known
 
 
@@ -188,13 +192,14 @@ def listing(pattern: str = "") -> str:
     """
     lines = []
     for name, others in names().items():
-        if any(_key(pattern) in _key(n) for n in [name, *others]):
-            found = _find(name)
+        found = _find(name)
+        if any(_key(pattern) in _key(n) for n in [name, found.original or "", *others]):
             call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
             lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
             lines.append("    " + ", ".join([found.original or "optzoo", *others]))
     if not lines:
-        near = _nearest(_key(pattern), _table()) or "; without a part of a name all are listed"
+        near = _nearest(_last(_key(pattern)), map(_last, _table()))
+        near = near or "; without a part of a name all are listed"
         raise ValueError(f"no name contains {pattern!r}{near}")
     return "\n".join(lines)
 
@@ -229,16 +234,38 @@ def _table() -> dict[str, _Found]:
         for name, entry in entries.items():
             found = _Found(name, entry.factory, entry.original, is_wrapper)
             table[_key(name)] = found
-            table.setdefault(_key(entry.original or name), found)
+            for known in (entry.original, _last(entry.original)) if entry.original else ():
+                table.setdefault(_key(known), found)
     return {**table, **{other: table[ours] for other, ours in _ALSO.items()}, **_ADDED}
 
 
+# How a module is written in keys, in the order of replacement: not at all where a name means what
+# it means without a module.
+_MODULES = (
+    (r"^tensorflow\b", "tf"),
+    (r"^tf\.compat\.v1\b", "tf"),
+    (r"^tf\.python\.training\b.*", "tf.train"),
+    (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
+    (r"^(tf\.)?keras\b.*", "keras"),
+    (r"^(.*\.)?emboptimtype$", "emboptimtype"),
+    (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
+)
+
+
+@functools.cache
 def _key(name: str) -> str:
-    """``tf.train.AdamOptimizer`` and ``Adam`` are the same: ``adam``."""
-    scope, _, last = name.rpartition(".")
-    # FBGEMM's Adam is another one.
-    enumeration = "emboptimtype." if scope.endswith("EmbOptimType") else ""
-    return enumeration + last.lower().replace("_", "").removesuffix("optimizer")
+    """A name in the form that tables have: ``adam``, or ``tf.train.adam`` with a module."""
+    module, _, last = name.rpartition(".")
+    module = module.lower()
+    for pattern, ours in _MODULES:
+        module = re.sub(pattern, ours, module)
+    key = last.lower().replace("_", "").removesuffix("optimizer")
+    return f"{module}.{key}" if module else key
+
+
+def _last(name: str) -> str:
+    """A name without its module."""
+    return name.rpartition(".")[2]
 
 
 def _find(name: Any) -> _Found:
@@ -246,18 +273,57 @@ def _find(name: Any) -> _Found:
         name = str(enum.Enum.__str__(name))  # EmbOptimType.ADAM
     if not isinstance(name, str):
         raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
-    table = _table()
-    if (found := table.get(_key(name))) is not None:
+    if (found := _table().get(_key(name))) is not None:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
             "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.rules.leafwise"
         )
-    raise ValueError(f"no optimizer is called {name!r}{_nearest(_key(name), table)}")
+    raise ValueError(f"no optimizer is called {name!r}{_instead(name)}")
+
+
+# Libraries whose optimizers are not found by name, and what to do instead.
+_OTHER_LIBRARIES = {
+    "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
+    "optax": "call the function of optax; optzoo takes its transformations as they are",
+    "torch": "docs/from_torch.md says what to take for each optimizer of torch",
+}
+# Optimizers that neither optzoo nor optax has by this name.
+_ELSEWHERE = {
+    "rectifiedadam": "there is optax.radam",
+    "sparseadam": "there is optzoo.lazy_adam, which is torch's SparseAdam",
+    "yellowfin": "there is tensor2tensor.utils.yellowfin, for TensorFlow 1 alone",
+}
+
+
+def _instead(name: str) -> str:
+    """What to take instead of an unknown name, as the end of a message."""
+    module, _, key = _key(name).rpartition(".")
+    if (advice := _OTHER_LIBRARIES.get(module.partition(".")[0])) is not None:
+        return f": {advice.format(_last(name))}"
+    if key in _ELSEWHERE:
+        return f"; {_ELSEWHERE[key]}"
+    table = _table()
+    same = {f.original or f.name for known, f in table.items() if _last(known) == key}
+    if places := [*sorted(same), *_of_optax(key)]:
+        return f"; there is {', '.join(places)}"
+    return _nearest(key, [_last(k) for k in table if k.rpartition(".")[0] == module])
+
+
+def _of_optax(key: str) -> list[str]:
+    """The optimizer of optax that has a key, as it is written there."""
+    return [
+        f"{module.__name__}.{name}"
+        for module in (optax, optax.contrib)
+        for name in dir(module)
+        if _key(name) == key
+        and callable(made := getattr(module, name))
+        and "learning_rate" in inspect.signature(made).parameters
+    ]
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
     return f"; the nearest are {', '.join(close)}" if close else ""
 
 

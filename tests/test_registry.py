@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, create
+from optzoo import CATALOG, create, registry
 from optzoo.__main__ import main
 from optzoo.catalog import DISTRIBUTED, WRAPPERS
 from optzoo.registry import accepts, names, register
@@ -66,6 +66,31 @@ def test_names_of_the_library_and_of_the_original(name):
     for known in filter(None, (name, name.title(), entry.original)):
         with pytest.raises(TypeError, match=f"^{name} has no argument 'no_such'"):
             create(known, no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("keras.optimizers.Nadam", "nadam_keras"),
+        ("tf.keras.optimizers.Nadam", "nadam_keras"),
+        ("tensorflow.keras.optimizers.legacy.SGD", "sgd"),
+        ("tf.contrib.opt.NadamOptimizer", "nadam"),
+        ("nadam", "nadam"),
+        ("tf.compat.v1.train.AdamOptimizer", "adam"),
+        ("tensorflow.compat.v1.train.adam_optimizer", "adam"),
+        ("tensorflow.python.training.adam.AdamOptimizer", "adam"),
+        ("tensorflow.contrib.opt.python.training.ggt.GGTOptimizer", "ggt"),
+        ("returnn.tf.updater.CustomGradientDescentOptimizer", "gradient_descent"),
+        ("TFUpdater.AMSGradOptimizer", "amsgrad"),
+        ("optzoo.lazy_adam", "lazy_adam"),
+        ("fbgemm_gpu.split_embedding_configs.EmbOptimType.ADAM", "EmbOptimType.ADAM"),
+        ("emboptimtype.adam", "EmbOptimType.ADAM"),
+    ],
+)
+def test_a_module_says_whose_class_is_meant(name, meant):
+    with pytest.raises(TypeError, match=f"^{meant} has no argument 'no_such'"):
+        create(name, no_such=1)
+    assert registry.factory_of(name) == registry.factory_of(meant)
 
 
 X = {"w": np.array([1, -2], "float32")}
@@ -150,8 +175,8 @@ def test_a_decay_has_the_name_of_the_original():
     for name in ("weight_decay", "weight_decay_per_step"):
         theirs = create({"class": "MomentumW", "momentum": 0.9, name: 0.3}, learning_rate=0.1)
         assert are_equal(theirs, ours)
-    assert optzoo.registry.accepts("AdamW", "weight_decay")
-    assert not optzoo.registry.accepts("Adam", "weight_decay")
+    assert accepts("AdamW", "weight_decay")
+    assert not accepts("Adam", "weight_decay")
     with pytest.raises(TypeError, match="weight_decay_per_step is given twice, also as weight_de"):
         create("AdamW", weight_decay=0.1, weight_decay_per_step=0.1)
 
@@ -196,7 +221,28 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
     [
         ("adaam", ValueError, "no optimizer is called 'adaam'; the nearest are adam, "),
         ("xyz", ValueError, "no optimizer is called 'xyz'$"),
-        ("os.system", ValueError, "no optimizer is called 'os.system'"),
+        ("adam.", ValueError, "no optimizer is called 'adam.'"),
+        ("os.system", ValueError, "no optimizer is called 'os.system'$"),
+        ("torch.optim.AdamW", ValueError, "docs/from_torch.md says what to take for each"),
+        ("optax.adamw", ValueError, "called 'optax.adamw': call the function of optax; optzoo"),
+        ("optax.contrib.muon", ValueError, "call the function of optax; optzoo takes"),
+        ("keras.optimizers.AdamW", ValueError, r": give keras.optimizers.AdamW\(...\) to optzoo"),
+        ("tf.keras.optimizers.RMSprop", ValueError, r": give keras.optimizers.RMSprop\(...\) to"),
+        (
+            {"class": "of.the.kind.Adam"},
+            ValueError,
+            "; there is .*, tf.train.AdamOptimizer, optax.",
+        ),
+        ("tf.train.LazyAdam", ValueError, "; there is tf.contrib.opt.LazyAdamOptimizer$"),
+        ("tf.train.Adaam", ValueError, "; the nearest are adam, adagrad, adadelta"),
+        ("EmbOptimType.ADAMM", ValueError, "; the nearest are adam, "),
+        ("adafactor", ValueError, "no optimizer is called 'adafactor'; there is optax.adafactor$"),
+        ("LambOptimizer", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
+        ("lion", ValueError, "; there is optax.lion$"),
+        ("muon", ValueError, "; there is optax.contrib.muon$"),
+        ("tfa.optimizers.LAMB", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
+        ("yellow_fin", ValueError, "; there is tensor2tensor.utils.yellowfin"),
+        ("SparseAdam", ValueError, "; there is optzoo.lazy_adam, which is torch's"),
         ("BaseCustomOptimizer", ValueError, "use optzoo.rules.leafwise"),
         ("momentum", TypeError, "momentum needs learning_rate, momentum"),
         ("moving_average", TypeError, "moving_average needs 'opt'"),
@@ -245,6 +291,9 @@ def test_register(catalog):
         register("half_sgd", optax.sgd)
     with pytest.raises(ValueError, match="'AdamOptimizer' is adam"):
         register("AdamOptimizer", optax.adam)
+    register("mine.adam", optax.adam, original="tf.train.AdamOptimizer")
+    assert registry.factory_of("Mine.Adam") == optax.adam
+    assert registry.factory_of("tf.train.AdamOptimizer") == optzoo.adam
     with pytest.raises(TypeError, match="factory must be a function"):
         register("mine", optax.sgd(0.1))
 
@@ -259,6 +308,8 @@ def test_list_shows_arguments_and_defaults(capsys):
     assert main(["list", "Prox"]) == 0
     only = capsys.readouterr().out
     assert "proximal_adagrad(" in only and "adam(" not in only
+    assert main(["list", "tf.train.AdamOptimizer"]) == 0
+    assert capsys.readouterr().out.count("(") == 1
 
 
 @pytest.mark.parametrize(
