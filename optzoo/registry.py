@@ -12,6 +12,7 @@ import numbers
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -52,7 +53,12 @@ def create(
             data: nothing in it is imported or evaluated. A module before the name says whose class
             is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
             (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
-            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'.
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. Projects
+            count as modules, with their names, arguments and defaults: ``"tensor2tensor.adam"`` is
+            LazyAdam, and there are ``"lingvo.Adam"`` and ``"object_detection.adam_optimizer"``. A
+            message ``Optimizer`` of object_detection is a config too, as the dict
+            ``{"rms_prop_optimizer": {...}, "use_moving_average": False}``; by default there is a
+            moving average, as in the original.
         **kwargs: arguments, in addition to those of a config. Their names may be the original's
             (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
             ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
@@ -71,7 +77,8 @@ def create(
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
         ValueError: if the name is unknown, or is that of another library or module (the message
-            says what to take, or names the nearest ones); or if an argument is out of its range.
+            says what to take, or names the nearest ones); if an argument is out of its range; or if
+            a message of object_detection has a learning rate that is not constant.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
@@ -176,8 +183,9 @@ def names() -> dict[str, list[str]]:
     """All names of this library that :func:`create` knows, with the other names of each."""
     known: dict[str, list[str]] = {}
     for key, found in sorted(_table().items()):
-        is_other = key not in (_key(found.name), _key(found.original or ""))
-        known.setdefault(found.name, []).extend([key] if is_other else [])
+        name = found.project or found.name
+        is_other = key not in (_key(name), _key(found.original or ""))
+        known.setdefault(name, []).extend([key] if is_other else [])
     return known
 
 
@@ -212,14 +220,48 @@ class _Found(NamedTuple):
     original: str | None
     is_wrapper: bool = False
     rounds: bool = True  # whether its arguments are rounded as the original does
+    arguments: Mapping[str, str] = MappingProxyType({})  # this library's, by a project's names
+    project: str = ""  # its name in a project, if that is where the name is from
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.factory).parameters
 
 
-# Names of RETURNN's registry that are not in the tables, as _key gives them.
-_ALSO = {"customgradientdescent": "gradientdescent"}
+class _Alias(NamedTuple):
+    """What another name stands for."""
+
+    name: str  # in the tables
+    defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ, by our names
+    arguments: Mapping[str, str] = MappingProxyType({})  # our names by theirs, where they differ
+
+
+_OF_T2T = {"b1": 0.85, "b2": 0.997, "eps": 1e-6}  # its basic_params1
+_OF_PROTO = {"momentum_optimizer_value": "momentum"}
+# Names that are not in the tables: of RETURNN's registry, and of projects that give names of their
+# own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
+_ALSO = {
+    "CustomGradientDescent": _Alias("gradient_descent"),
+    "lingvo.AdaDelta": _Alias("adadelta", {"b2": 0.95, "eps": 1e-8}, {"decay": "b2"}),
+    "lingvo.Adagrad": _Alias("adagrad", {"initial_accumulator_value": 1.0}),
+    "lingvo.Adam": _Alias("adam", {"eps": 1e-6}),
+    "lingvo.Momentum": _Alias("momentum", {"momentum": 0.9}, {"alpha": "momentum"}),
+    "lingvo.RMSProp": _Alias("rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}),
+    "lingvo.SGD": _Alias("gradient_descent"),
+    "object_detection.adam_optimizer": _Alias("adam"),
+    "object_detection.momentum_optimizer": _Alias("momentum", {"momentum": 0.9}, _OF_PROTO),
+    "object_detection.rms_prop_optimizer": _Alias(
+        "rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}, _OF_PROTO
+    ),
+    "tensor2tensor.adagrad": _Alias("adagrad"),
+    "tensor2tensor.adam": _Alias("lazy_adam", _OF_T2T),
+    "tensor2tensor.adam_w": _Alias("adamw", _OF_T2T | {"weight_decay_per_step": 1e-6}),
+    "tensor2tensor.ftrl": _Alias("ftrl"),
+    "tensor2tensor.momentum": _Alias("momentum", {"momentum": 0.9}),
+    "tensor2tensor.rms_prop": _Alias("rmsprop"),
+    "tensor2tensor.sgd": _Alias("gradient_descent"),
+    "tensor2tensor.true_adam": _Alias("adam", _OF_T2T),
+}
 # The modules that add names, imported when one is looked up; and these names.
 _ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
 _ADDED: dict[str, _Found] = {}
@@ -236,7 +278,13 @@ def _table() -> dict[str, _Found]:
             table[_key(name)] = found
             for known in (entry.original, _last(entry.original)) if entry.original else ():
                 table.setdefault(_key(known), found)
-    return {**table, **{other: table[ours] for other, ours in _ALSO.items()}, **_ADDED}
+    for other, alias in _ALSO.items():
+        found = table[_key(alias.name)]
+        if "." in other:
+            factory = functools.partial(found.factory, **alias.defaults)
+            found = found._replace(factory=factory, arguments=alias.arguments, project=other)
+        table[_key(other)] = found
+    return table | _ADDED
 
 
 # How a module is written in keys, in the order of replacement: not at all where a name means what
@@ -248,6 +296,7 @@ _MODULES = (
     (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
     (r"^(tf\.)?keras\b.*", "keras"),
     (r"^(.*\.)?emboptimtype$", "emboptimtype"),
+    (r"^(lingvo|objectdetection|tensor2tensor)\b.*", r"\1"),
     (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
 )
 
@@ -256,7 +305,7 @@ _MODULES = (
 def _key(name: str) -> str:
     """A name in the form that tables have: ``adam``, or ``tf.train.adam`` with a module."""
     module, _, last = name.rpartition(".")
-    module = module.lower()
+    module = module.lower().replace("_", "")
     for pattern, ours in _MODULES:
         module = re.sub(pattern, ours, module)
     key = last.lower().replace("_", "").removesuffix("optimizer")
@@ -304,7 +353,7 @@ def _instead(name: str) -> str:
     if key in _ELSEWHERE:
         return f"; {_ELSEWHERE[key]}"
     table = _table()
-    same = {f.original or f.name for known, f in table.items() if _last(known) == key}
+    same = {f.project or f.original or f.name for known, f in table.items() if _last(known) == key}
     if places := [*sorted(same), *_of_optax(key)]:
         return f"; there is {', '.join(places)}"
     return _nearest(key, [_last(k) for k in table if k.rpartition(".")[0] == module])
@@ -330,12 +379,43 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _as_config(name_or_config: Any) -> dict[str, Any]:
     if isinstance(name_or_config, str | enum.Enum):
         return {"class": name_or_config}
+    if isinstance(name_or_config, Mapping) and (found := _PROTOS & name_or_config.keys()):
+        return _from_proto(found, dict(name_or_config))
     if not isinstance(name_or_config, Mapping) or "class" not in name_or_config:
         raise TypeError(
             "name_or_config must be the name of an optimizer or a dict with its name under "
             f"'class', got {name_or_config!r}"
         )
     return dict(name_or_config)
+
+
+# The optimizers of object_detection's optimizer.proto.
+_PROTOS = {"adam_optimizer", "momentum_optimizer", "rms_prop_optimizer"}
+
+
+def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:
+    """The config of a message ``Optimizer`` of object_detection, given as a dict."""
+    name, *others = sorted(found)
+    config = {"class": f"object_detection.{name}", **message.pop(name)}
+    is_averaged = message.pop("use_moving_average", True)
+    decay = message.pop("moving_average_decay", 0.9999)
+    if others or message:
+        raise TypeError(
+            f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: beside "
+            "one optimizer there may be use_moving_average and moving_average_decay"
+        )
+    if isinstance(rate := config.get("learning_rate"), Mapping):
+        if rate.keys() != {"constant_learning_rate"}:
+            raise ValueError(
+                f"learning_rate in {name} is {sorted(rate)}: remove it, and give a schedule as "
+                "create(..., learning_rate=schedule)"
+            )
+        config["learning_rate"] = rate["constant_learning_rate"].get("learning_rate", 0.002)
+    return (
+        {"class": "moving_average", "average_decay": decay, "opt": config}
+        if is_averaged
+        else config
+    )
 
 
 # The originals' names of arguments and this library's, where they differ.
@@ -395,7 +475,7 @@ def _ours(found: _Found, argument: str) -> str:
 
 def _names_of(found: _Found) -> dict[str, str]:
     """This library's names of the original's arguments."""
-    return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {})}
+    return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {}), **found.arguments}
 
 
 def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
