@@ -141,6 +141,8 @@ def test_arguments_by_the_names_of_projects():
     assert are_equal(
         create("lingvo.core.optimizer.Momentum", learning_rate=0.1, alpha=0.5), momentum
     )
+    adadelta = create("adadelta", learning_rate=0.1, rho=0.5)
+    assert are_equal(create("lingvo.AdaDelta", learning_rate=0.1, decay=0.5), adadelta)
     name = "object_detection.momentum_optimizer"
     assert are_equal(create(name, learning_rate=0.1, momentum_optimizer_value=0.5), momentum)
     with pytest.raises(TypeError, match="momentum has no argument 'alpha'"):
