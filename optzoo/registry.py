@@ -9,8 +9,10 @@ import importlib
 import inspect
 import math
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -48,8 +50,15 @@ def create(
         name_or_config: a name of TensorFlow, of RETURNN, of FBGEMM or of this library, in any case,
             with or without ``Optimizer`` and underscores; a member of FBGEMM's ``EmbOptimType``; or
             a dict with one of these under ``"class"`` and the arguments beside it. A config is
-            data: nothing in it is imported or evaluated. ``"ADAM"`` is TensorFlow's, and
-            ``"EmbOptimType.ADAM"`` FBGEMM's (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`).
+            data: nothing in it is imported or evaluated. A module before the name says whose class
+            is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
+            (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. Projects
+            count as modules, with their names, arguments and defaults: ``"tensor2tensor.adam"`` is
+            LazyAdam, and there are ``"lingvo.Adam"`` and ``"object_detection.adam_optimizer"``. A
+            message ``Optimizer`` of object_detection is a config too, as the dict
+            ``{"rms_prop_optimizer": {...}, "use_moving_average": False}``; by default there is a
+            moving average, as in the original.
         **kwargs: arguments, in addition to those of a config. Their names may be the original's
             (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
             ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
@@ -67,8 +76,9 @@ def create(
     Raises:
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
-        ValueError: if the name is unknown (the message names the nearest ones), or an argument is
-            out of its range.
+        ValueError: if the name is unknown, or is that of another library or module (the message
+            says what to take, or names the nearest ones); if an argument is out of its range; or if
+            a message of object_detection has a learning rate that is not constant.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
@@ -150,7 +160,7 @@ def add_name(
         rounds: whether ``create`` rounds its arguments to float32.
     """
     found = _Found(name, factory, original, rounds=rounds)
-    _ADDED.update({_key(known): found for known in (name, *others)})
+    _ADDED.update({_key(known): found for known in (name, original, *others)})
 
 
 def accepts(name: str, argument: str) -> bool:
@@ -173,7 +183,9 @@ def names() -> dict[str, list[str]]:
     """All names of this library that :func:`create` knows, with the other names of each."""
     known: dict[str, list[str]] = {}
     for key, found in sorted(_table().items()):
-        known.setdefault(found.name, []).extend([key] if key != _key(found.name) else [])
+        name = found.project or found.name
+        is_other = key not in (_key(name), _key(found.original or ""))
+        known.setdefault(name, []).extend([key] if is_other else [])
     return known
 
 
@@ -188,13 +200,14 @@ def listing(pattern: str = "") -> str:
     """
     lines = []
     for name, others in names().items():
-        if any(_key(pattern) in _key(n) for n in [name, *others]):
-            found = _find(name)
+        found = _find(name)
+        if any(_key(pattern) in _key(n) for n in [name, found.original or "", *others]):
             call = f"{name}({', '.join(map(_as_written, found.parameters.values()))})"
             lines += textwrap.wrap(call, 100, subsequent_indent=" " * 8)
             lines.append("    " + ", ".join([found.original or "optzoo", *others]))
     if not lines:
-        near = _nearest(_key(pattern), _table()) or "; without a part of a name all are listed"
+        near = _nearest(_last(_key(pattern)), map(_last, _table()))
+        near = near or "; without a part of a name all are listed"
         raise ValueError(f"no name contains {pattern!r}{near}")
     return "\n".join(lines)
 
@@ -207,14 +220,48 @@ class _Found(NamedTuple):
     original: str | None
     is_wrapper: bool = False
     rounds: bool = True  # whether its arguments are rounded as the original does
+    arguments: Mapping[str, str] = MappingProxyType({})  # this library's, by a project's names
+    project: str = ""  # its name in a project, if that is where the name is from
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.factory).parameters
 
 
-# Names of RETURNN's registry that are not in the tables, as _key gives them.
-_ALSO = {"customgradientdescent": "gradientdescent"}
+class _Alias(NamedTuple):
+    """What another name stands for."""
+
+    name: str  # in the tables
+    defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ, by our names
+    arguments: Mapping[str, str] = MappingProxyType({})  # our names by theirs, where they differ
+
+
+_OF_T2T = {"b1": 0.85, "b2": 0.997, "eps": 1e-6}  # its basic_params1
+_OF_PROTO = {"momentum_optimizer_value": "momentum"}
+# Names that are not in the tables: of RETURNN's registry, and of projects that give names of their
+# own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
+_ALSO = {
+    "CustomGradientDescent": _Alias("gradient_descent"),
+    "lingvo.AdaDelta": _Alias("adadelta", {"b2": 0.95, "eps": 1e-8}, {"decay": "b2"}),
+    "lingvo.Adagrad": _Alias("adagrad", {"initial_accumulator_value": 1.0}),
+    "lingvo.Adam": _Alias("adam", {"eps": 1e-6}),
+    "lingvo.Momentum": _Alias("momentum", {"momentum": 0.9}, {"alpha": "momentum"}),
+    "lingvo.RMSProp": _Alias("rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}),
+    "lingvo.SGD": _Alias("gradient_descent"),
+    "object_detection.adam_optimizer": _Alias("adam"),
+    "object_detection.momentum_optimizer": _Alias("momentum", {"momentum": 0.9}, _OF_PROTO),
+    "object_detection.rms_prop_optimizer": _Alias(
+        "rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}, _OF_PROTO
+    ),
+    "tensor2tensor.adagrad": _Alias("adagrad"),
+    "tensor2tensor.adam": _Alias("lazy_adam", _OF_T2T),
+    "tensor2tensor.adam_w": _Alias("adamw", _OF_T2T | {"weight_decay_per_step": 1e-6}),
+    "tensor2tensor.ftrl": _Alias("ftrl"),
+    "tensor2tensor.momentum": _Alias("momentum", {"momentum": 0.9}),
+    "tensor2tensor.rms_prop": _Alias("rmsprop"),
+    "tensor2tensor.sgd": _Alias("gradient_descent"),
+    "tensor2tensor.true_adam": _Alias("adam", _OF_T2T),
+}
 # The modules that add names, imported when one is looked up; and these names.
 _ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
 _ADDED: dict[str, _Found] = {}
@@ -229,16 +276,45 @@ def _table() -> dict[str, _Found]:
         for name, entry in entries.items():
             found = _Found(name, entry.factory, entry.original, is_wrapper)
             table[_key(name)] = found
-            table.setdefault(_key(entry.original or name), found)
-    return {**table, **{other: table[ours] for other, ours in _ALSO.items()}, **_ADDED}
+            for known in (entry.original, _last(entry.original)) if entry.original else ():
+                table.setdefault(_key(known), found)
+    for other, alias in _ALSO.items():
+        found = table[_key(alias.name)]
+        if "." in other:
+            factory = functools.partial(found.factory, **alias.defaults)
+            found = found._replace(factory=factory, arguments=alias.arguments, project=other)
+        table[_key(other)] = found
+    return table | _ADDED
 
 
+# How a module is written in keys, in the order of replacement: not at all where a name means what
+# it means without a module.
+_MODULES = (
+    (r"^tensorflow\b", "tf"),
+    (r"^tf\.compat\.v1\b", "tf"),
+    (r"^tf\.python\.training\b.*", "tf.train"),
+    (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
+    (r"^(tf\.)?keras\b.*", "keras"),
+    (r"^(.*\.)?emboptimtype$", "emboptimtype"),
+    (r"^(lingvo|objectdetection|tensor2tensor)\b.*", r"\1"),
+    (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
+)
+
+
+@functools.cache
 def _key(name: str) -> str:
-    """``tf.train.AdamOptimizer`` and ``Adam`` are the same: ``adam``."""
-    scope, _, last = name.rpartition(".")
-    # FBGEMM's Adam is another one.
-    enumeration = "emboptimtype." if scope.endswith("EmbOptimType") else ""
-    return enumeration + last.lower().replace("_", "").removesuffix("optimizer")
+    """A name in the form that tables have: ``adam``, or ``tf.train.adam`` with a module."""
+    module, _, last = name.rpartition(".")
+    module = module.lower().replace("_", "")
+    for pattern, ours in _MODULES:
+        module = re.sub(pattern, ours, module)
+    key = last.lower().replace("_", "").removesuffix("optimizer")
+    return f"{module}.{key}" if module else key
+
+
+def _last(name: str) -> str:
+    """A name without its module."""
+    return name.rpartition(".")[2]
 
 
 def _find(name: Any) -> _Found:
@@ -246,30 +322,100 @@ def _find(name: Any) -> _Found:
         name = str(enum.Enum.__str__(name))  # EmbOptimType.ADAM
     if not isinstance(name, str):
         raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
-    table = _table()
-    if (found := table.get(_key(name))) is not None:
+    if (found := _table().get(_key(name))) is not None:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
             "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.rules.leafwise"
         )
-    raise ValueError(f"no optimizer is called {name!r}{_nearest(_key(name), table)}")
+    raise ValueError(f"no optimizer is called {name!r}{_instead(name)}")
+
+
+# Libraries whose optimizers are not found by name, and what to do instead.
+_OTHER_LIBRARIES = {
+    "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
+    "optax": "call the function of optax; optzoo takes its transformations as they are",
+    "torch": "docs/from_torch.md says what to take for each optimizer of torch",
+}
+# Optimizers that neither optzoo nor optax has by this name.
+_ELSEWHERE = {
+    "rectifiedadam": "there is optax.radam",
+    "sparseadam": "there is optzoo.lazy_adam, which is torch's SparseAdam",
+    "yellowfin": "there is tensor2tensor.utils.yellowfin, for TensorFlow 1 alone",
+}
+
+
+def _instead(name: str) -> str:
+    """What to take instead of an unknown name, as the end of a message."""
+    module, _, key = _key(name).rpartition(".")
+    if (advice := _OTHER_LIBRARIES.get(module.partition(".")[0])) is not None:
+        return f": {advice.format(_last(name))}"
+    if key in _ELSEWHERE:
+        return f"; {_ELSEWHERE[key]}"
+    table = _table()
+    same = {f.project or f.original or f.name for known, f in table.items() if _last(known) == key}
+    if places := [*sorted(same), *_of_optax(key)]:
+        return f"; there is {', '.join(places)}"
+    return _nearest(key, [_last(k) for k in table if k.rpartition(".")[0] == module])
+
+
+def _of_optax(key: str) -> list[str]:
+    """The optimizer of optax that has a key, as it is written there."""
+    return [
+        f"{module.__name__}.{name}"
+        for module in (optax, optax.contrib)
+        for name in dir(module)
+        if _key(name) == key
+        and callable(made := getattr(module, name))
+        and "learning_rate" in inspect.signature(made).parameters
+    ]
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.5)
     return f"; the nearest are {', '.join(close)}" if close else ""
 
 
 def _as_config(name_or_config: Any) -> dict[str, Any]:
     if isinstance(name_or_config, str | enum.Enum):
         return {"class": name_or_config}
+    if isinstance(name_or_config, Mapping) and (found := _PROTOS & name_or_config.keys()):
+        return _from_proto(found, dict(name_or_config))
     if not isinstance(name_or_config, Mapping) or "class" not in name_or_config:
         raise TypeError(
             "name_or_config must be the name of an optimizer or a dict with its name under "
             f"'class', got {name_or_config!r}"
         )
     return dict(name_or_config)
+
+
+# The optimizers of object_detection's optimizer.proto.
+_PROTOS = {"adam_optimizer", "momentum_optimizer", "rms_prop_optimizer"}
+
+
+def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:
+    """The config of a message ``Optimizer`` of object_detection, given as a dict."""
+    name, *others = sorted(found)
+    config = {"class": f"object_detection.{name}", **message.pop(name)}
+    is_averaged = message.pop("use_moving_average", True)
+    decay = message.pop("moving_average_decay", 0.9999)
+    if others or message:
+        raise TypeError(
+            f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: beside "
+            "one optimizer there may be use_moving_average and moving_average_decay"
+        )
+    if isinstance(rate := config.get("learning_rate"), Mapping):
+        if rate.keys() != {"constant_learning_rate"}:
+            raise ValueError(
+                f"learning_rate in {name} is {sorted(rate)}: remove it, and give a schedule as "
+                "create(..., learning_rate=schedule)"
+            )
+        config["learning_rate"] = rate["constant_learning_rate"].get("learning_rate", 0.002)
+    return (
+        {"class": "moving_average", "average_decay": decay, "opt": config}
+        if is_averaged
+        else config
+    )
 
 
 # The originals' names of arguments and this library's, where they differ.
@@ -329,7 +475,7 @@ def _ours(found: _Found, argument: str) -> str:
 
 def _names_of(found: _Found) -> dict[str, str]:
     """This library's names of the original's arguments."""
-    return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {})}
+    return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {}), **found.arguments}
 
 
 def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:

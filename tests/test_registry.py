@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optzoo
-from optzoo import CATALOG, create
+from optzoo import CATALOG, create, registry
 from optzoo.__main__ import main
 from optzoo.catalog import DISTRIBUTED, WRAPPERS
 from optzoo.registry import accepts, names, register
@@ -39,6 +39,30 @@ REGISTRY = {name: {} for name in PLAIN} | {
 WITHOUT_SUFFIX = {"neuraloptimizer1", "normalizedsgd", "nadamkeras", "sgd"}
 
 
+# What projects call classes of TensorFlow, and what they give to these where it is not the default.
+LINGVO_RMSPROP = {"decay": 0.9, "momentum": 0.9, "epsilon": 1.0}
+T2T_ADAM = {"beta1": 0.85, "beta2": 0.997, "epsilon": 1e-6}
+OF_PROJECTS = [
+    ("lingvo.AdaDelta", "tf.train.AdadeltaOptimizer", {"rho": 0.95, "epsilon": 1e-8}),
+    ("lingvo.Adagrad", "tf.train.AdagradOptimizer", {"initial_accumulator_value": 1.0}),
+    ("lingvo.Adam", "tf.train.AdamOptimizer", {"epsilon": 1e-6}),
+    ("lingvo.Momentum", "tf.train.MomentumOptimizer", {"momentum": 0.9}),
+    ("lingvo.RMSProp", "tf.train.RMSPropOptimizer", LINGVO_RMSPROP),
+    ("lingvo.SGD", "tf.train.GradientDescentOptimizer", {}),
+    ("object_detection.adam_optimizer", "tf.train.AdamOptimizer", {}),
+    ("object_detection.momentum_optimizer", "tf.train.MomentumOptimizer", {"momentum": 0.9}),
+    ("object_detection.rms_prop_optimizer", "tf.train.RMSPropOptimizer", LINGVO_RMSPROP),
+    ("tensor2tensor.adagrad", "tf.train.AdagradOptimizer", {}),
+    ("tensor2tensor.adam", "tf.contrib.opt.LazyAdamOptimizer", T2T_ADAM),
+    ("tensor2tensor.adam_w", "tf.contrib.opt.AdamWOptimizer", T2T_ADAM | {"weight_decay": 1e-6}),
+    ("tensor2tensor.ftrl", "tf.train.FtrlOptimizer", {}),
+    ("tensor2tensor.momentum", "tf.train.MomentumOptimizer", {"momentum": 0.9}),
+    ("tensor2tensor.rms_prop", "tf.train.RMSPropOptimizer", {}),
+    ("tensor2tensor.sgd", "tf.train.GradientDescentOptimizer", {}),
+    ("tensor2tensor.true_adam", "tf.train.AdamOptimizer", T2T_ADAM),
+]
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_names_of_returnns_registry(name):
     suffix = "" if name in WITHOUT_SUFFIX else "Optimizer"
@@ -57,7 +81,8 @@ def test_registry_is_whole():
         "emainplacerowwiseadagrad", "ensemblerowwiseadagrad", "exactadagrad",
         "exactrowwiseadagrad", "exactsgd", "larssgd", "rowwisermspropar",
     }  # fmt: skip
-    assert keys == set(REGISTRY) | ours | of_functions | fbgemms
+    of_projects = {name.replace("_", "") for name, _, _ in OF_PROJECTS}
+    assert keys == set(REGISTRY) | ours | of_functions | fbgemms | of_projects
 
 
 @pytest.mark.parametrize("name", [*CATALOG, *WRAPPERS, *DISTRIBUTED])
@@ -66,6 +91,31 @@ def test_names_of_the_library_and_of_the_original(name):
     for known in filter(None, (name, name.title(), entry.original)):
         with pytest.raises(TypeError, match=f"^{name} has no argument 'no_such'"):
             create(known, no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("keras.optimizers.Nadam", "nadam_keras"),
+        ("tf.keras.optimizers.Nadam", "nadam_keras"),
+        ("tensorflow.keras.optimizers.legacy.SGD", "sgd"),
+        ("tf.contrib.opt.NadamOptimizer", "nadam"),
+        ("nadam", "nadam"),
+        ("tf.compat.v1.train.AdamOptimizer", "adam"),
+        ("tensorflow.compat.v1.train.adam_optimizer", "adam"),
+        ("tensorflow.python.training.adam.AdamOptimizer", "adam"),
+        ("tensorflow.contrib.opt.python.training.ggt.GGTOptimizer", "ggt"),
+        ("returnn.tf.updater.CustomGradientDescentOptimizer", "gradient_descent"),
+        ("TFUpdater.AMSGradOptimizer", "amsgrad"),
+        ("optzoo.lazy_adam", "lazy_adam"),
+        ("fbgemm_gpu.split_embedding_configs.EmbOptimType.ADAM", "EmbOptimType.ADAM"),
+        ("emboptimtype.adam", "EmbOptimType.ADAM"),
+    ],
+)
+def test_a_module_says_whose_class_is_meant(name, meant):
+    with pytest.raises(TypeError, match=f"^{meant} has no argument 'no_such'"):
+        create(name, no_such=1)
+    assert registry.factory_of(name) == registry.factory_of(meant)
 
 
 X = {"w": np.array([1, -2], "float32")}
@@ -77,6 +127,58 @@ def are_equal(one, other):
     txs = {"one": one, "other": other}
     updates, _ = samples.run(samples.side_by_side(txs), GRADS, X)
     return np.array_equal(updates["one"]["w"], updates["other"]["w"])
+
+
+@pytest.mark.parametrize(("name", "original", "values"), OF_PROJECTS)
+def test_names_of_projects(name, original, values):
+    theirs = create(original, learning_rate=0.1, **values)
+    assert are_equal(create(name, learning_rate=0.1), theirs)
+    assert registry.factory_of(name) == registry.factory_of(original)
+
+
+def test_arguments_by_the_names_of_projects():
+    momentum = create("momentum", learning_rate=0.1, momentum=0.5)
+    assert are_equal(
+        create("lingvo.core.optimizer.Momentum", learning_rate=0.1, alpha=0.5), momentum
+    )
+    adadelta = create("adadelta", learning_rate=0.1, rho=0.5)
+    assert are_equal(create("lingvo.AdaDelta", learning_rate=0.1, decay=0.5), adadelta)
+    name = "object_detection.momentum_optimizer"
+    assert are_equal(create(name, learning_rate=0.1, momentum_optimizer_value=0.5), momentum)
+    with pytest.raises(TypeError, match="momentum has no argument 'alpha'"):
+        create("momentum", learning_rate=0.1, alpha=0.5)
+    assert not are_equal(create("tensor2tensor.adam"), create("tensor2tensor.adam", beta1=0.9))
+
+
+PROTO = {"momentum_optimizer_value": 0.5, "decay": 0.8, "epsilon": 0.1}
+RMSPROP = {"class": "tf.train.RMSPropOptimizer", "momentum": 0.5, "decay": 0.8, "epsilon": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("beside", "average_decay"),
+    [
+        ({}, 0.9999),
+        ({"moving_average_decay": 0.5}, 0.5),
+        ({"use_moving_average": False, "moving_average_decay": 0.5}, None),
+    ],
+)
+def test_messages_of_object_detection(beside, average_decay):
+    rate = {"constant_learning_rate": {"learning_rate": 0.1}}
+    theirs = create({"rms_prop_optimizer": {**PROTO, "learning_rate": rate}, **beside})
+    config = {"class": "MovingAverage", "average_decay": average_decay, "opt": RMSPROP}
+    ours = create(RMSPROP if average_decay is None else config, learning_rate=0.1)
+    x = jax.tree.map(jnp.asarray, X)
+    ends = [samples.step(tx, x, x, tx.init(x)) for tx in (theirs, ours)]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert are_equal(create({"rms_prop_optimizer": PROTO, **beside}, learning_rate=0.1), ours)
+
+
+def test_messages_that_are_refused():
+    rate = {"exponential_decay_learning_rate": {"decay_steps": 10}}
+    with pytest.raises(ValueError, match=r"learning_rate in adam_optimizer is \['exponential_dec"):
+        create({"adam_optimizer": {"learning_rate": rate}})
+    with pytest.raises(TypeError, match=r"'adam_optimizer' and also \['momentum_optimizer', 'us"):
+        create({"adam_optimizer": {}, "momentum_optimizer": {}, "use": 1})
 
 
 def test_hyper_parameters_are_those_of_float32():
@@ -150,8 +252,8 @@ def test_a_decay_has_the_name_of_the_original():
     for name in ("weight_decay", "weight_decay_per_step"):
         theirs = create({"class": "MomentumW", "momentum": 0.9, name: 0.3}, learning_rate=0.1)
         assert are_equal(theirs, ours)
-    assert optzoo.registry.accepts("AdamW", "weight_decay")
-    assert not optzoo.registry.accepts("Adam", "weight_decay")
+    assert accepts("AdamW", "weight_decay")
+    assert not accepts("Adam", "weight_decay")
     with pytest.raises(TypeError, match="weight_decay_per_step is given twice, also as weight_de"):
         create("AdamW", weight_decay=0.1, weight_decay_per_step=0.1)
 
@@ -196,7 +298,30 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
     [
         ("adaam", ValueError, "no optimizer is called 'adaam'; the nearest are adam, "),
         ("xyz", ValueError, "no optimizer is called 'xyz'$"),
-        ("os.system", ValueError, "no optimizer is called 'os.system'"),
+        ("adam.", ValueError, "no optimizer is called 'adam.'"),
+        ("os.system", ValueError, "no optimizer is called 'os.system'$"),
+        ("torch.optim.AdamW", ValueError, "docs/from_torch.md says what to take for each"),
+        ("optax.adamw", ValueError, "called 'optax.adamw': call the function of optax; optzoo"),
+        ("optax.contrib.muon", ValueError, "call the function of optax; optzoo takes"),
+        ("keras.optimizers.AdamW", ValueError, r": give keras.optimizers.AdamW\(...\) to optzoo"),
+        ("tf.keras.optimizers.RMSprop", ValueError, r": give keras.optimizers.RMSprop\(...\) to"),
+        (
+            {"class": "of.the.kind.Adam"},
+            ValueError,
+            "; there is .*, tf.train.AdamOptimizer, optax.",
+        ),
+        ("tf.train.LazyAdam", ValueError, "; there is tf.contrib.opt.LazyAdamOptimizer$"),
+        ("tf.train.Adaam", ValueError, "; the nearest are adam, adagrad, adadelta"),
+        ("EmbOptimType.ADAMM", ValueError, "; the nearest are adam, "),
+        ("adafactor", ValueError, "no optimizer is called 'adafactor'; there is optax.adafactor$"),
+        ("LambOptimizer", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
+        ("lion", ValueError, "; there is optax.lion$"),
+        ("muon", ValueError, "; there is optax.contrib.muon$"),
+        ("tfa.optimizers.LAMB", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
+        ("tensor2tensor.adafactor", ValueError, "; there is optax.adafactor$"),
+        ("tensor2tensor.true_adamm", ValueError, "; the nearest are trueadam, "),
+        ("yellow_fin", ValueError, "; there is tensor2tensor.utils.yellowfin"),
+        ("SparseAdam", ValueError, "; there is optzoo.lazy_adam, which is torch's"),
         ("BaseCustomOptimizer", ValueError, "use optzoo.rules.leafwise"),
         ("momentum", TypeError, "momentum needs learning_rate, momentum"),
         ("moving_average", TypeError, "moving_average needs 'opt'"),
@@ -245,6 +370,9 @@ def test_register(catalog):
         register("half_sgd", optax.sgd)
     with pytest.raises(ValueError, match="'AdamOptimizer' is adam"):
         register("AdamOptimizer", optax.adam)
+    register("mine.adam", optax.adam, original="tf.train.AdamOptimizer")
+    assert registry.factory_of("Mine.Adam") == optax.adam
+    assert registry.factory_of("tf.train.AdamOptimizer") == optzoo.adam
     with pytest.raises(TypeError, match="factory must be a function"):
         register("mine", optax.sgd(0.1))
 
@@ -259,6 +387,9 @@ def test_list_shows_arguments_and_defaults(capsys):
     assert main(["list", "Prox"]) == 0
     only = capsys.readouterr().out
     assert "proximal_adagrad(" in only and "adam(" not in only
+    assert main(["list", "tf.train.AdamOptimizer"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("adam(") and "\nlingvo.Adam(" in printed and "lazy" not in printed
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jax.extend.source_info_util import summarize
 from jax.interpreters import partial_eval
 
 _LIBRARY = str(pathlib.Path(__file__).parents[1]) + os.sep
+_KERAS = os.sep.join(["", "keras", "src", ""])
 _REPLACES = str(pathlib.Path(__file__).with_name("taps.py"))  # what replaces equations of the user
 
 
@@ -169,9 +170,12 @@ def line_of(eqn: Any) -> str:
 
 
 def caller_of(eqn: Any) -> str:
-    """The same outside of this library; empty if the library has replaced the equation."""
-    for line in reversed(summarize(eqn.source_info, num_frames=20).split("\n")):
-        if not line.startswith(_LIBRARY):
+    """The same outside of this library and Keras; empty if the library replaced the equation.
+
+    In Keras nearly all operations are made at few lines, which layers call.
+    """
+    for line in reversed(summarize(eqn.source_info, num_frames=100).split("\n")):
+        if not line.startswith(_LIBRARY) and _KERAS not in line:
             return line
         if line.startswith(_REPLACES):
             break  # before it JAX 0.9 has the lines that called for the gradient

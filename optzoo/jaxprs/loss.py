@@ -33,7 +33,8 @@ class Loss(NamedTuple):
 
     closed: Any  # its outputs are the value, the arrays of the auxiliary data, and the ids
     of_value: Graph  # gives the value alone, without what a stop_gradient hides
-    uses: list[bool]  # for each leaf whether the value depends on it in another way than by taps
+    # For each leaf whether it has a gradient in another way than by taps: integers have none.
+    uses: list[bool]
     has_gradient: bool  # whether the value depends on any leaf
     lookups: list[taps_of.Lookup]
     elsewhere: frozenset[int]  # the leaves whose rows are the taps
@@ -101,7 +102,8 @@ class Loss(NamedTuple):
             value, aux = self.rebuild(outputs[:first])
             return value, (aux, outputs[first:])
 
-        gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
+        # Who calls this decides whether integers are accepted.
+        gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True, allow_int=True)
         taps = self._taps(flat, rows or {})
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
         given = {}
@@ -166,7 +168,7 @@ class TracedLoss(NamedTuple):
             gathers: those of leaves of which gathers of rows are lookups too.
         """
         elsewhere, gathers = frozenset(elsewhere), frozenset(gathers)
-        closed, flat, plan = self.closed, self.flat, _plan(self.graph, len(self.flat), gathers)
+        closed, flat, plan = self.closed, self.flat, _plan(self.graph, self.flat, gathers)
         lookups = plan.lookups
         if lookups:
             tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)
@@ -177,7 +179,7 @@ class TracedLoss(NamedTuple):
         used = used_inputs(of_value)
         graph = Graph.of(of_value, closed.consts)
         closed = with_wide_sums(closed, {jnp.shape(x) for x in flat})
-        uses = used[: len(flat)]
+        uses = [is_used and _is_inexact(x) for is_used, x in zip(used, flat, strict=False)]
         return Loss(closed, graph, uses, any(used), lookups, elsewhere, gathers, self.rebuild)
 
 
@@ -210,13 +212,18 @@ def trace_loss(
 
     closed = jax.make_jaxpr(arrays_of)(flat)
     graph = Graph.of(closed.jaxpr, closed.consts)
-    looked_up = frozenset(found.leaf for found in _plan(graph, len(flat), ()).lookups)
+    looked_up = frozenset(found.leaf for found in _plan(graph, flat, ()).lookups)
     return TracedLoss(closed, graph, flat, looked_up, *structure)
 
 
-def _plan(graph: Graph, number: int, gathers: Collection[int]) -> taps_of.TapPlan:
-    """The taps of a loss of some number of leaves."""
-    return taps_of.plan_taps(graph, [taps_of.FromLeaf(i, i in gathers) for i in range(number)])
+def _plan(graph: Graph, flat: Sequence[Any], gathers: Collection[int]) -> taps_of.TapPlan:
+    """The taps of a loss of the leaves; those without a gradient have none."""
+    of_leaf = lambda i, x: taps_of.FromLeaf(i, i in gathers) if _is_inexact(x) else None
+    return taps_of.plan_taps(graph, list(map(of_leaf, range(len(flat)), flat)))
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _copies(

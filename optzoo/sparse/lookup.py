@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.checks import check_flags
 from ..core.gradients import check_arrays
 from ..core.lines import is_lines
 from ..core.paths import path_name
@@ -106,6 +107,7 @@ def value_and_grad(
     *,
     sparse: Sparse | Mapping[str, Sparse] = "warn",
     min_rows: int = MIN_ROWS,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
 
@@ -143,20 +145,23 @@ def value_and_grad(
             gradient must be rows, whatever reads it.
         min_rows: the number of rows from which gathers count. Smaller tables, such as those of
             positions, and biases that are read by index keep dense gradients.
+        allow_int: whether integers and booleans may be among what is differentiated. As in JAX
+            their gradients have the dtype ``float0``; optimizers want None instead.
 
     Returns:
         A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
         ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: if a pattern is no string, or ``min_rows`` no int; at trace time, where
-            ``jax.value_and_grad`` would raise it, or if ``loss_fn`` does not return what
-            ``has_aux`` says.
+        TypeError: if a pattern is no string, ``min_rows`` no int, or ``allow_int`` no bool; at
+            trace time, where ``jax.value_and_grad`` would raise it, or if ``loss_fn`` does not
+            return what ``has_aux`` says.
         ValueError: if ``sparse`` is none of these, or ``min_rows`` is not positive; at trace time
             if an argument to differentiate is not given by position, if a pattern matches no
             parameter or two match one, or if a gradient is dense that ``sparse`` requires as rows.
     """
     setting = RowsSetting.of(sparse, min_rows)
+    check_flags(allow_int=allow_int)
     which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args, **kwargs):
@@ -179,7 +184,8 @@ def value_and_grad(
 
         names = [_name(path, which) for path, _ in jax.tree_util.tree_leaves_with_path(chosen)]
         for x, name in zip(flat, names, strict=True):
-            check_differentiable(x, name)
+            if not allow_int:
+                check_differentiable(x, name)
         traced = trace_loss(call, flat)
         wanted = setting.of_tree(chosen[0] if len(which) == 1 else chosen, names)
         loss = traced.with_taps(gathers=wanted.gathers(traced))

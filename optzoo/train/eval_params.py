@@ -30,16 +30,15 @@ def eval_params(params: Any, state: Any) -> Any:
 
     Returns:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,
-        the parameter itself otherwise. A center is replicated: it has no axis of replicas. With
-        :func:`optzoo.caught_up` no row of it sleeps. Outside of ``jit`` the arrays are copies: a
-        step that donates its arguments leaves them as they are, and they can be trained on.
+        the parameter itself otherwise, so of an optimizer without averages all parameters. A
+        center is replicated: it has no axis of replicas. With :func:`optzoo.caught_up` no row of
+        it sleeps. Outside of ``jit`` the arrays are copies: a step that donates its arguments
+        leaves them as they are, and they can be trained on.
 
     Raises:
-        ValueError: as :func:`optzoo.state.swap_averages`.
+        ValueError: if the averages have an axis of replicas and the parameters do not.
     """
     given = params, state
     if has_resting(state):
         params, state = catch_up(params, state)
-        if not has_averages(state):
-            return unshared(params, given)
-    return unshared(averages_of(params, state), given)
+    return unshared(averages_of(params, state) if has_averages(state) else params, given)

@@ -140,3 +140,41 @@ def test_tied_weights_of_flax_are_dense_with_the_reason():
     with pytest.warns(optzoo.DenseGradientWarning, match=reason):
         got = jax.jit(ours)(params)
     chex.assert_trees_all_close(got, jax.jit(jax.value_and_grad(loss))(params), rtol=1e-5)
+
+
+class Tied(keras.layers.Layer):
+    """A table whose rows are read, and which is the last matrix."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(ROWS, WIDTH))
+
+    def compute_output_shape(self, shape):
+        return (*shape, ROWS)
+
+    def call(self, ids):
+        rows = keras.ops.take(self.table, keras.ops.cast(ids, "int32"), axis=0)
+        return keras.ops.matmul(rows, keras.ops.transpose(self.table))
+
+
+HERE = r"\(\S*test_unchanged_models\.py:\d+\S*"
+
+
+def test_tied_weights_of_keras_name_the_line_of_the_layer():
+    model = keras.Sequential([Tied()])
+    model.build(IDS.shape)
+    loss = lambda p: jnp.mean(model.stateless_call(p, [], IDS)[0] ** 2)
+    reason = rf"'0' is dense.*: it is also used by transpose {HERE} \(\S*call\)"
+    with pytest.warns(optzoo.DenseGradientWarning, match=reason):
+        jax.eval_shape(optzoo.value_and_grad(loss, min_rows=ROWS), [init()["table"]])
+
+
+def test_a_layer_of_keras_itself_is_named_by_what_calls_it():
+    layer = keras.layers.Dense(WIDTH, use_bias=False)
+    layer.build((2, ROWS))
+
+    def loss(p):
+        return jnp.sum(p[0][IDS]) + jnp.sum(layer.stateless_call(p, [], jnp.ones((2, ROWS)))[0])
+
+    reason = rf"'0' is dense.*: it is also used by dot_general {HERE} \(\S*loss\)"
+    with pytest.warns(optzoo.DenseGradientWarning, match=reason):
+        jax.eval_shape(optzoo.value_and_grad(loss, min_rows=ROWS), [init()["table"]])

@@ -483,6 +483,47 @@ def test_what_has_no_gradient_is_named():
             call()
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_integers_among_the_parameters(dtype):
+    """JAX's value and gradients, and rows of the table, where a table of integers is read too."""
+
+    def loss(p):
+        signs = jnp.where(lookup(p["hashes"], IDS) > 0, 2.0, -1.0)
+        return weigh(lookup(p["table"], IDS) * signs) * p["count"], p["hashes"].sum()
+
+    hashes = (jnp.arange(12).reshape(6, 2) % 3).astype(dtype)
+    params = {"table": TABLE, "hashes": hashes, "count": jnp.ones((), dtype), "w": jnp.ones(2)}
+    ours = optzoo.value_and_grad(loss, has_aux=True, sparse="require", allow_int=True)
+    theirs = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+    for run in (ours, jax.jit(ours)):
+        (value, total), grads = run(params)
+        (wanted, wanted_total), wanted_grads = theirs(params)
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+        assert total == wanted_total and isinstance(grads["table"], SparseRows)
+        np.testing.assert_allclose(by_numpy(grads["table"]), wanted_grads["table"], rtol=1e-6)
+        np.testing.assert_array_equal(grads["w"], jnp.zeros(2))
+        for name in ("hashes", "count"):
+            assert grads[name].dtype == wanted_grads[name].dtype == jax.dtypes.float0
+            assert grads[name].shape == params[name].shape
+
+
+def test_a_gather_of_integers_and_random_keys():
+    table = jnp.ones((20_000, 2))
+    params = {"table": table, "ids": jnp.arange(20_000), "key": jax.random.key(0)}
+
+    def loss(p):
+        noise = jax.random.normal(p["key"], (4, 2))
+        return jnp.sum(p["table"][p["ids"][IDS]] * noise)
+
+    value, grads = optzoo.value_and_grad(loss, sparse="require", allow_int=True)(params)
+    wanted, dense = jax.value_and_grad(loss, allow_int=True)(params)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(by_numpy(grads["table"]), dense["table"], rtol=1e-6)
+    assert {grads[name].dtype for name in ("ids", "key")} == {jax.dtypes.float0}
+    with pytest.raises(TypeError, match="allow_int must be True or False, got 2"):
+        optzoo.value_and_grad(loss, allow_int=2)
+
+
 def test_the_reason_names_the_argument():
     tied = lambda table, other, ids: (
         weigh(lookup(table, ids) @ table.T) + weigh(lookup(other["t"], ids) * jnp.sum(other["t"]))

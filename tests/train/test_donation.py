@@ -11,6 +11,7 @@ TABLE = 20_000  # rows: so many that optzoo.caught_up lets them rest
 SGD = optzoo.momentum(0.01, 0.9)
 ALONE = {"axis_name": None}
 AVERAGES = {
+    "none": SGD,
     "moving_average": optzoo.moving_average(SGD, 0.9),
     "diloco": optzoo.diloco(SGD, communication_period=2, **ALONE),
     "agn": optzoo.agn(SGD, communication_period=2, **ALONE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -72,7 +73,7 @@ def sparsecore(
         ``next_shared(shared)``.
 
     Raises:
-        ImportError: if jax-tpu-embedding is missing.
+        ImportError: if jax-tpu-embedding is missing, or older than 0.1.0.
         TypeError: if ``tx`` is no transformation, or ``width`` no int; in ``get_hyperparameters``,
             if its argument is no ``Shared``.
         ValueError: if ``tx`` does not update each touched row by itself; if a slot is not of
@@ -99,6 +100,12 @@ def _spec_class() -> Any:
         raise ImportError(
             f"optzoo.interop.sparsecore.sparsecore needs jax-tpu-embedding: {_HINT}"
         ) from error
+    if not hasattr(embedding_spec, "CustomOptimizerSpec"):
+        raise ImportError(
+            f"optzoo.interop.sparsecore.sparsecore needs jax-tpu-embedding 0.1.0 or later, got "
+            f"{importlib.metadata.version('jax-tpu-embedding')}, which has no CustomOptimizerSpec: "
+            f"{_HINT}"
+        )
 
     class RowOptimizerSpec(embedding_spec.CustomOptimizerSpec):
         """A ``CustomOptimizerSpec`` whose hyper-parameters follow from a :class:`Shared`."""

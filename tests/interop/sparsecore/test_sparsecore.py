@@ -1,7 +1,9 @@
 """``sparsecore``: which optimizers, their scalars, slots and widths, bad input."""
 
+import importlib.metadata
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -379,5 +381,16 @@ def test_without_the_wheel(monkeypatch):
     api._spec_class.cache_clear()
     monkeypatch.setitem(sys.modules, api._MODULE, None)
     with pytest.raises(ImportError, match=r"pip install 'optzoo\[sparsecore\]'"):
+        optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1))
+    api._spec_class.cache_clear()
+
+
+def test_a_wheel_without_custom_optimizers(monkeypatch):
+    from optzoo.interop.sparsecore import api
+
+    api._spec_class.cache_clear()
+    monkeypatch.setitem(sys.modules, api._MODULE, types.ModuleType("embedding_spec"))
+    monkeypatch.setattr(importlib.metadata, "version", {"jax-tpu-embedding": "0.0.9"}.get)
+    with pytest.raises(ImportError, match=r"jax-tpu-embedding 0\.1\.0 or later, got 0\.0\.9,"):
         optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1))
     api._spec_class.cache_clear()
