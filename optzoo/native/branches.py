@@ -9,7 +9,7 @@ from jax import lax
 from ..core.marks import WRITES
 from ..jaxprs.graph import Graph, Operation, Value, inlined_branch, read
 from ..jaxprs.primitives import PLAIN_CALLS, WITH_DERIVATIVES, Kind
-from .groups import is_known
+from .groups import Unsupported, is_known
 from .order import in_order
 from .rows_groups import DISTINCT
 from .simplify import simplify
@@ -61,13 +61,13 @@ class Branches(Operation):
         return [call for division in self.divisions for call in division.calls]
 
     @property
-    def reasons(self) -> dict[Value, str]:
+    def reasons(self) -> dict[Value, Unsupported]:
         """Why results are not made by native calls."""
-        found = dict[Value, str]()
+        found = dict[Value, Unsupported]()
         for program, division in zip(self.programs, self.divisions, strict=True):
             for v, result in zip(self.outs, program.results, strict=True):
                 if result.maker is not None and result in division.reasons:
-                    found.setdefault(v, f"in a branch: {division.reasons[result]}")
+                    found.setdefault(v, Unsupported("in a branch:", division.reasons[result]))
         return found
 
     def run(self, known: dict[Value, Any]) -> None:
@@ -93,7 +93,7 @@ def divide_branches(
     kept: Mapping[Value, Value],
     in_place: Collection[Value],
     divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
-    report: Callable[[Value, str], None],
+    report: Callable[[Value, Unsupported], None],
 ) -> Graph:
     """The program with :class:`Branches` in the place of each ``cond`` that has native calls.
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from ..jaxprs.graph import Operation, Value
 from ..jaxprs.primitives import Kind
 from .elementwise import DTYPES, is_elementwise
-from .groups import REDUCTIONS, Unsupported, each, named, unknown
+from .groups import REDUCTIONS, Unsupported, can_reduce, each, unknown
 from .rows_groups import Part, RowsGroup
 
 
@@ -128,7 +128,7 @@ class _Loop:
         [v], shape = op.ins, op.ins[0].shape
         whole = all(d == 1 or axis in op.params["axes"] for axis, d in enumerate(shape) if axis)
         if 0 in op.params["axes"] or not whole or shape[:1] != self.rows.ids.shape:
-            raise Unsupported(f"{named(op)} is not over a row that is at hand, or a part of it")
+            raise Unsupported(op, "is not over a row that is at hand, or a part of it")
         _check_dtype(op)
         self._read([(v, (self.here, *self._elements(shape[1:])), op)])
 
@@ -177,7 +177,7 @@ class _Loop:
         for op in reductions:
             is_lanes = op.ins[0].shape[1:] == (number, length)
             if not is_lanes or tuple(op.params["axes"]) != (2,):
-                raise Unsupported(f"{named(op)} is not over a group of its elements")
+                raise Unsupported(op, "is not over a group of its elements")
             _check_dtype(op)
             self._read([(op.ins[0], (self.here, at_group, At("lane", length)), op)])
             self.kept[op.outs[0]] = (self.here, at_group)
@@ -213,44 +213,46 @@ class _Loop:
             v, index, reader = todo.pop()
             if (v, index) not in seen:
                 seen.add((v, index))
-                todo += self._needs(v, index, named(reader or v.maker))
+                todo += self._needs(v, index, reader or v.maker)
 
-    def _needs(self, v: Value, index: Index, reader: str) -> list[Element]:
+    def _needs(self, v: Value, index: Index, reader: Operation | None) -> list[Element]:
         """The elements that an element is computed from."""
         rows, op = self.rows, v.maker
         if v.literal is not None or v in rows.scalars:
             return []
         if v in rows.streams or (op is not None and op.name == "iota"):
             if self.moves and any(at.what == "position" for at in index):
-                raise Unsupported(f"{reader} reads the positions of ids that are merged")
+                raise Unsupported(reader or "it", "reads the positions of ids that are merged")
             return []
         if v in self.kept or v is rows.ids or v is rows.merged:
             first = self.kept.get(v, ())
             if not self._is_here(index[0]) or not _same(index[1 : len(first)], first[1:]):
-                raise Unsupported(f"{reader} reads other rows or groups than the one at hand")
+                raise Unsupported(reader or "it", "reads other rows or groups than the one at hand")
             return []
         if op is None:
-            raise Unsupported(f"{reader} reads an array as a whole")
+            raise Unsupported(reader or "it", "reads an array as a whole")
         if op.name == "rows_gather":
             return self._gathered(op, index, reader)
         if self.in_groups and not self._is_in_place(v, index):
-            raise Unsupported(f"{reader} reads other elements of its group than the one at hand")
+            raise Unsupported(
+                reader or "it", "reads other elements of its group than the one at hand"
+            )
         return [(v.meaning, index, op)] if v.meaning is not None else self._operands(op, v, index)
 
     def _is_here(self, at: At) -> bool:
         return _same([at], [self.here]) or (self.here.size == 1 and at == FIRST)
 
-    def _gathered(self, op: Operation, index: Index, reader: str) -> list[Element]:
+    def _gathered(self, op: Operation, index: Index, reader: Operation | None) -> list[Element]:
         """An element of a row of a table, or of an entry of a list."""
         table, ids = op.ins
         if table in self.rows.lists:
             return [(ids, index[:1], op)]
         if not self._is_here(index[0]):
-            raise Unsupported(f"{reader} reads other rows than the one at hand")
+            raise Unsupported(reader or "it", "reads other rows than the one at hand")
         if table not in self.rows.tables:
             return [(table, (At("row", table.shape[0]), *index[1:]), op)]
         if not any(_same(index[1:], right) for right in self.left.get(table, [index[1:]])):
-            raise Unsupported(f"{reader} reads elements of its row that are written already")
+            raise Unsupported(reader or "it", "reads elements of its row that are written already")
         return []
 
     def _is_in_place(self, v: Value, index: Index) -> bool:
@@ -268,7 +270,7 @@ class _Loop:
         if op.name == "concatenate":
             return _concatenated(op, index)
         if op.name in REDUCTIONS:
-            raise Unsupported(f"{named(op)} is not over a row that is at hand, or a part of it")
+            raise Unsupported(op, "is not over a row that is at hand, or a part of it")
         if op.name == "broadcast_in_dim" and len(op.ins) == 1:
             inner = _broadcast(op, index)
         elif op.name == "slice":
@@ -283,10 +285,8 @@ class _Loop:
 
 
 def _check_dtype(op: Operation) -> None:
-    """A reduction of integers is their largest or smallest one."""
-    dtype = op.ins[0].dtype
-    if dtype not in ("float32", "float64") and (dtype != "int32" or op.name == "reduce_sum"):
-        raise Unsupported(f"{named(op)} is over {dtype}")
+    if not can_reduce(op):
+        raise Unsupported(op, f"is over {op.ins[0].dtype}")
 
 
 def _check_covered(parts: Sequence[Part]) -> None:
@@ -308,7 +308,7 @@ def _within(op: Operation, operand: Value, v: Value, index: Index) -> Index:
         return ()
     fits = len(operand.shape) == len(v.shape)
     if not fits or any(d not in (1, e) for d, e in zip(operand.shape, v.shape, strict=True)):
-        raise Unsupported(f"the operands of {named(op)} have shapes that do not fit")
+        raise Unsupported("the operands of", op, "have shapes that do not fit")
     return tuple(FIRST if d == 1 else at for d, at in zip(operand.shape, index, strict=True))
 
 
@@ -320,7 +320,7 @@ def _broadcast(op: Operation, index: Index) -> Index:
 def _sliced(op: Operation, index: Index) -> Index:
     strides = op.params["strides"]
     if strides is not None and {*strides} != {1}:
-        raise Unsupported(f"{named(op)} has strides")
+        raise Unsupported(op, "has strides")
     starts = op.params["start_indices"]
     return tuple(at.moved(start) for at, start in zip(index, starts, strict=True))
 
@@ -370,4 +370,4 @@ def _regrouped(
         if old[-2:] == [number, length] and _same(long[-1:], [At("element")]):
             return [*long[:-1], *pair]
         return [*long[:-1], At(object(), old[-2]), At(object(), old[-1])]  # somewhere
-    raise Unsupported(f"{named(op)} may mix elements of its rows")
+    raise Unsupported(op, "may mix elements of its rows")

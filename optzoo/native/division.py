@@ -13,7 +13,7 @@ from .calls import Call
 from .elementwise import uses_half
 from .find_rows import find_rows
 from .grouped_leaves import find_grouped_leaves
-from .groups import LeafGroup
+from .groups import LeafGroup, Unsupported
 from .norms import SumGroup, find_sums
 from .order import in_order
 from .slices import find_slices
@@ -48,7 +48,7 @@ class Division:
     ):
         self._required = required
         self.nodes: list[Any] = program.operations
-        self.reasons: dict[Value, str] = {}
+        self.reasons: dict[Value, Unsupported] = {}
         reason = _refusal(program, kept, has_effects)
         try:
             if reason is None:
@@ -56,7 +56,7 @@ class Division:
         except graphlib.CycleError:
             reason = "its parts need each other's results"
         if reason is not None:
-            self.reasons = dict.fromkeys(program.results, reason)
+            self.reasons = dict.fromkeys(program.results, Unsupported(reason))
 
     @property
     def calls(self) -> list[Call]:
@@ -68,7 +68,7 @@ class Division:
     def _native(self) -> list[Call | Branches]:
         return [node for node in self.nodes if isinstance(node, Call | Branches)]
 
-    def _report(self, result: Value, why: str) -> None:
+    def _report(self, result: Value, why: Unsupported) -> None:
         """Notes the first reason of a result."""
         self.reasons.setdefault(result, why)
 

@@ -10,7 +10,7 @@ from .rows_groups import MERGES, RowsGroup, are_distinct, lanes_of
 
 
 def find_rows(
-    program: Graph, tables: Collection[Value], report: Callable[[Value, str], None]
+    program: Graph, tables: Collection[Value], report: Callable[[Value, Unsupported], None]
 ) -> list[RowsGroup]:
     """The groups of rows.
 
@@ -30,7 +30,7 @@ def find_rows(
             found.append(_rows(program, readers, ids, writes, reads.get(ids, [])))
         except Unsupported as error:
             for write in writes:
-                report(write.outs[0], str(error))
+                report(write.outs[0], error.with_traceback(None))
     return found
 
 

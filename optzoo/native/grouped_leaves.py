@@ -6,18 +6,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from ..jaxprs.graph import Graph, Operation, Value, made_of
 from ..jaxprs.primitives import Kind
 from .elementwise import is_elementwise
-from .groups import REDUCTIONS, LeafGroup, each, leaf_group, reductions
+from .groups import (
+    REDUCTIONS,
+    LeafGroup,
+    Unsupported,
+    can_reduce,
+    each,
+    leaf_group,
+    reductions,
+)
 from .order import in_order
-
-_COMPARED = {"int32", "float32", "float64"}
-_SUMMED = _COMPARED - {"int32"}
 
 
 def find_grouped_leaves(
     program: Graph,
     places: Mapping[Value, Value],
     in_place: Collection[Value],
-    report: Callable[[Value, str], None],
+    report: Callable[[Value, Unsupported], None],
 ) -> list[LeafGroup]:
     """The groups of operations on arrays whose elements are reduced in groups.
 
@@ -53,7 +58,7 @@ def find_grouped_leaves(
             found.append(leaf_group(in_turn, results, places, in_place, length))
             continue
         for v in results:
-            report(v, reason)
+            report(v, Unsupported(reason))
     return found
 
 
@@ -98,7 +103,7 @@ def _is_known(op: Operation) -> bool:
         return op.name != "reshape" or op.params["dimensions"] is None
     if op.name in REDUCTIONS:
         are_last = tuple(op.params["axes"]) == (*range(len(out), len(ins[0])),)
-        return are_last and op.ins[0].dtype in (_SUMMED if op.name == "reduce_sum" else _COMPARED)
+        return are_last and can_reduce(op)
     return is_elementwise(op) and all(not shape or _is_part(shape, out) for shape in ins)
 
 

@@ -66,22 +66,36 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
 
 
 class Unsupported(Exception):
-    """Why some operations cannot become a group."""
+    """Why some operations cannot become a group.
+
+    Its arguments are the parts of a sentence: words, operations, and lists of these. Operations are
+    named, with their lines, when it is read: that takes long, and few reasons are read.
+    """
+
+    def __str__(self) -> str:
+        return " ".join(map(_written, self.args))
+
+
+def _written(part: Any) -> str:
+    if isinstance(part, list):
+        return ", ".join(map(_written, part))
+    if not isinstance(part, Operation):
+        return str(part)
+    line = caller_of(part.eqn) or part.line
+    return f"`{part.name}`" + (f" ({line})" if line else "")
 
 
 def unknown(op: Operation) -> Unsupported:
     """The error for an operation on rows that the native engine does not know."""
     dtypes = {v.dtype for v in (*op.ins, *op.outs)} - DTYPES
-    what = f"the dtype {min(dtypes)} of {named(op)}" if dtypes else named(op)
-    return Unsupported(f"{what} is not known to the native engine")
+    dtype = [f"the dtype {min(dtypes)} of"] if dtypes else []
+    return Unsupported(*dtype, op, "is not known to the native engine")
 
 
-def named(op: Operation | None) -> str:
-    """An operation and its line, for an error."""
-    if op is None:
-        return "it"
-    line = caller_of(op.eqn) or op.line
-    return f"`{op.name}`" + (f" ({line})" if line else "")
+def can_reduce(op: Operation) -> bool:
+    """Whether native code knows a reduction in its dtype: of integers the largest and smallest."""
+    dtype = op.ins[0].dtype
+    return dtype in ("float32", "float64") or (dtype == "int32" and op.name != "reduce_sum")
 
 
 def read_program(jaxpr: Any) -> Graph:
@@ -141,8 +155,8 @@ def is_known(op: Operation) -> bool:
         axes, shape = op.eqn.params["axes"], op.ins[0].shape
         is_row = 0 not in axes and math.prod(op.outs[0].shape[1:]) == 1
         if op.ins[0].dtype == "int32":  # of a group in the row
-            return len(shape) == 3 and tuple(axes) == (2,) and op.name != "reduce_sum"
-        return is_row and bool(op.outs[0].shape) and op.ins[0].dtype in ("float32", "float64")
+            return len(shape) == 3 and tuple(axes) == (2,) and can_reduce(op)
+        return is_row and bool(op.outs[0].shape) and can_reduce(op)
     return is_elementwise(op) and all(_fits(v, op.outs[0]) for v in op.ins)
 
 
@@ -161,7 +175,7 @@ def find_leaves(
     program: Graph,
     places: Mapping[Value, Value],
     in_place: Collection[Value],
-    report: Callable[[Value, str], None],
+    report: Callable[[Value, Unsupported], None],
 ) -> tuple[Graph, list[LeafGroup]]:
     """The groups of arrays of one shape that are updated element by element.
 
@@ -267,16 +281,18 @@ def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
     return made
 
 
-def _obstacles(result: Value, made: Collection[Value], fusible: Collection[Operation]) -> str:
+def _obstacles(
+    result: Value, made: Collection[Value], fusible: Collection[Operation]
+) -> Unsupported:
     """Why a result is in no group, given what depends on the parameters and the state."""
     follow = lambda v: v.maker.ins if v in made and v.maker is not None else ()
     makers = [v.maker for v in made_of([result], follow) if v in made and v.maker is not None]
     has_arrays = lambda op: any(v.shape for v in (*op.ins, *op.outs))
-    names = {op.name: named(op) for op in makers if op not in fusible and has_arrays(op)}
-    if names:
-        few = ", ".join(names[name] for name in sorted(names)[:4])
-        return f"operations that are unknown, or not element by element: {few}"
-    return "something else needs a result between its operations"
+    by_name = {op.name: op for op in makers if op not in fusible and has_arrays(op)}
+    if by_name:
+        few = [by_name[name] for name in sorted(by_name)[:4]]
+        return Unsupported("operations that are unknown, or not element by element:", few)
+    return Unsupported("something else needs a result between its operations")
 
 
 def leaf_group(

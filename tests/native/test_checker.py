@@ -37,7 +37,7 @@ def groups_of(f, *, ids=IDS, width=WIDTH, slot=WIDTH):
             jax.ShapeDtypeStruct((ids,), jnp.int32),
         )  # fmt: skip
     program, reasons = read_program(jaxpr.jaxpr), []
-    found = find_rows(program, program.inputs[:2], lambda v, why: reasons.append(why))
+    found = find_rows(program, program.inputs[:2], lambda v, why: reasons.append(str(why)))
     return found, reasons
 
 

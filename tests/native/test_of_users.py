@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.native import engine
+from optzoo.native import engine, groups
 
 from . import of_users
 from .test_safety import run_module
@@ -183,3 +183,17 @@ def test_what_is_required_of_an_array_names_the_operation_and_its_line():
     x = jnp.ones(4)
     with pytest.raises(ValueError, match=r"element by element: `sort` \(\S+test_of_users.py:\d+"):
         jax.jit(optzoo.native_step(tx, required=True))(x, (), x)
+
+
+def test_reasons_are_written_where_they_are_read(monkeypatch):
+    """To find the lines of operations takes as long as to trace a step, which reads no reason."""
+
+    def find(eqn):
+        raise AssertionError("a line is looked up")
+
+    monkeypatch.setattr(groups, "caller_of", find)
+    update = lambda g, s, x: (g - jnp.sort(x), s)
+    tx = optax.GradientTransformation(lambda x: (), update)
+    jax.jit(optzoo.native_step(tx)).trace(jnp.ones(4), (), jnp.ones(4))
+    with pytest.raises(AssertionError, match="a line is looked up"):
+        jax.jit(optzoo.native_step(tx, required=True)).trace(jnp.ones(4), (), jnp.ones(4))
