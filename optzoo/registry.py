@@ -391,7 +391,7 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
 
 
 # The optimizers of object_detection's optimizer.proto.
-_PROTOS = {"adam_optimizer", "momentum_optimizer", "rms_prop_optimizer"}
+_PROTOS = {_last(name) for name in _ALSO if name.startswith("object_detection.")}
 
 
 def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:

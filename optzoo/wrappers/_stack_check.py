@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from ..jaxprs.graph import Graph, Operation
-from ..jaxprs.primitives import CALLS, KINDS, Kind
+from ..jaxprs.primitives import CALLS, Kind
 from ..state.stacks import Layout, flatten_with_stacks, name_at, stack
 
 
@@ -101,7 +101,7 @@ def _operations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_along_first_axis(op: Operation) -> bool:
-    if KINDS.get(op.name) is not Kind.REDUCE and op.name not in _ALONG_AXIS:
+    if op.kind is not Kind.REDUCE and op.name not in _ALONG_AXIS:
         return False
     axis = op.params.get("axis", op.params.get("dimension"))
     return 0 in op.params.get("axes", (axis,))

@@ -5,9 +5,9 @@ python -m tests.interop.tf1.cases FOLDER    # trains from the start, and saves t
 
 import functools
 import pathlib
+import shutil
 import sys
 import tempfile
-import zipfile
 from typing import Any
 
 import jax
@@ -22,12 +22,6 @@ from tests import golden
 FOLDER = golden.FOLDER.with_name("checkpoints")
 THEIRS = golden.load("theirs", FOLDER)
 CASES, STEPS = THEIRS.meta["cases"], THEIRS.meta["steps"]
-
-
-def extract(folder: pathlib.Path) -> None:
-    """The checkpoints of TensorFlow, each by the name of its case."""
-    with zipfile.ZipFile(FOLDER / "checkpoints.zip") as archive:
-        archive.extractall(folder)
 
 
 def tree(values: dict[str, Any]) -> Any:
@@ -184,6 +178,6 @@ def _beside_a_matrix(name: str) -> list[str]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        extract(pathlib.Path(scratch))
+        shutil.unpack_archive(FOLDER / "checkpoints.zip", scratch)
         pathlib.Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
         save_all(pathlib.Path(sys.argv[1]), pathlib.Path(scratch))

@@ -5,9 +5,9 @@ python -m tests.interop.tf1.estimators FOLDER    # trains as long as they did, a
 
 import functools
 import pathlib
+import shutil
 import sys
 import tempfile
-import zipfile
 from typing import Any
 
 import jax
@@ -24,12 +24,6 @@ FOLDER = golden.FOLDER.with_name("estimators")
 THEIRS = golden.load("theirs", FOLDER)
 GRAPHS, ESTIMATORS = THEIRS.meta["graphs"], THEIRS.meta["estimators"]
 STEPS = THEIRS.meta["steps"]
-
-
-def extract(folder: pathlib.Path) -> None:
-    """The checkpoints of TensorFlow, each by the name of its case."""
-    with zipfile.ZipFile(FOLDER / "checkpoints.zip") as archive:
-        archive.extractall(folder)
 
 
 def path_of(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -134,6 +128,6 @@ def save_all(folder: pathlib.Path, theirs: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        extract(pathlib.Path(scratch))
+        shutil.unpack_archive(FOLDER / "checkpoints.zip", scratch)
         pathlib.Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
         save_all(pathlib.Path(sys.argv[1]), pathlib.Path(scratch))

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ OURS = golden.load("ours", FOLDER)
 def theirs(tmp_path_factory):
     """The folder with TensorFlow's checkpoints."""
     folder = tmp_path_factory.mktemp("theirs")
-    tf1_cases.extract(folder)
+    shutil.unpack_archive(FOLDER / "checkpoints.zip", folder)
     return folder
 
 
