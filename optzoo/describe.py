@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .core.paths import out_of_box, path_name, value_by_name
+from .core.paths import leaves_with_path, out_of_box, path_name, value_by_name
 from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
@@ -201,10 +201,9 @@ def _tables(
     shardings = shardings_by_leaf(tables, params)
     number_of = value_by_name("ids", ids, params)
     of_slots = [
-        {out_of_box(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in slots.values()
+        {out_of_box(path): a for path, a in leaves_with_path(tree)} for tree in slots.values()
     ]
-    for (path, x), s in zip(jax.tree_util.tree_leaves_with_path(params), shardings, strict=True):
+    for (path, x), s in zip(leaves_with_path(params), shardings, strict=True):
         if s is None:
             continue
         number = number_of[path_name(path)]
@@ -224,7 +223,7 @@ def _tables(
 
 
 def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, x in leaves_with_path(tree):
         yield SlotOf(slot, path_name(path), x.shape, x.dtype.name, _of_slot(x))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .meshes import spec_of
-from .paths import path_name
+from .paths import leaves_with_path, path_name
 from .row_ids import is_protected
 from .rows import fits, is_rows, is_sparse_or_none
 
@@ -45,7 +45,7 @@ def check_gradients(
     for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
         if g is not None and (found := _mistake(g, x, allow_complex)):
             kind, text = found
-            path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
+            path, _ = leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
             raise kind(f"parameter '{path_name(path)}' {text}")
     return gs, xs, treedef
 
@@ -57,7 +57,7 @@ def check_arrays(tree: Any) -> None:
         GradientTypeError: if an array has random keys or is a gradient of integers; or if it is
             unreduced, or reduced, along an axis of a mesh.
     """
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, x in leaves_with_path(tree):
         dtype = None if is_protected(x) else getattr(x, "dtype", None)
         fix = _fix_special(dtype)
         if found := f"has dtype {_name(dtype)}: {fix}" if fix else _partial_sum(x):

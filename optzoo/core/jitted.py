@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .paths import path_name
+from .paths import leaves_with_path, path_name
 
 
 class Jitted:
@@ -54,7 +54,7 @@ def check_integers(batch: Sequence[Any]) -> None:
     is_kept = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     if is_kept or not any(map(_loses_bits, jax.tree.leaves(batch))):
         return
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = leaves_with_path(batch)
     path, x = next((path, x) for path, x in leaves if _loses_bits(x))
     name = f"batch[{path[0].idx}]" + (f" '{path_name(path[1:])}'" if path[1:] else "")
     raise OverflowError(

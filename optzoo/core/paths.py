@@ -9,61 +9,81 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
-from .lines import Lines
-from .optimizer import Optimizer, about_of
+from .boxes import BoxKey, is_box
 from .rows import is_sparse_or_none, map_rows
 
-_BOXED, _STACKED = GetAttrKey("value"), GetAttrKey("arrays")
+_VALUE, _STACKED = GetAttrKey("value"), GetAttrKey("arrays")
 T = TypeVar("T")
 
 
-def path_name(path: Any) -> str:
+class Name(str):
+    """The name of a parameter; ``short`` is that without the field of its box, if it has one."""
+
+    short: str | None = None
+
+
+def path_name(path: Any) -> Name:
     """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables.
 
-    A parameter in a box of Flax has the name that it has without: nnx gives ``init`` its variables
-    and ``update`` their arrays. Only the last key of a path can be a box, so different leaves of a
-    tree have different names. A stack (:func:`optzoo.stacked`) has the name of its first member.
+    A parameter in a box (:mod:`optzoo.core.boxes`) has the name that it has without: nnx gives
+    ``init`` its variables and ``update`` their arrays. But a box whose field has a name of its own,
+    such as the ``weight`` of a module, is a part of the name. Only the last key of a path can be
+    that of a box, so different leaves of a tree have different names. A stack
+    (:func:`optzoo.stacked`) has the name of its first member.
+
+    Args:
+        path: of :func:`leaves_with_path`, or of JAX.
     """
+    path = tuple(path)
+    if path and isinstance(key := path[-1], BoxKey) and key.is_name:
+        name = Name(_written((*path[:-1], key.field)))
+        name.short = path_name(path[:-1]) if path[:-1] else None
+        return name
     path = out_of_box(path)
     if len(path) > 1 and path[-2] == _STACKED and isinstance(getattr(path[-1], "key", None), tuple):
         path = path[:-2]
+    return Name(_written(path))
+
+
+def _written(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def out_of_box(path: Any) -> Any:
-    """The path of a parameter without the box of Flax around it, whose field is ``value``."""
-    return path[:-1] if path and path[-1] == _BOXED else path
+    """The path of a parameter without the field of the box around it."""
+    if path and isinstance(path[-1], BoxKey):
+        path = path[:-1]
+    return path[:-1] if path and path[-1] == _VALUE else path
 
 
-def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
-    """The same transformation, which sees arrays in the place of Flax's boxes.
+def leaves_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Pairs of paths and leaves, as of JAX; the path of an array in a box ends with a BoxKey."""
+    is_leaf = is_leaf or (lambda _: False)
+    of_box = lambda x: not is_leaf(x) and is_box(x, is_leaf)
+    stop = lambda x: is_leaf(x) or of_box(x)
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
+        if not of_box(x):
+            found.append((path, x))
+            continue
+        for keys, child in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf):
+            end = keys if len(keys) > 1 else (BoxKey(keys[0]),)
+            found.append(((*path, *end), child))
+    return found
 
-    So its state has none. It is for states with several arrays for one parameter: a variable of nnx
-    that holds a tuple of arrays holds a dictionary after an update.
-    """
-    about, tx = about_of(tx), optax.with_extra_args_support(tx)
 
-    def update(updates, state, params=None, **extra_args):
-        boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
-        new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
-        return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
-
-    return Optimizer(lambda params: tx.init(unboxed(params)), update, about)
+def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[Any, Any]:
+    """The pairs of :func:`leaves_with_path`, and the structure of the tree."""
+    return leaves_with_path(tree, is_leaf), jax.tree.structure(tree, is_leaf=is_leaf)
 
 
-def unboxed(tree: Any) -> Any:
-    """The tree with arrays in the place of Flax's boxes."""
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse_or_none)
-    if all(out_of_box(path) == path for path, _ in paths):
-        return tree
-
-    def in_box(x):  # nothing if it is none
-        children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
-        is_box = [path for path, _ in children] == [(_BOXED,)] and not isinstance(x, tuple | Lines)
-        return [child for _, child in children] if is_box else []
-
-    out = lambda x: next(iter(in_box(x)), x)
-    return jax.tree.map(out, tree, is_leaf=lambda x: is_sparse_or_none(x) or bool(in_box(x)))
+def map_with_path(
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """A tree of ``f(path, leaf, *others)``, with the paths of :func:`leaves_with_path`."""
+    leaves, treedef = flatten_with_path(tree, is_leaf)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    return treedef.unflatten([f(*leaf, *xs) for leaf, *xs in zip(leaves, *others, strict=True)])
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
@@ -80,16 +100,26 @@ def matching(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[st
 
     A pattern is a regular expression. It must match the whole name, such as
     ``encoder/layers/0/kernel``; without a ``/`` in it, the whole last part, ``kernel``. One without
-    a ``/`` that matches no last part, such as ``.*layers.*``, must match the whole name.
+    a ``/`` that matches no last part, such as ``.*layers.*``, must match the whole name. The array
+    of a module with one array has the name of the module, too, for patterns that do not match its
+    last part: ``embedding`` for ``embedding/weight``.
     """
-    last = {name: name.rpartition("/")[2] for name in names}
-    found: dict[str, list[str]] = {name: [] for name in last}
+    names = [*names]
+    shorts = {name: getattr(name, "short", None) for name in names}
+    # What a pattern is compared with: the first of these in which it matches a name.
+    last = lambda name: name.rpartition("/")[2]
+    last_parts = {name: {last(name)} for name in names}
+    whole = {name: {name, short or name} for name, short in shorts.items()}
+    last_of_shorts = {name: {last(short)} if short else set() for name, short in shorts.items()}
+    found: dict[str, list[str]] = {name: [] for name in names}
     for pattern in patterns:
         fits = re.compile(pattern).fullmatch
-        is_of_last = "/" not in pattern and any(map(fits, last.values()))
-        for name, part in last.items():
-            if fits(part if is_of_last else name):
-                found[name].append(pattern)
+        for spellings in [whole] if "/" in pattern else [last_parts, whole, last_of_shorts]:
+            matched = [name for name in found if any(map(fits, spellings[name]))]
+            if matched:
+                break
+        for name in matched:
+            found[name].append(pattern)
     return found
 
 
@@ -121,7 +151,7 @@ def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[
             hides parameters here.
     """
     is_leaf = lambda x: is_sparse_or_none(x) or is_masked(x)
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    paths = leaves_with_path(tree, is_leaf=is_leaf)
     # What is hidden here decides, too, whether a pattern is one of last parts.
     of_all = matching(patterns, [path_name(path) for path, _ in paths])
     names = [path_name(path) for path, x in paths if not is_masked(x)]
@@ -198,7 +228,7 @@ def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
     if (patterns := _patterns(mask)) is not None:
         found = patterns_by_name(argument, patterns, tree)
         marked = lambda path, _: bool(found[path_name(path)])
-        return jax.tree_util.tree_map_with_path(marked, tree, is_leaf=is_sparse_or_none)
+        return map_with_path(marked, tree, is_leaf=is_sparse_or_none)
     return jax.tree.map(_fill, mask, tree, is_leaf=lambda mark: mark is None)
 
 
@@ -231,4 +261,4 @@ def _patterns(mask: Any) -> tuple[str, ...] | None:
 
 def arrays_by_path(tree: Any) -> dict[str, Any]:
     """The arrays of a tree, where they are."""
-    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_name(path): x for path, x in leaves_with_path(tree)}

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from ..core.checks import check_function
 from ..core.initial_values import InitialValueWarning
 from ..core.lines import from_lines, is_lines
-from ..core.paths import path_name, value_by_name
+from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..sharded.row_sharding import RowSharding
 from ..state.packing import unpack
 from ..state.stacks import unstack
@@ -24,7 +24,7 @@ RowsOf = Callable[[Array], Array]
 
 def names_of(params: Any) -> list[str]:
     """The path of each parameter."""
-    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
+    paths = leaves_with_path(params, is_leaf=is_lines)
     return [path_name(path) for path, _ in paths]
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ..core.boxes import Boxes
 from ..core.checks import check_transformation
 from ..core.lines import Lines, is_lines
 from ..core.merge import in_range
@@ -140,6 +141,7 @@ def _reset(
     put = lambda array: g.scatter(jnp.asarray(array), g.values)
     xs[number] = Lines(put(x.value), x.shape) if is_lines(x) else put(x)
     params = treedef.unflatten(xs)
+    boxes = Boxes(params)
 
     # Nothing reads the other rows of the fresh slots, so a compiler does not make them.
     fresh = jax.tree.leaves(without_ages(tx.init(params)))
@@ -149,10 +151,10 @@ def _reset(
 
     def wake(node, before):
         [clock] = node.clock.values()
-        lasts = treedef.flatten_up_to(before.last)
+        lasts = boxes.slots(before.last)
         if not is_masked(lasts[number]):
             lasts[number] = g.scatter(lasts[number], jnp.full(ids.shape, clock.count))
-        return node._replace(last=treedef.unflatten(lasts))
+        return node._replace(last=boxes.refilled(before.last, lasts))
 
     state = map_nodes(CaughtUpState, wake, structure.unflatten(new), state)
     return params, forget_rows(state, {name: lambda of_cycle: jnp.isin(of_cycle, ids)})

@@ -9,8 +9,9 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..core.boxes import Boxes
 from ..core.lines import from_lines
-from ..core.paths import is_masked, path_name
+from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
 from ..sleeping.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
@@ -31,15 +32,14 @@ def with_ages(state: Any, params: Any, like: Any) -> Any:
         params: the parameters, as whose rows the steps are sharded.
         like: a state, perhaps abstract, that has such steps for these parameters.
     """
-    xs, treedef = jax.tree.flatten(params)
+    boxes = Boxes(params)
 
     def change(node, other):
         [clock] = node.clock.values()
         now = lambda a, x: jnp.full(a.shape, clock.count, a.dtype, device=_place_of_rows(x))
-        lasts = zip(treedef.flatten_up_to(other.last), xs, strict=True)
-        return node._replace(
-            last=treedef.unflatten([a if is_masked(a) else now(a, x) for a, x in lasts])
-        )
+        lasts = zip(boxes.slots(other.last), boxes.contents, strict=True)
+        all_now = [a if is_masked(a) else now(a, x) for a, x in lasts]
+        return node._replace(last=boxes.refilled(other.last, all_now))
 
     return map_nodes(CaughtUpState, change, state, like)
 
@@ -99,7 +99,7 @@ def _axes(now: Any, then: Any, rows: set[tuple[int, int]]) -> list[int | None]:
     if jax.tree.structure(now) != jax.tree.structure(then):
         raise ValueError(_ARRANGED)
     first = jax.tree.map(_first_axis, now, is_leaf=is_stack)
-    paths, *columns = jax.tree_util.tree_leaves_with_path(now), *map(jax.tree.leaves, (then, first))
+    paths, *columns = leaves_with_path(now), *map(jax.tree.leaves, (then, first))
     found = list[int | None]()
     for (path, a), b, axis in zip(paths, *columns, strict=True):
         found.append(None if a.shape == b.shape else axis)
@@ -133,7 +133,7 @@ def _check(expected: Any, state: Any) -> None:
         raise misfit(*found)
     if jax.tree.structure(expected) != jax.tree.structure(state):
         raise misfit(jax.tree.structure(expected), jax.tree.structure(state))
-    paths = jax.tree_util.tree_leaves_with_path(expected)
+    paths = leaves_with_path(expected)
     for (path, a), b in zip(paths, jax.tree.leaves(state), strict=True):
         if a.shape != jnp.shape(b):
             raise misfit(f"shape {a.shape} at '{path_name(path)}'", jnp.shape(b))
@@ -157,7 +157,7 @@ def forget_rows(state: Any, is_gone: Mapping[str, Any]) -> Any:
     is_leaf = lambda x: isinstance(x, RowsOfCycle)
 
     def change(node):
-        sums = jax.tree_util.tree_map_with_path(of_table, node.sums, is_leaf=is_leaf)
+        sums = map_with_path(of_table, node.sums, is_leaf=is_leaf)
         return node._replace(sums=sums, inner=forget_rows(node.inner, is_gone))
 
     return map_nodes(AccumulateState, change, state)

@@ -20,7 +20,7 @@ from ..core.checks import check_params
 from ..core.extras import how_to_install
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows
 from ..core.schedules import at_step
 from ..first_order.momentum import scale_by_momentum
@@ -90,7 +90,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params):
         xs, treedef = jax.tree.flatten(params)
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        names = [path_name(path) for path, _ in leaves_with_path(params)]
         built, probe = _build(new(), names, xs), _probe(new())
         # All names, whatever the parameters are, so that optax.tree.map_params finds them.
         variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
@@ -110,7 +110,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     @jax.jit  # outside of any jit the optimizer would be built anew each time
     def apply(updates, state, params, rate):
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
-        paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+        paths = leaves_with_path(updates, is_leaf=is_sparse_or_none)
         xs = treedef.flatten_up_to(params)
         built = _build(new(), [path_name(path) for path, _ in paths], xs)
         slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}

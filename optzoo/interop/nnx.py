@@ -10,7 +10,7 @@ import jax
 
 from ..core.checks import check_flags
 from ..core.extras import how_to_install
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..native.step import Native
 from ..sparse.lookup import value_and_aux
 from ..sparse.wanted import MIN_ROWS, Sparse
@@ -141,7 +141,7 @@ class _Layout:
         """The variables that are no parameters, after the loss; raises ``ValueError``."""
         _, params_after, others_after = nnx.split((model, objects), self.where, ...)
         after = jax.tree.leaves(as_pure(params_after))
-        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(params), after, strict=True):
+        for (path, x), y in zip(leaves_with_path(params), after, strict=True):
             if x is not y:
                 raise ValueError(
                     f"the loss assigns to parameter '{path_name(path)}', but the optimizer updates "

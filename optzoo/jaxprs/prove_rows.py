@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.lines import are_lines
-from ..core.paths import path_name
+from ..core.paths import flatten_with_path, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none
 from .graph import Graph, Operation
 from .primitives import CALLS, Kind
@@ -100,7 +100,7 @@ def _resized(
     updates: Any, params: Any, size: Callable[[SparseRows], int], taken: set[int]
 ) -> _Tables:
     """Tables of about ``size``, whose numbers of rows are not in ``taken`` and are added to it."""
-    given, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_sparse_or_none)
+    given, treedef = flatten_with_path(updates, is_leaf=is_sparse_or_none)
     paths, gs = zip(*given, strict=True)
     num_rows = dict[int, int]()  # of each table, by its position
     for i, g in enumerate(gs):
@@ -141,7 +141,7 @@ def _init(inner: optax.GradientTransformationExtraArgs, tables: _Tables) -> tupl
     """Which leaves of the state have rows, and the abstract state."""
     with _annotate_errors(tables):
         state = jax.eval_shape(inner.init, tables.params)
-    slots, state_def = jax.tree_util.tree_flatten_with_path(state)
+    slots, state_def = flatten_with_path(state)
     owners = [_owner(path, slot.shape, tables) for path, slot in slots]
     return RowsOfState(state_def, owners), state
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 from ..core.checks import check_flags, check_transformation
 from ..core.compat import has_side_effects
 from ..core.marks import marking
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.graph import read
 
 InPlace = Literal["all", "slots"]
@@ -182,7 +182,7 @@ def _check_all(division: Any, results: list[Any], shapes: tuple[Any, Any]) -> No
     is_left = lambda part: jax.tree.map(lambda x: is_any(part) or 0 in x.shape, part)
     left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))
     words, found = {0: "params", 1: "state"}, {}
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    paths = [path for path, _ in leaves_with_path(shapes)]
     for v, path, may_be in zip(results, paths, left, strict=False):
         if v in division.reasons and v.shape and v.maker is not None and not may_be:
             name = f"{words[path[0].idx]} {path_name(path[1:])}".strip()

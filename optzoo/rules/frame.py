@@ -3,15 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
+from ..core.boxes import Boxes, map_parameters
 from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.compat import vary_as
 from ..core.gradients import check_arrays, check_gradients
-from ..core.lines import in_lines, is_lines
+from ..core.lines import in_lines
 from ..core.meshes import beside
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
@@ -64,9 +64,7 @@ def frame(
     def init(params):
         params = as_arrays(params)
         check_arrays(params)
-        slot = lambda f: jax.tree.map(
-            lambda x: vary_as(in_lines(f)(x), x), params, is_leaf=is_lines
-        )
+        slot = lambda f: map_parameters(lambda x: vary_as(in_lines(f)(x), x), params)
         trees = list(map(slot, slots))
         of_all = vary_as(shared(), params) if shared_varies else shared()
         count = jnp.zeros([], jnp.int32)
@@ -87,7 +85,8 @@ def frame(
         hyper = {k: at_step(k, step, v, extra_args.get(k)) for k, v in scheduled.items()}
         t = next_count(count, cycle)
         gs, xs, treedef = check_gradients(updates, params)
-        rows = shapes.of_each(state, updates, gs, xs, treedef)
+        boxes = Boxes(updates)
+        rows = shapes.of_each(state, updates, gs, xs, boxes)
         rounding, gathered = extra_args.get(ROUNDING), extra_args.get(GATHERED)
         stored = stored_slots(rounding, rows, updates, gs, t, gathered)
         leaves = list(map(Leaf, gs, xs, stored))
@@ -97,7 +96,9 @@ def frame(
         of_params = iter(of_params)
         done = [(None, leaf.slots) if _is_empty(leaf) else next(of_params) for leaf in leaves]
         news = [stored_arrays(new) for _, new in done]
-        trees = [treedef.unflatten([new[i] for new in news]) for i in range(len(slots))]
+        trees = [
+            boxes.refilled(tree, [new[i] for new in news]) for i, tree in enumerate(state.slots)
+        ]
         updates = treedef.unflatten([u for u, _ in done])
         return updates, LeafwiseState(t, Slots._make(trees), new_shared)
 

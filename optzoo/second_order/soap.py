@@ -23,7 +23,6 @@ from ..core.numerics import (
     upcast,
     wide_dtype,
 )
-from ..core.paths import without_boxes
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
 from ..rules.leafwise import zeros
@@ -136,7 +135,7 @@ def scale_by_soap(
         scheduled={"preconditioner_interval": preconditioner_interval},
         cycle=common_cycle(preconditioner_interval),
     )
-    return without_boxes(direction)
+    return direction
 
 
 def soap(

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_size
 from ..core.merge import kept, segment_sum
 from ..core.numerics import upcast, wide_dtype
-from ..core.paths import path_name
+from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
 from ..sparse.lookup import check_range, lookup
@@ -94,7 +94,7 @@ def lookup_sparse(
         Where the weights of a bag sum to zero the original divides by zero.
     """
     _check_options(combiner, pool)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(table)
+    paths, treedef = flatten_with_path(table)
     names, tables = [path_name(path) for path, _ in paths], [x for _, x in paths]
     columns = lambda tree: [tree] * len(tables) if tree is None else treedef.flatten_up_to(tree)
     shardings = [sharding] * len(tables) if isinstance(sharding, RowSharding) else columns(sharding)

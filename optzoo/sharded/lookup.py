@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.merge import take
-from ..core.paths import path_name
+from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
@@ -77,7 +76,7 @@ def lookup(
             checks replication (without the check, gradients would be wrong by a factor).
     """
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(table)
+    paths, treedef = flatten_with_path(table)
     names, shards = [path_name(path) for path, _ in paths], [x for _, x in paths]
     all_ids = [jnp.asarray(as_ids(i)) for i in treedef.flatten_up_to(ids)]
     shardings = (

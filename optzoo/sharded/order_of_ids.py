@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Sharding
 
+from ..core.boxes import unboxed
 from ..core.meshes import automatically, spec_of
-from ..core.paths import path_name, unboxed
+from ..core.paths import flatten_with_path, leaves_with_path, path_name
 from ..core.rows import is_rows
 from ..sleeping.state import Clock
 from ..state.slots import is_state
@@ -103,7 +104,7 @@ def _rearranged(
             "params is one array without a name, so what belongs to it cannot be told apart: put "
             "it in a dict before tx.init, such as {'table': table}"
         )
-    paths = jax.tree_util.tree_leaves_with_path(params)
+    paths = leaves_with_path(params)
     shardings = shardings_by_leaf(tables, params)
     for (path, x), s in zip(paths, shardings, strict=True):
         _check_shards(path_name(path), x, s)
@@ -114,7 +115,7 @@ def _rearranged(
     _check_no_ids(tree)
     # The entries of a clock are steps, of which there may be as many as rows.
     is_leaf = lambda x: isinstance(x, Clock)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    leaves, treedef = flatten_with_path(tree, is_leaf=is_leaf)
     found = [list[_Owner]() for _ in leaves]
     _find(owners, params, treedef.unflatten(range(len(leaves))), found)
     moved = []

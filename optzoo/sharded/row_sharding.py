@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..core.checks import check_size
 from ..core.lines import is_lines
 from ..core.numerics import promote_types
-from ..core.paths import path_name, value_by_name
+from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import as_ids
 from ..core.rows import Shard
 
@@ -179,7 +179,7 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
     """
     by_name = value_by_name("tables", tables, params)
     found = []
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines):
+    for path, x in leaves_with_path(params, is_leaf=is_lines):
         found.append(by_name.get(path_name(path)))
         if found[-1] is not None and jnp.shape(x)[:1] != (found[-1].stored_rows,):
             raise ValueError(

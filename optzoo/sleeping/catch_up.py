@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.meshes import shard_map
-from ..core.paths import path_name, value_by_name
+from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import as_ids
 from ..state.resting import has_resting
 from ..state.types import MasterWeightsState, nodes_of
@@ -69,7 +69,7 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
         return _all_rows(params, state)
     check_no_guard(state)
     _check_nothing_follows(state)
-    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    names = [path_name(path) for path, _ in leaves_with_path(params)]
     given = value_by_name("ids", ids if isinstance(ids, Mapping) else {"": ids}, params)
     by_leaf = {i: jnp.asarray(as_ids(given[name])) for i, name in enumerate(names) if name in given}
     for i, of_leaf in by_leaf.items():

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from ..core.boxes import Boxes, map_parameters
 from ..core.checks import check_params
 from ..core.compat import in_same_trace
 from ..core.gradients import check_gradients
@@ -17,7 +18,7 @@ from ..core.marked_rows import distinct
 from ..core.meshes import zeros_of_rows
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
-from ..core.paths import is_masked, path_name, resolve_mask
+from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..core.schedules import at_step
 from ..rules.law import Sleeper
@@ -58,7 +59,7 @@ class Sleepers(NamedTuple):
 
     def init(self, params: Any) -> CaughtUpState:
         """The state at the start."""
-        for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines):
+        for path, x in leaves_with_path(params, is_leaf=is_lines):
             if is_lines(x) and not is_masked(x.value):
                 raise ValueError(
                     f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
@@ -70,7 +71,7 @@ class Sleepers(NamedTuple):
         dtype = _dtype(params, marks, state, self.sleeper)
         start = lambda x, mark: zeros_of_rows(x, jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
-        last = jax.tree.map(start, params, marks)
+        last = map_parameters(start, params, marks)
         return CaughtUpState(state, {self.sleeper.law: clock}, last)
 
     def check(self, state: Any) -> None:
@@ -114,8 +115,8 @@ class Sleepers(NamedTuple):
             parts: by the positions of their tables, of which the others move as a whole.
             extra_args: of ``update``.
         """
-        gs, (xs, treedef) = list(gs), jax.tree.flatten(params)
-        slots = slots_by_leaf(state.inner, treedef)
+        gs, (xs, treedef), boxes = list(gs), jax.tree.flatten(params), Boxes(params)
+        slots = slots_by_leaf(state.inner, boxes)
         for i, table in tables.items():
             xs[i], slots[i], _ = table.arrays
         before = list(slots)
@@ -125,11 +126,11 @@ class Sleepers(NamedTuple):
         now = {**extra_args, GATHERED: {names[i]: part.gradient for i, part in parts.items()}}
         if self.dense:
             gs = [g.to_dense() if is_rows(g) else g for g in gs]
-        few = with_slots_by_leaf(state.inner, treedef, slots)
+        few = with_slots_by_leaf(state.inner, boxes, slots)
         us, inner = self.inner.update(treedef.unflatten(gs), few, treedef.unflatten(xs), **now)
         [(law, clock)] = state.clock.items()
         clock = self._tick(state, clock, extra_args)
-        slots, lasts = slots_by_leaf(inner, treedef), treedef.flatten_up_to(state.last)
+        slots, lasts = slots_by_leaf(inner, boxes), boxes.slots(state.last)
         for i, table in tables.items():
             if i not in parts:
                 lasts[i] = jnp.full_like(table.arrays[2], clock.count)
@@ -138,10 +139,8 @@ class Sleepers(NamedTuple):
             rows = slots[i], table.as_of(part.rows[2], clock.count)
             old = before[i], table.arrays[2]
             slots[i], lasts[i] = scattered(old, part.places, rows)
-        inner = with_slots_by_leaf(inner, treedef, slots)
-        return treedef.flatten_up_to(us), CaughtUpState(
-            inner, {law: clock}, treedef.unflatten(lasts)
-        )
+        inner, last = with_slots_by_leaf(inner, boxes, slots), boxes.refilled(state.last, lasts)
+        return treedef.flatten_up_to(us), CaughtUpState(inner, {law: clock}, last)
 
     def _tick(self, state: CaughtUpState, clock: Clock, extra_args: Mapping[str, Any]) -> Clock:
         """The clock after a step."""
@@ -291,7 +290,7 @@ def final_update(
 
 
 def _by_name(updates: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_rows)
+    leaves = leaves_with_path(updates, is_leaf=is_rows)
     return {path_name(path): u for path, u in leaves}
 
 
@@ -307,7 +306,7 @@ def _poisoned(u: Array, is_awake: Array) -> Array:
 
 
 def _name(params: Any, i: int) -> str:
-    return path_name(jax.tree_util.tree_leaves_with_path(params)[i][0])
+    return path_name(leaves_with_path(params)[i][0])
 
 
 def sleeper_for(inner: Any, dense: bool) -> Sleeper:
@@ -355,8 +354,7 @@ def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
     """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
     if len(slots_nodes(state)) != (1 if sleeper.law.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    slots = slots_by_leaf(state, treedef)
+    paths, slots = leaves_with_path(params), slots_by_leaf(state, Boxes(params))
     found = set[Any]()
     for (path, x), mark, row in zip(paths, jax.tree.leaves(marks), slots, strict=True):
         if not mark:

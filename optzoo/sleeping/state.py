@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from ..core.boxes import Boxes
 from ..core.paths import is_masked
 from ..state.types import nodes_of
 
@@ -42,6 +43,6 @@ class CaughtUpState(NamedTuple):
 
 def sleeping_leaves(params: Any, state: Any) -> set[int]:
     """The positions of all parameters whose rows may sleep."""
-    treedef = jax.tree.structure(params)
-    lasts = [treedef.flatten_up_to(node.last) for node in nodes_of(CaughtUpState, state)]
+    boxes = Boxes(params)
+    lasts = [boxes.slots(node.last) for node in nodes_of(CaughtUpState, state)]
     return {i for last in lasts for i, a in enumerate(last) if not is_masked(a)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.boxes import Boxes
 from ..core.compat import vary, varying
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import upcast
@@ -45,17 +46,17 @@ def count_of_updates(inner: Any) -> Array:
     return slots_nodes(inner)[0].count
 
 
-def slots_by_leaf(inner: Any, treedef: Any) -> list[Any]:
+def slots_by_leaf(inner: Any, boxes: Boxes) -> list[Any]:
     """For each parameter the named tuples of its slots, as they are stored: one of each part."""
 
     def of_each(slots):
-        columns = [treedef.flatten_up_to(tree) for tree in slots]
+        columns = map(boxes.slots, slots)
         return map(type(slots)._make, zip(*columns, strict=True))
 
     return list(zip(*(of_each(node.slots) for node in slots_nodes(inner)), strict=True))
 
 
-def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
+def with_slots_by_leaf(inner: Any, boxes: Boxes, rows: list[Any]) -> Any:
     """The inner state with other slots."""
     parts = zip(*rows, strict=True)
 
@@ -63,7 +64,7 @@ def with_slots_by_leaf(inner: Any, treedef: Any, rows: list[Any]) -> Any:
         if not len(node.slots):
             return node
         columns = zip(*next(parts), strict=True)
-        return node._replace(slots=type(node.slots)._make(map(treedef.unflatten, columns)))
+        return node._replace(slots=type(node.slots)._make(map(boxes.refilled, node.slots, columns)))
 
     return map_nodes(LeafwiseState, change, inner)
 
@@ -235,8 +236,8 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
     """By the position of their parameters the tables; and the structure of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
-    motion, clock = motion_of(state)
-    slots, lasts = slots_by_leaf(state.inner, treedef), treedef.flatten_up_to(state.last)
+    (motion, clock), boxes = motion_of(state), Boxes(params)
+    slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     return {
         i: Table(motion, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
@@ -248,12 +249,13 @@ def with_tables(
     state: CaughtUpState, params: Any, tables: Mapping[int, Table]
 ) -> tuple[Any, CaughtUpState]:
     """The parameters and the state with other tables."""
-    leaves, treedef = jax.tree.flatten(params)
-    slots, lasts = slots_by_leaf(state.inner, treedef), treedef.flatten_up_to(state.last)
+    (leaves, treedef), boxes = jax.tree.flatten(params), Boxes(params)
+    slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     for i, table in tables.items():
         leaves[i], slots[i], lasts[i] = table.arrays
-    inner = with_slots_by_leaf(state.inner, treedef, slots)
-    return treedef.unflatten(leaves), state._replace(inner=inner, last=treedef.unflatten(lasts))
+    inner = with_slots_by_leaf(state.inner, boxes, slots)
+    last = boxes.refilled(state.last, lasts)
+    return treedef.unflatten(leaves), state._replace(inner=inner, last=last)
 
 
 def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -> tuple[Any, Any]:

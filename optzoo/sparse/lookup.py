@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.checks import check_flags
 from ..core.gradients import check_arrays
 from ..core.lines import is_lines
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.row_ids import as_ids
 from ..jaxprs.lookup import bind_lookup
 from ..jaxprs.loss import trace_loss
@@ -182,7 +182,7 @@ def value_and_grad(
                 full_args[i] = arg
             return value_and_aux(loss_fn(*full_args, **kwargs), has_aux)
 
-        names = [_name(path, which) for path, _ in jax.tree_util.tree_leaves_with_path(chosen)]
+        names = [_name(path, which) for path, _ in leaves_with_path(chosen)]
         for x, name in zip(flat, names, strict=True):
             if not allow_int:
                 check_differentiable(x, name)
@@ -232,7 +232,7 @@ def check_no_module(*args: Any) -> None:
         if nnx is None or not isinstance(module, nnx.Module):
             continue
         is_variable = lambda x: isinstance(x, nnx.Variable)
-        for path, x in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_variable):
+        for path, x in leaves_with_path(module, is_leaf=is_variable):
             if not isinstance(x, nnx.Param):
                 raise TypeError(
                     f"'{path_name(path)}' of the {type(module).__name__} is no nnx.Param: use "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..core.checks import check_choice, check_size
 from ..core.lines import is_lines
-from ..core.paths import check_pattern, path_name, value_by_name
+from ..core.paths import check_pattern, leaves_with_path, path_name, value_by_name
 from ..jaxprs.loss import Loss, TracedLoss
 
 Sparse = Literal["warn", "require", "allow"]
@@ -60,7 +60,7 @@ class RowsSetting(NamedTuple):
             tree: its paths are what the patterns match.
             names: of the leaves, for errors.
         """
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        paths = [path_name(path) for path, _ in leaves_with_path(tree)]
         levels, required = [self.sparse] * len(paths), set[int]()
         if isinstance(self.sparse, Mapping):
             by_path = value_by_name("sparse", self.sparse, tree)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.numerics import wide_dtype
-from ..core.paths import is_masked, path_name
+from ..core.paths import flatten_with_path, is_masked, path_name
 from .stacks import layout_of, stack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState
@@ -73,7 +73,7 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
     for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
         if not _is_average(node):
             continue
-        with_paths = jax.tree_util.tree_flatten_with_path
+        with_paths = flatten_with_path
         layout = layout_of(_averages(node))
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         if isinstance(node, MovingAverageSlots):

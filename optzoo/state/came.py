@@ -11,27 +11,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.boxes import Boxes, content, map_parameters, refilled
 from ..core.numerics import is_trainable
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows
 from .slots import map_slot_trees
 
 
 def none_came(params: Any) -> Any:
     """For each parameter False; None for one that cannot be trained, such as of integers."""
-    return jax.tree.map(lambda x: jnp.zeros([], bool) if is_trainable(x) else None, params)
+    return map_parameters(lambda x: jnp.zeros([], bool) if is_trainable(x) else None, params)
 
 
 def has_come(updates: Any, came: Any) -> Any:
     """The flags after a step with these gradients."""
     after = lambda g, c: None if c is None else c | (g is not None)
-    return jax.tree.map(after, updates, came, is_leaf=is_sparse_or_none)
+    return _map_came(after, updates, came)
 
 
 def late(updates: Any, came: Any) -> Any:
     """The flags of parameters that have no gradient in this step; None of all others."""
-    return jax.tree.map(
-        lambda g, c: c if g is None else None, updates, came, is_leaf=is_sparse_or_none
-    )
+    return _map_came(lambda g, c: c if g is None else None, updates, came)
+
+
+def _map_came(f: Any, updates: Any, came: Any) -> Any:
+    """``f`` of each gradient and its flag."""
+    boxes = Boxes(updates)
+    return boxes.refilled(came, map(f, boxes.contents, boxes.slots(came)))
 
 
 def leave_out(
@@ -49,14 +54,15 @@ def leave_out(
     Raises:
         ValueError: if ``optax.tree.map_params`` does not find the slots in the state.
     """
-    flags, treedef = jax.tree.flatten(came, is_leaf=lambda c: c is None)
+    boxes = Boxes(updates)
+    flags, treedef = boxes.slots(came), boxes.treedef
     if all(c is None for c in flags):
         return updates, new
 
-    def of_update(u, c):
-        if c is None or u is None:
-            return u
-        return u.rows_if(c) if is_rows(u) else jnp.where(c, u, 0)
+    def of_update(box, c):
+        if c is None or (u := content(box)) is None:
+            return box
+        return refilled(box, u.rows_if(c) if is_rows(u) else jnp.where(c, u, 0))
 
     def of_slots(slots):
         parts = zip(flags, treedef.flatten_up_to(slots), strict=True)
@@ -70,6 +76,6 @@ def leave_out(
             "a gradient is None in the last of several steps, and optax.tree.map_params finds no "
             "slots of its parameter in the state: give zeros in its place"
         ) from error
-    us = map(of_update, treedef.flatten_up_to(updates), flags)
+    us = map(of_update, boxes.nodes, flags)
     choose = lambda c, new, old: new if c is True else jnp.where(c, new, old)
     return treedef.unflatten(us), jax.tree.map(choose, changes, new, old)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.tree_util import tree_leaves_with_path
 
+from ..core.boxes import Boxes, unboxed
 from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled, is_lines, shape_of_lines
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from .eight_bits import is_coded, shape_of
 from .packing import is_packed
@@ -80,7 +80,7 @@ class SlotShapes:
             raise misfit(f"{wanted} and, as shared arrays, {found[0]}", found[1])
 
     def of_each(
-        self, state: Any, updates: Any, gs: list[Any], xs: list[Any], treedef: Any
+        self, state: Any, updates: Any, gs: list[Any], xs: list[Any], boxes: Boxes
     ) -> list[Any]:
         """The slots of each parameter.
 
@@ -89,17 +89,17 @@ class SlotShapes:
             updates: the tree of gradients.
             gs: its leaves.
             xs: the parameters, or None for each.
-            treedef: the structure of the gradients.
+            boxes: those of the gradients.
 
         Raises:
             StateError: if they are those of other parameters.
         """
         make = type(self.slots)._make
         try:
-            columns = [treedef.flatten_up_to(tree) for tree in state.slots]
+            columns = list(map(boxes.slots, state.slots))
         except ValueError as error:
             names, others = (
-                [path_name(path) for path, _ in tree_leaves_with_path(tree, is_sparse_or_none)]
+                [path_name(path) for path, _ in leaves_with_path(tree, is_sparse_or_none)]
                 for tree in (updates, state.slots[0])
             )
             raise misfit(f"slots of the parameters {_few(names)}", _few(others)) from error
@@ -121,7 +121,7 @@ class SlotShapes:
             got = _kinds(slot, shape if is_rows(like) else None)
             if expected == got or (packed and _is_half(expected, got)):
                 continue
-            path, _ = tree_leaves_with_path(updates, is_sparse_or_none)[i]
+            path, _ = leaves_with_path(updates, is_sparse_or_none)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
             raise misfit(f"{_written(expected)} as {of}", _written(got))
 
@@ -199,7 +199,7 @@ class KnownStates:
 
 
 def _key(params: Any) -> Any:
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_sparse_or_none)
+    leaves, structure = jax.tree.flatten(unboxed(params), is_leaf=is_sparse_or_none)
     return structure, *map(_kind, leaves)
 
 
@@ -207,7 +207,9 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
     """Where two trees differ in types, structure and shapes, in words; None if they do not.
 
     Of a :class:`LeafwiseState` only its slots' type is compared: its own update does the rest.
+    Boxes are not compared: Flax NNX gives ``init`` variables and ``update`` arrays.
     """
+    expected, tree = unboxed(expected), unboxed(tree)
     is_leaf = lambda node: isinstance(node, LeafwiseState) or is_rows(node)
     (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, tree))
     if structure == other and list(map(_kind, ours)) == list(map(_kind, theirs)):
@@ -215,7 +217,7 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
     if _words(expected) != _words(tree):
         return _words(expected), _words(tree)
     wanted, got = (
-        {path_name(path): _words(a) for path, a in tree_leaves_with_path(t, is_leaf)}
+        {path_name(path): _words(a) for path, a in leaves_with_path(t, is_leaf)}
         for t in (expected, tree)
     )
     for name in sorted(wanted.keys() | got.keys()):

@@ -16,7 +16,7 @@ from ..core.gradients import (
 )
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import as_arrays, fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import note_reads, unread
@@ -28,6 +28,9 @@ from .types import (
     SharedParamsState,
     nodes_of,
 )
+
+# What JAX and Python raise where trees or shapes do not fit. All others are left alone.
+_OF_A_MISFIT = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 def fitting(
@@ -70,7 +73,7 @@ def fitting(
         note_reads(extra_args, about.reads)
         try:
             new_updates, new = tx.update(updates, state, params, **extra_args)
-        except Exception as error:
+        except _OF_A_MISFIT as error:
             found = known.mistake(updates, state, params)
             # What a transformation inside has found says more.
             is_clear = isinstance(error, StateError | GradientTypeError | GradientShapeError)
@@ -121,7 +124,7 @@ def _check_shapes(updates: Any, new: Any) -> None:
         return
     for i, (g, u) in enumerate(zip(gs, us, strict=True)):
         if g is not None and u is not None and not fits(g, u):
-            path, _ = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
+            path, _ = leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
             raise ValueError(
                 f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, which its "
                 f"update, of shape {jnp.shape(u)}, does not have: it must be the parameter's"

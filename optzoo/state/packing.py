@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from ..core.boxes import unboxed
 from ..core.compat import custom_jvp
 from ..core.lines import as_lines, is_lines, plain
 from .eight_bits import decoded, encoded, has_codes, is_coded, stored
@@ -65,7 +66,8 @@ def pack(slots: Any, dtype: DTypeLike) -> Any:
             free.append(j)
             continue
         i = partners[-1]
-        trees[i], trees[j] = _packed(trees[i], tree, jax.tree.map(mark, tree))
+        tree = unboxed(tree)  # what is packed has another type than the parameter
+        trees[i], trees[j] = _packed(unboxed(trees[i]), tree, jax.tree.map(mark, tree))
         free = []  # no other words come between two that belong together
     return type(slots)._make(trees)
 

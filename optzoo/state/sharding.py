@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..core.boxes import axes_of, taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
-from ..core.paths import out_of_box, path_name
+from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, is_coded, shape_of, sharding_of_codes
 from .slots import map_slot_trees
 
@@ -55,7 +56,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         ValueError: if there is no parameter, if the parameters are on different devices, or if the
             lines of a slot in 8 bits do not divide the shards of a table in lines.
     """
-    paths = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_lines)
+    paths = leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
     obstacles = list[str | None]()
@@ -72,7 +73,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     state = jax.eval_shape(tx.init, params)
     try:
-        of_slots = lambda slots: jax.tree_util.tree_map_with_path(place, slots, is_leaf=is_coded)
+        of_slots = lambda slots: map_with_path(place, slots, is_leaf=is_coded)
         placed = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
@@ -114,15 +115,10 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    axes = (*sharding.spec, *(None,) * (len(x.shape) - len(sharding.spec)))
-    more = len(shape) - len(x.shape)
-    if more > 0 and shape[more:] == x.shape:
-        axes = (*(None,) * more, *axes)
-    elif shape == x.shape[: len(shape)]:
-        axes = axes[: len(shape)]
-    else:
-        return None
-    return sharding.update(spec=PartitionSpec(*axes))
+    axes = axes_of(shape, x.shape)
+    return (
+        None if axes is None else sharding.update(spec=PartitionSpec(*taken(sharding.spec, axes)))
+    )
 
 
 def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked, out_of_box, path_name
+from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .packing import pack_like, unpack
 from .resting import Resting, check_awake
 from .stacks import is_stack, layout_of, stack, unstack
@@ -192,7 +192,7 @@ def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> 
 
 def _is_slot(value: Any) -> bool:
     """Whether a field has an array for each parameter: not a count, a rate or a random key."""
-    paths = jax.tree_util.tree_leaves_with_path(value)
+    paths = leaves_with_path(value)
     is_scalar = [(out_of_box(path), jnp.ndim(a)) for path, a in paths] == [((), 0)]
     return not is_scalar and any(jnp.issubdtype(a.dtype, jnp.inexact) for _, a in paths)
 
@@ -268,7 +268,7 @@ def _is_hidden(tree: Any) -> bool:
 
 def _filled(name: str, tree: Any, value: Any) -> Any:
     """The tree with the arrays of the value, except at masked leaves."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
+    leaves, treedef = flatten_with_path(tree, is_leaf=is_masked)
     try:
         others = treedef.flatten_up_to(value)
     except ValueError as error:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked, path_name
+from ..core.paths import is_masked, leaves_with_path, path_name
 from ..core.rows import is_sparse_or_none
 
 # Which leaves are stacked: for each stack the positions of its members in the flattened tree.
@@ -40,7 +40,7 @@ def flatten_with_stacks(tree: Any) -> tuple[list[Any], Any]:
 def name_at(tree: Any, position: int) -> str:
     """The path of a node of :func:`flatten_with_stacks`, such as ``layers/0/bias``."""
     nodes, treedef = flatten_with_stacks(tree)
-    path, _ = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(len(nodes))))[position]
+    path, _ = leaves_with_path(treedef.unflatten(range(len(nodes))))[position]
     return path_name(path)
 
 

@@ -17,7 +17,7 @@ from jax import Array
 
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.optimizer import Notes
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .eight_bits import encoded, has_codes, is_coded, stored
 from .fit import StateError, misfit, slots_words
@@ -88,7 +88,7 @@ def stored_slots(
     if rounding is None:
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
     rounding.notes.of.append(rows)
-    paths = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+    paths = leaves_with_path(updates, is_leaf=is_sparse_or_none)
     names, tables = [path_name(path) for path, _ in paths], gathered or {}
 
     def start(g, name):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..state.slots import map_slot_trees
 from ..state.stacks import layout_of, unstack
 from ..wrappers.stacked import stacked
@@ -110,7 +110,7 @@ def _assert_close(step: int, got: dict[str, Any], want: dict[str, Any], rtol: fl
     for what, in_words in (("update", "the update of"), ("state", "the slot or value")):
         if jax.tree.structure(got[what]) != jax.tree.structure(want[what]):
             raise AssertionError(f"the {what} has another structure with stacks in step {step}")
-        leaves = jax.tree_util.tree_leaves_with_path(want[what])
+        leaves = leaves_with_path(want[what])
         for (path, a), b in zip(leaves, jax.tree.leaves(got[what]), strict=True):
             a, b = (_values(array) for array in (a, b))
             atol = rtol * np.max(np.abs(a), initial=0)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from ..core.checks import check_positive
 from ..core.jitted import Jitted
 from ..core.meshes import shard_map
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..native.step import Native
 from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
@@ -161,7 +161,7 @@ def sharded_minimize(
 def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
     """Raises ``ValueError`` if the devices do not divide the batch."""
     for i, tree in enumerate(batch):
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        for path, x in leaves_with_path(tree):
             if jnp.ndim(x) and len(x) % mesh.size:
                 name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
                 raise ValueError(

@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, check_native, natively
@@ -63,7 +63,7 @@ class Model(NamedTuple):
         """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is a state."""
         refuse_swapped(params)
         check_no_module(params)
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
+        for path, x in leaves_with_path(params):
             check_differentiable(x, f"parameter '{path_name(path)}'")
 
     def apply(
@@ -115,7 +115,7 @@ class Tables:
         self.model, self.params, self.state = model, params, state
         self.treedef = jax.tree.structure(params)
         self.seen = self.treedef  # the structure that the loss sees
-        paths = jax.tree_util.tree_leaves_with_path(params)
+        paths = leaves_with_path(params)
         self.names = [path_name(path) for path, _ in paths]
         self.wanted = model.rows.of_tree(params, [f"'{name}'" for name in self.names])
 

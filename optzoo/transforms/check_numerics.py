@@ -15,7 +15,7 @@ from ..core.gradients import check_arrays
 from ..core.norms import over_shards
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from ..distributed.engine.collectives import AxisName
 from ..jaxprs.reads import note_reads
@@ -82,7 +82,7 @@ def check_numerics(
 
 def raise_if_bad(updates: Any, what: str, step: Any, axis_name: AxisName = None) -> None:
     """Raises the error of :func:`check_numerics`, in eager or compiled code."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+    leaves = leaves_with_path(updates, is_leaf=is_sparse_or_none)
     named = {path_name(path): g for path, g in leaves if g is not None}
     if not named:
         return

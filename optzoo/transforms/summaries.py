@@ -12,7 +12,7 @@ from jax import Array, lax
 from ..core.gradients import check_arrays
 from ..core.norms import norm, over_shards
 from ..core.numerics import upcast
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
 
 
@@ -103,7 +103,7 @@ def read_summaries(state: Any) -> Summaries:
         )
     by_path = {}
     for one in found:
-        columns = [jax.tree_util.tree_leaves_with_path(tree) for tree in one.leaves]
+        columns = [leaves_with_path(tree) for tree in one.leaves]
         for row in zip(*columns, strict=True):
             by_path[path_name(row[0][0])] = {
                 name: value for name, (_, value) in zip(Summary._fields, row, strict=True)

@@ -12,12 +12,13 @@ import optax
 from jax import Array, lax
 from jax.dtypes import canonicalize_dtype
 
+from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
-from ..core.paths import path_name, value_by_name, without_boxes
+from ..core.paths import map_with_path, path_name, value_by_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..core.schedules import at_step
 from ..state.averages import wide_zeros_like
@@ -264,7 +265,7 @@ def _zeros(sizes: Mapping[str, int], every: Any, params: Any) -> Any:
         return RowsOfCycle(ids, jnp.zeros((every * size, *jnp.shape(x)[1:]), wide_dtype(x)))
 
     of_each = lambda path, x: in_lines(functools.partial(zeros, path))(x)
-    return jax.tree_util.tree_map_with_path(of_each, params, is_leaf=is_lines)
+    return map_with_path(of_each, params, is_leaf=is_lines)
 
 
 def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
@@ -292,4 +293,4 @@ def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
             )
         return g
 
-    return jax.tree_util.tree_map_with_path(convert, updates, sums, is_leaf=is_sparse_or_none)
+    return map_with_path(convert, updates, sums, is_leaf=is_sparse_or_none)

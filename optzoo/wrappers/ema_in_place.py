@@ -13,7 +13,7 @@ from ..core.checks import check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import next_count, upcast
 from ..core.optimizer import About, Optimizer
-from ..core.paths import path_name
+from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
@@ -113,4 +113,4 @@ def ema_in_place(
 
 
 def _paths(updates: Any) -> Any:
-    return jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+    return leaves_with_path(updates, is_leaf=is_sparse_or_none)

@@ -10,7 +10,7 @@ import optax
 
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer
-from ..core.paths import out_of_box, owner_of
+from ..core.paths import leaves_with_path, map_with_path, out_of_box, owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..rules.policies import lazy, linear
 from ..state.inner import check_not_around_replicas, fitting, inner_transformation
@@ -82,10 +82,10 @@ def multitask(
         updates = jax.tree.map(stop, live, updates)
         # True for every array of the state that belongs to a live parameter or to none. Shampoo has
         # several arrays for one slot of a parameter: their paths are longer.
-        paths = jax.tree_util.tree_leaves_with_path(live)
+        paths = leaves_with_path(live)
         lives = {out_of_box(path): is_live for path, is_live in paths}
         of_owner = lambda path, _: owner_of(path, lives)
-        of_slots = lambda slots: jax.tree_util.tree_map_with_path(of_owner, slots)
+        of_slots = lambda slots: map_with_path(of_owner, slots)
         live = map_slot_trees(inner, of_slots, state, lambda _: True)
         keep = lambda live, new, old: new if live is True else jnp.where(live, new, old)
         return updates, jax.tree.map(keep, live, new_state, state)

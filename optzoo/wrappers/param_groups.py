@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import optax
 
 from ..core.checks import check_transformation
 from ..core.optimizer import About, Optimizer, reads_of
-from ..core.paths import check_pattern, path_name, patterns_by_name
+from ..core.paths import check_pattern, map_with_path, path_name, patterns_by_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
 
@@ -100,4 +99,4 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
             + "; ".join(wrong)
         )
     label = lambda path, _: found[path_name(path)][0]
-    return jax.tree_util.tree_map_with_path(label, tree, is_leaf=is_sparse_or_none)
+    return map_with_path(label, tree, is_leaf=is_sparse_or_none)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from ..core.boxes import map_parameters
 from ..core.checks import check_flags, check_size
-from ..core.lines import in_lines, is_lines
+from ..core.lines import in_lines
 from ..core.meshes import automatically
 from ..core.numerics import is_trainable, promote_types
 from ..core.optimizer import Notes, Optimizer
@@ -280,7 +281,7 @@ def _coded(what: Any, slots: Any) -> Any:
         return slots
     encode = automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)
-    return jax.tree.map(code, slots, is_leaf=is_lines)
+    return map_parameters(code, slots)
 
 
 def _specs_of_codes(codes: Codes, a: Any) -> Any:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer
-from ..core.paths import check_mask, resolve_mask, without_boxes
+from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees

@@ -16,7 +16,7 @@ from ..core.gradients import check_gradients
 from ..core.norms import over_shards
 from ..core.numerics import sqrt, upcast
 from ..core.optimizer import About, Optimizer
-from ..core.paths import is_masked, path_name, patterns_by_name
+from ..core.paths import is_masked, map_with_path, path_name, patterns_by_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
 
@@ -125,7 +125,7 @@ def _axes(dims: Any, params: Any) -> Any:
             return x
         return None if axes is None else _checked(axes, path, x)
 
-    walk = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_masked)
+    walk = functools.partial(map_with_path, is_leaf=is_masked)
     return walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
 
 

@@ -13,12 +13,12 @@ import pytest
 from flax import nnx
 
 from optzoo import SparseRows
+from optzoo.core.boxes import without_boxes
 from optzoo.core.paths import (
     check_mask,
     path_name,
     resolve_mask,
     resolve_unmasked,
-    without_boxes,
 )
 from tests.public import NAMES
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ...core.boxes import Boxes, map_parameters
 from ...core.meshes import zeros_of_rows
 from ...core.numerics import is_trainable, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
@@ -34,7 +35,7 @@ class GradientAccumulator(NamedTuple):
 def init_accumulator(params: Any) -> GradientAccumulator:
     """An empty accumulator."""
     params = jax.tree.map(lambda x: x if is_trainable(x) else None, params)
-    counts = (jax.tree.map(lambda x: zeros_of_rows(x, jnp.int32), params) for _ in range(2))
+    counts = (map_parameters(lambda x: zeros_of_rows(x, jnp.int32), params) for _ in range(2))
     return GradientAccumulator(wide_zeros_like(params), *counts)
 
 
@@ -98,10 +99,12 @@ def accumulate_sums(
         The totals in the form of :func:`append_row_counts`, an array where the gradient is None;
         and the new accumulator.
     """
-    gs, treedef = jax.tree.flatten(like, is_leaf=is_sparse_or_none)
-    columns = map(treedef.flatten_up_to, (sums, *accumulator))
+    boxes = Boxes(like)
+    trees = sums, *accumulator
     done = list[tuple[Any, ...]]()
-    for g, total, before, target, counts in zip(gs, *columns, strict=True):
+    for g, total, before, target, counts in zip(
+        boxes.contents, *map(boxes.slots, trees), strict=True
+    ):
         if before is None:
             done.append((None, before, target, counts))
         elif g is None:
@@ -116,8 +119,10 @@ def accumulate_sums(
             counts = jnp.where(is_kept, counts, 0) + accepted
             target = jnp.where(accepted > 0, update, target)
             done.append((total, total.astype(before.dtype), target, counts))
-    trees = [treedef.unflatten([leaf[i] for leaf in done]) for i in range(4)]
-    return trees[0], GradientAccumulator(*trees[1:])
+    total, *after = (
+        boxes.refilled(tree, [leaf[i] for leaf in done]) for i, tree in enumerate(trees)
+    )
+    return total, GradientAccumulator(*after)
 
 
 def have_come(accumulator: GradientAccumulator, update: Array) -> Any:

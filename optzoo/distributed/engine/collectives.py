@@ -16,7 +16,7 @@ from ...core.checks import check_size
 from ...core.compat import cast_varying, gather_invarying, varying
 from ...core.meshes import axis_size
 from ...core.numerics import upcast
-from ...core.paths import path_name
+from ...core.paths import leaves_with_path, path_name
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 
 AxisName = str | tuple[str, ...] | None
@@ -188,7 +188,7 @@ class Replicas:
         """
         if not self._is_checked():
             return
-        for path, g in jax.tree_util.tree_leaves_with_path(updates):
+        for path, g in leaves_with_path(updates):
             if missing := set(self._names) - varying(g):
                 raise ValueError(
                     f"the gradient of '{path_name(path)}' is the same along {sorted(missing)}: "
@@ -199,7 +199,7 @@ class Replicas:
 
     def check_replicated(self, params: Any) -> None:
         """Raises ``ValueError`` if a parameter is known to differ between replicas."""
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
+        for path, x in leaves_with_path(params):
             if axes := set(self._names) & varying(x):
                 raise ValueError(
                     f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but here all "

@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from ...core.checks import check_transformation
 from ...core.lines import from_lines, to_lines_of
-from ...core.paths import path_name
+from ...core.paths import leaves_with_path, map_with_path, path_name
 from ...first_order.adagrad import AdagradSlots
 from ...first_order.adam import AdamSlots
 from ...first_order.counter_row_wise_adagrad import CounterSlots, MaxCounterState
@@ -127,7 +126,7 @@ def load_fbgemm_state(
 
     def tree_of(theirs, tree):
         of_leaf = lambda path, a: take(f"{name_of(path_name(path))}/{theirs}", a)
-        return jax.tree_util.tree_map_with_path(of_leaf, tree)
+        return map_with_path(of_leaf, tree)
 
     def with_slots(node):
         names = _slot_names(node)
@@ -228,7 +227,7 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
         raise ValueError(f"state must have one number of updates, got {sorted(steps)}")
     saved = {"iter": np.array([*steps], np.int64)}
     for theirs, tree in [("weights", params), *_trees(state)]:
-        for path, a in jax.tree_util.tree_leaves_with_path(tree):
+        for path, a in leaves_with_path(tree):
             saved[f"{name_of(path_name(path))}/{theirs}"] = np.asarray(a)
     for node in nodes_of(MaxCounterState, state):
         saved["max_counter"] = np.asarray(node.max_counter).reshape(1)

@@ -13,7 +13,7 @@ import optax
 
 from ...core.checks import check_choice
 from ...core.norms import times
-from ...core.paths import path_name, resolve_mask
+from ...core.paths import leaves_with_path, map_with_path, path_name, resolve_mask
 from ...core.rows import densify, is_sparse_or_none
 from ...first_order.adadelta import adadelta
 from ...first_order.adagrad_eps import adagrad_eps
@@ -88,7 +88,7 @@ def _times_rate(
     tx = optax.chain(densify(), tx)
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
-        leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_sparse_or_none)
+        leaves = leaves_with_path(updates, is_leaf=is_sparse_or_none)
         if missing := [path_name(path) for path, g in leaves if g is None]:
             raise ValueError(
                 f"{missing} have no gradients, which optimizers of optax need: wrap the updater in "
@@ -104,7 +104,7 @@ def _times_rate(
 def _all_but_biases(tree: Any) -> Any:
     """True for each parameter whose name does not end with ``bias``."""
     decays = lambda path, _: not path_name(path).endswith("bias")
-    return jax.tree_util.tree_map_with_path(decays, tree, is_leaf=is_sparse_or_none)
+    return map_with_path(decays, tree, is_leaf=is_sparse_or_none)
 
 
 def _named(given: Mapping[str, Any]) -> dict[str, Any] | None:

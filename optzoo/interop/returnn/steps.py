@@ -13,7 +13,7 @@ from jax import Array
 
 from ...core.norms import clipping_factor
 from ...core.numerics import upcast
-from ...core.paths import path_name
+from ...core.paths import map_with_path, path_name
 from ...core.rows import SparseRows, is_sparse_or_none, map_rows
 from ...transforms._per_leaf import on_listed
 from ...transforms.clip_by_average_norm import clipped_by_average_norm
@@ -143,7 +143,7 @@ def with_extra_updates(
 
     def update(updates, state, params=None, **extra_args):
         new, state = inner.update(updates, state, params, **extra_args)
-        walk = jax.tree_util.tree_map_with_path
+        walk = map_with_path
         return walk(change, new, updates, params, is_leaf=is_sparse_or_none), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -156,7 +156,7 @@ def map_named(options: Options, f: Callable[..., Any], updates: Any, *others: An
         name = path_name(path)
         return None if g is None else f(name, options.of(name), g, *rest)
 
-    return jax.tree_util.tree_map_with_path(on_leaf, updates, *others, is_leaf=is_sparse_or_none)
+    return map_with_path(on_leaf, updates, *others, is_leaf=is_sparse_or_none)
 
 
 def plus(a: Any, change: Any) -> Any:

@@ -14,7 +14,7 @@ from ...core.checks import check_choice, check_params, check_positive
 from ...core.gradients import check_gradients
 from ...core.norms import global_norm
 from ...core.numerics import common_cycle, next_count, safe_divide, upcast
-from ...core.paths import check_mask, hides_leaves, path_name
+from ...core.paths import check_mask, hides_leaves, leaves_with_path, map_with_path, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
 from ...transforms.check_numerics import raise_if_bad
@@ -219,7 +219,7 @@ class _Updater:
         self.optimizers = [create(config, rate, decay_mask) for config, _ in self.kinds]
 
     def init(self, params: Any) -> UpdaterState:
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        names = [path_name(path) for path, _ in leaves_with_path(params)]
         # optax.masked shows a part of the parameters, which may lack those of a layer.
         if names and not hides_leaves(params):
             self.options.check_names(names)
@@ -311,7 +311,7 @@ class _Updater:
 
     def norm(self, raw: Any, tag: str | None) -> Array:
         """The norm of all gradients with a tag; None for all."""
-        leaves = jax.tree_util.tree_leaves_with_path(raw, is_leaf=is_sparse_or_none)
+        leaves = leaves_with_path(raw, is_leaf=is_sparse_or_none)
         has_tag = lambda path: tag is None or tag in self.options.of(path_name(path)).tags
         return global_norm(g for path, g in leaves if has_tag(path))
 
@@ -358,7 +358,7 @@ class _Updater:
     def of_each(self, f: Callable[[ParamOptions], Any], tree: Any) -> Any:
         """``f`` of the options of each parameter of a tree."""
         of_path = lambda path, _: f(self.options.of(path_name(path)))
-        return jax.tree_util.tree_map_with_path(of_path, tree, is_leaf=is_sparse_or_none)
+        return map_with_path(of_path, tree, is_leaf=is_sparse_or_none)
 
 
 def _kind(o: ParamOptions) -> tuple[Any, int]:

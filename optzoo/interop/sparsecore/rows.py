@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from ...core.paths import path_name
+from ...core.paths import flatten_with_path, path_name
 from ...core.rows import SparseRows
 from ...jaxprs.equations import used_inputs
 from ...jaxprs.prove_rows import NotRowWise, rows_of_state
@@ -136,7 +136,7 @@ class RowOptimizer:
                 "optzoo.on_rows(...) around the optimizer makes it update touched rows alone, "
                 "which gives other values; optzoo.lazy_adam is such a version of Adam",
             ) from None
-        paths, treedef = jax.tree_util.tree_flatten_with_path(state)
+        paths, treedef = flatten_with_path(state)
         return [path for path, _ in paths], treedef, [owner is not None for owner in owners]
 
     def _check_slots(self, names: Sequence[str]) -> None:

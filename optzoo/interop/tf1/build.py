@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.paths import path_name
+from ...core.paths import map_with_path, path_name
 from ...sleeping.state import CaughtUpState
 from ...sleeping.tables import all_awake
 from ...state.storage import pack_state_like, unpack_state
@@ -78,7 +78,7 @@ def build_variables(
 def _fill(tree: Any, values: Mapping[str, Any]) -> Any:
     """The tree with some arrays replaced, by the names of their paths."""
     put = lambda path, old: _like(values.get(path_name(path), old), old)
-    return jax.tree_util.tree_map_with_path(put, tree)
+    return map_with_path(put, tree)
 
 
 def _like(new: Any, old: Any) -> Any:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from ...core.paths import matching, out_of_box, path_name
+from ...core.paths import leaves_with_path, matching, out_of_box, path_name
 from ...state.tf1_names import AVERAGE
 from .parts import UNKNOWN, Regular, Stored, join, make_regular, may_be, slot_variable
 from .powers import estimate_exponent, is_integer_exponent
@@ -57,7 +56,7 @@ def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
         TypeError: if ``names`` is none of its forms.
         ValueError: if a name in a dict is no parameter's, or two parameters get the same name.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = leaves_with_path(params)
     rename = _renaming(names, {path_name(path) for path, _ in leaves})
     found = {}
     for path, x in leaves:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from ...core.paths import out_of_box, owner_of, path_name
+from ...core.paths import leaves_with_path, out_of_box, owner_of, path_name
 from ...state.averages import MovingAverageSlots
 from ...state.resting import Resting
 from ...state.tf1_names import TF1Names, tf1_names
@@ -128,7 +128,7 @@ def _plan_arrays(
     found: Iterable[Source], vectors: Iterable[Source], state: Any, explicit: Mapping[str, str]
 ) -> list[Source]:
     """The variables of the arrays of the state: those found, and those that the caller names."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = leaves_with_path(state)
     sources = {source.path: source for source in (_source(path, x) for path, x in leaves)}
     sources |= {source.path: source for source in found}
     of_arrays = explicit.keys() - {vector.path for vector in vectors}
@@ -205,7 +205,7 @@ class _Planner:
             if isinstance(x, AccumulateState):  # a checkpoint has sums alone
                 x = x._replace(came=())
             inside = path if _may_skip_updates(x) else wrapper
-            children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+            children = leaves_with_path(x, is_leaf=lambda child: child is not x)
             for below, child in children:
                 of_child = wrapper if below == (_COUNT,) else inside
                 self.add(child, (*path, *below), of_child, replica_part)
@@ -226,7 +226,7 @@ class _Planner:
             counter = _source(of("replicated", "stale_counter"), state.replicated.stale_counter)
             self._add_non_slot("stale_counter", counter)
         center = state.replicated.center if isinstance(state, LocalSGDState) else ()
-        for below, x in jax.tree_util.tree_leaves_with_path(center):
+        for below, x in leaves_with_path(center):
             owner = self.owners[out_of_box(below)]
             name = owner.name if self.names.choices.swapped else f"{CENTER}/{owner.name}"
             source = _source((*of("replicated", "center"), *below), x, owner)
@@ -262,7 +262,7 @@ class _Planner:
     def _slots(self, slots: Any, path: Path, is_center: bool, optional: bool) -> Iterator[_Slot]:
         """The arrays beside each parameter, in the order of the slots' fields."""
         for field, tree in slots._asdict().items():
-            for below, x in jax.tree_util.tree_leaves_with_path(tree):
+            for below, x in leaves_with_path(tree):
                 here = (*path, GetAttrKey("slots"), GetAttrKey(field), *below)
                 owner = owner_of(below, self.owners)
                 if owner is None:

@@ -19,7 +19,6 @@ from ...core.numerics import (
     upcast,
     wide_dtype,
 )
-from ...core.paths import without_boxes
 from ...core.rows import SparseRows, is_rows
 from ...rules.frame import Leaf
 from ...rules.leafwise import zeros
@@ -86,7 +85,7 @@ def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformat
         scheduled={"T": lambda k: next_count(k, cycle), **vars(given)},
         cycle=cycle,
     )
-    return without_boxes(direction)
+    return direction
 
 
 def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:

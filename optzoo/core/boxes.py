@@ -1,0 +1,213 @@
+"""Boxes: nodes of a tree that hold one array and say what its axes are.
+
+Flax's ``Partitioned`` and variables, haliax' ``NamedArray`` and modules with one array, such as
+``equinox.nn.Embedding``, are boxes. Any class is one that is a node of a tree with one child, which
+is an array; but containers are not: dicts, lists and tuples.
+
+A slot is in the box of its parameter if it has its shape. If it has other axes, it is in a box that
+names these where the class of the box has names of axes, and else it is there without a box.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+from .lines import Lines, is_lines
+from .optimizer import Optimizer, about_of
+from .rows import SparseRows, is_sparse_or_none
+
+_VALUE = GetAttrKey("value")
+_NO_BOXES = (
+    *(jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex, str),
+    *(type(None), dict, list, tuple, Lines, SparseRows),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoxKey:
+    """The last key of the path of an array in a box: the field of the box."""
+
+    field: Any
+
+    @property
+    def is_name(self) -> bool:
+        """Whether it is a part of the parameter's name, as ``weight`` is of a module's."""
+        return isinstance(self.field, GetAttrKey) and self.field != _VALUE
+
+
+def is_box(x: Any, is_leaf: Callable[[Any], bool] = is_sparse_or_none) -> bool:
+    """Whether a node of a tree is a box: its only child is an array, or something else it holds.
+
+    Args:
+        x: the node.
+        is_leaf: whether something that is no array is a leaf.
+    """
+    child = _only_child(x)
+    return child is not None and (is_leaf(child[1]) or jax.tree_util.all_leaves([child[1]]))
+
+
+def _only_child(x: Any) -> tuple[Any, Any] | None:
+    """The key and the child of a node that may be a box; None for all others."""
+    if isinstance(x, _NO_BOXES):
+        return None
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+    if len(children) != 1 or len(path := children[0][0]) != 1:
+        return None
+    is_container = isinstance(path[0], DictKey | SequenceKey)
+    return None if is_container else (path[0], children[0][1])
+
+
+def content(x: Any) -> Any:
+    """What is in a box; what is none, as it is.
+
+    It may be more than one array: states of old versions have tuples in boxes.
+    """
+    child = _only_child(x)
+    return x if child is None else child[1]
+
+
+def refilled(x: Any, value: Any) -> Any:
+    """A box with another content; the content alone where there is no box."""
+    if _only_child(x) is None:
+        return value
+    return jax.tree.structure(x, is_leaf=lambda child: child is not x).unflatten([value])
+
+
+# Trees with boxes
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of boxes."""
+    return jax.tree.map(content, tree, is_leaf=_is_leaf)
+
+
+class Boxes:
+    """The boxes of a tree of gradients, in which slots may be, too.
+
+    A state keeps each slot as it is there: in a box of the same class, or alone.
+    """
+
+    def __init__(self, updates: Any):
+        self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=_is_leaf)
+        self.contents = list(map(content, self.nodes))  # the gradients
+
+    def slots(self, tree: Any) -> list[Any]:
+        """The slots of a tree, without boxes; ``ValueError`` if it is of other parameters."""
+        return [content(x) if is_same else x for x, is_same in self._pairs(tree)]
+
+    def refilled(self, tree: Any, values: Any) -> Any:
+        """The tree with other slots."""
+        pairs = zip(self._pairs(tree), values, strict=True)
+        return self.treedef.unflatten([refilled(x, v) if same else v for (x, same), v in pairs])
+
+    def _pairs(self, tree: Any) -> list[tuple[Any, bool]]:
+        """What is in the place of each gradient, and whether it is a box of the same class."""
+        found = self.treedef.flatten_up_to(tree)
+        return [(x, type(x) is type(g)) for x, g in zip(found, self.nodes, strict=True)]
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_sparse_or_none(x) or is_box(x)
+
+
+def map_parameters(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
+    """``f`` of each parameter, an array or :class:`Lines`: a slot, in a box where it may be."""
+
+    def of_each(box, *others):
+        x = content(box)
+        return box if x is None else in_box(box, f(x, *map(content, others)))
+
+    return jax.tree.map(of_each, params, *rest, is_leaf=lambda x: is_lines(x) or is_box(x))
+
+
+def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
+    """The same transformation, which sees arrays in the place of boxes.
+
+    So its state has none. It is for states with several arrays for one parameter.
+    """
+    about, tx = about_of(tx), optax.with_extra_args_support(tx)
+
+    def update(updates, state, params=None, **extra_args):
+        boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
+        return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
+
+    return Optimizer(lambda params: tx.init(unboxed(params)), update, about)
+
+
+# Boxes of slots
+
+
+def in_box(box: Any, slot: Any) -> Any:
+    """A slot in the box of its parameter, or in one that names its axes, or alone."""
+    if not is_box(box) or not hasattr(slot, "shape"):
+        return slot
+    x = content(box)
+    if jnp.issubdtype(x.dtype, jnp.inexact) and slot.shape == x.shape:
+        return refilled(box, slot)
+    axes = axes_of(slot.shape, x.shape)
+    rename = next((f for name, f in _RENAME.items() if name in _class_names(box)), None)
+    return slot if axes is None or rename is None else rename(box, slot, axes)
+
+
+def axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """Which axes of a parameter the axes of a slot are; None of those that are others.
+
+    Returns:
+        For each axis of the slot the axis of the parameter. A slot may have the first axes of the
+        parameter (a number for each row), or all behind others (a window of gradients). None if
+        it has neither.
+    """
+    more = len(shape) - len(of)
+    if more > 0 and shape[more:] == of:
+        return *(None,) * more, *range(len(of))
+    return tuple(range(len(shape))) if shape == of[: len(shape)] else None
+
+
+def _renamed_partitioned(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
+    return box.replace(value=slot, names=taken(box.names, axes))
+
+
+def _renamed_variable(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
+    box = refilled(box, slot)
+    for key in ("out_sharding", "sharding_names", "sharding"):
+        names = box.get_metadata().get(key)
+        if isinstance(names, PartitionSpec):
+            box.set_metadata(key, PartitionSpec(*taken(names, axes)))
+        elif isinstance(names, tuple | list):
+            box.set_metadata(key, taken(names, axes))
+        elif names is not None:
+            return slot
+    return box
+
+
+def _renamed_array(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
+    names = taken(box.axes, axes)
+    return slot if None in names else type(box)(slot, names)
+
+
+def taken(names: Any, axes: tuple[int | None, ...]) -> tuple[Any, ...]:
+    """Of the names of a parameter's axes those of a slot's, by :func:`axes_of`."""
+    of = dict(enumerate(names))  # a specification may have fewer than there are axes
+    return tuple(None if axis is None else of.get(axis) for axis in axes)
+
+
+def _class_names(x: Any) -> set[str]:
+    return {f"{c.__module__}.{c.__qualname__}" for c in type(x).__mro__}
+
+
+# How a class of boxes names other axes. Only their names are here, so that none is imported.
+_RENAME: dict[str, Callable[[Any, Any, tuple[int | None, ...]], Any]] = {
+    "flax.core.meta.Partitioned": _renamed_partitioned,
+    "flax.nnx.variablelib.Variable": _renamed_variable,
+    "haliax.core.NamedArray": _renamed_array,
+}

@@ -1,0 +1,161 @@
+"""Parameters in boxes that name their axes, as those of haliax, Flax and Equinox."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import chex
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import optzoo
+from optzoo.core.paths import leaves_with_path, path_name, resolve_mask
+from optzoo.testing import samples
+
+from .test_meshes import ALL
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # haliax uses names that Equinox will drop
+    import haliax as hax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Named:
+    """A box that a user wrote, of a class that optzoo does not know."""
+
+    array: Any
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """The same, without keys, as pytrees were registered once."""
+
+    def __init__(self, array, axes):
+        self.array, self.axes = array, axes
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        return cls(*children, axes)
+
+
+class Embedding(eqx.Module):
+    """A module with one array."""
+
+    weight: jax.Array
+    names: tuple[str, ...] = eqx.field(static=True)
+
+
+def haliax_array(x, names):
+    return hax.named(x, tuple(map(hax.Axis, names, x.shape)))
+
+
+# For each class: a box of an array and the names of its axes; these names in a box, or None.
+BOXES = {
+    "haliax": (haliax_array, lambda box: tuple(axis.name for axis in box.axes)),
+    "linen": (nn.Partitioned, lambda box: box.names),
+    "linen, logical": (nn.LogicallyPartitioned, lambda box: box.names),
+    "nnx": (
+        lambda x, names: nnx.Param(x, out_sharding=names, eager_sharding=False),
+        lambda box: box.out_sharding,
+    ),
+    "nnx without names": (lambda x, _: nnx.Param(x), None),
+    "equinox": (Embedding, None),
+    "own": (Named, None),
+    "own without keys": (Keyless, None),
+}
+NAMES = {"table": ("vocab", "embed"), "kernel": ("embed", "out"), "bias": ("out",)}
+
+
+def arrays():
+    x = {"table": (8, 4), "kernel": (4, 4), "bias": (4,)}
+    return {
+        k: jnp.cos(jnp.arange(1.0, 1 + np.prod(shape))).reshape(shape) for k, shape in x.items()
+    }
+
+
+def boxed(make):
+    return {name: make(x, NAMES[name]) for name, x in arrays().items()}
+
+
+def program(f, *args):
+    """The program of a function of trees, whatever their classes."""
+    leaves, treedef = jax.tree.flatten(args)
+    return str(jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*treedef.unflatten(xs))))(*leaves))
+
+
+@pytest.mark.parametrize("kind", BOXES)
+@pytest.mark.parametrize("name", ALL)
+def test_a_box_holds_an_array_with_its_axes(name, kind):
+    """All else is without one; and the programs are those of plain arrays."""
+    make, names_in = BOXES[kind]
+    tx, params, plain = ALL[name], boxed(make), arrays()
+    is_box = lambda x: isinstance(x, type(params["table"]))
+    state, plain_state = tx.init(params), tx.init(plain)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (state, plain_state)))
+    for path, slot in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_box):
+        if not is_box(slot):
+            continue
+        [array] = jax.tree.leaves(slot)
+        [owner] = [k for k in NAMES if jax.tree_util.DictKey(k) in path]
+        assert array.ndim == plain[owner].ndim or names_in or kind == "nnx without names", path
+        if names_in:
+            expected = {0: (), 1: NAMES[owner][:1], plain[owner].ndim: NAMES[owner]}
+            wanted = expected.get(array.ndim, (None, *NAMES[owner]))
+            assert tuple(names_in(slot)) == wanted, path
+        elif array.shape != plain[owner].shape:
+            assert kind == "nnx without names", path
+    if "random" in name and kind in ("equinox", "own"):  # bits by the names, which end in weight
+        return
+    assert program(tx.update, params, state, params) == program(
+        tx.update, plain, plain_state, plain
+    )
+    updates, new = jax.eval_shape(tx.update, params, state, params)
+    chex.assert_trees_all_equal_structs(updates, params)
+    chex.assert_trees_all_equal_structs(new, state)
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_rows_in_boxes(kind):
+    """Steps with row-sparse gradients of tables in boxes are those of plain tables."""
+    make, _ = BOXES[kind]
+    tx = optzoo.slots_dtype(optzoo.row_wise_adagrad(0.1), "bfloat16")
+    rows = optzoo.SparseRows(jnp.array([1, 3, 1]), jnp.ones((3, 4)), 8)
+    got, want = boxed(make), arrays()
+    states = [tx.init(got), tx.init(want)]
+    for _ in range(2):
+        grads = {**want, "table": rows}
+        in_boxes = jax.tree.unflatten(jax.tree.structure(got), [want["bias"], want["kernel"], rows])
+        got, states[0] = jax.jit(samples.step_of(tx))(got, states[0], in_boxes)
+        want, states[1] = jax.jit(samples.step_of(tx))(want, states[1], grads)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (got, want)))
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, states))
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_names_are_those_of_the_parameters(kind):
+    """Patterns match the names of parameters, whatever their boxes."""
+    params = {"layer": boxed(BOXES[kind][0]), "head": {"bias": jnp.ones(2)}}
+    end = {"equinox": "/weight", "own": "/array"}.get(kind, "")
+    of_layer = [f"layer/{name}{end}" for name in sorted(NAMES)]
+    names = [path_name(path) for path, _ in leaves_with_path(params)]
+    assert sorted(names) == sorted(["head/bias", *of_layer])
+
+    def marked(pattern):
+        marks = resolve_mask(pattern, params)
+        return sorted(path_name(path) for path, mark in leaves_with_path(marks) if mark)
+
+    assert marked("layer/table") == marked("table") == [f"layer/table{end}"]
+    assert marked("layer/.*") == of_layer
+    if end:
+        assert marked(end[1:]) == of_layer
+        assert marked(f"layer/table{end}") == [f"layer/table{end}"]
