@@ -10,8 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.core.paths import leaves_with_path, path_name, resolve_mask
@@ -159,3 +162,47 @@ def test_names_are_those_of_the_parameters(kind):
     if end:
         assert marked(end[1:]) == of_layer
         assert marked(f"layer/table{end}") == [f"layer/table{end}"]
+
+
+def on_devices(params):
+    """Each parameter divided along its axis ``embed``."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    axis = lambda name: "d" if name == "embed" else None
+    place = lambda name: NamedSharding(mesh, P(*map(axis, NAMES[name])))
+    return {
+        name: jax.tree.map(lambda x, name=name: jax.device_put(x, place(name)), x)
+        for name, x in params.items()
+    }
+
+
+@pytest.mark.parametrize("kind", BOXES)
+@pytest.mark.parametrize("name", ALL)
+def test_the_state_is_divided_as_without_boxes(name, kind):
+    tx, params, plain = ALL[name], on_devices(boxed(BOXES[kind][0])), on_devices(arrays())
+    got, want = optzoo.state_sharding(tx, params), optzoo.state_sharding(tx, plain)
+    assert jax.tree.leaves(got) == jax.tree.leaves(want)
+    chex.assert_trees_all_equal_structs(got, tx.init(params))
+
+
+@pytest.mark.parametrize("kind", BOXES)
+@pytest.mark.parametrize(
+    "name", ["adam", "partial_row_wise_adam", "soap", "int8", "stacked", "ggt"]
+)
+def test_a_run_goes_on_after_its_checkpoint(name, kind, tmp_path):
+    """The state of a divided model is restored in the shapes and shardings of ``init``."""
+    tx, params = ALL[name], on_devices(boxed(BOXES[kind][0]))
+    if name == "stacked":
+        params = boxed(BOXES[kind][0])
+    step = jax.jit(samples.step_of(tx))
+    params, state = step(params, tx.init(params), params)
+    with ocp.StandardCheckpointer() as checkpoints:
+        checkpoints.save(tmp_path / "step", {"params": params, "state": state})
+        checkpoints.wait_until_finished()
+        like = lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+        shapes = jax.eval_shape(tx.init, params)
+        if name != "stacked":
+            shapes = jax.tree.map(like, shapes, optzoo.state_sharding(tx, params))
+        found = checkpoints.restore(tmp_path / "step", {"params": params, "state": shapes})
+    chex.assert_trees_all_equal_structs(found, {"params": params, "state": state})
+    got, want = step(found["params"], found["state"], params), step(params, state, params)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (got, want)))

@@ -71,7 +71,7 @@ def leave_out(
 
     try:
         changes = map_slot_trees(inner, of_slots, new, lambda _: True)
-    except Exception as error:
+    except ValueError as error:
         raise ValueError(
             "a gradient is None in the last of several steps, and optax.tree.map_params finds no "
             "slots of its parameter in the state: give zeros in its place"

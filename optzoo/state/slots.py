@@ -149,7 +149,7 @@ def map_slot_trees(
     def init(placeholder):
         try:
             return inner.init(placeholder)
-        except Exception as error:
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise ValueError(
                 "optax.tree.map_params does not find the slots in the state of an optimizer whose "
                 "init reads the parameters, as those of optax's line searches do. Put a line "
