@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey
 
 from .boxes import BoxKey, is_box
 from .rows import is_sparse_or_none, map_rows
@@ -40,9 +40,13 @@ def path_name(path: Any) -> Name:
         name.short = path_name(path[:-1]) if path[:-1] else None
         return name
     path = out_of_box(path)
-    if len(path) > 1 and path[-2] == _STACKED and isinstance(getattr(path[-1], "key", None), tuple):
+    if len(path) > 1 and path[-2] == _STACKED and _is_of_stack(path[-1]):
         path = path[:-2]
     return Name(_written(path))
+
+
+def _is_of_stack(key: Any) -> bool:
+    return isinstance(key, DictKey) and re.fullmatch(r"\d+(_\d+)+", str(key.key)) is not None
 
 
 def _written(path: Any) -> str:

@@ -12,10 +12,10 @@ from jax import Array
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
-from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
+from ..state.law import Law, Sleeper
 from ..state.types import NotNegative, Signed
 
 

@@ -9,10 +9,10 @@ import optax
 
 from ..core.checks import check_decays, check_finite
 from ..core.optimizer import known
-from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
+from ..state.law import Law, Sleeper
 from ..state.types import Signed
 
 

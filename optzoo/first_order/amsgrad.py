@@ -10,9 +10,9 @@ import optax
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
-from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
+from ..state.law import Law, Sleeper
 from ..state.tf1_names import TF1Names
 from ..state.types import NotNegative, Signed
 

@@ -8,9 +8,9 @@ import optax
 
 from ..core.checks import check_flags, check_not_negative
 from ..core.optimizer import known
-from ..rules.law import Law, Sleeper
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
+from ..state.law import Law, Sleeper
 from ..state.types import Signed
 
 

@@ -7,10 +7,10 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
-from ..rules.law import Law
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
+from ..state.law import Law
 from .adam import AdamSlots, adam_sleeper, bias_correction, next_slots
 
 

@@ -10,9 +10,9 @@ import optax
 from ..core.checks import check_decays, check_flags, check_not_negative, check_rate
 from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
-from ..rules.law import Law, Sleeper
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
+from ..state.law import Law, Sleeper
 from ..state.types import NotNegative, Signed, Slot
 
 

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
-from ..rules.law import Law
+from ..state.law import Law
 from .series import Series, geometric, rational, rest
 from .state import Clock
 

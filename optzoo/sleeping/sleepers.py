@@ -21,8 +21,8 @@ from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..core.schedules import at_step
-from ..rules.law import Sleeper
 from ..state.fit import StateError
+from ..state.law import Law, Sleeper
 from ..state.packing import unpack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import GATHERED
@@ -72,7 +72,7 @@ class Sleepers(NamedTuple):
         start = lambda x, mark: zeros_of_rows(x, jnp.int32) if mark else optax.MaskedNode()
         clock = start_clock(self.motion(dtype), 0)
         last = map_parameters(start, params, marks)
-        return CaughtUpState(state, {self.sleeper.law: clock}, last)
+        return CaughtUpState(state, {self.sleeper.law.key: clock}, last)
 
     def check(self, state: Any) -> None:
         """Raises ``StateError`` unless the rows of a state sleep by this law."""
@@ -81,12 +81,13 @@ class Sleepers(NamedTuple):
                 f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
                 "optzoo.rows.take_over makes it from a state of the optimizer inside"
             )
-        [(law, clock)], mine = state.clock.items(), self.sleeper.law
+        [(key, clock)], mine = state.clock.items(), self.sleeper.law
         fix = (
             "catch up all rows by params, state = optzoo.rows.catch_up(params, state), then "
             "resume from optzoo.rows.take_over(tx, params, state.inner)"
         )
-        if law != mine:
+        if key != mine.key:
+            law = Law.of_key(key) or key
             raise StateError(f"rows of this state sleep by the law [{law}], not [{mine}]: {fix}")
         motion = self.motion(clock.ring.dtype)
         shapes = (motion.window, motion.horizon), (len(clock.young), len(clock.ring))
@@ -128,7 +129,7 @@ class Sleepers(NamedTuple):
             gs = [g.to_dense() if is_rows(g) else g for g in gs]
         few = with_slots_by_leaf(state.inner, boxes, slots)
         us, inner = self.inner.update(treedef.unflatten(gs), few, treedef.unflatten(xs), **now)
-        [(law, clock)] = state.clock.items()
+        [(key, clock)] = state.clock.items()
         clock = self._tick(state, clock, extra_args)
         slots, lasts = slots_by_leaf(inner, boxes), boxes.slots(state.last)
         for i, table in tables.items():
@@ -140,7 +141,7 @@ class Sleepers(NamedTuple):
             old = before[i], table.arrays[2]
             slots[i], lasts[i] = scattered(old, part.places, rows)
         inner, last = with_slots_by_leaf(inner, boxes, slots), boxes.refilled(state.last, lasts)
-        return treedef.flatten_up_to(us), CaughtUpState(inner, {law: clock}, last)
+        return treedef.flatten_up_to(us), CaughtUpState(inner, {key: clock}, last)
 
     def _tick(self, state: CaughtUpState, clock: Clock, extra_args: Mapping[str, Any]) -> Clock:
         """The clock after a step."""

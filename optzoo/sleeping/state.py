@@ -25,7 +25,7 @@ class CaughtUpState(NamedTuple):
     """An optimizer whose rows sleep until they are read."""
 
     inner: Any  # the state of the optimizer; each row of its slots is as of the step in ``last``
-    clock: dict[Any, Clock]  # one for all tables; its key is the Law of the rows
+    clock: dict[str, Clock]  # one for all tables; its key is that of the Law of the rows
     last: Any  # a tree like the parameters: of a table the step of each row, MaskedNode of others
 
     def check_awake(self, what: str) -> None:

@@ -12,6 +12,7 @@ from ..core.compat import vary, varying
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import upcast
 from ..core.paths import is_masked
+from ..state.law import Law
 from ..state.packing import pack_like, unpack
 from ..state.resting import has_resting
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
@@ -26,11 +27,11 @@ _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from thos
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after ``catch_up``."""
-    [law], (motion, _) = state.clock, motion_of(state)
+    [key], (motion, _) = state.clock, motion_of(state)
     count = count_of_updates(state.inner)
     clock = start_clock(motion, count)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
-    return CaughtUpState(state.inner, {law: clock}, last)
+    return CaughtUpState(state.inner, {key: clock}, last)
 
 
 # The slots of a state, by parameter
@@ -227,7 +228,13 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
     The clock is stopped if the inner state is not of the same step: then all rows that are read
     become NaN.
     """
-    [(law, clock)] = state.clock.items()
+    [(key, clock)] = state.clock.items()
+    law = Law.of_key(key)
+    if law is None:
+        raise ValueError(
+            f"the clock of this state has the key {key!r} of an older version: give the state as "
+            "optzoo.state.state_like(state, jax.eval_shape(tx.init, params))"
+        )
     motion = make_motion(law, clock.ring.dtype.name, clock.ring.shape[0])
     in_step = clock.count == count_of_updates(state.inner)
     return motion, clock._replace(count=jnp.where(in_step, clock.count, -1))

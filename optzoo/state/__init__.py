@@ -1,6 +1,7 @@
 """What optimizers keep: types, storage, slots by name, averages, shardings."""
 
 from .averages import swap_averages as swap_averages
+from .saved import state_like as state_like
 from .storage import slots_like as slots_like
 from .types import LeafwiseState as LeafwiseState
 from .types import Slot as Slot

@@ -22,7 +22,7 @@ class Stack(NamedTuple):
     them and refuses others.
     """
 
-    arrays: dict[tuple[int, ...], Any]  # one; its key is the positions of the members in the tree
+    arrays: dict[str, Any]  # one; its key is the positions of the members in the tree, ``0_2_3``
 
 
 def is_stack(x: Any) -> bool:
@@ -61,7 +61,7 @@ def stack(tree: Any, layout: Layout) -> Any:
     for members in layout:
         first, *others = members
         array = _join([nodes[i] for i in members])
-        nodes[first] = Stack({members: array})
+        nodes[first] = Stack({"_".join(map(str, members)): array})
         for i in others:
             nodes[i] = optax.MaskedNode()
     return treedef.unflatten(nodes)
@@ -84,7 +84,7 @@ def _array(node: Stack) -> Any:
 
 def _members(node: Stack) -> tuple[int, ...]:
     [members] = node.arrays
-    return members
+    return tuple(map(int, members.split("_")))
 
 
 def _join(leaves: Sequence[Any]) -> Any:

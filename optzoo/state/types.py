@@ -140,6 +140,9 @@ class SharedParamsState(NamedTuple):
 ReplicaState = LocalSGDState | SharedParamsState
 
 
+GROUP = "group_"  # begins the keys of the states of optzoo.param_groups
+
+
 def map_nodes(kind: Any, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """The first tree with ``f`` of every node of a type, and of the nodes there in the others."""
     is_node = lambda node: isinstance(node, kind)

@@ -12,10 +12,10 @@ import optax
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, reads_of
-from ..rules.law import Sleeper
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.inner import fitting, inner_transformation
+from ..state.law import Sleeper
 from ..state.resting import has_resting
 
 

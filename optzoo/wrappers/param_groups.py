@@ -12,6 +12,7 @@ from ..core.optimizer import About, Optimizer, reads_of
 from ..core.paths import check_pattern, map_with_path, path_name, patterns_by_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
+from ..state.types import GROUP
 
 _REST = ".*"
 
@@ -34,8 +35,9 @@ def param_groups(
 
     The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` instead of
     the parameters of other groups, so a global norm, for example, is that of its group. Row-sparse
-    gradients, missing gradients and extra arguments are passed to the optimizers unchanged. The
-    patterns are the keys of the state, so renaming a pattern changes the structure of the state.
+    gradients, missing gradients and extra arguments are passed to the optimizers unchanged. In the
+    state the groups are called ``group_0``, ``group_1``, ... in the order of ``transforms``, so a
+    pattern may change without a change of the state.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -45,7 +47,7 @@ def param_groups(
         ...     "bias|scale": optzoo.momentum(0.1, 0.9),
         ... })
         >>> sorted(tx.init(params).inner_states)
-        ['bias|scale', 'embed/.*']
+        ['group_0', 'group_1']
 
     Args:
         transforms: for each pattern an optax transformation; ``optax.set_to_zero()`` freezes the
@@ -60,8 +62,11 @@ def param_groups(
             than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
-    partition = optax.partition(by_pattern, lambda tree: _labels(by_pattern, tree))
     txs = by_pattern.values()
+    groups = {pattern: f"{GROUP}{i}" for i, pattern in enumerate(by_pattern)}
+    partition = optax.partition(
+        dict(zip(groups.values(), txs, strict=True)), lambda tree: _labels(groups, tree)
+    )
     policies = {tx.about.rows for tx in txs}
     rows = policies.pop() if len(policies) == 1 else None
     about = About(rows, all(tx.about.row_wise for tx in txs), reads=reads_of(*txs))
@@ -83,8 +88,8 @@ def _checked(transforms: Any) -> dict[Any, Optimizer]:
     }
 
 
-def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
-    """The pattern of each parameter, in a tree like the parameters or gradients."""
+def _labels(patterns: Mapping[str, str], tree: Any) -> Any:
+    """The group of each parameter, in a tree like the parameters or gradients."""
     found = patterns_by_name("transforms", [p for p in patterns if p != _REST], tree)
     rest = [_REST] if _REST in patterns else []
     found = {name: matching or rest for name, matching in found.items()}
@@ -98,5 +103,5 @@ def _labels(patterns: Mapping[str, Any], tree: Any) -> Any:
             f"each parameter needs exactly one of the patterns {list(patterns)}, but "
             + "; ".join(wrong)
         )
-    label = lambda path, _: found[path_name(path)][0]
+    label = lambda path, _: patterns[found[path_name(path)][0]]
     return map_with_path(label, tree, is_leaf=is_sparse_or_none)

@@ -357,7 +357,7 @@ def test_a_checkpoint_keeps_the_law_and_refuses_another(through, tmp_path):
     chex.assert_trees_all_equal_structs(restored, state)
     chex.assert_trees_all_equal(optzoo.rows.catch_up(p, restored), optzoo.rows.catch_up(p, state))
     other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask=TABLES)
-    with pytest.raises(ValueError, match=r"'v', 0\.99\)"):
+    with pytest.raises(ValueError, match=r"'v', 0\.99\)|v_0\.99__"):
         restored = through(state, other.init(p), tmp_path / "again")
         optzoo.minimize(loss, other)(p, restored, batches(1)[0])
 

@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.rules.law import Law
 from optzoo.sleeping.motion import make_motion, start_clock, tick, wake
+from optzoo.state.law import Law
 from optzoo.testing import samples
 
 from ..golden import RECORDS, build, load, worst

@@ -1,0 +1,140 @@
+"""States of checkpoints whose trees have other names or boxes than those of ``init``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.boxes import content, is_box, refilled
+from ..core.paths import path_name
+from ..rules.law import Law
+from .types import GROUP
+
+
+def state_like(saved: Any, like: Any) -> Any:
+    """A state from what a checkpoint holds, which may be of an older version of this library.
+
+    Arrays are found by the names of fields and keys. The boxes of parameters (Flax' variables, for
+    example) are not compared, and neither are the keys of groups (:func:`optzoo.param_groups`), of
+    stacks (:func:`optzoo.stacked`) and of the clock of :func:`optzoo.caught_up`, which other
+    versions had: what they hold tells them apart.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.momentum(0.1, 0.9)
+        >>> slots = {"momentum": {"w": {"value": jnp.ones(2)}}}
+        >>> saved = [{"count": jnp.array(3), "slots": slots}, {}]
+        >>> state = optzoo.state.state_like(saved, tx.init({"w": jnp.zeros(2)}))
+        >>> print(optzoo.get_slot(state, "momentum")["w"])
+        [1. 1.]
+
+    Args:
+        saved: the tree that a checkpoint holds: nested dicts, lists or tuples of arrays, as Orbax
+            restores them without a target, and as ``flax.serialization.msgpack_restore`` does; or
+            a state of an older version.
+        like: ``tx.init(params)``, or its shapes by ``jax.eval_shape``.
+
+    Returns:
+        A tree like ``like`` with the arrays of ``saved``.
+
+    Raises:
+        ValueError: if an array is missing, left over, of another shape, or if there are several
+            that may be meant.
+    """
+    return _build(saved, like, ())
+
+
+def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
+    if is_box(like):
+        return refilled(like, _build(content(saved), content(like), path))
+    children, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=lambda x: x is not like)
+    if children and children[0][1] is like:
+        return _array(saved, like, path)
+    wanted = {_key(keys): child for keys, child in children}
+    found = _entries(saved)
+    if len(found) == 1 and not found.keys() & wanted.keys() and not isinstance(like, dict):
+        return _build(*found.values(), like, path)  # out of a box
+    names = _names(found, wanted, like, path)
+    if left := [k for k in found if k not in names.values() and jax.tree.leaves(found[k])]:
+        raise ValueError(f"saved has {left} at '{_written(path)}', which the state has not")
+    parts = [
+        _build(found[names[key]], child, (*path, *keys))
+        if key in names
+        else _empty(child, (*path, *keys))
+        for (keys, child), key in zip(children, wanted, strict=True)
+    ]
+    return treedef.unflatten(parts)
+
+
+def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
+    while len(parts := _entries(saved)) == 1:
+        [saved] = parts.values()  # out of boxes
+    if not hasattr(saved, "shape") and not isinstance(saved, int | float | bool):
+        raise ValueError(f"saved has no array at '{_written(path)}'")
+    if jnp.shape(saved) != jnp.shape(like):
+        raise ValueError(
+            f"saved has an array of shape {jnp.shape(saved)} at '{_written(path)}', where the "
+            f"state has {jnp.shape(like)}"
+        )
+    return saved
+
+
+def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[str, str]:
+    """For each key of a state the key of the same part of what was saved."""
+    names = {key: key for key in wanted if key in found}
+    others = [key for key in wanted if key not in found and jax.tree.leaves(wanted[key])]
+    if not isinstance(like, dict):
+        return names
+    for key in others:
+        left = [k for k in found if k not in names.values()]
+        if key.startswith(GROUP):
+            fits = [k for k in left if _fits(found[k], wanted[key])]
+        else:
+            fits = [k for k in left if k == _old_key(key)]
+        if len(fits) > 1:
+            raise ValueError(f"several parts of saved at '{_written(path)}' fit {key!r}: {fits}")
+        if fits:
+            names[key] = fits[0]
+    return names
+
+
+def _old_key(key: str) -> str | None:
+    """What a key of a law or of a stack once was."""
+    if re.fullmatch(r"\d+(_\d+)+", key):
+        return str(tuple(map(int, key.split("_"))))
+    law = Law.of_key(key)
+    return None if law is None else str(law)
+
+
+def _fits(saved: Any, like: Any) -> bool:
+    try:
+        _build(saved, like, ())
+    except ValueError:
+        return False
+    return True
+
+
+def _empty(like: Any, path: tuple[Any, ...]) -> Any:
+    if jax.tree.leaves(like):
+        raise ValueError(f"saved has nothing at '{_written(path)}'")
+    return like
+
+
+def _entries(saved: Any) -> dict[str, Any]:
+    """The parts of a node that was saved, by their names; none of an array."""
+    if isinstance(saved, Mapping):
+        return {str(k): v for k, v in saved.items()}
+    children, _ = jax.tree_util.tree_flatten_with_path(saved, is_leaf=lambda x: x is not saved)
+    return {_key(keys): child for keys, child in children if child is not saved}
+
+
+def _key(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True)
+
+
+def _written(path: Any) -> str:
+    return path_name(path)
