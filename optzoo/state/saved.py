@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..core.boxes import content, is_box, refilled
 from ..core.paths import path_name
-from ..rules.law import Law
+from .law import Law
 from .types import GROUP
 
 
