@@ -2,6 +2,8 @@
 
 import functools
 import math
+import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -206,6 +208,28 @@ def sharding_of_codes(whole: Any, x: Codes) -> Any:
         return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
 
     return jax.tree.map(place, x)
+
+
+def warn_of_whole(names: Iterable[str]) -> None:
+    """Warns of slots in 8 bits that are whole along mesh axes that divide their parameters."""
+    if names := list(names):
+        warnings.warn(
+            f"slots in 8 bits of {', '.join(names)} are not divided along the last axis, as their "
+            f"parameters are, because a device would have a part of a group of {GROUP} elements "
+            "or of their scales: each device has all of them. Divide another axis of these "
+            "parameters, or give slots_dtype 'bfloat16' for them (optzoo.param_groups)",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def is_whole(whole: Any, x: Codes) -> bool:
+    """Whether the sharding of a slot divides its last axis, and that of its codes does not."""
+    divides = lambda s, a: s.shard_shape(a.shape)[-1] < a.shape[-1]
+    slot = jax.ShapeDtypeStruct(shape_of(x), jnp.float32)
+    if not isinstance(whole, NamedSharding) or not divides(whole, slot):
+        return False
+    return not divides(sharding_of_codes(whole, x).codes, x.codes)
 
 
 def _number_of_groups(width: int) -> int:

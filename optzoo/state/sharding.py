@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from ..core.boxes import axes_of, taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
-from .eight_bits import Codes, is_coded, shape_of, sharding_of_codes
+from .eight_bits import Codes, is_coded, is_whole, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
 
 _HINT = (
@@ -55,15 +55,21 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         TypeError: if a parameter has no sharding.
         ValueError: if there is no parameter, if the parameters are on different devices, or if the
             lines of a slot in 8 bits do not divide the shards of a table in lines.
+
+    Warns:
+        UserWarning: if a parameter is sharded along its last axis and its slots in 8 bits cannot
+            be, so that each device has all of them.
     """
     paths = leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
-    obstacles = list[str | None]()
+    obstacles, undivided = list[str | None](), dict[str, None]()
 
     def place(path, slot):
         if is_coded(slot):
             whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
+            if is_whole(whole, slot):
+                undivided[f"'{path_name(path)}'"] = None
             if (x := owners.get(out_of_box(path))) is not None:
                 obstacles.append(_obstacle(x, whole, slot))
             return sharding_of_codes(whole, slot)
@@ -80,6 +86,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         raise
     if found := list(filter(None, obstacles)):
         raise ValueError(found[0])
+    warn_of_whole(undivided)
     return placed
 
 

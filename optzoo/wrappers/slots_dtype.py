@@ -23,9 +23,11 @@ from ..state.eight_bits import (
     SignedCodes,
     encoded,
     has_codes,
+    is_whole,
     sharding_of_codes,
     stored,
     takes_codes,
+    warn_of_whole,
 )
 from ..state.inner import fitting, inner_transformation
 from ..state.packing import PACKABLE, is_packed, pack
@@ -250,7 +252,7 @@ def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
     def code(state):
         if is_packed(state.slots):
             raise ValueError("inner stores its slots packed or in 8 bits already: leave that out")
-        trees = map(_coded, holds(state.slots).values(), state.slots)
+        trees = map(of_slot, holds(state.slots).values(), state.slots)
         return state._replace(slots=state.slots._make(trees))
 
     names = {
@@ -259,7 +261,10 @@ def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
         for name, what in holds(node.slots).items()
         if what not in _CODES
     }
+    undivided = dict[str, None]()
+    of_slot = functools.partial(_coded, undivided)
     state = map_nodes(LeafwiseState, code, state)
+    warn_of_whole(undivided)
     # Without parameters, as optax.tree.map_params asks for a state, there is nothing to miss.
     if has_codes(state) or not names or not jax.tree.leaves(params):
         return state
@@ -276,10 +281,17 @@ _WHY_NOT = {
 }
 
 
-def _coded(what: Any, slots: Any) -> Any:
+def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
     if (kind := _CODES.get(what)) is None:
         return slots
-    encode = automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
+    encode_one = automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
+
+    def encode(a):
+        codes = encode_one(a)  # a program gets its warning from state_sharding
+        if not isinstance(a, jax.core.Tracer) and is_whole(a.sharding, codes):
+            undivided[f"parameters of shape {a.shape}"] = None
+        return codes
+
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)
     return map_parameters(code, slots)
 

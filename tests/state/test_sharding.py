@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optzoo
 from optzoo.core.paths import path_name
@@ -158,3 +158,26 @@ def test_codes_and_corrections(mesh):
     assert weights.corrections["w"] == sharding
     # GGT has one slot that may be in 8 bits, and one that may not.
     state_sharding(optzoo.slots_dtype(optzoo.ggt(0.1), "int8"), of(jnp.float32))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_slots_in_8_bits_that_cannot_be_divided(kind):
+    """A shard of 8 columns has a part of a group of 32; one of rows, and a wide one, has groups."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
+    tx = optzoo.slots_dtype(optzoo.adam(0.1), "int8")
+    put = lambda shape, *spec: jax.device_put(
+        np.ones(shape, "float32"), NamedSharding(mesh, P(*spec))
+    )
+    whole = {"narrow": put((64, 32), None, "d")}
+    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'narrow' are not divided along"):
+        places = optzoo.state_sharding(tx, whole)
+    assert all(place.spec[-1:] != ("d",) for place in jax.tree.leaves(places))
+    with pytest.warns(UserWarning, match=r"slots in 8 bits of parameters of shape \(64, 32\) are"):
+        tx.init(whole)
+    divided = {"rows": put((64, 32), "d"), "wide": put((8, 512), None, "d")}
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, divided))(divided)
+    tx.init(divided)
+    sizes = [
+        a.addressable_shards[0].data.nbytes / a.nbytes for a in jax.tree.leaves(state) if a.ndim
+    ]
+    assert sizes and set(sizes) == {0.25}
