@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from jax import Array, lax
 
@@ -26,6 +27,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir.dialects import sdy
 from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
+
+# Before jaxlib 0.12 eigh of several matrices on the CPU waits for the threads of a pool. Where the
+# collectives of several devices hold all of them, no device goes on.
+EIGH_WAITS_FOR_THREADS = jaxlib.version.__version_info__ < (0, 12)
 
 # Primitives
 

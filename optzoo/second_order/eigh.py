@@ -1,13 +1,15 @@
 """Eigenvectors, also inside of a derivative."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.compat import custom_jvp, eigh_by_jacobi
+from ..core.compat import EIGH_WAITS_FOR_THREADS, custom_jvp, eigh_by_jacobi
 
 # Above 256 JAX takes QDWH on a TPU, which compiles for 30 s at each place. Up to 768 the Jacobi
 # iteration of XLA is one kernel on v5e, v5p, v6e and tpu7x. At 1,024 on v5e it is loops over main
@@ -18,10 +20,18 @@ _QDWH, _KERNEL = 256, 768
 def decompose(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh``, but quickly compiled for TPUs."""
     usual = lambda a: tuple(jnp.linalg.eigh(a, **options))
-    if not _QDWH < a.shape[-1] <= _KERNEL:
-        return usual(a)
-    jacobi = functools.partial(eigh_by_jacobi, **options)
-    return jax.lax.platform_dependent(a, tpu=jacobi, default=usual)
+    special = dict[str, Callable[[Array], tuple[Array, Array]]]()
+    if _QDWH < a.shape[-1] <= _KERNEL:
+        special["tpu"] = functools.partial(eigh_by_jacobi, **options)
+    if EIGH_WAITS_FOR_THREADS and math.prod(a.shape[:-2]) > 1:
+        special["cpu"] = functools.partial(_one_by_one, usual)
+    return jax.lax.platform_dependent(a, **special, default=usual) if special else usual(a)
+
+
+def _one_by_one(f: Callable[[Array], tuple[Array, Array]], a: Array) -> tuple[Array, Array]:
+    """``f`` of stacks of one matrix, one after the other."""
+    values, vectors = jax.lax.map(f, a.reshape(-1, 1, *a.shape[-2:]))
+    return values.reshape(a.shape[:-1]), vectors.reshape(a.shape)
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(1,))
