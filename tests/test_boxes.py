@@ -18,6 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.core.paths import leaves_with_path, path_name, resolve_mask
+from optzoo.growing.reset_rows import reset_rows
+from optzoo.growing.resize_table import resize_table
+from optzoo.interop.tf1 import tf1_variables
+from optzoo.interop.tf1.load import load_tf1_state
 from optzoo.testing import samples
 
 from .test_meshes import ALL
@@ -206,3 +210,66 @@ def test_a_run_goes_on_after_its_checkpoint(name, kind, tmp_path):
     chex.assert_trees_all_equal_structs(found, {"params": params, "state": state})
     got, want = step(found["params"], found["state"], params), step(params, state, params)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (got, want)))
+
+
+TABLES = {
+    "row_wise_adagrad": optzoo.row_wise_adagrad(0.1),
+    "rmsprop": optzoo.rmsprop(0.1),
+    "int8": optzoo.slots_dtype(optzoo.lazy_adam(0.1), "int8"),
+    "packed": optzoo.slots_dtype(optzoo.lazy_adam(0.1), "bfloat16", packed=True),
+    "caught_up": optzoo.caught_up(optzoo.adam(0.1), mask="table"),
+    "moving_average": optzoo.moving_average(optzoo.lazy_adam(0.1), 0.9),
+    "accumulate": optzoo.accumulate(optzoo.row_wise_adagrad(0.1), 2),
+}
+
+
+def both(kind, tx):
+    """Parameters and states, in boxes and without, after a step."""
+    for params in (boxed(BOXES[kind][0]), arrays()):
+        yield samples.step(tx, params, params, tx.init(params))
+
+
+def same(got, want):
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (got, want)))
+
+
+@pytest.mark.parametrize("kind", BOXES)
+@pytest.mark.parametrize("name", TABLES)
+def test_what_reads_states(name, kind):
+    """Averages, growing and resetting tables, rows that rest, and the words about a state."""
+    tx = TABLES[name]
+    table = "table" + {"equinox": "/weight", "own": "/array"}.get(kind, "")
+    runs = list(both(kind, tx))
+    for params, state in runs:
+        chex.assert_trees_all_equal_structs(state, tx.init(params))
+    same(*(optzoo.eval_params(*run) if name != "caught_up" else run for run in runs))
+    names = {0: table, 1: "table"}
+    rows = jnp.array([2, 5])
+    same(*(reset_rows(*run, {names[i]: rows}, tx=tx) for i, run in enumerate(runs)))
+    longer = [resize_table(*run, {names[i]: 11}, tx=tx) for i, run in enumerate(runs)]
+    same(*longer)
+    if kind == "haliax":  # its boxes state the sizes, too
+        [box] = [x for x in longer[0][0].values() if x.array.shape[0] == 11]
+        assert box.axes == (hax.Axis("vocab", 11), hax.Axis("embed", 4))
+        chex.assert_trees_all_equal_structs(tx.init(longer[0][0]), longer[0][1])
+    if name == "caught_up":
+        same(*(optzoo.rows.catch_up(*run) for run in runs))
+    got, want = (optzoo.describe(tx, params) for params, _ in runs)
+    assert [(slot.slot, *slot[2:]) for slot in got.slots] == [
+        (slot.slot, *slot[2:]) for slot in want.slots
+    ]
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_files_of_tensorflow_1(kind):
+    """The same variables, and the same state again."""
+    tx = optzoo.rmsprop(0.1, momentum=0.9)
+    names = lambda name: name.removesuffix("/weight").removesuffix("/array")
+    (params, state), (plain, of_plain) = both(kind, tx)
+    got = tf1_variables(params, state, names, optimizer_name="RMSProp")
+    want = tf1_variables(plain, of_plain, optimizer_name="RMSProp")
+    assert got.keys() == want.keys()
+    chex.assert_trees_all_equal(got, want)
+    loaded = load_tf1_state(tx, params, want, names)
+    chex.assert_trees_all_equal_structs(loaded, (params, state))
+    same(loaded, (plain, of_plain))

@@ -154,9 +154,24 @@ def in_box(box: Any, slot: Any) -> Any:
     x = content(box)
     if jnp.issubdtype(x.dtype, jnp.inexact) and slot.shape == x.shape:
         return refilled(box, slot)
-    axes = axes_of(slot.shape, x.shape)
-    rename = next((f for name, f in _RENAME.items() if name in _class_names(box)), None)
+    axes, rename = axes_of(slot.shape, x.shape), _renamer(box)
     return slot if axes is None or rename is None else rename(box, slot, axes)
+
+
+def with_sizes(tree: Any) -> Any:
+    """A tree whose arrays have other sizes than before, with boxes that state these."""
+
+    def of_each(x):
+        if not is_box(x) or _renamer(x) is not _renamed_array:
+            return x
+        array = content(x)
+        return _renamed_array(x, array, tuple(range(array.ndim)))
+
+    return jax.tree.map(of_each, tree, is_leaf=is_box)
+
+
+def _renamer(box: Any) -> Callable[..., Any] | None:
+    return next((f for name, f in _RENAME.items() if name in _class_names(box)), None)
 
 
 def axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
@@ -192,7 +207,10 @@ def _renamed_variable(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
 
 def _renamed_array(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
     names = taken(box.axes, axes)
-    return slot if None in names else type(box)(slot, names)
+    if None in names:
+        return slot
+    sized = [axis.resize(size) for axis, size in zip(names, slot.shape, strict=True)]
+    return type(box)(slot, tuple(sized))
 
 
 def taken(names: Any, axes: tuple[int | None, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.boxes import with_sizes
 from ..core.checks import check_size, check_transformation
 from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_lines, to_lines_of
 from ..core.meshes import EVERYWHERE, automatically
@@ -254,5 +255,5 @@ def _resized(
     for all_arrays, positions, new in zip((xs, arrays), (tables, slots), found, strict=True):
         for i, array in zip(positions, new, strict=True):
             all_arrays[i] = array
-    params, state = treedef.unflatten(xs), structure.unflatten(arrays)
+    params, state = with_sizes((treedef.unflatten(xs), structure.unflatten(arrays)))
     return params, with_ages(state, params, jax.eval_shape(tx.init, params))

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.boxes import Boxes
+from ..core.boxes import Boxes, unboxed
 from ..core.lines import from_lines
 from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
 from ..sleeping.state import CaughtUpState
@@ -78,11 +78,11 @@ def row_axes(
 
     def init(rows):
         like = (_like(x, rows[n]) if n in sizes else x for x, n in zip(xs, names, strict=True))
-        return without_ages(jax.eval_shape(tx.init, treedef.unflatten(like)))
+        return unboxed(without_ages(jax.eval_shape(tx.init, treedef.unflatten(like))))
 
     old = {name: x.shape[0] for x, name in zip(xs, names, strict=True) if name in sizes}
     now, more = init(old), {name: 2 * n + 1 for name, n in old.items()}
-    _check(now, state)
+    _check(now, unboxed(state))  # boxes may state the sizes
     axes = _axes(now, init(more), {(old[n], more[n]) for n in sizes})
     _axes(now, init(sizes), {(old[n], sizes[n]) for n in sizes})
     return axes
