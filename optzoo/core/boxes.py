@@ -124,7 +124,10 @@ def map_parameters(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
 
     def of_each(box, *others):
         x = content(box)
-        return box if x is None else in_box(box, f(x, *map(content, others)))
+        if x is None:
+            return box
+        make = lambda x: f(x, *map(content, others))
+        return _in_box(box, make(x), make) if is_box(box) else make(x)
 
     return jax.tree.map(of_each, params, *rest, is_leaf=lambda x: is_lines(x) or is_box(x))
 
@@ -147,15 +150,16 @@ def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
 # Boxes of slots
 
 
-def in_box(box: Any, slot: Any) -> Any:
+def _in_box(box: Any, slot: Any, make: Callable[[Any], Any]) -> Any:
     """A slot in the box of its parameter, or in one that names its axes, or alone."""
-    if not is_box(box) or not hasattr(slot, "shape"):
-        return slot
     x = content(box)
+    if not hasattr(slot, "shape"):
+        return slot
     if jnp.issubdtype(x.dtype, jnp.inexact) and slot.shape == x.shape:
         return refilled(box, slot)
-    axes, rename = axes_of(slot.shape, x.shape), _renamer(box)
-    return slot if axes is None or rename is None else rename(box, slot, axes)
+    rename = _renamer(box)
+    axes = None if rename is None else _axes_of(make, slot, x)
+    return slot if rename is None or axes is None else rename(box, slot, axes)
 
 
 def with_sizes(tree: Any) -> Any:
@@ -174,18 +178,26 @@ def _renamer(box: Any) -> Callable[..., Any] | None:
     return next((f for name, f in _RENAME.items() if name in _class_names(box)), None)
 
 
-def axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Which axes of a parameter the axes of a slot are; None of those that are others.
+def _axes_of(f: Callable[..., Any], slot: Any, x: Any) -> tuple[int | None, ...] | None:
+    """Which axes of a parameter the axes of ``slot = f(x)`` are; None for those that are others.
 
-    Returns:
-        For each axis of the slot the axis of the parameter. A slot may have the first axes of the
-        parameter (a number for each row), or all behind others (a window of gradients). None if
-        it has neither.
+    They are those that are longer where the parameter's are: shapes alone would not tell the
+    columns of a square matrix from its rows. None if the lengths are not of such axes.
     """
-    more = len(shape) - len(of)
-    if more > 0 and shape[more:] == of:
-        return *(None,) * more, *range(len(of))
-    return tuple(range(len(shape))) if shape == of[: len(shape)] else None
+    found: list[int | None] = [None] * len(slot.shape)
+    for i, n in enumerate(x.shape):
+        longer = jax.ShapeDtypeStruct((*x.shape[:i], 2 * n + 1, *x.shape[i + 1 :]), x.dtype)
+        other = jax.eval_shape(f, longer).shape
+        if len(other) != len(slot.shape):
+            return None
+        changed = [k for k, size in enumerate(slot.shape) if size != other[k]]
+        if len(changed) > 1:
+            return None
+        for k in changed:
+            if (slot.shape[k], other[k]) != (n, 2 * n + 1) or found[k] is not None:
+                return None
+            found[k] = i
+    return tuple(found)
 
 
 def _renamed_partitioned(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
@@ -214,7 +226,7 @@ def _renamed_array(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
 
 
 def taken(names: Any, axes: tuple[int | None, ...]) -> tuple[Any, ...]:
-    """Of the names of a parameter's axes those of a slot's, by :func:`axes_of`."""
+    """Of the names of a parameter's axes those of a slot's axes; None for others."""
     of = dict(enumerate(names))  # a specification may have fewer than there are axes
     return tuple(None if axis is None else of.get(axis) for axis in axes)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.boxes import axes_of, taken
+from ..core.boxes import taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, is_coded, is_whole, shape_of, sharding_of_codes, warn_of_whole
@@ -122,10 +122,24 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    axes = axes_of(shape, x.shape)
+    axes = _axes_of(shape, x.shape)
     return (
         None if axes is None else sharding.update(spec=PartitionSpec(*taken(sharding.spec, axes)))
     )
+
+
+def _axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """Which axes of a parameter the axes of a slot are; None of those that are others.
+
+    Returns:
+        For each axis of the slot the axis of the parameter. A slot may have the first axes of the
+        parameter (a number for each row), or all behind others (a window of gradients). None if
+        it has neither.
+    """
+    more = len(shape) - len(of)
+    if more > 0 and shape[more:] == of:
+        return *(None,) * more, *range(len(of))
+    return tuple(range(len(shape))) if shape == of[: len(shape)] else None
 
 
 def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
