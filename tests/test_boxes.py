@@ -6,6 +6,7 @@ from typing import Any
 
 import chex
 import equinox as eqx
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,50 @@ def test_names_are_those_of_the_parameters(kind):
     if end:
         assert marked(end[1:]) == of_layer
         assert marked(f"layer/table{end}") == [f"layer/table{end}"]
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """Two arrays without keys."""
+
+    def __init__(self, *arrays):
+        self.arrays = arrays
+
+    def tree_flatten(self):
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [
+        ({"a": {"b": jnp.ones(2)}}, ["a/b"]),
+        ({"a": [jnp.ones(2)], "b": (jnp.ones(2),)}, ["a/0", "b/0"]),
+        (flax.core.FrozenDict({"a": {"b": jnp.ones(2)}}), ["a/b"]),
+        (nnx.State({"a": {"b": nnx.Param(jnp.ones(2))}}), ["a/b"]),
+        ({"a": Pair(jnp.ones(2), jnp.ones(2)), "b": Pair(jnp.ones(2))}, ["a/0", "a/1", "b"]),
+        ({"a": eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))}, ["a/weight"]),
+        ({"a": eqx.nn.LayerNorm(2), "b": None}, ["a/weight", "a/bias"]),
+        ({"a": eqx.nn.Embedding(3, 2, key=jax.random.key(0))}, ["a/weight"]),
+    ],
+    ids=str,
+)
+def test_containers_are_no_boxes(tree, names):
+    """One entry does not make a dict or a list a box; nor a module with other fields."""
+    tree = eqx.filter(tree, eqx.is_array)
+    assert [path_name(path) for path, _ in leaves_with_path(tree)] == names
+    state = optzoo.row_wise_rmsprop(0.1).init(jax.tree.map(lambda x: x[:, None], tree))
+    of_slots = optzoo.get_slot(state, "rms")
+    is_module = lambda x: isinstance(x, eqx.nn.Linear)
+    for x in filter(is_module, jax.tree.leaves(of_slots, is_leaf=is_module)):
+        assert x.weight.shape == (3,)
+    marks = lambda pattern: jax.tree.leaves(resolve_mask(pattern, tree, "mask"))
+    if names[0] == "a/b":
+        with pytest.raises(ValueError, match="no parameter matches"):
+            marks("a")
 
 
 def on_devices(params):
