@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -131,11 +131,17 @@ def zeros_of(kind: Any) -> Array:
 
 def zeros_of_rows(x: Any, dtype: Any) -> Array:
     """A zero for each row of an array, or of its shape, divided as the rows."""
+    return zeros_without(x, range(1, len(x.shape)), dtype)
+
+
+def zeros_without(x: Any, axes: Iterable[int], dtype: Any) -> Array:
+    """Zeros of the shape of an array, or of its shape, without some axes; divided as the others."""
+    axes = tuple(axes)
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape[:1], dtype)
+        return jnp.zeros([size for axis, size in enumerate(x.shape) if axis not in axes], dtype)
     # Computed from the array: zeros made from a shape alone would be on one device. A maximum needs
     # no copy of a table, and overflows in no dtype.
-    return jnp.zeros_like(jnp.max(x, axis=tuple(range(1, jnp.ndim(x))), initial=0), dtype)
+    return jnp.zeros_like(jnp.max(x, axis=axes, initial=0), dtype)
 
 
 def beside(params: Any, state: Any) -> Any:

@@ -19,6 +19,7 @@ AS_SGD = {
         "initial_accumulator_value": ROOT**2,
     },
     "adam": ADAM_AS_SGD,
+    "adam_weight_decay": ADAM_AS_SGD,
     "adam_gs": ADAM_AS_SGD,
     "adamax": ADAM_AS_SGD,
     "adamw": {**ADAM_AS_SGD, "weight_decay_per_step": 0.0},
@@ -128,8 +129,8 @@ QUICK = ("adam", "counter_row_wise_adagrad", "ftrl", "ggt", "lars", "shampoo")
 
 ALL = list(CATALOG)
 NEED_PARAMS = [
-    "adagrad_da", "adamw", "cowclip_row_wise_adagrad", "ftrl", "global_decay_row_wise_adagrad",
-    "row_wise_lamb", "lars", "momentumw", "partial_row_wise_lamb", "proximal_adagrad",
+    "adafactor", "adagrad_da", "adam_weight_decay", "adamw", "cowclip_row_wise_adagrad", "ftrl", "global_decay_row_wise_adagrad",
+    "row_wise_lamb", "lamb", "lars", "momentumw", "partial_row_wise_lamb", "proximal_adagrad",
     "proximal_gradient_descent", "row_wise_lars",
 ]  # fmt: skip
 # Their steps are as long as parameters are.
