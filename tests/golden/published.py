@@ -1,4 +1,4 @@
-"""Optimizers that others published for TensorFlow 1, written anew from their papers and variables.
+"""Optimizers that others published for TensorFlow 1, written anew from papers and names of slots.
 
 For ``make_records.py`` and ``make_checkpoints.py``, with TensorFlow 1.15.5. The originals compute in
 float32; these take the dtype of the variables, so that a run in float64 shows what rounding costs.
@@ -18,7 +18,7 @@ class _Published(tf.train.Optimizer):
     """An optimizer whose slots are variables by names of their own."""
 
     def __init__(self, name, between, **settings):
-        super(_Published, self).__init__(False, name)
+        super().__init__(False, name)
         self.between = between  # the name of a parameter and that of a slot
         self.settings = settings
         self.kept = {}  # slot, variable: where it is
@@ -84,7 +84,7 @@ class AdamWeightDecayOptimizer(_Published):
         exclude_from_weight_decay=None,
         name="AdamWeightDecayOptimizer",
     ):
-        super(AdamWeightDecayOptimizer, self).__init__(
+        super().__init__(
             name,
             "/",
             learning_rate=learning_rate,
@@ -115,21 +115,21 @@ class LAMBOptimizer(AdamWeightDecayOptimizer):
     """Of NVIDIA's BERT, whose global step is one more before the update."""
 
     def __init__(self, learning_rate, name="LAMBOptimizer", **settings):
-        super(LAMBOptimizer, self).__init__(learning_rate, name=name, **settings)
+        super().__init__(learning_rate, name=name, **settings)
 
     def direction(self, m, v, step):
         """With bias correction, whose powers are computed anew in each step."""
         t = step + 1.0
         m = m / (1.0 - self.settings["beta_1"] ** t)
         v = v / (1.0 - self.settings["beta_2"] ** t)
-        return super(LAMBOptimizer, self).direction(m, v, step)
+        return super().direction(m, v, step)
 
     def scale(self, parameter, direction):
         """As long as the parameter, unless one of the norms is zero."""
         of_parameter, of_direction = tf.norm(parameter), tf.norm(direction)
         both = tf.logical_and(of_parameter > 0.0, of_direction > 0.0)
         ratio = tf.where(both, of_parameter / of_direction, tf.ones_like(of_parameter))
-        return ratio * super(LAMBOptimizer, self).scale(parameter, direction)
+        return ratio * super().scale(parameter, direction)
 
 
 class AdafactorOptimizer(_Published):
@@ -148,7 +148,7 @@ class AdafactorOptimizer(_Published):
         min_dim_size_to_factor=None,
         name="Adafactor",
     ):
-        super(AdafactorOptimizer, self).__init__(
+        super().__init__(
             name, None if min_dim_size_to_factor is None else "_slot_"
         )
         self.by_size = multiply_by_parameter_scale

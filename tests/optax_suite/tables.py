@@ -129,7 +129,8 @@ QUICK = ("adam", "counter_row_wise_adagrad", "ftrl", "ggt", "lars", "shampoo")
 
 ALL = list(CATALOG)
 NEED_PARAMS = [
-    "adafactor", "adagrad_da", "adam_weight_decay", "adamw", "cowclip_row_wise_adagrad", "ftrl", "global_decay_row_wise_adagrad",
+    "adafactor", "adagrad_da", "adam_weight_decay", "adamw",
+    "cowclip_row_wise_adagrad", "ftrl", "global_decay_row_wise_adagrad",
     "row_wise_lamb", "lamb", "lars", "momentumw", "partial_row_wise_lamb", "proximal_adagrad",
     "proximal_gradient_descent", "row_wise_lars",
 ]  # fmt: skip
