@@ -61,6 +61,7 @@ EXEMPT: dict[str, dict[str, str]] = {
         "test_no_gradient_no_change": FACTORS,
         "test_rows_equal_the_dense_gradient_where_they_touch": FACTORS,
         "test_untouched_rows": FACTORS,
+        IN_32_BITS: "means over rows and columns stay in float32, as factors of a matrix",
     },
     "blocked_shampoo": OF_MATRICES,
     "counter_row_wise_adagrad": BY_ROWS | COUNTERS,

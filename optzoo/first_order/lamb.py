@@ -29,11 +29,11 @@ def scale_by_lamb(
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.transforms.scale_by_lamb()
-        >>> params = {"small": jnp.array([0.6, 0.8]), "large": jnp.array([30.0, 40.0])}
+        >>> params = {"small": jnp.array([3.0, 4.0]), "large": jnp.array([30.0, 40.0])}
         >>> gradients = {"small": jnp.ones(2), "large": jnp.ones(2)}
         >>> updates, state = tx.update(gradients, tx.init(params), params)
         >>> print(jnp.linalg.norm(updates["small"]), jnp.linalg.norm(updates["large"]))
-        1.0 50.0
+        5.0 50.0
     """
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 

@@ -82,7 +82,7 @@ def test_touched_rows_are_updated_in_place(name):
 
 
 # They need the norm of their direction, which is as large as the parameter, to scale it.
-OF_THEIR_OWN_NORM = ("row_wise_lamb", "partial_row_wise_lamb")
+OF_THEIR_OWN_NORM = ("adafactor", "lamb", "row_wise_lamb", "partial_row_wise_lamb")
 FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
 
 
