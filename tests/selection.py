@@ -15,8 +15,8 @@ from . import costs
 BUDGET, MOST = 0.3, 0.5
 
 # One optimizer for each way to compute an update: with and without slots, rows lazy, dense or with
-# slots that decay, by global step, proximal, by norms, by rows, by counters, of second order, and with
-# factored slots.
+# slots that decay, by global step, proximal, by norms, by rows, by counters, of second order, and
+# with factored slots.
 KINDS = (
     "adam",
     "lazy_adam",
@@ -42,9 +42,7 @@ NORM = "a norm of all parameters flattened into one is another norm"
 BY_ROWS = {"test_flatten": "flattened, every element is a row"}
 IN_32_BITS = "test_slots_keep_their_dtype[float32-bfloat16]"
 COUNTERS = {IN_32_BITS: "counters stay in float32: in 16 bits they would end at 256"}
-FACTORS = (
-    "slots of a matrix are a row and a column; tests/first_order/test_adafactor.py has the same"
-)
+FACTORS = "slots of a matrix are two vectors; tests/first_order/test_adafactor.py has the same"
 MATRICES = "slots are tuples of matrices; tests/second_order/test_shampoo.py has the same for them"
 OF_MATRICES = {
     "test_no_gradient_no_change": MATRICES,

@@ -32,8 +32,8 @@ def scale_by_lamb(
         >>> params = {"small": jnp.array([3.0, 4.0]), "large": jnp.array([30.0, 40.0])}
         >>> gradients = {"small": jnp.ones(2), "large": jnp.ones(2)}
         >>> updates, state = tx.update(gradients, tx.init(params), params)
-        >>> print(jnp.linalg.norm(updates["small"]), jnp.linalg.norm(updates["large"]))
-        5.0 50.0
+        >>> print(jnp.stack([jnp.linalg.norm(updates[name]) for name in ("small", "large")]))
+        [ 5. 50.]
     """
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 

@@ -27,7 +27,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     A slot with the shape of its parameter has the same sharding, and so do two slots side by side
     (:func:`optzoo.slots_dtype`). If it has additional leading axes (a window of gradients), these
     are not sharded; if it has only the first axes of the parameter (a value for each row), or all
-    axes but one, it is sharded like these. All other arrays are replicated: counts, matrices of Shampoo.
+    axes but one, it is sharded like these. All other arrays are replicated: counts, matrices of
+    Shampoo.
 
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is

@@ -94,4 +94,5 @@ def test_a_dense_step_copies_nothing(name):
     step = functools.partial(step_of(tx), global_step=0)
     train = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
     arrays = 1 if name in OF_THEIR_OWN_NORM else 0
-    assert train.memory_analysis().temp_size_in_bytes < (arrays + 0.01) * x.nbytes
+    few = 0.02 if name == "adafactor" else 0.01  # which has means of 100 rows and 1000 columns
+    assert train.memory_analysis().temp_size_in_bytes < (arrays + few) * x.nbytes

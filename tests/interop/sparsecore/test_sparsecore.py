@@ -20,8 +20,8 @@ from . import lowered
 
 WIDTH = 4
 ON_ROWS = [
-    "adam", "adam_gs", "adam_weight_decay", "adamw", "add_sign", "grad_variance_scaled", "nadam", "neural_optimizer1",
-    "power_sign",
+    "adam", "adam_gs", "adam_weight_decay", "adamw", "add_sign", "grad_variance_scaled",
+    "nadam", "neural_optimizer1", "power_sign",
 ]  # fmt: skip
 NEVER = [
     "adafactor", "blocked_shampoo", "ggt", "lamb", "lars", "normalized_sgd", "shampoo", "soap",

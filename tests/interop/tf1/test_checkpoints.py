@@ -56,8 +56,8 @@ def relative_error(got, want):
 ROOTS = {"ShampooRoots": {"enc/kernel/Shampoo_1", "enc/kernel/Shampoo_3", "enc/bias/Shampoo_1"}}
 
 
-# Their steps are as long as the whole parameter says. A small element is then a difference of larger
-# ones and has their rounding, so it is compared with the largest.
+# Their steps are as long as the whole parameter says. A small element is then a difference of
+# larger ones and has their rounding, so it is compared with the largest.
 OF_NORMS = {"LAMB", *(name for name in CASES if name.startswith("Adafactor"))}
 
 
