@@ -92,7 +92,9 @@ def lamb(
         `DeepLearningExamples <https://github.com/NVIDIA/DeepLearningExamples>`_.
 
     Differences from the original:
-        Where all gradients of an element were zero, ``eps=0`` gives no NaN. Parameters may have any
+        :math:`t` is 1 at the first update; the original reads the global step, and nothing orders
+        that and its increment (until February 2020 it counted variables instead of steps). Where
+        all gradients of an element were zero, ``eps=0`` gives no NaN. Parameters may have any
         floating dtype; the original has float32, and a float32 copy of those in float16.
     """
     return descend(learning_rate, *_directions(b1, b2, eps, weight_decay, skip))
