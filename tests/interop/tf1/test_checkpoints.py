@@ -320,6 +320,63 @@ def saved_adam(**renamed):
     return params, state, {renamed.get(n, n): v for n, v in saved.items()}
 
 
+# Optimizers whose variables have the names of slots.
+BY_FIELD = {
+    "adam_weight_decay": (optzoo.adam_weight_decay(0.1), {"w/adam_m", "w/adam_v"}),
+    "lamb": (optzoo.lamb(0.1), {"w/adam_m", "w/adam_v"}),
+    "adafactor": (optzoo.adafactor(0.1, b1=0.9), {"w_slot_m", "w_slot_v"}),
+}
+
+
+@pytest.mark.parametrize("name", BY_FIELD)
+@pytest.mark.parametrize("scope", [None, "train"])
+def test_variables_with_the_names_of_slots(name, scope):
+    """They need no name of an optimizer; of a bfloat16 parameter they are float32."""
+    tx, wanted = BY_FIELD[name]
+    params, state = trained(tx)
+    saved = tf1_variables(params, state, scope=scope)
+    within = {n if scope is None else f"{scope}/{n}" for n in wanted}
+    assert within <= saved.keys()
+    assert_same(load_tf1_state(tx, PARAMS, saved, scope=scope), (params, state))
+    again = tf1_variables(params, state, scope=scope, like=saved)
+    assert again.keys() == saved.keys()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    saved = tf1_variables(half, tx.init(half))
+    assert saved["w"].dtype == jnp.bfloat16
+    assert {saved[n].dtype for n in wanted} == {np.dtype("float32")}
+
+
+def test_factored_slots_are_numbered_or_have_names():
+    """As the checkpoint has them; without one, by the name of the optimizer if that is given."""
+    tx = optzoo.adafactor(0.1)
+    params, state = trained(tx)
+    named = tf1_variables(params, state)
+    numbered = tf1_variables(params, state, optimizer_name="Adafactor")
+    assert {"enc/kernel_slot_vr", "enc/kernel_slot_vc", "w_slot_v"} < named.keys()
+    assert {"enc/kernel/Adafactor", "enc/kernel/Adafactor_1", "w/Adafactor"} < numbered.keys()
+    for saved in (named, numbered):
+        assert_same(load_tf1_state(tx, PARAMS, saved), (params, state))
+        assert tf1_variables(params, state, like=saved).keys() == saved.keys()
+    del named["enc/kernel_slot_vc"]
+    with pytest.raises(ValueError, match=r"missing: enc/kernel_slot_vc, for slots/vc/enc/kernel"):
+        load_tf1_state(tx, PARAMS, named)
+    swapped = {**numbered, "enc/kernel/Adafactor": numbered["enc/kernel/Adafactor_1"]}
+    with pytest.raises(ValueError, match=r"shape: enc/kernel/Adafactor is \(2,\) in the check"):
+        load_tf1_state(tx, PARAMS, swapped)
+
+
+def test_a_released_model_has_no_slots():
+    tx = optzoo.adam_weight_decay(0.1)
+    params, state = trained(tx)
+    saved = tf1_variables(params, state)
+    released = {name: value for name, value in saved.items() if "/adam_" not in name}
+    with pytest.raises(ValueError, match=r"missing: w/adam_v, for 0/slots/adam_v/w"):
+        load_tf1_state(tx, PARAMS, released)
+    with pytest.warns(UserWarning, match="missing: w/adam_m"):
+        found, new = load_tf1_state(tx, PARAMS, released, partial=True, global_step=0)
+    assert_same((found, new), (params, tx.init(params)))
+
+
 SHORTENED = {"enc/kernel": "K", "enc/bias": "B", "w": "W"}
 
 
