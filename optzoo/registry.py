@@ -245,7 +245,6 @@ _OF_PROTO = {"momentum_optimizer_value": "momentum"}
 # own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
 _ALSO = {
     "CustomGradientDescent": _Alias("gradient_descent"),
-    "bert.LAMBOptimizer": _Alias("lamb"),
     "keras.optimizers.Ftrl": _Alias("ftrl"),
     "lingvo.AdaDelta": _Alias("adadelta", {"b2": 0.95, "eps": 1e-8}, {"decay": "b2"}),
     "lingvo.Adagrad": _Alias("adagrad", {"initial_accumulator_value": 1.0}),

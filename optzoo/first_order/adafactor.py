@@ -78,10 +78,11 @@ def adafactor(
     without the axis before that (without the second longest). ``mesh_tensorflow.Adafactor`` and
     ``t5.Adafactor`` of :func:`optzoo.create` have 128 there; Mesh TensorFlow before 2020 had 32.
 
-    ``optax.adafactor`` has the same values for matrices with ``min_dim_size_to_factor=128``, but
-    for three arguments: its ``decay_rate`` is the exponent (0.8 here), without a ``learning_rate``
-    its rate is 1, and its ``momentum`` is ``b1``. Of more than two axes of equal length it may
-    choose others, as for shape (4, 4, 4). Its state is another.
+    ``optax.adafactor(rate, n)`` has the same values as this with ``min_dim_size_to_factor=n``,
+    unless three of the longest axes are equal, where it factors over the last ones: parameters of
+    shape (4, 4, 4) differed by a tenth after 10 steps. Its ``n`` is 128 by default, its
+    ``decay_rate`` the exponent 0.8, its ``momentum`` is ``b1``, and without a ``learning_rate`` its
+    rate is 1.
 
     A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`), as in the original.
 
@@ -135,7 +136,7 @@ def adafactor(
     decay_rate = _default_decay if decay_rate is None else decay_rate
     check_rate(learning_rate)
     if not callable(decay_rate):
-        check_decays(decay_rate=decay_rate)
+        [decay_rate] = check_decays(decay_rate=decay_rate)
     [b1] = check_decays(b1=b1)
     check_flags(factored=factored, multiply_by_parameter_scale=multiply_by_parameter_scale)
     check_not_negative(eps=eps, min_parameter_scale=min_parameter_scale)

@@ -1,5 +1,7 @@
 """Records what the optimizers of TensorFlow 1.15.5 and of RETURNN do into ``records/*.xz``.
 
+And what those of ``published.py`` do there, which are in neither.
+
     python3.7 -m pip install tensorflow==1.15.5 'protobuf<3.21' 'numpy<1.19'
     python3.7 -m pip install returnn==1.20210901.233229 dm-tree  # for the cases of RETURNN
     python3.7 tests/golden/make_records.py [--only PREFIX] [--out DIR]
