@@ -365,6 +365,18 @@ def test_factored_slots_are_numbered_or_have_names():
         load_tf1_state(tx, PARAMS, swapped)
 
 
+def test_accumulated_gradients_of_nvidia_are_left_over():
+    tx = optzoo.lamb(0.1)
+    params, state = trained(tx)
+    saved = tf1_variables(params, state)
+    more = {"local_step": np.int32(3), "batch_finite": np.array(True)}
+    more |= {f"{name}/accum": saved[name] for name in ("w", "enc/kernel", "enc/bias")}
+    ignore = ["*/accum", "local_step", "batch_finite"]
+    assert_same(load_tf1_state(tx, PARAMS, saved | more, ignore=ignore), (params, state))
+    kept = tf1_variables(params, state, like=saved | more)
+    assert kept.keys() == saved.keys() | more.keys()
+
+
 def test_a_released_model_has_no_slots():
     tx = optzoo.adam_weight_decay(0.1)
     params, state = trained(tx)
