@@ -78,11 +78,10 @@ def adafactor(
     without the axis before that (without the second longest). ``mesh_tensorflow.Adafactor`` and
     ``t5.Adafactor`` of :func:`optzoo.create` have 128 there; Mesh TensorFlow before 2020 had 32.
 
-    ``optax.adafactor(rate, n)`` has the same values as this with ``min_dim_size_to_factor=n``,
-    unless three of the longest axes are equal, where it factors over the last ones: parameters of
-    shape (4, 4, 4) differed by a tenth after 10 steps. Its ``n`` is 128 by default, its
-    ``decay_rate`` the exponent 0.8, its ``momentum`` is ``b1``, and without a ``learning_rate`` its
-    rate is 1.
+    ``optax.adafactor`` has the same values at the same ``min_dim_size_to_factor``, which is 128 by
+    default, unless three of the longest axes are equal: there it factors over the last ones, and
+    parameters of shape (4, 4, 4) differed by a tenth after 10 steps. Its ``decay_rate`` is the
+    exponent 0.8, its ``momentum`` is ``b1``, and without a ``learning_rate`` its rate is 1.
 
     A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`), as in the original.
 
