@@ -175,6 +175,34 @@ CASES = [
         optax.lars(RATE, 0.1, trust_coefficient=0.1),
         "the ratio is by the norm of gradient plus decay in optax, by the sum of both norms there",
     ),
+    (
+        "LAMB(weight_decay_rate=.01)",
+        tf("LAMB", weight_decay_rate=0.01),
+        "lamb(weight_decay=.01)",
+        optax.lamb(RATE, weight_decay=0.01),
+        "",
+    ),
+    (
+        "AdamWeightDecay",
+        tf("AdamWeightDecay"),
+        "adam(eps=1e-6)",
+        optax.adam(RATE, eps=1e-6),
+        "BERT's Adam does not correct the bias of its means",
+    ),
+    (
+        "Adafactor",
+        tf("Adafactor"),
+        "adafactor(min_dim_size_to_factor=2)",
+        optax.adafactor(RATE, min_dim_size_to_factor=2),
+        "",
+    ),
+    (
+        "Adafactor",
+        tf("Adafactor"),
+        "adafactor",
+        optax.adafactor(RATE),
+        "optax factors from 128 rows and columns on, tensor2tensor every matrix",
+    ),
 ]
 
 

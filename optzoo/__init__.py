@@ -31,12 +31,14 @@ from .distributed.elastic_average import elastic_average as elastic_average
 from .distributed.model_average import model_average as model_average
 from .distributed.sync_replicas import sync_replicas as sync_replicas
 from .first_order.adadelta import adadelta as adadelta
+from .first_order.adafactor import adafactor as adafactor
 from .first_order.adagrad import adagrad as adagrad
 from .first_order.adagrad_eps import adagrad_eps as adagrad_eps
 from .first_order.adam import adam as adam
 from .first_order.adam import lazy_adam as lazy_adam
 from .first_order.adam_gs import adam_gs as adam_gs
 from .first_order.adam_gs import lazy_adam_gs as lazy_adam_gs
+from .first_order.adam_weight_decay import adam_weight_decay as adam_weight_decay
 from .first_order.adamax import adamax as adamax
 from .first_order.adamw import adamw as adamw
 from .first_order.add_sign import add_sign as add_sign
@@ -44,6 +46,7 @@ from .first_order.amsgrad import amsgrad as amsgrad
 from .first_order.custom_adam import custom_adam as custom_adam
 from .first_order.grad_variance_scaled import grad_variance_scaled as grad_variance_scaled
 from .first_order.gradient_descent import gradient_descent as gradient_descent
+from .first_order.lamb import lamb as lamb
 from .first_order.lars import lars as lars
 from .first_order.momentum import momentum as momentum
 from .first_order.momentumw import momentumw as momentumw

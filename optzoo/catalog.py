@@ -15,10 +15,12 @@ from .distributed.elastic_average import elastic_average
 from .distributed.model_average import model_average
 from .distributed.sync_replicas import sync_replicas
 from .first_order.adadelta import adadelta
+from .first_order.adafactor import adafactor
 from .first_order.adagrad import adagrad
 from .first_order.adagrad_eps import adagrad_eps
 from .first_order.adam import adam, lazy_adam
 from .first_order.adam_gs import adam_gs, lazy_adam_gs
+from .first_order.adam_weight_decay import adam_weight_decay
 from .first_order.adamax import adamax
 from .first_order.adamw import adamw
 from .first_order.add_sign import add_sign
@@ -29,6 +31,7 @@ from .first_order.custom_adam import custom_adam
 from .first_order.global_decay_row_wise_adagrad import global_decay_row_wise_adagrad
 from .first_order.grad_variance_scaled import grad_variance_scaled
 from .first_order.gradient_descent import gradient_descent
+from .first_order.lamb import lamb
 from .first_order.lars import lars
 from .first_order.momentum import momentum
 from .first_order.momentumw import momentumw
@@ -108,11 +111,19 @@ _MOMENTUM, _DECAY = {"momentum": 0.9}, {"weight_decay_per_step": 1e-4}
 
 CATALOG: dict[str, Entry] = _by_name(
     Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
+    Entry(
+        adafactor,
+        "dense",
+        0.05,
+        "tensor2tensor.utils.adafactor.AdafactorOptimizer",
+        static=("b1", "min_dim_size_to_factor"),
+    ),
     Entry(adagrad, "lazy", 0.1, f"{_TRAIN}.AdagradOptimizer"),
     Entry(adagrad_da, "lazy", 0.1, f"{_TRAIN}.AdagradDAOptimizer"),
     Entry(adagrad_eps, "lazy", 0.1, None),
     Entry(adam, "dense", 0.01, f"{_TRAIN}.AdamOptimizer"),
     Entry(adam_gs, "dense", 0.01, f"{_CONTRIB}.AdamGSOptimizer", needs_global_step=True),
+    Entry(adam_weight_decay, "dense", 0.01, "bert.optimization.AdamWeightDecayOptimizer"),
     Entry(adamax, "lazy", 0.01, f"{_CONTRIB}.AdaMaxOptimizer"),
     Entry(adamw, "dense", 0.01, f"{_CONTRIB}.AdamWOptimizer", required=_DECAY),
     Entry(add_sign, "touched", 0.1, f"{_CONTRIB}.AddSignOptimizer"),
@@ -132,6 +143,7 @@ CATALOG: dict[str, Entry] = _by_name(
     Entry(global_decay_row_wise_adagrad, "lazy", 0.1, None, static=("start_step",)),
     Entry(grad_variance_scaled, "touched", 1.0, f"{_RETURNN}.GradVarianceScaledOptimizer"),
     Entry(gradient_descent, "linear", 0.1, f"{_TRAIN}.GradientDescentOptimizer"),
+    Entry(lamb, "dense", 0.02, "nvidia.LAMBOptimizer"),
     Entry(lars, "lazy", 1.0, f"{_CONTRIB}.LARSOptimizer"),
     Entry(lazy_adam, "lazy", 0.01, f"{_CONTRIB}.LazyAdamOptimizer"),
     Entry(lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True),

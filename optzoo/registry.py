@@ -22,7 +22,7 @@ import optax
 from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
 from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
-from .core.paths import containing
+from .core.paths import containing, names_with
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
 
 __all__ = ["create", "register"]
@@ -91,6 +91,8 @@ def create(
         arguments = _with_inner(found, arguments)
     if found.name == "lars" and "skip_list" in config:  # it has parts of names, not patterns
         arguments["skip"] = tuple(map(containing, arguments["skip"] or ()))
+    if "exclude_from_weight_decay" in config:  # for re.search
+        arguments["skip"] = names_with("exclude_from_weight_decay", arguments["skip"] or ())
     if "sign_decay" in arguments:
         arguments["sign_decay"] = _sign_decay(arguments["sign_decay"])
     if found.original is not None and found.rounds:
@@ -237,6 +239,7 @@ class _Alias(NamedTuple):
 
 
 _OF_T2T = {"b1": 0.85, "b2": 0.997, "eps": 1e-6}  # its basic_params1
+_OF_MESH = {"min_dim_size_to_factor": 128}
 _OF_PROTO = {"momentum_optimizer_value": "momentum"}
 # Names that are not in the tables: of RETURNN's registry, and of projects that give names of their
 # own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
@@ -249,11 +252,14 @@ _ALSO = {
     "lingvo.Momentum": _Alias("momentum", {"momentum": 0.9}, {"alpha": "momentum"}),
     "lingvo.RMSProp": _Alias("rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}),
     "lingvo.SGD": _Alias("gradient_descent"),
+    "mesh_tensorflow.Adafactor": _Alias("adafactor", _OF_MESH),
+    "mesh_tensorflow.AdamWeightDecayOptimizer": _Alias("adam_weight_decay"),
     "object_detection.adam_optimizer": _Alias("adam"),
     "object_detection.momentum_optimizer": _Alias("momentum", {"momentum": 0.9}, _OF_PROTO),
     "object_detection.rms_prop_optimizer": _Alias(
         "rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}, _OF_PROTO
     ),
+    "t5.Adafactor": _Alias("adafactor", _OF_MESH),
     "tensor2tensor.adagrad": _Alias("adagrad"),
     "tensor2tensor.adam": _Alias("lazy_adam", _OF_T2T),
     "tensor2tensor.adam_w": _Alias("adamw", _OF_T2T | {"weight_decay_per_step": 1e-6}),
@@ -297,7 +303,7 @@ _MODULES = (
     (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
     (r"^(tf\.)?keras\b.*", "keras"),
     (r"^(.*\.)?emboptimtype$", "emboptimtype"),
-    (r"^(lingvo|objectdetection|tensor2tensor)\b.*", r"\1"),
+    (r"^(bert|lingvo|meshtensorflow|nvidia|objectdetection|t5|tensor2tensor)\b.*", r"\1"),
     (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
 )
 
@@ -432,12 +438,21 @@ _ARGUMENTS = {
     "num_worker": "num_workers",
     "weight_decay": "weight_decay_per_step",  # where it is not multiplied by the rate
 }
+_OF_BERT = {
+    "beta_1": "b1",
+    "beta_2": "b2",
+    "exclude_from_weight_decay": "skip",
+    "weight_decay_rate": "weight_decay",
+}
 _ARGUMENTS_OF = {
     "adadelta": {"rho": "b2"},
     "adagrad_da": {"initial_gradient_squared_accumulator_value": "initial_accumulator_value"},
     "add_sign": {"beta": "b1"},
     "amsgrad": {"decay": "decay_learning_rate"},
     "ggt": {"epsilon": "epsilon"},  # it has three epsilons, and none of this name
+    "adafactor": {"epsilon1": "eps", "epsilon2": "min_parameter_scale"},
+    "adam_weight_decay": _OF_BERT,
+    "lamb": _OF_BERT,
     "lars": {"eeta": "trust_coefficient", "skip_list": "skip", "weight_decay": "l2_weight_decay"},
     "power_sign": {"beta": "b1"},
     "rmsprop": {"decay": "b2"},
@@ -464,7 +479,15 @@ _MEANINGLESS_OF = {
     "variable_clipping": {"colocate_clip_ops_with_vars"},
 }
 # SyncReplicas averages with these; here the inner optimizer is wrapped in moving_average.
-_MEANINGLESS_IF_NONE = {"sync_replicas": {"variable_averages", "variables_to_average"}}
+_MEANINGLESS_IF_NONE = {
+    "adafactor": {
+        "exclude_from_parameter_scale",
+        "parameter_encoding",
+        "simulated_quantize_bits",
+        "stacked_dim_names",
+    },
+    "sync_replicas": {"variable_averages", "variables_to_average"},
+}
 
 
 def _ours(found: _Found, argument: str) -> str:
@@ -526,7 +549,16 @@ _EXACT = {
     "weight_decay_per_step",
     "decrease_factor",
 }
-_ALL_EXACT = {"amsgrad", "elastic_average", "lars", "shampoo", "variable_clipping"}
+_ALL_EXACT = {
+    "adafactor",
+    "adam_weight_decay",
+    "amsgrad",
+    "elastic_average",
+    "lamb",
+    "lars",
+    "shampoo",
+    "variable_clipping",
+}
 
 
 def _as_original(name: str, argument: str, value: Any) -> Any:

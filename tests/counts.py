@@ -99,7 +99,7 @@ def _hundreds(number: int) -> str:
 # What is counted, the number, and how far it is followed or where it is.
 COUNTS: tuple[tuple[str, Callable[[], int | str], str], ...] = (
     (
-        "runs of the optimizers of TensorFlow 1.15.5 and RETURNN",
+        "runs of the optimizers of TensorFlow 1.15.5 and RETURNN, and of BERT and T5 there",
         lambda: _files("golden/records/*.xz"),
         "float64: 1e-10 (1e-5 where the original computes a schedule in float32); float32: three "
         "times the rounding error of the original",

@@ -15,7 +15,8 @@ from . import costs
 BUDGET, MOST = 0.3, 0.5
 
 # One optimizer for each way to compute an update: with and without slots, rows lazy, dense or with
-# slots that decay, by global step, proximal, by norms, by rows, by counters, and of second order.
+# slots that decay, by global step, proximal, by norms, by rows, by counters, of second order, and
+# with factored slots.
 KINDS = (
     "adam",
     "lazy_adam",
@@ -32,6 +33,7 @@ KINDS = (
     "rmsprop",
     "ggt",
     "soap",
+    "adafactor",
 )
 
 
@@ -40,6 +42,7 @@ NORM = "a norm of all parameters flattened into one is another norm"
 BY_ROWS = {"test_flatten": "flattened, every element is a row"}
 IN_32_BITS = "test_slots_keep_their_dtype[float32-bfloat16]"
 COUNTERS = {IN_32_BITS: "counters stay in float32: in 16 bits they would end at 256"}
+FACTORS = "slots of a matrix are two vectors; tests/first_order/test_adafactor.py has the same"
 MATRICES = "slots are tuples of matrices; tests/second_order/test_shampoo.py has the same for them"
 OF_MATRICES = {
     "test_no_gradient_no_change": MATRICES,
@@ -51,6 +54,13 @@ ONE_VECTOR = "all parameters are one vector, on purpose: of a part of them it is
 WINDOW = "the window has one more axis; tests/second_order/test_ggt.py has one for it"
 MOMENTUM = "its rule for rows is another: momentum"
 EXEMPT: dict[str, dict[str, str]] = {
+    "adafactor": {
+        "test_flatten": NORM,
+        "test_no_gradient_no_change": FACTORS,
+        "test_rows_equal_the_dense_gradient_where_they_touch": FACTORS,
+        "test_untouched_rows": FACTORS,
+        IN_32_BITS: "means over rows and columns stay in float32, as factors of a matrix",
+    },
     "blocked_shampoo": OF_MATRICES,
     "counter_row_wise_adagrad": BY_ROWS | COUNTERS,
     "cowclip_row_wise_adagrad": BY_ROWS | COUNTERS,
@@ -65,6 +75,7 @@ EXEMPT: dict[str, dict[str, str]] = {
     },
     "global_decay_row_wise_adagrad": BY_ROWS | COUNTERS,
     "row_wise_lamb": BY_ROWS,
+    "lamb": {"test_flatten": NORM},
     "lars": {
         "test_flatten": NORM,
         "test_rows_equal_the_dense_gradient_where_they_touch": MOMENTUM,

@@ -13,10 +13,13 @@ from optzoo import CATALOG
 from optzoo.testing import samples
 
 READS_PARAMS = {
+    "adafactor",
+    "adam_weight_decay",
     "adamw",
     "cowclip_row_wise_adagrad",
     "global_decay_row_wise_adagrad",
     "row_wise_lamb",
+    "lamb",
     "lars",
     "momentumw",
     "partial_row_wise_lamb",
@@ -58,6 +61,8 @@ OUT_OF_RANGE = {
     "b2": OF_FRACTIONS,
     "base": OF_POSITIVES,
     "block_size": (0, -1),
+    "clipping_threshold": OF_POSITIVES,
+    "decay_rate": OF_FRACTIONS,
     "trust_coefficient": OF_SIZES,
     "eps": OF_SIZES,
     "gbar_decay": OF_CLOSED_FRACTIONS,
@@ -76,6 +81,8 @@ OUT_OF_RANGE = {
     "mat_gbar_weight": OF_POSITIVES,
     "max_counter_every": (0, -1),
     "max_matrix_size": (-1,),
+    "min_dim_size_to_factor": (0, -1),
+    "min_parameter_scale": OF_SIZES,
     "min_shrinkage": OF_CLOSED_FRACTIONS,
     "momentum": OF_SIZES,
     "shampoo_b2": OF_FRACTIONS,
@@ -108,10 +115,10 @@ OWN_RANGES = {
 } | {(name, "learning_rate"): (0.0, -1) for name in CATALOG if CATALOG[name].family == "proximal"}
 # Any number will do, or no number is meant.
 FREE = {
-    "alpha", "axis_name", "centered", "decay_learning_rate", "decrease_factor", "grafting",
-    "is_ratio", "mask", "merge_dims", "nesterov", "one_sided", "relative_eps", "root",
-    "row_wise_bias_correction", "sign_decay", "skip", "skip_vectors", "stagger",
-    "use_iterative_root", "window_dtype",
+    "alpha", "axis_name", "centered", "decay_learning_rate", "decrease_factor", "factored",
+    "grafting", "is_ratio", "mask", "merge_dims", "multiply_by_parameter_scale", "nesterov",
+    "one_sided", "relative_eps", "root", "row_wise_bias_correction", "sign_decay", "skip",
+    "skip_vectors", "stagger", "use_iterative_root", "window_dtype",
 }  # fmt: skip
 
 
@@ -129,7 +136,7 @@ BAD = [
     *((name, {"learning_rate": NAN}, ValueError) for name in CATALOG),
     *((name, {"learning_rate": float("inf")}, ValueError) for name in CATALOG),
     *((name, {"learning_rate": "fast"}, TypeError) for name in CATALOG),
-    *((name, {"learning_rate": None}, TypeError) for name in CATALOG),
+    *((n, {"learning_rate": None}, TypeError) for n in CATALOG if n != "adafactor"),
 ]
 
 

@@ -27,10 +27,10 @@ COUNTS = ("count", "global_step", "local_step", "last")
 # Their bias corrections are functions of the count, so the first steps are others.
 OF_COUNT = (
     *("adam_gs", "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad"),
-    *("ggt", "global_decay_row_wise_adagrad", "lazy_adam_gs", "sparse_adamw"),
+    *("ggt", "global_decay_row_wise_adagrad", "lamb", "lazy_adam_gs", "sparse_adamw"),
     *("partial_row_wise_adam", "row_wise_rmsprop", "soap"),
 )
-BY_SCHEDULE = {"scale_by_schedule", "transforms"}
+BY_SCHEDULE = {"adafactor", "scale_by_schedule", "transforms"}
 CHEAP = [
     name
     for name in (*optzoo.CATALOG, *WRAPPED, *PERIODS, "drop_stale_gradient")

@@ -112,6 +112,7 @@ ALL["soap in blocks"] = optzoo.soap(0.1, block_size=4)
 def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
     mesh = make_mesh(kind, kind)
     params = {"table": np.ones((4096, 8), "float32"), "kernel": np.ones((8, 4), "float32")}
+    params |= {"square": np.ones((4, 4), "float32"), "cube": np.ones((4, 4, 4), "float32")}
     params = jax.tree.map(lambda x: put(mesh, x, spec), params)
     state, want = ALL[name].init(params), optzoo.state_sharding(ALL[name], params)
     chex.assert_trees_all_equal_structs(state, want)

@@ -41,6 +41,7 @@ WITHOUT_SUFFIX = {"neuraloptimizer1", "normalizedsgd", "nadamkeras", "sgd"}
 
 # What projects call classes of TensorFlow, and what they give to these where it is not the default.
 LINGVO_RMSPROP = {"decay": 0.9, "momentum": 0.9, "epsilon": 1.0}
+T2T_ADAFACTOR = "tensor2tensor.utils.adafactor.AdafactorOptimizer"
 T2T_ADAM = {"beta1": 0.85, "beta2": 0.997, "epsilon": 1e-6}
 OF_PROJECTS = [
     ("lingvo.AdaDelta", "tf.train.AdadeltaOptimizer", {"rho": 0.95, "epsilon": 1e-8}),
@@ -49,9 +50,12 @@ OF_PROJECTS = [
     ("lingvo.Momentum", "tf.train.MomentumOptimizer", {"momentum": 0.9}),
     ("lingvo.RMSProp", "tf.train.RMSPropOptimizer", LINGVO_RMSPROP),
     ("lingvo.SGD", "tf.train.GradientDescentOptimizer", {}),
+    ("mesh_tensorflow.Adafactor", T2T_ADAFACTOR, {"min_dim_size_to_factor": 128}),
+    ("mesh_tensorflow.AdamWeightDecayOptimizer", "bert.AdamWeightDecayOptimizer", {}),
     ("object_detection.adam_optimizer", "tf.train.AdamOptimizer", {}),
     ("object_detection.momentum_optimizer", "tf.train.MomentumOptimizer", {"momentum": 0.9}),
     ("object_detection.rms_prop_optimizer", "tf.train.RMSPropOptimizer", LINGVO_RMSPROP),
+    ("t5.Adafactor", T2T_ADAFACTOR, {"min_dim_size_to_factor": 128}),
     ("tensor2tensor.adagrad", "tf.train.AdagradOptimizer", {}),
     ("tensor2tensor.adam", "tf.contrib.opt.LazyAdamOptimizer", T2T_ADAM),
     ("tensor2tensor.adam_w", "tf.contrib.opt.AdamWOptimizer", T2T_ADAM | {"weight_decay": 1e-6}),
@@ -313,12 +317,20 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
         ("tf.train.LazyAdam", ValueError, "; there is tf.contrib.opt.LazyAdamOptimizer$"),
         ("tf.train.Adaam", ValueError, "; the nearest are adam, adagrad, adadelta"),
         ("EmbOptimType.ADAMM", ValueError, "; the nearest are adam, "),
-        ("adafactor", ValueError, "no optimizer is called 'adafactor'; there is optax.adafactor$"),
-        ("LambOptimizer", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
+        ("optax.adafactor", ValueError, "called 'optax.adafactor': call the function of optax; "),
+        ("optax.lamb", ValueError, "called 'optax.lamb': call the function of optax; optzoo"),
         ("lion", ValueError, "; there is optax.lion$"),
         ("muon", ValueError, "; there is optax.contrib.muon$"),
-        ("tfa.optimizers.LAMB", ValueError, "; there is fbgemm_gpu.EmbOptimType.LAMB, optax.lamb$"),
-        ("tensor2tensor.adafactor", ValueError, "; there is optax.adafactor$"),
+        (
+            "tfa.optimizers.LAMB",
+            ValueError,
+            "; there is fbgemm_gpu.EmbOptimType.LAMB, nvidia.LAMBOptimizer, optax.lamb$",
+        ),
+        (
+            "trax.optimizers.Adafactor",
+            ValueError,
+            "; there is mesh_tensorflow.Adafactor, t5.*, tensor2tensor.*, optax.adafactor$",
+        ),
         ("tensor2tensor.true_adamm", ValueError, "; the nearest are trueadam, "),
         ("yellow_fin", ValueError, "; there is tensor2tensor.utils.yellowfin"),
         ("SparseAdam", ValueError, "; there is optzoo.lazy_adam, which is torch's"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -131,11 +131,17 @@ def zeros_of(kind: Any) -> Array:
 
 def zeros_of_rows(x: Any, dtype: Any) -> Array:
     """A zero for each row of an array, or of its shape, divided as the rows."""
+    return zeros_without(x, range(1, len(x.shape)), dtype)
+
+
+def zeros_without(x: Any, axes: Iterable[int], dtype: Any) -> Array:
+    """Zeros of the shape of an array, or of its shape, without some axes; divided as the others."""
+    axes = tuple(axes)
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape[:1], dtype)
+        return jnp.zeros([size for axis, size in enumerate(x.shape) if axis not in axes], dtype)
     # Computed from the array: zeros made from a shape alone would be on one device. A maximum needs
     # no copy of a table, and overflows in no dtype.
-    return jnp.zeros_like(jnp.max(x, axis=tuple(range(1, jnp.ndim(x))), initial=0), dtype)
+    return jnp.zeros_like(jnp.max(x, axis=axes, initial=0), dtype)
 
 
 def beside(params: Any, state: Any) -> Any:
@@ -235,13 +241,18 @@ def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def automatic(mesh: Mesh) -> Mesh:
     """The mesh with automatic axes in the place of the explicit ones."""
-    return Mesh(
-        mesh.devices,
-        mesh.axis_names,
-        axis_types=tuple(
-            AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types
-        ),
-    )
+    return _with_types(mesh, {AxisType.Explicit: AxisType.Auto})
+
+
+@functools.cache
+def explicit(mesh: Mesh) -> Mesh:
+    """The mesh with explicit axes in the place of the automatic ones."""
+    return _with_types(mesh, {AxisType.Auto: AxisType.Explicit})
+
+
+def _with_types(mesh: Mesh, others: dict[AxisType, AxisType]) -> Mesh:
+    types = tuple(others.get(kind, kind) for kind in mesh.axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def only_along(names: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:

@@ -1,5 +1,6 @@
 """Names of parameters, patterns of names, and masks."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey
 
 from .boxes import BoxKey, is_box
+from .optimizer import Optimizer, about_of
 from .rows import is_sparse_or_none, map_rows
 
 _VALUE, _STACKED = GetAttrKey("value"), GetAttrKey("arrays")
@@ -130,6 +132,32 @@ def matching(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[st
 def containing(part: str) -> str:
     """A pattern of the names that contain a string."""
     return f"(.*/)?.*{re.escape(part)}.*"
+
+
+def names_with(argument: str, patterns: Iterable[str]) -> Callable[[Any], Any]:
+    """A mask: the parameters in whose whole names ``re.search`` finds one of some patterns.
+
+    Unlike the patterns of :func:`matching`, these may be found in no name.
+
+    Args:
+        argument: what the patterns were given as, for the error.
+        patterns: regular expressions.
+
+    Raises:
+        TypeError: if they are no collection of strings.
+        ValueError: if one is no regular expression.
+    """
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} must be a list of patterns, got {patterns!r}")
+    patterns = tuple(patterns)
+    for pattern in patterns:
+        check_pattern(argument, pattern)
+    return functools.partial(_mark_names, patterns)
+
+
+def _mark_names(patterns: tuple[str, ...], tree: Any) -> Any:
+    marked = lambda path, _: any(re.search(pattern, path_name(path)) for pattern in patterns)
+    return jax.tree_util.tree_map_with_path(marked, tree, is_leaf=is_sparse_or_none)
 
 
 def check_pattern(argument: str, pattern: Any) -> None:
@@ -253,6 +281,12 @@ def _called(mask: Callable[[Any], Any], tree: Any) -> Any:
 def resolve_unmasked(mask: Any, tree: Any, argument: str = "mask") -> Any:
     """The opposite of :func:`resolve_mask`."""
     return jax.tree.map(lambda mark: not mark, resolve_mask(mask, tree, argument))
+
+
+def except_for(skip: Any, tx: optax.GradientTransformation) -> Optimizer:
+    """A transformation of the parameters that the mask ``skip`` does not mark; the others pass."""
+    masked = optax.masked(tx, lambda tree: resolve_unmasked(skip, tree, "skip"))
+    return Optimizer(*masked, about_of(tx))
 
 
 def _patterns(mask: Any) -> tuple[str, ...] | None:

@@ -8,7 +8,9 @@ from jax import Array
 from ..core.numerics import one_minus_power, safe_divide, sqrt
 
 
-def debiased_direction(m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any) -> Array:
+def debiased_direction(
+    m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any, *, rounded: bool = False
+) -> Array:
     """The mean over the root of the mean square plus epsilon, both without their bias.
 
     Args:
@@ -18,7 +20,10 @@ def debiased_direction(m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any) -
         b1: the decay of ``m``.
         b2: the decay of ``v``.
         eps: outside of the root.
+        rounded: whether the powers of the decays are rounded before they are subtracted from one,
+            as LAMB and optax do. In float32 the first correction of 0.999 is then off by 1.3e-5.
     """
     t = jnp.asarray(t, m.dtype)
-    root = sqrt(v / one_minus_power(b2, t)) + eps
-    return safe_divide(m / one_minus_power(b1, t), root, eps)
+    rest = (lambda b, t: 1 - jnp.asarray(b, m.dtype) ** t) if rounded else one_minus_power
+    root = sqrt(v / rest(b2, t)) + eps
+    return safe_divide(m / rest(b1, t), root, eps)

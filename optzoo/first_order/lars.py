@@ -10,7 +10,7 @@ import optax
 from ..core.checks import check_flags, check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
 from ..core.optimizer import Optimizer
-from ..core.paths import check_mask, resolve_unmasked
+from ..core.paths import check_mask, except_for
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
@@ -137,5 +137,5 @@ def lars(
         rows=lambda _: lazy(in_float32(rows_rule)),
         scheduled={"learning_rate": learning_rate},
     )
-    masked = optax.masked(trust, lambda tree: resolve_unmasked(skip, tree, "skip"))
-    return fitting(Optimizer(*optax.chain(masked, steps), steps.about._replace(rows=None)))
+    chain = optax.chain(except_for(skip, trust), steps)
+    return fitting(Optimizer(*chain, steps.about._replace(rows=None)))

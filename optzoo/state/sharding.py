@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
+from ..core.meshes import explicit
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, is_coded, is_whole, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
@@ -26,8 +27,9 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     A slot with the shape of its parameter has the same sharding, and so do two slots side by side
     (:func:`optzoo.slots_dtype`). If it has additional leading axes (a window of gradients), these
-    are not sharded; if it has only the first axes of the parameter (a value for each row), it is
-    sharded like these. All other arrays are replicated: counts, matrices of Shampoo.
+    are not sharded; if it has only the first axes of the parameter (a value for each row), or all
+    axes but one, it is sharded like these. All other arrays are replicated: counts, matrices of
+    Shampoo.
 
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is
@@ -64,6 +66,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
     obstacles, undivided = list[str | None](), dict[str, None]()
+    unsure = list[Any]()
 
     def place(path, slot):
         if is_coded(slot):
@@ -75,12 +78,21 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
             return sharding_of_codes(whole, slot)
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
+        if x is not None and _may_lack_an_axis(x, slot.shape):
+            if isinstance(typed := slot.sharding, NamedSharding):
+                return NamedSharding(_sharding(x).mesh, typed.spec)
+            unsure.append(path)
         return everywhere if x is None else _like(x, slot.shape) or everywhere
 
-    state = jax.eval_shape(tx.init, params)
-    try:
+    def place_all(params):
         of_slots = lambda slots: map_with_path(place, slots, is_leaf=is_coded)
-        placed = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+        state = jax.eval_shape(tx.init, params)
+        return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+
+    try:
+        placed = place_all(params)
+        if unsure:  # shapes do not tell which axis is missing; on explicit axes types do
+            placed = place_all(jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines))
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
         raise
@@ -140,6 +152,22 @@ def _axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, .
     if more > 0 and shape[more:] == of:
         return *(None,) * more, *range(len(of))
     return tuple(range(len(shape))) if shape == of[: len(shape)] else None
+
+
+def _may_lack_an_axis(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a slot may have all axes of its parameter but one that is not the last."""
+    axes = range(len(x.shape) - 1)
+    return any(shape == (*x.shape[:axis], *x.shape[axis + 1 :]) for axis in axes)
+
+
+def _on_explicit_axes(x: Any) -> Any:
+    """The shape of a parameter that is on a mesh, as if all axes of the mesh were explicit."""
+    sharding = _sharding(x)
+    if is_lines(x) or not isinstance(sharding, NamedSharding):
+        return x
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(explicit(sharding.mesh), sharding.spec)
+    )
 
 
 def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:

@@ -23,6 +23,11 @@ class TF1Names(NamedTuple):
 
     Args:
         slot: the last part of the slots' names, where it is not the name of the optimizer.
+        by_field: what is between the name of a parameter and that of a field, where this is the
+            name of the variable: ``"/"`` for ``w/adam_m``. Such variables are float32.
+        also_numbered: with ``by_field``, whether the variables may be numbered instead: they are if
+            the checkpoint has none by the fields' names, or if, without a checkpoint to look at,
+            the name of the optimizer is given.
         order: the fields in the order in which TensorFlow creates the variables, where that is
             not their own order. Fields in an inner tuple hold an array for each dimension and
             take turns: ``("a", ("b", "c"))`` is ``a``, ``b[0]``, ``c[0]``, ``b[1]``, ``c[1]``, ...
@@ -37,6 +42,8 @@ class TF1Names(NamedTuple):
     """
 
     slot: str | None = None
+    by_field: str = ""
+    also_numbered: bool = False
     order: tuple[str | tuple[str, ...], ...] = ()
     optional: tuple[str, ...] = ()
     hint: str = ""

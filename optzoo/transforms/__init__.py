@@ -7,10 +7,12 @@ from ..first_order.adam import scale_by_adam as scale_by_adam
 from ..first_order.adam import scale_by_lazy_adam as scale_by_lazy_adam
 from ..first_order.adam_gs import scale_by_adam_gs as scale_by_adam_gs
 from ..first_order.adam_gs import scale_by_lazy_adam_gs as scale_by_lazy_adam_gs
+from ..first_order.adam_weight_decay import scale_by_adam_weight_decay as scale_by_adam_weight_decay
 from ..first_order.adamax import scale_by_adamax as scale_by_adamax
 from ..first_order.add_sign import scale_by_add_sign as scale_by_add_sign
 from ..first_order.amsgrad import scale_by_amsgrad as scale_by_amsgrad
 from ..first_order.grad_variance_scaled import scale_by_grad_variance as scale_by_grad_variance
+from ..first_order.lamb import scale_by_lamb as scale_by_lamb
 from ..first_order.lars import scale_by_lars_trust_ratio as scale_by_lars_trust_ratio
 from ..first_order.momentum import scale_by_momentum as scale_by_momentum
 from ..first_order.nadam import scale_by_nadam as scale_by_nadam

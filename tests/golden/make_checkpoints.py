@@ -21,6 +21,14 @@ from tensorflow.contrib import opt as contrib_opt
 
 STEPS = 5  # before the checkpoint, and after it
 SHAPES = {"enc/kernel": (3, 2), "enc/bias": (2,), "w": (2,), "w1": (2, 2)}
+# Of models as BERT and T5 are; the last one begins with zeros.
+MODEL = {
+    "bert/layer_0/kernel": (6, 4),
+    "bert/layer_0/bias": (4,),
+    "bert/layer_0/LayerNorm/gamma": (4,),
+    "cube": (3, 4, 3),
+    "head": (4, 3),
+}
 IN_SCOPE, PLAIN = ("enc/kernel", "enc/bias"), ("w", "w1")
 
 RATE = {"learning_rate": 0.1}
@@ -88,6 +96,18 @@ def cases():
         start=7,
     )
 
+    names = {"exclude_from_weight_decay": ["LayerNorm", "layer_norm", "bias"]}
+    decay = dict(RATE, weight_decay_rate=0.1, **names)
+    add("AdamWeightDecay", "AdamWeightDecay", decay, variables=tuple(MODEL))
+    add("AdamWeightDecayRows", "AdamWeightDecay", decay, kind="sparse")
+    add("LAMB", "LAMB", decay, variables=tuple(MODEL))
+    add("Adafactor", "Adafactor", {}, variables=tuple(MODEL))
+    momentum = dict(RATE, beta1=0.9)
+    add("AdafactorMomentum", "Adafactor", momentum, variables=tuple(MODEL))
+    mesh = {"min_dim_size_to_factor": 3}
+    add("AdafactorMesh", "Adafactor", mesh, variables=tuple(MODEL))
+    add("AdafactorMeshMomentum", "Adafactor", dict(mesh, **momentum), variables=tuple(MODEL))
+
     add("MovingAverage", "MovingAverage", {"opt": ADAM, "average_decay": 0.9})
     counted = {"opt": MOMENTUM, "average_decay": 0.9, "num_updates": STEP}
     add("MovingAverageCounted", "MovingAverage", counted, resource=True)
@@ -114,13 +134,21 @@ def cases():
 def make_data():
     """Start and gradients of all variables; the same for all cases."""
     rng = np.random.RandomState(1)
+    data = draw(rng, SHAPES)
+    data["rows"] = np.array([rng.permutation(3)[:2] for _ in range(2 * STEPS)])
+    data.update(draw(np.random.RandomState(2), MODEL))
+    data["init/head"] *= 0
+    return data
+
+
+def draw(rng, shapes):
+    """Start and gradients of some variables."""
     data = {}
-    for name, shape in sorted(SHAPES.items()):
+    for name, shape in sorted(shapes.items()):
         data["init/" + name] = rng.standard_normal(shape).astype(np.float32)
         scale = 10.0 ** rng.uniform(-1, 0, size=shape)
         gradients = scale * rng.standard_normal((2 * STEPS, *shape))
         data["grad/" + name] = gradients.astype(np.float32)
-    data["rows"] = np.array([rng.permutation(3)[:2] for _ in range(2 * STEPS)])
     return data
 
 

@@ -1,5 +1,7 @@
 """Records what the optimizers of TensorFlow 1.15.5 and of RETURNN do into ``records/*.xz``.
 
+And what those of ``published.py`` do there, which are in neither.
+
     python3.7 -m pip install tensorflow==1.15.5 'protobuf<3.21' 'numpy<1.19'
     python3.7 -m pip install returnn==1.20210901.233229 dm-tree  # for the cases of RETURNN
     python3.7 tests/golden/make_records.py [--only PREFIX] [--out DIR]
@@ -25,6 +27,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import published
 import tensorflow as tf
 from tensorflow.contrib import opt as contrib_opt
 from tensorflow.contrib.opt.python.training import matrix_functions, shampoo, sign_decay
@@ -73,6 +76,7 @@ def cases():
                 table.append(dict(case, **more))
 
     sections = (first_order, adams, signs, proximal, second_order, decoupled, wrappers, returnn)
+    sections += (of_projects,)
     for section in sections:
         section(add)
     return table
@@ -377,6 +381,30 @@ def returnn(add):
     add("AMSGrad", "other", OTHER_ADAM, "dense", "f32")
 
 
+def of_projects(add):
+    """Published beside TensorFlow, and written anew (``published.py``)."""
+    decay = {"learning_rate": 0.01, "weight_decay_rate": 0.1}
+    for name in ("AdamWeightDecay", "LAMB"):
+        add(name, "lr0.01", {"learning_rate": 0.01}, EVERY, BOTH)
+        some = dict(decay, exclude_from_weight_decay=["^w", "layer_norm", "b|v$"])
+        add(name, "some", some, dtypes=BOTH)
+        other = dict(some, beta_1=0.5, beta_2=0.9, epsilon=1e-3)
+        add(name, "falling", dict(other, learning_rate=FALLING), "dense", "f32")
+    add("LAMB", "zero-start", decay, "dense", BOTH, zero_start=["w"])
+
+    add("Adafactor", "default", {}, EVERY, BOTH)
+    momentum = {"learning_rate": 0.05, "beta1": 0.9}
+    add("Adafactor", "momentum", momentum, dtypes=BOTH)
+    plain = {"multiply_by_parameter_scale": False, "clipping_threshold": None, "epsilon1": 1e-6}
+    add("Adafactor", "plain", plain, "dense", BOTH)
+    decays = {"decay_rate": 0.9, "learning_rate": FALLING, "factored": False, "epsilon2": 0.5}
+    add("Adafactor", "decays", decays, "dense", "f32")
+    add("Adafactor", "zero-start", {}, "dense", "f32", zero_start=["w", "v"], start=100)
+    shapes = {"v": (5,), "w": (4, 3), "t": (2, 3, 3), "c": (3, 3, 3), "q": (3, 2, 1, 4)}
+    mesh = dict(momentum, min_dim_size_to_factor=3)
+    add("Adafactor", "mesh", mesh, "dense", BOTH, shapes=shapes)
+
+
 # ------------------------------------------------------------------------------ the numbers
 def make_data(case):
     """Start and gradients of every variable, at random but the same in every run."""
@@ -457,7 +485,7 @@ def schedule_of_shampoo(expression, t):
 
 
 def make_optimizer(name, kwargs, scope):
-    """The optimizer of TensorFlow or else of RETURNN."""
+    """The optimizer of TensorFlow, of ``published.py`` or else of RETURNN."""
     cls = find(name)
     kwargs = {k: resolve(v, scope) for k, v in kwargs.items()}
     if name == "extend_with_decoupled_weight_decay":
@@ -469,7 +497,7 @@ def make_optimizer(name, kwargs, scope):
 
 def find(name):
     """A class by its name, which may lack ``Optimizer``."""
-    for module in (tf.train, contrib_opt, weight_decay_optimizers, None):
+    for module in (tf.train, contrib_opt, weight_decay_optimizers, published, None):
         if module is None:
             from returnn.tf import updater as module
         for full_name in (name + "Optimizer", name):
@@ -495,6 +523,8 @@ def find_slots(optimizer, variables):
             for s, whole in wholes.items()
             for n, v in variables.items()
         ]
+    if hasattr(optimizer, "kept"):
+        return [(s, n, kept) for (s, n), kept in optimizer.kept.items()]
     names = optimizer.get_slot_names()
     slots = [(s, n, optimizer.get_slot(v, s)) for s in names for n, v in variables.items()]
     # Shampoo's are as many as a variable has dimensions.

@@ -70,8 +70,11 @@ def test_every_optimizer(name):
     check(tx, 3)
 
 
+OF_ALL_ROWS = {"adafactor", "lamb"}  # their norms have the rows that were not there
+
+
 @pytest.mark.usefixtures("eager")
-@by_rows
+@pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - {*REFUSED, *OF_ALL_ROWS}))
 def test_as_with_the_larger_table_from_the_start(name):
     tx = samples.make(optzoo.CATALOG[name])
     small, large = resize(*trained(tx), {"emb": MORE}, tx=tx), trained(tx, MORE)

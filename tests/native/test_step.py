@@ -30,9 +30,10 @@ ROUNDINGS = 16 * np.finfo(np.float32).eps
 SECOND_ORDER = {name for name, e in CATALOG.items() if e.family == "second_order"}
 # They update rows that have no gradient, or read all rows.
 NOT_LAZY = {"adam", "adam_gs", "adamw", "add_sign", "global_decay_row_wise_adagrad"}
+NOT_LAZY |= {"adafactor", "adam_weight_decay", "lamb"}
 NOT_LAZY |= {"grad_variance_scaled", "nadam", "neural_optimizer1", "power_sign"}
 LAZY = sorted(CATALOG.keys() - SECOND_ORDER - NOT_LAZY)
-BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER)
+BY_ELEMENT = sorted(CATALOG.keys() - SECOND_ORDER - {"adafactor"})  # which has means of columns
 # Norms of each row, or values for each row.
 BY_ROW = [name for name in BY_ELEMENT if "row_wise" in name]
 # On arrays, equal to the bit. In the others some version of XLA contracts other operations, on some

@@ -82,7 +82,7 @@ def test_touched_rows_are_updated_in_place(name):
 
 
 # They need the norm of their direction, which is as large as the parameter, to scale it.
-OF_THEIR_OWN_NORM = ("row_wise_lamb", "partial_row_wise_lamb")
+OF_THEIR_OWN_NORM = ("adafactor", "lamb", "row_wise_lamb", "partial_row_wise_lamb")
 FIRST_ORDER = [name for name, entry in CATALOG.items() if entry.family != "second_order"]
 
 
@@ -94,4 +94,5 @@ def test_a_dense_step_copies_nothing(name):
     step = functools.partial(step_of(tx), global_step=0)
     train = jax.jit(step, donate_argnums=(0, 1)).lower(x, tx.init(x), x).compile()
     arrays = 1 if name in OF_THEIR_OWN_NORM else 0
-    assert train.memory_analysis().temp_size_in_bytes < (arrays + 0.01) * x.nbytes
+    few = 0.02 if name == "adafactor" else 0.01  # which has means of 100 rows and 1000 columns
+    assert train.memory_analysis().temp_size_in_bytes < (arrays + few) * x.nbytes

@@ -123,6 +123,11 @@ FOREIGN = {
     ),
     "apply_if_finite": optax.apply_if_finite(SGD, 3),
     "densify, lars": dense(optzoo.lars(0.1)),
+    "lamb": optzoo.lamb(0.1),
+    "factored": optzoo.adafactor(0.1),
+    "factored, no clipping": optzoo.adafactor(
+        0.1, clipping_threshold=None, multiply_by_parameter_scale=False
+    ),
     "densify, clip": dense(optzoo.clip_by_global_norm(0.01), SGD),
     "optax.lamb": dense(optax.lamb(0.1)),
     "optax.lars": dense(optax.lars(0.1)),

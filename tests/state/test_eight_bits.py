@@ -270,15 +270,18 @@ def test_a_thousand_steps_by_the_formulas(name):
 
 SUMS = "adagrad adagrad_da adagrad_eps counter_row_wise_adagrad cowclip_row_wise_adagrad ftrl"
 SUMS += " global_decay_row_wise_adagrad proximal_adagrad reg_adagrad row_wise_adagrad"
-REFUSED = {*SUMS.split(), "row_wise_rmsprop"}  # the last one has a number for each row
+# The last ones have numbers for each row, and for each column.
+REFUSED = {*SUMS.split(), "row_wise_rmsprop", "adafactor"}
 CODED = {
     "adadelta": "accum accum_update",
+    "adam_weight_decay": "adam_m adam_v",
     "adamax": "m v",
     "add_sign": "m",
     "amsgrad": "m v v_hat",
     "blocked_shampoo": "gbar",
     "ggt": "moment1",
     "gradient_descent": "",
+    "lamb": "adam_m adam_v",
     "lars": "momentum",
     "momentum": "momentum",
     "momentumw": "momentum",

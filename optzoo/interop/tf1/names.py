@@ -137,6 +137,16 @@ class CheckpointNames:
         """The moving average of a parameter."""
         return join(self.choices.scope, parameter, AVERAGE)
 
+    def of_field(self, parameter: str, between: str, field: str) -> str:
+        """The slot of a parameter that has the name of its field, such as ``w/adam_m``."""
+        return join(self.choices.scope, f"{parameter}{between}{field}")
+
+    def are_numbered(self, by_field: Iterable[str]) -> bool:
+        """Whether slots are called ``w/Adam``, ``w/Adam_1``, ... and not by these names."""
+        if self.given is None:
+            return self.choices.optimizer_name is not None
+        return not any(map(self.has, by_field))
+
     def slots(
         self, possible: Mapping[str, set[int]], last: str | None = None, hint: str = ""
     ) -> tuple[dict[str, str], list[str]]:

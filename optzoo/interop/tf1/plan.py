@@ -245,6 +245,8 @@ class _Planner:
         elif self.names.choices.swapped and isinstance(state.slots, MovingAverageSlots):
             self.arrays += [slot.source._replace(variable=slot.owner.name) for slot in slots]
             self._averaged |= {slot.owner.path for slot in slots}
+        elif named := self._by_field(slots, tf1):
+            self.arrays += named
         else:
             self._add_slots(slots, tf1, optional)
         if tf1.count is None:
@@ -271,6 +273,21 @@ class _Planner:
                 if is_center:
                     owner = owner._replace(name=f"{CENTER}/{owner.name}")
                 yield _Slot(field, below, owner, _source(here, x, owner, optional))
+
+    def _by_field(self, slots: list[_Slot], tf1: TF1Names) -> list[Source]:
+        """Slots whose variables have the names of their fields; none if they are numbered."""
+        if not tf1.by_field:
+            return []
+        named = [
+            slot.source._replace(
+                variable=self.names.of_field(slot.owner.name, tf1.by_field, slot.field),
+                saved_dtype=np.float32,
+            )
+            for slot in slots
+        ]
+        if tf1.also_numbered and self.names.are_numbered(source.variable for source in named):
+            return []
+        return named
 
     def _add_slots(self, slots: list[_Slot], tf1: TF1Names, optional: bool) -> None:
         """Names slots as TensorFlow does, in the order of creation: ``Adam``, ``Adam_1``, ..."""

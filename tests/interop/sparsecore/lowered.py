@@ -145,11 +145,14 @@ def stored():
 
 # Those of the records that do not update each touched row by itself, and why.
 REFUSED = {
+    "Adafactor": "may mix the rows",
     "Adam": "moves all rows",
     "AdamGS": "moves all rows",
     "AdamW": "moves all rows",
+    "AdamWeightDecay": "moves all rows",
     "AddSign": "may use all rows",
     "GradVarianceScaled": "may use all rows",
+    "LAMB": "may mix the rows",
     "LARS": "may mix the rows",
     "MovingAverage": "may use all rows",
     "Nadam": "may use all rows",

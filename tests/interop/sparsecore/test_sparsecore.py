@@ -20,10 +20,12 @@ from . import lowered
 
 WIDTH = 4
 ON_ROWS = [
-    "adam", "adam_gs", "adamw", "add_sign", "grad_variance_scaled", "nadam", "neural_optimizer1",
-    "power_sign",
+    "adam", "adam_gs", "adam_weight_decay", "adamw", "add_sign", "grad_variance_scaled",
+    "nadam", "neural_optimizer1", "power_sign",
 ]  # fmt: skip
-NEVER = ["blocked_shampoo", "ggt", "lars", "normalized_sgd", "shampoo", "soap"]
+NEVER = [
+    "adafactor", "blocked_shampoo", "ggt", "lamb", "lars", "normalized_sgd", "shampoo", "soap",
+]  # fmt: skip
 AS_THEY_ARE = sorted(CATALOG.keys() - {*ON_ROWS, *NEVER})
 # The elements of a row depend on each other.
 WHOLE_ROWS = [

@@ -113,6 +113,8 @@ NAMES = {
     "Nadam": "Adam",
     "PowerSign": "PowerSignOptimizer",
 }
+# Their slots have the names of the fields, w_slot_v; so they have for AdamWeightDecay and LAMB.
+BY_FIELD = ("AdafactorMesh", "AdafactorMeshMomentum")
 # These need a checkpoint of the graph: only that has the prefix of the powers, or the roots.
 NEED_LIKE = ("VariableClipping", "ShampooRoots", "ShampooMixed")
 
@@ -142,6 +144,8 @@ def save_arguments(name: str, case: dict[str, Any], theirs: pathlib.Path) -> dic
             "optimizer_name": {p: o["$opt"] for p, o in case["each"].items()},
             "variables": powers if name == "TwoAdams" else None,
         }
+    if name in BY_FIELD:
+        return {}
     used = case["kwargs"]["opt"]["$opt"] if "opt" in case["kwargs"] else case["optimizer"]
     return load_arguments(name, case) | {
         "optimizer_name": NAMES.get(used, used),
@@ -171,7 +175,8 @@ def _beside_a_matrix(name: str) -> list[str]:
     saved = golden.Record({}, THEIRS.arrays).group(f"{name}/end")
     matrix, *others = CASES[name]["variables"]
     hidden = {"global_step", matrix, *others}
-    names = [n for n in saved if n not in hidden and not n.startswith(f"{others[0]}/")]
+    of_others = tuple(f"{other}/" for other in others)
+    names = [n for n in saved if n not in hidden and not n.startswith(of_others)]
     names = sorted(names)[:4]  # of AMSGrad's without a name the rest are of the other parameters
     return [f"`{n.replace(f'{matrix}/', 'w/')}`" for n in names]
 
