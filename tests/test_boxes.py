@@ -119,6 +119,8 @@ def test_a_box_holds_an_array_with_its_axes(name, kind):
         if names_in:
             expected = {0: (), 1: NAMES[owner][:1], plain[owner].ndim: NAMES[owner]}
             wanted = expected.get(array.ndim, (None, *NAMES[owner]))
+            if jax.tree_util.GetAttrKey("vc") in path:  # of Adafactor: a number for each column
+                wanted = NAMES[owner][1:]
             assert tuple(names_in(slot)) == wanted, path
         elif array.shape != plain[owner].shape:
             assert kind == "nnx without names", path

@@ -5,7 +5,7 @@ class InitialValueWarning(UserWarning):
     """An optimizer cannot start from the initial values of the parameters.
 
     The first update of FTRL replaces most of them (:func:`optzoo.ftrl_from`). LAMB and LARS by rows
-    never move a row of zeros, as which :mod:`optzoo.growing` makes rows without ``init``.
+    never move a row of zeros, as which ``optzoo.growing`` makes rows without ``init``.
 
     Example:
         >>> import warnings

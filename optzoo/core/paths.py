@@ -157,7 +157,7 @@ def names_with(argument: str, patterns: Iterable[str]) -> Callable[[Any], Any]:
 
 def _mark_names(patterns: tuple[str, ...], tree: Any) -> Any:
     marked = lambda path, _: any(re.search(pattern, path_name(path)) for pattern in patterns)
-    return jax.tree_util.tree_map_with_path(marked, tree, is_leaf=is_sparse_or_none)
+    return map_with_path(marked, tree, is_leaf=is_sparse_or_none)
 
 
 def check_pattern(argument: str, pattern: Any) -> None:

@@ -19,7 +19,6 @@ from ..core.checks import (
 )
 from ..core.meshes import zeros_without
 from ..core.numerics import is_number, safe_divide, slot_dtype, sqrt
-from ..core.paths import without_boxes
 from ..rules.leafwise import leafwise, zeros
 from ..rules.policies import dense
 from ..state.inner import fitting
@@ -193,7 +192,7 @@ def adafactor(
         scheduled={"learning_rate": learning_rate, "decay_rate": decay_rate},
         needs_params=multiply_by_parameter_scale,
     )
-    return fitting(without_boxes(tx))
+    return fitting(tx)
 
 
 def _factored_axes(shape: tuple[int, ...], min_size: int | None) -> tuple[int, int] | None:
