@@ -24,7 +24,7 @@ class Name(str):
     short: str | None = None
 
 
-def path_name(path: Any) -> Name:
+def path_name(path: Any) -> str:
     """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables.
 
     A parameter in a box (:mod:`optzoo.core.boxes`) has the name that it has without: nnx gives
@@ -119,7 +119,7 @@ def matching(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[st
     last_of_shorts = {name: {last(short)} if short else set() for name, short in shorts.items()}
     found: dict[str, list[str]] = {name: [] for name in names}
     for pattern in patterns:
-        fits = re.compile(pattern).fullmatch
+        fits, matched = re.compile(pattern).fullmatch, list[str]()
         for spellings in [whole] if "/" in pattern else [last_parts, whole, last_of_shorts]:
             matched = [name for name in found if any(map(fits, spellings[name]))]
             if matched:

@@ -57,7 +57,8 @@ def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
     wanted = {_key(keys): child for keys, child in children}
     found = _entries(saved)
     if len(found) == 1 and not found.keys() & wanted.keys() and not isinstance(like, dict):
-        return _build(*found.values(), like, path)  # out of a box
+        [inside] = found.values()  # of a box
+        return _build(inside, like, path)
     names = _names(found, wanted, like, path)
     if left := [k for k in found if k not in names.values() and jax.tree.leaves(found[k])]:
         raise ValueError(f"saved has {left} at '{_written(path)}', which the state has not")
