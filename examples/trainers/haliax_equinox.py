@@ -8,7 +8,6 @@ import sys
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import optax
 import orbax.checkpoint as ocp
@@ -17,29 +16,28 @@ from sklearn.datasets import load_digits
 
 import optzoo
 
-Batch, Pixel, Hidden, Digit = hax.make_axes(batch=128, pixel=64, hidden=256, digit=10)
+Pixel, Hidden, Digit = hax.make_axes(pixel=64, hidden=256, digit=10)
 OPTIMIZER = optzoo.moving_average(optzoo.row_wise_adagrad(0.01), average_decay=0.9)
-COMPUTED, STORED = {"batch": "d"}, {"hidden": "d"}  # which axes the mesh divides
+STORED = {"hidden": "d"}  # the axes that the mesh divides
 
 
 class Model(eqx.Module):
-    hidden: hnn.Linear
-    out: hnn.Linear
+    hidden: hax.NamedArray
+    out: hax.NamedArray
 
     @staticmethod
     def init(key):
         keys = jax.random.split(key)
-        return Model(
-            hnn.Linear.init(Pixel, Hidden, key=keys[0]), hnn.Linear.init(Hidden, Digit, key=keys[1])
-        )
+        normal = lambda key, *axes: jax.random.normal(key, [axis.size for axis in axes]) / 8
+        arrays = normal(keys[0], Pixel, Hidden), normal(keys[1], Hidden, Digit)
+        return Model(hax.named(arrays[0], (Pixel, Hidden)), hax.named(arrays[1], (Hidden, Digit)))
 
     def __call__(self, x):
-        return self.out(hnn.relu(self.hidden(x)))
+        return jax.nn.relu(x @ self.hidden.array) @ self.out.array
 
 
 def loss(model, x, y):
-    logits = model(hax.named(x, (Batch, Pixel))).rearrange((Batch, Digit))
-    return optax.softmax_cross_entropy_with_integer_labels(logits.array, y).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
 
 
 @eqx.filter_jit
@@ -54,7 +52,6 @@ def main(folder, steps, devices=None):
     mesh = jax.make_mesh((number,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
     with (
         jax.set_mesh(mesh),
-        hax.axis_mapping(COMPUTED),
         ocp.CheckpointManager(folder) as checkpoints,
     ):
         model = hax.shard(Model.init(jax.random.key(0)), STORED)
