@@ -50,10 +50,7 @@ def step(model, state, x, y):
 def main(folder, steps, devices=None):
     number = len(devices or jax.devices())
     mesh = jax.make_mesh((number,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
-    with (
-        jax.set_mesh(mesh),
-        ocp.CheckpointManager(folder) as checkpoints,
-    ):
+    with jax.set_mesh(mesh), ocp.CheckpointManager(folder) as checkpoints:
         model = hax.shard(Model.init(jax.random.key(0)), STORED)
         params, static = eqx.partition(model, eqx.is_array)
         train = params, hax.shard(OPTIMIZER.init(params), STORED)
