@@ -28,7 +28,7 @@ from ..registry import add_name
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
 
-__all__ = ["keras_optimizer"]
+__all__ = ["for_fit", "keras_optimizer"]
 
 _HINT = (
     f"{how_to_install('keras')}; set the environment variable KERAS_BACKEND=jax before the first "
@@ -120,6 +120,66 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         return treedef.unflatten(map(move, gs, new_xs, xs)), SlotsByName(variables, slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def for_fit(
+    tx: Any,
+    learning_rate: Any = None,
+    *,
+    loss_scale_factor: float | None = None,
+    name: str | None = None,
+) -> Any:
+    """An optax transformation as an optimizer of Keras 3, for ``model.compile`` and ``fit``.
+
+    Each step of ``fit`` is one ``tx.update`` with dense gradients and ``optax.apply_updates``. The
+    parameters are a dict of the trainable variables by their paths, such as
+    ``"sequential/dense/kernel"``, which patterns match. The state is one variable of Keras for each
+    array, made when Keras builds the optimizer: at the first ``fit``, or by
+    ``optimizer.build(model.trainable_variables)``. So ``model.save_weights``, ``ModelCheckpoint``
+    and ``keras.distribution`` have it. ``optimizer.params`` and ``optimizer.state`` are its present
+    values, between epochs and in callbacks at the end of one.
+
+    Keras on JAX has dense gradients for embeddings, too: in ``fit`` an optimizer of this library is
+    never given rows, and a lazy one decays all of them. To train tables by rows use
+    :func:`optzoo.minimize` with ``model.stateless_call`` (``docs/keras.md``).
+
+    With averages (:func:`optzoo.moving_average`) ``fit`` ends with the parameters that are
+    trained; ``optimizer.assign_eval_params()`` writes the averages into the model.
+
+    Example:
+        >>> import os; os.environ["KERAS_BACKEND"] = "jax"
+        >>> import keras, numpy as np, optzoo
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="out")])
+        >>> tx = optzoo.interop.keras.for_fit({"class": "adam", "learning_rate": 0.1})
+        >>> model.compile(optimizer=tx, loss="mse")
+        >>> history = model.fit(np.eye(2), np.ones((2, 1)), epochs=3, verbose=0)
+        >>> print(tx.iterations.value, optzoo.slot_names(tx.state), float(tx.learning_rate))
+        3 ('m', 'v') 0.10000000149011612
+
+    Args:
+        tx: a transformation, or a name or config of :func:`optzoo.create`. With a config of plain
+            values the model can be saved as a ``.keras`` file, and is loaded after ``import
+            optzoo.interop.keras_fit``.
+        learning_rate: a number or a schedule of Keras, in place of the rate of ``tx``: callbacks
+            such as ``ReduceLROnPlateau`` then read and set it. By default it is the number in the
+            config; if there is none, the rate is inside of ``tx`` and hidden from Keras.
+        loss_scale_factor: as in all optimizers of Keras. ``LossScaleOptimizer`` may be around, too.
+        name: the name of the optimizer.
+
+    Raises:
+        ImportError: if Keras 3 is missing or does not run on JAX.
+        TypeError: if ``tx`` or ``learning_rate`` is none of these.
+        ValueError: if ``fit`` cannot use ``tx``: its update needs further arguments such as
+            ``value``, it is a method for replicas or that of :func:`optzoo.caught_up`, or nothing
+            in it reads ``learning_rate``; when Keras saves a model as a ``.keras`` file, if ``tx``
+            is no config of plain values.
+
+    References:
+        ``keras.optimizers.Optimizer`` of `Keras <https://keras.io/api/optimizers>`_.
+    """
+    from .keras_fit import FitOptimizer  # which needs Keras
+
+    return FitOptimizer(tx, learning_rate, loss_scale_factor, name)
 
 
 @functools.cache
