@@ -24,6 +24,20 @@ from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
 from .core.paths import containing
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
+from .schedules import (
+    cosine_decay,
+    cosine_decay_restarts,
+    cosine_decay_with_warmup,
+    exponential_decay,
+    exponential_decay_with_burnin,
+    inverse_time_decay,
+    linear_cosine_decay,
+    manual_stepping,
+    natural_exp_decay,
+    noam,
+    piecewise_constant,
+    polynomial_decay,
+)
 
 __all__ = ["create", "register"]
 
@@ -65,7 +79,9 @@ def create(
             ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
             its ``learning_rate`` is for the inner optimizer. ``sign_decay_fn`` may be a config of
             one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor of
-            the rate.
+            the rate. ``learning_rate`` may be the config of a schedule of :mod:`optzoo.schedules`,
+            ``{"class": "tf.train.polynomial_decay", "learning_rate": 0.1, "decay_steps": 100}``, or
+            a message ``LearningRate`` of object_detection.
 
     Returns:
         The transformation. Arguments, and the values of a schedule, are rounded to float32 where
@@ -77,13 +93,14 @@ def create(
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
         ValueError: if the name is unknown, or is that of another library or module (the message
-            says what to take, or names the nearest ones); if an argument is out of its range; or if
-            a message of object_detection has a learning rate that is not constant.
+            says what to take, or names the nearest ones); or if an argument is out of its range.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
         raise TypeError(f"{sorted(twice)} are given both in the config and as keyword arguments")
     config |= kwargs
+    if isinstance(rate := config.get("learning_rate"), Mapping):
+        config["learning_rate"] = _schedule(rate)
     found = _find(config.pop("class"))
     multiplier = None if found.is_wrapper else config.pop("learning_rate_multiplier", None)
     arguments = _defaults(found) | _translated(found, config)
@@ -297,7 +314,7 @@ _MODULES = (
     (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
     (r"^(tf\.)?keras\b.*", "keras"),
     (r"^(.*\.)?emboptimtype$", "emboptimtype"),
-    (r"^(lingvo|objectdetection|tensor2tensor)\b.*", r"\1"),
+    (r"^(lingvo|objectdetection|opennmt|tensor2tensor)\b.*", r"\1"),
     (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
 )
 
@@ -405,13 +422,6 @@ def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:
             f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: beside "
             "one optimizer there may be use_moving_average and moving_average_decay"
         )
-    if isinstance(rate := config.get("learning_rate"), Mapping):
-        if rate.keys() != {"constant_learning_rate"}:
-            raise ValueError(
-                f"learning_rate in {name} is {sorted(rate)}: remove it, and give a schedule as "
-                "create(..., learning_rate=schedule)"
-            )
-        config["learning_rate"] = rate["constant_learning_rate"].get("learning_rate", 0.002)
     return (
         {"class": "moving_average", "average_decay": decay, "opt": config}
         if is_averaged
@@ -559,6 +569,107 @@ def _sign_decay(value: Any) -> Any:
     name = name.removesuffix("_fn").removesuffix("_decay").removesuffix("_sign")
     check_choice(_SIGN_DECAYS, sign_decay=name)
     return _SIGN_DECAYS[name](**config)
+
+
+_OF_TF1 = {
+    "tf.train.cosine_decay": cosine_decay,
+    "tf.train.cosine_decay_restarts": cosine_decay_restarts,
+    "tf.train.exponential_decay": exponential_decay,
+    "tf.train.inverse_time_decay": inverse_time_decay,
+    "tf.train.linear_cosine_decay": linear_cosine_decay,
+    "tf.train.natural_exp_decay": natural_exp_decay,
+    "tf.train.piecewise_constant": piecewise_constant,
+    "tf.train.piecewise_constant_decay": piecewise_constant,
+    "tf.train.polynomial_decay": polynomial_decay,
+}
+_OF_PROJECTS = {
+    "object_detection.cosine_decay_with_warmup": cosine_decay_with_warmup,
+    "object_detection.exponential_decay_with_burnin": exponential_decay_with_burnin,
+    "object_detection.manual_stepping": manual_stepping,
+    "opennmt.noam": noam,
+    "opennmt.NoamDecay": noam,
+}
+
+
+def _schedules() -> dict[str, Callable[..., optax.Schedule]]:
+    """The schedules by the keys of their names, with and without the module."""
+    known = {_key(name): f for name, f in (_OF_TF1 | _OF_PROJECTS).items()}
+    return {_last(key): f for key, f in known.items()} | known
+
+
+def _schedule(config: Mapping[str, Any]) -> Any:
+    """A schedule from its config, or the rate of a message of object_detection."""
+    if "class_name" in config:  # of Keras, which reads it
+        return config
+    if config.keys() <= _MESSAGES.keys() and len(config) == 1:
+        [(name, fields)] = config.items()
+        return _from_rate(name, dict(fields))
+    if "class" not in config:
+        raise TypeError(
+            "learning_rate must be a number, a schedule or a dict with the name of a schedule "
+            f"under 'class', got {dict(config)!r}"
+        )
+    given = dict(config)
+    name = given.pop("class")
+    if _last(_key(str(name))) == "noisylinearcosinedecay":
+        raise ValueError(
+            f"{name} draws random numbers of TensorFlow, which are not here: linear_cosine_decay "
+            "is the same without noise"
+        )
+    if (schedule := _schedules().get(_key(str(name)))) is None:
+        near = _nearest(_last(_key(str(name))), [f.__name__ for f in _schedules().values()])
+        raise ValueError(f"no schedule is called {name!r}{near}")
+    given.pop("name", None)
+    if schedule is noam and "scale" in given:
+        given["learning_rate"] = given.pop("scale")
+    parameters = inspect.signature(schedule).parameters
+    for argument in given.keys() - parameters.keys():
+        near = _nearest(argument, parameters)
+        raise TypeError(f"{schedule.__name__} has no argument {argument!r}{near}")
+    required = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
+    if required:
+        raise TypeError(f"{schedule.__name__} needs {', '.join(required)}")
+    return schedule(**given)
+
+
+# The messages LearningRate of object_detection's optimizer.proto, with the defaults of their fields
+# by our names of arguments; the names of fields that differ are below.
+_MESSAGES = {
+    "constant_learning_rate": {"learning_rate": 0.002},
+    "cosine_decay_learning_rate": {
+        **{"learning_rate": 0.002, "total_steps": 4_000_000, "warmup_learning_rate": 0.0002},
+        **{"warmup_steps": 10_000, "hold_base_rate_steps": 0},
+    },
+    "exponential_decay_learning_rate": {
+        **{"learning_rate": 0.002, "decay_steps": 4_000_000, "decay_rate": 0.95},
+        **{"staircase": True, "burnin_learning_rate": 0.0, "burnin_steps": 0},
+        "min_learning_rate": 0.0,
+    },
+    "manual_step_learning_rate": {"learning_rate": 0.002, "schedule": (), "warmup": False},
+}
+_FIELDS = {
+    "decay_factor": "decay_rate",
+    "initial_learning_rate": "learning_rate",
+    "learning_rate_base": "learning_rate",
+}
+
+
+def _from_rate(name: str, fields: dict[str, Any]) -> Any:
+    """A learning rate from a message of object_detection."""
+    given = _MESSAGES[name] | {_FIELDS.get(field, field): v for field, v in fields.items()}
+    for field in given.keys() - _MESSAGES[name].keys():
+        raise TypeError(f"{name} has no field {field!r}; it has {', '.join(_MESSAGES[name])}")
+    match name:
+        case "constant_learning_rate":
+            return given["learning_rate"]
+        case "cosine_decay_learning_rate":
+            return cosine_decay_with_warmup(**given)
+        case "exponential_decay_learning_rate":
+            return exponential_decay_with_burnin(**given)
+    if not (parts := given["schedule"]):
+        raise ValueError(f"{name} has no schedule: give its parts, dicts of step and learning_rate")
+    rates = [given["learning_rate"], *(part.get("learning_rate", 0.002) for part in parts)]
+    return manual_stepping([part["step"] for part in parts], rates, given["warmup"])
 
 
 def _times(multiplier: float, rate: Any) -> Any:

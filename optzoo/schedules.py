@@ -1,11 +1,16 @@
 """Learning rates of TensorFlow 1, as functions of the number of steps before.
 
 The argument ``global_step`` of the originals is the argument of the returned function. Values are
-computed in float32, as there. :func:`optzoo.create` makes them from configs.
+computed in float32, as there. TensorFlow's graph multiplies by the inverse of a constant where a
+function divides by it, so that a quotient of equal numbers may be just below or above a whole
+number: with ``decay_steps=41`` a staircase goes down at step 42. So it does here.
+:func:`optzoo.create` makes schedules from configs.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -78,7 +83,7 @@ def natural_exp_decay(
         staircase: whether :math:`k / N` is rounded down.
     """
     check_finite(decay_rate=decay_rate)
-    rate = np.exp(-_F32(decay_rate))
+    rate = _F32(math.exp(-_F32(decay_rate)))
     return exponential_decay(learning_rate, decay_steps, float(rate), staircase)
 
 
@@ -145,10 +150,11 @@ def polynomial_decay(
     def schedule(k):
         k = _as_f32(k)
         if cycle:
-            of = steps * jnp.where(k == 0, _F32(1), jnp.ceil(k / steps))
+            of = steps * jnp.where(k == 0, _F32(1), jnp.ceil(k * _inverse(steps)))
+            p = k / of
         else:
-            k, of = jnp.minimum(k, steps), steps
-        return (_F32(learning_rate) - end) * jnp.power(1 - k / of, _F32(power)) + end
+            p = jnp.minimum(k, steps) * _inverse(steps)
+        return (_F32(learning_rate) - end) * jnp.power(1 - p, _F32(power)) + end
 
     return schedule
 
@@ -200,7 +206,7 @@ def cosine_decay(learning_rate: float, decay_steps: float, alpha: float = 0.0) -
     check_positive(decay_steps=decay_steps)
 
     def schedule(k):
-        half = _half_cosine(jnp.minimum(_as_f32(k), _F32(decay_steps)) / _F32(decay_steps))
+        half = _half_cosine(jnp.minimum(_as_f32(k), _F32(decay_steps)) * _inverse(decay_steps))
         return _F32(learning_rate) * (_F32(1 - alpha) * half + _F32(alpha))
 
     return schedule
@@ -247,7 +253,7 @@ def cosine_decay_restarts(
     t, one = _F32(t_mul), _F32(1)
 
     def schedule(k):
-        f = _as_f32(k) / _F32(first_decay_steps)
+        f = _as_f32(k) * _inverse(first_decay_steps)
         if t == 1:
             i = jnp.floor(f)
             f = f - i
@@ -298,8 +304,8 @@ def linear_cosine_decay(
 
     def schedule(k):
         k = jnp.minimum(_as_f32(k), n)
-        half = _half_cosine(_F32(2) * _F32(num_periods) * (k / n))
-        return _F32(learning_rate) * ((_F32(alpha) + (n - k) / n) * half + _F32(beta))
+        half = _half_cosine(_F32(2) * _F32(num_periods) * (k * _inverse(n)))
+        return _F32(learning_rate) * ((_F32(alpha) + (n - k) * _inverse(n)) * half + _F32(beta))
 
     return schedule
 
@@ -411,6 +417,8 @@ def exponential_decay_with_burnin(
         min_learning_rate: :math:`\eta_{\min}`.
         staircase: whether :math:`(k - B) / N` is rounded down.
 
+    Before 2019 object_detection had :math:`k` in the place of :math:`k - B`.
+
     References:
         ``object_detection.utils.learning_schedules.exponential_decay_with_burnin`` of
         `TensorFlow's models <https://github.com/tensorflow/models>`_.
@@ -464,8 +472,8 @@ def cosine_decay_with_warmup(
         models <https://github.com/tensorflow/models>`_.
     """
     check_finite(learning_rate=learning_rate, warmup_learning_rate=warmup_learning_rate)
-    check_size(warmup_steps=warmup_steps, hold_base_rate_steps=hold_base_rate_steps)
-    before = warmup_steps + hold_base_rate_steps
+    warmup_steps = check_size(warmup_steps=warmup_steps)
+    before = warmup_steps + check_size(hold_base_rate_steps=hold_base_rate_steps)
     if check_size(total_steps=total_steps) <= before:
         raise ValueError(
             f"total_steps must be more than warmup_steps + hold_base_rate_steps = {before}, got "
@@ -495,6 +503,10 @@ def _as_f32(k):
     return jnp.asarray(k, jnp.float32)
 
 
+def _inverse(n):
+    return _F32(1) / _F32(n)
+
+
 def _half_cosine(f):
     return _F32(0.5) * (1 + jnp.cos(_F32(np.pi) * f))
 
@@ -503,14 +515,14 @@ def _fraction(decay_steps, staircase):
     """``k / decay_steps`` as a function of the step."""
     check_positive(decay_steps=decay_steps)
     check_flags(staircase=staircase)
-    p = lambda k: _as_f32(k) / _F32(decay_steps)
+    p = lambda k: _as_f32(k) * _inverse(decay_steps)
     return (lambda k: jnp.floor(p(k))) if staircase else p
 
 
 def _checked_steps(least, name, boundaries, name_of_values, values):
     """Boundaries of at least this number and the values between them, as arrays."""
     bounds = [check_size(least, **{name: b}) for b in boundaries]
-    if any(b >= c for b, c in zip(bounds, bounds[1:], strict=False)):
+    if any(b >= c for b, c in itertools.pairwise(bounds)):
         raise ValueError(f"{name} must increase, got {list(boundaries)}")
     if len(values) != len(bounds) + 1:
         raise ValueError(

@@ -174,8 +174,8 @@ def test_messages_of_object_detection(beside, average_decay):
 
 
 def test_messages_that_are_refused():
-    rate = {"exponential_decay_learning_rate": {"decay_steps": 10}}
-    with pytest.raises(ValueError, match=r"learning_rate in adam_optimizer is \['exponential_dec"):
+    rate = {"constant_learning_rate": {}, "cosine_decay_learning_rate": {}}
+    with pytest.raises(TypeError, match=r"learning_rate must be a number, a schedule or a dict"):
         create({"adam_optimizer": {"learning_rate": rate}})
     with pytest.raises(TypeError, match=r"'adam_optimizer' and also \['momentum_optimizer', 'us"):
         create({"adam_optimizer": {}, "momentum_optimizer": {}, "use": 1})
