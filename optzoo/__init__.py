@@ -15,9 +15,9 @@ from . import registry as registry
 from . import replicas as replicas
 from . import rows as rows
 from . import rules as rules
+from . import schedules as schedules
 from . import sharded as sharded
 from . import state as state
-from . import schedules as schedules
 from . import transforms as transforms
 from .catalog import CATALOG as CATALOG
 from .cite import cite as cite

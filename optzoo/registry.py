@@ -67,7 +67,10 @@ def create(
             data: nothing in it is imported or evaluated. A module before the name says whose class
             is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
             (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
-            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. Projects
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. A name of
+            Keras has all of its arguments (``beta_1``, ``rho``, ``clipnorm``, ``weight_decay``,
+            ``use_ema``, ...), and is run by the installed Keras 3 where this library does not
+            compute the same; what ``keras.optimizers.serialize`` returns is a config, too. Projects
             count as modules, with their names, arguments and defaults: ``"tensor2tensor.adam"`` is
             LazyAdam, and there are ``"lingvo.Adam"`` and ``"object_detection.adam_optimizer"``. A
             message ``Optimizer`` of object_detection is a config too, as the dict
@@ -101,7 +104,7 @@ def create(
     config |= kwargs
     if isinstance(rate := config.get("learning_rate"), Mapping):
         config["learning_rate"] = _schedule(rate)
-    found = _find(config.pop("class"))
+    found = _find(config.pop("class"), config)
     multiplier = None if found.is_wrapper else config.pop("learning_rate_multiplier", None)
     arguments = _defaults(found) | _translated(found, config)
     if found.is_wrapper:
@@ -180,6 +183,18 @@ def add_name(
     _ADDED.update({_key(known): found for known in (name, original, *others)})
 
 
+def add_module(module: str, factories: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
+    """Adds a module of another library to :func:`create`, whose names are known when it is there.
+
+    Where this library has one of them, it is taken unless it lacks an argument that is given.
+
+    Args:
+        module: the module, as :func:`create` writes it in keys.
+        factories: a function that imports the library and returns a factory for each name.
+    """
+    _ADDED_MODULES[module] = factories
+
+
 def accepts(name: str, argument: str) -> bool:
     """Whether the optimizer or wrapper of this name takes an argument of this name.
 
@@ -254,12 +269,13 @@ class _Alias(NamedTuple):
 
 
 _OF_T2T = {"b1": 0.85, "b2": 0.997, "eps": 1e-6}  # its basic_params1
+_OF_TF2 = {"beta_1": "b1", "beta_2": "b2"}
 _OF_PROTO = {"momentum_optimizer_value": "momentum"}
 # Names that are not in the tables: of RETURNN's registry, and of projects that give names of their
 # own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
 _ALSO = {
     "CustomGradientDescent": _Alias("gradient_descent"),
-    "keras.optimizers.Ftrl": _Alias("ftrl"),
+    "keras.optimizers.Ftrl": _Alias("ftrl", {"learning_rate": 0.001}),
     "lingvo.AdaDelta": _Alias("adadelta", {"b2": 0.95, "eps": 1e-8}, {"decay": "b2"}),
     "lingvo.Adagrad": _Alias("adagrad", {"initial_accumulator_value": 1.0}),
     "lingvo.Adam": _Alias("adam", {"eps": 1e-6}),
@@ -267,6 +283,10 @@ _ALSO = {
     "lingvo.RMSProp": _Alias("rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}),
     "lingvo.SGD": _Alias("gradient_descent"),
     "object_detection.adam_optimizer": _Alias("adam"),
+    "opennmt.Adam": _Alias("adam", {"eps": 1e-7}, _OF_TF2),
+    "opennmt.AdamW": _Alias("adamw", {"eps": 1e-7}, _OF_TF2),
+    "opennmt.LazyAdam": _Alias("lazy_adam", {"eps": 1e-7}, _OF_TF2),
+    "opennmt.SGD": _Alias("sgd"),
     "object_detection.momentum_optimizer": _Alias("momentum", {"momentum": 0.9}, _OF_PROTO),
     "object_detection.rms_prop_optimizer": _Alias(
         "rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}, _OF_PROTO
@@ -276,6 +296,9 @@ _ALSO = {
     "tensor2tensor.adam_w": _Alias("adamw", _OF_T2T | {"weight_decay_per_step": 1e-6}),
     "tensor2tensor.ftrl": _Alias("ftrl"),
     "tensor2tensor.momentum": _Alias("momentum", {"momentum": 0.9}),
+    "tensor2tensor.multistep_adam": _Alias(
+        "multistep_adam", _OF_T2T | {"n": 1}, {"optimizer_multistep_accumulate_steps": "n"}
+    ),
     "tensor2tensor.rms_prop": _Alias("rmsprop"),
     "tensor2tensor.sgd": _Alias("gradient_descent"),
     "tensor2tensor.true_adam": _Alias("adam", _OF_T2T),
@@ -283,6 +306,7 @@ _ALSO = {
 # The modules that add names, imported when one is looked up; and these names.
 _ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
 _ADDED: dict[str, _Found] = {}
+_ADDED_MODULES: dict[str, Callable[[], Mapping[str, Callable[..., Any]]]] = {}
 
 
 def _table() -> dict[str, _Found]:
@@ -335,18 +359,41 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _find(name: Any) -> _Found:
+def _find(name: Any, given: Mapping[str, Any] = MappingProxyType({})) -> _Found:
+    """What a name stands for, so that it takes these arguments if one of its name does."""
     if isinstance(name, enum.Enum):
         name = str(enum.Enum.__str__(name))  # EmbOptimType.ADAM
     if not isinstance(name, str):
         raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
-    if (found := _table().get(_key(name))) is not None:
+    found = _table().get(_key(name))
+    if found is None or not all(_takes(found, *argument) for argument in given.items()):
+        found = _of_module(name) or found
+    if found is not None:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
             "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.rules.leafwise"
         )
     raise ValueError(f"no optimizer is called {name!r}{_instead(name)}")
+
+
+def _of_module(name: str) -> _Found | None:
+    """What a name with the module of another library stands for there."""
+    module, _, last = _key(name).rpartition(".")
+    if module not in _ADDED_MODULES:
+        return None
+    for known, factory in _ADDED_MODULES[module]().items():
+        if _last(_key(known)) == last:
+            return _Found(known, factory, None, rounds=False)
+    return None
+
+
+def _takes(found: _Found, argument: str, value: Any) -> bool:
+    """Whether a name takes an argument, or ignores it."""
+    if argument == "learning_rate" and isinstance(value, Mapping):  # a schedule of Keras
+        return False
+    ignored = _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()) | {"learning_rate_multiplier"}
+    return argument in ignored or _ours(found, argument) in found.parameters
 
 
 # Libraries whose optimizers are not found by name, and what to do instead.
@@ -399,12 +446,39 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
         return {"class": name_or_config}
     if isinstance(name_or_config, Mapping) and (found := _PROTOS & name_or_config.keys()):
         return _from_proto(found, dict(name_or_config))
+    if isinstance(name_or_config, Mapping) and "class_name" in name_or_config:
+        return _from_keras(name_or_config)
     if not isinstance(name_or_config, Mapping) or "class" not in name_or_config:
         raise TypeError(
             "name_or_config must be the name of an optimizer or a dict with its name under "
             f"'class', got {name_or_config!r}"
         )
     return dict(name_or_config)
+
+
+# What configs of older versions of Keras have beside the arguments, and what it must be.
+_OF_OLD_KERAS = {"decay": 0.0, "is_legacy_optimizer": None, "jit_compile": None}
+
+
+def _from_keras(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of what ``keras.optimizers.serialize`` returns."""
+    name, module = config["class_name"], config.get("module") or "keras.optimizers"
+    if _key(f"{module}.{name}").rpartition(".")[0] != "keras":
+        raise ValueError(
+            f"name_or_config is that of {module}.{name}, which is not in Keras: give "
+            "keras.optimizers.deserialize(config) to optzoo.interop.keras.keras_optimizer"
+        )
+    given = dict(config.get("config", {}))
+    for argument, must in _OF_OLD_KERAS.items():
+        if given.pop(argument, must) != must and must is not None:
+            raise ValueError(
+                f"name_or_config has {argument!r} of an old Keras, got {config['config']}: give "
+                "the schedule keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay) instead"
+            )
+    plain = {k: v for k, v in given.items() if v is not None}
+    if not plain.get("use_ema", True):  # then the others of averages have no meaning
+        plain = {k: v for k, v in plain.items() if k not in ("use_ema", "ema_momentum")}
+    return {"class": f"keras.optimizers.{name}", **plain}
 
 
 # The optimizers of object_detection's optimizer.proto.

@@ -6,8 +6,9 @@ import contextlib
 import copy
 import functools
 import inspect
+import numbers
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..core.paths import path_name
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows
 from ..core.schedules import at_step
 from ..first_order.momentum import scale_by_momentum
-from ..registry import add_name
+from ..registry import add_module, add_name
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
 
@@ -411,3 +412,60 @@ def nadam_keras(
 
 add_name("sgd", sgd, "keras.optimizers.SGD")
 add_name("nadam_keras", nadam_keras, "keras.optimizers.Nadam")
+
+
+def _factories() -> dict[str, Callable[..., optax.GradientTransformationExtraArgs]]:
+    """A factory for each optimizer of the installed Keras that plain arguments describe."""
+    optimizers = import_keras().optimizers
+    return {
+        f"keras.optimizers.{name}": _factory(kind)
+        for name, kind in vars(optimizers).items()
+        if _is_kind(kind, optimizers.Optimizer) and name != "MultiOptimizer"
+    }
+
+
+def _factory(kind: type) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    def make(**arguments):
+        if isinstance(rate := arguments.get("learning_rate"), numbers.Real):
+            arguments["learning_rate"] = float(rate)
+        elif isinstance(rate, Mapping):
+            arguments["learning_rate"] = _schedule_of_config(rate)
+        if isinstance(inner := arguments.get("inner_optimizer"), Mapping):
+            arguments["inner_optimizer"] = _inner_of_config(inner)
+        with _keras_context():
+            optimizer = kind(**arguments)
+        return keras_optimizer(optimizer)
+
+    parameters = inspect.signature(kind).parameters.values()
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    setattr(make, "__signature__", inspect.Signature(named))  # noqa: B010 (it is no attribute yet)
+    return make
+
+
+def _is_kind(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and kind is not base
+
+
+def _schedule_of_config(config: Mapping[str, Any]) -> Any:
+    """A schedule of Keras from its config, of which nothing is imported."""
+    schedules, name = import_keras().optimizers.schedules, config["class_name"]
+    kind = getattr(schedules, name, None)
+    if not _is_kind(kind, schedules.LearningRateSchedule):
+        raise ValueError(f"learning_rate: Keras has no schedule {name!r}; give the schedule itself")
+    return kind.from_config(dict(config["config"]))
+
+
+def _inner_of_config(config: Mapping[str, Any]) -> Any:
+    """An optimizer of Keras from its config, of which nothing is imported."""
+    optimizers, name = import_keras().optimizers, config["class_name"]
+    kind = getattr(optimizers, name, None)
+    if not _is_kind(kind, optimizers.Optimizer):
+        raise ValueError(f"inner_optimizer: Keras has no optimizer {name!r}; give it itself")
+    given = dict(config["config"])
+    if isinstance(given.get("learning_rate"), Mapping):
+        given["learning_rate"] = _schedule_of_config(given["learning_rate"])
+    with _keras_context():
+        return kind(**given)
+
+
+add_module("keras", _factories)
