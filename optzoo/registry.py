@@ -269,7 +269,6 @@ class _Alias(NamedTuple):
 
 
 _OF_T2T = {"b1": 0.85, "b2": 0.997, "eps": 1e-6}  # its basic_params1
-_OF_TF2 = {"beta_1": "b1", "beta_2": "b2"}
 _OF_PROTO = {"momentum_optimizer_value": "momentum"}
 # Names that are not in the tables: of RETURNN's registry, and of projects that give names of their
 # own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
@@ -283,10 +282,6 @@ _ALSO = {
     "lingvo.RMSProp": _Alias("rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}),
     "lingvo.SGD": _Alias("gradient_descent"),
     "object_detection.adam_optimizer": _Alias("adam"),
-    "opennmt.Adam": _Alias("adam", {"eps": 1e-7}, _OF_TF2),
-    "opennmt.AdamW": _Alias("adamw", {"eps": 1e-7}, _OF_TF2),
-    "opennmt.LazyAdam": _Alias("lazy_adam", {"eps": 1e-7}, _OF_TF2),
-    "opennmt.SGD": _Alias("sgd"),
     "object_detection.momentum_optimizer": _Alias("momentum", {"momentum": 0.9}, _OF_PROTO),
     "object_detection.rms_prop_optimizer": _Alias(
         "rmsprop", {"b2": 0.9, "momentum": 0.9, "eps": 1.0}, _OF_PROTO
@@ -296,15 +291,12 @@ _ALSO = {
     "tensor2tensor.adam_w": _Alias("adamw", _OF_T2T | {"weight_decay_per_step": 1e-6}),
     "tensor2tensor.ftrl": _Alias("ftrl"),
     "tensor2tensor.momentum": _Alias("momentum", {"momentum": 0.9}),
-    "tensor2tensor.multistep_adam": _Alias(
-        "multistep_adam", _OF_T2T | {"n": 1}, {"optimizer_multistep_accumulate_steps": "n"}
-    ),
     "tensor2tensor.rms_prop": _Alias("rmsprop"),
     "tensor2tensor.sgd": _Alias("gradient_descent"),
     "tensor2tensor.true_adam": _Alias("adam", _OF_T2T),
 }
 # The modules that add names, imported when one is looked up; and these names.
-_ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
+_ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras", "interop.projects"
 _ADDED: dict[str, _Found] = {}
 _ADDED_MODULES: dict[str, Callable[[], Mapping[str, Callable[..., Any]]]] = {}
 
@@ -399,6 +391,7 @@ def _takes(found: _Found, argument: str, value: Any) -> bool:
 # Libraries whose optimizers are not found by name, and what to do instead.
 _OTHER_LIBRARIES = {
     "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
+    "opennmt": "of its optimizers Adam, AdamW, LazyAdam, SGD and SGDW are here",
     "optax": "call the function of optax; optzoo takes its transformations as they are",
     "torch": "docs/from_torch.md says what to take for each optimizer of torch",
 }

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,7 +16,6 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
-from ..core.extras import how_to_install
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import path_name
@@ -28,13 +25,9 @@ from ..first_order.momentum import scale_by_momentum
 from ..registry import add_module, add_name
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
+from .keras_import import import_keras
 
 __all__ = ["for_fit", "keras_optimizer"]
-
-_HINT = (
-    f"{how_to_install('keras')}; set the environment variable KERAS_BACKEND=jax before the first "
-    "import of keras"
-)
 
 
 def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -181,20 +174,6 @@ def for_fit(
     from .keras_fit import FitOptimizer  # which needs Keras
 
     return FitOptimizer(tx, learning_rate, loss_scale_factor, name)
-
-
-@functools.cache
-def import_keras() -> ModuleType:
-    """Keras 3 on JAX, or an ``ImportError`` that states what to do."""
-    try:
-        import keras
-    except ImportError as error:
-        raise ImportError(f"keras_optimizer needs Keras 3 on JAX: {_HINT}") from error
-    if keras.config.backend() != "jax":
-        raise ImportError(
-            f"keras_optimizer needs Keras 3 on JAX, not on {keras.config.backend()}: {_HINT}"
-        )
-    return keras
 
 
 class _Built:

@@ -24,7 +24,7 @@ from ..state.inner import fitting
 from ..state.sharding import state_sharding
 from ..state.types import ReplicaState, nodes_of
 from ..train.eval_params import eval_params
-from .keras import import_keras
+from .keras_import import import_keras
 
 keras = import_keras()
 _Base: Any = keras.optimizers.Optimizer
