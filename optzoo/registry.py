@@ -701,7 +701,7 @@ def _schedule(config: Mapping[str, Any]) -> Any:
 
 # The messages LearningRate of object_detection's optimizer.proto, with the defaults of their fields
 # by our names of arguments; the names of fields that differ are below.
-_MESSAGES = {
+_MESSAGES: dict[str, dict[str, Any]] = {
     "constant_learning_rate": {"learning_rate": 0.002},
     "cosine_decay_learning_rate": {
         **{"learning_rate": 0.002, "total_steps": 4_000_000, "warmup_learning_rate": 0.0002},
@@ -723,7 +723,9 @@ _FIELDS = {
 
 def _from_rate(name: str, fields: dict[str, Any]) -> Any:
     """A learning rate from a message of object_detection."""
-    given = _MESSAGES[name] | {_FIELDS.get(field, field): v for field, v in fields.items()}
+    given: dict[str, Any] = _MESSAGES[name] | {
+        _FIELDS.get(field, field): v for field, v in fields.items()
+    }
     for field in given.keys() - _MESSAGES[name].keys():
         raise TypeError(f"{name} has no field {field!r}; it has {', '.join(_MESSAGES[name])}")
     match name:

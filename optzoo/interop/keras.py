@@ -428,7 +428,7 @@ def _is_kind(kind: Any, base: type) -> bool:
 def _schedule_of_config(config: Mapping[str, Any]) -> Any:
     """A schedule of Keras from its config, of which nothing is imported."""
     schedules, name = import_keras().optimizers.schedules, config["class_name"]
-    kind = getattr(schedules, name, None)
+    kind: Any = getattr(schedules, name, None)
     if not _is_kind(kind, schedules.LearningRateSchedule):
         raise ValueError(f"learning_rate: Keras has no schedule {name!r}; give the schedule itself")
     return kind.from_config(dict(config["config"]))
@@ -437,7 +437,7 @@ def _schedule_of_config(config: Mapping[str, Any]) -> Any:
 def _inner_of_config(config: Mapping[str, Any]) -> Any:
     """An optimizer of Keras from its config, of which nothing is imported."""
     optimizers, name = import_keras().optimizers, config["class_name"]
-    kind = getattr(optimizers, name, None)
+    kind: Any = getattr(optimizers, name, None)
     if not _is_kind(kind, optimizers.Optimizer):
         raise ValueError(f"inner_optimizer: Keras has no optimizer {name!r}; give it itself")
     given = dict(config["config"])

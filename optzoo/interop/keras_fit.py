@@ -64,7 +64,7 @@ class _Program:
         if not isinstance(given, str | Mapping):
             check_transformation(tx=given)
             return cls(fitting(given), None), rate
-        config = {"class": given} if isinstance(given, str) else dict(given)
+        config: dict[str, Any] = {"class": given} if isinstance(given, str) else dict(given)
         if rate is not None:
             config["learning_rate"] = rate if isinstance(rate, float) else float(rate(0))
         tx = fitting(create(config))
@@ -243,9 +243,11 @@ class FitOptimizer(_Base):
         if self._needs_step:
             extra["global_step"] = self._iterations.value
         with jax.numpy_rank_promotion("allow"):
-            updates, state = tx.update(gradients, self.state, params, **extra)
+            result: Any = tx.update(gradients, self.state, params, **extra)
+            updates, state = result
             moved = {name: u for name, u in updates.items() if u is not None}
-            self._assign_params(optax.apply_updates({k: params[k] for k in moved}, moved))
+            new: Any = optax.apply_updates({name: params[name] for name in moved}, moved)
+        self._assign_params(new)
         for v, leaf in zip(self._of_state, jax.tree.leaves(state), strict=True):
             v.assign(_data(leaf))
 
@@ -286,7 +288,7 @@ class _Ranks:
         positions: those of the parameters, by name.
     """
 
-    def __init__(self, positions: Mapping[str, int]):
+    def __init__(self, positions: Mapping[Any, int]):
         self.positions, self.seen = positions, dict[Any, int]()
 
     def of(self, path: Sequence[Any]) -> list[int]:
