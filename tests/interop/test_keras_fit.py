@@ -1,6 +1,8 @@
 """Transformations in ``fit`` of Keras: the values of a plain loop, states that are saved."""
 
 import contextlib
+import subprocess
+import sys
 import warnings
 
 import chex
@@ -358,6 +360,33 @@ def test_a_variable_without_gradient():
     np.testing.assert_array_equal(w.value, 1)
     np.testing.assert_allclose(v.value, 0.9, rtol=1e-5)
     np.testing.assert_array_equal(optzoo.get_slot(optimizer.state, "m")["w"], 0)
+
+
+def test_a_state_that_is_the_parameters():
+    """Keras donates both, so they must not be one array."""
+    plain = optax.sgd(0.1)
+    tx = optax.GradientTransformation(
+        lambda params: params, lambda g, s, p=None: (plain.update(g, plain.init(p))[0], p)
+    )
+    net = model(for_fit(tx))
+    arrays = lambda: [v.value for v in (*net.trainable_variables, *net.optimizer.variables)]
+    net.optimizer.build(net.trainable_variables)
+    pointers = [a.unsafe_buffer_pointer() for a in arrays()]
+    assert len({*pointers}) == len(pointers)
+    fit(net)
+    assert_close(values(net), loop(optzoo.gradient_descent(0.1))[0])
+
+
+def test_a_file_in_another_process(tmp_path):
+    net = model(for_fit(ADAM))
+    fit(net, last=1)
+    net.save(tmp_path / "net.keras")
+    code = f"""
+import optzoo.interop.keras_fit, keras
+print(keras.models.load_model({str(tmp_path / "net.keras")!r}).optimizer.iterations.value)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("1"), done.stderr
 
 
 def test_a_constraint():
