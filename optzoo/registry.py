@@ -93,6 +93,7 @@ def create(
         round their arguments; nor does ``create`` for optimizers without an original.
 
     Raises:
+        ImportError: if a name of Keras needs Keras 3 on JAX, which is missing.
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
         ValueError: if the name is unknown, or is that of another library or module (the message

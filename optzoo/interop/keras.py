@@ -156,7 +156,7 @@ def for_fit(
             optzoo.interop.keras_fit``.
         learning_rate: a number or a schedule of Keras, in place of the rate of ``tx``: callbacks
             such as ``ReduceLROnPlateau`` then read and set it. By default it is the number in the
-            config; if there is none, the rate is inside of ``tx`` and hidden from Keras.
+            config, or the default of its class; that of a transformation is hidden from Keras.
         loss_scale_factor: as in all optimizers of Keras. ``LossScaleOptimizer`` may be around, too.
         name: the name of the optimizer.
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import numbers
 import re
@@ -19,7 +20,7 @@ import optax
 from ..core.checks import check_transformation
 from ..core.optimizer import Optimizer, about_of
 from ..jaxprs.reads import check_all_read
-from ..registry import create
+from ..registry import create, factory_of
 from ..state.inner import fitting
 from ..state.sharding import state_sharding
 from ..state.types import ReplicaState, nodes_of
@@ -69,7 +70,7 @@ class _Program:
             config["learning_rate"] = rate if isinstance(rate, float) else float(rate(0))
         tx = fitting(create(config))
         if rate is None and "learning_rate" in tx.about.reads:
-            number = config.get("learning_rate")
+            number = config.get("learning_rate", _default_rate(config))
             rate = float(number) if isinstance(number, numbers.Real) else None
         return cls(tx, given), rate
 
@@ -320,6 +321,14 @@ def _checked_rate(rate: Any) -> Any:
             "schedule of optax to the transformation itself"
         )
     return float(rate)
+
+
+def _default_rate(config: Mapping[str, Any]) -> Any:
+    """The learning rate of the original class, if the config names one that has it."""
+    if "class" not in config:
+        return None
+    parameter = inspect.signature(factory_of(config["class"])).parameters.get("learning_rate")
+    return None if parameter is None else parameter.default
 
 
 def _is_key(leaf: Any) -> bool:

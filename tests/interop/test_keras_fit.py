@@ -219,6 +219,7 @@ def test_the_rate_is_that_of_keras():
             fit(net, i, i + 1, callbacks=[halve])
         assert_close(values(net), loop(optzoo.adam(3.0), 0.1 / 2 ** np.arange(1, STEPS + 1))[0])
         assert float(net.optimizer.learning_rate) == np.float32(0.1 / 2**STEPS)
+    assert float(for_fit("adam").learning_rate) == np.float32(0.001)
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
     net = model(for_fit("adam", schedule))
     fit(net)
