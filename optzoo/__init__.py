@@ -15,6 +15,7 @@ from . import registry as registry
 from . import replicas as replicas
 from . import rows as rows
 from . import rules as rules
+from . import schedules as schedules
 from . import sharded as sharded
 from . import state as state
 from . import transforms as transforms

@@ -24,6 +24,20 @@ from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
 from .core.paths import containing, names_with
 from .first_order.sign_decay import cosine_sign_decay, linear_sign_decay, restart_sign_decay
+from .schedules import (
+    cosine_decay,
+    cosine_decay_restarts,
+    cosine_decay_with_warmup,
+    exponential_decay,
+    exponential_decay_with_burnin,
+    inverse_time_decay,
+    linear_cosine_decay,
+    manual_stepping,
+    natural_exp_decay,
+    noam,
+    piecewise_constant,
+    polynomial_decay,
+)
 
 __all__ = ["create", "register"]
 
@@ -53,7 +67,10 @@ def create(
             data: nothing in it is imported or evaluated. A module before the name says whose class
             is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
             (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
-            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. Projects
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. A name of
+            Keras has all of its arguments (``beta_1``, ``rho``, ``clipnorm``, ``weight_decay``,
+            ``use_ema``, ...), and is run by the installed Keras 3 where this library does not
+            compute the same; what ``keras.optimizers.serialize`` returns is a config, too. Projects
             count as modules, with their names, arguments and defaults: ``"tensor2tensor.adam"`` is
             LazyAdam, and there are ``"lingvo.Adam"`` and ``"object_detection.adam_optimizer"``. A
             message ``Optimizer`` of object_detection is a config too, as the dict
@@ -65,7 +82,9 @@ def create(
             ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
             its ``learning_rate`` is for the inner optimizer. ``sign_decay_fn`` may be a config of
             one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor of
-            the rate.
+            the rate. ``learning_rate`` may be the config of a schedule of :mod:`optzoo.schedules`,
+            ``{"class": "tf.train.polynomial_decay", "learning_rate": 0.1, "decay_steps": 100}``, or
+            a message ``LearningRate`` of object_detection.
 
     Returns:
         The transformation. Arguments, and the values of a schedule, are rounded to float32 where
@@ -74,17 +93,19 @@ def create(
         round their arguments; nor does ``create`` for optimizers without an original.
 
     Raises:
+        ImportError: if a name of Keras needs Keras 3 on JAX, which is missing.
         TypeError: if there is no name, or if an argument is unknown (the message names the
             nearest ones), missing or given twice.
         ValueError: if the name is unknown, or is that of another library or module (the message
-            says what to take, or names the nearest ones); if an argument is out of its range; or if
-            a message of object_detection has a learning rate that is not constant.
+            says what to take, or names the nearest ones); or if an argument is out of its range.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
         raise TypeError(f"{sorted(twice)} are given both in the config and as keyword arguments")
     config |= kwargs
-    found = _find(config.pop("class"))
+    if isinstance(rate := config.get("learning_rate"), Mapping):
+        config["learning_rate"] = _schedule(rate)
+    found = _find(config.pop("class"), config)
     multiplier = None if found.is_wrapper else config.pop("learning_rate_multiplier", None)
     arguments = _defaults(found) | _translated(found, config)
     if found.is_wrapper:
@@ -163,6 +184,18 @@ def add_name(
     """
     found = _Found(name, factory, original, rounds=rounds)
     _ADDED.update({_key(known): found for known in (name, original, *others)})
+
+
+def add_module(module: str, factories: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
+    """Adds a module of another library to :func:`create`, whose names are known when it is there.
+
+    Where this library has one of them, it is taken unless it lacks an argument that is given.
+
+    Args:
+        module: the module, as :func:`create` writes it in keys.
+        factories: a function that imports the library and returns a factory for each name.
+    """
+    _ADDED_MODULES[module] = factories
 
 
 def accepts(name: str, argument: str) -> bool:
@@ -245,7 +278,7 @@ _OF_PROTO = {"momentum_optimizer_value": "momentum"}
 # own, or other defaults, to classes of TensorFlow. Those of OpenNMT-tf 1 are those of the classes.
 _ALSO = {
     "CustomGradientDescent": _Alias("gradient_descent"),
-    "keras.optimizers.Ftrl": _Alias("ftrl"),
+    "keras.optimizers.Ftrl": _Alias("ftrl", {"learning_rate": 0.001}),
     "lingvo.AdaDelta": _Alias("adadelta", {"b2": 0.95, "eps": 1e-8}, {"decay": "b2"}),
     "lingvo.Adagrad": _Alias("adagrad", {"initial_accumulator_value": 1.0}),
     "lingvo.Adam": _Alias("adam", {"eps": 1e-6}),
@@ -270,8 +303,9 @@ _ALSO = {
     "tensor2tensor.true_adam": _Alias("adam", _OF_T2T),
 }
 # The modules that add names, imported when one is looked up; and these names.
-_ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras"
+_ADD_NAMES = "interop.fbgemm.optimizer", "interop.keras", "interop.projects"
 _ADDED: dict[str, _Found] = {}
+_ADDED_MODULES: dict[str, Callable[[], Mapping[str, Callable[..., Any]]]] = {}
 
 
 def _table() -> dict[str, _Found]:
@@ -303,7 +337,10 @@ _MODULES = (
     (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
     (r"^(tf\.)?keras\b.*", "keras"),
     (r"^(.*\.)?emboptimtype$", "emboptimtype"),
-    (r"^(bert|lingvo|meshtensorflow|nvidia|objectdetection|t5|tensor2tensor)\b.*", r"\1"),
+    (
+        r"^(bert|lingvo|meshtensorflow|nvidia|objectdetection|opennmt|t5|tensor2tensor)\b.*",
+        r"\1",
+    ),
     (r"^(optzoo\b.*|returnn\.tf\.updater|tfupdater)$", ""),
 )
 
@@ -324,12 +361,16 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _find(name: Any) -> _Found:
+def _find(name: Any, given: Mapping[str, Any] = MappingProxyType({})) -> _Found:
+    """What a name stands for, so that it takes these arguments if one of its name does."""
     if isinstance(name, enum.Enum):
         name = str(enum.Enum.__str__(name))  # EmbOptimType.ADAM
     if not isinstance(name, str):
         raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
-    if (found := _table().get(_key(name))) is not None:
+    found = _table().get(_key(name))
+    if found is None or not all(_takes(found, *argument) for argument in given.items()):
+        found = _of_module(name) or found
+    if found is not None:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
@@ -338,9 +379,29 @@ def _find(name: Any) -> _Found:
     raise ValueError(f"no optimizer is called {name!r}{_instead(name)}")
 
 
+def _of_module(name: str) -> _Found | None:
+    """What a name with the module of another library stands for there."""
+    module, _, last = _key(name).rpartition(".")
+    if module not in _ADDED_MODULES:
+        return None
+    for known, factory in _ADDED_MODULES[module]().items():
+        if _last(_key(known)) == last:
+            return _Found(known, factory, None, rounds=False)
+    return None
+
+
+def _takes(found: _Found, argument: str, value: Any) -> bool:
+    """Whether a name takes an argument, or ignores it."""
+    if argument == "learning_rate" and isinstance(value, Mapping):  # a schedule of Keras
+        return False
+    ignored = _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()) | {"learning_rate_multiplier"}
+    return argument in ignored or _ours(found, argument) in found.parameters
+
+
 # Libraries whose optimizers are not found by name, and what to do instead.
 _OTHER_LIBRARIES = {
     "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
+    "opennmt": "of its optimizers Adam, AdamW, LazyAdam, SGD and SGDW are here",
     "optax": "call the function of optax; optzoo takes its transformations as they are",
     "torch": "docs/from_torch.md says what to take for each optimizer of torch",
 }
@@ -388,12 +449,39 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
         return {"class": name_or_config}
     if isinstance(name_or_config, Mapping) and (found := _PROTOS & name_or_config.keys()):
         return _from_proto(found, dict(name_or_config))
+    if isinstance(name_or_config, Mapping) and "class_name" in name_or_config:
+        return _from_keras(name_or_config)
     if not isinstance(name_or_config, Mapping) or "class" not in name_or_config:
         raise TypeError(
             "name_or_config must be the name of an optimizer or a dict with its name under "
             f"'class', got {name_or_config!r}"
         )
     return dict(name_or_config)
+
+
+# What configs of older versions of Keras have beside the arguments, and what it must be.
+_OF_OLD_KERAS = {"decay": 0.0, "is_legacy_optimizer": None, "jit_compile": None}
+
+
+def _from_keras(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of what ``keras.optimizers.serialize`` returns."""
+    name, module = config["class_name"], config.get("module") or "keras.optimizers"
+    if _key(f"{module}.{name}").rpartition(".")[0] != "keras":
+        raise ValueError(
+            f"name_or_config is that of {module}.{name}, which is not in Keras: give "
+            "keras.optimizers.deserialize(config) to optzoo.interop.keras.keras_optimizer"
+        )
+    given = dict(config.get("config", {}))
+    for argument, must in _OF_OLD_KERAS.items():
+        if given.pop(argument, must) != must and must is not None:
+            raise ValueError(
+                f"name_or_config has {argument!r} of an old Keras, got {config['config']}: give "
+                "the schedule keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay) instead"
+            )
+    plain = {k: v for k, v in given.items() if v is not None}
+    if not plain.get("use_ema", True):  # then the others of averages have no meaning
+        plain = {k: v for k, v in plain.items() if k not in ("use_ema", "ema_momentum")}
+    return {"class": f"keras.optimizers.{name}", **plain}
 
 
 # The optimizers of object_detection's optimizer.proto.
@@ -411,13 +499,6 @@ def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:
             f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: beside "
             "one optimizer there may be use_moving_average and moving_average_decay"
         )
-    if isinstance(rate := config.get("learning_rate"), Mapping):
-        if rate.keys() != {"constant_learning_rate"}:
-            raise ValueError(
-                f"learning_rate in {name} is {sorted(rate)}: remove it, and give a schedule as "
-                "create(..., learning_rate=schedule)"
-            )
-        config["learning_rate"] = rate["constant_learning_rate"].get("learning_rate", 0.002)
     return (
         {"class": "moving_average", "average_decay": decay, "opt": config}
         if is_averaged
@@ -591,6 +672,109 @@ def _sign_decay(value: Any) -> Any:
     name = name.removesuffix("_fn").removesuffix("_decay").removesuffix("_sign")
     check_choice(_SIGN_DECAYS, sign_decay=name)
     return _SIGN_DECAYS[name](**config)
+
+
+_OF_TF1 = {
+    "tf.train.cosine_decay": cosine_decay,
+    "tf.train.cosine_decay_restarts": cosine_decay_restarts,
+    "tf.train.exponential_decay": exponential_decay,
+    "tf.train.inverse_time_decay": inverse_time_decay,
+    "tf.train.linear_cosine_decay": linear_cosine_decay,
+    "tf.train.natural_exp_decay": natural_exp_decay,
+    "tf.train.piecewise_constant": piecewise_constant,
+    "tf.train.piecewise_constant_decay": piecewise_constant,
+    "tf.train.polynomial_decay": polynomial_decay,
+}
+_OF_PROJECTS = {
+    "object_detection.cosine_decay_with_warmup": cosine_decay_with_warmup,
+    "object_detection.exponential_decay_with_burnin": exponential_decay_with_burnin,
+    "object_detection.manual_stepping": manual_stepping,
+    "opennmt.noam": noam,
+    "opennmt.NoamDecay": noam,
+}
+
+
+def _schedules() -> dict[str, Callable[..., optax.Schedule]]:
+    """The schedules by the keys of their names, with and without the module."""
+    known = {_key(name): f for name, f in (_OF_TF1 | _OF_PROJECTS).items()}
+    return {_last(key): f for key, f in known.items()} | known
+
+
+def _schedule(config: Mapping[str, Any]) -> Any:
+    """A schedule from its config, or the rate of a message of object_detection."""
+    if "class_name" in config:  # of Keras, which reads it
+        return config
+    if config.keys() <= _MESSAGES.keys() and len(config) == 1:
+        [(name, fields)] = config.items()
+        return _from_rate(name, dict(fields))
+    if "class" not in config:
+        raise TypeError(
+            "learning_rate must be a number, a schedule or a dict with the name of a schedule "
+            f"under 'class', got {dict(config)!r}"
+        )
+    given = dict(config)
+    name = given.pop("class")
+    if _last(_key(str(name))) == "noisylinearcosinedecay":
+        raise ValueError(
+            f"{name} draws random numbers of TensorFlow, which are not here: linear_cosine_decay "
+            "is the same without noise"
+        )
+    if (schedule := _schedules().get(_key(str(name)))) is None:
+        near = _nearest(_last(_key(str(name))), [f.__name__ for f in _schedules().values()])
+        raise ValueError(f"no schedule is called {name!r}{near}")
+    given.pop("name", None)
+    if schedule is noam and "scale" in given:
+        given["learning_rate"] = given.pop("scale")
+    parameters = inspect.signature(schedule).parameters
+    for argument in given.keys() - parameters.keys():
+        near = _nearest(argument, parameters)
+        raise TypeError(f"{schedule.__name__} has no argument {argument!r}{near}")
+    required = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
+    if required:
+        raise TypeError(f"{schedule.__name__} needs {', '.join(required)}")
+    return schedule(**given)
+
+
+# The messages LearningRate of object_detection's optimizer.proto, with the defaults of their fields
+# by our names of arguments; the names of fields that differ are below.
+_MESSAGES: dict[str, dict[str, Any]] = {
+    "constant_learning_rate": {"learning_rate": 0.002},
+    "cosine_decay_learning_rate": {
+        **{"learning_rate": 0.002, "total_steps": 4_000_000, "warmup_learning_rate": 0.0002},
+        **{"warmup_steps": 10_000, "hold_base_rate_steps": 0},
+    },
+    "exponential_decay_learning_rate": {
+        **{"learning_rate": 0.002, "decay_steps": 4_000_000, "decay_rate": 0.95},
+        **{"staircase": True, "burnin_learning_rate": 0.0, "burnin_steps": 0},
+        "min_learning_rate": 0.0,
+    },
+    "manual_step_learning_rate": {"learning_rate": 0.002, "schedule": (), "warmup": False},
+}
+_FIELDS = {
+    "decay_factor": "decay_rate",
+    "initial_learning_rate": "learning_rate",
+    "learning_rate_base": "learning_rate",
+}
+
+
+def _from_rate(name: str, fields: dict[str, Any]) -> Any:
+    """A learning rate from a message of object_detection."""
+    given: dict[str, Any] = _MESSAGES[name] | {
+        _FIELDS.get(field, field): v for field, v in fields.items()
+    }
+    for field in given.keys() - _MESSAGES[name].keys():
+        raise TypeError(f"{name} has no field {field!r}; it has {', '.join(_MESSAGES[name])}")
+    match name:
+        case "constant_learning_rate":
+            return given["learning_rate"]
+        case "cosine_decay_learning_rate":
+            return cosine_decay_with_warmup(**given)
+        case "exponential_decay_learning_rate":
+            return exponential_decay_with_burnin(**given)
+    if not (parts := given["schedule"]):
+        raise ValueError(f"{name} has no schedule: give its parts, dicts of step and learning_rate")
+    rates = [given["learning_rate"], *(part.get("learning_rate", 0.002) for part in parts)]
+    return manual_stepping([part["step"] for part in parts], rates, given["warmup"])
 
 
 def _times(multiplier: float, rate: Any) -> Any:

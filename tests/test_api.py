@@ -171,7 +171,7 @@ ROOMS = [
     FAMILIES,
     ["transforms"],
     ["rows", "replicas"],
-    ["catalog"],
+    ["catalog", "schedules"],
     ["registry", "describe"],
     ["cite"],
     ["interop"],

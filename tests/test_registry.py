@@ -67,6 +67,13 @@ OF_PROJECTS = [
 ]
 
 
+# Optimizers of projects that are several of this library together.
+OF_SEVERAL = [
+    "tensor2tensor.multistep_adam",
+    *(f"opennmt.{name}" for name in ("Adam", "AdamW", "LazyAdam", "SGD", "SGDW")),
+]
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_names_of_returnns_registry(name):
     suffix = "" if name in WITHOUT_SUFFIX else "Optimizer"
@@ -86,6 +93,7 @@ def test_registry_is_whole():
         "exactrowwiseadagrad", "exactsgd", "larssgd", "rowwisermspropar",
     }  # fmt: skip
     of_projects = {name.replace("_", "") for name, _, _ in OF_PROJECTS} | {"keras.optimizers.Ftrl"}
+    of_projects |= {name.replace("_", "") for name in OF_SEVERAL}
     assert keys == set(REGISTRY) | ours | of_functions | fbgemms | of_projects
 
 
@@ -117,7 +125,8 @@ def test_names_of_the_library_and_of_the_original(name):
     ],
 )
 def test_a_module_says_whose_class_is_meant(name, meant):
-    with pytest.raises(TypeError, match=f"^{meant} has no argument 'no_such'"):
+    whose = f"keras.optimizers.{name.rpartition('.')[2]}" if "keras" in name else meant
+    with pytest.raises(TypeError, match=f"^{whose} has no argument 'no_such'"):
         create(name, no_such=1)
     assert registry.factory_of(name) == registry.factory_of(meant)
 
@@ -178,11 +187,74 @@ def test_messages_of_object_detection(beside, average_decay):
 
 
 def test_messages_that_are_refused():
-    rate = {"exponential_decay_learning_rate": {"decay_steps": 10}}
-    with pytest.raises(ValueError, match=r"learning_rate in adam_optimizer is \['exponential_dec"):
+    rate = {"constant_learning_rate": {}, "cosine_decay_learning_rate": {}}
+    with pytest.raises(TypeError, match=r"learning_rate must be a number, a schedule or a dict"):
         create({"adam_optimizer": {"learning_rate": rate}})
     with pytest.raises(TypeError, match=r"'adam_optimizer' and also \['momentum_optimizer', 'us"):
         create({"adam_optimizer": {}, "momentum_optimizer": {}, "use": 1})
+
+
+def adam_in_numpy(gradients, rates, b1, b2, eps, decay=0.0):
+    """Adam as in TensorFlow; before each update the decay, which the rate does not multiply."""
+    x, m, v, path = np.array([1.0, -2.0]), 0.0, 0.0, []
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        x = x - decay * x
+        x = x - rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + eps)
+        path.append(x)
+    return np.array(path)
+
+
+def path_of(tx, gradients):
+    x, path = jnp.array([1.0, -2.0]), []
+    state = tx.init(x)
+    for g in gradients:
+        x, state = samples.step(tx, jnp.asarray(g, jnp.float32), x, state)
+        path.append(x)
+    return np.array(path)
+
+
+GRADIENTS = np.random.default_rng(5).normal(size=(6, 2))
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda step: 0.1 / (1.0 + step)])
+def test_multistep_adam_of_tensor2tensor(rate):
+    """The mean of two gradients, and the rate of the second step."""
+    tx = create("tensor2tensor.multistep_adam", learning_rate=rate, n=2, beta1=0.9)
+    rates = [rate(k) if callable(rate) else rate for k in (1, 3, 5)]
+    means = GRADIENTS.reshape(3, 2, 2).mean(axis=1)
+    want = adam_in_numpy(means, rates, 0.9, 0.997, 1e-6)
+    got = path_of(tx, GRADIENTS)
+    np.testing.assert_allclose(got[1::2], want, rtol=1e-5)
+    np.testing.assert_array_equal(got[2::2], got[1:-1:2])
+    with pytest.raises(TypeError, match=r"tensor2tensor.multistep_adam needs n$"):
+        create("tensor2tensor.multistep_adam", learning_rate=0.1)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "LazyAdam"])
+@pytest.mark.parametrize("decay", [None, 0.1])
+def test_adam_of_opennmt(name, decay):
+    if decay is None and name == "AdamW":
+        with pytest.raises(TypeError, match=r"opennmt\.AdamW needs weight_decay"):
+            create("opennmt.AdamW", learning_rate=0.1)
+        return
+    given = {} if decay is None else {"weight_decay": decay}
+    tx = create(f"opennmt.{name}", learning_rate=0.1, beta_2=0.98, epsilon=0.01, **given)
+    want = adam_in_numpy(GRADIENTS, [0.1] * 6, 0.9, 0.98, 0.01, decay or 0.0)
+    np.testing.assert_allclose(path_of(tx, GRADIENTS), want, rtol=2e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_of_opennmt(nesterov):
+    x, v, path = np.array([1.0, -2.0]), 0.0, []
+    for g in GRADIENTS:
+        x, v = x - 0.1 * x, 0.5 * v - 0.2 * g
+        x = x + (0.5 * v - 0.2 * g if nesterov else v)
+        path.append(x)
+    given = {"learning_rate": 0.2, "momentum": 0.5, "nesterov": nesterov, "weight_decay": 0.1}
+    for name in ("SGD", "SGDW"):
+        got = path_of(create(f"opennmt.{name}", **given), GRADIENTS)
+        np.testing.assert_allclose(got, path, rtol=2e-5)
 
 
 def test_hyper_parameters_are_those_of_float32():
@@ -305,16 +377,22 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
         ("adam.", ValueError, "no optimizer is called 'adam.'"),
         ("os.system", ValueError, "no optimizer is called 'os.system'$"),
         ("torch.optim.AdamW", ValueError, "docs/from_torch.md says what to take for each"),
+        (
+            "opennmt.RMSprop",
+            ValueError,
+            "of its optimizers Adam, AdamW, LazyAdam, SGD and SGDW are",
+        ),
         ("optax.adamw", ValueError, "called 'optax.adamw': call the function of optax; optzoo"),
         ("optax.contrib.muon", ValueError, "call the function of optax; optzoo takes"),
-        ("keras.optimizers.AdamW", ValueError, r": give keras.optimizers.AdamW\(...\) to optzoo"),
-        ("tf.keras.optimizers.RMSprop", ValueError, r": give keras.optimizers.RMSprop\(...\) to"),
+        ("keras.optimizers.Adaam", ValueError, r": give keras.optimizers.Adaam\(...\) to optzoo"),
+        ("tf.keras.optimizers.MultiOptimizer", ValueError, ": give keras.optimizers.MultiOptim"),
+        ({"class": "keras.optimizers.Adam", "beta1": 0.9}, TypeError, "the nearest are beta_1"),
         (
             {"class": "of.the.kind.Adam"},
             ValueError,
             "; there is .*, tf.train.AdamOptimizer, optax.",
         ),
-        ("tf.train.LazyAdam", ValueError, "; there is tf.contrib.opt.LazyAdamOptimizer$"),
+        ("tf.train.LazyAdam", ValueError, "opennmt.LazyAdam, tf.contrib.opt.LazyAdamOptimizer$"),
         ("tf.train.Adaam", ValueError, "; the nearest are adam, adagrad, adadelta"),
         ("EmbOptimType.ADAMM", ValueError, "; the nearest are adam, "),
         ("optax.adafactor", ValueError, "called 'optax.adafactor': call the function of optax; "),

@@ -16,7 +16,7 @@ MODULES = tuple(
     for name in (
         *("catalog", "compiled", "growing", "interop.fbgemm", "interop.keras", "interop.returnn"),
         *("interop.sparsecore", "interop.tf1", "race", "registry", "replicas", "rows", "rules"),
-        *("sharded", "state", "testing", "transforms"),
+        *("schedules", "sharded", "state", "testing", "transforms"),
     )
 )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
+import numbers
 import warnings
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,23 +16,18 @@ import optax
 from jax import Array
 
 from ..core.checks import check_params
-from ..core.extras import how_to_install
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows
 from ..core.schedules import at_step
 from ..first_order.momentum import scale_by_momentum
-from ..registry import add_name
+from ..registry import add_module, add_name
 from ..rules.learning_rate import scale_by_learning_rate
 from ..state.types import SlotsByName
+from .keras_import import import_keras
 
-__all__ = ["keras_optimizer"]
-
-_HINT = (
-    f"{how_to_install('keras')}; set the environment variable KERAS_BACKEND=jax before the first "
-    "import of keras"
-)
+__all__ = ["for_fit", "keras_optimizer"]
 
 
 def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -122,18 +116,64 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@functools.cache
-def import_keras() -> ModuleType:
-    """Keras 3 on JAX, or an ``ImportError`` that states what to do."""
-    try:
-        import keras
-    except ImportError as error:
-        raise ImportError(f"keras_optimizer needs Keras 3 on JAX: {_HINT}") from error
-    if keras.config.backend() != "jax":
-        raise ImportError(
-            f"keras_optimizer needs Keras 3 on JAX, not on {keras.config.backend()}: {_HINT}"
-        )
-    return keras
+def for_fit(
+    tx: Any,
+    learning_rate: Any = None,
+    *,
+    loss_scale_factor: float | None = None,
+    name: str | None = None,
+) -> Any:
+    """An optax transformation as an optimizer of Keras 3, for ``model.compile`` and ``fit``.
+
+    Each step of ``fit`` is one ``tx.update`` with dense gradients and ``optax.apply_updates``. The
+    parameters are a dict of the trainable variables by their paths, such as
+    ``"sequential/dense/kernel"``, which patterns match. The state is one variable of Keras for each
+    array, made when Keras builds the optimizer: at the first ``fit``, or by
+    ``optimizer.build(model.trainable_variables)``. So ``model.save_weights``, ``ModelCheckpoint``
+    and ``keras.distribution`` have it. ``optimizer.params`` and ``optimizer.state`` are its present
+    values, between epochs and in callbacks at the end of one.
+
+    Keras on JAX has dense gradients for embeddings, too: in ``fit`` an optimizer of this library is
+    never given rows, and a lazy one decays all of them. To train tables by rows use
+    :func:`optzoo.minimize` with ``model.stateless_call`` (``docs/keras.md``).
+
+    With averages (:func:`optzoo.moving_average`) ``fit`` ends with the parameters that are
+    trained; ``optimizer.assign_eval_params()`` writes the averages into the model.
+
+    Example:
+        >>> import os; os.environ["KERAS_BACKEND"] = "jax"
+        >>> import keras, numpy as np, optzoo
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="out")])
+        >>> tx = optzoo.interop.keras.for_fit({"class": "adam", "learning_rate": 0.1})
+        >>> model.compile(optimizer=tx, loss="mse")
+        >>> history = model.fit(np.eye(2), np.ones((2, 1)), epochs=3, verbose=0)
+        >>> print(tx.iterations.value, optzoo.slot_names(tx.state), float(tx.learning_rate))
+        3 ('m', 'v') 0.10000000149011612
+
+    Args:
+        tx: a transformation, or a name or config of :func:`optzoo.create`. With a config of plain
+            values the model can be saved as a ``.keras`` file, and is loaded after ``import
+            optzoo.interop.keras_fit``.
+        learning_rate: a number or a schedule of Keras, in place of the rate of ``tx``: callbacks
+            such as ``ReduceLROnPlateau`` then read and set it. By default it is the number in the
+            config, or the default of its class; that of a transformation is hidden from Keras.
+        loss_scale_factor: as in all optimizers of Keras. ``LossScaleOptimizer`` may be around, too.
+        name: the name of the optimizer.
+
+    Raises:
+        ImportError: if Keras 3 is missing or does not run on JAX.
+        TypeError: if ``tx`` or ``learning_rate`` is none of these.
+        ValueError: if ``fit`` cannot use ``tx``: its update needs further arguments such as
+            ``value``, it is a method for replicas or that of :func:`optzoo.caught_up`, or nothing
+            in it reads ``learning_rate``; when Keras saves a model as a ``.keras`` file, if ``tx``
+            is no config of plain values.
+
+    References:
+        ``keras.optimizers.Optimizer`` of `Keras <https://keras.io/api/optimizers>`_.
+    """
+    from .keras_fit import FitOptimizer  # which needs Keras
+
+    return FitOptimizer(tx, learning_rate, loss_scale_factor, name)
 
 
 class _Built:
@@ -351,3 +391,60 @@ def nadam_keras(
 
 add_name("sgd", sgd, "keras.optimizers.SGD")
 add_name("nadam_keras", nadam_keras, "keras.optimizers.Nadam")
+
+
+def _factories() -> dict[str, Callable[..., optax.GradientTransformationExtraArgs]]:
+    """A factory for each optimizer of the installed Keras that plain arguments describe."""
+    optimizers = import_keras().optimizers
+    return {
+        f"keras.optimizers.{name}": _factory(kind)
+        for name, kind in vars(optimizers).items()
+        if _is_kind(kind, optimizers.Optimizer) and name != "MultiOptimizer"
+    }
+
+
+def _factory(kind: type) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    def make(**arguments):
+        if isinstance(rate := arguments.get("learning_rate"), numbers.Real):
+            arguments["learning_rate"] = float(rate)
+        elif isinstance(rate, Mapping):
+            arguments["learning_rate"] = _schedule_of_config(rate)
+        if isinstance(inner := arguments.get("inner_optimizer"), Mapping):
+            arguments["inner_optimizer"] = _inner_of_config(inner)
+        with _keras_context():
+            optimizer = kind(**arguments)
+        return keras_optimizer(optimizer)
+
+    parameters = inspect.signature(kind).parameters.values()
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    setattr(make, "__signature__", inspect.Signature(named))  # noqa: B010 (it is no attribute yet)
+    return make
+
+
+def _is_kind(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and kind is not base
+
+
+def _schedule_of_config(config: Mapping[str, Any]) -> Any:
+    """A schedule of Keras from its config, of which nothing is imported."""
+    schedules, name = import_keras().optimizers.schedules, config["class_name"]
+    kind: Any = getattr(schedules, name, None)
+    if not _is_kind(kind, schedules.LearningRateSchedule):
+        raise ValueError(f"learning_rate: Keras has no schedule {name!r}; give the schedule itself")
+    return kind.from_config(dict(config["config"]))
+
+
+def _inner_of_config(config: Mapping[str, Any]) -> Any:
+    """An optimizer of Keras from its config, of which nothing is imported."""
+    optimizers, name = import_keras().optimizers, config["class_name"]
+    kind: Any = getattr(optimizers, name, None)
+    if not _is_kind(kind, optimizers.Optimizer):
+        raise ValueError(f"inner_optimizer: Keras has no optimizer {name!r}; give it itself")
+    given = dict(config["config"])
+    if isinstance(given.get("learning_rate"), Mapping):
+        given["learning_rate"] = _schedule_of_config(given["learning_rate"])
+    with _keras_context():
+        return kind(**given)
+
+
+add_module("keras", _factories)

@@ -420,3 +420,125 @@ def test_without_keras(monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'optzoo\[keras\]'"):
         keras_optimizer(K.SGD(0.1))
     module.import_keras.cache_clear()
+
+
+# By name
+
+SCHEDULE = S.CosineDecay(0.1, 9, warmup_target=0.2, warmup_steps=2)
+COMMON = {
+    "clipnorm": {"clipnorm": 0.1},
+    "clipvalue": {"clipvalue": 0.01},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
+    "schedule": {"learning_rate": SCHEDULE},
+    "use_ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "weight_decay": {"weight_decay": 0.2},
+}
+OWN = {
+    "Adadelta": {"rho": 0.7, "epsilon": 1e-3},
+    "Adafactor": {"beta_2_decay": -0.5},
+    "Adagrad": {"initial_accumulator_value": 0.3},
+    "Adam": {"beta_1": 0.5, "beta_2": 0.7, "amsgrad": True},
+    "AdamW": {"beta_1": 0.5, "epsilon": 1e-3},
+    "Adamax": {"beta_2": 0.7},
+    "Ftrl": {"l1_regularization_strength": 0.01, "beta": 0.5},
+    "Lamb": {"beta_1": 0.5},
+    "Lion": {"beta_1": 0.5},
+    "Muon": {"momentum": 0.5},
+    "Nadam": {"beta_1": 0.5},
+    "RMSprop": {"rho": 0.5, "momentum": 0.5, "centered": True},
+    "SGD": {"momentum": 0.5, "nesterov": True},
+    "ScheduleFreeAdamW": {"warmup_steps": 2},
+}
+NAMED = [(name, how) for name in OWN for how in ("own", *COMMON)]
+
+
+def steps_of_keras(optimizer, number=3):
+    """What Keras' own ``apply`` makes of the variables."""
+    x = params()
+    with keras_alone():
+        vs = [keras.Variable(a, name=name) for name, a in leaves(x)]
+        for i in range(1, number + 1):
+            optimizer.apply([i * g for _, g in leaves(dense_grads(x))], vs)
+        return jax.tree.unflatten(jax.tree.structure(x), [np.array(v.value) for v in vs])
+
+
+def leaves(tree):
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True), leaf) for path, leaf in paths]
+
+
+def steps_by_name(tx, number=3):
+    x, grads = params(), dense_grads(params())
+    state = tx.init(x)
+    for i in range(1, number + 1):
+        x, state = step(tx, jax.tree.map(lambda g, i=i: i * g, grads), x, state)
+    return x
+
+
+@pytest.mark.parametrize(("name", "how"), NAMED)
+def test_names_have_the_arguments_of_keras(name, how):
+    """As plain arguments, and as what Keras' serialize returns."""
+    given = {"learning_rate": 0.1} | (OWN[name] if how == "own" else COMMON[how])
+    theirs = getattr(K, name)(**given)
+    with keras_alone():
+        config = keras.optimizers.serialize(theirs)
+    want = steps_of_keras(theirs)
+    for tx in (optzoo.create(f"tf.keras.optimizers.{name}", **given), optzoo.create(config)):
+        assert worst(steps_by_name(tx), want) < 2e-6
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_names_have_the_defaults_of_keras(name):
+    want = steps_of_keras(getattr(K, name)())
+    assert worst(steps_by_name(optzoo.create(f"keras.optimizers.{name}")), want) < 2e-6
+
+
+def test_all_names_are_tried():
+    assert {*OWN, "LossScaleOptimizer", "MultiOptimizer"} == public_classes(K, K.Optimizer)
+
+
+def test_names_of_this_library_take_rows():
+    """If it computes the same and has all arguments."""
+
+    def gives_rows(name, **given):
+        tx, x = optzoo.create(f"keras.optimizers.{name}", **given), params()
+        return isinstance(tx.update(row_grads(x), tx.init(x), x)[0]["table"], optzoo.SparseRows)
+
+    for name, own in {"SGD": {"momentum": 0.5}, "Ftrl": {"beta": 0.1}}.items():
+        assert gives_rows(name, **own) and not gives_rows(name, **own, clipnorm=1.0)
+
+
+def test_configs_in_configs():
+    inner = K.SGD(SCHEDULE, momentum=0.5)
+    with keras_alone():
+        config = keras.optimizers.serialize(K.LossScaleOptimizer(inner, initial_scale=1.0))
+    want = steps_of_keras(K.SGD(SCHEDULE, momentum=0.5))
+    assert worst(steps_by_name(optzoo.create(config)), want) < 2e-6
+    averaged = {"class": "MovingAverage", "average_decay": 0.5, "opt": "keras.optimizers.Adam"}
+    state = optzoo.create(averaged, learning_rate=0.1).init(params())
+    assert optzoo.get_slot(state, "velocities")["table"].shape == params()["table"].shape
+
+
+def test_configs_of_an_old_keras():
+    config = {"learning_rate": 0.1, "decay": 0.0, "is_legacy_optimizer": False, "jit_compile": True}
+    tx = optzoo.create({"class_name": "Adam", "config": config})
+    assert worst(steps_by_name(tx), steps_of_keras(K.Adam(0.1))) < 2e-6
+    with pytest.raises(ValueError, match="InverseTimeDecay"):
+        optzoo.create({"class_name": "Adam", "config": {**config, "decay": 0.1}})
+    with pytest.raises(ValueError, match=r"that of os.path.join, which is not in Keras"):
+        optzoo.create({"class_name": "join", "module": "os.path", "config": {}})
+    rate = {"class_name": "join", "module": "os.path", "config": {}}
+    with pytest.raises(ValueError, match="Keras has no schedule 'join'"):
+        optzoo.create("keras.optimizers.Adam", learning_rate=rate)
+
+
+def test_names_without_keras(monkeypatch):
+    from optzoo.interop import keras as module
+
+    module.import_keras.cache_clear()
+    monkeypatch.setitem(sys.modules, "keras", None)
+    assert optzoo.create("keras.optimizers.SGD", momentum=0.9)
+    with pytest.raises(ImportError, match=r"pip install 'optzoo\[keras\]'"):
+        optzoo.create("keras.optimizers.SGD", clipnorm=0.9)
+    module.import_keras.cache_clear()
