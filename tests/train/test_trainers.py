@@ -13,7 +13,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "trainers"
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_a_run_goes_on_where_it_stopped(path, tmp_path):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
         warnings.simplefilter("ignore")  # of the libraries that they import
         main = runpy.run_path(str(path))["main"]
         eight, four = jax.devices(), jax.devices()[:4]
