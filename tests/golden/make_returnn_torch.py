@@ -40,6 +40,13 @@ OPTIMIZERS = {
     "adadelta_l2": {"class": "adadelta", "rho": 0.8, **EPS, **DECAY},
     "adamax": {"class": "adamax"},
     "adamax_l2": {"class": "adamax", "betas": [0.8, 0.95], **EPS, **DECAY},
+    "nadam": {"class": "nadam"},
+    "nadam_l2": {"class": "nadam", "betas": [0.8, 0.95], "momentum_decay": 9.0, **EPS, **DECAY},
+    "nadam_decoupled": {"class": "NAdam", "decoupled_weight_decay": True, **DECAY},
+    "radam": {"class": "radam"},
+    "radam_l2": {"class": "torch.optim.RAdam", "betas": [0.8, 0.95], **EPS, **DECAY},
+    "radam_decoupled": {"class": "RAdam", "decoupled_weight_decay": True, **DECAY},
+    "radam_never_long": {"class": "radam", "betas": [0.9, 0.0]},
 }
 SGD, MOMENTUM = OPTIMIZERS["sgd"], OPTIMIZERS["sgd_momentum"]
 OTHERS = {

@@ -19,6 +19,7 @@ from ...first_order.adadelta import adadelta
 from ...first_order.adagrad_eps import adagrad_eps
 from ...registry import accepts, create
 from .keys import hint
+from .torch_adams import scale_by_torch_nadam, scale_by_torch_radam
 from .values import flag, not_negative, number, whole
 
 # What of the default optimizer's dict says which parameters decay, beside biases.
@@ -307,6 +308,41 @@ def _torch_adamax(learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
     return _with_l2(weight_decay, mask, optax.adamax(learning_rate, b1, b2, eps))
 
 
+def _torch_nadam(
+    learning_rate,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    momentum_decay=4e-3,
+    decoupled_weight_decay=False,
+    mask=None,
+):
+    b1, b2 = betas
+    nadam = scale_by_torch_nadam(b1, b2, eps, momentum_decay)
+    return _decayed(nadam, learning_rate, weight_decay, decoupled_weight_decay, mask)
+
+
+def _torch_radam(
+    learning_rate,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0.0,
+    decoupled_weight_decay=False,
+    mask=None,
+):
+    b1, b2 = betas
+    radam = scale_by_torch_radam(b1, b2, eps)
+    return _decayed(radam, learning_rate, weight_decay, decoupled_weight_decay, mask)
+
+
+def _decayed(direction: Any, rate: Any, weight_decay: float, decoupled: bool, mask: Any) -> Any:
+    """A direction times a rate, with one of torch's decays."""
+    if not decoupled:
+        return _with_l2(weight_decay, mask, optax.chain(direction, optax.scale(-rate)))
+    decay = optax.add_decayed_weights(weight_decay, mask)
+    return optax.chain(direction, decay, optax.scale(-rate))
+
+
 def _torch_adagrad(
     learning_rate, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, mask=None
 ):
@@ -343,6 +379,8 @@ _TORCH = {
     "adam": _torch_adam,
     "adamax": _torch_adamax,
     "adamw": _torch_adamw,
+    "nadam": _torch_nadam,
+    "radam": _torch_radam,
     "rmsprop": _torch_rmsprop,
     "sgd": _torch_sgd,
 }

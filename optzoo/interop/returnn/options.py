@@ -164,7 +164,13 @@ def _layers_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_layers_in(network))
 
 
-def _layers_in(network: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+# Classes of layers without parameters, unless they normalize.
+_WITHOUT_PARAMETERS = ("combine", "copy", "dropout")
+
+
+def _layers_in(
+    network: Mapping[str, Any], prefix: str = "", trained: bool = True
+) -> Iterator[tuple[str, Any]]:
     for name, layer in network.items():
         if name.startswith("#") or not isinstance(layer, Mapping):
             continue
@@ -174,8 +180,17 @@ def _layers_in(network: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
                     f"layer {prefix + name!r}: {key} depends on the output of the layer: add it "
                     "to the loss and remove it from the config"
                 )
-        if options := {key: layer[key] for key in ("L2", "updater_opts") if layer.get(key)}:
+        is_trained = trained and bool(layer.get("trainable", True))
+        options = {key: layer[key] for key in ("L2", "updater_opts") if layer.get(key)}
+        if options and is_trained and _has_parameters(layer):
             yield prefix + name, options
         for inside in ("subnetwork", "unit"):
             if isinstance(layer.get(inside), Mapping):
-                yield from _layers_in(layer[inside], f"{prefix}{name}/")
+                yield from _layers_in(layer[inside], f"{prefix}{name}/", is_trained)
+
+
+def _has_parameters(layer: Mapping[str, Any]) -> bool:
+    """Whether a layer may have parameters of its own; without any its options change nothing."""
+    if isinstance(layer.get("reuse_params"), str):  # all parameters are those of another layer
+        return False
+    return layer.get("class") not in _WITHOUT_PARAMETERS or bool(layer.get("batch_norm"))

@@ -162,7 +162,13 @@ WORDS = {"optimizer_epsilon": 1e-8, "extra_updates": {"out": lambda var: var}, "
     [
         ("torch", {}, ValueError, "optimizer must be set with the torch backend"),
         ("torch", {"optimizer": {"eps": 0.1}}, TypeError, "under 'class'"),
-        ("torch", {"optimizer": {"class": "nadam"}}, ValueError, "'nadam' is not supported for"),
+        ("torch", {"optimizer": {"class": "lbfgs"}}, ValueError, "'lbfgs' is not supported for"),
+        (
+            "torch",
+            {"optimizer": {"class": "radam", "betas": [0.9, 1.0]}},
+            ValueError,
+            "beta2 must be in",
+        ),
         ("torch", {"optimizer": {"class": len}}, ValueError, "the class <built-in function len>"),
         (
             "torch",

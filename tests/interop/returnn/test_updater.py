@@ -190,6 +190,40 @@ def test_layers_of_the_network():
         tx.init({"w": jnp.ones(2)})
 
 
+@pytest.mark.parametrize(
+    ("layer", "has_options"),
+    [
+        ({"class": "linear", "reuse_params": "enc"}, False),
+        ({"class": "linear", "reuse_params": {"map": {"W": {"reuse_layer": "enc"}}}}, True),
+        ({"class": "linear", "trainable": False}, False),
+        ({"class": "linear", "trainable": True}, True),
+        ({"class": "copy"}, False),
+        ({"class": "combine", "kind": "add"}, False),
+        ({"class": "copy", "batch_norm": True}, True),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_options_of_layers_without_parameters_of_their_own(layer, has_options, nested):
+    """In RETURNN they change nothing, so no parameter is missing."""
+    network = {"enc": {"class": "linear", "L2": 0.1}, "other": {**layer, "L2": 0.1}}
+    if nested:
+        network["other"] = {"class": "subnetwork", "subnetwork": {"in": network["other"]}}
+    tx = returnn_updater({"network": network, "learning_rate": 1.0})
+    x = {"enc": {"W": jnp.ones(2)}}
+    if has_options:
+        with pytest.raises(ValueError, match="no parameter's path begins with 'other/"):
+            tx.init(x)
+    else:
+        moved, _ = step(tx, jax.tree.map(jnp.zeros_like, x), x)
+        np.testing.assert_allclose(moved["enc"]["W"], 0.8 * np.ones(2), rtol=1e-6)
+
+
+def test_a_layer_inside_of_one_that_is_not_trained():
+    inside = {"in": {"class": "linear", "L2": 0.1}}
+    network = {"sub": {"class": "subnetwork", "trainable": False, "subnetwork": inside}}
+    returnn_updater({"network": network}).init({"w": jnp.ones(2)})
+
+
 def test_the_innermost_layer_counts():
     x = {"a": {"b": {"c": jnp.ones(2), "d": jnp.ones(2)}, "e": jnp.ones(2)}}
     layers = {
