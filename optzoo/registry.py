@@ -335,6 +335,8 @@ _MODULES = (
     (r"^tf\.compat\.v1\b", "tf"),
     (r"^tf\.python\.training\b.*", "tf.train"),
     (r"^tf\.contrib\.opt\b.*", "tf.contrib.opt"),
+    (r"^tf\.optimizers\b", "keras.optimizers"),
+    (r"^(tf\.)?keras\b.*\blegacy$", "keraslegacy"),
     (r"^(tf\.)?keras\b.*", "keras"),
     (r"^(.*\.)?emboptimtype$", "emboptimtype"),
     (
@@ -353,6 +355,8 @@ def _key(name: str) -> str:
     for pattern, ours in _MODULES:
         module = re.sub(pattern, ours, module)
     key = last.lower().replace("_", "").removesuffix("optimizer")
+    if module == "keraslegacy" and key in _AS_IN_OLD_KERAS:
+        module = "keras"
     return f"{module}.{key}" if module else key
 
 
@@ -398,8 +402,12 @@ def _takes(found: _Found, argument: str, value: Any) -> bool:
     return argument in ignored or _ours(found, argument) in found.parameters
 
 
+# The optimizers of Keras 3 with the formulas of tf.keras before TensorFlow 2.11.
+_AS_IN_OLD_KERAS = {"adadelta", "adagrad", "adam", "adamax", "ftrl", "sgd"}
 # Libraries whose optimizers are not found by name, and what to do instead.
 _OTHER_LIBRARIES = {
+    "keraslegacy": "of the legacy optimizers Adadelta, Adagrad, Adam, Adamax, Ftrl and SGD are "
+    "here; {} of Keras 3 has another formula",
     "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
     "opennmt": "of its optimizers Adam, AdamW, LazyAdam, SGD and SGDW are here",
     "optax": "call the function of optax; optzoo takes its transformations as they are",
@@ -773,6 +781,11 @@ def _from_rate(name: str, fields: dict[str, Any]) -> Any:
             return exponential_decay_with_burnin(**given)
     if not (parts := given["schedule"]):
         raise ValueError(f"{name} has no schedule: give its parts, dicts of step and learning_rate")
+    parts = [parts] if isinstance(parts, Mapping) else parts
+    if wrong := [part for part in parts if part["step"] < 1]:
+        raise ValueError(
+            f"{name}: the step of a part of schedule must be at least 1, got {wrong[0]}"
+        )
     rates = [given["learning_rate"], *(part.get("learning_rate", 0.002) for part in parts)]
     return manual_stepping([part["step"] for part in parts], rates, given["warmup"])
 

@@ -507,3 +507,11 @@ def test_list_of_an_unknown_name(capsys):
     assert "no name contains 'zzz'; without a part of a name all are listed" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Nadam", "AdamW"])
+def test_legacy_names_of_keras_are_those_with_its_old_formulas(name):
+    with pytest.raises(ValueError, match=f"{name} of Keras 3 has another formula"):
+        optzoo.create(f"tf.keras.optimizers.legacy.{name}", learning_rate=0.1)
+    for same in ("tf.keras.optimizers.legacy.SGD", "tf.optimizers.SGD", "keras.optimizers.SGD"):
+        assert optzoo.registry.factory_of(same) is optzoo.registry.factory_of("keras.SGD")

@@ -141,6 +141,11 @@ def test_messages_of_object_detection(rate, schedule):
             "manual_step_learning_rate has no schedule",
         ),
         (
+            {"manual_step_learning_rate": {"schedule": [{"step": 0, "learning_rate": 0.1}]}},
+            ValueError,
+            r"step of a part of schedule must be at least 1, got \{'step': 0,",
+        ),
+        (
             {"cosine_decay_learning_rate": {"steps": 3}},
             TypeError,
             "cosine_decay_learning_rate has no field 'steps'",
@@ -182,3 +187,19 @@ def test_configs_that_are_refused(rate, error, message):
 def test_refuses(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_message_with_one_part():
+    """Parsers of messages give a single part without a list."""
+    rate = lambda schedule: {
+        "manual_step_learning_rate": {"initial_learning_rate": 0.1, "schedule": schedule}
+    }
+    part = {"step": 5, "learning_rate": 0.01}
+    for schedule in (part, [part]):
+        tx = create({"class": "gradient_descent", "learning_rate": rate(schedule)})
+        steps = [-float(tx.update(jnp.ones(()), tx.init(jnp.ones(())))[0])]
+        state = tx.init(jnp.ones(()))
+        for _ in range(6):
+            u, state = tx.update(jnp.ones(()), state)
+            steps.append(-float(u))
+        np.testing.assert_allclose(steps, [0.1] * 6 + [0.01], rtol=1e-6)

@@ -22,9 +22,14 @@ _WITHOUT_EFFECT = (
     "optimizer_use_locking", "debug_save_updater_vars", "debug_add_check_numerics_on_output",
 )  # fmt: skip
 # They resemble options of the updater, but belong to the engine or to the data.
+# What RETURNN's LearningRateControl has as arguments, but does not read under these names.
+UNREAD = (
+    "newbob_relative_error_threshold_div_by_old", "relative_error_div_by_old",
+    "relative_error_threshold",
+)  # fmt: skip
 _OF_OTHERS = (
     "horovod_dataset_distribution", "learning_rate_file", "pretrain_learning_rate",
-    "use_learning_rate_control_always",
+    "use_learning_rate_control_always", *UNREAD,
 )  # fmt: skip
 _THEANO = (
     "adadelta_decay", "adadelta_offset", "adamdelta", "adasecant", "ena", "eve",

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...core.checks import check, check_choice, check_not_negative, check_size
-from .keys import EPOCH_OPTIONS, near_misses
+from .keys import EPOCH_OPTIONS, UNREAD, near_misses
 from .values import number
 
 # They resemble its options, but are the updater's, the engine's or another control's.
-_OTHERS = ("learning_rate", "learning_rate_file", "pretrain_learning_rate")
+_OTHERS = ("learning_rate", "learning_rate_file", "pretrain_learning_rate", *UNREAD)
 
 
 class LearningRateControl:

@@ -14,6 +14,7 @@ import returnn
 import optzoo
 from optzoo import SparseRows
 from optzoo.interop.returnn.keys import refuse_unknown
+from optzoo.interop.returnn.learning_rate import LearningRateControl
 from optzoo.interop.returnn.updater import returnn_updater
 from optzoo.testing import samples
 from optzoo.testing.samples import avals
@@ -613,3 +614,13 @@ def test_the_other_options_of_returnn_are_not_taken_for_ours():
         }
         & names
     )
+
+
+def test_arguments_of_the_learning_rate_control_are_no_options():
+    """RETURNN reads them with a prefix alone; public configs have them without."""
+    config = {"learning_rate": 0.1, "relative_error_div_by_old": True}
+    config |= {"newbob_relative_error_threshold_div_by_old": True, "relative_error_threshold": 0}
+    updates, _ = (tx := returnn_updater(config)).update(X, tx.init(X), X)
+    want, _ = (tx := returnn_updater({"learning_rate": 0.1})).update(X, tx.init(X), X)
+    chex.assert_trees_all_equal(updates, want)
+    LearningRateControl({**config, "learning_rate_control": "newbob"})
