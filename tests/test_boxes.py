@@ -198,7 +198,7 @@ class Pair:
         ({"a": eqx.nn.LayerNorm(2), "b": None}, ["a/weight", "a/bias"]),
         ({"a": eqx.nn.Embedding(3, 2, key=jax.random.key(0))}, ["a/weight"]),
     ],
-    ids=str,
+    ids=["dicts", "lists", "frozen", "state", "pairs", "linear", "norm", "embedding"],
 )
 def test_containers_are_no_boxes(tree, names):
     """One entry does not make a dict or a list a box; nor a module with other fields."""
