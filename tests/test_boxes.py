@@ -1,6 +1,7 @@
 """Parameters in boxes that name their axes, as those of haliax, Flax and Equinox."""
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -98,7 +99,8 @@ def boxed(make):
 def program(f, *args):
     """The program of a function of trees, whatever their classes."""
     leaves, treedef = jax.tree.flatten(args)
-    return str(jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*treedef.unflatten(xs))))(*leaves))
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*treedef.unflatten(xs))))(*leaves)
+    return re.sub(" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
 @pytest.mark.parametrize("kind", BOXES)

@@ -495,7 +495,8 @@ def test_names_have_the_defaults_of_keras(name):
 
 
 def test_all_names_are_tried():
-    assert {*OWN, "LossScaleOptimizer", "MultiOptimizer"} == public_classes(K, K.Optimizer)
+    around = {"LossScaleOptimizer", "MultiOptimizer"}  # others; Keras 3.14 has one of them
+    assert public_classes(K, K.Optimizer) - around == {*OWN}
 
 
 def test_names_of_this_library_take_rows():
