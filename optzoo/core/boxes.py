@@ -91,13 +91,18 @@ def unboxed(tree: Any) -> Any:
 
 
 class Boxes:
-    """The boxes of a tree of gradients, in which slots may be, too.
+    """The boxes of a tree of gradients or parameters, in which slots may be, too.
 
     A state keeps each slot as it is there: in a box of the same class, or alone.
+
+    Args:
+        updates: the tree. SparseRows are leaves.
+        none: whether None is one: a missing gradient.
     """
 
-    def __init__(self, updates: Any):
-        self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=_is_leaf)
+    def __init__(self, updates: Any, *, none: bool = True):
+        stop = _is_leaf if none else lambda x: x is not None and _is_leaf(x)
+        self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=stop)
         self.contents = list(map(content, self.nodes))  # the gradients
 
     def slots(self, tree: Any) -> list[Any]:

@@ -141,7 +141,7 @@ def _reset(
     put = lambda array: g.scatter(jnp.asarray(array), g.values)
     xs[number] = Lines(put(x.value), x.shape) if is_lines(x) else put(x)
     params = treedef.unflatten(xs)
-    boxes = Boxes(params)
+    boxes = Boxes(params, none=False)
 
     # Nothing reads the other rows of the fresh slots, so a compiler does not make them.
     fresh = jax.tree.leaves(without_ages(tx.init(params)))

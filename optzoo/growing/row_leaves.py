@@ -32,7 +32,7 @@ def with_ages(state: Any, params: Any, like: Any) -> Any:
         params: the parameters, as whose rows the steps are sharded.
         like: a state, perhaps abstract, that has such steps for these parameters.
     """
-    boxes = Boxes(params)
+    boxes = Boxes(params, none=False)
 
     def change(node, other):
         [clock] = node.clock.values()

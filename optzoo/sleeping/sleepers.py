@@ -116,7 +116,7 @@ class Sleepers(NamedTuple):
             parts: by the positions of their tables, of which the others move as a whole.
             extra_args: of ``update``.
         """
-        gs, (xs, treedef), boxes = list(gs), jax.tree.flatten(params), Boxes(params)
+        gs, (xs, treedef), boxes = list(gs), jax.tree.flatten(params), Boxes(params, none=False)
         slots = slots_by_leaf(state.inner, boxes)
         for i, table in tables.items():
             xs[i], slots[i], _ = table.arrays
@@ -355,7 +355,7 @@ def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
     """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
     if len(slots_nodes(state)) != (1 if sleeper.law.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
-    paths, slots = leaves_with_path(params), slots_by_leaf(state, Boxes(params))
+    paths, slots = leaves_with_path(params), slots_by_leaf(state, Boxes(params, none=False))
     found = set[Any]()
     for (path, x), mark, row in zip(paths, jax.tree.leaves(marks), slots, strict=True):
         if not mark:

@@ -43,6 +43,6 @@ class CaughtUpState(NamedTuple):
 
 def sleeping_leaves(params: Any, state: Any) -> set[int]:
     """The positions of all parameters whose rows may sleep."""
-    boxes = Boxes(params)
+    boxes = Boxes(params, none=False)
     lasts = [boxes.slots(node.last) for node in nodes_of(CaughtUpState, state)]
     return {i for last in lasts for i, a in enumerate(last) if not is_masked(a)}

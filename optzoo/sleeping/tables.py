@@ -243,7 +243,7 @@ def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
     """By the position of their parameters the tables; and the structure of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
-    (motion, clock), boxes = motion_of(state), Boxes(params)
+    (motion, clock), boxes = motion_of(state), Boxes(params, none=False)
     slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     return {
         i: Table(motion, clock, i, (x, s, last))
@@ -256,7 +256,7 @@ def with_tables(
     state: CaughtUpState, params: Any, tables: Mapping[int, Table]
 ) -> tuple[Any, CaughtUpState]:
     """The parameters and the state with other tables."""
-    (leaves, treedef), boxes = jax.tree.flatten(params), Boxes(params)
+    (leaves, treedef), boxes = jax.tree.flatten(params), Boxes(params, none=False)
     slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     for i, table in tables.items():
         leaves[i], slots[i], lasts[i] = table.arrays
