@@ -157,9 +157,9 @@ def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
 
 def _in_box(box: Any, slot: Any, make: Callable[[Any], Any]) -> Any:
     """A slot in the box of its parameter, or in one that names its axes, or alone."""
-    x = content(box)
     if not hasattr(slot, "shape"):
         return slot
+    x = jax.eval_shape(jnp.asarray, content(box))  # it may be a number
     if jnp.issubdtype(x.dtype, jnp.inexact) and slot.shape == x.shape:
         return refilled(box, slot)
     rename = _renamer(box)

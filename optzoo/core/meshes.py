@@ -131,7 +131,7 @@ def zeros_of(kind: Any) -> Array:
 
 def zeros_of_rows(x: Any, dtype: Any) -> Array:
     """A zero for each row of an array, or of its shape, divided as the rows."""
-    return zeros_without(x, range(1, len(x.shape)), dtype)
+    return zeros_without(x, range(1, jnp.ndim(x)), dtype)
 
 
 def zeros_without(x: Any, axes: Iterable[int], dtype: Any) -> Array:
