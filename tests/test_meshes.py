@@ -106,6 +106,7 @@ ALL |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
 ALL["soap in blocks"] = optzoo.soap(0.1, block_size=4)
 
 
+@pytest.mark.filterwarnings("ignore:slots in 8 bits of")  # narrow ones, which are whole
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
 @pytest.mark.parametrize("name", ALL)

@@ -43,7 +43,10 @@ GROUPS = {
     "Replicas": ["optzoo.distributed"],
     "States": ["optzoo.state"],
     "Writing an optimizer": ["optzoo.rules", "optzoo.testing"],
-    "By name": ["optzoo.registry", "optzoo.catalog", "optzoo.describe", "optzoo.cite"],
+    "By name": [
+        *("optzoo.registry", "optzoo.catalog", "optzoo.schedules"),
+        *("optzoo.describe", "optzoo.cite"),
+    ],
     "From and to other libraries": ["optzoo.interop"],
     "The race": ["optzoo.race"],
 }

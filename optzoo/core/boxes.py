@@ -124,8 +124,15 @@ def _is_leaf(x: Any) -> bool:
     return is_sparse_or_none(x) or is_box(x)
 
 
-def map_parameters(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
-    """``f`` of each parameter, an array or :class:`Lines`: a slot, in a box where it may be."""
+def map_parameters(f: Callable[..., Any], params: Any, *rest: Any, lines: bool = False) -> Any:
+    """``f`` of each parameter: a slot, in a box where it may be.
+
+    Args:
+        f: of an array.
+        params: the parameters.
+        *rest: trees like them, whose leaves ``f`` gets, too.
+        lines: whether ``f`` takes :class:`Lines`. If not, what it makes of the array is in lines.
+    """
 
     def of_each(box, *others):
         x = content(box)
@@ -134,7 +141,8 @@ def map_parameters(f: Callable[..., Any], params: Any, *rest: Any) -> Any:
         make = lambda x: f(x, *map(content, others))
         return _in_box(box, make(x), make) if is_box(box) else make(x)
 
-    return jax.tree.map(of_each, params, *rest, is_leaf=lambda x: is_lines(x) or is_box(x))
+    is_leaf = lambda x: (lines and is_lines(x)) or is_box(x)
+    return jax.tree.map(of_each, params, *rest, is_leaf=is_leaf)
 
 
 def without_boxes(tx: optax.GradientTransformation) -> Optimizer:

@@ -64,7 +64,7 @@ def frame(
     def init(params):
         params = as_arrays(params)
         check_arrays(params)
-        slot = lambda f: map_parameters(lambda x: vary_as(in_lines(f)(x), x), params)
+        slot = lambda f: map_parameters(lambda x: vary_as(in_lines(f)(x), x), params, lines=True)
         trees = list(map(slot, slots))
         of_all = vary_as(shared(), params) if shared_varies else shared()
         count = jnp.zeros([], jnp.int32)

@@ -293,7 +293,7 @@ def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
         return codes
 
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)
-    return map_parameters(code, slots)
+    return map_parameters(code, slots, lines=True)
 
 
 def _specs_of_codes(codes: Codes, a: Any) -> Any:
