@@ -82,7 +82,7 @@ def create(
             ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
             its ``learning_rate`` is for the inner optimizer. ``sign_decay_fn`` may be a config of
             one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor of
-            the rate. ``learning_rate`` may be the config of a schedule of :mod:`optzoo.schedules`,
+            the rate. ``learning_rate`` may be the config of a schedule of ``optzoo.schedules``,
             ``{"class": "tf.train.polynomial_decay", "learning_rate": 0.1, "decay_steps": 100}``, or
             a message ``LearningRate`` of object_detection.
 
