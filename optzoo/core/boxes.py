@@ -188,7 +188,8 @@ def with_sizes(tree: Any) -> Any:
 
 
 def _renamer(box: Any) -> Callable[..., Any] | None:
-    return next((f for name, f in _RENAME.items() if name in _class_names(box)), None)
+    names = [f"{c.__module__}.{c.__qualname__}" for c in type(box).__mro__]
+    return next((_RENAME[name] for name in names if name in _RENAME), None)
 
 
 def _axes_of(f: Callable[..., Any], slot: Any, x: Any) -> tuple[int | None, ...] | None:
@@ -242,10 +243,6 @@ def taken(names: Any, axes: tuple[int | None, ...]) -> tuple[Any, ...]:
     """Of the names of a parameter's axes those of a slot's axes; None for others."""
     of = dict(enumerate(names))  # a specification may have fewer than there are axes
     return tuple(None if axis is None else of.get(axis) for axis in axes)
-
-
-def _class_names(x: Any) -> set[str]:
-    return {f"{c.__module__}.{c.__qualname__}" for c in type(x).__mro__}
 
 
 # How a class of boxes names other axes. Only their names are here, so that none is imported.

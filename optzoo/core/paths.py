@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import optax
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import GetAttrKey
 
 from .boxes import BoxKey, is_box
 from .optimizer import Optimizer, about_of
@@ -42,13 +42,15 @@ def path_name(path: Any) -> str:
         name.short = path_name(path[:-1]) if path[:-1] else None
         return name
     path = out_of_box(path)
-    if len(path) > 1 and path[-2] == _STACKED and _is_of_stack(path[-1]):
+    if len(path) > 1 and path[-2] == _STACKED and members_of(getattr(path[-1], "key", None)):
         path = path[:-2]
     return Name(_written(path))
 
 
-def _is_of_stack(key: Any) -> bool:
-    return isinstance(key, DictKey) and re.fullmatch(r"\d+(_\d+)+", str(key.key)) is not None
+def members_of(key: Any) -> tuple[int, ...]:
+    """The members of the stack with this key, ``0_2_3``; () if it is no key of a stack."""
+    is_key = isinstance(key, str) and re.fullmatch(r"\d+(_\d+)+", key)
+    return tuple(map(int, key.split("_"))) if is_key else ()
 
 
 def _written(path: Any) -> str:

@@ -200,7 +200,7 @@ class FitOptimizer(_Base):
     def assign_eval_params(self) -> None:
         """Writes the parameters to evaluate into the model: averages, where the state has them.
 
-        They are those of :func:`optzoo.eval_params`. Training would go on from them.
+        They are those of :func:`optzoo.eval_params`. Training would continue from them.
         """
         self._assign_params(eval_params(self.params, self.state))
 

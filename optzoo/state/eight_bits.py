@@ -223,7 +223,7 @@ def warn_of_whole(names: Iterable[str]) -> None:
         )
 
 
-def is_whole(whole: Any, x: Codes) -> bool:
+def is_undivided(whole: Any, x: Codes) -> bool:
     """Whether the sharding of a slot divides its last axis, and that of its codes does not."""
     divides = lambda s, a: s.shard_shape(a.shape)[-1] < a.shape[-1]
     slot = jax.ShapeDtypeStruct(shape_of(x), jnp.float32)

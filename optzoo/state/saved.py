@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.boxes import content, is_box, refilled
-from ..core.paths import path_name
+from ..core.paths import members_of, path_name
 from .law import Law
 from .types import GROUP
 
@@ -61,7 +60,7 @@ def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         return _build(inside, like, path)
     names = _names(found, wanted, like, path)
     if left := [k for k in found if k not in names.values() and jax.tree.leaves(found[k])]:
-        raise ValueError(f"saved has {left} at '{_written(path)}', which the state has not")
+        raise ValueError(f"saved has {left} at '{path_name(path)}', which the state has not")
     parts = [
         _build(found[names[key]], child, (*path, *keys))
         if key in names
@@ -75,10 +74,10 @@ def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
     while len(parts := _entries(saved)) == 1:
         [saved] = parts.values()  # out of boxes
     if not hasattr(saved, "shape") and not isinstance(saved, int | float | bool):
-        raise ValueError(f"saved has no array at '{_written(path)}'")
+        raise ValueError(f"saved has no array at '{path_name(path)}'")
     if jnp.shape(saved) != jnp.shape(like):
         raise ValueError(
-            f"saved has an array of shape {jnp.shape(saved)} at '{_written(path)}', where the "
+            f"saved has an array of shape {jnp.shape(saved)} at '{path_name(path)}', where the "
             f"state has {jnp.shape(like)}"
         )
     return saved
@@ -97,7 +96,7 @@ def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[st
         else:
             fits = [k for k in left if k == _old_key(key)]
         if len(fits) > 1:
-            raise ValueError(f"several parts of saved at '{_written(path)}' fit {key!r}: {fits}")
+            raise ValueError(f"several parts of saved at '{path_name(path)}' fit {key!r}: {fits}")
         if fits:
             names[key] = fits[0]
     return names
@@ -105,8 +104,8 @@ def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[st
 
 def _old_key(key: str) -> str | None:
     """What a key of a law or of a stack once was."""
-    if re.fullmatch(r"\d+(_\d+)+", key):
-        return str(tuple(map(int, key.split("_"))))
+    if members := members_of(key):
+        return str(members)
     law = Law.of_key(key)
     return None if law is None else str(law)
 
@@ -121,7 +120,7 @@ def _fits(saved: Any, like: Any) -> bool:
 
 def _empty(like: Any, path: tuple[Any, ...]) -> Any:
     if jax.tree.leaves(like):
-        raise ValueError(f"saved has nothing at '{_written(path)}'")
+        raise ValueError(f"saved has nothing at '{path_name(path)}'")
     return like
 
 
@@ -135,7 +134,3 @@ def _entries(saved: Any) -> dict[str, Any]:
 
 def _key(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True)
-
-
-def _written(path: Any) -> str:
-    return path_name(path)

@@ -13,7 +13,7 @@ from ..core.boxes import taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.meshes import explicit
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
-from .eight_bits import Codes, is_coded, is_whole, shape_of, sharding_of_codes, warn_of_whole
+from .eight_bits import Codes, is_coded, is_undivided, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
 
 _HINT = (
@@ -71,7 +71,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     def place(path, slot):
         if is_coded(slot):
             whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
-            if is_whole(whole, slot):
+            if is_undivided(whole, slot):
                 undivided[f"'{path_name(path)}'"] = None
             if (x := owners.get(out_of_box(path))) is not None:
                 obstacles.append(_obstacle(x, whole, slot))
@@ -134,13 +134,12 @@ def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
         return sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    axes = _axes_of(shape, x.shape)
-    return (
-        None if axes is None else sharding.update(spec=PartitionSpec(*taken(sharding.spec, axes)))
-    )
+    if (axes := _axes_by_shape(shape, x.shape)) is None:
+        return None
+    return sharding.update(spec=PartitionSpec(*taken(sharding.spec, axes)))
 
 
-def _axes_of(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
+def _axes_by_shape(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
     """Which axes of a parameter the axes of a slot are; None of those that are others.
 
     Returns:

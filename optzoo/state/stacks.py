@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.paths import is_masked, leaves_with_path, path_name
+from ..core.paths import is_masked, leaves_with_path, members_of, path_name
 from ..core.rows import is_sparse_or_none
 
 # Which leaves are stacked: for each stack the positions of its members in the flattened tree.
@@ -83,8 +83,8 @@ def _array(node: Stack) -> Any:
 
 
 def _members(node: Stack) -> tuple[int, ...]:
-    [members] = node.arrays
-    return tuple(map(int, members.split("_")))
+    [key] = node.arrays
+    return members_of(key)
 
 
 def _join(leaves: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ from ..state.eight_bits import (
     SignedCodes,
     encoded,
     has_codes,
-    is_whole,
+    is_undivided,
     sharding_of_codes,
     stored,
     takes_codes,
@@ -288,7 +288,7 @@ def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
 
     def encode(a):
         codes = encode_one(a)  # a program gets its warning from state_sharding
-        if not isinstance(a, jax.core.Tracer) and is_whole(a.sharding, codes):
+        if not isinstance(a, jax.core.Tracer) and is_undivided(a.sharding, codes):
             undivided[f"parameters of shape {a.shape}"] = None
         return codes
 
