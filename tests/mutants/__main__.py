@@ -32,7 +32,7 @@ from .sites import Mutant, drawn, mutant, sites
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOME = pathlib.Path(sys.prefix, "mutants")
 EXPLAINED = pathlib.Path(__file__).with_name("explained.toml")
-FOUND, SURVIVED, ENDLESS, EXPLAINED = "found", "survived", "timed out", "explained"
+FOUND, SURVIVED, ENDLESS, KNOWN = "found", "survived", "timed out", "explained"
 
 
 def main(argv=None) -> int:
@@ -223,7 +223,7 @@ def _report(changes, results) -> int:
         result = results.get(change)
         how = result["level"] or result["outcome"]
         if how == SURVIVED and change.key in reasons:
-            how = EXPLAINED
+            how = KNOWN
         elif how == SURVIVED:
             survivors.append(change)
             cut = "; not all tests were run" if result["cut"] else ""
@@ -240,7 +240,7 @@ def _report(changes, results) -> int:
 
 def _print(table: dict[str, collections.Counter]) -> None:
     """Where faults live longest comes first."""
-    outcomes = (*LEVELS, SURVIVED, EXPLAINED)
+    outcomes = (*LEVELS, SURVIVED, KNOWN)
     print(
         "\n" + "".join(f"{name:>15}" for name in ("", *outcomes, "found of all", "quick of found"))
     )

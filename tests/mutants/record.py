@@ -24,7 +24,7 @@ from .sites import statement
 LEVELS = QUICK, FULL = ("quick", "full")  # the tests of `make test`, and the others
 _FIRST = 3.0  # seconds of the quick tests that are tried first
 _FILES = 12  # and their files, at most
-_LONGEST = 30.0  # seconds of a test; longer ones are not for mutants
+_LONGEST = 10.0  # seconds of a test; longer ones are not for mutants
 
 
 class Record:
