@@ -59,7 +59,7 @@ def changes(tmp_path):
             {"x = zeros(3) + ones(4, z.dtype)", "x = zeros(3, dtype=z) + ones(4)"}),
         ("for x in y: x()", "loop", {"for x in [*(y)][1:]: x()",
             "for x in (lambda each: each[-1:] * len(each))([*(y)]): x()"}),
-        ("x = [lambda z=z: z() for z in iter(w)]", "loop", {"x = [lambda z: z() for z in iter(w)]"}),
+        ("x = [lambda z=z: z for z in iter(w)]", "loop", {"x = [lambda z: z for z in iter(w)]"}),
         ("g(x)", "statement", {"pass"}),
         ("@g\n@h\nclass A: pass", "statement", {""}),
         ("def g(x, y): return h(x, y)", "swap", {"def g(x, y): return h(y, x)"}),
