@@ -99,22 +99,22 @@ class Record:
                 function = function_of(name)
                 if function in functions or (function not in of_all and file in files):
                     full.add(name)
-                elif file in files or order.is_near(name):
+                elif file in files or order.distance(name) < 2:
                     others.add(name)
         return [(QUICK, first), (QUICK, then), (FULL, order.of(full) + order.of(others))]
 
 
 class _Order:
-    """That of the tests of a line: those near first, then the cheap ones; by file."""
+    """That of the tests of a line: those near first, then the cheap ones."""
 
     def __init__(self, path: str):
         file = pathlib.PurePath(path)
-        self._near = {file.stem, f"test_{file.stem}", file.parent.name, f"test_{file.parent.name}"}
-        self._stem = file.stem
+        self._stem, self._folder = file.stem, file.parent.name
 
-    def is_near(self, test: str) -> bool:
-        """Whether a test is in a folder, or a file, with the name of the file or its folder."""
-        return bool(self._near & set(pathlib.PurePath(_file(test)).with_suffix("").parts))
+    def distance(self, test: str) -> int:
+        """0 for tests of the file, 1 for those of its folder, 2 for the others."""
+        parts = {part.removeprefix("test_") for part in pathlib.PurePath(_file(test)[:-3]).parts}
+        return 0 if self._stem in parts else 1 if self._folder in parts else 2
 
     def first(self, tests: set[str]) -> list[str]:
         """A few cheap ones of each file: any finds most mutants."""
@@ -129,15 +129,20 @@ class _Order:
         return [name for file in in_turn for name in files[file] if name in taken]
 
     def of(self, tests: set[str]) -> list[str]:
-        """All; the tests of a file stay together."""
-        files = _grouped(sorted(tests, key=self._of_test), _file)
-        cost = lambda file: sum(expected(name) for name in files[file]) / len(files[file])
-        in_turn = sorted(files, key=lambda file: (not self.is_near(file), cost(file)))
+        """All: a case of each function, then the others; the tests of a file stay together."""
+        functions = _grouped(sorted(tests, key=self._of_test), function_of)
+        one = [cases[0] for cases in functions.values()]
+        others = [name for cases in functions.values() for name in cases[1:]]
+        return self._by_file(one) + self._by_file(others)
+
+    def _by_file(self, tests):
+        files = _grouped(tests, _file)
+        cost = lambda file: sum(map(expected, files[file])) / len(files[file])
+        in_turn = sorted(files, key=lambda file: (self.distance(file), cost(file)))
         return [name for file in in_turn for name in files[file]]
 
     def _of_test(self, name):
-        case = name.partition("[")[2]
-        return not self.is_near(name), self._stem not in case, expected(name), name
+        return self.distance(name), self._stem not in name.partition("[")[2], expected(name), name
 
 
 def failed(output: str) -> list[str]:
