@@ -1,5 +1,6 @@
 """Schedules against the graph of TensorFlow 1.15.5, and as configs."""
 
+import inspect
 import json
 import pathlib
 
@@ -203,3 +204,13 @@ def test_a_message_with_one_part():
             u, state = tx.update(jnp.ones(()), state)
             steps.append(-float(u))
         np.testing.assert_allclose(steps, [0.1] * 6 + [0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", schedules.__all__)
+def test_wrong_values_of_each_argument(name):
+    make, [arguments, *_] = getattr(schedules, name), [a for n, a in CASES.values() if n == name]
+    single = [p for p in inspect.signature(make).parameters.values() if "Seq" not in p.annotation]
+    for argument in single:
+        for value in ("True", float("nan")):
+            with pytest.raises((TypeError, ValueError), match=f"^{argument.name} must be"):
+                make(**arguments | {argument.name: value})
