@@ -152,6 +152,7 @@ class OneSlot(NamedTuple):
     m: Any
 
 
+@pytest.mark.unique
 def test_arrays_for_all_rows_and_by_position(kernels):
     """A rate for each column, and one for each position of an id."""
     rates = jnp.linspace(0.1, 1.0, 6)[None]
