@@ -41,6 +41,8 @@ def changes(tmp_path):
         ("x = y < z", "comparison", {"x = y <= z", "x = y >= z"}),
         ("x = y >= z > 0", "comparison", {"x = y > z > 0", "x = y < z > 0"}
             | {"x = y >= z >= 0", "x = y >= z <= 0"}),
+        ("x = y == z", "comparison", {"x = y != z", "x = y <= z", "x = y >= z"}),
+        ("x = y == 'z'", "comparison", {"x = y != 'z'"}),
         ("x = y is not z", "comparison", {"x = y is z"}),
         ("x = y and not z", "condition", {"x = y or not z", "x = y and z"}),
         ("x = y if z else w", "condition", {"x = y if not (z) else w"}),

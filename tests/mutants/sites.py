@@ -217,7 +217,7 @@ def _of_values(source, node):
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             for a, op, b in zip([left, *comparators], ops, comparators, strict=False):
                 old, *others = _COMPARISONS[type(op)]
-                for new in others:
+                for new in others[:1] if isinstance(_value(b), str) else others:
                     yield "comparison", source.between(a, b, old, new)
         case ast.BoolOp(op=op, values=values):
             old, new = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
@@ -328,6 +328,10 @@ def _commuting(node):
             yield a, b
         case ast.Call(func=f, args=[a, b]) if _name(f) in _OPPOSITES:
             yield a, b
+
+
+def _value(node):
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def _name(node) -> str:
