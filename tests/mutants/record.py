@@ -109,12 +109,12 @@ class _Order:
 
     def __init__(self, path: str):
         file = pathlib.PurePath(path)
-        self._stem, self._folder = file.stem, file.parent.name
+        self._stem, self._folders = file.stem, {*file.parts[1:-1]}
 
     def distance(self, test: str) -> int:
-        """0 for tests of the file, 1 for those of its folder, 2 for the others."""
+        """0 for tests of the file, 1 for those of its folders, 2 for the others."""
         parts = {part.removeprefix("test_") for part in pathlib.PurePath(_file(test)[:-3]).parts}
-        return 0 if self._stem in parts else 1 if self._folder in parts else 2
+        return 0 if self._stem in parts else 1 if self._folders & parts else 2
 
     def first(self, tests: set[str]) -> list[str]:
         """A few cheap ones of each file: any finds most mutants."""

@@ -56,6 +56,7 @@ def test_it_computes_what_xla_does(name):
         params, state = samples.step(tx, draw(shape, seed), params, state)
 
 
+@pytest.mark.unique
 def test_arrays_of_one_shape_have_a_kernel_each(monkeypatch):
     """They are one call, with scalars that all of them read."""
     tx, two = in_8_bits(optzoo.adam(lambda t: 0.1 / t)), [draw((1, 384), seed) for seed in (0, 1)]
