@@ -79,6 +79,7 @@ def test_rows_have_none():
     assert "tpu_custom_call" not in step.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
