@@ -376,6 +376,17 @@ def test_norms_of_updates_take_no_memory(name):
     assert pointers(program(params, state, grads)) == places
 
 
+def test_a_sum_of_no_array_does_not_keep_a_norm_from_native_code():
+    def update(g, state, params=None):
+        del params
+        alike = jnp.sum(jnp.broadcast_to(state, g.shape))
+        return g * alike * jnp.sum(g * g), state
+
+    tx, x = optax.GradientTransformation(lambda x: jnp.ones(()), update), table(shape=(64, 64))
+    tx = optax.with_extra_args_support(tx)
+    assert calls_in(optzoo.native_step(tx), x, tx.init(x), x) == 2  # the norm, and the update
+
+
 def test_norms_whose_update_stays_with_xla():
     """Slots stay with it, too: it would have to copy what the native loop overwrites."""
     tx = optax.chain(optax.scale_by_adam(), optax.stateless(lambda u, p: u @ u))
