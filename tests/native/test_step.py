@@ -672,6 +672,7 @@ def test_operations_after_a_branch_that_need_more_than_it_has():
     assert len(branches.outs) == len(arrays(0)) + len(jax.tree.leaves(state[0].inner))
 
 
+@pytest.mark.unique
 def test_two_branches_of_which_one_needs_the_other():
     tx = optax.chain(
         optzoo.accumulate(optzoo.lazy_adam(0.1), 2),
