@@ -681,6 +681,16 @@ def test_two_branches_of_which_one_needs_the_other():
     check_close(*both(tx, arrays(9), arrays, steps=4))
 
 
+def test_rows_of_a_table_that_is_only_read():
+    def update(g, state, params=None):
+        del params
+        g = g.coalesce()
+        return g.with_values(-g.values * g.gather(state)), state
+
+    tx = optax.GradientTransformation(lambda x: x + 0.5, update)
+    check_close(*both(tx, table(), rows))
+
+
 def test_arrays_that_are_not_donated_stay_as_they_are():
     tx, params = optzoo.lazy_adam(0.1), table()
     state, copy = tx.init(params), np.array(table())
