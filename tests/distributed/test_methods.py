@@ -240,7 +240,8 @@ def test_what_follows_a_method_has_a_state_for_each_replica():
     for k in range(2):
         updates, state = step(params, state, grads)
         np.testing.assert_allclose(updates["w"], -grads["w"] / (1 + k), rtol=1e-6)
-    assert state[1].count.tolist() == [2, 2]
+    _, state = optzoo.replicas.resize_replicas(tx, params, state, 3)
+    assert state[1].count.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("method", ["sync_replicas", "model_average"])

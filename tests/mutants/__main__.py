@@ -48,7 +48,9 @@ def main(argv=None) -> int:
         "--limit", type=float, default=60, help="seconds of quick tests for each, and of full ones"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="at the same time")
-    parser.add_argument("--again", action="store_true", help="test the survivors again")
+    parser.add_argument(
+        "--again", action="store_true", help="test again what quick tests did not find"
+    )
     parser.add_argument("--old-record", action="store_true", help="do not record the tests anew")
     args = parser.parse_args(argv)
     files = _files(args.paths or ["optzoo"])
@@ -58,7 +60,7 @@ def main(argv=None) -> int:
     waiting = [
         change
         for change in made
-        if (old := results.get(change)) is None or (args.again and old["outcome"] != FOUND)
+        if (old := results.get(change)) is None or (args.again and old["level"] != QUICK)
     ]
     if waiting:
         copies = [_copy(HOME / f"copy{i}") for i in range(args.workers)]
@@ -173,6 +175,8 @@ def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> d
         file.write_text(change.code)
         try:
             outcome, output = _run(copy, chosen, left[level], limit)
+            if outcome == FOUND and not failed(output):  # a crash: once more
+                outcome, output = _run(copy, chosen, limit, limit)
         finally:
             file.write_text(original)
         left[level] -= time.monotonic() - before
@@ -182,7 +186,7 @@ def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> d
             record.leave_out(by[0])  # it fails as well where nothing is changed
             waiting.append((level, chosen[chosen.index(by[0]) + 1 :]))
         elif outcome != SURVIVED:
-            result = dict(outcome=outcome, level=level, by=by)
+            result = dict(outcome=outcome, level=level, by=by or output.splitlines()[-1:])
             break
     cut = [level for level in LEVELS if left[level] < 0]
     return result | dict(tests=tests, cut=cut, seconds=round(time.monotonic() - begun, 1))
