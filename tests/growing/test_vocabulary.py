@@ -57,7 +57,7 @@ class Model:
 
 
 @pytest.mark.unique
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(HISTORY, st.integers(2, 5), st.integers(1, 3), st.none() | st.integers(1, 4))
 def test_it_is_a_plain_dict(history, capacity, admit_after, evict_after):
     vocabulary = Vocabulary(capacity, admit_after=admit_after, evict_after=evict_after)
