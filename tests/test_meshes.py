@@ -123,6 +123,37 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
         assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
 
 
+@pytest.mark.filterwarnings("ignore:slots in 8 bits of")
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+@pytest.mark.parametrize("name", ALL)
+def test_one_column_on_each_device(name, kind):
+    """No half of a row, and no group of elements, has a part on each device."""
+    mesh = make_mesh(sizes=(8,), names=("a",))
+    tx, shapes = ALL[name], {"table": (16, 8), "kernel": (3, 8), "cube": (2, 3, 8), "bias": (8,)}
+    place = lambda shape: NamedSharding(mesh, P(*(len(shape) - 1) * [None], "a"))
+    of = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(shape))
+    params = {k: of(shape) for k, shape in shapes.items()}
+    ids = jax.ShapeDtypeStruct((5,), jnp.int32, sharding=NamedSharding(mesh, P(None)))
+    rows = {"table": SparseRows(ids, of((5, 8)), 16)} if kind == "rows" else {}
+    with jax.set_mesh(mesh):
+        after, _ = jax.eval_shape(
+            lambda params, grads: samples.step(tx, grads, params), params, params | rows
+        )
+    types = lambda tree: [(x.shape, x.sharding.spec) for x in jax.tree.leaves(tree)]
+    assert types(after) == types(params)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
+@pytest.mark.parametrize("name", ["adam", "lazy_adam", "moving_average", "accumulate"])
+def test_rows_outside_of_jit(name, spec):
+    """Without a mesh that is set only arrays say on which devices a result is."""
+    tx, mesh = ALL[name], make_mesh()
+    want, _ = samples.step(tx, {"table": ROWS}, {"table": PARAMS["table"]})
+    got, _ = samples.step(tx, {"table": ROWS}, {"table": put(mesh, PARAMS["table"], spec)})
+    assert got["table"].sharding.spec == P(*(*spec, None)[:2])
+    np.testing.assert_allclose(got["table"], want["table"], rtol=1e-5)
+
+
 def in_spec(tree, spec):
     return jax.jit(lambda tree: jax.tree.map(lambda x: reshard(x, spec), tree))(tree)
 

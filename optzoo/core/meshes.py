@@ -149,18 +149,18 @@ def beside(params: Any, state: Any) -> Any:
 
     JAX makes an array from a shape alone on one device. A step would then be compiled twice.
     """
-    meshes = {getattr(_place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
+    meshes = {getattr(place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
     mesh = next(iter(meshes)) if len(meshes) == 1 else None
     if mesh is None or (mesh.size == 1 and not explicit_axes(mesh)):
         return state
-    is_apart = lambda x: isinstance(_place_of(x), SingleDeviceSharding)
+    is_apart = lambda x: isinstance(place_of(x), SingleDeviceSharding)
     # As a step gives it, with an entry for each axis of a type: jit tells the two forms apart.
     entries = lambda x: (None,) * x.ndim if explicit_axes(mesh) else ()
     whole = lambda x: NamedSharding(mesh, PartitionSpec(*entries(x)))
     return jax.tree.map(lambda x: jax.device_put(x, whole(x)) if is_apart(x) else x, state)
 
 
-def _place_of(x: Any) -> Any:
+def place_of(x: Any) -> Any:
     """Where an array is; None of what is none, or is traced."""
     is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return x.sharding if is_known else None
