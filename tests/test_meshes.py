@@ -85,6 +85,11 @@ WRAPPERS = {
 }
 
 
+# Of a parameter that is divided along a narrow last axis they are whole.
+NARROW = pytest.mark.filterwarnings("ignore:slots in 8 bits of")
+
+
+@NARROW
 @pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 @pytest.mark.parametrize("spec", SPECS[::-1], ids=str)
@@ -106,7 +111,7 @@ ALL |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
 ALL["soap in blocks"] = optzoo.soap(0.1, block_size=4)
 
 
-@pytest.mark.filterwarnings("ignore:slots in 8 bits of")  # narrow ones, which are whole
+@NARROW
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
 @pytest.mark.parametrize("name", ALL)
@@ -123,7 +128,7 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
         assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
 
 
-@pytest.mark.filterwarnings("ignore:slots in 8 bits of")
+@NARROW
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 @pytest.mark.parametrize("name", ALL)
 def test_one_column_on_each_device(name, kind):
@@ -243,14 +248,19 @@ def test_rows_that_rest_in_a_table_that_is_divided(kind, of_slots):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 
 
+@NARROW
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+@pytest.mark.parametrize("of_params", [P("a", "b"), P(), P("b")], ids=str)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_places_on_automatic_axes(name):
-    """On these no type says where an array is, and XLA might choose another place."""
+def test_places_on_automatic_axes(name, of_params, kind):
+    """On these no type says where an array is, and XLA might choose the place of the gradient."""
     tx, mesh = WRAPPERS[name](optzoo.adam(0.1)), make_mesh("Auto", "Auto")
-    grads = jax.tree.map(np.cos, PARAMS)
+    grads = jax.tree.map(np.cos, PARAMS) | ({"table": ROWS} if kind == "rows" else {})
     want, _ = trained(tx, jax.tree.map(jnp.asarray, PARAMS), grads)
-    place = functools.partial(jax.tree.map, lambda x: put(mesh, x, P("a", "b")))
-    got, _ = trained(tx, place(PARAMS), place(grads))
+    place = lambda tree, spec: jax.tree.map(lambda x: put(mesh, x, spec), tree)
+    rows = ROWS.with_values(put(mesh, ROWS.values, P(None, "b")))
+    on_mesh = {k: rows if g is ROWS else place(g, P("a", "b")) for k, g in grads.items()}
+    got, _ = trained(tx, place(PARAMS, of_params), on_mesh)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
 
 

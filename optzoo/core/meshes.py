@@ -121,6 +121,12 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
     return wrapped
 
 
+def like_first(f: Callable[..., Array]) -> Callable[..., Array]:
+    """``f`` of arrays, on all types of axes: its result is divided as its first argument."""
+    call = automatically(f, lambda _, first, *others: spec_of(first))
+    return lambda first, *others: placed_as(call(first, *others), first)
+
+
 def zeros_of(kind: Any) -> Array:
     """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and axes that vary."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
@@ -172,13 +178,29 @@ def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def placed_as(new: Any, like: Any) -> Any:
-    """An array divided over automatic axes of a mesh as another one of its shape.
+    """A tree divided over automatic axes of a mesh as another one with arrays of its shapes.
 
     XLA chooses where a result is. A state in another place would compile the next step again.
     """
-    mesh = mesh_of(like)
-    divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
-    return group_shardings(new, like) if divides else new
+
+    def place(new, like):
+        mesh = mesh_of(like)
+        divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        is_array = isinstance(new, jax.Array) and new.ndim > 0
+        return group_shardings(new, like) if divides and is_array else new
+
+    return jax.tree.map(place, new, like)
+
+
+def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """The same of an array with some axes, of which the last one is not divided."""
+    entries = sharding.spec[: ndim - 1]
+    if explicit_axes(sharding.mesh):  # as a step gives it: jit tells the two forms apart
+        entries += (None,) * (ndim - len(entries))
+    else:
+        while entries and entries[-1] is None:
+            entries = entries[:-1]
+    return sharding.update(spec=PartitionSpec(*entries))
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:
@@ -199,12 +221,6 @@ def mesh_of(tree: Any) -> Any:
 def spec_of(x: Any) -> PartitionSpec:
     """How the type of an array divides its axes."""
     return jax.typeof(x).sharding.spec
-
-
-def spec_of_first(results: Any, first: Any, *others: Any) -> PartitionSpec:
-    """For :func:`automatically`: a result is divided as the first argument."""
-    del results, others
-    return spec_of(first)
 
 
 def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:

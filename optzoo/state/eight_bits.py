@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..core.compat import custom_jvp
+from ..core.meshes import whole_along_last
 
 GROUP = 32  # consecutive elements of the last axis that share a scale
 _NARROW = 128  # columns of a matrix whose rows have their scales beside them
@@ -204,8 +205,7 @@ def sharding_of_codes(whole: Any, x: Codes) -> Any:
             is_whole = is_beside(x)
         except ValueError:
             is_whole = True
-        rest = whole.spec[: a.ndim - 1]
-        return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
+        return whole_along_last(whole, a.ndim) if is_whole else whole
 
     return jax.tree.map(place, x)
 

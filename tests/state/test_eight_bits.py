@@ -586,9 +586,9 @@ def test_shardings_of_states():
         places = optzoo.state_sharding(tx, params)
     specs = jax.tree.map(lambda s: s.spec, places[0].slots.m)
     assert specs["rows"] == (PartitionSpec("d"), ())
-    assert specs["beside"] == (PartitionSpec(None), ())
+    assert specs["beside"] == (PartitionSpec(), ())
     assert specs["long"] == (PartitionSpec(None, "d"), PartitionSpec(None, "d"))
-    assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec(None))
+    assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec())
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape), x.sharding), params)
     jax.jit(tx.init, out_shardings=places)(zeros)
 
