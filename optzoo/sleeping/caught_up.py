@@ -54,8 +54,9 @@ def caught_up(
 
     What cannot be right becomes NaN, so that it is noticed: the update of a row that was not caught
     up, rows that slept while a decay, epsilon or the weight decay changed, and rows that slept for
-    longer than the clock remembers. The last happens only to a state that was put together by hand,
-    since in each step a few rows are swept, so that no row sleeps for longer than ``horizon`` steps.
+    longer than the clock remembers. The last happens only to a state that was put together by
+    hand, since in each step a few rows are swept, so that no row sleeps for longer than ``horizon``
+    steps.
 
     A table may be in 16 bits, with slots in float32; and slots in bfloat16 that are rounded at
     random (:func:`optzoo.slots_dtype`). A row is then rounded once for each sleep, where ``inner``
