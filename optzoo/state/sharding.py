@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -81,18 +82,24 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         if x is not None and _may_lack_an_axis(x, slot.shape):
             if isinstance(typed := slot.sharding, NamedSharding):
                 return NamedSharding(_sharding(x).mesh, typed.spec)
-            unsure.append(path)
+            if isinstance(_sharding(x), NamedSharding):
+                unsure.append(path)
         return everywhere if x is None else _like(x, slot.shape) or everywhere
 
-    def place_all(params):
+    def place_all(params, mesh=None):
         of_slots = lambda slots: map_with_path(place, slots, is_leaf=is_coded)
-        state = jax.eval_shape(tx.init, params)
+        # Without a mesh around them, JAX 0.12 gives zeros no sharding.
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+            state = jax.eval_shape(tx.init, params)
         return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
 
     try:
         placed = place_all(params)
         if unsure:  # shapes do not tell which axis is missing; on explicit axes types do
-            placed = place_all(jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines))
+            typed = jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines)
+            places = [s for s in map(_sharding, owners.values()) if isinstance(s, NamedSharding)]
+            meshes = {explicit(s.mesh).abstract_mesh for s in places}
+            placed = place_all(typed, meshes.pop() if len(meshes) == 1 else None)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
         raise
