@@ -126,6 +126,8 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
         jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want), strict=True
     ):
         assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
+        if kind == "Explicit":  # or the second step would be compiled again
+            assert a.sharding.spec == place.spec, jax.tree_util.keystr(path)
 
 
 @NARROW
@@ -262,6 +264,17 @@ def test_places_on_automatic_axes(name, of_params, kind):
     on_mesh = {k: rows if g is ROWS else place(g, P("a", "b")) for k, g in grads.items()}
     got, _ = trained(tx, place(PARAMS, of_params), on_mesh)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_params", [P("a"), P()], ids=str)
+@pytest.mark.parametrize("name", ["int8 at random", "packed at random"])
+def test_rows_at_random_on_automatic_axes(name, of_params):
+    """The update is rows, which no table says where they are."""
+    tx, mesh = WRAPPERS[name](optzoo.lazy_adam(0.1)), make_mesh("Auto", "Auto")
+    table, grads = {"table": PARAMS["table"]}, {"table": ROWS}
+    want, _ = trained(tx, jax.tree.map(jnp.asarray, table), grads)
+    got, _ = trained(tx, {"table": put(mesh, PARAMS["table"], of_params)}, grads)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b")], ids=str)

@@ -160,10 +160,19 @@ def beside(params: Any, state: Any) -> Any:
     if mesh is None or (mesh.size == 1 and not explicit_axes(mesh)):
         return state
     is_apart = lambda x: isinstance(place_of(x), SingleDeviceSharding)
-    # As a step gives it, with an entry for each axis of a type: jit tells the two forms apart.
-    entries = lambda x: (None,) * x.ndim if explicit_axes(mesh) else ()
-    whole = lambda x: NamedSharding(mesh, PartitionSpec(*entries(x)))
+    whole = lambda x: as_typed(NamedSharding(mesh, EVERYWHERE), x.ndim)
     return jax.tree.map(lambda x: jax.device_put(x, whole(x)) if is_apart(x) else x, state)
+
+
+def as_typed(sharding: Any, ndim: int) -> Any:
+    """A sharding on explicit axes as a step gives it, with an entry for each axis of a type.
+
+    To jit the forms with fewer entries are others, for which it compiles again.
+    """
+    if not isinstance(sharding, NamedSharding) or not explicit_axes(sharding.mesh):
+        return sharding
+    missing = (None,) * (ndim - len(sharding.spec))
+    return sharding.update(spec=PartitionSpec(*sharding.spec, *missing)) if missing else sharding
 
 
 def place_of(x: Any) -> Any:
@@ -194,13 +203,10 @@ def placed_as(new: Any, like: Any) -> Any:
 
 def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """The same of an array with some axes, of which the last one is not divided."""
-    entries = sharding.spec[: ndim - 1]
-    if explicit_axes(sharding.mesh):  # as a step gives it: jit tells the two forms apart
-        entries += (None,) * (ndim - len(entries))
-    else:
-        while entries and entries[-1] is None:
-            entries = entries[:-1]
-    return sharding.update(spec=PartitionSpec(*entries))
+    entries = tuple(sharding.spec[: ndim - 1])
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return as_typed(sharding.update(spec=PartitionSpec(*entries)), ndim)
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:
