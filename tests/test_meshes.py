@@ -266,12 +266,14 @@ def test_places_on_automatic_axes(name, of_params, kind):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("of_params", [P("a"), P()], ids=str)
 @pytest.mark.parametrize("name", ["int8 at random", "packed at random"])
-def test_rows_at_random_on_automatic_axes(name, of_params):
-    """The update is rows, which no table says where they are."""
-    tx, mesh = WRAPPERS[name](optzoo.lazy_adam(0.1)), make_mesh("Auto", "Auto")
-    table, grads = {"table": PARAMS["table"]}, {"table": ROWS}
+def test_rows_at_random(name, of_params, kind):
+    """Updates of five rows, which are not divided as their table."""
+    tx, mesh = WRAPPERS[name](optzoo.lazy_adam(0.1)), make_mesh(kind, kind)
+    table, values = {"table": PARAMS["table"]}, RNG.normal(size=(5, 8)).astype("float32")
+    grads = {"table": SparseRows(np.array([1, 3, 1, 16, 2]), values, 16)}
     want, _ = trained(tx, jax.tree.map(jnp.asarray, table), grads)
     got, _ = trained(tx, {"table": put(mesh, PARAMS["table"], of_params)}, grads)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)

@@ -36,7 +36,9 @@ def in_float32(rule: Rule) -> Rule:
             return on_stored(g, x, s, t, **scheduled)
         # Codes and pairs have other axes than their parameter.
         call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
-        of_update = spec_of(g if x is None else x)
+        # The gradient may be rows, of which the parameter is the table.
+        is_like = x is not None and x.shape == g.shape
+        of_update = spec_of(x if is_like else g)
         specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
         return automatically(call, specs)(g, x, s, t, scheduled)
 
