@@ -100,6 +100,7 @@ BESIDE = {
     "stagger": {"preconditioner_interval": 3},
     "tail_threshold": {"learning_rate_mode": "tail_increase"},
     "weight_decay": {"weight_decay_mode": "l2", "half_life": 7},
+    "weight_decay_mode": {"half_life": 7},
 }
 # Of one factory.
 BESIDE_THERE = {
