@@ -7,6 +7,7 @@ factories are in ``test_options.py``.
 
 import functools
 import inspect
+import re
 import warnings
 
 import jax
@@ -321,6 +322,298 @@ def _(pool):
     mapped, table = in_shards(optzoo.lookup_sparse, pool=pool)
     text = str(jax.make_jaxpr(mapped)(table, jnp.zeros((4, 3), jnp.int32)))
     return text.count("all_to_all")
+
+
+# Tables in shards and in lines, tables that grow
+
+
+def shards(num_rows=40, **options):
+    """A sharding over two devices, and its mesh."""
+    mesh = jax.make_mesh((2,), ("shard",), axis_types=(AxisType.Auto,))
+    return optzoo.sharded.RowSharding(num_rows, 2, **options), mesh
+
+
+@effect("sharded.create_table", "lines", {False: "Array", True: "Lines"})
+def _(lines):
+    sharding, mesh = shards(256, multiple=64)
+    rows = lambda ids: jnp.ones((len(ids), 2))
+    table = optzoo.sharded.create_table(sharding, mesh, rows, lines=lines)
+    return "Lines" if isinstance(table, optzoo.rows.Lines) else "Array"
+
+
+@effect("sharded.create_table", "chunk", {16384: {20}, 10: {10}})
+def _(chunk):
+    """How many rows are made at once."""
+    found = set()
+
+    def rows(ids):
+        found.add(len(ids))
+        return jnp.ones((len(ids), 2))
+
+    optzoo.sharded.create_table(*shards(multiple=1), rows, chunk=chunk)
+    return found
+
+
+@effect("sharded.uniform_rows", "scale", {0.05: True, 0.5: False})
+def _(scale):
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), 8, scale)(jnp.arange(9))
+    return bool((abs(rows) <= 0.05).all())
+
+
+@effect("sharded.uniform_rows", "dtype", {"float32": "float32", "bfloat16": "bfloat16"})
+def _(dtype):
+    return optzoo.sharded.uniform_rows(jax.random.key(0), 8, dtype=dtype)(jnp.arange(9)).dtype.name
+
+
+for name, moved in {"in_order_of_ids": [0, 20, 1], "from_order_of_ids": [0, 2, 4]}.items():
+
+    @effect(f"sharded.{name}", "params", {None: "ValueError", "given": moved})
+    def _(params, name=name):
+        """A slot moves with its table; in a tree of its own it is not known whose it is."""
+        sharding, _ = shards(multiple=1)
+        table = {"table": np.arange(40.0)}
+        state = optax.trace(0.9).init(table)._replace(trace=table)
+        given = {} if params is None else {"params": table}
+        move = functools.partial(getattr(optzoo.sharded, name), state, {"table": sharding}, **given)
+        return move().trace["table"][:3].tolist() if given else outcome(move)
+
+
+def grown(function, tables, **options):
+    """The last row of a table of two rows and that of its slot, after one became another."""
+    tx = optzoo.adagrad(0.1)
+    params = {"table": jnp.ones((2, 3))}
+    state = optzoo.set_slot(tx.init(params), "accumulator", {"table": jnp.full((2, 3), 7.0)})
+    options = {"tx": tx, **options}
+    params, state = getattr(optzoo.growing, function)(params, state, tables, **options)
+    slot = optzoo.get_slot(state, "accumulator")["table"]
+    return [round(float(a[-1, 0]), 2) for a in (params["table"], slot)]
+
+
+FOURS = lambda ids: jnp.full((len(ids), 3), 4.0)
+OTHER_START = optzoo.adagrad(0.1, initial_accumulator_value=0.5)
+for name, tables in {"resize_table": {"table": 3}, "reset_rows": {"table": [1]}}.items():
+
+    @effect(f"growing.{name}", "init", {None: [0.0, 0.1], FOURS: [4.0, 0.1]})
+    def _(init, name=name, tables=tables):
+        return grown(name, tables, init=init)
+
+    @effect(f"growing.{name}", "tx", {optzoo.adagrad(0.1): [0.0, 0.1], OTHER_START: [0.0, 0.5]})
+    def _(tx, name=name, tables=tables):
+        return grown(name, tables, tx=tx)
+
+
+@effect("growing.reset_rows", "shardings", {False: 2, True: 1})
+def _(shardings):
+    """The stored row of the id 2 of a table in two shards: the second, or the third."""
+    sharding, mesh = shards(multiple=1)
+    table = optzoo.sharded.create_table(sharding, mesh, lambda ids: jnp.ones((len(ids), 2)))
+    params = {"table": table if shardings else jnp.ones((40, 2))}
+    tx = optzoo.gradient_descent(0.1)
+    given = {"shardings": {"table": sharding}} if shardings else {}
+    reset = functools.partial(optzoo.growing.reset_rows, tx=tx, **given)
+    params, _ = reset(params, tx.init(params), {"table": [2]})
+    return int(jnp.argmin(params["table"][:, 0]))
+
+
+@effect("growing.resize_table", "shardings", {False: 60, True: 64})
+def _(shardings):
+    """The rows that are stored: with those that fill up the shards."""
+    old, mesh = shards(multiple=16)
+    new = optzoo.sharded.RowSharding(60, 2, multiple=16)
+    table = optzoo.sharded.create_table(old, mesh, lambda ids: jnp.ones((len(ids), 2)))
+    params = {"table": table if shardings else jnp.ones((40, 2))}
+    tx = optzoo.gradient_descent(0.1)
+    given = {"shardings": {"table": (old, new)}} if shardings else {}
+    resize = functools.partial(optzoo.growing.resize_table, tx=tx, **given)
+    return len(resize(params, tx.init(params), {"table": 60})[0]["table"])
+
+
+@effect("rows.to_lines", "like", {False: "TypeError", True: {"Array", "Lines"}})
+def _(like):
+    """Of a state in which the slots of one of two tables of a shape are in lines."""
+    tx, plain = optzoo.momentum(0.1, 0.9), {name: jnp.ones((128, 2)) for name in "ab"}
+    params = {"a": optzoo.rows.to_lines(plain["a"]), "b": plain["b"]}
+    state = tx.init(plain)
+    if not like:
+        return outcome(lambda: optzoo.rows.to_lines(state))
+    leaves = jax.tree.leaves(
+        optzoo.rows.to_lines(state, like=tx.init(params)),
+        is_leaf=lambda x: isinstance(x, optzoo.rows.Lines),
+    )
+    return {"Lines" if isinstance(a, optzoo.rows.Lines) else "Array" for a in leaves}
+
+
+@effect("rows.catch_up", "ids", {None: [2, 2, 2], (1,): [0, 2, 0]})
+def _(ids):
+    """The steps that the rows are as of."""
+    tx, table = optzoo.caught_up(optzoo.adam(0.1), mask=True), jnp.ones((3, 2))
+    state = tx.init(table)
+    none = SparseRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, 2)), 3)
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(none, state, table)
+    given = {} if ids is None else {"ids": jnp.array(ids)}
+    return optzoo.rows.catch_up(table, state, **given)[1].last.tolist()
+
+
+@effect("rows.coalesce", "deterministic", {False: True, True: False})
+def _(deterministic):
+    """Whether rows are summed by a scatter, in any order."""
+    rows = SparseRows(jnp.array([1, 0, 1]), jnp.ones((3, 2)), 4)
+    tx = optzoo.rows.coalesce(deterministic=deterministic)
+    text = str(jax.make_jaxpr(lambda g: tx.update(g, tx.init(g))[0].values)(rows))
+    return "scatter-add" in text or "scatter_add" in text
+
+
+# Replicas
+
+ALONG = {"psum": optzoo.rows.psum, "broadcast": optzoo.replicas.broadcast}
+ALONG["per_replica"] = optzoo.replicas.per_replica
+for name, collective in ALONG.items():
+    home = "rows" if name == "psum" else "replicas"
+
+    @effect(f"{home}.{name}", "axis_name", {"replica": None, "another": "NameError"})
+    def _(axis_name, collective=collective):
+        f = functools.partial(collective, axis_name=axis_name)
+        return outcome(lambda: jax.vmap(f, axis_name="replica")(jnp.ones(3)))
+
+
+def averaged(axis_name="replica", along="replica", **options):
+    """The sum over the replicas of a parameter, taken in the step of each."""
+    step = lambda p, s: (jax.lax.psum(p, along), s)
+    mapped = optzoo.replicas.map_over_replicas(step, axis_name=axis_name, **options)
+    return jax.jit(mapped)(jnp.ones((2, 1)), jnp.zeros((2, 1)))[0]
+
+
+@effect("replicas.map_over_replicas", "axis_name", {"replica": None, "another": "NameError"})
+def _(axis_name):
+    return outcome(lambda: averaged(axis_name))
+
+
+def two_devices(name="replica"):
+    return jax.make_mesh((2,), (name,), axis_types=(AxisType.Auto,))
+
+
+@effect("replicas.map_over_replicas", "mesh", {None: 1, "replica": 2})
+def _(mesh):
+    """On how many devices the step runs."""
+    sums = averaged(mesh=mesh and two_devices(mesh))
+    return len(sums.sharding.device_set)
+
+
+@effect("replicas.map_over_replicas", "check_vma", {True: True, False: False})
+def _(check_vma):
+    """Whether JAX checks which values differ between the devices."""
+    mapped = optzoo.replicas.map_over_replicas(
+        lambda p, s: (p, s), mesh=two_devices(), check_vma=check_vma
+    )
+    return "check_vma=True" in str(jax.make_jaxpr(mapped)(jnp.ones((2, 1)), jnp.zeros((2, 1))))
+
+
+MODEL = optzoo.model_average(optzoo.gradient_descent(0.1), axis_name="replica")
+for name in ("replicate", "resize_replicas"):
+
+    def placed(name, **options):
+        """The devices of the parameters of two replicas."""
+        params = jnp.ones(3)
+        of_one = params, MODEL.init(params)
+        if name == "replicate":
+            params, _ = optzoo.replicas.replicate(*of_one, 2, **options)
+        else:
+            of_three = optzoo.replicas.replicate(*of_one, 3)
+            params, _ = optzoo.replicas.resize_replicas(MODEL, *of_three, 2, **options)
+        return params.sharding
+
+    @effect(f"replicas.{name}", "mesh", {None: 1, "replica": 2})
+    def _(mesh, name=name):
+        return len(placed(name, mesh=mesh and two_devices(mesh)).device_set)
+
+    @effect(f"replicas.{name}", "axis_name", {"replica": "ValueError", "other": None})
+    def _(axis_name, name=name):
+        """Of a mesh with the axis ``other``."""
+        return outcome(lambda: placed(name, mesh=two_devices("other"), axis_name=axis_name))
+
+
+@effect(
+    "replicas.scan_local_steps",
+    "overlap_steps",
+    {0: {False, True}, 1: {False, "start", "finish"}},
+)
+def _(overlap_steps):
+    """What the steps of a round of three are told about the exchange."""
+    found = set()
+
+    def step(params, state, x, exchange):
+        found.add(exchange)
+        return params, state, x
+
+    steps = optzoo.replicas.scan_local_steps(step, overlap_steps=overlap_steps)
+    steps(jnp.ones(2), (), jnp.ones(3))
+    return found
+
+
+# Reports
+
+
+@effect("describe", "axis_name", {"replica": None, "other": "NameError"})
+def _(axis_name):
+    return outcome(lambda: optzoo.describe(MODEL, {"w": jnp.ones(3)}, axis_name=axis_name))
+
+
+def bytes_sent(tx, params, **options):
+    """What a step sends: the numbers in the last line of a description."""
+    last = str(optzoo.describe(tx, params, **options)).splitlines()[-1]
+    return max(int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", last))
+
+
+@effect("describe", "num_replicas", {2: True, 8: False})
+def _(num_replicas):
+    """Whether 4,000 numbers of 8 bits, sent twice, are more than 5,000 bytes of a device."""
+    tx = optzoo.diloco(SGD, exchange_dtype="int8")
+    return bytes_sent(tx, {"w": jnp.ones(4000)}, num_replicas=num_replicas) > 5000
+
+
+def described(ids=512, **options):
+    """The bytes that a device sends for a table on eight devices."""
+    sharding = optzoo.sharded.RowSharding(4096, 8, multiple=1)
+    params = {"table": jax.ShapeDtypeStruct((4096, 4), jnp.float32)}
+    given = {"tables": {"table": sharding}, "ids": {"table": ids}, **options}
+    return bytes_sent(optzoo.lazy_adam(0.1), params, **given)
+
+
+@effect("describe", "tables", {True: None, False: "ValueError"})
+def _(tables):
+    """Ids are of tables that are sharded."""
+    return outcome(lambda: described(**({} if tables else {"tables": None})))
+
+
+@effect("describe", "ids", {256: "fewer", 512: "as many", 1024: "more"})
+def _(ids):
+    return compared(described(ids))
+
+
+@effect("describe", "capacity_factor", {0.5: "fewer", 1.0: "as many", None: "more"})
+def _(capacity_factor):
+    return compared(described(capacity_factor=capacity_factor))
+
+
+def compared(sent):
+    usual = described()
+    return "as many" if sent == usual else "more" if sent > usual else "fewer"
+
+
+@effect("compile_report", "device", {"cpu": "cpu", "h100": "ImportError"})
+def _(device):
+    """Without a compiler for the others."""
+    try:
+        return optzoo.compile_report(jnp.sin, jnp.ones(4), device=device).device
+    except Exception as error:
+        return type(error).__name__
+
+
+@effect("compile_report", "at_least", {16: 1, 17: 0})
+def _(at_least):
+    """How many new arrays are large: a result of four numbers."""
+    return len(optzoo.compile_report(jnp.sin, jnp.ones(4), device="cpu", at_least=at_least).large)
 
 
 @pytest.mark.parametrize(("function", "option"), EFFECTS)
