@@ -16,6 +16,7 @@ import optzoo
 from optzoo.testing import samples
 
 from .public import BY_LAST
+from .public import NAMES as BY_NAME
 
 ADAM, MOMENTUM = optzoo.adam(0.1), optzoo.momentum(0.1, 0.9)
 TRANSFORMS = [name for name in vars(optzoo.transforms) if name.startswith("scale")]
@@ -27,35 +28,40 @@ NAMES = [
     *("zero_if_norm_exceeds", "clip_by_norm", "clip_by_average_norm", "clip_by_global_norm"),
     *("check_numerics", "slots_dtype"),
     *("cosine_sign_decay", "linear_sign_decay", "restart_sign_decay"),
+    *(name.rpartition(".")[2] for name in BY_NAME if name.startswith("optzoo.schedules.")),
 ]
 REQUIRED = {
     "average_decay": 0.9,
+    "boundaries": [2, 4],
+    "decay_rate": 0.8,
     "decay_steps": 6,
     "dims": {"table": (0,)},
     "dtype": "bfloat16",
     "every": 2,
+    "first_decay_steps": 6,
     "inner": ADAM,
     "learning_rate": 0.1,
     "max_norm": 0.5,
+    "model_dim": 16,
     "momentum": 0.9,
+    "rates": [0.1, 0.2, 0.3],
     "staleness": 3,
     "step_size": 0.1,
     "step_size_fn": optax.linear_schedule(0.1, 0.2, 3),
+    "total_steps": 20,
+    "values": [0.1, 0.2, 0.3],
+    "warmup_steps": 3,
     "weight_decay_per_step": 0.1,
 }
-# Another value of each option that is no number; of all others it is the number at the end.
+# Another value of each option; of flags it is the contrary, and of others the number at the end.
 OTHERS = {
-    **dict.fromkeys(("centered", "error_feedback", "is_ratio", "merge_dims", "nesterov"), True),
-    **dict.fromkeys(("decay_learning_rate", "one_sided", "packed", "relative_eps"), True),
-    **dict.fromkeys(("reset", "row_wise_bias_correction", "skip_nonfinite", "stagger"), True),
-    **dict.fromkeys(("stochastic", "use_iterative_root", "use_mean"), True),
-    **dict.fromkeys(("check", "factored", "hold", "multiply_by_parameter_scale"), False),
     **dict.fromkeys(("block_size", "max_matrix_size", "max_members", "max_size"), 2),
     **dict.fromkeys(("bucket_bytes", "min_dim_size_to_factor"), 4),
     **dict.fromkeys(("communication_period", "every", "interval_steps", "swap_every"), 7),
     **dict.fromkeys(("decay_steps", "preconditioner_interval", "statistics_interval"), 7),
     **dict.fromkeys(("half_life", "max_counter_every", "seed", "staleness", "start_step"), 7),
-    **dict.fromkeys(("warmup_steps", "window"), 7),
+    **dict.fromkeys(("first_decay_steps", "model_dim", "total_steps", "warmup_steps"), 7),
+    **dict.fromkeys(("burnin_steps", "hold_base_rate_steps", "window"), 7),
     **dict.fromkeys(("exchange_dtype", "window_dtype"), "bfloat16"),
     **dict.fromkeys(("mask", "skip"), "kernel"),
     **dict.fromkeys(("fragments", "min_arrived"), 2),
@@ -63,6 +69,7 @@ OTHERS = {
     "alpha": 0.25,
     "axis_name": "another",
     "bits": 32,
+    "boundaries": [1, 3],
     "dims": {"table": (1,)},
     "dtype": "int8",
     "grafting": "sgd",
@@ -76,11 +83,13 @@ OTHERS = {
     "outer": MOMENTUM,
     "overlap_steps": 1,
     "placement": "pinned_host",
+    "rates": [0.3, 0.2, 0.1],
     "root": "newton",
     "rows_divisor": "touches",
     "sign_decay": optzoo.linear_sign_decay(5),
     "slots": "average",
     "step_size_fn": optax.linear_schedule(0.1, 0.3, 3),
+    "values": [0.3, 0.2, 0.1],
     "weight_decay_mode": "decoupled",
     "zero_after": 0.5,
 }
@@ -151,7 +160,7 @@ def test_each_option_has_an_effect(factory):
     for option, p in arguments(factory).items():
         if (factory, option) in ELSEWHERE:
             continue
-        value = not p.default if option == "skip_vectors" else OTHERS.get(option, NUMBER)
+        value = not p.default if isinstance(p.default, bool) else OTHERS.get(option, NUMBER)
         beside = BESIDE_THERE.get((factory, option), BESIDE.get(option, {}))
         beside = {k: v for k, v in beside.items() if k in arguments(factory)}
         if (names := tuple(beside)) not in seen:
