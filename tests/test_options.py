@@ -4,6 +4,7 @@ The options are those of the signatures, so one that is not passed on fails, and
 that has no value here.
 """
 
+import functools
 import inspect
 
 import jax
@@ -26,7 +27,7 @@ NAMES = [
     *optzoo.catalog.DISTRIBUTED,
     *TRANSFORMS,
     *("zero_if_norm_exceeds", "clip_by_norm", "clip_by_average_norm", "clip_by_global_norm"),
-    *("check_numerics", "slots_dtype"),
+    *("check_numerics", "slots_dtype", "on_rows", "caught_up"),
     *("cosine_sign_decay", "linear_sign_decay", "restart_sign_decay"),
     *(name.rpartition(".")[2] for name in BY_NAME if name.startswith("optzoo.schedules.")),
 ]
@@ -73,6 +74,7 @@ OTHERS = {
     "dims": {"table": (1,)},
     "dtype": "int8",
     "grafting": "sgd",
+    "horizon": 64,
     "inner": MOMENTUM,
     "learning_rate_mode": "counter_sgd",
     "learning_rate_power": -0.25,
@@ -114,6 +116,10 @@ BESIDE = {
 # Of one factory.
 BESIDE_THERE = {
     **{(name, "mask"): {"weight_decay": 0.1} for name in ("shampoo", "blocked_shampoo", "soap")},
+    ("caught_up", "dense"): {"mask": "table", "inner": optzoo.nadam(0.1)},
+    ("caught_up", "horizon"): {"mask": "table"},
+    ("caught_up", "inner"): {"mask": "table", "dense": True},
+    ("on_rows", "check"): {"inner": optzoo.lamb(0.1)},
     ("stacked", "check"): {"inner": optzoo.transforms.graft(MOMENTUM, ADAM)},
 }
 # Where another value is an error, which says that the option arrives.
@@ -121,7 +127,7 @@ REFUSED = {
     **dict.fromkeys(("num_workers", "total_num_replicas"), "the size of the axis"),
     "replicas_to_aggregate": "the size of the axis",
 }
-# By their own tests: the text of an error of a callback.
+# By rows of ``tests/entrances``: the text of an error of a callback.
 ELSEWHERE = {("check_numerics", "what")}
 
 
@@ -131,15 +137,20 @@ def arguments(factory):
 
 
 def observed(factory, **given):
-    """The program of a transformation with its constants, or the text of an error."""
+    """What is observed of a factory with some options."""
     required = {k: REQUIRED[k] for k, p in arguments(factory).items() if p.default is p.empty}
     params = {**samples.params(), "kernel": jnp.ones((3, 4)), "cube": jnp.ones((2, 3, 2))}
     params |= {f"kernel {i}": jnp.ones((3, 4)) for i in range(2)}
     if factory == "master_weights":
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    return program(functools.partial(BY_LAST[factory], **{**required, **given}), params)
+
+
+def program(make, params):
+    """The program of a transformation with its constants, or the text of an error."""
 
     def run(params, grads):
-        tx = BY_LAST[factory](**{**required, **given})
+        tx = make()
         if not isinstance(tx, optax.GradientTransformation):
             return tx(jnp.int32(2))
         tx, state = optax.with_extra_args_support(tx), tx.init(params)

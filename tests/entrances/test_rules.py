@@ -174,6 +174,18 @@ def _(learning_rate):
     return make() if learning_rate is None else make(learning_rate)
 
 
+@effect("catalog.Entry.make", "kwargs", {False: 0.9, True: 0.5})
+def _(kwargs):
+    entry = Entry(lambda rate, momentum=0.9: momentum, "dense", 0.25, None)
+    return entry.make(**({"momentum": 0.5} if kwargs else {}))
+
+
+@effect("catalog.Method.make", "kwargs", {False: 1, True: 3})
+def _(kwargs):
+    method = Method(lambda inner, staleness=1: staleness, None)
+    return method.make(SGD, 4, **({"staleness": 3} if kwargs else {}))
+
+
 @effect("catalog.Entry", "required", {False: "TypeError", True: None})
 def _(required):
     given = {"required": {"momentum": 0.9}} if required else {}
