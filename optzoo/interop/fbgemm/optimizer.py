@@ -107,7 +107,7 @@ def fbgemm_optimizer(
         global_weight_decay: ``GlobalWeightDecayDefinition``, or a mapping.
         emainplace_mode: ``EmainplaceModeDefinition``, or a mapping.
         ensemble_mode: ``EnsembleModeDefinition``, or a mapping.
-        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping.
+        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping; of ``ADAM``.
         ar_alpha: the decay of ``rowwise_rmsprop_ar``.
         ema_beta: the decay of its mean square.
         min_shrinkage: its least factor of a row.
