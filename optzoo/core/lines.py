@@ -122,9 +122,15 @@ def to_lines(table: Any, like: Any = None) -> Any:
         like: a tree with :class:`Lines` in the places of some of the arrays.
 
     Raises:
+        TypeError: if the table is no array, and ``like`` is not given.
         ValueError: if the table is a scalar, or an array is not of the shape of its table.
     """
     if like is None:
+        if not jax.tree_util.all_leaves([table]):
+            raise TypeError(
+                f"table must be an array, got a {type(table).__name__}: for a tree give like=, the "
+                "same tree with some of its tables in lines"
+            )
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
         return as_lines(jnp.asarray(table), jnp.shape(table))
