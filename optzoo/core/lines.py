@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from .merge import add, elect, segment_sum
-from .meshes import automatically, devices_along, mesh_of, spec_of, spec_of_first
+from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -306,7 +306,7 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
     put = functools.partial(_put_rows, shape=shape)
-    return automatically(put, spec_of_first)(lines, ids, rows)
+    return like_first(put)(lines, ids, rows)
 
 
 def _put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -330,7 +330,7 @@ def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
         line, part, _, _ = _places(lines, ids, shape)
         return add(lines, line, _in_lanes(rows, part, lines, shape))
 
-    return automatically(put, spec_of_first)(lines, ids, rows)
+    return like_first(put)(lines, ids, rows)
 
 
 def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:
