@@ -260,7 +260,15 @@ class _Found(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.factory).parameters
+        """Those with a name of their own."""
+        found = inspect.signature(self.factory).parameters
+        return {k: p for k, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether arguments may have any name, as with ``**kwargs``."""
+        parameters = inspect.signature(self.factory).parameters.values()
+        return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 class _Alias(NamedTuple):
@@ -601,6 +609,8 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{found.name}: {name} is given twice, also as {argument}")
         if name in known:
             ours[name] = value
+        elif found.takes_others:
+            ours[argument] = value
         elif value is None and argument in _MEANINGLESS_IF_NONE.get(found.name, set()):
             continue
         elif argument not in _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()):

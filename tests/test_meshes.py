@@ -87,6 +87,11 @@ WRAPPERS = {
 }
 
 
+# Of a parameter that is divided along a narrow last axis they are whole.
+NARROW = pytest.mark.filterwarnings("ignore:slots in 8 bits of")
+
+
+@NARROW
 @pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 @pytest.mark.parametrize("spec", SPECS[::-1], ids=str)
@@ -108,7 +113,7 @@ ALL |= {name: samples.make(entry) for name, entry in optzoo.CATALOG.items()}
 ALL["soap in blocks"] = optzoo.soap(0.1, block_size=4)
 
 
-@pytest.mark.filterwarnings("ignore:slots in 8 bits of")  # narrow ones, which are whole
+@NARROW
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
 @pytest.mark.parametrize("name", ALL)
@@ -123,6 +128,39 @@ def test_a_new_state_is_divided_as_state_sharding_says(name, spec, kind):
         jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(want), strict=True
     ):
         assert a.sharding.is_equivalent_to(place, a.ndim), jax.tree_util.keystr(path)
+        if kind == "Explicit":  # or the second step would be compiled again
+            assert a.sharding.spec == place.spec, jax.tree_util.keystr(path)
+
+
+@NARROW
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+@pytest.mark.parametrize("name", ALL)
+def test_one_column_on_each_device(name, kind):
+    """No half of a row, and no group of elements, has a part on each device."""
+    mesh = make_mesh(sizes=(8,), names=("a",))
+    tx, shapes = ALL[name], {"table": (16, 8), "kernel": (3, 8), "cube": (2, 3, 8), "bias": (8,)}
+    place = lambda shape: NamedSharding(mesh, P(*(len(shape) - 1) * [None], "a"))
+    of = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(shape))
+    params = {k: of(shape) for k, shape in shapes.items()}
+    ids = jax.ShapeDtypeStruct((5,), jnp.int32, sharding=NamedSharding(mesh, P(None)))
+    rows = {"table": SparseRows(ids, of((5, 8)), 16)} if kind == "rows" else {}
+    with jax.set_mesh(mesh):
+        after, _ = jax.eval_shape(
+            lambda params, grads: samples.step(tx, grads, params), params, params | rows
+        )
+    types = lambda tree: [(x.shape, x.sharding.spec) for x in jax.tree.leaves(tree)]
+    assert types(after) == types(params)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, "b")], ids=str)
+@pytest.mark.parametrize("name", ["adam", "lazy_adam", "moving_average", "accumulate"])
+def test_rows_outside_of_jit(name, spec):
+    """Without a mesh that is set only arrays say on which devices a result is."""
+    tx, mesh = ALL[name], make_mesh()
+    want, _ = samples.step(tx, {"table": ROWS}, {"table": PARAMS["table"]})
+    got, _ = samples.step(tx, {"table": ROWS}, {"table": put(mesh, PARAMS["table"], spec)})
+    assert got["table"].sharding.spec == P(*(*spec, None)[:2])
+    np.testing.assert_allclose(got["table"], want["table"], rtol=1e-5)
 
 
 def in_spec(tree, spec):
@@ -214,15 +252,33 @@ def test_rows_that_rest_in_a_table_that_is_divided(kind, of_slots):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 
 
+@NARROW
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+@pytest.mark.parametrize("of_params", [P("a", "b"), P(), P("b")], ids=str)
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_places_on_automatic_axes(name):
-    """On these no type says where an array is, and XLA might choose another place."""
+def test_places_on_automatic_axes(name, of_params, kind):
+    """On these no type says where an array is, and XLA might choose the place of the gradient."""
     tx, mesh = WRAPPERS[name](optzoo.adam(0.1)), make_mesh("Auto", "Auto")
-    grads = jax.tree.map(np.cos, PARAMS)
+    grads = jax.tree.map(np.cos, PARAMS) | ({"table": ROWS} if kind == "rows" else {})
     want, _ = trained(tx, jax.tree.map(jnp.asarray, PARAMS), grads)
-    place = functools.partial(jax.tree.map, lambda x: put(mesh, x, P("a", "b")))
-    got, _ = trained(tx, place(PARAMS), place(grads))
+    place = lambda tree, spec: jax.tree.map(lambda x: put(mesh, x, spec), tree)
+    rows = ROWS.with_values(put(mesh, ROWS.values, P(None, "b")))
+    on_mesh = {k: rows if g is ROWS else place(g, P("a", "b")) for k, g in grads.items()}
+    got, _ = trained(tx, place(PARAMS, of_params), on_mesh)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("of_params", [P("a"), P()], ids=str)
+@pytest.mark.parametrize("name", ["int8 at random", "packed at random"])
+def test_rows_at_random(name, of_params, kind):
+    """Updates of five rows, which are not divided as their table."""
+    tx, mesh = WRAPPERS[name](optzoo.lazy_adam(0.1)), make_mesh(kind, kind)
+    table, values = {"table": PARAMS["table"]}, RNG.normal(size=(5, 8)).astype("float32")
+    grads = {"table": SparseRows(np.array([1, 3, 1, 16, 2]), values, 16)}
+    want, _ = trained(tx, jax.tree.map(jnp.asarray, table), grads)
+    got, _ = trained(tx, {"table": put(mesh, PARAMS["table"], of_params)}, grads)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b")], ids=str)

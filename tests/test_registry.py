@@ -452,6 +452,15 @@ def catalog():
     CATALOG.update(before)
 
 
+def test_a_factory_may_take_arguments_of_any_name(catalog):
+    given = {}
+    register("mine", lambda learning_rate, **others: given.update(others) or optax.sgd(0.1))
+    create("mine", learning_rate=0.1)
+    assert given == {}
+    create({"class": "mine", "momentum": 0.9, "epsilon": 0.5}, learning_rate=0.1)
+    assert given == {"momentum": 0.9, "epsilon": 0.5}
+
+
 def test_register(catalog):
     register("half_sgd", lambda learning_rate=0.3: optax.sgd(learning_rate / 2), rate=0.2)
     assert are_equal(create("HalfSGDOptimizer", learning_rate=0.3), optax.sgd(0.15))

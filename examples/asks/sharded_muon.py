@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -17,7 +17,8 @@ COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permut
 
 def collectives(tx):
     """How many collectives a compiled step on one matrix has, sharded over eight devices."""
-    placed = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))  # the others refuse muon
+    placed = NamedSharding(mesh, PartitionSpec("d"))
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed)
     sharded = lambda a: shape if a.shape == (64, 64) else a
     state = jax.tree.map(sharded, jax.eval_shape(tx.init, {"w": shape}))

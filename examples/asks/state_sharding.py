@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -14,7 +14,8 @@ SHAPE = (64, 64)
 
 def placed(*axes):
     """A sharding over eight devices."""
-    return NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec(*axes))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def devices(state):

@@ -37,7 +37,8 @@ def check_gradients(
         GradientTypeError: if a gradient, or the parameter of one, is not of a real floating-point
             dtype of at least 16 bits; if a real parameter has a complex gradient; or if a gradient
             is unreduced, or a parameter reduced, along an axis of a mesh.
-        GradientShapeError: if a gradient's shape is not that of its parameter.
+        GradientShapeError: if a gradient's shape is not that of its parameter, or it is not in the
+            box of its parameter.
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
@@ -82,6 +83,11 @@ def _partial_sum(x: Any) -> str:
 
 def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
     """The type and the text of the error of a gradient and its parameter; None if all is right."""
+    if x is not None and not jax.tree_util.all_leaves([x]):
+        return GradientShapeError, (
+            f"is in a {type(x).__name__} and its gradient is not: differentiate with respect to "
+            "the parameters as they are, or put the gradient into one, too"
+        )
     of_x = None if x is None else jnp.result_type(x)
     if of_x is not None and (fix := _fix(of_x, allow_complex)):
         return GradientTypeError, f"has dtype {_name(of_x)}: {fix}"

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 from .merge import add, elect, segment_sum
-from .meshes import automatically, devices_along, mesh_of, spec_of, spec_of_first
+from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -122,9 +122,15 @@ def to_lines(table: Any, like: Any = None) -> Any:
         like: a tree with :class:`Lines` in the places of some of the arrays.
 
     Raises:
+        TypeError: if the table is no array, and ``like`` is not given.
         ValueError: if the table is a scalar, or an array is not of the shape of its table.
     """
     if like is None:
+        if not jax.tree_util.all_leaves([table]):
+            raise TypeError(
+                f"table must be an array, got a {type(table).__name__}: for a tree give like=, the "
+                "same tree with some of its tables in lines"
+            )
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
         return as_lines(jnp.asarray(table), jnp.shape(table))
@@ -300,7 +306,7 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     """The lines with the rows of some ids replaced; each id in range may occur once."""
     put = functools.partial(_put_rows, shape=shape)
-    return automatically(put, spec_of_first)(lines, ids, rows)
+    return like_first(put)(lines, ids, rows)
 
 
 def _put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
@@ -324,7 +330,7 @@ def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
         line, part, _, _ = _places(lines, ids, shape)
         return add(lines, line, _in_lanes(rows, part, lines, shape))
 
-    return automatically(put, spec_of_first)(lines, ids, rows)
+    return like_first(put)(lines, ids, rows)
 
 
 def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:

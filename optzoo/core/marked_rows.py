@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .marks import marked
 from .merge import add, kept, merge, merge_in_place
-from .meshes import automatically, spec_of, spec_of_first, spec_of_rows
+from .meshes import automatically, like_first, spec_of, spec_of_rows
 
 _of_rows = lambda rows, dense, ids: spec_of_rows(dense, ids)
 _DROP = {"mode": "drop", "wrap_negative_indices": False}
@@ -26,7 +26,7 @@ def gather_rows(dense: Array, ids: Array) -> Array:
 def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
     """An array with other rows, of ids that differ; those out of range are ignored."""
     put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP, unique_indices=True)
-    return automatically(put, spec_of_first)(dense, ids, rows)
+    return like_first(put)(dense, ids, rows)
 
 
 @marked("rows_scatter_equal")
@@ -36,7 +36,7 @@ def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
     To change a row again, as the rows of an id were computed, must not change it.
     """
     put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP)
-    return automatically(put, spec_of_first)(dense, ids, rows)
+    return like_first(put)(dense, ids, rows)
 
 
 @marked("rows_add")
@@ -44,7 +44,7 @@ def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array
     """An array with rows added; ids out of range are ignored."""
     put = lambda dense, ids, rows: _at(dense, ids).add(rows, **_DROP, unique_indices=True)
     add_each = lambda dense, ids, rows: add(dense, kept(ids, len(dense)), rows)
-    return automatically(put if unique else add_each, spec_of_first)(dense, ids, rows)
+    return like_first(put if unique else add_each)(dense, ids, rows)
 
 
 @marked("rows_distinct")

@@ -121,6 +121,12 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
     return wrapped
 
 
+def like_first(f: Callable[..., Array]) -> Callable[..., Array]:
+    """``f`` of arrays, on all types of axes: its result is divided as its first argument."""
+    call = automatically(f, lambda _, first, *others: spec_of(first))
+    return lambda first, *others: placed_as(call(first, *others), first)
+
+
 def zeros_of(kind: Any) -> Array:
     """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and axes that vary."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
@@ -149,18 +155,27 @@ def beside(params: Any, state: Any) -> Any:
 
     JAX makes an array from a shape alone on one device. A step would then be compiled twice.
     """
-    meshes = {getattr(_place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
+    meshes = {getattr(place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
     mesh = next(iter(meshes)) if len(meshes) == 1 else None
     if mesh is None or (mesh.size == 1 and not explicit_axes(mesh)):
         return state
-    is_apart = lambda x: isinstance(_place_of(x), SingleDeviceSharding)
-    # As a step gives it, with an entry for each axis of a type: jit tells the two forms apart.
-    entries = lambda x: (None,) * x.ndim if explicit_axes(mesh) else ()
-    whole = lambda x: NamedSharding(mesh, PartitionSpec(*entries(x)))
+    is_apart = lambda x: isinstance(place_of(x), SingleDeviceSharding)
+    whole = lambda x: as_typed(NamedSharding(mesh, EVERYWHERE), x.ndim)
     return jax.tree.map(lambda x: jax.device_put(x, whole(x)) if is_apart(x) else x, state)
 
 
-def _place_of(x: Any) -> Any:
+def as_typed(sharding: Any, ndim: int) -> Any:
+    """A sharding on explicit axes as a step gives it, with an entry for each axis of a type.
+
+    To jit the forms with fewer entries are others, for which it compiles again.
+    """
+    if not isinstance(sharding, NamedSharding) or not explicit_axes(sharding.mesh):
+        return sharding
+    missing = (None,) * (ndim - len(sharding.spec))
+    return sharding.update(spec=PartitionSpec(*sharding.spec, *missing)) if missing else sharding
+
+
+def place_of(x: Any) -> Any:
     """Where an array is; None of what is none, or is traced."""
     is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return x.sharding if is_known else None
@@ -172,13 +187,26 @@ def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def placed_as(new: Any, like: Any) -> Any:
-    """An array divided over automatic axes of a mesh as another one of its shape.
+    """A tree divided over automatic axes of a mesh as another one with arrays of its shapes.
 
     XLA chooses where a result is. A state in another place would compile the next step again.
     """
-    mesh = mesh_of(like)
-    divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
-    return group_shardings(new, like) if divides else new
+
+    def place(new, like):
+        mesh = mesh_of(like)
+        divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        is_array = isinstance(new, jax.Array) and new.ndim > 0
+        return group_shardings(new, like) if divides and is_array else new
+
+    return jax.tree.map(place, new, like)
+
+
+def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """The same of an array with some axes, of which the last one is not divided."""
+    entries = tuple(sharding.spec[: ndim - 1])
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return as_typed(sharding.update(spec=PartitionSpec(*entries)), ndim)
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:
@@ -199,12 +227,6 @@ def mesh_of(tree: Any) -> Any:
 def spec_of(x: Any) -> PartitionSpec:
     """How the type of an array divides its axes."""
     return jax.typeof(x).sharding.spec
-
-
-def spec_of_first(results: Any, first: Any, *others: Any) -> PartitionSpec:
-    """For :func:`automatically`: a result is divided as the first argument."""
-    del results, others
-    return spec_of(first)
 
 
 def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:

@@ -19,7 +19,7 @@ from .checks import check_transformation
 from .lines import Lines, add_rows, are_lines, is_lines, put_rows, take_rows
 from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .merge import in_range
-from .meshes import zeros_of
+from .meshes import place_of, zeros_of
 from .numerics import has_16_bits, promote_types, upcast
 from .optimizer import About, Optimizer, about_of
 from .row_ids import HINT, is_protected, plain, protect
@@ -229,7 +229,7 @@ class SparseRows(metaclass=_HintInErrors):
         shape, sharding = self.shape, None
         is_array = like is not None and not is_rows(like)
         if is_array and (jnp.shape(like) == self.shape or are_lines(like, self.shape)):
-            shape, sharding = jnp.shape(like), jax.typeof(like).sharding
+            shape, sharding = jnp.shape(like), place_of(like) or jax.typeof(like).sharding
         zeros = zeros_of(jax.ShapeDtypeStruct(shape, wide.dtype, sharding=sharding))
         return (zeros + self.with_values(wide)).astype(self.dtype)
 

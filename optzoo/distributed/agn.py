@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from ..core.checks import check_size
+from ..core.meshes import placed_as
 from ..core.rows import is_sparse_or_none
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, leave_out, none_came
@@ -121,7 +122,7 @@ def agn(
 
     def accumulate(updates, params, per_replica, **_):
         accumulated, since, came = per_replica.method
-        add = lambda g, a: a if g is None else a + g.astype(a.dtype)
+        add = lambda g, a: a if g is None else placed_as(a + g.astype(a.dtype), a)
         accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
         method = AGNPerReplica(accumulated, since + 1, has_come(updates, came))
         return updates, per_replica._replace(method=method), None

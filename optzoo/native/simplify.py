@@ -48,6 +48,8 @@ def _added_elsewhere(op: Operation, added: Mapping[Any, Value]) -> Value | None:
 
 def _unchanged(op: Operation) -> Value | None:
     """The operand that the result is equal to, if there is one."""
+    if op.name == "optzoo_placed_as":  # results of native code are where its operands are
+        return op.ins[0]
     if op.name in ("add", "add_any"):
         return next((v for v, w in (op.ins, op.ins[::-1]) if _is_zero(w)), None)
     if op.name == "reduce_sum" and not op.params["axes"]:

@@ -12,10 +12,10 @@ from ..core.checks import check_function, check_params, check_update_arguments
 from ..core.compat import vary_as
 from ..core.gradients import check_arrays, check_gradients
 from ..core.lines import in_lines
-from ..core.meshes import beside
+from ..core.meshes import beside, placed_as
 from ..core.numerics import next_count
 from ..core.optimizer import About, Optimizer
-from ..core.rows import as_arrays
+from ..core.rows import as_arrays, is_rows
 from ..core.schedules import at_step
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
@@ -34,6 +34,11 @@ class Leaf(NamedTuple):
     g: Any  # the gradient: an array, SparseRows or None
     x: Any  # the parameter, None where the caller gave no params
     slots: Any  # a named tuple of arrays
+
+    def like_update(self, u: Any) -> Any:
+        """The array that an update is divided as; None if it is none, or is rows."""
+        like = self.g if self.x is None else self.x
+        return None if u is None or is_rows(u) or is_rows(like) else like
 
 
 # rule(leaves, shared, t, **scheduled) -> ([(update, new_slots), ...], shared)
@@ -95,7 +100,8 @@ def frame(
         )
         of_params = iter(of_params)
         done = [(None, leaf.slots) if _is_empty(leaf) else next(of_params) for leaf in leaves]
-        news = [stored_arrays(new) for _, new in done]
+        done = [_placed(*pair) for pair in zip(leaves, done, strict=True)]
+        news = [new for _, new in done]
         trees = [
             boxes.refilled(tree, [new[i] for new in news]) for i, tree in enumerate(state.slots)
         ]
@@ -103,6 +109,14 @@ def frame(
         return updates, LeafwiseState(t, Slots._make(trees), new_shared)
 
     return Optimizer(init, update, About(reads=reads))
+
+
+def _placed(leaf: Leaf, done: tuple[Any, Any]) -> tuple[Any, Any]:
+    """An update where its parameter is, and slots, as they are stored, where they were."""
+    u, slots = done
+    like = leaf.like_update(u)
+    update = u if like is None else placed_as(u, like)
+    return update, placed_as(stored_arrays(slots), stored_arrays(leaf.slots))
 
 
 def _is_empty(leaf: Leaf) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..core.lines import are_lines
-from ..core.meshes import automatically, placed_as, spec_of
+from ..core.meshes import automatically, spec_of
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.rows import is_rows
 from ..state.storage import StoredSlots, load, read_back, save
@@ -36,10 +36,11 @@ def in_float32(rule: Rule) -> Rule:
             return on_stored(g, x, s, t, **scheduled)
         # Codes and pairs have other axes than their parameter.
         call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
-        of_update = spec_of(g if x is None else x)
+        # The gradient may be rows, of which the parameter is the table.
+        is_like = x is not None and x.shape == g.shape
+        of_update = spec_of(x if is_like else g)
         specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
-        results = automatically(call, specs)(g, x, s, t, scheduled)
-        return jax.tree.map(placed_as, results, (g if x is None else x, s))
+        return automatically(call, specs)(g, x, s, t, scheduled)
 
     return on_any_mesh
 
@@ -53,22 +54,9 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
         call = lambda leaves, shared, t, scheduled: rule(leaves, shared, t, **scheduled)
         done, shared = automatically(call, _specs)(loaded, shared, t, scheduled)
         pairs = zip(leaves, done, strict=True)
-        return [_placed(leaf, u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
+        return [(u, save(leaf.slots, new)) for leaf, (u, new) in pairs], shared
 
     return on_stored
-
-
-def _placed(leaf: Any, u: Any, slots: Any) -> tuple[Any, Any]:
-    """An update where its parameter is, and slots where they were."""
-    like = _like_update(leaf, u)
-    update = u if like is None else placed_as(u, like)
-    return update, jax.tree.map(placed_as, slots, leaf.slots)
-
-
-def _like_update(leaf: Any, u: Any) -> Any:
-    """The array that an update is divided as; None if it is none, or is rows."""
-    like = leaf.g if leaf.x is None else leaf.x
-    return None if u is None or is_rows(u) or is_rows(like) else like
 
 
 def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> Any:
@@ -78,7 +66,7 @@ def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> An
     whole = lambda x: PartitionSpec()
 
     def of_leaf(leaf, u):
-        like = _like_update(leaf, u)
+        like = leaf.like_update(u)
         of_update = jax.tree.map(whole, u) if like is None else spec_of(like)
         return of_update, jax.tree.map(spec_of, leaf.slots)
 

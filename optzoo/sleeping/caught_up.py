@@ -53,9 +53,10 @@ def caught_up(
     an error while rows sleep.
 
     What cannot be right becomes NaN, so that it is noticed: the update of a row that was not caught
-    up, and rows that slept for longer than the clock remembers. That happens only to a state
-    that was put together by hand, since in each step a few rows are swept, so that no row
-    sleeps for longer than ``horizon`` steps.
+    up, rows that slept while a decay, epsilon or the weight decay changed, and rows that slept for
+    longer than the clock remembers. The last happens only to a state that was put together by
+    hand, since in each step a few rows are swept, so that no row sleeps for longer than ``horizon``
+    steps.
 
     A table may be in 16 bits, with slots in float32; and slots in bfloat16 that are rounded at
     random (:func:`optzoo.slots_dtype`). A row is then rounded once for each sleep, where ``inner``
@@ -88,7 +89,7 @@ def caught_up(
             given the same gradient as an array (:func:`optzoo.rows.densify`). For adam they are
             equal.
         horizon: the number of steps after which a row is swept at the latest. The clock has
-            ``4 * horizon`` numbers for Adam in float32.
+            ``4 * horizon`` numbers for Adam in float32, and about 1,000 more.
 
     Raises:
         TypeError: if ``inner`` is no transformation, or has no law of rows without gradient; by

@@ -4,37 +4,74 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
-from ..state.law import Law
+from ..state.law import Form, Law
 from .series import Series, geometric, rational, rest
-from .state import Clock
 
 _TOLERANCE = {"float32": 2e-8, "float64": 1e-14}
 _BITS = 8  # of an exponent, whose powers are in one table
+
+
+class Numbers(NamedTuple):
+    """The numbers of a law, which programs read from the state."""
+
+    powers: Array  # (bases, ...): of each base the powers below 256, then those of base**256
+    centers: Array  # (blocks,): of the series
+    eps: Array  # ()
+
+
+class Clock(NamedTuple):
+    """How far each step of the past has moved the rows that sleep since then."""
+
+    count: Array  # updates so far
+    young: Array  # (window, features): entry j is for the rows last updated j steps ago
+    ring: Array  # (horizon, features): entry l % horizon is for those of step l, final
+    numbers: Numbers
+    since: Array  # all updates from this one on had these numbers
+
+    left_to_xla = True  # of a native step: it is small, and no part of it belongs to a row
+
+    @property
+    def longest(self) -> int:
+        """The greatest age of a row that can be caught up."""
+        return len(self.ring) + len(self.young) - 1
+
+    def power(self, form: Form, name: str, age: Array) -> Array:
+        """A base of the form to the power of an age: the product of two that are rounded once."""
+        powers = self.numbers.powers[form.powers.index(name)]
+        low, high = powers[: 1 << _BITS], powers[1 << _BITS :]
+        return gather_rows(low, age & (1 << _BITS) - 1) * gather_rows(high, age >> _BITS)
 
 
 class Motion(NamedTuple):
     """A law with all that does not change from step to step."""
 
     law: Law
-    dtype: np.dtype
     series: Series
-    horizon: int  # no row sleeps much longer
+    start: Clock  # before the first update, of NumPy arrays
 
-    @property
-    def window(self) -> int:
-        """After so many steps a row does not move any more."""
-        return len(self.series.weights)
+    def has_numbers(self, clock: Clock) -> Array:
+        """Whether a clock with the shapes of this one has the numbers of the law."""
+        same = jax.tree.map(lambda a, b: jnp.all(a == b), self.start.numbers, clock.numbers)
+        return functools.reduce(jnp.logical_and, same)
 
-    def decay(self, base: float, age: Array) -> Array:
-        """``base**age``: the product of two numbers from tables, each rounded once."""
-        low, high = map(jnp.asarray, _powers(base, self.horizon + self.window, self.dtype))
-        return gather_rows(low, age & (1 << _BITS) - 1) * gather_rows(high, age >> _BITS)
+    def padded(self, entries: np.ndarray) -> np.ndarray:
+        """Entries of a clock of old versions, in which each block has its own number of terms."""
+        number = self.start.young.shape[1]
+        if entries.shape[1] == number:
+            return entries
+        real = np.ones(number, bool)
+        sums = (2 if self.law.form.average else 1) * self.series.weights.shape[1]
+        real[:sums] = np.resize(self.series.weights.any(0), sums)
+        padded = np.zeros((len(entries), number), entries.dtype)
+        padded[:, real] = entries
+        return padded
 
 
 @functools.cache
@@ -57,146 +94,160 @@ def make_motion(law: Law, dtype: Any, horizon: int) -> Motion:
     else:
         q = by_name.get(law.over, 1.0)
         series = rational(by_name[law.moves], math.sqrt(q) if law.root else q, tolerance)
-    return Motion(law, dtype, series, max(horizon, 2 * len(series.weights)))
+    window, number = series.weights.shape
+    horizon = max(horizon, 2 * window)
+    bases: dict[str, Any] = {**by_name, "shrink": 1 - law.shrink, "average": average}
+    powers = [_powers(bases[name], horizon + window - 1) for name in law.form.powers]
+    array: Any = lambda a: np.asarray(a, dtype)
+    zero: Any = np.int32(0)
+    numbers = Numbers(*map(array, (powers, series.centers, law.eps)))
+    sums, kept = number * (2 if law.form.average else 1), 2 * law.varies
+    # Of rows that are awake: the sums of the series; with an average, those of how far it is
+    # behind; and if its decay varies, what is left of it: the product of the decays until the
+    # sums are final, and of those after.
+    start: Any = np.repeat(array([[0.0] * sums + [1.0] * kept]), horizon, 0)
+    return Motion(law, series, Clock(zero, start[:window], start, numbers, zero))
 
 
-def start_clock(motion: Motion, count: Any) -> Clock:
-    """A clock after ``count`` updates, of rows that are all awake."""
-    start = lambda rows: jnp.tile(_start(motion), (rows, 1))
-    return Clock(jnp.array(count, jnp.int32), start(motion.window), start(motion.horizon))
+def restarted(clock: Clock, count: Any) -> Clock:
+    """The clock after ``count`` updates, of rows that are all awake.
 
-
-def _start(motion: Motion) -> Array:
-    """The entry of rows that are awake.
-
-    The sums of the series; with an average, those of how far it is behind; and if its decay varies,
-    what is left of it: the product of the decays until the sums are final, and of those after.
+    Args:
+        clock: of any step; its youngest rows are those that are awake.
+        count: of updates.
     """
-    number, law = motion.series.weights.shape[1], motion.law
-    sums = number * (1 if law.average is None else 2)
-    return jnp.asarray([[0.0] * sums + [1.0] * 2 * law.varies], motion.dtype)
+    count, since = jnp.array(count, jnp.int32), jnp.array(count, jnp.int32)  # both are donated
+    awake = lambda a: jnp.tile(clock.young[:1], (len(a), 1))
+    numbers = jax.tree.map(jnp.asarray, clock.numbers)
+    return Clock(count, awake(clock.young), awake(clock.ring), numbers, since)
 
 
 def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
     """The clock after an update of a size ``a_t``; with the decay of an average that varies."""
-    law, number = motion.law, motion.series.weights.shape[1]
-    weights = motion.series.weights.astype(motion.dtype)
+    law, dtype, horizon = motion.law, motion.start.ring.dtype, len(clock.ring)
+    weights, number = motion.series.weights.astype(dtype), motion.series.weights.shape[1]
     # The oldest entry is final. It replaces that of horizon steps before, which no row needs.
-    oldest = (clock.count - motion.window + 1) % motion.horizon
+    oldest = (clock.count - len(clock.young) + 1) % horizon
     ring = clock.ring.at[oldest].set(clock.young[-1])
     older = clock.young[:-1]
     if law.varies:
-        decay = jnp.asarray(decay, motion.dtype)
+        decay = jnp.asarray(decay, dtype)
         ring = ring.at[:, -1].multiply(decay)
         older = older.at[:, -2].multiply(decay)
-    young = jnp.concatenate([_start(motion), older])
+    young = jnp.concatenate([motion.start.young[:1], older])
     young, kept = young[:, : 2 * number], young[:, 2 * number :]
     if law.shrink:
-        young = young * (1 - jnp.asarray(law.shrink, motion.dtype))
+        young = young * (1 - jnp.asarray(law.shrink, dtype))
     if law.average is None:
-        young = young + jnp.asarray(size, motion.dtype) * weights
+        young = young + jnp.asarray(size, dtype) * weights
     else:  # beside each sum that of how far the average is behind, which decays
-        young = young + jnp.asarray(size, motion.dtype) * jnp.concatenate([weights, weights], 1)
+        young = young + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
         factor = decay if law.varies else law.average
-        young = young * _behind(motion, jnp.full((1, 1), factor, motion.dtype))
-    return Clock(clock.count + 1, jnp.concatenate([young, kept], 1), ring)
+        young = young * _behind(number, jnp.full((1, 1), factor, dtype))
+    young = jnp.concatenate([young, kept], 1)
+    since = jnp.where(motion.has_numbers(clock), clock.since, clock.count)
+    numbers = jax.tree.map(jnp.asarray, motion.start.numbers)
+    return Clock(clock.count + 1, young, ring, numbers, since)
 
 
 def wake(
-    motion: Motion, clock: Clock, x: Array, slots: dict[str, Array], last: Array
+    form: Form, clock: Clock, x: Array, slots: dict[str, Array], last: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Rows and their slots as of step ``last`` as of now.
 
     A row that cannot be caught up becomes NaN, and so does its average: it was asleep for longer
-    than the ring of the clock goes back, or is of a time to come.
+    than the ring of the clock goes back, or when the numbers of the law changed, or is of a time to
+    come.
 
     Args:
-        motion: of the optimizer.
+        form: of the law of the optimizer.
         clock: of all tables.
         x: rows.
         slots: their slots by name, those of the law at least.
         last: for each row the step that it is as of.
     """
-    law, age = motion.law, clock.count - last
-    longest = motion.horizon + motion.window - 1
-    is_known = (age >= 0) & (age <= longest)
-    age = jnp.clip(age, 0, longest)
+    age = clock.count - last
+    is_known = (age >= 0) & (age <= clock.longest) & (last >= clock.since)
+    age = jnp.clip(age, 0, clock.longest)
     wide = lambda a: a.reshape(a.shape + (1,) * (x.ndim - 1))
     awake = dict(slots)
-    for name, decay in law.decays:
+    for name in form.decays:
         s = slots[name]
-        awake[name] = s * wide(motion.decay(decay, age))
-        if name != law.moves:  # a power may be 0, and the square of a large gradient infinite
+        awake[name] = s * wide(clock.power(form, name, age))
+        if name != form.moves:  # a power may be 0, and the square of a large gradient infinite
             awake[name] = jnp.where(s < jnp.inf, awake[name], s)
     new = x
-    if law.shrink:
-        new = new * wide(motion.decay(1 - law.shrink, age))
+    if form.shrink:
+        new = new * wide(clock.power(form, "shrink", age))
     features = list[Array]()
-    if law.moves is not None or law.varies:
-        features = [wide(f) for f in _features(motion, clock, last, age)]
-    if law.moves is not None:
-        new = new - slots[law.moves] * _moved(motion, features, slots)
-    if law.average is not None:
-        kept = features[-1] if law.varies else wide(motion.decay(law.average, age))
+    if form.moves is not None or form.varies:
+        features = [wide(f) for f in _features(form, clock, last, age)]
+    if form.moves is not None:
+        new = new - slots[form.moves] * _moved(form, clock, features, slots)
+    if form.average:
+        kept = features[-1] if form.varies else wide(clock.power(form, "average", age))
         e = slots["average"]
         e = e + (1 - kept) * (x - e)
-        if law.moves is not None:  # the part of the movement that the average follows
-            number = motion.series.weights.shape[1]
+        if form.moves is not None:  # the part of the movement that the average follows
+            number = _number(form, clock)
             behind = features[number : 2 * number]
             known = [f - b for f, b in zip(features[:number], behind, strict=True)]
-            e = e - slots[law.moves] * _moved(motion, known, slots)
+            e = e - slots[form.moves] * _moved(form, clock, known, slots)
         awake["average"] = jnp.where(wide(is_known), e, jnp.nan)
     return jnp.where(wide(is_known), new, jnp.nan), awake
 
 
-def _features(motion: Motion, clock: Clock, last: Array, age: Array) -> list[Array]:
+def _number(form: Form, clock: Clock) -> int:
+    """How many sums the series has."""
+    return (clock.young.shape[1] - 2 * form.varies) // (2 if form.average else 1)
+
+
+def _features(form: Form, clock: Clock, last: Array, age: Array) -> list[Array]:
     """The sums of the series for rows of an age; if a decay varies, its product comes last."""
-    window = motion.window
-    old = gather_rows(clock.ring, lax.rem(last, np.int32(motion.horizon)))
-    if motion.law.shrink:
-        old = old * motion.decay(1 - motion.law.shrink, jnp.maximum(age - window + 1, 0))[:, None]
+    window, horizon, number = len(clock.young), len(clock.ring), _number(form, clock)
+    final_for = jnp.maximum(age - window + 1, 0)
+    old = gather_rows(clock.ring, lax.rem(last, np.int32(horizon)))
+    if form.shrink:
+        old = old * clock.power(form, "shrink", final_for)[:, None]
     young = gather_rows(clock.young, jnp.minimum(age, window - 1))
-    if motion.law.varies:  # what is left of the average in all, and since the sums are final
+    if form.varies:  # what is left of the average in all, and since the sums are final
         later = old[:, -1:]
-        old = jnp.concatenate([old[:, :-2] * _behind(motion, later), old[:, -2:-1] * later], 1)
+        old = jnp.concatenate([old[:, :-2] * _behind(number, later), old[:, -2:-1] * later], 1)
         young = young[:, :-1]
-    elif motion.law.average is not None:
-        kept = motion.decay(motion.law.average, jnp.maximum(age - window + 1, 0))
-        old = old * _behind(motion, kept[:, None])
+    elif form.average:
+        old = old * _behind(number, clock.power(form, "average", final_for)[:, None])
     features = jnp.where((age < window)[:, None], young, old)
     return [features[:, n] for n in range(features.shape[1])]
 
 
-def _behind(motion: Motion, factor: Array) -> Array:
+def _behind(number: int, factor: Array) -> Array:
     """One for the sums, and a factor of shape ``(n, 1)`` for those of the average."""
-    number = motion.series.weights.shape[1]
     return jnp.where(np.arange(2 * number)[None] < number, jnp.ones_like(factor), factor)
 
 
-def _moved(motion: Motion, features: list[Array], slots: dict[str, Array]) -> Array:
+def _moved(form: Form, clock: Clock, features: list[Array], slots: dict[str, Array]) -> Array:
     """How far rows have moved, in the unit of their numerator."""
-    law = motion.law
-    if law.over is None:
+    if form.over is None:
         return features[0]
-    w = sqrt(slots[law.over]) if law.root else slots[law.over]
-    moved, first = jnp.zeros_like(w), 0
-    for center, terms in motion.series.blocks:
-        wc = w * jnp.asarray(center, motion.dtype)
-        inverse = safe_divide(jnp.ones_like(wc), wc + law.eps, law.eps)
-        rho = 1 - law.eps * inverse  # not w c / (w c + eps): w may be infinite
-        total = features[first]
-        for n in range(first + 1, first + terms):
-            total = total * rho + features[n]
-        moved = moved + total * inverse
-        first += terms
+    w = sqrt(slots[form.over]) if form.root else slots[form.over]
+    moved, numbers = jnp.zeros_like(w), clock.numbers
+    blocks = len(numbers.centers)
+    terms = _number(form, clock) // blocks
+    for block in range(blocks):
+        wc = w * numbers.centers[block]
+        unit = jnp.ones_like(wc)
+        # A denominator with an eps is never 0.
+        inverse = unit / (wc + numbers.eps) if form.eps else safe_divide(unit, wc)
+        rho = 1 - numbers.eps * inverse  # not w c / (w c + eps): w may be infinite
+        first, *others = features[block * terms : (block + 1) * terms]
+        moved = moved + functools.reduce(lambda total, f: total * rho + f, others, first) * inverse
     return moved
 
 
-@functools.cache
-def _powers(base: float, top: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """``base**k`` for k below 256, and ``base**(256 k)`` as far as the product needs them."""
+def _powers(base: float, top: int) -> np.ndarray:
+    """``base**k`` for k below 256, then ``base**(256 k)`` as far as powers up to ``top`` need."""
     number = 1 << _BITS
     with np.errstate(under="ignore"):
         low = np.power(base, np.arange(number, dtype=np.float64))
         high = np.power(base, float(number) * np.arange(top // number + 1))
-    return low.astype(dtype), high.astype(dtype)
+    return np.concatenate([low, high])

@@ -28,24 +28,20 @@ _MOST_FEATURES = 256
 _MOST_TERMS = 10  # of one polynomial: with more of them, rounding grows faster than they help
 
 
-class Block(NamedTuple):
-    """Steps of sleep that share one polynomial."""
-
-    center: float
-    terms: int
-
-
 class Series(NamedTuple):
-    """The expansion of the movement of a sleeping row."""
+    """The expansion of the movement of a sleeping row.
 
-    blocks: tuple[Block, ...]
-    weights: np.ndarray  # (window, features): what a step adds for rows asleep for j steps
+    Each block of steps has a polynomial of its own, all with as many terms.
+    """
+
+    centers: np.ndarray  # of each block
+    weights: np.ndarray  # (window, blocks * terms): what a step adds for rows asleep for j steps
     error: float  # a bound, relative to the movement at a constant rate
 
 
 def rest() -> Series:
     """Of a row that does not move."""
-    return Series((Block(1.0, 1),), np.zeros((2, 1)), 0.0)
+    return Series(np.ones(1), np.zeros((2, 1)), 0.0)
 
 
 def geometric(p: float, tolerance: float) -> Series:
@@ -55,7 +51,7 @@ def geometric(p: float, tolerance: float) -> Series:
     if p == 0:
         return rest()
     k = np.arange(_window(math.log(p), tolerance) + 1)
-    return Series((Block(1.0, 1),), np.where(k == 0, 0, p**k)[:, None], tolerance / 10)
+    return Series(np.ones(1), np.where(k == 0, 0, p**k)[:, None], tolerance / 10)
 
 
 def rational(p: float, q: float, tolerance: float) -> Series:
@@ -85,10 +81,10 @@ def rational(p: float, q: float, tolerance: float) -> Series:
     total = exact.sum(0)
     # Each step may err by its share, evenly, or by its part of the sum.
     allowed = 0.5 * tolerance * (total / window + exact)
-    blocks, columns, error, start = [], [], np.zeros_like(z), 0
+    centers, columns, error, start = [], [], np.zeros_like(z), 0
     while start < window:
         length, terms, coefficients, off = _best_block(start, y, mean, z, exact, allowed)
-        if not length or sum(b.terms for b in blocks) + terms > _MOST_FEATURES:
+        if not length or sum(c.shape[1] for c in columns) + terms > _MOST_FEATURES:
             raise ValueError(
                 f"rows cannot sleep with the decays {p} and {q}: a sum with this precision has "
                 f"more than {_MOST_FEATURES} terms. Increase the decay of the denominator"
@@ -96,12 +92,14 @@ def rational(p: float, q: float, tolerance: float) -> Series:
         here = slice(start, start + length)
         column = np.zeros((window + 1, terms))
         column[1:][here] = mean[here, None] * coefficients[:length]
-        blocks.append(Block(float(y[start]), terms))
+        centers.append(y[start])
         columns.append(column)
         error += off[:length].sum(0)
         start += length
     bound = float((error / total).max()) + tolerance / 10
-    return Series(tuple(blocks), np.concatenate(columns, 1), bound)
+    most = max(c.shape[1] for c in columns)
+    padded = [np.pad(c, ((0, 0), (most - c.shape[1], 0))) for c in columns]  # highest first
+    return Series(np.array(centers), np.concatenate(padded, 1), bound)
 
 
 def _window(log_ratio: float, tolerance: float) -> int:

@@ -22,14 +22,14 @@ from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..core.schedules import at_step
 from ..state.fit import StateError
-from ..state.law import Law, Sleeper
+from ..state.law import Sleeper
 from ..state.packing import unpack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import GATHERED
 from ..state.types import nodes_of
 from .catch_up import NOTHING_FOLLOWS
-from .motion import Motion, make_motion, start_clock, tick
-from .state import CaughtUpState, Clock
+from .motion import Clock, Motion, make_motion, restarted, tick
+from .state import CaughtUpState
 from .tables import (
     Table,
     scattered,
@@ -70,9 +70,9 @@ class Sleepers(NamedTuple):
         marks = _marks(self.mask, params)
         dtype = _dtype(params, marks, state, self.sleeper)
         start = lambda x, mark: zeros_of_rows(x, jnp.int32) if mark else optax.MaskedNode()
-        clock = start_clock(self.motion(dtype), 0)
+        clock = restarted(self.motion(dtype).start, 0)
         last = map_parameters(start, params, marks)
-        return CaughtUpState(state, {self.sleeper.law.key: clock}, last)
+        return CaughtUpState(state, {self.sleeper.law.form.key: clock}, last)
 
     def check(self, state: Any) -> None:
         """Raises ``StateError`` unless the rows of a state sleep by this law."""
@@ -81,20 +81,25 @@ class Sleepers(NamedTuple):
                 f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
                 "optzoo.rows.take_over makes it from a state of the optimizer inside"
             )
-        [(key, clock)], mine = state.clock.items(), self.sleeper.law
+        [(key, clock)], mine = state.clock.items(), self.sleeper.law.form.key
         fix = (
             "catch up all rows by params, state = optzoo.rows.catch_up(params, state), then "
             "resume from optzoo.rows.take_over(tx, params, state.inner)"
         )
-        if key != mine.key:
-            law = Law.of_key(key) or key
-            raise StateError(f"rows of this state sleep by the law [{law}], not [{mine}]: {fix}")
+        if key != mine:
+            raise StateError(f"rows of this state sleep by the law {key!r}, not {mine!r}: {fix}")
         motion = self.motion(clock.ring.dtype)
-        shapes = (motion.window, motion.horizon), (len(clock.young), len(clock.ring))
+        shapes = [jax.tree.map(jnp.shape, c) for c in (clock, motion.start)]
         if shapes[0] != shapes[1]:
             raise StateError(
                 "the clock of this state has another window and horizon than this transformation, "
-                f"{shapes[1]} and not {shapes[0]}: {fix}"
+                f"{len(clock.young), len(clock.ring)} and not "
+                f"{len(motion.start.young), len(motion.start.ring)}: {fix}"
+            )
+        if state.is_asleep() and not motion.has_numbers(clock):
+            raise StateError(
+                "rows of this state sleep by a law with other numbers (decays, eps, weight decay) "
+                f"than {self.sleeper.law}: {fix}"
             )
 
     def advance(
@@ -181,7 +186,7 @@ class Sleepers(NamedTuple):
                 continue
             gs[i] = g = g.coalesce()
             table = table.divided(axes_of_rows(g))
-            places = turn(table.motion, table.clock, g.num_rows)
+            places = turn(table.clock, g.num_rows)
             # Not those that this step has updated, in an earlier round on sharded tables.
             is_later = table.gather(places)[2] == table.clock.count + 1
             places = distinct(jnp.where(is_later, g.num_rows, places))

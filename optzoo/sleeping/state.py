@@ -4,37 +4,47 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
 from ..core.boxes import Boxes
 from ..core.paths import is_masked
+from ..state.law import Form, Law
 from ..state.types import nodes_of
-
-
-class Clock(NamedTuple):
-    """How far each step of the past has moved the rows that sleep since then."""
-
-    count: Array  # updates so far
-    young: Array  # (window, features): entry j is for the rows last updated j steps ago
-    ring: Array  # (horizon, features): entry l % horizon is for those of step l, final
-
-    left_to_xla = True  # of a native step: it is small, and no part of it belongs to a row
+from .motion import Clock, make_motion
 
 
 class CaughtUpState(NamedTuple):
     """An optimizer whose rows sleep until they are read."""
 
     inner: Any  # the state of the optimizer; each row of its slots is as of the step in ``last``
-    clock: dict[str, Clock]  # one for all tables; its key is that of the Law of the rows
+    clock: dict[str, Clock]  # one for all tables; its key is that of the form of their law
     last: Any  # a tree like the parameters: of a table the step of each row, MaskedNode of others
 
-    def check_awake(self, what: str) -> None:
-        """Raises ``ValueError`` if a row is known to rest, with ``what`` would read it."""
+    @staticmethod
+    def of_older(saved: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds, if an old version wrote it with the text of the law as the key.
+
+        The numbers of the law are taken from that text.
+        """
+        [(text, clock)] = saved["clock"].items()
+        if Form.of_key(text) is not None:
+            return saved
+        law = Law.of_text(text)
+        motion = make_motion(law, np.asarray(clock["ring"]).dtype.name, len(clock["ring"]))
+        entries = {name: motion.padded(np.asarray(clock[name])) for name in ("young", "ring")}
+        clock = {**motion.start._asdict(), **clock, **entries}
+        return {**saved, "clock": {law.form.key: clock}}
+
+    def is_asleep(self) -> bool:
+        """Whether a row is known to rest; False while arrays are traced."""
         [clock] = self.clock.values()
         arrays = [clock.count, *jax.tree.leaves(self.last)]
         if any(isinstance(a, jax.core.Tracer | jax.ShapeDtypeStruct) for a in arrays):
-            return
-        if any((np.asarray(last) != clock.count).any() for last in arrays[1:]):
+            return False
+        return any((np.asarray(last) != clock.count).any() for last in arrays[1:])
+
+    def check_awake(self, what: str) -> None:
+        """Raises ``ValueError`` if a row is known to rest, with ``what`` would read it."""
+        if self.is_asleep():
             raise ValueError(
                 f"{what} would read rows that sleep: call optzoo.rows.catch_up(params, state) "
                 "before"

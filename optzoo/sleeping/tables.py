@@ -12,14 +12,14 @@ from ..core.compat import vary, varying
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import upcast
 from ..core.paths import is_masked
-from ..state.law import Law
+from ..state.law import Form
 from ..state.packing import pack_like, unpack
 from ..state.resting import has_resting
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..state.storage import rounded
 from ..state.types import LeafwiseState, map_nodes, nodes_of
-from .motion import Motion, make_motion, start_clock, wake
-from .state import CaughtUpState, Clock
+from .motion import Clock, restarted, wake
+from .state import CaughtUpState
 
 _BLOCK = 4096  # rows caught up at once
 _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
@@ -27,11 +27,9 @@ _SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from thos
 
 def all_awake(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after ``catch_up``."""
-    [key], (motion, _) = state.clock, motion_of(state)
-    count = count_of_updates(state.inner)
-    clock = start_clock(motion, count)
+    (form, clock), count = law_of(state), count_of_updates(state.inner)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
-    return CaughtUpState(state.inner, {key: clock}, last)
+    return CaughtUpState(state.inner, {form.key: restarted(clock, count)}, last)
 
 
 # The slots of a state, by parameter
@@ -78,13 +76,13 @@ class Table:
 
     def __init__(
         self,
-        motion: Motion,
+        form: Form,
         clock: Clock,
         number: int,
         arrays: Any,
         axes: tuple[str, ...] = (),
     ):
-        self.motion, self.clock = motion, clock
+        self.form, self.clock = form, clock
         self.number = number  # of the parameter
         self.arrays = arrays  # x, slots, last
         self.axes = axes  # of the mesh, over which the table is divided, if this is known
@@ -96,11 +94,11 @@ class Table:
 
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
-        return Table(self.motion, self.clock, self.number, arrays, self.axes)
+        return Table(self.form, self.clock, self.number, arrays, self.axes)
 
     def divided(self, axes: tuple[str, ...]) -> "Table":
         """The same table, of which each device along these mesh axes has another part."""
-        return Table(self.motion, self.clock, self.number, self.arrays, axes)
+        return Table(self.form, self.clock, self.number, self.arrays, axes)
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
@@ -132,7 +130,7 @@ class Table:
             )
             zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
             x, slots, last = jax.tree.map(zeros, shapes, kinds)
-            if self.motion.law.average is not None:  # it is read in the place of x
+            if self.form.average:  # it is read in the place of x
                 slots = jax.tree.map(_unknown, slots)
             return _unknown(x), slots, last
 
@@ -146,7 +144,7 @@ class Table:
         each = [unpack(part) for part in slots]
         stored = {name: a for part in each for name, a in part._asdict().items()}
         wide = {name: upcast(a) for name, a in stored.items()}
-        new, awake = wake(self.motion, self.clock, upcast(x), wide, last)
+        new, awake = wake(self.form, self.clock, upcast(x), wide, last)
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.number)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
@@ -207,13 +205,13 @@ def whole(table: Table) -> Table:
 
 def swept(table: Table) -> Table:
     """The table with the rows whose turn it is awake."""
-    places = turn(table.motion, table.clock, table.num_rows)
+    places = turn(table.clock, table.num_rows)
     return table.scatter(places, table.read(places))
 
 
-def turn(motion: Motion, clock: Clock, num_rows: int) -> Array:
+def turn(clock: Clock, num_rows: int) -> Array:
     """The rows to sweep in this step, so that none sleeps longer than the horizon; or padding."""
-    steps = motion.horizon - 2
+    steps = len(clock.ring) - 2
     number = -(-num_rows // steps)
     turns = -(-num_rows // number)
     stride = steps // turns
@@ -222,31 +220,30 @@ def turn(motion: Motion, clock: Clock, num_rows: int) -> Array:
     return distinct(jnp.minimum(start + jnp.arange(number, dtype=jnp.int32), num_rows))
 
 
-def motion_of(state: CaughtUpState) -> tuple[Motion, Clock]:
-    """The motion of the rows of a state, and its clock.
+def law_of(state: CaughtUpState) -> tuple[Form, Clock]:
+    """The form of the law of the rows of a state, and its clock.
 
     The clock is stopped if the inner state is not of the same step: then all rows that are read
     become NaN.
     """
     [(key, clock)] = state.clock.items()
-    law = Law.of_key(key)
-    if law is None:
+    form = Form.of_key(key)
+    if form is None:
         raise ValueError(
             f"the clock of this state has the key {key!r} of an older version: give the state as "
             "optzoo.state.state_like(state, jax.eval_shape(tx.init, params))"
         )
-    motion = make_motion(law, clock.ring.dtype.name, clock.ring.shape[0])
     in_step = clock.count == count_of_updates(state.inner)
-    return motion, clock._replace(count=jnp.where(in_step, clock.count, -1))
+    return form, clock._replace(count=jnp.where(in_step, clock.count, -1))
 
 
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
     """By the position of their parameters the tables; and the structure of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
-    (motion, clock), boxes = motion_of(state), Boxes(params, none=False)
+    (form, clock), boxes = law_of(state), Boxes(params, none=False)
     slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     return {
-        i: Table(motion, clock, i, (x, s, last))
+        i: Table(form, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
         if not is_masked(last)
     }, treedef

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ..core.compat import custom_jvp
+from ..core.meshes import whole_along_last
 
 GROUP = 32  # consecutive elements of the last axis that share a scale
 _NARROW = 128  # columns of a matrix whose rows have their scales beside them
@@ -204,8 +205,7 @@ def sharding_of_codes(whole: Any, x: Codes) -> Any:
             is_whole = is_beside(x)
         except ValueError:
             is_whole = True
-        rest = whole.spec[: a.ndim - 1]
-        return whole.update(spec=PartitionSpec(*rest)) if is_whole else whole
+        return whole_along_last(whole, a.ndim) if is_whole else whole
 
     return jax.tree.map(place, x)
 
@@ -216,20 +216,22 @@ def warn_of_whole(names: Iterable[str]) -> None:
         warnings.warn(
             f"slots in 8 bits of {', '.join(names)} are not divided along the last axis, as their "
             f"parameters are, because a device would have a part of a group of {GROUP} elements "
-            "or of their scales: each device has all of them. Divide another axis of these "
-            "parameters, or give slots_dtype 'bfloat16' for them (optzoo.param_groups)",
+            "or of their scales: each device has all of them, always or within each step. Divide "
+            "another axis of these parameters, or give slots_dtype 'bfloat16' for them "
+            "(optzoo.param_groups)",
             UserWarning,
             stacklevel=3,
         )
 
 
-def is_undivided(whole: Any, x: Codes) -> bool:
-    """Whether the sharding of a slot divides its last axis, and that of its codes does not."""
-    divides = lambda s, a: s.shard_shape(a.shape)[-1] < a.shape[-1]
-    slot = jax.ShapeDtypeStruct(shape_of(x), jnp.float32)
-    if not isinstance(whole, NamedSharding) or not divides(whole, slot):
-        return False
-    return not divides(sharding_of_codes(whole, x).codes, x.codes)
+def divides_groups(whole: Any, x: Codes) -> bool:
+    """Whether the sharding of a slot divides groups, or elements that are beside their scales.
+
+    Codes are then whole, or they are divided and XLA gathers the slot to decode and to encode it.
+    """
+    shape = shape_of(x)
+    width = whole.shard_shape(shape)[-1] if isinstance(whole, NamedSharding) else shape[-1]
+    return width < shape[-1] and (is_beside(x) or width % GROUP > 0)
 
 
 def _number_of_groups(width: int) -> int:

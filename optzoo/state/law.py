@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,11 +20,6 @@ class Law(NamedTuple):
 
     where :math:`m` and :math:`v` are two of the new slots, and :math:`a_t` and :math:`D_t` are the
     same for all rows. The slot :math:`e` is called ``average``; an optimizer may have none.
-
-    The key of the clock in the state is a string that holds the law, so it is a part of the state's
-    structure: it is known when a program is traced, and every format of checkpoints keeps it and
-    refuses another one. (Of a static node Orbax would not see that it differs, and
-    ``flax.serialization`` could not save it.)
     """
 
     decays: tuple[tuple[str, float], ...]  # of the slots that change, by their names
@@ -35,39 +31,73 @@ class Law(NamedTuple):
     average: float | None = None  # D, or the greatest D_t; None if there is no average
     varies: bool = False  # whether D_t is another one in each step
 
-    def __str__(self) -> str:
-        """The law in words, which were the key in old checkpoints."""
-        return ", ".join(f"{name}={value}" for name, value in self._given().items())
+    @property
+    def form(self) -> Form:
+        """The law without its numbers."""
+        return Form(
+            tuple(name for name, _ in self.decays),
+            self.moves,
+            self.over,
+            self.root,
+            self.eps >= 1e-30,  # denormals count as zero
+            self.shrink != 0,
+            self.average is not None,
+            self.varies,
+        )
 
-    def _given(self) -> dict[str, Any]:
-        """The fields without defaults, so that a new field changes no name."""
-        defaults = self._field_defaults
-        return {k: v for k, v in self._asdict().items() if k not in defaults or v != defaults[k]}
+    @classmethod
+    def of_text(cls, text: str) -> Law:
+        """The law of a checkpoint of an old version, in which its text is a key.
+
+        Such as ``decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, eps=1e-08``.
+        """
+        nodes = ast.walk(ast.parse(f"Law({text})"))
+        [call] = (node for node in nodes if isinstance(node, ast.Call))
+        value = lambda node: node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+        given: dict[str, Any] = {str(word.arg): value(word.value) for word in call.keywords}
+        return cls(**given)
+
+
+class Form(NamedTuple):
+    """A law without its numbers: all that a program depends on before it runs.
+
+    Its key is the one of the clock in the state. The numbers are arrays of the clock, so that they
+    can change while the tree stays the same.
+    """
+
+    decays: tuple[str, ...]
+    moves: str | None
+    over: str | None
+    root: bool
+    eps: bool
+    shrink: bool
+    average: bool
+    varies: bool
 
     @property
     def key(self) -> str:
-        """The key: ``decay_m_0.9__decay_v_0.999__moves_m__over_v__eps_1e-08`` of Adam."""
-        given = self._given()
-        words = [f"decay_{slot}_{decay!r}" for slot, decay in given.pop("decays")]
-        return "__".join([*words, *(f"{name}_{value}" for name, value in given.items())])
+        """The key: ``decays_m__decays_v__moves_m__over_v__root__eps`` of Adam."""
+        words = [f"decays_{name}" for name in self.decays]
+        for name, value in zip(self._fields[1:], self[1:], strict=True):
+            if value:
+                words.append(name if value is True else f"{name}_{value}")
+        return "__".join(words)
 
     @classmethod
-    def of_key(cls, key: Any) -> Law | None:
-        """The law of a key; None if it is no key of a law, such as one of an old version."""
-        if not isinstance(key, str):
-            return None
-        read = {"moves": str, "over": str, "eps": float, "shrink": float, "average": float}
-        decays, fields = [], dict[str, Any]()
-        for word in key.split("__"):
-            name, _, value = word.partition("_")
-            if name == "decay":
-                slot, _, decay = value.rpartition("_")
-                decays.append((slot, float(decay)))
-            elif name in cls._fields:
-                fields[name] = read[name](value) if name in read else value == "True"
-            else:
-                return None
-        return cls(tuple(decays), **fields)
+    def of_key(cls, key: Any) -> Form | None:
+        """The form of a key; None if it is no key of a form, such as one of an old version."""
+        words = [word.partition("_") for word in str(key).split("__")]
+        decays = tuple(value for name, _, value in words if name == "decays")
+        given = {name: value for name, _, value in words}
+        flags = (name in given for name in cls._fields[3:])
+        form = cls(decays, given.get("moves"), given.get("over"), *flags)
+        return form if form.key == key else None
+
+    @property
+    def powers(self) -> tuple[str, ...]:
+        """Of what rows need powers: the decays of slots, that of the row, that of the average."""
+        constant = self.average and not self.varies
+        return (*self.decays, *["shrink"] * self.shrink, *["average"] * constant)
 
 
 class Sleeper(NamedTuple):

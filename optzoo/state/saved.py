@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from ..core.boxes import content, is_box, refilled
 from ..core.paths import members_of, path_name
-from .law import Law
 from .types import GROUP
 
 
@@ -55,6 +54,8 @@ def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         return _array(saved, like, path)
     wanted = {_key(keys): child for keys, child in children}
     found = _entries(saved)
+    if hasattr(type(like), "of_older"):
+        found = type(like).of_older(found)
     if len(found) == 1 and not found.keys() & wanted.keys() and not isinstance(like, dict):
         [inside] = found.values()  # of a box
         return _build(inside, like, path)
@@ -103,11 +104,9 @@ def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[st
 
 
 def _old_key(key: str) -> str | None:
-    """What a key of a law or of a stack once was."""
-    if members := members_of(key):
-        return str(members)
-    law = Law.of_key(key)
-    return None if law is None else str(law)
+    """What a key of a stack once was."""
+    members = members_of(key)
+    return str(members) if members else None
 
 
 def _fits(saved: Any, like: Any) -> bool:

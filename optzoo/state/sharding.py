@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import taken
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
-from ..core.meshes import explicit
+from ..core.meshes import as_typed, explicit
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
-from .eight_bits import Codes, is_coded, is_undivided, shape_of, sharding_of_codes, warn_of_whole
+from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
 
 _HINT = (
@@ -60,7 +61,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Warns:
         UserWarning: if a parameter is sharded along its last axis and its slots in 8 bits cannot
-            be, so that each device has all of them.
+            be, so that each device has all of them, always or within each step.
     """
     paths = leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
@@ -71,7 +72,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     def place(path, slot):
         if is_coded(slot):
             whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
-            if is_undivided(whole, slot):
+            if divides_groups(whole, slot):
                 undivided[f"'{path_name(path)}'"] = None
             if (x := owners.get(out_of_box(path))) is not None:
                 obstacles.append(_obstacle(x, whole, slot))
@@ -81,18 +82,25 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         if x is not None and _may_lack_an_axis(x, slot.shape):
             if isinstance(typed := slot.sharding, NamedSharding):
                 return NamedSharding(_sharding(x).mesh, typed.spec)
-            unsure.append(path)
+            if isinstance(_sharding(x), NamedSharding):
+                unsure.append(path)
         return everywhere if x is None else _like(x, slot.shape) or everywhere
 
-    def place_all(params):
+    def place_all(params, mesh=None):
         of_slots = lambda slots: map_with_path(place, slots, is_leaf=is_coded)
-        state = jax.eval_shape(tx.init, params)
-        return map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+        # Without a mesh around them, JAX 0.12 gives zeros no sharding.
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+            state = jax.eval_shape(tx.init, params)
+        places = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+        return jax.tree.map(lambda a, sharding: as_typed(sharding, a.ndim), state, places)
 
     try:
         placed = place_all(params)
         if unsure:  # shapes do not tell which axis is missing; on explicit axes types do
-            placed = place_all(jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines))
+            typed = jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines)
+            places = [s for s in map(_sharding, owners.values()) if isinstance(s, NamedSharding)]
+            meshes = {explicit(s.mesh).abstract_mesh for s in places}
+            placed = place_all(typed, meshes.pop() if len(meshes) == 1 else None)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
         raise

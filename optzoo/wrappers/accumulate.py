@@ -16,6 +16,7 @@ from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
+from ..core.meshes import placed_as
 from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import map_with_path, path_name, value_by_name
@@ -220,8 +221,8 @@ def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
             )
         return None
     if not isinstance(a, RowsOfCycle):
-        a = jnp.where(position == 0, 0, a)
-        return a if g is None else a + jnp.asarray(g).astype(a.dtype)
+        now = jnp.where(position == 0, 0, a)
+        return now if g is None else placed_as(now + jnp.asarray(g).astype(a.dtype), a)
     size, outside = len(a.indices) // every, jnp.iinfo(a.indices.dtype).max  # never a row
     ids, values = a.indices[:0], a.values[:0]
     if g is not None:

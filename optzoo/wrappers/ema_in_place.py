@@ -11,6 +11,7 @@ from jax import Array
 
 from ..core.checks import check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
+from ..core.meshes import like_first
 from ..core.numerics import next_count, upcast
 from ..core.optimizer import About, Optimizer
 from ..core.paths import leaves_with_path, path_name
@@ -84,10 +85,12 @@ def ema_in_place(
                 f"parameter '{path_name(path)}' has rows of {x.shape[-1]} elements, which have no "
                 "two halves: give it another optimizer by optzoo.param_groups"
             )
-        wide = upcast(x)
-        main, target = jnp.split(wide, 2, axis=-1)
-        moved = jnp.concatenate([main, target + coefficient * (main - target)], axis=-1)
-        return jnp.where(is_due, moved, wide)
+        return like_first(moved)(upcast(x), is_due)
+
+    def moved(x, is_due):
+        main, target = jnp.split(x, 2, axis=-1)
+        ahead = jnp.concatenate([main, target + coefficient * (main - target)], axis=-1)
+        return jnp.where(is_due, ahead, x)
 
     def init(params):
         return EMAInPlaceState(jnp.zeros([], jnp.int32), inner.init(params))

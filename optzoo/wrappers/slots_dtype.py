@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from ..core.boxes import map_parameters
@@ -21,9 +22,9 @@ from ..state.eight_bits import (
     Codes,
     RootCodes,
     SignedCodes,
+    divides_groups,
     encoded,
     has_codes,
-    is_undivided,
     sharding_of_codes,
     stored,
     takes_codes,
@@ -284,16 +285,25 @@ _WHY_NOT = {
 def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
     if (kind := _CODES.get(what)) is None:
         return slots
-    encode_one = automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
+    encode_one = _encoder(kind)
 
     def encode(a):
-        codes = encode_one(a)  # a program gets its warning from state_sharding
-        if not isinstance(a, jax.core.Tracer) and is_undivided(a.sharding, codes):
+        # A program gets its warning from state_sharding.
+        if isinstance(a, jax.core.Tracer) or not isinstance(a.sharding, NamedSharding):
+            return encode_one(a)
+        codes = jax.eval_shape(encode_one, a)
+        if divides_groups(a.sharding, codes):
             undivided[f"parameters of shape {a.shape}"] = None
-        return codes
+        # On automatic axes XLA would choose other places.
+        return jax.jit(encode_one, out_shardings=sharding_of_codes(a.sharding, codes))(a)
 
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)
     return map_parameters(code, slots, lines=True)
+
+
+@functools.cache  # so that arrays of one shape share a program
+def _encoder(kind: type[Codes]) -> Callable[[Any], Codes]:
+    return automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
 
 
 def _specs_of_codes(codes: Codes, a: Any) -> Any:

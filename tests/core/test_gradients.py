@@ -1,5 +1,6 @@
 """Gradients and parameters that no optimizer takes are refused by name."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,21 @@ def test_gradients_of_integers():
     tx = optzoo.adam()
     with pytest.raises(TypeError, match=message):
         tx.update(grads, tx.init(params), params)
+
+
+BOXES = {
+    "Lines": optzoo.rows.to_lines,
+    "Partitioned": lambda x: nn.Partitioned(x, ("vocab", "embed")),
+}
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_a_gradient_outside_of_the_box_of_its_parameter(kind):
+    x, tx = np.ones((16, 6), "float32"), optzoo.lazy_adam(0.1)
+    params = {"w": BOXES[kind](x)}
+    for g in (x, optzoo.SparseRows(np.arange(2), x[:2], 16)):
+        with pytest.raises(ValueError, match=f"'w' is in a {kind} and its gradient is not"):
+            tx.update({"w": g}, tx.init(params), params)
 
 
 @pytest.mark.parametrize("name", STATELESS)

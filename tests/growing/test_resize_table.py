@@ -237,6 +237,50 @@ def test_sharded_tables(partition, rows, more):
     assert resized == 3
 
 
+# Rows before and after, columns, dtype, and what the slot of new rows is.
+UNLIKE = {
+    "grows": (5, 9, 2, jnp.float32, optzoo.momentum(0.1, 0.9), "momentum", 0.0),
+    "shrinks": (8, 3, 4, jnp.bfloat16, optzoo.adagrad(0.1), "accumulator", 0.1),
+    "one row": (1, 6, 3, jnp.float32, optzoo.row_wise_adagrad(0.1), "accumulator", 0.0),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_unlike_tables_in_one_call(sharded):
+    """Each gets its own number of rows, its own new rows and what its optimizer begins with."""
+    mesh, x, tables, pairs = mesh_of(2, 2), {}, {}, {}
+    for k, (name, (old, new, width, dtype, *_)) in enumerate(UNLIKE.items()):
+        axis, partition = ("data", "shard")[k % 2], ("mod", "div")[k % 2]
+        pair = [
+            optzoo.sharded.RowSharding(n, 2, partition, axis_name=axis, multiple=1)
+            for n in (old, new)
+        ]
+        pairs[name] = tuple(pair)
+        value = lambda ids, width=width, dtype=dtype: jnp.ones((len(ids), width), dtype)
+        tables[name] = new
+        x[name] = (
+            optzoo.sharded.create_table(pair[0], mesh, value) if sharded else value(range(old))
+        )
+    tx = optzoo.param_groups({name: tx for name, (*_, tx, _, _) in UNLIKE.items()})
+    state = jax.tree.map(lambda a: (a + 7).astype(a.dtype), tx.init(x))
+    rows = lambda k, width: lambda ids: jnp.full((len(ids), width), k)
+    init = {name: rows(3 + k, of[2]) for k, (name, of) in enumerate(UNLIKE.items())}
+    given = {"shardings": pairs} if sharded else {}
+    x, state = optzoo.growing.resize_table(x, state, tables, tx=tx, init=init, **given)
+    for k, (name, (old, new, width, dtype, _, slot, start)) in enumerate(UNLIKE.items()):
+        arrays = x[name], optzoo.get_slot(state, slot)[name]
+        assert arrays[0].dtype == dtype
+        if sharded:
+            by_ids = functools.partial(optzoo.sharded.in_order_of_ids, tables=pairs[name][1])
+            arrays = [np.asarray(by_ids(a))[:new] for a in arrays]
+        kept = min(old, new)
+        for a, before, after in zip(arrays, (1.0, start + 7), (3.0 + k, start), strict=True):
+            assert len(a) == new and a.shape[1:] in ((width,), ())
+            a = np.asarray(a, np.float32).reshape(new, -1)[:, 0]
+            wanted = [*[before] * kept, *[after] * (new - kept)]
+            np.testing.assert_allclose(a, wanted, rtol=2**-8)
+
+
 def test_a_sharded_table_trains_on():
     mesh, tx = mesh_of(2, names=("shard",)), LAZY()
     loss = lambda p, ids: jnp.mean(jnp.cos(optzoo.lookup(p["emb"], ids) @ p["w"]))

@@ -14,23 +14,30 @@ from .cases import mesh_of
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
 
-# Both tables are stored in 64 rows, as many as the kernel has.
-TABLES, WIDTH, INPUTS, STEPS = {"users": 50, "items": 60}, 4, 64, 8
+# Rows and columns; all are stored in 64 rows, as many as the kernel has.
+TABLES, INPUTS, STEPS = {"users": (50, 4), "items": (60, 3), "one": (1, 2)}, 64, 8
+WIDTH, SMALL = 4, (30, 4)
+# The axes of the mesh that the tables are divided over, on four devices and on two.
+AXES = {
+    "one": ({"users": "shard", "items": "shard", "one": "shard"}, (1, 4), (1, 2)),
+    "two": ({"users": "data", "items": "shard", "one": "data"}, (2, 2), (2, 1)),
+}
 RNG = np.random.default_rng(0)
-HOST = {name: RNG.normal(size=(n, WIDTH)) * 0.1 for name, n in (TABLES | {"small": 30}).items()}
-KERNEL = RNG.normal(size=(INPUTS, WIDTH)) * 0.1
+HOST = {name: RNG.normal(size=shape) * 0.1 for name, shape in (TABLES | {"small": SMALL}).items()}
+KERNEL, WIDEN = RNG.normal(size=(INPUTS, WIDTH)) * 0.1, RNG.normal(size=(3, WIDTH))
 
 
 def loss(p, users, items, small, x, y):
-    h = optzoo.lookup(p["users"], users) * optzoo.lookup(p["items"], items)
+    h = optzoo.lookup(p["users"], users) * (optzoo.lookup(p["items"], items) @ WIDEN)
     h += optzoo.lookup(p["small"], small) + x @ p["dense"]["kernel"] + p["dense"]["bias"][None]
-    return jnp.mean((h.sum(-1) - y) ** 2)
+    return jnp.mean((h.sum(-1) - y * optzoo.lookup(p["one"], users % 2).sum(-1)) ** 2)
 
 
 def batches(first, end):
     for k in range(first, end):
         rng = np.random.default_rng(k)
-        ids = [np.minimum(rng.zipf(1.3, 16) - 1, n - 1) for n in (*TABLES.values(), 30)]
+        numbers = TABLES["users"][0], TABLES["items"][0], SMALL[0]
+        ids = [np.minimum(rng.zipf(1.3, 16) - 1, n - 1) for n in numbers]
         yield *map(jnp.asarray, ids), rng.normal(size=(16, INPUTS)), 5 * rng.normal(size=16)
 
 
@@ -42,7 +49,8 @@ def make():
         optzoo.param_groups(
             {
                 "users": optzoo.caught_up(averaged(adam), mask=True, horizon=1),
-                "items": optzoo.lazy_adam(2**-6),
+                "items": optzoo.lazy_adam(2**-5),
+                "one": optzoo.row_wise_adagrad(2**-7),
                 "small": optzoo.caught_up(adam, mask=True, horizon=1),
                 "dense/.*": averaged(optzoo.momentum(2**-6, 0.9)),
             }
@@ -50,10 +58,19 @@ def make():
     )
 
 
-def start(tx, shards):
+def start(tx, axes, sizes):
     """Parameters and state on several devices, the mesh and the shardings of the tables."""
-    mesh = mesh_of(shards)
-    tables = {k: optzoo.sharded.RowSharding(n, shards, multiple=64) for k, n in TABLES.items()}
+    mesh = mesh_of(*sizes)
+    tables = {
+        name: optzoo.sharded.RowSharding(
+            rows,
+            mesh.shape[axes[name]],
+            "div" if name == "items" else "mod",
+            axis_name=axes[name],
+            multiple=64,
+        )
+        for name, (rows, _) in TABLES.items()
+    }
     replicated = lambda a: jax.device_put(jnp.asarray(a), NamedSharding(mesh, P()))
     rows = lambda k: jnp.pad(jnp.asarray(HOST[k]), [(0, 64), (0, 0)])
     params = {
@@ -66,18 +83,20 @@ def start(tx, shards):
     return params, state, mesh, tables
 
 
-def test_as_on_one_device_across_a_checkpoint(x64):
+@pytest.mark.parametrize("axes", AXES)
+def test_as_on_one_device_across_a_checkpoint(axes, x64):
     """On 4 devices, then from a checkpoint on 2: the losses and the averages of one device."""
+    axes, first, then = AXES[axes]
     with x64(True):
         tx, values = make(), []
-        params, state, mesh, tables = start(tx, 4)
+        params, state, mesh, tables = start(tx, axes, first)
         assert {s.stored_rows for s in tables.values()} == {INPUTS}
         step = optzoo.sharded_minimize(loss, tx, mesh, tables, capacity_factor=0.1)
         for batch in batches(0, STEPS // 2):
             params, state, value = step(params, state, *batch)
             values.append(float(value))
         saved = optzoo.sharded.in_order_of_ids((params, state), tables, params)
-        *like, mesh, tables = start(tx, 2)
+        *like, mesh, tables = start(tx, axes, then)
         put = lambda a, b: jax.device_put(np.asarray(a), b.sharding)
         moved = jax.tree.map(put, saved, tuple(like))
         params, state = optzoo.sharded.from_order_of_ids(moved, tables, like[0])
@@ -94,7 +113,7 @@ def test_as_on_one_device_across_a_checkpoint(x64):
             wanted.append(float(value))
         np.testing.assert_allclose(values, wanted, rtol=1e-12)
         got = optzoo.sharded.in_order_of_ids(optzoo.eval_params(params, state), tables)
-        for name, n in TABLES.items():
+        for name, (n, _) in TABLES.items():
             got[name] = np.asarray(got[name])[:n]
         averages = optzoo.eval_params(one, of_one)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(averages), strict=True):

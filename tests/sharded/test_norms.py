@@ -70,6 +70,41 @@ def compare(tx, factor):
     check((params, state, losses), (wanted, of_one, values), SHARDING)
 
 
+# Rows, columns and the axes of the mesh of tables that have nothing in common.
+UNLIKE = {"a": (50, 4, "data"), "b": (61, 3, "shard"), "one row": (1, 2, ("data", "shard"))}
+OF_UNLIKE = {
+    "clip_by_global_norm": clipped(optzoo.clip_by_global_norm(0.5)),
+    "clip_by_norm": clipped(optzoo.transforms.clip_by_norm(0.5)),
+    "max_norm": SGD,
+}
+
+
+def of_unlike(p, ids):
+    rows = [optzoo.lookup(p[name], ids % n) for name, (n, *_) in UNLIKE.items()]
+    return sum((k + 1) * jnp.sum(jnp.tanh(x), 1).mean() for k, x in enumerate(rows))
+
+
+@pytest.mark.parametrize("factor", [ONE_ROUND, ROUNDS])
+@pytest.mark.parametrize("name", OF_UNLIKE)
+def test_norms_of_tables_over_other_axes(name, factor):
+    mesh, tables, params, one = mesh_of(2, 2), {}, {}, {}
+    for table, (n, width, axes) in UNLIKE.items():
+        number = 4 if isinstance(axes, tuple) else 2
+        tables[table] = optzoo.sharded.RowSharding(n, number, axis_name=axes, multiple=1)
+        rows = lambda ids, width=width: jnp.cos(ids[:, None] + jnp.arange(1.0, 1 + width)[None])
+        params[table] = optzoo.sharded.create_table(tables[table], mesh, rows)
+        one[table] = rows(jnp.arange(n))
+    tx, ids = OF_UNLIKE[name], jnp.asarray(np.random.default_rng(0).integers(0, 61, 32))
+    given = {"max_norm": 0.5} if name == "max_norm" else {}
+    step = optzoo.sharded_minimize(of_unlike, tx, mesh, tables, capacity_factor=factor, **given)
+    params, *_ = step(params, tx.init(params), ids)
+    tx = OF_UNLIKE["clip_by_global_norm"] if given else tx
+    one, *_ = optzoo.minimize(of_unlike, tx)(one, tx.init(one), ids)
+    for table, (n, *_) in UNLIKE.items():
+        got = np.asarray(optzoo.sharded.in_order_of_ids(params[table], tables[table]))[:n]
+        np.testing.assert_allclose(got, one[table], atol=2e-6)
+
+
 # "two" has this clip as well.
 @pytest.mark.parametrize("name", chosen_first(IN_ROUNDS, IN_ROUNDS.keys() - {"clip_by_norm"}))
 def test_norms_of_gradients_in_rounds(name):

@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.sleeping.motion import make_motion, start_clock, tick, wake
-from optzoo.state.law import Law
+from optzoo.sleeping.motion import make_motion, tick, wake
+from optzoo.state.law import Form, Law
 from optzoo.testing import samples
 
 from ..golden import RECORDS, build, load, worst
@@ -185,9 +185,11 @@ def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
             clock = tick(motion, clock, rate)
             slots = {"m": jnp.asarray(m), "v": jnp.asarray(v)}
             # As after the ages of `checks`, of rows as of the start.
-            return clock, wake(motion, clock, jnp.zeros_like(m), slots, jnp.zeros(65, jnp.int32))
+            return clock, wake(
+                motion.law.form, clock, jnp.zeros_like(m), slots, jnp.zeros(65, jnp.int32)
+            )
 
-        return jax.lax.scan(step, start_clock(motion, 0), rates)[1]
+        return jax.lax.scan(step, motion.start, rates)[1]
 
     xs, slots = jax.device_get(run(rates))
     low = [float(np.float32(b)) for b in (b1, b2)]
@@ -217,31 +219,40 @@ def test_decays_too_near_to_each_other(b1, b2, reason):
 
 def test_the_longest_sleep_has_a_bound():
     motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 500)
-    assert motion.horizon == 500 and motion.window < 250
-    clock = start_clock(motion, 0)
-    ages = np.array([0, motion.horizon + motion.window - 1, motion.horizon + motion.window, -1])
-    clock = clock._replace(count=jnp.int32(5000))
+    assert len(motion.start.ring) == 500 and len(motion.start.young) < 250
+    ages = np.array([0, motion.start.longest, motion.start.longest + 1, -1])
+    clock = motion.start._replace(count=jnp.int32(5000))
     slots = {"m": np.ones((4, 1), "f"), "v": np.ones((4, 1), "f")}
-    last = (5000 - ages).astype(np.int32)
-    x, _ = jax.jit(functools.partial(wake, motion))(clock, np.zeros((4, 1), "f"), slots, last)
+    awake = jax.jit(functools.partial(wake, motion.law.form))
+    x, _ = awake(clock, np.zeros((4, 1), "f"), slots, (5000 - ages).astype(np.int32))
     assert np.isnan(x)[:, 0].tolist() == [False, False, True, True]
 
 
 def test_powers_are_products_from_short_tables():
-    """Which are constants of the program."""
     motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 5000)
-    ages = np.array([0, 1, 255, 256, motion.horizon + motion.window - 1])
-    decay = lambda ages: motion.decay(0.999, ages)
-    np.testing.assert_allclose(decay(jnp.asarray(ages)), 0.999**ages, rtol=1e-6)
-    tables = jax.make_jaxpr(decay)(ages).consts
-    assert 256 < sum(map(np.size, tables)) < 300
+    ages = np.array([0, 1, 255, 256, motion.start.longest])
+    got = motion.start.power(motion.law.form, "v", jnp.asarray(ages))
+    exact = np.float64(np.float32(0.999)) ** ages
+    np.testing.assert_allclose(got, exact, rtol=1e-6)
+    assert motion.start.numbers.powers.shape == (2, 256 + 21)
 
 
-def test_the_name_of_a_law_in_checkpoints():
-    """It does not change when a law gets another field."""
-    assert str(Law((("rms", 0.9),))) == "decays=(('rms', 0.9),)"
+def test_the_text_of_a_law_in_old_checkpoints():
     law = Law((("m", 0.9), ("v", 0.999)), "m", "v", root=False, eps=1e-8)
-    assert str(law) == "decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, root=False, eps=1e-08"
+    text = "decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, root=False, eps=1e-08"
+    assert Law.of_text(text) == law
+    assert Law.of_text("decays=(('rms', 0.9),)") == Law((("rms", 0.9),))
+
+
+def test_the_key_of_a_form():
+    """It is a part of checkpoints, so it stays."""
+    law = Law((("m", 0.9), ("v", 0.999)), "m", "v_hat", eps=1e-8, average=0.9, varies=True)
+    key = "decays_m__decays_v__moves_m__over_v_hat__root__eps__average__varies"
+    assert law.form.key == key
+    assert Form.of_key(key) == law.form
+    assert law._replace(eps=1e-7).form == law.form
+    assert Form.of_key("decays_m__moves") is None
+    assert Form.of_key(str(law)) is None
 
 
 @pytest.mark.parametrize(

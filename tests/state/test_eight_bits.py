@@ -582,13 +582,13 @@ def test_shardings_of_states():
         "beside": placed((8, 64), None, "d"),  # its rows have their scales in them
     }
     tx = slots_dtype(optzoo.adam(0.1), "int8")
-    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'beside' are not divided"):
+    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'beside', 'short' are not divided"):
         places = optzoo.state_sharding(tx, params)
     specs = jax.tree.map(lambda s: s.spec, places[0].slots.m)
     assert specs["rows"] == (PartitionSpec("d"), ())
-    assert specs["beside"] == (PartitionSpec(None), ())
+    assert specs["beside"] == (PartitionSpec(), ())
     assert specs["long"] == (PartitionSpec(None, "d"), PartitionSpec(None, "d"))
-    assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec(None))
+    assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec())
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape), x.sharding), params)
     jax.jit(tx.init, out_shardings=places)(zeros)
 

@@ -1,5 +1,6 @@
 """The sharding of states follows that of the parameters, for every optimizer."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,24 +161,55 @@ def test_codes_and_corrections(mesh):
     state_sharding(optzoo.slots_dtype(optzoo.ggt(0.1), "int8"), of(jnp.float32))
 
 
+# For each parameter its shape, the axis that two devices divide, and whether each of them has whole
+# groups of 32 elements in 8 bits, with their scales.
+IN_8_BITS = {
+    "rows": ((8, 40), 0, True),
+    "wide rows": ((4, 160), 0, True),
+    "inner": ((2, 4, 40), 1, True),
+    "groups": ((4, 192), 1, True),
+    "parts of groups": ((4, 160), 1, False),
+    "beside scales": ((4, 40), 1, False),  # 44 columns with them, which two devices could divide
+    "beside whole groups": ((4, 64), 1, False),
+    "short": ((2, 2, 40), 2, False),
+}
+
+
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_slots_in_8_bits_that_cannot_be_divided(kind):
-    """A shard of 8 columns has a part of a group of 32; one of rows, and a wide one, has groups."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
-    tx = optzoo.slots_dtype(optzoo.adam(0.1), "int8")
-    put = lambda shape, *spec: jax.device_put(
-        np.ones(shape, "float32"), NamedSharding(mesh, P(*spec))
-    )
-    whole = {"narrow": put((64, 32), None, "d")}
-    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'narrow' are not divided along"):
-        places = optzoo.state_sharding(tx, whole)
-    assert all(place.spec[-1:] != ("d",) for place in jax.tree.leaves(places))
-    with pytest.warns(UserWarning, match=r"slots in 8 bits of parameters of shape \(64, 32\) are"):
-        tx.init(whole)
-    divided = {"rows": put((64, 32), "d"), "wide": put((8, 512), None, "d")}
-    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, divided))(divided)
-    tx.init(divided)
-    sizes = [
-        a.addressable_shards[0].data.nbytes / a.nbytes for a in jax.tree.leaves(state) if a.ndim
-    ]
-    assert sizes and set(sizes) == {0.25}
+def test_slots_in_8_bits(kind):
+    """A new state and one after steps is where it is said to be, and has the bits of one device."""
+    tx, types = optzoo.slots_dtype(optzoo.adam(0.1), "int8"), (getattr(AxisType, kind),)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=types, devices=jax.devices()[:2])
+    place = {
+        k: NamedSharding(mesh, P(*axis * [None], "d")) for k, (_, axis, _) in IN_8_BITS.items()
+    }
+    draw = np.random.default_rng(0).normal
+    alone = {k: np.float32(draw(size=shape)) for k, (shape, *_) in IN_8_BITS.items()}
+    divided = jax.device_put(alone, place)
+    undivided = [k for k, (*_, is_divided) in IN_8_BITS.items() if not is_divided]
+    with pytest.warns(UserWarning, match="are not divided along") as said:
+        places = optzoo.state_sharding(tx, divided)
+    assert [k for k in IN_8_BITS if f"'{k}'" in str(said[0].message)] == undivided
+    with pytest.warns(UserWarning, match="are not divided along") as said:
+        state = tx.init(divided)
+    shapes = {str(IN_8_BITS[k][0]) for k in undivided}
+    assert all(shape in str(said[0].message) for shape in shapes)
+    assert str(said[0].message).count("parameters of shape") == len(shapes)
+
+    step = jax.jit(lambda grads, state: tx.update(grads, state, grads))
+    want = tx.init(alone)
+    for _ in range(3):
+        for a, there in zip(*map(jax.tree.leaves, (state, places)), strict=True):
+            assert a.sharding.is_equivalent_to(there, a.ndim)
+        (updates, state), (expected, want) = step(divided, state), step(alone, want)
+    for k, (*_, is_divided) in IN_8_BITS.items():
+        slots = [slots[k] for slots in state[0].slots]
+        parts = [a.addressable_shards[0].data.nbytes / a.nbytes for a in jax.tree.leaves(slots)]
+        if is_divided:
+            assert set(parts) == {0.5}
+            chex.assert_trees_all_equal(
+                (updates[k], slots), (expected[k], [slots[k] for slots in want[0].slots])
+            )
+        # XLA's programs for parts of groups round products and sums in another order.
+        np.testing.assert_allclose(updates[k], expected[k], rtol=1e-6)

@@ -107,7 +107,7 @@ def fbgemm_optimizer(
         global_weight_decay: ``GlobalWeightDecayDefinition``, or a mapping.
         emainplace_mode: ``EmainplaceModeDefinition``, or a mapping.
         ensemble_mode: ``EnsembleModeDefinition``, or a mapping.
-        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping.
+        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping; of ``ADAM``.
         ar_alpha: the decay of ``rowwise_rmsprop_ar``.
         ema_beta: the decay of its mean square.
         min_shrinkage: its least factor of a row.
@@ -136,6 +136,7 @@ def fbgemm_optimizer(
         beta2, max_norm, counter_based_regularization, cowclip_regularization, global_weight_decay,
         emainplace_mode, ensemble_mode, extra_optimizer_config, ar_alpha, ema_beta, min_shrinkage,
     )  # fmt: skip
+    _check_extra(name, extra_optimizer_config)
     _warn_about_ignored(name, kind.reads, given)
     if stochastic_rounding:
         _warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
@@ -172,11 +173,6 @@ class _Kind(NamedTuple):
     build: Callable[[_Given], Transformation]
     reads: frozenset[str]
     rounds_once: bool = True
-
-
-def _sgd(given: _Given) -> Transformation:
-    _refuse_writeback(given)
-    return gradient_descent(given.learning_rate)
 
 
 def _row_wise_adagrad(given: _Given) -> Transformation:
@@ -283,8 +279,8 @@ def _rmsprop(given: _Given) -> Transformation:
 
 
 def _adam(given: _Given) -> Transformation:
-    correction = _refuse_writeback(given)["use_rowwise_bias_correction"]
-    decay = given.weight_decay
+    about = definition("extra_optimizer_config", given.extra_optimizer_config)
+    correction, decay = about["use_rowwise_bias_correction"], given.weight_decay
     return sparse_adamw(*_adam_arguments(given), decay, row_wise_bias_correction=correction)
 
 
@@ -294,12 +290,17 @@ def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
 
 # What each optimizer reads, or `fbgemm_optimizer` itself.
 _OF_ALL = frozenset(
-    {"optimizer", "learning_rate", "gradient_clipping", "max_gradient", "stochastic_rounding"}
+    {
+        *("optimizer", "learning_rate", "gradient_clipping", "max_gradient"),
+        *("stochastic_rounding", "extra_optimizer_config"),
+    }
 )
 _ROW_WISE = frozenset({"eps", "weight_decay", "weight_decay_mode", "max_norm"})
 _ADAM = frozenset({"eps", "beta1", "beta2", "weight_decay"})
 _KINDS = {
-    "EXACT_SGD": _Kind(_sgd, frozenset({"extra_optimizer_config"}), rounds_once=False),
+    "EXACT_SGD": _Kind(
+        lambda given: gradient_descent(given.learning_rate), frozenset(), rounds_once=False
+    ),
     "EXACT_ADAGRAD": _Kind(
         lambda given: adagrad_eps(given.learning_rate, given.eps),
         frozenset({"eps"}),
@@ -312,7 +313,7 @@ _KINDS = {
     ),
     "EMAINPLACE_ROWWISE_ADAGRAD": _Kind(_ema_in_place, _ROW_WISE | {"emainplace_mode"}),
     "ENSEMBLE_ROWWISE_ADAGRAD": _Kind(_ensemble, _ROW_WISE | {"ensemble_mode"}),
-    "ADAM": _Kind(_adam, _ADAM | {"extra_optimizer_config"}),
+    "ADAM": _Kind(_adam, _ADAM),
     "PARTIAL_ROWWISE_ADAM": _Kind(
         lambda given: partial_row_wise_adam(*_adam_arguments(given), given.weight_decay),
         _ADAM,
@@ -380,12 +381,17 @@ def _decay_mode(given: _Given) -> str:
     return mode
 
 
-def _refuse_writeback(given: _Given) -> dict[str, Any]:
-    about = definition("extra_optimizer_config", given.extra_optimizer_config)
+def _check_extra(name: str, config: Any) -> None:
+    """Raises ``ValueError`` for what FBGEMM has with another optimizer alone, or is not of one."""
+    about = definition("extra_optimizer_config", config)
     for field, value in about.items():
         if value and field != "use_rowwise_bias_correction":
             raise ValueError(f"extra_optimizer_config: {field} changes lookups, not the optimizer")
-    return about
+    if about["use_rowwise_bias_correction"] and name != "ADAM":
+        raise ValueError(
+            "extra_optimizer_config: use_rowwise_bias_correction needs the optimizer ADAM, "
+            f"got {name}"
+        )
 
 
 def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None:
