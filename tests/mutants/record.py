@@ -34,6 +34,8 @@ class Record:
         is_full: dict[str, bool] = json.loads((folder / "tests.json").read_text())
         self._failing = folder / "failing.txt"
         self.failing = set(self._failing.read_text().splitlines())
+        if self.failing:
+            print("These fail before anything is changed:", *sorted(self.failing), sep="\n  ")
         tests = [name for name in is_full if expected(name) <= _LONGEST]
         self._quick = {name for name in tests if not is_full[name]} - self.failing
         self._of_file = _grouped((name for name in tests if is_full[name]), _file)
