@@ -136,16 +136,16 @@ def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
         ring = ring.at[:, -1].multiply(decay)
         older = older.at[:, -2].multiply(decay)
     young = jnp.concatenate([motion.start.young[:1], older])
-    young, kept = young[:, : 2 * number], young[:, 2 * number :]
+    sums, kept = (young[:, : 2 * number], young[:, 2 * number :]) if law.varies else (young, None)
     if law.shrink:
-        young = young * (1 - jnp.asarray(law.shrink, dtype))
+        sums = sums * (1 - jnp.asarray(law.shrink, dtype))
     if law.average is None:
-        young = young + jnp.asarray(size, dtype) * weights
+        sums = sums + jnp.asarray(size, dtype) * weights
     else:  # beside each sum that of how far the average is behind, which decays
-        young = young + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
+        sums = sums + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
         factor = decay if law.varies else law.average
-        young = young * _behind(number, jnp.full((1, 1), factor, dtype))
-    young = jnp.concatenate([young, kept], 1)
+        sums = sums * _behind(number, jnp.full((1, 1), factor, dtype))
+    young = sums if kept is None else jnp.concatenate([sums, kept], 1)
     is_same = motion.has_numbers(clock)
     since = jnp.where(is_same, clock.since, clock.count)
     # A choice, so that they are in the same place on a mesh as before.
