@@ -14,7 +14,6 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.catalog import CATALOG
 from optzoo.core.numerics import saturating_cast
 from optzoo.testing import samples
 
