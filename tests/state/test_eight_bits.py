@@ -154,23 +154,23 @@ def test_random_bits_do_not_pass_the_greatest_code(kind):
 
 # The ends of the range of scales: 2**-46 and below, and the greatest.
 
-LEAST, GREATEST = 2.0**-47, 2.0**17 - 2.0**6  # of scales; that of LEAST itself is 0
+LEAST, GREATEST = 2.0**-47, 2.0**17 - 2.0**7  # of scales; that of LEAST itself is 0
 
 
 def test_scales_around_the_ends():
-    """Next to each end, at it, and beyond it: the nearest scale that there is, or 0, and no other."""
+    """Next to each end, at it, and beyond it: the nearest scale that there is, or 0."""
     least = LEAST * (1 + 2.0**-10)
-    x = np.float32([
-        0.0, 2.0**-126, 1e-30, LEAST / 4, LEAST / 2, LEAST * 0.999, LEAST, LEAST * (1 + 2.0**-12),
-        LEAST * (1 + 2.0**-11) * 1.0001, least, 2 * LEAST * (1 - 2.0**-12), 2 * LEAST, 3 * LEAST,
-        1.0, GREATEST * (1 - 2.0**-11), GREATEST, GREATEST * 1.01, 2.0**17, 2.0**18, 3e38, np.inf,
-    ])  # fmt: skip
+    small = [0, 2.0**-126, 1e-30, LEAST / 4, LEAST / 2, 0.999 * LEAST, LEAST]
+    small += [LEAST * (1 + 2.0**-12), LEAST * (1 + 2.0**-11) * 1.0001, least]
+    middle = [2 * LEAST * (1 - 2.0**-12), 2 * LEAST, 3 * LEAST, 1, GREATEST * (1 - 2.0**-11)]
+    x = np.float32([*small, *middle, GREATEST, GREATEST * 1.01, 2.0**17, 2.0**18, 3e38, np.inf])
     step = lambda a: 2.0 ** (np.floor(np.log2(np.maximum(a, 2.0**-140))) - 10)
     wide = np.minimum(np.float64(x), GREATEST)
     want = np.where(wide < LEAST * (1 + 2.0**-11), 0, np.round(wide / step(wide)) * step(wide))
     for sign in (1, -1):
         groups = np.tile(sign * x[:, None], (1, 8))
-        np.testing.assert_array_equal(decode(encode(SignedCodes, groups))[:, 0], sign * want)
+        np.testing.assert_allclose(decode(encode(SignedCodes, groups))[:, 0], sign * want, 1e-6)
+    x = np.minimum(x, np.float32(2.0**18))  # its square is no infinity
     roots = np.asarray(decode(encode(RootCodes, np.tile(x[:, None], (1, 8)) ** 2)))[:, 0]
     normal = (x == 0) | (x > 2.0**-62)  # others have no square in float32
     np.testing.assert_allclose(roots[normal], want[normal] ** 2, rtol=1e-6)
@@ -181,7 +181,7 @@ LONG = 800
 
 def multiplied(kind, factor):
     """The greatest element of a group after each of many multiplications, in codes each time."""
-    x = jnp.ones((1, 8)) * jnp.array([1, -1] * 4 if kind is SignedCodes else 1)
+    x = jnp.array([[1.0, -1.0 if kind is SignedCodes else 1.0] * 4])
 
     @jax.jit
     def run():
@@ -204,12 +204,15 @@ def test_hundreds_of_steps_in_one_direction(kind, factor):
     # The scale is rounded to 11 bits in each step.
     low, high = (factor**t * (1 + e * 2.0**-11) ** t for e in (-1.001, 1.001))
     scales = np.abs(found) ** (1 / of_scale)
-    assert ((scales >= low * (1 - 1e-6)) | (low < 2 * LEAST) | (low > GREATEST)).all()
-    assert (scales[:, 0] <= high * (1 + 1e-6)).all() and (scales <= GREATEST * (1 + 1e-6)).all()
+    assert (np.abs(scales - scales[:, :1]) <= 1e-6 * scales).all()  # of the whole group
+    scales = scales[:, 0]
+    is_within = (low > 2 * LEAST) & (high < GREATEST)
+    assert (scales[is_within] >= low[is_within] * (1 - 1e-6)).all()
+    assert (scales <= np.minimum(high, GREATEST) * (1 + 1e-6)).all()
     is_over = (high < LEAST) | (low > GREATEST)
     assert is_over.any() and not is_over.all()
     end = 0 if factor < 1 else GREATEST
-    np.testing.assert_allclose(scales[is_over, 0], end, rtol=1e-6)
+    np.testing.assert_allclose(scales[is_over], end, rtol=1e-6)
     sign = [1, -1] * 4 if kind is SignedCodes else [1] * 8
     assert (found * sign >= 0).all()
 
@@ -348,10 +351,10 @@ def test_zero_gradients_until_slots_are_nothing(name):
 def test_native_code_at_the_ends():
     """The same codes where scales become 0, and where they are the greatest."""
     tx = slots_dtype(optzoo.momentum(0.1, 0.5), "int8")
-    g = np.outer(np.float32([0, 3e-14, 1.5e-14, 7e-15, 7.2e-15, 1e5, 1.3e5, 3e38]), np.ones(8))
+    g = np.outer(np.float32([0, 3e-14, 1.5e-14, 7e-15, 7.2e-15, 1e5, 1.3e5, 3e38]), np.ones(160))
     g, zeros = g.astype(np.float32), np.zeros_like(g, np.float32)
     native, plain = optzoo.native_step(tx, required=True), jax.jit(samples.step_of(tx))
-    (x, state), (y, other) = ((jnp.zeros((8, 8)), tx.init(zeros)) for _ in range(2))
+    (x, state), (y, other) = ((jnp.zeros(g.shape), tx.init(zeros)) for _ in range(2))
     for now in (g, g, zeros, zeros, zeros, zeros):
         x, state = native(x, state, now)
         y, other = plain(y, other, now)
