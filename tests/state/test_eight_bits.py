@@ -25,6 +25,7 @@ from optzoo.state.eight_bits import (
     is_coded,
     shape_of,
     stored,
+    takes_codes,
 )
 from optzoo.state.types import LeafwiseState, holds, nodes_of
 from optzoo.testing import samples
@@ -152,6 +153,13 @@ def test_random_bits_do_not_pass_the_greatest_code(kind):
     np.testing.assert_array_equal(abs(greatest), 255 if kind is RootCodes else 127)
 
 
+def test_the_least_width():
+    """Of the last axis, of two axes or more."""
+    shapes = [(4, 0), (4, 1), (4, 7), (4, 8), (4, 9), (2, 2, 7), (2, 2, 8), (8,), (9,)]
+    found = [takes_codes(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
+    assert found == [len(shape) > 1 and shape[-1] >= 8 for shape in shapes]
+
+
 # The ends of the range of scales: 2**-46 and below, and the greatest.
 
 LEAST, GREATEST = 2.0**-47, 2.0**17 - 2.0**7  # of scales; that of LEAST itself is 0
@@ -174,6 +182,16 @@ def test_scales_around_the_ends():
     roots = np.asarray(decode(encode(RootCodes, np.tile(x[:, None], (1, 8)) ** 2)))[:, 0]
     normal = (x == 0) | (x > 2.0**-62)  # others have no square in float32
     np.testing.assert_allclose(roots[normal], want[normal] ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_infinity_is_the_greatest_number(kind):
+    """The codes of the group are those beside it."""
+    power = 1 if kind is SignedCodes else 2
+    x = GREATEST * np.random.default_rng(13).uniform(size=(500, 32))
+    x[:, 0] = GREATEST
+    beside = np.where(np.arange(32) == 0, np.inf, x**power).astype(np.float32)
+    chex.assert_trees_all_equal(encode(kind, beside), encode(kind, np.float32(x**power)))
 
 
 LONG = 800
