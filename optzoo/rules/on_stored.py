@@ -34,12 +34,14 @@ def in_float32(rule: Rule) -> Rule:
     def on_any_mesh(g, x, s, t, **scheduled):
         if not isinstance(s, StoredSlots):
             return on_stored(g, x, s, t, **scheduled)
-        # Codes and pairs have other axes than their parameter.
+        # Codes and pairs have other axes than their parameter. So have the rows of a gradient, of
+        # which a linear rule is given the whole table.
+        like = g if x is None or x.shape != g.shape else x
         call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
-        of_update = spec_of(g if x is None else x)
+        of_update = spec_of(like)
         specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
         results = automatically(call, specs)(g, x, s, t, scheduled)
-        return jax.tree.map(placed_as, results, (g if x is None else x, s))
+        return jax.tree.map(placed_as, results, (like, s))
 
     return on_any_mesh
 
