@@ -208,7 +208,7 @@ def on_devices(number, kind, tree):
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("name", [name for name in CYCLES if name != "master_weights"])
 def test_on_more_devices(name, kind):
-    """From two to four, without ``jax.set_mesh``. Gradients in 16 bits are summed in other orders."""
+    """From two to four, without ``jax.set_mesh``; sums in 16 bits have an order."""
     at, now = begun(name, place=functools.partial(on_devices, 2, kind))
     params, tx = on_devices(4, kind, start(name)), CYCLES[name][0]()
     places = jax.tree.map(lambda x: x.sharding, params), optzoo.state_sharding(tx, params)
