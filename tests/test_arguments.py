@@ -5,6 +5,7 @@ import types
 import typing
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -409,9 +410,10 @@ DECAYS = {
     name: sorted({"b1", "b2"} & {*inspect.signature(entry.factory).parameters})
     for name, entry in optzoo.CATALOG.items()
 }
+WITH_DECAYS = [name for name, decays in DECAYS.items() if decays]
 
 
-@pytest.mark.parametrize("name", [name for name, decays in DECAYS.items() if decays])
+@pytest.mark.parametrize("name", WITH_DECAYS)
 def test_decays_that_16_bits_round_to_one_are_below_one(name):
     """With a mean that never changes there would be no step, or one of NaN."""
     with jax.disable_jit():
@@ -427,6 +429,18 @@ def test_decays_that_16_bits_round_to_one_are_below_one(name):
                 leaves = jax.tree.leaves(optzoo.get_slot(state, mean))
                 # A factored parameter has no v.
                 assert not leaves or any(np.any(leaf) for leaf in leaves), (decay, mean)
+
+
+@pytest.mark.parametrize("name", selection.chosen_first(WITH_DECAYS, {"adadelta"}))
+def test_decays_in_16_bits_compute_in_32(name):
+    x, value = {"w": jnp.linspace(-1.0, 1, 6).reshape(3, 2)}, jnp.bfloat16(0.9)
+    found = []
+    for given in (value, float(value)):
+        tx = samples.make(optzoo.CATALOG[name], **dict.fromkeys(DECAYS[name], given))
+        with jax.disable_jit():
+            updates, state = tx.update(x, tx.init(x), x)
+            found.append((tx.update(x, state, x)[0], updates))
+    chex.assert_trees_all_equal(*found)
 
 
 @pytest.mark.parametrize(

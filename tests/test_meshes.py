@@ -15,6 +15,8 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.testing import samples
 
+from .selection import chosen_first
+
 P = PartitionSpec
 SPECS = [P(), P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))]
 RNG = np.random.default_rng(0)
@@ -372,7 +374,7 @@ READS = {
 @pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize("of_ids", [P("a"), P()], ids=str)
 @pytest.mark.parametrize("of_table", SPECS[:4], ids=str)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", chosen_first(READS, {"at.get"}))
 def test_lookups(name, of_table, of_ids, is_set):
     make_read, takes_divided = READS[name]
     if of_ids != P() and not takes_divided:

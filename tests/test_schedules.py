@@ -1,5 +1,7 @@
 """Schedules against the graph of TensorFlow 1.15.5, and as configs."""
 
+import functools
+import inspect
 import json
 import pathlib
 
@@ -18,12 +20,23 @@ def test_each_schedule_has_a_record():
     assert {name for name, _ in CASES.values()} == set(schedules.__all__)
 
 
+def schedule_of(case):
+    name, arguments = CASES[case]
+    return getattr(schedules, name)(**arguments)
+
+
+@functools.cache
+def compiled():
+    """The values of all schedules, by one program."""
+    of_all = lambda steps: {case: jax.vmap(schedule_of(case))(steps) for case in CASES}
+    return jax.device_get(jax.jit(of_all)(STEPS))
+
+
+@pytest.mark.every_value
 @pytest.mark.parametrize("case", CASES)
 def test_values_are_those_of_tensorflow(case):
-    name, arguments = CASES[case]
-    schedule, want = getattr(schedules, name)(**arguments), RECORDS[case]
-    compiled = jax.jit(jax.vmap(schedule))(STEPS)
-    for got in (np.array([schedule(int(k)) for k in STEPS]), np.array(compiled)):
+    schedule, want = schedule_of(case), RECORDS[case]
+    for got in (np.array([schedule(int(k)) for k in STEPS]), compiled()[case]):
         assert got.dtype == np.float32
         # A cosine near -1 is as exact as its angle: relative to the greatest rate.
         np.testing.assert_allclose(got, want, rtol=5e-7, atol=3e-7 * max(want))
@@ -203,3 +216,13 @@ def test_a_message_with_one_part():
             u, state = tx.update(jnp.ones(()), state)
             steps.append(-float(u))
         np.testing.assert_allclose(steps, [0.1] * 6 + [0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", schedules.__all__)
+def test_wrong_values_of_each_argument(name):
+    make, [arguments, *_] = getattr(schedules, name), [a for n, a in CASES.values() if n == name]
+    single = [p for p in inspect.signature(make).parameters.values() if "Seq" not in p.annotation]
+    for argument in single:
+        for value in ("True", float("nan")):
+            with pytest.raises((TypeError, ValueError), match=f"^{argument.name} must be"):
+                make(**arguments | {argument.name: value})

@@ -99,7 +99,7 @@ def reduced(b: ir.IRBuilder, name: str, total: Any, x: Any) -> Any:
         return (larger if name == "reduce_max" else smaller)(b, total, x)
     if name == "reduce_sum":
         return b.fadd(total, x, flags=("reassoc", "contract"))
-    return _extreme(b, ">=" if name == "reduce_max" else "<=", total, x)
+    return (_larger if name == "reduce_max" else _smaller)(b, total, x)
 
 
 def _of_integers(b: ir.IRBuilder, name: str, kind: str, args: Sequence[Any]) -> Any:
@@ -134,7 +134,7 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         one = _intrinsic(b, "copysign", t(1.0), x)
         return b.select(b.fcmp_ordered("!=", x, t(0.0)), one, x)
     if name == "clamp":
-        return _extreme(b, "<=", _extreme(b, ">=", args[0], args[1]), args[2])
+        return _smaller(b, _larger(b, args[0], args[1]), args[2])
     times = lambda x, y: b.fmul(x, y, flags=_CONTRACT)
     return {
         "add": lambda x, y: b.fadd(x, y, flags=_CONTRACT),
@@ -149,14 +149,19 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
         "exp": lambda x: exponential(b, x),
         "floor": lambda x: _intrinsic(b, "floor", x),
         "rsqrt": lambda x: b.fdiv(t(1.0), _intrinsic(b, "sqrt", x)),
-        "max": lambda x, y: _extreme(b, ">=", x, y),
-        "min": lambda x, y: _extreme(b, "<=", x, y),
+        "max": lambda x, y: _larger(b, x, y),
+        "min": lambda x, y: _smaller(b, x, y),
     }[name](*args)
 
 
-def _extreme(b: ir.IRBuilder, how: str, x: Any, y: Any) -> Any:
-    """The larger or smaller one; NaN if either is."""
-    return b.select(b.or_(b.fcmp_ordered(how, x, y), b.fcmp_unordered("uno", x, x)), x, y)
+def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """NaN if either is; 0 of 0 and -0."""
+    return _intrinsic(b, "maximum", x, y)
+
+
+def _smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """NaN if either is; -0 of 0 and -0."""
+    return _intrinsic(b, "minimum", x, y)
 
 
 def _integer_power(b: ir.IRBuilder, x: Any, y: int, t: Any) -> Any:

@@ -231,6 +231,19 @@ def test_the_type_of_the_state_tells_whether_parameters_are_replicated(method):
     assert of_state == type(state)("replicated", "per replica")
 
 
+def test_what_follows_a_method_has_a_state_for_each_replica():
+    method = optzoo.model_average(optzoo.gradient_descent(1.0), interval_steps=9)
+    tx = optax.chain(method, optax.scale_by_schedule(lambda k: 1 / (1 + k)))
+    x, grads = {"w": np.zeros(2)}, {"w": np.array([[1.0, 2], [3, 4]])}
+    params, state = optzoo.replicas.replicate(x, tx.init(x), 2)
+    step = jax.jit(optzoo.replicas.map_over_replicas(lambda p, s, g: tx.update(g, s, p)))
+    for k in range(2):
+        updates, state = step(params, state, grads)
+        np.testing.assert_allclose(updates["w"], -grads["w"] / (1 + k), rtol=1e-6)
+    _, state = optzoo.replicas.resize_replicas(tx, params, state, 3)
+    assert state[1].count.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("method", ["sync_replicas", "model_average"])
 def test_replicas_are_put_on_the_devices_of_a_mesh(method):
     tx, mesh = make(method), cases.mesh(2)

@@ -95,6 +95,7 @@ def test_psum(dtype):
     rounded_once(total, exactly(g).sum(0), dtype)
 
 
+@pytest.mark.unique
 @in_16_bits
 def test_gradients_that_wait_for_others(dtype):
     """In three ticks there are enough of them."""

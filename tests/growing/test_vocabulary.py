@@ -56,7 +56,8 @@ class Model:
         return [self.row_of.get(i, 0) for i in ids], reset, evicted, len(wanted) - len(reset)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@pytest.mark.unique
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(HISTORY, st.integers(2, 5), st.integers(1, 3), st.none() | st.integers(1, 4))
 def test_it_is_a_plain_dict(history, capacity, admit_after, evict_after):
     vocabulary = Vocabulary(capacity, admit_after=admit_after, evict_after=evict_after)

@@ -506,8 +506,12 @@ def test_names_of_this_library_take_rows():
         tx, x = optzoo.create(f"keras.optimizers.{name}", **given), params()
         return isinstance(tx.update(row_grads(x), tx.init(x), x)[0]["table"], optzoo.SparseRows)
 
+    with keras_alone():
+        schedule = keras.optimizers.schedules.serialize(SCHEDULE)
     for name, own in {"SGD": {"momentum": 0.5}, "Ftrl": {"beta": 0.1}}.items():
-        assert gives_rows(name, **own) and not gives_rows(name, **own, clipnorm=1.0)
+        assert gives_rows(name, **own)
+        assert not gives_rows(name, **own, clipnorm=1.0)
+        assert not gives_rows(name, **own, learning_rate=schedule)
 
 
 def test_configs_in_configs():

@@ -168,6 +168,13 @@ def test_every_optimizer(name, dtype):
         np.testing.assert_allclose(*map(np.float32, (x, want)), rtol=2e-6, atol=1e-6)
 
 
+def test_variables_of_the_state_have_its_names():
+    optimizer = for_fit(optzoo.momentum(0.1, 0.9))
+    optimizer.build(variables("float32"))
+    names = {"iteration", "0_count", "0_slots_momentum_table", "0_slots_momentum_bias"}
+    assert {v.name for v in optimizer.variables} == names
+
+
 def test_a_file_of_the_whole_model(tmp_path):
     config = {"class": "MovingAverage", "average_decay": 0.5, "opt": ADAM}
     whole, half = (model(for_fit(config, name="mine")) for _ in range(2))

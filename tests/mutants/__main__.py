@@ -1,9 +1,10 @@
 """``make mutants``: changes the code in one place, and looks whether a test fails; again and again.
 
-    python -m tests.mutants --number 200 --seed 1 [FILES OR FOLDERS]
+    python -m tests.mutants --number 60 --seed 1 [--changed-since REVISION] [FILES OR FOLDERS]
 
 The tests of ``make test`` are run, and where they find nothing, the others of ``make test-full``.
-The copies of the project, what is recorded and the results are in ``.venv/mutants``.
+Those of a line come first. The copies of the project, what is recorded and the results are in
+``.venv/mutants``.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import os
 import pathlib
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -24,36 +26,41 @@ import tomllib
 import pytest
 
 from .plugin import TIME_LIMIT
-from .record import FULL, LEVELS, QUICK, Record
+from .record import FULL, LEVELS, QUICK, Record, failed
 from .sites import Mutant, drawn, mutant, sites
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOME = pathlib.Path(sys.prefix, "mutants")
 EXPLAINED = pathlib.Path(__file__).with_name("explained.toml")
-FOUND, SURVIVED, ENDLESS = "found", "survived", "timed out"
+FOUND, SURVIVED, ENDLESS, KNOWN = "found", "survived", "timed out", "explained"
 
 
 def main(argv=None) -> int:
     """Tests mutants; the exit status is 1 if one survives that is not explained."""
     parser = argparse.ArgumentParser(prog="make mutants ARGS=...", description=__doc__)
     parser.add_argument("paths", nargs="*", help="files or folders; all of optzoo/ but the race")
-    parser.add_argument("--number", type=int, default=200, help="how many mutants are drawn")
+    parser.add_argument("--number", type=int, default=60, help="how many mutants are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument(
-        "--limit", type=float, default=150, help="seconds of tests for each mutant, twice"
+        "--changed-since", metavar="REVISION", help="half of them in lines changed since then"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=60, help="seconds of quick tests for each, and of full ones"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="at the same time")
-    parser.add_argument("--again", action="store_true", help="test the survivors again")
+    parser.add_argument(
+        "--again", action="store_true", help="test again what quick tests did not find"
+    )
     parser.add_argument("--old-record", action="store_true", help="do not record the tests anew")
     args = parser.parse_args(argv)
     files = _files(args.paths or ["optzoo"])
-    chosen = drawn([site for file in files for site in sites(ROOT, file)], args.number, args.seed)
+    chosen = _drawn(files, args.number, args.seed, args.changed_since)
     made = [change for site in chosen if (change := mutant(ROOT, site)) is not None]
     results = Results(HOME / "results.jsonl")
     waiting = [
         change
         for change in made
-        if (old := results.get(change)) is None or (args.again and old["outcome"] != FOUND)
+        if (old := results.get(change)) is None or (args.again and old["level"] != QUICK)
     ]
     if waiting:
         copies = [_copy(HOME / f"copy{i}") for i in range(args.workers)]
@@ -76,10 +83,9 @@ class Results:
 
     def add(self, change: Mutant, **result) -> None:
         """Keeps a result at once, so that a run can be interrupted."""
-        result = (
-            dict(key=change.key, path=change.path, before=change.before, after=change.after)
-            | result
-        )
+        result = {
+            name: getattr(change, name) for name in ("key", "path", "kind", "before", "after")
+        } | result
         self._by_key[change.key] = result
         with self._path.open("a") as file:
             file.write(json.dumps(result) + "\n")
@@ -94,6 +100,31 @@ def _files(paths: list[str]) -> list[str]:
         found.update([full] if full.is_file() else full.rglob("*.py"))
     names = sorted(str(file.relative_to(ROOT)) for file in found)
     return [name for name in names if not name.startswith("optzoo/race/")]
+
+
+def _drawn(files, number, seed, revision):
+    """Of all places; half of them of those changed since a revision, if one is given."""
+    places = [site for file in files for site in sites(ROOT, file)]
+    changed = _changed(revision) if revision else set()
+    new = drawn([s for s in places if (s.path, s.line) in changed], number // 2, seed)
+    return new + drawn([s for s in places if s not in new], number - len(new), seed)
+
+
+def _changed(revision: str) -> set[tuple[str, int]]:
+    """The lines that were changed, or are new, since a revision."""
+    diff = subprocess.run(
+        ["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--dst-prefix=b/", revision,
+         "--", "optzoo"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    found, path = set(), ""
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/")
+        elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, number = int(hunk[1]), int(hunk[2] or 1)
+            found |= {(path, i) for i in range(first, first + number)}
+    return found
 
 
 def _copy(folder: pathlib.Path) -> pathlib.Path:
@@ -128,37 +159,43 @@ def _test_all(waiting, record, copies, results, limit):
             change, result = tested[done], done.result()
             results.add(change, **result)
             place = f"{change.path}:{change.line}"
-            what = f"{result['outcome']} {result['level']}"
-            print(f"{n}/{len(waiting)} {what:15} {place}", flush=True)
+            what = f"{result['outcome']} {result['level']}, {result['seconds']:.0f} s"
+            print(f"{n}/{len(waiting)} {what:20} {change.kind:10} {place}", flush=True)
 
 
 def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> dict:
-    """The quick tests, then the others: a few of each file first, as any finds most mutants."""
-    original = (copy / change.path).read_text()
-    (copy / change.path).write_text(change.code)
-    tests, cut = 0, []
-    try:
-        for level in LEVELS:
-            begun = time.monotonic()
-            for chosen in record.rounds(level, change.path, original, change.line):
-                left = limit - (time.monotonic() - begun)
-                if left < 0:
-                    break
-                outcome, output = _run(copy, chosen, left, limit)
-                tests += len(chosen)
-                if outcome != SURVIVED:
-                    failed = ("FAILED", "ERROR")
-                    by = [line for line in output.splitlines() if line.startswith(failed)]
-                    return dict(outcome=outcome, level=level, tests=tests, cut=cut, by=by[:1])
-            if time.monotonic() - begun > limit:
-                cut.append(level)
-    finally:
-        (copy / change.path).write_text(original)
-    return dict(outcome=SURVIVED, level="", tests=tests, cut=cut)
+    """The quick tests, then the others."""
+    file, begun = copy / change.path, time.monotonic()
+    original, left, tests = file.read_text(), dict.fromkeys(LEVELS, limit), 0
+    result = dict(outcome=SURVIVED, level="")
+    waiting = record.rounds(change.path, original, change.line)
+    while waiting:
+        level, chosen = waiting.pop(0)
+        before = time.monotonic()
+        file.write_text(change.code)
+        try:
+            outcome, output = _run(copy, chosen, left[level], limit)
+            if outcome == FOUND and not failed(output):  # a crash: once more
+                outcome, output = _run(copy, chosen, limit, limit)
+        finally:
+            file.write_text(original)
+        left[level] -= time.monotonic() - before
+        tests += len(chosen)
+        by = failed(output)[:1]
+        if outcome == FOUND and level == FULL and _run(copy, by, limit, limit)[0] == FOUND:
+            record.leave_out(by[0])  # it fails as well where nothing is changed
+            waiting.append((level, chosen[chosen.index(by[0]) + 1 :]))
+        elif outcome != SURVIVED:
+            result = dict(outcome=outcome, level=level, by=by or output.splitlines()[-1:])
+            break
+    cut = [level for level in LEVELS if left[level] < 0]
+    return result | dict(tests=tests, cut=cut, seconds=round(time.monotonic() - begun, 1))
 
 
 def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float):
     """No test is begun after some seconds; one that still runs much later is endless."""
+    if not chosen or seconds <= 0:
+        return SURVIVED, ""
     names = copy / "chosen.json"
     names.write_text(json.dumps(chosen))
     files = dict.fromkeys(name.partition("::")[0] for name in chosen)
@@ -182,35 +219,42 @@ def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float)
 
 
 def _report(changes, results) -> int:
-    """A table by folder. A mutant with which tests never end counts as found by their level."""
+    """Tables by folder and by kind. A mutant with which tests never end is found by their level."""
     reasons = {entry["key"]: entry["reason"] for entry in _explained()}
-    table = collections.defaultdict(collections.Counter)
+    folders, kinds = (collections.defaultdict(collections.Counter) for _ in range(2))
     survivors = []
     for change in changes:
         result = results.get(change)
-        kind = result["level"] or result["outcome"]
-        if kind == SURVIVED:
-            if change.key in reasons:
-                kind = "explained"
-            else:
-                survivors.append(change)
-        elif kind == FULL:
+        how = result["level"] or result["outcome"]
+        if how == SURVIVED and change.key in reasons:
+            how = KNOWN
+        elif how == SURVIVED:
+            survivors.append(change)
+            cut = "; not all tests were run" if result["cut"] else ""
+            _show(change, f"not found{cut}")
+        elif how == FULL:
             _show(change, f"found by {FULL} tests alone: {result['by']}")
-        folder = change.path.split("/")[1]
-        table[folder.removesuffix(".py")][kind] += 1
-    for change in survivors:
-        _show(change, "not found")
-    kinds = (*LEVELS, SURVIVED, "explained")
-    columns = (*kinds, "found of all", "quick of found")
-    print(f"\n{'':14}" + "".join(f"{name:>15}" for name in columns))
-    total = collections.Counter()
-    for folder, counts in [*sorted(table.items()), ("all", total)]:
-        total.update(counts if counts is not total else {})
+        folders[change.path.split("/")[1].removesuffix(".py")][how] += 1
+        kinds[change.kind][how] += 1
+    for table in (folders, kinds):
+        _print(table)
+    _print({"all": sum(kinds.values(), collections.Counter())})
+    return int(bool(survivors))
+
+
+def _print(table: dict[str, collections.Counter]) -> None:
+    """Where faults live longest comes first."""
+    outcomes = (*LEVELS, SURVIVED, KNOWN)
+    print(
+        "\n" + "".join(f"{name:>15}" for name in ("", *outcomes, "found of all", "quick of found"))
+    )
+    longest = lambda name: [-table[name][how] for how in (SURVIVED, FULL, QUICK)]
+    for name in sorted(table, key=longest):
+        counts = table[name]
         found = sum(counts[level] for level in LEVELS)
         shares = (found / max(1, found + counts[SURVIVED]), counts[QUICK] / max(1, found))
-        cells = [*(f"{counts[kind]}" for kind in kinds), *(f"{share:.1%}" for share in shares)]
-        print(f"{folder:14}" + "".join(f"{cell:>15}" for cell in cells))
-    return int(bool(survivors))
+        cells = [*(f"{counts[how]}" for how in outcomes), *(f"{share:.1%}" for share in shares)]
+        print("".join(f"{cell:>15}" for cell in (name, *cells)))
 
 
 def _show(change: Mutant, what: str) -> None:

@@ -163,7 +163,28 @@ def changed(rows, name, **params):
     return dataclasses.replace(rows, operations=operations)
 
 
+def with_parts(rows, change):
+    """A group with other parts of rows."""
+    of = type("Changed", (type(rows),), {"parts": property(lambda self: change(rows.parts))})
+    return of(**{field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)})
+
+
 FAULTS = {
+    "a part of a row is not written": (
+        "two slots in one",
+        lambda rows: with_parts(rows, lambda parts: parts[:-1]),
+        "rows are not written whole",
+    ),
+    "a part of a row is written twice": (
+        "two slots in one",
+        lambda rows: with_parts(rows, lambda parts: [*parts, parts[-1]]),
+        "rows are not written whole",
+    ),
+    "parts of a row that overlap": (
+        "two slots in one",
+        lambda rows: with_parts(rows, lambda parts: [*parts[:-1], parts[-1]._replace(start=2)]),
+        "rows are not written whole",
+    ),
     "a table is a stream, too": (
         "elements",
         lambda rows: dataclasses.replace(rows, streams=rows.tables[:1]),

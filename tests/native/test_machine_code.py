@@ -124,18 +124,20 @@ OPERATIONS = {
     "real power": lambda x, y: lax.pow(x, y),
     "floor": lambda x, y: lax.floor(x),
     "add": lambda x, y: x + y,
+    "clamp": lambda x, y: lax.clamp(-lax.abs(y), x, lax.abs(y)),
     "compare": lambda x, y: jnp.where(x < y, x, y),
     "divide": lambda x, y: lax.div(x, y),
-    "extremes": lambda x, y: lax.max(x, lax.min(y, x)),
+    "largest": lambda x, y: lax.max(x, y),
     "power": lambda x, y: lax.integer_pow(x, -3),
     "root": lambda x, y: lax.sqrt(x) + lax.rsqrt(lax.abs(y)),
     "sign": lambda x, y: jnp.where(lax.is_finite(x), lax.sign(y), -x),
+    "smallest": lambda x, y: lax.min(x, y),
 }
 
 OF_INTEGERS = {
     "bits": lambda x, y: (x & y) | ~x ^ y,
     "compare": lambda x, y: jnp.where(x < y, x, y) + x * y,
-    "extremes": lambda x, y: lax.max(x, lax.min(y, x)),
+    "largest and smallest": lambda x, y: lax.max(x, y) - lax.min(x, y) * 3,
     "remainder": lambda x, y: lax.rem(x, jnp.asarray(7, x.dtype)),
     "shift": lambda x, y: lax.shift_right_arithmetic(x, jnp.asarray(3, x.dtype)),
 }
@@ -189,8 +191,8 @@ SPECIAL = {
         -INF,
         NAN,
     ],
-    "int": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1],
-    "uint": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1],
+    "int": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1, -1, -300],
+    "uint": [0, 1, 2, 3, 255, 256, 1000, 2**15, 2**15 + 1, -1, -300],  # the last ones are large
     "bool": [False, True],
 }
 
@@ -229,10 +231,11 @@ def test_operations_compute_what_xla_does(dtype, x64):
             want = np.asarray(f(jnp.asarray(x), jnp.asarray(y)))
             got, want = got.astype("float64"), want.astype("float64")
             np.testing.assert_allclose(got, want, close, tiny, err_msg=name)
-            exact = name in ("compare", "extremes", "sign")
+            exact = name in ("clamp", "compare", "largest", "sign", "smallest")
             assert not exact or (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all(), name
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_operations_on_integers_compute_what_xla_does(dtype, x64):
     with x64(True):

@@ -18,6 +18,7 @@ from optzoo.native.rows_groups import RowsGroup
 from optzoo.native.tpu_kernel import tpu_kernel
 
 from ..selection import KINDS, chosen_first
+from .guarded import native_calls
 from .test_step import LAZY, ROUNDINGS, adam, both, check_close, make, rows, table
 
 # XLA does as well on their slots, which have one element for each row; and linear ones need no
@@ -152,6 +153,7 @@ class OneSlot(NamedTuple):
     m: Any
 
 
+@pytest.mark.unique
 def test_arrays_for_all_rows_and_by_position(kernels):
     """A rate for each column, and one for each position of an id."""
     rates = jnp.linspace(0.1, 1.0, 6)[None]
@@ -166,3 +168,29 @@ def test_arrays_for_all_rows_and_by_position(kernels):
     expected, got = both(tx, table(shape=MANY), many_rows)
     assert (1, 6) in [v.shape for v in kernels[0].streams]
     check_close(expected, got)
+
+
+class TwoSlots(NamedTuple):
+    wide: Any
+    narrow: Any
+
+
+def test_the_longest_rows():
+    """Of tables of different widths: two rows of all have to fit into the fast memory."""
+    eighth = lambda g: g[:, : g.shape[1] // 8]
+
+    def rule(g, x, slots, t):
+        del x, t
+        return -g, TwoSlots(slots.wide + g, slots.narrow + eighth(g))
+
+    def kernel(width):
+        g = SparseRows(jnp.array([1, 3]), jnp.ones((2, width)), 4)
+        _, [call] = native_calls(tx, jnp.zeros((4, width)), g)
+        assert {table.shape[1] for table in call.parts[0].tables} == {width, width // 8}
+        return tpu_kernel(call.parts[0])
+
+    slots = TwoSlots(optzoo.rules.zeros, lambda x: jnp.zeros_like(eighth(x)))
+    tx = optzoo.rules.leafwise(rule, slots=slots)
+    kernel(110_000)
+    with pytest.raises(Unsupported, match="its rows are too long for the fast memory"):
+        kernel(140_000)

@@ -1,5 +1,7 @@
 """The kernel of arrays with slots in 8 bits on TPUs, interpreted on the CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,12 +56,30 @@ def test_it_computes_what_xla_does(name):
         params, state = samples.step(tx, draw(shape, seed), params, state)
 
 
+@pytest.mark.unique
+def test_arrays_of_one_shape_have_a_kernel_each(monkeypatch):
+    """They are one call, with scalars that all of them read."""
+    tx, two = in_8_bits(optzoo.adam(lambda t: 0.1 / t)), [draw((1, 384), seed) for seed in (0, 1)]
+    gradients = [draw((1, 384), seed) for seed in (2, 3)]
+    probe, calls = native_calls(optax.with_extra_args_support(tx), two, gradients)
+    assert len(calls[-1].parts) == 2 and calls[-1].shared
+    interpreted = functools.partial(tpu_leaf_kernel, interpret=True)
+    monkeypatch.setattr("optzoo.native.tpu_leaf_kernel.tpu_leaf_kernel", interpreted)
+    monkeypatch.setattr("optzoo.native.calls.number_of_partitions", lambda ctx: 1)
+    args, expected = probe(two, tx.init(two), gradients)[-1]
+    for a, b in zip(expected, jax.jit(calls[-1].on_tpu(None))(*args), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-6, atol=1e-7
+        )
+
+
 def test_rows_have_none():
     tx, x = optzoo.row_wise_lamb(0.1), draw((32, 256), 0)
     step = jax.jit(optzoo.native_step(tx, required=True)).trace(x, tx.init(x), x)
     assert "tpu_custom_call" not in step.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

@@ -184,6 +184,18 @@ def test_which_results_are_arguments_with_other_rows(f, want):
     assert changed_rows(Graph.of(jax.make_jaxpr(f)(TABLE, TABLE).jaxpr)) == want
 
 
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_native_code_changes_rows_alone_where_gradients_are_rows(of_rows):
+    tx = optzoo.lazy_adam()
+    state = tx.init(TABLE)
+    g = optzoo.SparseRows(IDS, jnp.ones((len(IDS), WIDTH)), ROWS) if of_rows else TABLE
+    step = optzoo.native_step(tx, required=True)
+    program = Graph.of(jax.make_jaxpr(step)(TABLE, state, g).jaxpr)
+    is_table = [shape is not None for shape in of_table(TABLE, state)]
+    assert sum(is_table) == 3
+    assert changed_rows(program) == (is_table if of_rows else [False] * len(is_table))
+
+
 def test_steps_in_a_loop():
     """Of a function that runs steps of ``minimize``, too."""
     tx, x = optzoo.lazy_adam(), params()

@@ -493,6 +493,21 @@ def test_flags_are_checked_one_by_one():
         assert_same(got, want)
 
 
+def test_the_same_update_is_checked_once():
+    adam, x, calls = optzoo.adam(0.1), params(), []
+
+    def update(*args, **more):
+        calls.append(args)
+        return adam.update(*args, **more)
+
+    tx = stacked(optax.GradientTransformationExtraArgs(adam.init, update))
+    _, state = tx.update(dense_grads(x), tx.init(x), x)
+    assert len(calls) > 1
+    calls.clear()
+    tx.update(dense_grads(x), state, x)
+    assert len(calls) == 1
+
+
 def test_scan():
     downhill = lambda x, _: dense_grads(x)
     run = lambda tx: samples.trajectory(tx, params(), downhill, jnp.arange(3))

@@ -239,6 +239,9 @@ REFUSED = {
         "step_ema must be a whole number",
     ),
     "range": (("EXACT_ADAGRAD", {"eps": -1.0}), ValueError, "eps must be zero or positive"),
+    "norm": (("EXACT_SGD", {"max_norm": -1.0}), ValueError, "max_norm must be zero or positive"),
+    "flag": (("EXACT_SGD", {"gradient_clipping": 2}), TypeError, "gradient_clipping must be True"),
+    "rate": (("EXACT_SGD", {"learning_rate": "a"}), TypeError, "learning_rate must be"),
     "bound": (("EXACT_SGD", {"max_gradient": 0.0}), ValueError, "max_gradient must be positive"),
 }
 

@@ -560,6 +560,9 @@ def test_the_step_is_found():
     assert counts(load_tf1_state(tx, PARAMS, saved, global_step=7)[1]) == {7}
     renamed = {{"global_step": "optimize/step"}.get(n, n): v for n, v in saved.items()}
     assert counts(load_tf1_state(tx, PARAMS, renamed, global_step="step")[1]) == {3}
+    for stored, step in ((saved, None), (saved, 7), (renamed, "step")):
+        with pytest.raises(ValueError, match=r"left over: other$"):
+            load_tf1_state(tx, PARAMS, stored | {"other": np.ones(3)}, global_step=step)
     with pytest.raises(ValueError, match=r"has no whole number called 'steps'"):
         load_tf1_state(tx, PARAMS, renamed, global_step="steps")
     for step in (-1, 2**31, 2**31 + 1):
