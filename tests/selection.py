@@ -93,6 +93,7 @@ EXEMPT: dict[str, dict[str, str]] = {
     | {
         "test_flatten": "a vector takes Adam's steps",
         "test_meshes": "vectors of equal eigenvalues, which test_soap.py does not have",
+        "test_updates_in_16_bits": "its first matrices lack full rank: float64 finds other bases",
     },
 }
 

@@ -133,6 +133,11 @@ def to_lines(table: Any, like: Any = None) -> Any:
             )
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
+        if not math.prod(jnp.shape(table)):
+            raise ValueError(
+                f"table: one without elements, of shape {jnp.shape(table)}, has no lines: leave it "
+                "an array"
+            )
         return as_lines(jnp.asarray(table), jnp.shape(table))
     return jax.tree.map(_like, like, table, is_leaf=is_lines)
 

@@ -99,6 +99,8 @@ def _(number, primals, tangents):
 
 
 def _segment_sum(values: Array, places: Array, number: int) -> Array:
+    if number == 0:  # JAX cannot transpose it
+        return jnp.zeros_like(values, shape=(0, *values.shape[1:]))
     wide = upcast(values) if has_16_bits(values.dtype) else values
     return jax.ops.segment_sum(wide, places, num_segments=number).astype(values.dtype)
 

@@ -120,6 +120,22 @@ def as_ids(ids: Any) -> Any:
     return np.where(fits, ids.astype(kept.dtype), -1) if is_wide else ids
 
 
+def integer_ids(ids: Any, name: str = "ids") -> Array:
+    """Ids of rows as an array of integers, by :func:`as_ids`.
+
+    Raises:
+        TypeError: if they are no integers, named ``name``.
+    """
+    try:
+        array = jnp.asarray(as_ids(ids))
+    except (TypeError, ValueError) as error:
+        must = "integers: an array, a number or a nested list of equal lengths"
+        raise TypeError(f"{name} must be {must}, got a {type(ids).__name__}") from error
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+    return array
+
+
 def plain(ids: Any) -> Any:
     """The integers of protected ids, int32 or int64; objects that are no arrays as they are.
 

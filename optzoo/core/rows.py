@@ -181,8 +181,10 @@ class SparseRows(metaclass=_HintInErrors):
             values = jnp.concatenate([self.values, other.values])
             return (other if self.shard is None else self).with_rows(indices, values)
         dense = jnp.asarray(other)
-        if has_16_bits(dense.dtype) and (self.rounds_once or not self.coalesced):
-            # Repeated rows, one after the other, would be lost in the rounding of the sum.
+        is_wider = promote_types(self.dtype, dense.dtype) != dense.dtype
+        if has_16_bits(dense.dtype) and (self.rounds_once or is_wider or not self.coalesced):
+            # Repeated rows, one after the other, would be lost in the rounding of the sum; and rows
+            # of more bits would be rounded twice.
             wide = self.astype(promote_types(self.dtype, jnp.float32)).coalesce()
             return wide.scatter(dense, upcast(wide.gather(dense)) + wide.values)
         values = self.values.astype(dense.dtype)
@@ -202,20 +204,20 @@ class SparseRows(metaclass=_HintInErrors):
         return other + -self
 
     def __mul__(self, number: Any) -> SparseRows:
-        """The rows times a number, in their dtype."""
+        """The rows times a number, in their dtype; multiplied in float32 at least."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
         squares = None if self.squares is None else self.squares * number**2
-        return self._same((self.values * number).astype(self.dtype), squares=squares)
+        return self._same((upcast(self.values) * number).astype(self.dtype), squares=squares)
 
     __rmul__ = __mul__
 
     def __truediv__(self, number: Any) -> SparseRows:
-        """The rows divided by a number, in their dtype."""
+        """The rows divided by a number, in their dtype; in float32 at least."""
         if is_rows(number) or jnp.ndim(number) != 0:
             self._refuse()
         squares = None if self.squares is None else self.squares / number**2
-        return self._same((self.values / number).astype(self.dtype), squares=squares)
+        return self._same((upcast(self.values) / number).astype(self.dtype), squares=squares)
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(f"rows can be added, and multiplied or divided by a number, only. {HINT}")

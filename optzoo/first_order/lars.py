@@ -12,6 +12,7 @@ from ..core.numerics import norm, safe_divide
 from ..core.optimizer import Optimizer
 from ..core.paths import check_mask, except_for
 from ..rules.leafwise import leafwise, without_state, zeros
+from ..rules.learning_rate import rounded_once
 from ..rules.on_stored import in_float32
 from ..rules.policies import lazy
 from ..state.inner import fitting
@@ -137,5 +138,5 @@ def lars(
         rows=lambda _: lazy(in_float32(rows_rule)),
         scheduled={"learning_rate": learning_rate},
     )
-    chain = optax.chain(except_for(skip, trust), steps)
-    return fitting(Optimizer(*chain, steps.about._replace(rows=None)))
+    init, update = optax.chain(except_for(skip, trust), steps)
+    return fitting(Optimizer(init, rounded_once(update), steps.about._replace(rows=None)))

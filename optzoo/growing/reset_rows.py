@@ -15,7 +15,7 @@ from ..core.checks import check_transformation
 from ..core.lines import Lines, is_lines
 from ..core.merge import in_range
 from ..core.paths import is_masked, value_by_name
-from ..core.row_ids import as_ids
+from ..core.row_ids import integer_ids
 from ..core.rows import SparseRows
 from ..sharded.row_sharding import RowSharding
 from ..sleeping.state import CaughtUpState
@@ -108,9 +108,7 @@ def reset_rows(
 
 
 def _checked(ids: Any) -> Array:
-    ids = jnp.asarray(as_ids(ids))
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"tables: ids must be integers, got dtype {ids.dtype}")
+    ids = integer_ids(ids, "tables: ids")
     if ids.ndim != 1:
         raise ValueError(f"tables: ids must have shape (n,), got {ids.shape}: use ids.reshape(-1)")
     return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from ..core.checks import check_rate
+from ..core.numerics import has_16_bits, saturating_cast, upcast
 from ..core.optimizer import About, Optimizer, about_of, known, reads_of
+from ..core.rows import is_rows, is_sparse_or_none
 from ..state.inner import fitting
 from ..state.types import LeafwiseState, NoSlots
 from .leafwise import leafwise
@@ -49,7 +54,39 @@ def scale_by_learning_rate(
 
 def chain(*members: optax.GradientTransformation) -> Optimizer:
     """``optax.chain`` of transformations of this library, of which it is known what they are."""
-    return fitting(Optimizer(*optax.chain(*members), _about_chain(*members)))
+    init, update = optax.chain(*members)
+    return fitting(Optimizer(init, rounded_once(update), _about_chain(*members)))
+
+
+def rounded_once(update: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``update`` of several transformations, without rounding to 16 bits between them.
+
+    A direction may be greater than float16 holds, and the step along it not.
+    """
+
+    @functools.wraps(update)
+    def in_32_bits(updates, state, params=None, **extra_args):
+        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        if not any(map(_is_narrow, gs)):
+            return update(updates, state, params, **extra_args)
+        wide = treedef.unflatten([upcast(g) if _is_narrow(g) else g for g in gs])
+        updates, state = update(wide, state, params, **extra_args)
+        pairs = zip(gs, treedef.flatten_up_to(updates), strict=True)
+        return treedef.unflatten(
+            [_narrow(u, g.dtype) if _is_narrow(g) else u for g, u in pairs]
+        ), state
+
+    return in_32_bits
+
+
+def _is_narrow(g: Any) -> bool:
+    return hasattr(g, "dtype") and has_16_bits(g.dtype)
+
+
+def _narrow(u: Any, dtype: Any) -> Any:
+    if is_rows(u):
+        return u.with_values(saturating_cast(u.values, dtype))
+    return saturating_cast(u, dtype)
 
 
 def row_wise(tx: Optimizer) -> Optimizer:
@@ -71,7 +108,7 @@ def descend(
 
     It equals ``chain(*directions, scale_by_learning_rate(learning_rate))`` but for one thing:
     there is one count of updates, that of the first direction, which the schedule of the rate
-    follows.
+    follows. An update in 16 bits is rounded once, in both.
 
     Args:
         learning_rate: a number or a schedule.
@@ -92,4 +129,4 @@ def descend(
         states: Any = new
         return updates, (*states, optax.EmptyState())
 
-    return fitting(Optimizer(init, update, _about_chain(*directions, rate)))
+    return fitting(Optimizer(init, rounded_once(update), _about_chain(*directions, rate)))

@@ -34,12 +34,11 @@ def in_float32(rule: Rule) -> Rule:
     def on_any_mesh(g, x, s, t, **scheduled):
         if not isinstance(s, StoredSlots):
             return on_stored(g, x, s, t, **scheduled)
-        # Codes and pairs have other axes than their parameter.
+        # Codes and pairs have other axes than their parameter. So have the rows of a gradient, of
+        # which a linear rule is given the whole table.
+        like = g if x is None or x.shape != g.shape else x
         call = lambda g, x, s, t, scheduled: on_stored(g, x, s, t, **scheduled)
-        # The gradient may be rows, of which the parameter is the table.
-        is_like = x is not None and x.shape == g.shape
-        of_update = spec_of(x if is_like else g)
-        specs = lambda _, g, x, s, *more: (of_update, jax.tree.map(spec_of, s))
+        specs = lambda _, g, x, s, *more: (spec_of(like), jax.tree.map(spec_of, s))
         return automatically(call, specs)(g, x, s, t, scheduled)
 
     return on_any_mesh

@@ -14,7 +14,7 @@ from ..core.checks import check_size
 from ..core.merge import kept, segment_sum
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import flatten_with_path, path_name
-from ..core.row_ids import as_ids
+from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
 from ..sparse.lookup import check_range, lookup
 from .exchange import exchange, first_positions, to_transport
@@ -158,9 +158,7 @@ def _make_bags(
     name: str, num_rows: int, ids: Any, segments: Any, weights: Any, number: int | None
 ) -> _Bags:
     given, of = ids, f" of table '{name}'" if name else ""
-    ids = jnp.asarray(as_ids(ids))
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids{of} must be integers, got dtype {ids.dtype}")
+    ids = integer_ids(ids, f"ids{of}")
     check_range(given, num_rows)
     if (segments is None) != (number is None):
         raise ValueError(f"segment_ids and num_segments{of} must be given together, or neither")
@@ -174,14 +172,12 @@ def _make_bags(
         segments = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[1])
     else:
         check_size(1, num_segments=number)
-        segments = jnp.asarray(as_ids(segments))
+        segments = integer_ids(segments, f"segment_ids{of}")
         if ids.ndim != 1 or segments.shape != ids.shape:
             raise ValueError(
                 f"ids and segment_ids{of} must be vectors of one length, got shapes {ids.shape} "
                 f"and {segments.shape}"
             )
-        if not jnp.issubdtype(segments.dtype, jnp.integer):
-            raise TypeError(f"segment_ids{of} must be integers, got dtype {segments.dtype}")
         segments = kept(segments, number)
     if weights is not None:
         weights = jnp.asarray(weights)

@@ -14,7 +14,7 @@ from ..core.checks import check_positive
 from ..core.compat import varying
 from ..core.merge import take
 from ..core.paths import flatten_with_path, path_name
-from ..core.row_ids import as_ids
+from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
 from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
 from .row_sharding import RowSharding
@@ -78,7 +78,7 @@ def lookup(
     check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
     paths, treedef = flatten_with_path(table)
     names, shards = [path_name(path) for path, _ in paths], [x for _, x in paths]
-    all_ids = [jnp.asarray(as_ids(i)) for i in treedef.flatten_up_to(ids)]
+    all_ids = [integer_ids(i) for i in treedef.flatten_up_to(ids)]
     shardings = (
         [sharding] * len(shards)
         if isinstance(sharding, RowSharding)

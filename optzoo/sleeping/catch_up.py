@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
-from ..core.row_ids import as_ids
+from ..core.row_ids import integer_ids
 from ..state.resting import has_resting
 from ..state.types import MasterWeightsState, nodes_of
 from .tables import by_ids, map_tables, whole
@@ -71,10 +70,8 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
     _check_nothing_follows(state)
     names = [path_name(path) for path, _ in leaves_with_path(params)]
     given = value_by_name("ids", ids if isinstance(ids, Mapping) else {"": ids}, params)
-    by_leaf = {i: jnp.asarray(as_ids(given[name])) for i, name in enumerate(names) if name in given}
-    for i, of_leaf in by_leaf.items():
-        if not jnp.issubdtype(of_leaf.dtype, jnp.integer):
-            raise TypeError(f"the ids of '{names[i]}' must be integers, got {of_leaf.dtype}")
+    of_name = lambda name: integer_ids(given[name], f"the ids of '{name}'")
+    by_leaf = {i: of_name(name) for i, name in enumerate(names) if name in given}
     change = lambda i, table: by_ids(table, by_leaf[i].reshape(-1)) if i in by_leaf else table
     return map_tables(params, state, change)
 

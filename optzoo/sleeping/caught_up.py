@@ -11,7 +11,7 @@ import optax
 from ..core.checks import check_flags, check_size, check_transformation
 from ..core.optimizer import About, Optimizer, about_of
 from ..core.paths import check_mask
-from ..state.fit import StateError
+from ..state.fit import StateError, kind_of
 from ..state.inner import fitting
 from .sleepers import Sleepers, sleeper_for
 from .state import CaughtUpState
@@ -144,9 +144,14 @@ def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -
     if sleepers is None:
         raise TypeError(f"tx must be made by optzoo.caught_up, got {tx!r}")
     state = sleepers.init(params)
-    if jax.tree.structure(inner_state) != jax.tree.structure(state.inner):
-        raise StateError(
-            "inner_state is not a state of the optimizer in tx for these parameters: expected "
-            f"{jax.tree.structure(state.inner)}, got {jax.tree.structure(inner_state)}"
-        )
+    kinds = lambda tree: list(map(kind_of, jax.tree.leaves(tree)))
+    pairs = [(jax.tree.structure(state.inner), jax.tree.structure(inner_state))]
+    if pairs[0][0] == pairs[0][1]:
+        pairs = zip(kinds(state.inner), kinds(inner_state), strict=True)
+    for expected, got in pairs:
+        if expected != got:
+            raise StateError(
+                "inner_state is not a state of the optimizer in tx for these parameters: expected "
+                f"{expected}, got {got}"
+            )
     return all_awake(state._replace(inner=inner_state))

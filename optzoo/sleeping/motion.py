@@ -118,7 +118,8 @@ def restarted(clock: Clock, count: Any) -> Clock:
     """
     count, since = jnp.array(count, jnp.int32), jnp.array(count, jnp.int32)  # both are donated
     awake = lambda a: jnp.tile(clock.young[:1], (len(a), 1))
-    numbers = jax.tree.map(jnp.asarray, clock.numbers)
+    # On explicit axes the result of a product has the type that a step gives.
+    numbers = jax.tree.map(lambda a: jnp.asarray(a) * 1, clock.numbers)
     return Clock(count, awake(clock.young), awake(clock.ring), numbers, since)
 
 
@@ -135,18 +136,22 @@ def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
         ring = ring.at[:, -1].multiply(decay)
         older = older.at[:, -2].multiply(decay)
     young = jnp.concatenate([motion.start.young[:1], older])
-    young, kept = young[:, : 2 * number], young[:, 2 * number :]
+    sums, kept = (young[:, : 2 * number], young[:, 2 * number :]) if law.varies else (young, None)
     if law.shrink:
-        young = young * (1 - jnp.asarray(law.shrink, dtype))
+        sums = sums * (1 - jnp.asarray(law.shrink, dtype))
     if law.average is None:
-        young = young + jnp.asarray(size, dtype) * weights
+        sums = sums + jnp.asarray(size, dtype) * weights
     else:  # beside each sum that of how far the average is behind, which decays
-        young = young + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
+        sums = sums + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
         factor = decay if law.varies else law.average
-        young = young * _behind(number, jnp.full((1, 1), factor, dtype))
-    young = jnp.concatenate([young, kept], 1)
-    since = jnp.where(motion.has_numbers(clock), clock.since, clock.count)
-    numbers = jax.tree.map(jnp.asarray, motion.start.numbers)
+        sums = sums * _behind(number, jnp.full((1, 1), factor, dtype))
+    young = sums if kept is None else jnp.concatenate([sums, kept], 1)
+    is_same = motion.has_numbers(clock)
+    since = jnp.where(is_same, clock.since, clock.count)
+    # A choice, so that they are in the same place on a mesh as before.
+    numbers = jax.tree.map(
+        lambda old, new: jnp.where(is_same, old, new), clock.numbers, motion.start.numbers
+    )
     return Clock(clock.count + 1, young, ring, numbers, since)
 
 

@@ -24,7 +24,7 @@ from ..core.checks import check_flags
 from ..core.gradients import check_arrays
 from ..core.lines import is_lines
 from ..core.paths import leaves_with_path, path_name
-from ..core.row_ids import as_ids
+from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
 from ..jaxprs.loss import trace_loss
 from .wanted import MIN_ROWS, RowsSetting, Sparse
@@ -81,14 +81,12 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
     """
     in_lines = table.shape if is_lines(table) else None
     table = table.value if is_lines(table) else _array_of(table)
-    given, ids = ids, as_ids(ids)
     if jnp.ndim(table) == 0:
         raise ValueError("table must have at least one dimension, got a scalar")
     check_arrays({"table": table})
-    if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
-        raise TypeError(f"ids must be integers, got dtype {jnp.result_type(ids)}")
-    check_range(given, (in_lines or table.shape)[0])
-    return bind_lookup(table, jnp.asarray(ids), in_lines=in_lines, spec=_spec(out_sharding))
+    array = integer_ids(ids)
+    check_range(ids, (in_lines or table.shape)[0])
+    return bind_lookup(table, array, in_lines=in_lines, spec=_spec(out_sharding))
 
 
 def _spec(out_sharding: Any) -> PartitionSpec | None:

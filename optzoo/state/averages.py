@@ -11,6 +11,8 @@ from jax import Array
 
 from ..core.numerics import wide_dtype
 from ..core.paths import flatten_with_path, is_masked, path_name
+from ..core.rows import is_rows
+from .fit import kind_of
 from .stacks import layout_of, stack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState
@@ -77,7 +79,7 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         layout = layout_of(_averages(node))
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         if isinstance(node, MovingAverageSlots):
-            _check_axes(averages, shape.flatten_up_to(params))
+            _check_fits(averages, shape.flatten_up_to(params), exchanged)
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
             for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
@@ -118,13 +120,21 @@ def _is_of_replicas(state: Any) -> bool:
     return any(map(is_replicas, jax.tree.leaves(state, is_leaf=is_replicas)))
 
 
-def _check_axes(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> None:
-    """Raises ``ValueError`` if averages have one axis more than their parameters."""
+def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any], exchanged: Any) -> None:
+    """Raises ``ValueError`` if averages are not those of the parameters."""
     for (path, a), x in zip(averages, params, strict=True):
-        if not is_masked(a) and jnp.shape(a)[1:] == jnp.shape(x) != jnp.shape(a):
+        if is_masked(a):
+            continue
+        average = f"the average of parameter '{path_name(path)}', of shape {jnp.shape(a)},"
+        of_x = getattr(x, "shape", ())
+        if jnp.shape(a)[1:] == of_x != jnp.shape(a):
             raise ValueError(
-                f"the average of parameter '{path_name(path)}', of shape {jnp.shape(a)}, has an "
-                "axis of replicas: write sync_replicas(moving_average(optimizer), ...)"
+                f"{average} has an axis of replicas: write "
+                "sync_replicas(moving_average(optimizer), ...)"
+            )
+        if path not in exchanged and (is_rows(x) or kind_of(a) != kind_of(x)):
+            raise ValueError(
+                f"{average} is not that of params: it has {kind_of(a)}, and they {kind_of(x)}"
             )
 
 

@@ -24,7 +24,7 @@ _LEAST_WIDTH = 8  # of the last axis: scales of fewer elements would take more t
 _DROPPED = np.uint32(13)
 _BASE = np.uint32((127 - 47) << 10)
 _NAN = np.uint32(0xFFFF)
-_GREATEST = np.float32(2.0**17 - 2.0**6)
+_GREATEST = np.float32(2.0**17 - 2.0**7)  # the next one would be NaN
 
 # Scales are uint16, of shape (..., number of groups). Those of a matrix with few columns, which may
 # be a table, are further columns of its codes: first the lower bytes, then the upper ones, and ()

@@ -135,7 +135,7 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
     """
 
     def kind(a):
-        shape, numbers = _kind(a)
+        shape, numbers = kind_of(a)
         return (of if of is not None and _is_in_lines(a, shape, of) else shape), numbers
 
     return list(map(kind, jax.tree.leaves(slot, is_leaf=is_coded)))
@@ -200,7 +200,7 @@ class KnownStates:
 
 def _key(params: Any) -> Any:
     leaves, structure = jax.tree.flatten(unboxed(params), is_leaf=is_sparse_or_none)
-    return structure, *map(_kind, leaves)
+    return structure, *map(kind_of, leaves)
 
 
 def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
@@ -212,7 +212,7 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
     expected, tree = unboxed(expected), unboxed(tree)
     is_leaf = lambda node: isinstance(node, LeafwiseState) or is_rows(node)
     (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, tree))
-    if structure == other and list(map(_kind, ours)) == list(map(_kind, theirs)):
+    if structure == other and list(map(kind_of, ours)) == list(map(kind_of, theirs)):
         return None
     if _words(expected) != _words(tree):
         return _words(expected), _words(tree)
@@ -230,7 +230,7 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
 def change(state: Any, new: Any) -> StateError | None:
     """The error of a state of which an update has changed the shape of an array, or None."""
     (old, structure), (leaves, other) = map(jax.tree.flatten, (state, new))
-    kinds = zip(map(_kind, old), map(_kind, leaves), strict=False)
+    kinds = zip(map(kind_of, old), map(kind_of, leaves), strict=False)
     if structure != other or all(a == b for a, b in kinds):
         return None
     return misfit(*(difference(new, state) or ("slots of these parameters", "others")))
@@ -245,7 +245,7 @@ def _is_array(a: Any) -> bool:
     return hasattr(a, "dtype") and hasattr(a, "shape")
 
 
-def _kind(a: Any) -> Any:
+def kind_of(a: Any) -> Any:
     """What two arrays of states that fit have in common; of slots their type."""
     if isinstance(a, LeafwiseState):
         return slots_words(a.slots)

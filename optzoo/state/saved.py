@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..core.boxes import content, is_box, refilled
 from ..core.paths import members_of, path_name
+from ..core.rows import is_rows
 from .types import GROUP
 
 
@@ -74,7 +75,9 @@ def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
 def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
     while len(parts := _entries(saved)) == 1:
         [saved] = parts.values()  # out of boxes
-    if not hasattr(saved, "shape") and not isinstance(saved, int | float | bool):
+    if is_rows(saved) or (
+        not hasattr(saved, "shape") and not isinstance(saved, int | float | bool)
+    ):
         raise ValueError(f"saved has no array at '{path_name(path)}'")
     if jnp.shape(saved) != jnp.shape(like):
         raise ValueError(

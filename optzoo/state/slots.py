@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ..core.numerics import saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .packing import pack_like, unpack
 from .resting import Resting, check_awake
@@ -276,14 +277,26 @@ def _filled(name: str, tree: Any, value: Any) -> Any:
     return treedef.unflatten(_checked(name, leaves, others))
 
 
+def _is_array(x: Any) -> bool:
+    return jax.tree_util.all_leaves([x]) and not isinstance(x, jax.ShapeDtypeStruct)
+
+
 def _checked(name: str, leaves: list[Any], others: list[Any]) -> Iterator[Any]:
     for (path, old), new in zip(leaves, others, strict=True):
         if is_masked(old):
             yield old
-        elif not jax.tree_util.all_leaves([new]) or jnp.shape(new) != jnp.shape(old):
+        elif not _is_array(new) or jnp.shape(new) != jnp.shape(old):
             raise ValueError(
                 f"value must have shape {jnp.shape(old)} at '{path_name(path)}' for the slot "
                 f"{name!r}, got {getattr(new, 'shape', new)}"
             )
         else:
-            yield jnp.asarray(new, jnp.result_type(old))
+            new, dtype = jnp.asarray(new), jnp.result_type(old)
+            is_real = any(jnp.issubdtype(new.dtype, kind) for kind in (jnp.floating, jnp.integer))
+            if not is_real and new.dtype != dtype:
+                raise ValueError(
+                    f"value must have dtype {dtype} at '{path_name(path)}' for the slot {name!r}, "
+                    f"got {new.dtype}"
+                )
+            is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+            yield saturating_cast(new, dtype) if is_inexact else new.astype(dtype)

@@ -16,7 +16,7 @@ from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
-from ..core.meshes import placed_as
+from ..core.meshes import mesh_of, placed, placed_as, spec_of
 from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer
 from ..core.paths import map_with_path, path_name, value_by_name
@@ -231,6 +231,8 @@ def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
     ids = jnp.pad(ids.astype(a.indices.dtype), (0, free), constant_values=outside)
     values = jnp.pad(values.astype(a.values.dtype), [(0, free), *[(0, 0)] * (values.ndim - 1)])
     before = jnp.where(position == 0, outside, a.indices)
+    as_in = lambda old, new: placed(new, mesh_of(old), spec_of(old))
+    ids, values = as_in(before, ids), as_in(a.values, values)
     return RowsOfCycle(
         lax.dynamic_update_slice_in_dim(before, ids, position * size, 0),
         lax.dynamic_update_slice_in_dim(a.values, values, position * size, 0),

@@ -162,3 +162,22 @@ def test_a_state_that_would_share_rows_is_refused(change):
     seen = state["seen"][: len(change.get("ids", state["ids"]))]
     with pytest.raises(ValueError, match="state is not consistent"):
         optzoo.growing.Vocabulary.from_state_dict({**state, "seen": seen, **change})
+
+
+def test_empty_and_full():
+    """No id, one, as many as there are rows for, and one more; and when all have become old."""
+    vocabulary = Vocabulary(3, evict_after=2)  # row 0 is for ids without a row
+    none = vocabulary.observe([])
+    assert [len(a) for a in none[:3]] == [0, 0, 0] and none.waiting == 0
+    assert len(vocabulary) == 0 and vocabulary.look_up([1, 2]).tolist() == [0, 0]
+    assert vocabulary.observe([7]).rows.tolist() == [1]
+    assert vocabulary.observe([8, 7]).rows.tolist() == [2, 1]
+    full = vocabulary.observe([9, 9])
+    assert full.rows.tolist() == [0, 0] and full.reset.size == 0 and full.waiting == 1
+    later = vocabulary.observe([9])
+    assert later.rows.tolist() == [1] and later.evicted == [7] and len(vocabulary) == 2
+    again = Vocabulary.from_state_dict(vocabulary.state_dict())
+    assert again.look_up([9, 8, 7]).tolist() == vocabulary.look_up([9, 8, 7]).tolist() == [1, 2, 0]
+    vocabulary.observe([])
+    vocabulary.observe([])
+    assert vocabulary.observe([1, 2, 3]).evicted == [8, 9] and len(vocabulary) == 2

@@ -353,14 +353,19 @@ def through_orbax(state, target, folder):
 
 
 @pytest.mark.parametrize("through", [through_pickle, through_flax, through_orbax])
-def test_a_checkpoint_keeps_the_law_and_refuses_another(through, tmp_path):
+def test_a_checkpoint_keeps_the_law(through, tmp_path):
     p, state, _ = train(ASLEEP, 3)
     restored = through(state, ASLEEP.init(p), tmp_path)
     chex.assert_trees_all_equal_structs(restored, state)
     chex.assert_trees_all_equal(optzoo.rows.catch_up(p, restored), optzoo.rows.catch_up(p, state))
+
+
+@pytest.mark.parametrize("through", [through_pickle, through_flax])
+def test_another_law_in_a_checkpoint_is_refused(through, tmp_path):
+    p, state, _ = train(ASLEEP, 3)
     other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask=TABLES)
-    with pytest.raises(ValueError, match=r"another window|[Ss]hape"):
-        restored = through(state, other.init(p), tmp_path / "again")
+    with pytest.raises(ValueError, match="another window"):
+        restored = through(state, other.init(p), tmp_path)
         optzoo.minimize(loss, other)(p, restored, batches(1)[0])
 
 

@@ -25,6 +25,7 @@ from optzoo.state.eight_bits import (
     is_coded,
     shape_of,
     stored,
+    takes_codes,
 )
 from optzoo.state.types import LeafwiseState, holds, nodes_of
 from optzoo.testing import samples
@@ -152,6 +153,88 @@ def test_random_bits_do_not_pass_the_greatest_code(kind):
     np.testing.assert_array_equal(abs(greatest), 255 if kind is RootCodes else 127)
 
 
+def test_the_least_width():
+    """Of the last axis, of two axes or more."""
+    shapes = [(4, 0), (4, 1), (4, 7), (4, 8), (4, 9), (2, 2, 7), (2, 2, 8), (8,), (9,)]
+    found = [takes_codes(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
+    assert found == [len(shape) > 1 and shape[-1] >= 8 for shape in shapes]
+
+
+# The ends of the range of scales: 2**-46 and below, and the greatest.
+
+LEAST, GREATEST = 2.0**-47, 2.0**17 - 2.0**7  # of scales; that of LEAST itself is 0
+
+
+def test_scales_around_the_ends():
+    """Next to each end, at it, and beyond it: the nearest scale that there is, or 0."""
+    least = LEAST * (1 + 2.0**-10)
+    small = [0, 2.0**-126, 1e-30, LEAST / 4, LEAST / 2, 0.999 * LEAST, LEAST]
+    small += [LEAST * (1 + 2.0**-12), LEAST * (1 + 2.0**-11) * 1.0001, least]
+    middle = [2 * LEAST * (1 - 2.0**-12), 2 * LEAST, 3 * LEAST, 1, GREATEST * (1 - 2.0**-11)]
+    x = np.float32([*small, *middle, GREATEST, GREATEST * 1.01, 2.0**17, 2.0**18, 3e38, np.inf])
+    step = lambda a: 2.0 ** (np.floor(np.log2(np.maximum(a, 2.0**-140))) - 10)
+    wide = np.minimum(np.float64(x), GREATEST)
+    want = np.where(wide < LEAST * (1 + 2.0**-11), 0, np.round(wide / step(wide)) * step(wide))
+    for sign in (1, -1):
+        groups = np.tile(sign * x[:, None], (1, 8))
+        np.testing.assert_allclose(decode(encode(SignedCodes, groups))[:, 0], sign * want, 1e-6)
+    x = np.minimum(x, np.float32(2.0**18))  # its square is no infinity
+    roots = np.asarray(decode(encode(RootCodes, np.tile(x[:, None], (1, 8)) ** 2)))[:, 0]
+    normal = (x == 0) | (x > 2.0**-62)  # others have no square in float32
+    np.testing.assert_allclose(roots[normal], want[normal] ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_infinity_is_the_greatest_number(kind):
+    """The codes of the group are those beside it."""
+    power = 1 if kind is SignedCodes else 2
+    x = GREATEST * np.random.default_rng(13).uniform(size=(500, 32))
+    x[:, 0] = GREATEST
+    beside = np.where(np.arange(32) == 0, np.inf, x**power).astype(np.float32)
+    chex.assert_trees_all_equal(encode(kind, beside), encode(kind, np.float32(x**power)))
+
+
+LONG = 800
+
+
+def multiplied(kind, factor):
+    """The greatest element of a group after each of many multiplications, in codes each time."""
+    x = jnp.array([[1.0, -1.0 if kind is SignedCodes else 1.0] * 4])
+
+    @jax.jit
+    def run():
+        def body(codes, _):
+            codes = encoded(kind, decoded(codes) * np.float32(factor))
+            return codes, decoded(codes)[0]
+
+        return jax.lax.scan(body, encoded(kind, x), length=LONG)[1]
+
+    return np.asarray(run(), np.float64)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 0.95, 1.05, 1.25, 2.0])
+@pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
+def test_hundreds_of_steps_in_one_direction(kind, factor):
+    """To nothing, where it stays; or to the greatest number, where it stays."""
+    of_scale = 1 if kind is SignedCodes else 2
+    found = multiplied(kind, factor**of_scale)
+    t = np.arange(1, LONG + 1)
+    # The scale is rounded to 11 bits in each step.
+    low, high = (factor**t * (1 + e * 2.0**-11) ** t for e in (-1.001, 1.001))
+    scales = np.abs(found) ** (1 / of_scale)
+    assert (np.abs(scales - scales[:, :1]) <= 1e-6 * scales).all()  # of the whole group
+    scales = scales[:, 0]
+    is_within = (low > 2 * LEAST) & (high < GREATEST)
+    assert (scales[is_within] >= low[is_within] * (1 - 1e-6)).all()
+    assert (scales <= np.minimum(high, GREATEST) * (1 + 1e-6)).all()
+    is_over = (high < LEAST) | (low > GREATEST)
+    assert is_over.any() and not is_over.all()
+    end = 0 if factor < 1 else GREATEST
+    np.testing.assert_allclose(scales[is_over], end, rtol=1e-6)
+    sign = [1, -1] * 4 if kind is SignedCodes else [1] * 8
+    assert (found * sign >= 0).all()
+
+
 @pytest.mark.parametrize("kind", [SignedCodes, RootCodes])
 def test_scales_beside_codes(kind):
     """Matrices of 128 columns or less have them in their rows, and no other array has."""
@@ -264,6 +347,37 @@ def test_a_thousand_steps_by_the_formulas(name):
         np.testing.assert_allclose(
             afters[t], befores[t] + u - decay * befores[t], rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_zero_gradients_until_slots_are_nothing(name):
+    """After one gradient: a step moves no element more than in float32."""
+    tx, formula, _ = REPLAYS[name]
+    grads = np.zeros((600, 2, 8), np.float32)
+    grads[0] = [[1] * 8, [-1e-3] * 8]
+    got, _ = samples.run(slots_dtype(tx, "int8"), grads)
+    slots, want = dict.fromkeys(("m", "v", "momentum"), 0.0), []
+    for t, g in enumerate(np.float64(grads), 1):
+        update, slots = formula(g, slots, t)
+        want.append(update)
+    want = np.array(want)
+    assert np.isfinite(got).all() and (np.abs(got) <= 1.2 * np.abs(want)).all()
+    np.testing.assert_allclose(got[:50], want[:50], rtol=0.05)
+
+
+@pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
+def test_native_code_at_the_ends():
+    """The same codes where scales become 0, and where they are the greatest."""
+    tx = slots_dtype(optzoo.momentum(0.1, 0.5), "int8")
+    g = np.outer(np.float32([0, 3e-14, 1.5e-14, 7e-15, 7.2e-15, 1e5, 1.3e5, 3e38]), np.ones(160))
+    g, zeros = g.astype(np.float32), np.zeros_like(g, np.float32)
+    native, plain = optzoo.native_step(tx, required=True), jax.jit(samples.step_of(tx))
+    (x, state), (y, other) = ((jnp.zeros(g.shape), tx.init(zeros)) for _ in range(2))
+    for now in (g, g, zeros, zeros, zeros, zeros):
+        x, state = native(x, state, now)
+        y, other = plain(y, other, now)
+        chex.assert_trees_all_equal(state, other)
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 # Which slots

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.boxes import Boxes, map_parameters
-from ...core.meshes import zeros_of_rows
+from ...core.meshes import EVERYWHERE, mesh_of, placed, zeros_of_rows
 from ...core.numerics import is_trainable, upcast
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...state.averages import wide_zeros_like
@@ -145,9 +145,10 @@ def _accumulate_rows(
 
     # Enough, unless an earlier gradient listed more rows than this one; then the result is NaN.
     size = min(total.num_rows, most)
-    [indices] = jnp.nonzero(target == update, size=size, fill_value=total.num_rows)
+    is_new = placed(target == update, mesh_of(target), EVERYWHERE)
+    [indices] = jnp.nonzero(is_new, size=size, fill_value=total.num_rows)
     found = SparseRows(indices, indices, total.num_rows, coalesced=True)
-    fits = jnp.sum(target == update) <= size
+    fits = jnp.sum(is_new) <= size
     values = jnp.where(fits, _append(found.gather(after), found.gather(counts)), jnp.nan)
     return found.with_values(values).drop_padding(), after, target, counts
 

@@ -50,8 +50,8 @@ def decode(sent: Array, few: Few) -> Array:
     of_block = BLOCK * _bits(few) // 8
     blocks = sent.shape[1] // (of_block + 4)
     packed, scales = jnp.split(sent, [blocks * of_block], axis=1)
-    scales = lax.bitcast_convert_type(scales.reshape(-1, blocks, 1, 4), jnp.float32)
-    codes = _unpack(packed.reshape(-1, blocks, of_block), _bits(few)).astype(jnp.float32)
+    scales = lax.bitcast_convert_type(scales.reshape(len(sent), blocks, 1, 4), jnp.float32)
+    codes = _unpack(packed.reshape(len(sent), blocks, of_block), _bits(few)).astype(jnp.float32)
     zero = 1.5 if few == "int2" else _most(few)
     return (codes - zero) * scales
 

@@ -12,10 +12,11 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...core.checks import check_size
+from ...core.checks import check_size, check_transformation
 from ...core.jitted import check_integers
 from ...core.meshes import automatically, check_axes, shard_map, spec_of
 from ...state.averages import averages_of
+from ...state.fit import StateError
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
 from .collectives import AxisName
 
@@ -244,8 +245,16 @@ def resize_replicas(
         axis_name: the axis, or axes, of the mesh.
 
     Raises:
+        TypeError: if ``tx`` is no transformation.
+        StateError: if the state is of no replicas.
         ValueError: if the mesh has no such axis, or its size does not divide ``num_replicas``.
     """
+    check_transformation(tx=tx)
+    if not _nodes(state):
+        raise StateError(
+            "state is of no replicas: give that of optzoo.replicas.replicate, after any number of "
+            "updates"
+        )
     _check_replicas(num_replicas, mesh, axis_name)
     resize = functools.partial(_resize, tx, num_replicas)
     return _placed(resize, params, state, mesh, axis_name)

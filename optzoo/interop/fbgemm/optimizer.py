@@ -452,9 +452,16 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
         updates, state = tx.update(updates, state, params, **extra_args)
         if rounds_once:
             updates = map_rows(lambda u: u.rounded_once(), updates)
+        elif params is not None:
+            updates = jax.tree.map(_as_stored, updates, params, is_leaf=is_sparse_or_none)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _as_stored(u: Any, x: Any) -> Any:
+    """The rows of an update in the dtype of a 16-bit table: FBGEMM rounds them before the sum."""
+    return u.astype(x.dtype) if is_rows(u) and wide_dtype(x) != x.dtype else u
 
 
 def _merged(updates: Any, params: Any) -> Any:
