@@ -218,6 +218,7 @@ def test_a_message_with_one_part():
         np.testing.assert_allclose(steps, [0.1] * 6 + [0.01], rtol=1e-6)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", schedules.__all__)
 def test_wrong_values_of_each_argument(name):
     make, [arguments, *_] = getattr(schedules, name), [a for n, a in CASES.values() if n == name]

@@ -56,17 +56,18 @@ def main(argv=None) -> int:
     files = _files(args.paths or ["optzoo"])
     chosen = _drawn(files, args.number, args.seed, args.changed_since)
     made = [change for site in chosen if (change := mutant(ROOT, site)) is not None]
-    results = Results(HOME / "results.jsonl")
+    results, reasons = Results(HOME / "results.jsonl"), _reasons()
     waiting = [
         change
         for change in made
-        if (old := results.get(change)) is None or (args.again and old["level"] != QUICK)
+        if (old := results.get(change)) is None
+        or (args.again and old["level"] != QUICK and change.key not in reasons)
     ]
     if waiting:
         copies = [_copy(HOME / f"copy{i}") for i in range(args.workers)]
         record = Record.of(copies[0], HOME / "record", old=args.old_record, workers=args.workers)
         _test_all(waiting, record, copies, results, args.limit)
-    return _report(made, results)
+    return _report(made, results, reasons)
 
 
 class Results:
@@ -218,15 +219,14 @@ def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float)
     return (SURVIVED if passed or TIME_LIMIT in output else FOUND), output
 
 
-def _report(changes, results) -> int:
+def _report(changes, results, reasons) -> int:
     """Tables by folder and by kind. A mutant with which tests never end is found by their level."""
-    reasons = {entry["key"]: entry["reason"] for entry in _explained()}
     folders, kinds = (collections.defaultdict(collections.Counter) for _ in range(2))
     survivors = []
     for change in changes:
         result = results.get(change)
         how = result["level"] or result["outcome"]
-        if how == SURVIVED and change.key in reasons:
+        if how != QUICK and change.key in reasons:
             how = KNOWN
         elif how == SURVIVED:
             survivors.append(change)
@@ -262,8 +262,10 @@ def _show(change: Mutant, what: str) -> None:
     print(f"  - {change.before}\n  + {change.after}")
 
 
-def _explained() -> list[dict]:
-    return tomllib.loads(EXPLAINED.read_text()).get("mutant", [])
+def _reasons() -> dict[str, str]:
+    """By the keys of those that no user can observe."""
+    mutants = tomllib.loads(EXPLAINED.read_text()).get("mutant", [])
+    return {entry["key"]: entry["reason"] for entry in mutants}
 
 
 if __name__ == "__main__":
