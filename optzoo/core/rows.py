@@ -78,8 +78,6 @@ class SparseRows(metaclass=_HintInErrors):
         coalesced: whether every index but padding is known to occur once, and padding to have
             zero values. A hint for the transformations of a chain, not part of the tree: any
             tree operation drops it.
-        rounds_once: whether adding the rows to an array of fewer bits rounds the sum alone, not
-            also the rows before. It needs ``coalesced``, and is a hint as that is.
         shard: of a table that :func:`optzoo.sharded_minimize` has divided, what the shards have
             in common; None for all other rows.
         squares: the sum of the squares of all elements of the whole gradient of such a table,
@@ -94,7 +92,6 @@ class SparseRows(metaclass=_HintInErrors):
     values: Array
     num_rows: int
     coalesced: bool = False
-    rounds_once: bool = False
     shard: Shard | None = None
     squares: Array | None = None
 
@@ -147,10 +144,6 @@ class SparseRows(metaclass=_HintInErrors):
         """The same rows, with the sum of squares of the whole gradient."""
         return self._same(self.values, squares=squares)
 
-    def rounded_once(self) -> SparseRows:
-        """The same rows; added to an array of fewer bits, only their sum is rounded."""
-        return self._same(self.values, rounds_once=True)
-
     def _same(self, values: Any, **changed: Any) -> SparseRows:
         """The same rows but for what is given, without the hint of the sum."""
         fields: dict[str, Any] = {
@@ -182,7 +175,7 @@ class SparseRows(metaclass=_HintInErrors):
             return (other if self.shard is None else self).with_rows(indices, values)
         dense = jnp.asarray(other)
         is_wider = promote_types(self.dtype, dense.dtype) != dense.dtype
-        if has_16_bits(dense.dtype) and (self.rounds_once or is_wider or not self.coalesced):
+        if has_16_bits(dense.dtype) and (is_wider or not self.coalesced):
             # Repeated rows, one after the other, would be lost in the rounding of the sum; and rows
             # of more bits would be rounded twice.
             wide = self.astype(promote_types(self.dtype, jnp.float32)).coalesce()
@@ -308,7 +301,6 @@ def _make(
     values: Any,
     num_rows: int,
     coalesced: bool = False,
-    rounds_once: bool = False,
     shard: Shard | None = None,
     squares: Any = None,
 ) -> SparseRows:
@@ -320,7 +312,6 @@ def _make(
         values=values,
         num_rows=num_rows,
         coalesced=coalesced,
-        rounds_once=rounds_once,
         shard=shard,
         squares=squares,
     )

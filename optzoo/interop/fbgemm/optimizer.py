@@ -450,9 +450,7 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
         if not rounds_once:  # each row is rounded once for all of its gradients
             updates = _merged(updates, params)
         updates, state = tx.update(updates, state, params, **extra_args)
-        if rounds_once:
-            updates = map_rows(lambda u: u.rounded_once(), updates)
-        elif params is not None:
+        if not rounds_once and params is not None:
             updates = jax.tree.map(_as_stored, updates, params, is_leaf=is_sparse_or_none)
         return updates, state
 
