@@ -1,4 +1,4 @@
-"""Options of rules of one's own, of the catalogue, and of what checks optimizers."""
+"""Options of rules that a user writes, of the catalogue, and of what checks optimizers."""
 
 import functools
 from typing import Any, NamedTuple

@@ -5,12 +5,10 @@ import pickle
 import re
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import optzoo
@@ -20,6 +18,8 @@ from optzoo.core.optimizer import Optimizer
 from optzoo.sleeping import tables
 from optzoo.state.fit import StateError
 from optzoo.testing.samples import with_global_step
+
+from ..round_trips import through_flax, through_orbax
 
 ROWS, SCHEDULE = 40, optax.linear_schedule(0.1, 0.02, 200)
 TABLES = ("users", "items", "bias")
@@ -339,17 +339,6 @@ def test_no_row_sleeps_longer_than_the_horizon():
 
 def through_pickle(state, target, folder):
     return pickle.loads(pickle.dumps(state))
-
-
-def through_flax(state, target, folder):
-    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(state))
-
-
-def through_orbax(state, target, folder):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", target)
 
 
 @pytest.mark.parametrize("through", [through_pickle, through_flax, through_orbax])

@@ -3,17 +3,16 @@
 import functools
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 
 from ..growing.cases import same
+from ..round_trips import through_flax, through_orbax
 
 ROWS, STEPS = 8, 7
 LAZY = lambda: optzoo.lazy_adam(0.1)
@@ -135,18 +134,7 @@ def close(got, want):
     chex.assert_trees_all_close(*jax.device_get((got, want)), rtol=1e-4, atol=1e-6)
 
 
-def in_flax(tree, like, folder):
-    return flax.serialization.from_bytes(like, flax.serialization.to_bytes(tree))
-
-
-def in_orbax(tree, like, folder):
-    with ocp.StandardCheckpointer() as checkpoints:
-        checkpoints.save(folder / "saved", tree)
-        checkpoints.wait_until_finished()
-        return checkpoints.restore(folder / "saved", like)
-
-
-@pytest.mark.parametrize("save", [in_flax, in_orbax])
+@pytest.mark.parametrize("save", [through_flax, through_orbax])
 @pytest.mark.parametrize("name", CYCLES)
 def test_saved_and_restored(name, save, tmp_path):
     at, now = until_the_middle(name)

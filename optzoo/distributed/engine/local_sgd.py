@@ -12,7 +12,6 @@ from jax import Array, lax
 
 from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
-from ...core.meshes import mesh_of, placed, spec_of
 from ...core.numerics import is_trainable, next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import is_rows, is_sparse_or_none
@@ -297,9 +296,7 @@ def _of_all_rows(u: Any, x: Any) -> Any:
     """An update as an array; None of a parameter that cannot be trained."""
     if u is None and x is not None and is_trainable(x):
         return jnp.zeros_like(x)
-    if not is_rows(u):
-        return u
-    return placed(u.to_dense(), mesh_of(x), spec_of(x))
+    return u.to_dense(x) if is_rows(u) else u
 
 
 def _is_sound(params: Any, updates: Any, method: Any) -> Array:

@@ -451,23 +451,24 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
             updates = _merged(updates, params)
         updates, state = tx.update(updates, state, params, **extra_args)
         if not rounds_once and params is not None:
-            updates = jax.tree.map(_as_stored, updates, params, is_leaf=is_sparse_or_none)
+            # FBGEMM rounds rows before it adds them.
+            updates = _on_16_bits(lambda u, x: u.astype(x.dtype), updates, params)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _as_stored(u: Any, x: Any) -> Any:
-    """The rows of an update in the dtype of a 16-bit table: FBGEMM rounds them before the sum."""
-    return u.astype(x.dtype) if is_rows(u) and wide_dtype(x) != x.dtype else u
 
 
 def _merged(updates: Any, params: Any) -> Any:
     """The gradients with rows of 16-bit tables merged; of all, where no parameters are given."""
     if params is None:
         return map_rows(SparseRows.coalesce, updates)
-    merge = lambda g, x: g.coalesce() if is_rows(g) and wide_dtype(x) != x.dtype else g
-    return jax.tree.map(merge, updates, params, is_leaf=is_sparse_or_none)
+    return _on_16_bits(lambda g, x: g.coalesce(), updates, params)
+
+
+def _on_16_bits(f: Callable[[SparseRows, Any], SparseRows], updates: Any, params: Any) -> Any:
+    """``f`` of the rows of each table in 16 bits and the table."""
+    of_each = lambda u, x: f(u, x) if is_rows(u) and wide_dtype(x) != x.dtype else u
+    return jax.tree.map(of_each, updates, params, is_leaf=is_sparse_or_none)
 
 
 for _known in (*_KINDS, *_REFUSED):
