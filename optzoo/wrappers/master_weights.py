@@ -207,7 +207,7 @@ def _step(u: Any, x: Any, c: Any) -> tuple[Any, Any]:
     old = u.gather(x)
     new, few = _split(_joined(old, u.gather(c)) + u.values, c.dtype)
     moved = u.with_values(new.astype(jnp.float32) - old.astype(jnp.float32))
-    return moved.rounded_once(), u.scatter(c, few)
+    return moved, u.scatter(c, few)
 
 
 def _joined(x: Array, c: Array) -> Array:

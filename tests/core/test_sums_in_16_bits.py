@@ -39,7 +39,6 @@ LINES = (1000, 16)  # a table that is narrower than a line
 OF_ROWS = {
     "params + rows": lambda dtype: jnp.ones((ROWS, WIDTH), dtype) + one_row(dtype),
     "NumPy + rows": lambda dtype: np.ones((ROWS, WIDTH), dtype) + one_row(dtype),
-    "rounded once": lambda dtype: jnp.ones((ROWS, WIDTH), dtype) + one_row(dtype).rounded_once(),
     "rows of float32": lambda dtype: jnp.ones((ROWS, WIDTH), dtype) + one_row(jnp.float32),
     "rows + rows": lambda dtype: (
         jnp.ones((ROWS, WIDTH), dtype) + (one_row(dtype) + one_row(dtype) / 2 - one_row(dtype) / 2)
