@@ -521,6 +521,10 @@ def _fraction(decay_steps, staircase):
 
 def _checked_steps(least, name, boundaries, name_of_values, values):
     """Boundaries of at least this number and the values between them, as arrays."""
+    for argument, numbers in ((name, boundaries), (name_of_values, values)):
+        is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
+        if not is_list and not getattr(numbers, "shape", ()):
+            raise TypeError(f"{argument} must be a list of numbers, got {numbers!r}")
     bounds = [check_size(least, **{name: b}) for b in boundaries]
     if any(b >= c for b, c in itertools.pairwise(bounds)):
         raise ValueError(f"{name} must increase, got {list(boundaries)}")

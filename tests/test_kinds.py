@@ -66,7 +66,6 @@ CASES = [
     not in [
         ("eval_params", "a shape"),
         ("swap_averages", "a shape"),
-        ("resize_table", "a string"),  # JAX says it
     ]
 ]
 
@@ -136,6 +135,23 @@ def resized(init, dtype="float32"):
     return optzoo.growing.resize_table(x, ADAM.init(x), {"t": 5}, tx=ADAM, init=init)[0]["t"]
 
 
+def resized_state(slot):
+    first, *others = STATES[ADAM]
+    state = first._replace(slots=first.slots._replace(m={"t": slot})), *others
+    return optzoo.growing.resize_table(PARAMS, state, {"t": 5}, tx=ADAM)
+
+
+def made(**changed):
+    mesh = jax.make_mesh((1,), ("shard",))
+    sharding = optzoo.sharded.RowSharding(4, 1, multiple=1)
+    given = {"sharding": sharding, "mesh": mesh, "rows_of": lambda ids: jnp.ones((len(ids), 2))}
+    return optzoo.sharded.create_table(**{**given, **changed})
+
+
+def uniform(**changed):
+    return optzoo.sharded.uniform_rows(**{"key": KINDS["a key"], "width": 2, **changed})
+
+
 # Calls that are refused, and what the errors say.
 STATE = r"expected \(LeafwiseState with AdamSlots\(m, v\), EmptyState\), got "
 STATES_OF_STEPS = {"an array": np.ones(3), "a number": 3, "a dict": {"m": 1}}
@@ -168,18 +184,77 @@ REFUSED = {
     "complex weights": (lambda: pooled(weights=np.ones((1, 2), complex)), "got dtype complex"),
     "weights of another shape": (lambda: pooled(weights=np.ones((2, 1))), r"of the ids, \(1, 2\)"),
     "add, None": (lambda: optzoo.rows.add(ROWS, None), "other must have the structure of tree"),
-    "add, a string": (lambda: optzoo.rows.add(ROWS, "x"), "must have values, got 'x'"),
-    "add, strings": (lambda: optzoo.rows.add("x", "x"), "must have values, got 'x'"),
+    "add, a string": (lambda: optzoo.rows.add(ROWS, "x"), "must be one of numbers, got 'x'"),
+    "add, strings": (lambda: optzoo.rows.add("x", "x"), "must be one of numbers, got 'x'"),
     "add, keys": (lambda: optzoo.rows.add(KINDS["a key"], KINDS["a key"]), "random keys"),
     "add, names": (lambda: optzoo.rows.add({"a": ROWS}, {"b": ROWS}), "the structure of tree"),
     "add, another shape": (lambda: optzoo.rows.add(TABLE, TABLE[:1]), "shapes of tree"),
-    "norm, a string": (lambda: optzoo.rows.global_norm({"a": "x"}), "'a' must have values"),
-    "norm, a shape": (lambda: optzoo.rows.global_norm(KINDS["a shape"]), "must have values"),
+    "norm, a string": (lambda: optzoo.rows.global_norm({"a": "x"}), "'a' must be one of numbers"),
+    "norm, a shape": (
+        lambda: optzoo.rows.global_norm(KINDS["a shape"]),
+        "has no values, got .* jax.eval_shape",
+    ),
     "init, complex": (lambda: resized(lambda ids: np.ones((1, 2), complex)), "real numbers"),
     "init, keys": (
         lambda: resized(lambda ids: jax.random.split(KINDS["a key"], (1, 2))),
         "real numbers",
     ),
+    **{
+        f"catch_up, {k}": (lambda x=x: optzoo.rows.catch_up(x, STATES[ASLEEP]), message)
+        for k, (x, message) in {
+            "an array": (TABLE, "parameter '', .* got a dict"),
+            "other names": ({"u": TABLE}, "a tree of another structure"),
+            "None": (None, "a tree of another structure"),
+            "more": ({"t": TABLE, "u": TABLE}, "a tree of another structure"),
+            "fewer rows": ({"t": TABLE[:3]}, "parameter 't', .* got 4 rows"),
+            "fewer columns": ({"t": TABLE[:, :1]}, r"'t', .* got a slot of shape \(4, 2\)"),
+            "a string": ({"t": "x"}, "params must be a tree of arrays, got 'x' at 't'"),
+        }.items()
+    },
+    "catch_up, a string as state": (lambda: optzoo.rows.catch_up(PARAMS, "x"), "no rows sleep"),
+    **{
+        f"create_table, {name} of {value!r}": (
+            lambda name=name, value=value: made(**{name: value}),
+            f"{name} must be",
+        )
+        for name in ("sharding", "mesh", "rows_of")
+        for value in (None, "x", jax.sharding.PartitionSpec("shard"))
+    },
+    "rows_of, no rows": (lambda: made(rows_of=lambda ids: 1.0), "an array of 4 rows .* got ()"),
+    "rows_of, one row": (lambda: made(rows_of=lambda ids: TABLE[:1]), "an array of 4 rows"),
+    "rows_of, None": (lambda: made(rows_of=lambda ids: None), "an array of 4 rows .* got None"),
+    **{
+        f"uniform_rows, {name} of {value}": (
+            lambda name=name, value=value: uniform(**{name: value}),
+            f"{name} must be",
+        )
+        for name, values in {
+            "key": (None, 0, "x", np.ones(3), np.ones((2, 2), np.uint32), KINDS["keys"]),
+            "width": (None, 1.5, -1, True),
+            "scale": (None, "x", -1, np.nan, np.inf, 3e38, np.ones(2)),
+            "dtype": ("x", int, complex),
+        }.items()
+        for value in values
+    },
+    "uniform_rows, float16": (lambda: uniform(scale=4e4, dtype="float16"), "scale must be"),
+    "lines, a string": (lambda: optzoo.rows.to_lines("x"), "array of numbers, got 'x'"),
+    "lines, keys": (lambda: optzoo.rows.to_lines(KINDS["keys"]), "array of numbers, got"),
+    "lines, a shape": (lambda: optzoo.rows.to_lines(KINDS["a shape"]), "jax.eval_shape.* takes it"),
+    "resize, None in the state": (lambda: resized_state(None), "at '0/slots/m/t', got nothing"),
+    "resize, a string": (lambda: resized_state("x"), "state .* got 'x' at '0/slots/m/t'"),
+    "resize, None": (
+        lambda: optzoo.growing.resize_table({"t": None}, STATES[ADAM], {"t": 5}, tx=ADAM),
+        "'t', of type NoneType, has no rows",
+    ),
+    **{
+        f"{name}, {value!r}": (lambda f=f, value=value: f(value, [1.0]), "must be a list")
+        for name, f in {
+            "piecewise_constant": optzoo.schedules.piecewise_constant,
+            "values": lambda x, y: optzoo.schedules.piecewise_constant([1], x),
+            "manual_stepping": optzoo.schedules.manual_stepping,
+        }.items()
+        for value in (0.5, None, "x", np.array(1))
+    },
 }
 
 

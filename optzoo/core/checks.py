@@ -151,6 +151,17 @@ def check_flags(**arguments: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_floating(more: str = "", **arguments: Any) -> None:
+    """Raises ``TypeError`` unless each argument is a real dtype; ``more`` ends what it must be."""
+    for name, dtype in arguments.items():
+        try:
+            is_floating = jnp.issubdtype(dtype, jnp.floating)
+        except TypeError:  # no dtype at all
+            is_floating = False
+        if not is_floating:
+            raise TypeError(f"{name} must be a floating-point dtype{more}, got {dtype!r}")
+
+
 def check_function(what: str = "a function", **arguments: Any) -> None:
     """Raises ``TypeError`` unless each argument is a function, which ``what`` describes."""
     for name, value in arguments.items():

@@ -58,6 +58,15 @@ def check_gradients(
     return gs, xs, treedef
 
 
+def check_leaves(**trees: Any) -> None:
+    """Raises ``TypeError`` unless all leaves of the arguments are arrays, of any dtype."""
+    for name, tree in trees.items():
+        for path, x in leaves_with_path(tree):
+            if not is_array(x):
+                at = f" at '{path_name(path)}'" if path else ""
+                raise TypeError(f"{name} must be a tree of arrays, got {x!r}{at}")
+
+
 def check_arrays(tree: Any, *, abstract: bool = True) -> None:
     """Checks arrays: new parameters, tables, or gradients without parameters.
 
@@ -70,8 +79,12 @@ def check_arrays(tree: Any, *, abstract: bool = True) -> None:
             integers; or if it is unreduced, or reduced, along an axis of a mesh.
     """
     for path, x in leaves_with_path(tree):
-        if not is_array(x) or (not abstract and isinstance(x, jax.ShapeDtypeStruct)):
-            raise GradientTypeError(f"array '{path_name(path)}' must have values, got {x!r}")
+        if not is_array(x):
+            raise GradientTypeError(f"array '{path_name(path)}' must be one of numbers, got {x!r}")
+        if not abstract and isinstance(x, jax.ShapeDtypeStruct):
+            raise GradientTypeError(
+                f"array '{path_name(path)}' has no values, got {x!r}: jax.eval_shape takes shapes"
+            )
         dtype = None if is_protected(x) else getattr(x, "dtype", None)
         fix = _fix_special(dtype)
         if found := f"has dtype {_name(dtype)}: {fix}" if fix else _partial_sum(x):

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
+from .checks import is_array
 from .merge import add, elect, segment_sum
 from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
 
@@ -122,7 +123,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
         like: a tree with :class:`Lines` in the places of some of the arrays.
 
     Raises:
-        TypeError: if the table is no array, and ``like`` is not given.
+        TypeError: if the table is no array of numbers, and ``like`` is not given.
         ValueError: if the table is a scalar, or an array is not of the shape of its table.
     """
     if like is None:
@@ -131,6 +132,10 @@ def to_lines(table: Any, like: Any = None) -> Any:
                 f"table must be an array, got a {type(table).__name__}: for a tree give like=, the "
                 "same tree with some of its tables in lines"
             )
+        is_abstract = isinstance(table, jax.ShapeDtypeStruct)
+        if is_abstract or not is_array(table) or not _has_numbers(table):
+            fix = ": jax.eval_shape(optzoo.rows.to_lines, table) takes it" * is_abstract
+            raise TypeError(f"table must be an array of numbers, got {table!r}{fix}")
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
         if not math.prod(jnp.shape(table)):
@@ -140,6 +145,10 @@ def to_lines(table: Any, like: Any = None) -> Any:
             )
         return as_lines(jnp.asarray(table), jnp.shape(table))
     return jax.tree.map(_like, like, table, is_leaf=is_lines)
+
+
+def _has_numbers(x: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
 
 
 def from_lines(tree: Any) -> Any:

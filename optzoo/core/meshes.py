@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -40,8 +41,11 @@ def check_axes(mesh: Any, names: Any, fix: str) -> int:
         fix: what names the axis otherwise, for the error.
 
     Raises:
+        TypeError: if it is no mesh.
         ValueError: if the mesh has no such axis.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}: jax.make_mesh makes one")
     for name in jax.tree.leaves(names):
         if name not in mesh.shape:
             raise ValueError(
@@ -237,7 +241,7 @@ def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:
     return PartitionSpec(*of_ids, *map(free, of_row))
 
 
-NO_MESH = jax.sharding.AbstractMesh((), ())
+NO_MESH = AbstractMesh((), ())
 
 
 def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:

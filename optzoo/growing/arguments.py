@@ -38,12 +38,13 @@ def placed(x: Any) -> Sharding | None:
 
 def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` if a parameter in ``tables``, by its name, has no rows."""
-    shapes = map(jnp.shape, jax.tree.leaves(params, is_leaf=is_lines))
-    for name, shape in zip(names_of(params), shapes, strict=True):
-        if name in tables and not shape:
+    leaves = jax.tree.leaves(params, is_leaf=is_lines)
+    of_name = dict(zip(names_of(params), leaves, strict=True))
+    for name in tables:
+        if not getattr(x := of_name.get(name), "shape", ()):
             raise ValueError(
-                f"{argument}: parameter '{name}' is a number and has no rows: give patterns that "
-                "match tables alone"
+                f"{argument}: parameter '{name}', of type {type(x).__name__}, has no rows: give "
+                "patterns that match tables alone"
             )
 
 

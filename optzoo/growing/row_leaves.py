@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import Boxes, unboxed
+from ..core.gradients import check_leaves
 from ..core.lines import from_lines
 from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
 from ..sleeping.state import CaughtUpState
@@ -70,9 +71,11 @@ def row_axes(
         One entry for each array of ``without_ages(state)``.
 
     Raises:
+        TypeError: if something in them is no array.
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if an array depends on the number of rows, but not by its first axis alone.
     """
+    check_leaves(params=params, state=state)
     params, state = jax.eval_shape(lambda pair: from_lines(pair), (params, without_ages(state)))
     names, (xs, treedef) = names_of(params), jax.tree.flatten(params)
 
@@ -131,12 +134,16 @@ def _check(expected: Any, state: Any) -> None:
     """Raises ``StateError`` unless a state has the arrays that are expected."""
     if found := difference(expected, state):
         raise misfit(*found)
+    wanted, got = (
+        {path_name(path): f"shape {jnp.shape(a)}" for path, a in leaves_with_path(tree)}
+        for tree in (expected, state)
+    )
+    for name in sorted(wanted.keys() | got.keys()):
+        words = wanted.get(name, "nothing"), got.get(name, "nothing")
+        if words[0] != words[1]:
+            raise misfit(f"{words[0]} at '{name}'", words[1])
     if jax.tree.structure(expected) != jax.tree.structure(state):
         raise misfit(jax.tree.structure(expected), jax.tree.structure(state))
-    paths = leaves_with_path(expected)
-    for (path, a), b in zip(paths, jax.tree.leaves(state), strict=True):
-        if a.shape != jnp.shape(b):
-            raise misfit(f"shape {a.shape} at '{path_name(path)}'", jnp.shape(b))
 
 
 def forget_rows(state: Any, is_gone: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -189,20 +190,35 @@ class Vocabulary:
             state: from :meth:`state_dict`.
 
         Raises:
-            ValueError: if the dict lacks something, or is not consistent: an id with two rows, or
-                more ids than rows.
+            TypeError: if it is no dict, or has something else where integers are.
+            ValueError: if the dict lacks something, or is not consistent: an id with two rows, more
+                ids than rows, or lists of other lengths.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be from Vocabulary.state_dict(), got {state!r}")
         if missing := sorted(_KEYS.difference(state)):
             raise ValueError(f"state must be from Vocabulary.state_dict(), it lacks {missing}")
         self = cls(
             state["capacity"], admit_after=state["admit_after"], evict_after=state["evict_after"]
         )
         ids, waiting = (_flat(state[key])[0] for key in ("ids", "waiting_ids"))
-        self._step = state["step"]
+        counts = ("seen", "waiting_times", "waiting_seen")
+        [self._step] = _integers("step", [state["step"]])
+        seen, times, last = (_integers(key, state[key]) for key in counts)
+        if len(ids) != len(seen) or not len(waiting) == len(times) == len(last):
+            raise ValueError(
+                f"state is not consistent: 'seen' has {len(seen)} steps of {len(ids)} ids, and "
+                f"'waiting_times' and 'waiting_seen' have {len(times)} and {len(last)} numbers of "
+                f"{len(waiting)}. Take it as it was saved"
+            )
+        if min([self._step, *seen, *times, *last]) < 0 or max([0, *seen, *last]) > self._step:
+            raise ValueError(
+                f"state is not consistent: a number is negative, or a step is after {self._step}, "
+                "the last one. Take it as it was saved"
+            )
         self._id_of += ids
         self._row_of = {id_: row for row, id_ in enumerate(ids, 1)}
-        times = zip(state["waiting_times"], state["waiting_seen"], strict=True)
-        self._waiting = dict(zip(waiting, times, strict=True))
+        self._waiting = dict(zip(waiting, zip(times, last, strict=True), strict=True))
         distinct = len(self._row_of.keys() | self._waiting.keys())
         if len(ids) >= self._capacity or distinct != len(ids) + len(waiting):
             raise ValueError(
@@ -210,7 +226,7 @@ class Vocabulary:
                 f"which {distinct} are distinct, for a table of {self._capacity} rows. Take it as "
                 "it was saved"
             )
-        self._seen[1 : len(ids) + 1] = state["seen"]
+        self._seen[1 : len(ids) + 1] = seen
         return self
 
     def _rows(self, flat: list[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -249,6 +265,14 @@ class Vocabulary:
 
 
 _KEYS = frozenset(Vocabulary(2).state_dict())
+
+
+def _integers(key: str, values: Any) -> list[int]:
+    """The integers of an entry of a saved state."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise TypeError(f"state[{key!r}] must have integers alone, got {values!r}") from error
 
 
 def _flat(ids: Any) -> tuple[list[Any], tuple[int, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from ..core.checks import check_flags, check_size
+from ..core.checks import check, check_flags, check_floating, check_function, check_size, is_array
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from ..core.meshes import check_axes, shard_map
 from .row_sharding import RowSharding
@@ -50,18 +50,25 @@ def create_table(
             those of a line.
 
     Raises:
+        TypeError: if an argument is none of the above.
         ValueError: if the mesh does not have the axes of the sharding, of the size ``num_shards``,
-            or if lines do not divide a shard.
+            if ``rows_of`` gives another number of rows, or if lines do not divide a shard.
 
     Returns:
         An array; or :class:`optzoo.rows.Lines`.
     """
     check_mesh(mesh, sharding)
     check_flags(lines=lines)
+    check_function("a function of ids", rows_of=rows_of)
     size = sharding.rows_per_shard
     chunk = min(check_size(1, chunk=chunk), size)
     dtype = jnp.int64 if sharding.stored_rows >= 2**31 else jnp.int32
     like = jax.eval_shape(rows_of, jax.ShapeDtypeStruct((chunk,), dtype))
+    if not is_array(like) or like.shape[:1] != (chunk,):
+        raise ValueError(
+            f"rows_of must give an array of {chunk} rows for {chunk} ids, got "
+            f"{like.shape if is_array(like) else like!r}"
+        )
     per_line = rows_per_line(like.shape[1:]) if lines else 1
     if size % per_line:
         raise ValueError(
@@ -105,13 +112,32 @@ def uniform_rows(
     Args:
         key: of ``jax.random``.
         width: the length of a row.
-        scale: the bound.
-        dtype: of the rows.
+        scale: the bound, at least 0 and at most half of the greatest number of ``dtype``.
+        dtype: of the rows, a real one.
+
+    Raises:
+        TypeError: if an argument is none of these.
+        ValueError: if ``width`` or ``scale`` is out of its range, or if there are several keys.
     """
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key must be one of jax.random, got {key!r}: jax.random.key(seed)")
+    check_size(width=width)
+    check_floating(dtype=dtype)
+    most = float(jnp.finfo(jax.dtypes.canonicalize_dtype(dtype)).max) / 2
+    check(f"in [0, {most}]", lambda v: 0 <= v <= most, scale=scale)
     # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(key) if is_typed else None
     words = jax.random.key_data(key) if is_typed else key
+    try:
+        one = key if is_typed else jax.random.wrap_key_data(words)
+    except TypeError as error:
+        raise TypeError(
+            f"key must be one of jax.random, got an array of shape {key.shape} and dtype "
+            f"{key.dtype}: jax.random.key(seed)"
+        ) from error
+    if one.shape:
+        raise ValueError(f"key must be one key, got an array of keys of shape {one.shape}")
     words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)
 
     def rows_of(ids):
@@ -126,7 +152,9 @@ def uniform_rows(
 
 
 def check_mesh(mesh: Mesh, sharding: RowSharding) -> None:
-    """Raises ``ValueError`` unless the mesh has the axes of the sharding, of its size."""
+    """Raises an error unless the mesh has the axes of the sharding, of its size."""
+    if not isinstance(sharding, RowSharding):
+        raise TypeError(f"sharding must be an optzoo.sharded.RowSharding, got {sharding!r}")
     size = check_axes(mesh, sharding.axes, "RowSharding(..., axis_name=)")
     if size != sharding.num_shards:
         raise ValueError(

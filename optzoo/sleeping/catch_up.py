@@ -10,12 +10,13 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.gradients import check_leaves
 from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
 from ..state.resting import has_resting
 from ..state.types import MasterWeightsState, nodes_of
-from .tables import by_ids, map_tables, whole
+from .tables import by_ids, check_resting, map_tables, whole
 
 NOTHING_FOLLOWS = (
     "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
@@ -59,11 +60,14 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
         The parameters and the state.
 
     Raises:
-        TypeError: if ids are not integers.
+        TypeError: if ids are not integers, or a parameter is no array.
+        StateError: if the state is that of other parameters.
         ValueError: if no part of the state is of :func:`optzoo.caught_up`; with ``ids`` also if a
             pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
+    check_resting(state)
+    check_leaves(params=params)
     if ids is None:
         return _all_rows(params, state)
     check_no_guard(state)

@@ -1,6 +1,6 @@
 """Tables whose rows sleep: caught up by ids, or as a whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +9,13 @@ from jax import Array
 
 from ..core.boxes import Boxes
 from ..core.compat import vary, varying
+from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import upcast
-from ..core.paths import is_masked
+from ..core.paths import is_masked, leaves_with_path, path_name
+from ..state.fit import misfit
 from ..state.law import Form
-from ..state.packing import pack_like, unpack
+from ..state.packing import is_packed, pack_like, unpack
 from ..state.resting import has_resting
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..state.storage import rounded
@@ -241,12 +243,30 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
     """By the position of their parameters the tables; and the structure of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
     (form, clock), boxes = law_of(state), Boxes(params, none=False)
-    slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
+    try:
+        slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
+    except ValueError as error:
+        raise misfit("slots of these parameters", "those of a tree of another structure") from error
+    for (path, x), last, parts in zip(leaves_with_path(params), lasts, slots, strict=True):
+        if not is_masked(last):
+            _check_rows(path_name(path), jnp.shape(x), last, parts)
     return {
         i: Table(form, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
         if not is_masked(last)
     }, treedef
+
+
+def _check_rows(name: str, shape: tuple[int, ...], last: Any, parts: Iterable[Any]) -> None:
+    """Raises ``StateError`` unless the arrays of a table have a number or a row for each row."""
+    of, is_array = f"rows of parameter '{name}', which has shape {shape}", hasattr(last, "shape")
+    if not is_array or last.shape != shape[:1]:
+        raise misfit(of, f"{last.shape[0]} rows" if is_array else f"a {type(last).__name__}")
+    for part in parts:
+        two = doubled(shape) if is_packed(part) else shape
+        for a in jax.tree.leaves(part):
+            if jnp.shape(a) not in (shape[:1], shape, two):
+                raise misfit(of, f"a slot of shape {jnp.shape(a)}")
 
 
 def with_tables(
@@ -262,6 +282,14 @@ def with_tables(
     return treedef.unflatten(leaves), state._replace(inner=inner, last=last)
 
 
+def check_resting(state: Any) -> None:
+    """Raises ``ValueError`` if no part of a state is of :func:`optzoo.caught_up`."""
+    if not has_resting(state):
+        raise ValueError(
+            "no rows sleep in this state, which is not of optzoo.caught_up: all are as of now"
+        )
+
+
 def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -> tuple[Any, Any]:
     """Parameters and state with every table changed.
 
@@ -273,10 +301,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
     Raises:
         ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    if not has_resting(state):
-        raise ValueError(
-            "no rows sleep in this state, which is not of optzoo.caught_up: all are as of now"
-        )
+    check_resting(state)
 
     def of_node(node):
         nonlocal params

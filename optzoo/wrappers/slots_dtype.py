@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from ..core.boxes import map_parameters
-from ..core.checks import check_flags, check_size
+from ..core.checks import check_flags, check_floating, check_size
 from ..core.lines import in_lines
 from ..core.meshes import automatically
 from ..core.numerics import is_trainable, promote_types
@@ -194,8 +194,7 @@ def _storage(dtype: Any, stochastic: bool, packed: bool) -> _Store:
         if packed:
             raise ValueError("dtype must have 16, 32 or 64 bits with packed, got int8")
         return _in_8_bits
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating-point dtype or int8, got {dtype!r}")
+    check_floating(" or int8", dtype=dtype)
     if stochastic and jnp.dtype(dtype) not in DTYPES:
         raise ValueError(f"dtype must be int8, bfloat16 or float16 with stochastic, got {dtype!r}")
     if packed and jnp.dtype(dtype) not in PACKABLE:

@@ -181,3 +181,39 @@ def test_empty_and_full():
     vocabulary.observe([])
     vocabulary.observe([])
     assert vocabulary.observe([1, 2, 3]).evicted == [8, 9] and len(vocabulary) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"step": "x"}, TypeError),
+        ({"step": 1.5}, TypeError),
+        ({"step": -1}, ValueError),
+        ({"step": 0}, ValueError),  # before rows were seen
+        ({"seen": None}, TypeError),
+        ({"seen": "ab"}, TypeError),
+        ({"seen": [1]}, ValueError),  # it would be that of all rows
+        ({"seen": [1, 1, 1]}, ValueError),
+        ({"seen": [9, 9]}, ValueError),
+        ({"seen": [-1, 1]}, ValueError),
+        ({"waiting_ids": []}, ValueError),
+        ({"waiting_times": [1, 1]}, ValueError),
+        ({"waiting_times": ["x"]}, TypeError),
+        ({"waiting_seen": None}, TypeError),
+        ({"waiting_seen": [9]}, ValueError),
+    ],
+    ids=str,
+)
+def test_saved_numbers_of_another_kind(change, error):
+    vocabulary = Vocabulary(4, admit_after=2)
+    vocabulary.observe([7, 7, 8, 8, 9])
+    state = vocabulary.state_dict()
+    assert Vocabulary.from_state_dict(state).state_dict() == state
+    with pytest.raises(error, match=r"state is not consistent|state.* must have integers"):
+        Vocabulary.from_state_dict({**state, **change})
+
+
+@pytest.mark.parametrize("state", [None, 3, [], "x"])
+def test_what_is_no_saved_state(state):
+    with pytest.raises(TypeError, match="state must be from"):
+        Vocabulary.from_state_dict(state)
