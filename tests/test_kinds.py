@@ -152,6 +152,9 @@ def uniform(**changed):
     return optzoo.sharded.uniform_rows(**{"key": KINDS["a key"], "width": 2, **changed})
 
 
+OF_ROWS = {"indices": np.array([1]), "values": TABLE[:1], "num_rows": 4}
+
+
 # Calls that are refused, and what the errors say.
 STATE = r"expected \(LeafwiseState with AdamSlots\(m, v\), EmptyState\), got "
 STATES_OF_STEPS = {"an array": np.ones(3), "a number": 3, "a dict": {"m": 1}}
@@ -183,6 +186,18 @@ REFUSED = {
     "weights, None in a list": (lambda: pooled(weights=[[1.0, None]]), "weights must be real"),
     "complex weights": (lambda: pooled(weights=np.ones((1, 2), complex)), "got dtype complex"),
     "weights of another shape": (lambda: pooled(weights=np.ones((2, 1))), r"of the ids, \(1, 2\)"),
+    **{
+        f"rows, {name} of {value!r}": (
+            lambda name=name, value=value: SparseRows(**{**OF_ROWS, name: value}),
+            f"SparseRows.{name} must be",
+        )
+        for name, values in {
+            "indices": (None, "x", 1.0, [0.5], np.ones(1)),
+            "values": (None, "x", 1.0, [[1.0]]),
+            "num_rows": (None, 1.0, "x", -1, True),
+        }.items()
+        for value in values
+    },
     "add, None": (lambda: optzoo.rows.add(ROWS, None), "other must have the structure of tree"),
     "add, a string": (lambda: optzoo.rows.add(ROWS, "x"), "must be one of numbers, got 'x'"),
     "add, strings": (lambda: optzoo.rows.add("x", "x"), "must be one of numbers, got 'x'"),

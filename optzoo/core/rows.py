@@ -84,8 +84,9 @@ class SparseRows(metaclass=_HintInErrors):
             if it is known: a norm must count the rows of all devices, and of all rounds.
 
     Raises:
-        TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
-        ValueError: if ``indices`` and ``values`` differ in length.
+        TypeError: if the indices are not integers, if one of them and the values is an array and
+            the other is not, or if ``num_rows`` is not a Python int.
+        ValueError: if ``indices`` and ``values`` differ in length, or ``num_rows`` is negative.
     """
 
     indices: Array  # a property: see below
@@ -98,11 +99,19 @@ class SparseRows(metaclass=_HintInErrors):
     __array_ufunc__ = None  # lets `numpy_array + rows` reach __radd__
 
     def __post_init__(self):
-        if not isinstance(self.num_rows, int):
+        if not isinstance(self.num_rows, int) or isinstance(self.num_rows, bool):
             raise TypeError(
                 "SparseRows.num_rows must be a Python int (it is part of the type under jit), "
                 f"got {self.num_rows!r}"
             )
+        if self.num_rows < 0:
+            raise ValueError(f"SparseRows.num_rows must be at least 0, got {self.num_rows}")
+        # A tree of specifications or axes has no arrays, but then neither here nor there.
+        parts = {"indices": self.ids, "values": self.values}
+        others = {name: x for name, x in parts.items() if not hasattr(x, "dtype")}
+        if len(others) == 1:
+            [(name, x)] = others.items()
+            raise TypeError(f"SparseRows.{name} must be an array, got {x!r}")
         _check_lengths(self.ids, self.values)
 
     def __repr__(self) -> str:
@@ -111,7 +120,8 @@ class SparseRows(metaclass=_HintInErrors):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files of pickle hold plain integers, which every version of JAX can read.
-        return SparseRows, (self.indices, self.values, self.num_rows, self.coalesced)
+        fields = self.indices, self.values, self.num_rows, self.coalesced, self.shard, self.squares
+        return SparseRows, fields
 
     @property
     def ids(self) -> Any:

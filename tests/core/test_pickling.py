@@ -1,5 +1,6 @@
 """Transformations and steps in a pickle of cloudpickle, by which other processes get them."""
 
+import copy
 import functools
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from flax import nnx
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.core.rows import Shard
 from optzoo.testing import samples
 from optzoo.testing.samples import params, plain, row_grads
 
@@ -119,3 +121,13 @@ def test_states():
     got = pickle.loads(pickle.dumps((updates, state)))
     chex.assert_trees_all_equal(plain(got), plain((updates, state)))
     assert isinstance(got[0]["table"], SparseRows)
+
+
+@pytest.mark.parametrize("copied", [copied, copy.deepcopy])
+def test_rows_of_a_shard(copied):
+    """With what the shards have in common, by which norms are those of the whole gradient."""
+    shard = Shard(("shard",), 10, False)
+    rows = SparseRows(np.array([1, 2]), np.ones((2, 2)), 6, True, shard, np.float32(3))
+    got = copied(rows)
+    assert (got.shard, got.squares, got.coalesced, got.size) == (shard, 3, True, 20)
+    np.testing.assert_array_equal(got.indices, [1, 2])
