@@ -300,3 +300,22 @@ def test_new_rows_stay_finite(sign):
     want = sign * np.finfo(np.float16).max
     np.testing.assert_array_equal(resized(lambda ids: huge, "float16")[4], [want, want])
     assert np.isinf(resized(lambda ids: huge * np.inf, "float16")[4]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_a_saved_state_of_other_bits(dtype):
+    wide = lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+    saved = jax.tree.map(lambda a: wide(np.asarray(a)), STATES[ADAM])
+    assert optzoo.state.state_like(saved, STATES[ADAM])[0].slots.m["t"].dtype == dtype
+
+
+OTHER_NUMBERS = {"count": (complex, float, bool), "slots": (complex, int, bool)}
+
+
+@pytest.mark.parametrize(("part", "dtype"), [(p, d) for p, ds in OTHER_NUMBERS.items() for d in ds])
+def test_a_saved_state_of_other_numbers(part, dtype):
+    """Without an error its updates would be complex, or slots that integers round."""
+    first, *others = jax.tree.map(np.asarray, STATES[ADAM])
+    changed = jax.tree.map(lambda a: a.astype(dtype), getattr(first, part))
+    with pytest.raises(ValueError, match=rf"saved has .* at '0/{part}.*', where the state has"):
+        optzoo.state.state_like((first._replace(**{part: changed}), *others), STATES[ADAM])

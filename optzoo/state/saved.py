@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..core.boxes import content, is_box, refilled
 from ..core.paths import members_of, path_name
 from ..core.rows import is_rows
+from .fit import kind_of
 from .types import GROUP
 
 
@@ -41,8 +42,8 @@ def state_like(saved: Any, like: Any) -> Any:
         A tree like ``like`` with the arrays of ``saved``.
 
     Raises:
-        ValueError: if an array is missing, left over, of another shape, or if there are several
-            that may be meant.
+        ValueError: if an array is missing, left over, of another shape, or of numbers of another
+            kind (real, complex, integers), or if there are several that may be meant.
     """
     return _build(saved, like, ())
 
@@ -83,6 +84,12 @@ def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         raise ValueError(
             f"saved has an array of shape {jnp.shape(saved)} at '{path_name(path)}', where the "
             f"state has {jnp.shape(like)}"
+        )
+    (_, kind), (_, wanted) = kind_of(saved), kind_of(like)
+    if kind != wanted:
+        raise ValueError(
+            f"saved has {kind} at '{path_name(path)}', where the state has {wanted}: give the "
+            "arrays in the dtypes in which they were saved"
         )
     return saved
 
