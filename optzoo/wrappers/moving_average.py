@@ -66,7 +66,8 @@ def moving_average(
     Differences from the original:
         The average is always of the new parameters (``sequential_update=True``); without it the
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
-        because in 16 bits its changes would be rounded to zero.
+        because in 16 bits its changes would be rounded to zero; it is of the sums :math:`x_{t-1} +
+        u_t` before they are rounded to 16 bits, as rows that sleep have it, too.
     """
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
