@@ -91,8 +91,9 @@ def diloco(
     exchange now, whatever the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"``;
     see :func:`optzoo.replicas.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange``
     the only fragment to exchange); and ``weight`` (a number of at least 0 per replica: its weight
-    in the mean, such as its tokens or samples since the last exchange). Whether parameters count,
-    and their weight, is asked where an exchange starts.
+    in the mean, such as its tokens or samples since the last exchange; with 0 its parameters do
+    not count, NaN included). Whether parameters count, and their weight, is asked where an exchange
+    starts.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -224,7 +225,13 @@ def diloco(
         center = replicated.center
         sent = of_fragment(fragment, center, params)
         share = None if weight is None else jnp.where(arrived, weight, 0).astype(jnp.float32)
-        weighted = lambda x: x if share is None else x * share.astype(x.dtype)
+
+        def weighted(x):
+            if share is None:
+                return x
+            # Without weight a replica does not count, whatever its parameters are (NaN, too).
+            return jnp.where(share == 0, 0, x * share.astype(x.dtype))
+
         counts = arrived.astype(jnp.int32), share
         sums, lost = None, None
         if exchange_dtype is None:

@@ -159,9 +159,10 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])  # the gradients of those without weight
 @pytest.mark.parametrize("options", [{}, {"exchange_dtype": "bfloat16", "error_feedback": True}])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weights_of_diloco(weights, options):
+def test_weights_of_diloco(weights, options, bad):
     weight, want = np.array(WEIGHTS[weights]), (LOCAL, START)
     if weight.any():
         # Each part of the mean, and their sum, is rounded to what is sent.
@@ -169,7 +170,8 @@ def test_weights_of_diloco(weights, options):
         change = rounded(np.sum(rounded(weight / weight.sum() * (START - LOCAL))))
         want = (START - change, START - change)
     tx = made("diloco", **options)
-    state = check(tx, want, weight=np.float32(weight))
+    grads = GRADS if bad is None or not weight.any() else np.where(weight == 0, bad, GRADS)
+    state = check(tx, want, grads=grads, weight=np.float32(weight))
     assert state.replicated.global_step.max() == weight.any()
 
 
