@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -164,10 +163,6 @@ REFUSED = {
         f"native_step, {k}": (lambda s=s: native_step(optzoo.adam(0.1), s), STATE)
         for k, s in STATES_OF_STEPS.items()
     },
-    "native_step, optax": (
-        lambda: native_step(optax.adam(0.1), np.ones(3)),
-        r"expected \(ScaleByAdamState, EmptyState\), got an array",
-    ),
     "no gradients": (
         lambda: optzoo.native_step(ADAM)(PARAMS, STATES[ADAM], None),
         "gradient of None, but is",
