@@ -254,7 +254,7 @@ REFUSED = {
     "resize, a string": (lambda: resized_state("x"), "state .* got 'x' at '0/slots/m/t'"),
     "resize, None": (
         lambda: optzoo.growing.resize_table({"t": None}, STATES[ADAM], {"t": 5}, tx=ADAM),
-        "'t', of type NoneType, has no rows",
+        "'t' is None and has no rows",
     ),
     **{
         f"{name}, {value!r}": (lambda f=f, value=value: f(value, [1.0]), "must be a list")

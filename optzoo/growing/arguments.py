@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Sharding
 
-from ..core.checks import check_function
+from ..core.checks import check_function, is_array
 from ..core.initial_values import InitialValueWarning
 from ..core.lines import from_lines, is_lines
 from ..core.numerics import promote_types, saturating_cast
@@ -42,9 +42,10 @@ def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
     of_name = dict(zip(names_of(params), leaves, strict=True))
     for name in tables:
         if not getattr(x := of_name.get(name), "shape", ()):
+            kind = "a number" if is_array(x) else "None" if x is None else f"a {type(x).__name__}"
             raise ValueError(
-                f"{argument}: parameter '{name}', of type {type(x).__name__}, has no rows: give "
-                "patterns that match tables alone"
+                f"{argument}: parameter '{name}' is {kind} and has no rows: give patterns that "
+                "match tables alone"
             )
 
 
