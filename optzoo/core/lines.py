@@ -30,7 +30,8 @@ class Lines:
     lanes. Lines hold several rows side by side, so that little memory is left over: row ``i`` is
     part ``i % k`` of line ``i // k``.
 
-    It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it.
+    It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it,
+    which ``Lines`` marks as rows of lines.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -47,6 +48,11 @@ class Lines:
 
     value: Any
     shape: tuple[int, ...]
+
+    def __post_init__(self):
+        # Rows say of themselves that they are of lines: no array is taken for lines by its shape.
+        if hasattr(self.value, "of_lines"):
+            object.__setattr__(self, "value", self.value.of_lines())
 
     @property
     def dtype(self) -> Any:
@@ -192,9 +198,9 @@ def in_lines(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A rule ``rule(g, x, slots, ...) -> (update, slots)`` for a table of which all rows change.
+    """A rule ``rule(g, x, slots, ...) -> (update, slots)`` for a table in lines, of this shape.
 
-    If the table is in lines, the rule gets plain arrays, and what it returns is in lines again.
+    The rule gets plain arrays, and what it returns is in lines again.
     """
 
     def on_arrays(g, x, slots, *args, **kwargs):
