@@ -17,6 +17,20 @@ TESTED = {
     "distributed/engine/few_bits.py:BLOCK": (
         "distributed/test_degenerate.py::test_sizes_of_what_is_sent"
     ),
+    "native/division.py:MOST_LEAVES": "native/test_bounds.py::test_numbers_of_arrays",
+    "native/leaf_kernel.py:_SHORT _KEPT": "native/test_bounds.py::test_lengths_of_groups",
+    "native/loops.py:_MASKED": "native/test_bounds.py::test_widths_of_loops_with_a_mask",
+    "native/merging.py:AHEAD": "native/test_bounds.py::test_numbers_of_rows",
+    "native/merging.py:_LINE _MOST_LINES": (
+        "native/test_bounds.py::test_widths_of_rows_that_are_fetched_ahead"
+    ),
+    "native/merging.py:_SAMPLED": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/norms.py:_FEWEST": "native/test_bounds.py::test_sizes_of_arrays_with_a_norm",
+    "native/rows_kernel.py:_BLOCK _NBYTES": "native/test_bounds.py::test_numbers_of_rows",
+    "native/rows_kernel.py:_CHUNKS": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/scratch.py:CHUNK _PART": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/scratch.py:_MOST_PARTS": "native/test_bounds.py::test_the_greatest_number_of_parts",
+    "native/sum_kernel.py:_TASK": "native/test_bounds.py::test_sizes_of_arrays_with_a_norm",
     "native/leaf_kernel.py:_BLOCK _MANY": (
         "native/test_pool.py::test_results_are_the_same_bits_on_all_pools"
     ),
@@ -43,14 +57,6 @@ TESTED = {
 UNTESTED = {
     "compiled/report.py": "_SMALL",
     "interop/fbgemm/optimizer.py": "_NEVER",
-    "native/division.py": "MOST_LEAVES",
-    "native/leaf_kernel.py": "_SHORT _KEPT",
-    "native/loops.py": "_MASKED",
-    "native/merging.py": "_SAMPLED AHEAD _LINE _MOST_LINES",
-    "native/norms.py": "_FEWEST",
-    "native/rows_kernel.py": "_BLOCK _NBYTES _CHUNKS",
-    "native/scratch.py": "CHUNK _PART _MOST_PARTS",
-    "native/sum_kernel.py": "_TASK",
     "native/tpu_kernel.py": "_MOST_BYTES",
     "native/tpu_leaf_kernel.py": "_FAST_MEMORY",
     "second_order/bases.py": "EQUAL ONE_BY_ONE",
