@@ -432,6 +432,17 @@ def test_what_may_sleep():
     assert [a.shape for a in jax.tree.leaves(state.last)] == [(5000,)]
 
 
+@pytest.mark.parametrize("rows", [4095, 4096, 4097])
+def test_tables_that_sleep_without_a_mask(rows):
+    """A gradient of rows moves no other row of a table that sleeps, and all of a smaller one."""
+    tx, x = optzoo.caught_up(optzoo.adam(0.1)), {"x": jnp.ones((rows, 1)), "y": jnp.ones((5000, 1))}
+    of = lambda i: {k: SparseRows(jnp.array([i]), jnp.ones((1, 1)), len(a)) for k, a in x.items()}
+    _, state = tx.update(of(0), tx.init(x), x)
+    updates, _ = tx.update(of(1), state, x)
+    assert isinstance(updates["y"], SparseRows)
+    assert isinstance(updates["x"], SparseRows) == (rows >= 4096)
+
+
 def test_inside_of_other_transformations():
     """The rows are woken in a pass of their own, and the gradients transformed before.
 
