@@ -47,7 +47,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> placed = optzoo.state_sharding(tx, params)
         >>> state = jax.jit(tx.init, out_shardings=placed)({"w": jnp.ones((16, 4))})
         >>> tuple(state[0].slots.momentum["w"].sharding.spec)
-        ('d',)
+        ('d', None)
 
     Args:
         tx: any optax transformation whose ``init`` maps over the parameters, as
