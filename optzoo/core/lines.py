@@ -260,6 +260,11 @@ def _joined(x: Any, shape: tuple[int, ...]) -> Any:
     if len(shape) > 1 and jnp.shape(x) == doubled(shape):
         return _each(lambda half: _joined(half, shape), x, 2)
     if jnp.shape(x) != shape:
+        if are_lines(x, shape):
+            raise ValueError(
+                f"an array of shape {of_x} belongs to a table of shape {shape} in lines, whose "
+                "lines have this shape, too: which it is cannot be known; leave the table an array"
+            )
         return x
     per_line = lanes // width
 

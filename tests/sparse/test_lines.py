@@ -1,5 +1,8 @@
 """Tables in lines: the same numbers as in an array of rows."""
 
+from contextlib import nullcontext
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +75,21 @@ def test_a_plain_array_is_never_lines(name, shape):
     g = optzoo.SparseRows(jnp.array([9]), row, shape[0])
     with pytest.raises(ValueError, match=str(shape[0])):
         take(jnp.zeros(shape_of_lines(shape)), g)
+
+
+class Factors(NamedTuple):
+    factors: optzoo.rules.Signed
+
+
+def test_a_slot_that_could_be_lines_is_refused():
+    """Of a table of 1000 rows of 16 it would be read as lines."""
+    rule = lambda g, x, s, t: (-g, s)
+    for shape, refused in (((125, 128), True), ((125, 256), True), ((124, 128), False)):
+        slots = Factors(lambda x, shape=shape: jnp.zeros(shape))
+        tx = optzoo.rules.leafwise(rule, slots=slots)
+        assert tx.init(jnp.zeros((1000, 16))).slots.factors.shape == shape
+        with pytest.raises(ValueError, match="cannot be known") if refused else nullcontext():
+            tx.init(optzoo.rows.to_lines(jnp.zeros((1000, 16))))
 
 
 def test_a_state_for_a_plain_array_is_not_one_for_lines():
