@@ -10,6 +10,7 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 
 # Where each is tested: before it, at it and beyond it.
 TESTED = {
+    "compiled/report.py:_SMALL": "compiled/test_report.py::test_the_smallest_table",
     "core/lines.py:_LANES _WASTE": "sparse/test_lines.py::test_shapes",
     "distributed/engine/collectives.py:BUCKET_BYTES BUCKET_LEAVES": (
         "distributed/test_degenerate.py::test_buckets"
@@ -61,7 +62,6 @@ TESTED = {
 }
 # No test is at the ends of these. Most decide how fast something is, and not what it gives.
 UNTESTED = {
-    "compiled/report.py": "_SMALL",
     "interop/fbgemm/optimizer.py": "_NEVER",
     "native/tpu_kernel.py": "_MOST_BYTES",
     "native/tpu_leaf_kernel.py": "_FAST_MEMORY",
