@@ -262,7 +262,7 @@ class SparseRows(metaclass=_HintInErrors):
         return scatter_rows(dense, self.indices, rows.astype(dense.dtype))
 
     def _check_rows_of(self, dense: Any) -> None:
-        if jnp.shape(dense)[:1] != (self.num_rows,):
+        if jnp.shape(dense)[:1] < (self.num_rows,):
             raise ValueError(
                 f"rows of an array of shape {self.shape} do not fit {jnp.shape(dense)}"
             )
