@@ -320,6 +320,20 @@ def test_a_state_put_together_by_hand_gives_nan():
     assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
+def test_each_table_is_caught_up_at_its_own_ids():
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=True)
+    x = {"a": np.ones((5, 2), np.float32), "b": np.ones((3, 1), np.float32)}
+    none = {n: SparseRows(jnp.zeros(0, int), a[:0], len(a)) for n, a in x.items()}
+
+    @jax.jit
+    def run(x):
+        state = tx.update(none, tx.init(x), x)[1]
+        return optzoo.rows.catch_up(x, state, {"a": jnp.array([3, 1]), "b": jnp.array([2])})[1]
+
+    last = run(x).last
+    assert last["a"].tolist() == [0, 1, 0, 1, 0] and last["b"].tolist() == [0, 0, 1]
+
+
 def test_no_row_sleeps_longer_than_the_horizon():
     tx = optzoo.caught_up(optzoo.adam(0.01), mask=True, horizon=1)
     x = jnp.ones((700, 1))
