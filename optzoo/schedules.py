@@ -521,6 +521,9 @@ def _fraction(decay_steps, staircase):
 
 def _checked_steps(least, name, boundaries, name_of_values, values):
     """Boundaries of at least this number and the values between them, as arrays."""
+    for argument, given in ((name, boundaries), (name_of_values, values)):
+        if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
+            raise TypeError(f"{argument} must be a list of numbers, got {given!r}")
     bounds = [check_size(least, **{name: b}) for b in boundaries]
     if any(b >= c for b, c in itertools.pairwise(bounds)):
         raise ValueError(f"{name} must increase, got {list(boundaries)}")

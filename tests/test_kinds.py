@@ -1,5 +1,7 @@
 """Arguments of another kind where an array is expected: as defined, or refused in words."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.core.rows import Shard
 
 from .mismatches import outcome
 
@@ -52,6 +55,14 @@ OTHERS = {
     "resize_replicas": lambda x: optzoo.replicas.resize_replicas(AVERAGED, PARAMS, x, 2),
     "resize_replicas, tx": lambda x: optzoo.replicas.resize_replicas(x, PARAMS, STATES[ADAM], 2),
     "resize_table": lambda x: optzoo.growing.resize_table(PARAMS, x, {"t": 5}, tx=ADAM),
+    "native_step": lambda x: optzoo.native_step(ADAM)(PARAMS, x, PARAMS),
+    "minimize": lambda x: optzoo.minimize(lambda p: jnp.sum(p["t"]), ADAM)(PARAMS, x),
+    "catch_up, params": lambda x: optzoo.rows.catch_up({"t": x}, STATES[ASLEEP]),
+    "rows.add": lambda x: optzoo.rows.add(PARAMS, x),
+    "uniform_rows": lambda x: optzoo.sharded.uniform_rows(x, 2) and None,
+    "uniform_rows, width": lambda x: optzoo.sharded.uniform_rows(jax.random.key(0), x),
+    "piecewise_constant": lambda x: optzoo.schedules.piecewise_constant(x, [1.0, 2.0]),
+    "weights": lambda x: optzoo.lookup_sparse(TABLE, np.zeros((1, 3), int), weights=x),
 }
 
 
@@ -64,7 +75,12 @@ CASES = [
     not in [
         ("eval_params", "a shape"),
         ("swap_averages", "a shape"),
-        ("resize_table", "a string"),  # JAX says it
+        # JAX says what it is.
+        *((name, "a string") for name in ("native_step", "minimize")),
+        ("catch_up, params", "no columns"),
+        # It is what is expected.
+        ("uniform_rows", "a key"),
+        ("weights", "None"),
     ]
 ]
 
@@ -109,3 +125,67 @@ def test_rows_are_no_slots():
     saved["0"]["slots"] = {"m": {"t": rows}, "v": PARAMS}
     with pytest.raises(ValueError, match="saved has no array at '0/slots/m/t'"):
         optzoo.state.state_like(saved, STATES[ADAM])
+
+
+REFUSED = {
+    "lookup_sparse, a scalar": (lambda: optzoo.lookup_sparse(jnp.float32(1), [[0]]), "table"),
+    "lookup_sparse, none": (lambda: optzoo.lookup_sparse(None, [[0]]), "table .* got None"),
+    "lookup_sparse, ragged": (
+        lambda: optzoo.lookup_sparse(TABLE, [[0]], weights=[[1], [1, 2]]),
+        "weights .* got a list",
+    ),
+    "catch_up, other rows": (
+        lambda: optzoo.rows.catch_up({"t": TABLE[:3]}, STATES[ASLEEP]),
+        "got that of 4 rows",
+    ),
+    "add, other shapes": (lambda: optzoo.rows.add(TABLE, TABLE[:1]), "other must have the shapes"),
+    "global_norm, a string": (lambda: optzoo.rows.global_norm("x"), "must have values"),
+    "to_lines, keys": (lambda: optzoo.rows.to_lines(KINDS["keys"]), "table must be an array of"),
+    "to_lines, a shape": (lambda: optzoo.rows.to_lines(KINDS["a shape"]), "table must be an array"),
+    "uniform_rows, scale": (
+        lambda: optzoo.sharded.uniform_rows(jax.random.key(0), 2, scale=-1.0),
+        "scale",
+    ),
+    "rows without indices": (lambda: SparseRows(None, TABLE, 4), "indices must be an array"),
+    "rows without values": (lambda: SparseRows(np.zeros(1, int), None, 4), "values must be an arr"),
+    "a gradient that is a string": (lambda: ADAM.update({"t": "x"}, STATES[ADAM], PARAMS), "'t'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_missing_gradient_in_a_native_step_moves_nothing():
+    params = {"t": jnp.ones(3), "u": jnp.ones(2)}
+    new, _ = optzoo.native_step(ADAM)(params, ADAM.init(params), {"t": jnp.ones(3), "u": None})
+    np.testing.assert_array_equal(new["u"], 1)
+    assert (new["t"] < 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_of_a_grown_table_stay_finite(dtype):
+    """What is too large for the dtype of the table is its greatest number."""
+    table = {"t": jnp.ones((4, 2), dtype)}
+    init = lambda ids: jnp.full((len(ids), 2), jnp.finfo("float32").max)
+    grown, _ = optzoo.growing.resize_table(table, ADAM.init(table), {"t": 5}, tx=ADAM, init=init)
+    np.testing.assert_array_equal(grown["t"][4], jnp.finfo(dtype).max)
+    with pytest.raises(TypeError, match="real numbers for parameter 't'"):
+        init = lambda ids: jnp.ones((len(ids), 2), "complex64")
+        optzoo.growing.resize_table(table, ADAM.init(table), {"t": 5}, tx=ADAM, init=init)
+
+
+def test_rows_in_a_pickle():
+    """Nothing that is known of them is lost."""
+    rows = SparseRows(
+        np.array([1]), TABLE[:1], 4, shard=Shard(("d",), 8, True), squares=np.ones(())
+    )
+    rows = optzoo.rows.Lines(rows, (4, 2)).value
+    got = pickle.loads(pickle.dumps(rows))
+    assert jax.tree.structure(got) == jax.tree.structure(rows)
+    assert (got.shard, got.lines, got.coalesced) == (rows.shard, True, False)
+    for a, b in zip(jax.tree.leaves(got.values), jax.tree.leaves(rows.values), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -167,6 +167,11 @@ def check_transformation(**arguments: Any) -> None:
             raise TypeError(f"{must}, got {value!r}")
 
 
+def is_array(x: Any) -> bool:
+    """Whether it is an array, perhaps an abstract one, or a number."""
+    return (hasattr(x, "dtype") and hasattr(x, "shape")) or isinstance(x, int | float | complex)
+
+
 def check_params(params: Any) -> None:
     """Raises optax's ``ValueError`` if ``update`` needs the parameters and got none."""
     if params is None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .checks import is_array
 from .meshes import spec_of
 from .paths import leaves_with_path, path_name
 from .row_ids import is_protected
@@ -42,23 +43,35 @@ def check_gradients(
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
-    xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+    try:
+        xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise GradientShapeError(
+            "the gradients do not have the structure of the parameters: give a tree like them, "
+            "with None for a parameter without a gradient"
+        ) from error
     for i, (g, x) in enumerate(zip(gs, xs, strict=True)):
-        if g is not None and (found := _mistake(g, x, allow_complex)):
+        if found := _mistake(g, x, allow_complex):
             kind, text = found
             path, _ = leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
             raise kind(f"parameter '{path_name(path)}' {text}")
     return gs, xs, treedef
 
 
-def check_arrays(tree: Any) -> None:
+def check_arrays(tree: Any, *, abstract: bool = True) -> None:
     """Checks arrays: new parameters, tables, or gradients without parameters.
 
+    Args:
+        tree: of arrays, or one.
+        abstract: whether shapes without values pass.
+
     Raises:
-        GradientTypeError: if an array has random keys or is a gradient of integers; or if it is
-            unreduced, or reduced, along an axis of a mesh.
+        GradientTypeError: if a leaf is no array; if an array has random keys or is a gradient of
+            integers; or if it is unreduced, or reduced, along an axis of a mesh.
     """
     for path, x in leaves_with_path(tree):
+        if not is_array(x) or (not abstract and isinstance(x, jax.ShapeDtypeStruct)):
+            raise GradientTypeError(f"array '{path_name(path)}' must have values, got {x!r}")
         dtype = None if is_protected(x) else getattr(x, "dtype", None)
         fix = _fix_special(dtype)
         if found := f"has dtype {_name(dtype)}: {fix}" if fix else _partial_sum(x):
@@ -83,6 +96,15 @@ def _partial_sum(x: Any) -> str:
 
 def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
     """The type and the text of the error of a gradient and its parameter; None if all is right."""
+    if g is None:
+        if type(x) not in (dict, list, tuple):  # it may be a box
+            return None
+        return GradientShapeError, (
+            f"has a gradient of None, but is a {type(x).__name__}: give a tree like it, with None "
+            "for each parameter without a gradient"
+        )
+    if not is_array(g):
+        return GradientTypeError, f"has a gradient that is no array, got {g!r}"
     if x is not None and not jax.tree_util.all_leaves([x]):
         return GradientShapeError, (
             f"is in a {type(x).__name__} and its gradient is not: differentiate with respect to "

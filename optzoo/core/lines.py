@@ -137,6 +137,11 @@ def to_lines(table: Any, like: Any = None) -> Any:
                 f"table must be an array, got a {type(table).__name__}: for a tree give like=, the "
                 "same tree with some of its tables in lines"
             )
+        dtype = getattr(table, "dtype", None)
+        if isinstance(table, jax.ShapeDtypeStruct) or (
+            dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        ):
+            raise TypeError(f"table must be an array of numbers, got {table!r}")
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
         if not math.prod(jnp.shape(table)):

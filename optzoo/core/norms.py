@@ -68,7 +68,9 @@ def sums_of_squares(gradients: Iterable[Any]) -> list[Array]:
 
 def squares_of_device(g: Any) -> Array:
     """The sum of the squares of the elements that this device has; in float32 at least."""
-    return jnp.sum(jnp.square(upcast(g.values if is_rows(g) else jnp.asarray(g))))
+    x = upcast(g.values if is_rows(g) else jnp.asarray(g))
+    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return jnp.sum(sum(map(jnp.square, (x.real, x.imag))) if is_complex else jnp.square(x))
 
 
 def _is_known(g: Any) -> bool:

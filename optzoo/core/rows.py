@@ -86,7 +86,7 @@ class SparseRows(metaclass=_HintInErrors):
             if it is known: a norm must count the rows of all devices, and of all rounds.
 
     Raises:
-        TypeError: if the indices are not integers or ``num_rows`` is not a Python int.
+        TypeError: if the indices are not integers, the values None, or ``num_rows`` no Python int.
         ValueError: if ``indices`` and ``values`` differ in length.
     """
 
@@ -106,6 +106,9 @@ class SparseRows(metaclass=_HintInErrors):
                 "SparseRows.num_rows must be a Python int (it is part of the type under jit), "
                 f"got {self.num_rows!r}"
             )
+        for name, given in (("indices", self.ids), ("values", self.values)):
+            if given is None:
+                raise TypeError(f"SparseRows.{name} must be an array, got None")
         _check_lengths(self.ids, self.values)
 
     def __repr__(self) -> str:
@@ -114,7 +117,8 @@ class SparseRows(metaclass=_HintInErrors):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files of pickle hold plain integers, which every version of JAX can read.
-        return SparseRows, (self.indices, self.values, self.num_rows, self.coalesced)
+        fields = self.indices, self.values, self.num_rows, self.coalesced
+        return SparseRows, (*fields, self.shard, self.squares, self.lines)
 
     @property
     def ids(self) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 from ..core.checks import check_function
 from ..core.initial_values import InitialValueWarning
 from ..core.lines import from_lines, is_lines
+from ..core.numerics import promote_types, saturating_cast
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..sharded.row_sharding import RowSharding
 from ..state.packing import unpack
@@ -106,7 +107,8 @@ def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Ar
     """The new rows of some ids of a table.
 
     Raises:
-        ValueError: if the function gives rows of another shape.
+        TypeError: if the function gives rows that are complex, or no numbers.
+        ValueError: if it gives rows of another shape.
     """
     shape = *jnp.shape(ids), *x.shape[1:]
     rows = rows_of[name](ids) if name in rows_of else jnp.zeros(shape, x.dtype)
@@ -115,4 +117,13 @@ def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Ar
             f"init must give rows of shape {shape} for {shape[0]} ids of parameter '{name}', got "
             f"{jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
         )
-    return jnp.asarray(rows, x.dtype)
+    rows = jnp.asarray(rows)
+    is_real = any(jnp.issubdtype(rows.dtype, k) for k in (jnp.floating, jnp.integer, jnp.bool_))
+    if not is_real and rows.dtype != x.dtype:
+        raise TypeError(
+            f"init must give rows of real numbers for parameter '{name}' of dtype {x.dtype}, got "
+            f"{rows.dtype}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return rows.astype(x.dtype)
+    return saturating_cast(rows.astype(promote_types(rows.dtype, jnp.float32)), x.dtype)

@@ -75,8 +75,9 @@ def resize_table(
             rows, the length of its first axis.
         tx: the transformation, which gives the slots of new rows.
         init: gives the rows of an array of ids, of shape ``(n, *row_shape)``, as for
-            :func:`optzoo.sharded.create_table`; they are stored in the dtype of the table. Or a
-            dict of such functions by pattern. None, or a table that no pattern matches: zeros.
+            :func:`optzoo.sharded.create_table`; they are stored in the dtype of the table, where
+            finite numbers stay finite. Or a dict of such functions by pattern. None, or a table
+            that no pattern matches: zeros.
         shardings: for each table that is sharded by rows, by pattern, its shardings before and
             after, with the same number of shards. ``tables`` has the new number of ids,
             ``num_rows``. Rows move to the devices that own them now.
@@ -88,7 +89,7 @@ def resize_table(
 
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
-            ``tx`` is no transformation.
+            ``tx`` is no transformation; if ``init`` gives no real numbers.
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if a pattern matches no parameter or two match one; if a parameter has no rows;
             if ``init`` gives rows of another shape; if the state has arrays that depend on all

@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import Boxes, unboxed
+from ..core.checks import is_array
 from ..core.lines import from_lines
 from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
 from ..sleeping.state import CaughtUpState
@@ -73,6 +74,9 @@ def row_axes(
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if an array depends on the number of rows, but not by its first axis alone.
     """
+    for path, a in leaves_with_path(state):
+        if not is_array(a):
+            raise TypeError(f"state: '{path_name(path)}' must be an array, got {a!r}")
     params, state = jax.eval_shape(lambda pair: from_lines(pair), (params, without_ages(state)))
     names, (xs, treedef) = names_of(params), jax.tree.flatten(params)
 

@@ -16,6 +16,7 @@ from ..core.compat import has_side_effects
 from ..core.marks import marking
 from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.graph import read
+from ..state.inner import fitting
 
 InPlace = Literal["all", "slots"]
 Native = bool | Literal["require"]  # whether a step is native, or must be
@@ -33,7 +34,8 @@ def native_step(
         updates, state = tx.update(grads, state, params, **extra_args)
         params = optax.apply_updates(params, updates)
 
-    computes, with the same state, so it can take turns with it, and with checkpoints of it. XLA's
+    computes, with the same state, so it can take turns with it, and with checkpoints of it. A
+    parameter with a gradient of None, of which ``optax.apply_updates`` knows nothing, stays. XLA's
     CPU compiler makes one loop for each array that it writes, and reads and writes rows one after
     the other. Here the operations of the update are found in its program and compiled again, to one
     loop: for the rows of a table (merge, read, compute, write), and for arrays that are updated
@@ -73,8 +75,9 @@ def native_step(
 
     Raises:
         TypeError: if ``tx`` is no transformation, or ``required`` is no bool.
-        ValueError: if ``in_place`` is something else; at trace time, with ``required``, if some
-            arrays are not updated natively.
+        ValueError: if ``in_place`` is something else; at trace time, if ``state`` is not one of
+            ``tx`` for these parameters, or, with ``required``, if some arrays are not updated
+            natively.
         RuntimeError: with ``required``, if native code cannot run, or XLA computes the update: on
             other platforms than CPUs and TPUs, under ``vmap``, in derivatives, and of arrays that
             it divides over devices.
@@ -89,12 +92,13 @@ def native_step(
     check_flags(required=required)
     if in_place not in ("all", "slots"):
         raise ValueError(f"in_place must be 'all' or 'slots', got {in_place!r}")
-    tx = optax.with_extra_args_support(tx)
+    tx = fitting(tx)
+    add = lambda x, u: x if u is None else optax.apply_updates(x, u)
 
     def step(params, state, grads, **extra_args):
         def apply(params, state):
             updates, after = tx.update(grads, state, params, **extra_args)
-            return (optax.apply_updates(params, updates), after), ()
+            return (jax.tree.map(add, params, updates), after), ()
 
         return natively(apply, params, state, in_place=in_place, required=required)[0]
 

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..core.boxes import is_box
 from ..core.checks import check_size
+from ..core.lines import is_lines
 from ..core.merge import kept, segment_sum
 from ..core.numerics import upcast, wide_dtype
 from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
-from ..sparse.lookup import check_range, lookup
+from ..sparse.lookup import check_range, lookup, table_of
 from .exchange import exchange, first_positions, to_transport
 from .lookup import check_shard
 from .lookup import lookup as lookup_in_shards
@@ -66,7 +68,7 @@ def lookup_sparse(
         [[5.0], [2.0]]
 
     Args:
-        table: of shape ``(num_rows, *row_shape)``, or the shard of this device; or a tree.
+        table: as for :func:`optzoo.lookup`, or the shard of this device; or a tree.
         ids: integers of shape ``(num_bags, length)`` or ``(n,)``.
         segment_ids: the bag of each of ``n`` ids, in ``[0, num_segments)``; others are ignored.
         num_segments: the number of ragged bags.
@@ -83,9 +85,9 @@ def lookup_sparse(
         Arrays of shape ``(num_bags, *row_shape)``; or a tree of them.
 
     Raises:
-        TypeError: as :func:`optzoo.lookup`.
-        ValueError: if an argument is none of the above, or if only one of ``segment_ids`` and
-            ``num_segments`` is given.
+        TypeError: as :func:`optzoo.lookup`; if weights are no real numbers.
+        ValueError: as :func:`optzoo.lookup`; if an argument is none of the above, or if only one of
+            ``segment_ids`` and ``num_segments`` is given.
 
     References:
         ``tf.nn.embedding_lookup_sparse`` of TensorFlow 1, without ``max_norm``.
@@ -94,19 +96,32 @@ def lookup_sparse(
         Where the weights of a bag sum to zero the original divides by zero.
     """
     _check_options(combiner, pool)
-    paths, treedef = flatten_with_path(table)
+    if table is None:
+        raise TypeError("table must be an array or a tree of arrays, got None")
+    paths, treedef = flatten_with_path(table, is_leaf=lambda x: is_lines(x) or is_box(x))
     names, tables = [path_name(path) for path, _ in paths], [x for _, x in paths]
-    columns = lambda tree: [tree] * len(tables) if tree is None else treedef.flatten_up_to(tree)
-    shardings = [sharding] * len(tables) if isinstance(sharding, RowSharding) else columns(sharding)
+
+    def columns(**arguments):
+        [(name, tree)] = arguments.items()
+        if tree is None or (name == "sharding" and isinstance(tree, RowSharding)):
+            return [tree] * len(tables)
+        try:
+            return treedef.flatten_up_to(tree)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} must be a tree like table, {treedef}, got a {type(tree).__name__}"
+            ) from error
+
+    shardings = columns(sharding=sharding)
     bags = [
-        _make_bags(name, len(x) if s is None else s.num_rows, i, segments, w, num_segments)
+        _make_bags(name, _num_rows(x) if s is None else s.num_rows, i, segments, w, num_segments)
         for name, x, s, i, segments, w in zip(
             names,
             tables,
             shardings,
-            columns(ids),
-            columns(segment_ids),
-            columns(weights),
+            columns(ids=ids),
+            columns(segment_ids=segment_ids),
+            columns(weights=weights),
             strict=True,
         )
     ]
@@ -136,6 +151,10 @@ def lookup_sparse(
             total, dtype = _total(_times(upcast(rows), b.weights), b), rows.dtype
         out.append(_divide(total, b, combiner).astype(dtype))
     return treedef.unflatten(out)
+
+
+def _num_rows(table: Any) -> int:
+    return (table if is_lines(table) else table_of(table)).shape[0]
 
 
 def _check_options(combiner: Any, pool: Any) -> None:
@@ -180,7 +199,7 @@ def _make_bags(
             )
         segments = kept(segments, number)
     if weights is not None:
-        weights = jnp.asarray(weights)
+        weights = _as_weights(f"weights{of}", weights)
         if weights.shape != ids.shape:
             raise ValueError(
                 f"weights{of} must have the shape of the ids, {ids.shape}, got {weights.shape}"
@@ -192,6 +211,17 @@ def _make_bags(
         flat, segments = one(flat, num_rows), one(segments, number)
         weights = None if weights is None else one(weights, 0)
     return _Bags(flat, segments, weights, flat != num_rows, number)
+
+
+def _as_weights(name: str, weights: Any) -> Array:
+    must = f"{name} must be real numbers, an array or a nested list of equal lengths"
+    try:
+        weights = jnp.asarray(weights)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{must}, got a {type(weights).__name__}") from error
+    if not any(jnp.issubdtype(weights.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
+        raise TypeError(f"{must}, got dtype {weights.dtype}")
+    return weights
 
 
 def _pools_at_owner(

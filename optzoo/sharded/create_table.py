@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from ..core.checks import check_flags, check_size
+from ..core.checks import check_flags, check_not_negative, check_size
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from ..core.meshes import check_axes, shard_map
 from .row_sharding import RowSharding
@@ -108,8 +108,13 @@ def uniform_rows(
         scale: the bound.
         dtype: of the rows.
     """
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_typed or dtype == jnp.uint32) or jnp.ndim(key) != (0 if is_typed else 1):
+        raise TypeError(f"key must be one random key, such as jax.random.key(0), got {key!r}")
+    check_size(1, width=width)
+    check_not_negative(scale=scale)
     # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(key) if is_typed else None
     words = jax.random.key_data(key) if is_typed else key
     words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)

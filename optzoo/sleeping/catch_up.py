@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.gradients import check_arrays
 from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
@@ -60,10 +61,12 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
 
     Raises:
         TypeError: if ids are not integers.
+        StateError: if the state is of other parameters.
         ValueError: if no part of the state is of :func:`optzoo.caught_up`; with ``ids`` also if a
             pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
+    check_arrays(params, abstract=False)
     if ids is None:
         return _all_rows(params, state)
     check_no_guard(state)

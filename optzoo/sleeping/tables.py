@@ -10,8 +10,9 @@ from jax import Array
 from ..core.boxes import Boxes
 from ..core.compat import vary, varying
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
-from ..core.numerics import upcast
+from ..core.numerics import is_trainable, upcast
 from ..core.paths import is_masked
+from ..state.fit import misfit
 from ..state.law import Form
 from ..state.packing import pack_like, unpack
 from ..state.resting import has_resting
@@ -238,10 +239,21 @@ def law_of(state: CaughtUpState) -> tuple[Form, Clock]:
 
 
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
-    """By the position of their parameters the tables; and the structure of the parameters."""
+    """By the position of their parameters the tables; and the structure of the parameters.
+
+    Raises:
+        StateError: if the state is of other parameters.
+    """
     leaves, treedef = jax.tree.flatten(params)
     (form, clock), boxes = law_of(state), Boxes(params, none=False)
-    slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
+    try:
+        slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
+    except ValueError as error:
+        raise misfit("one of the parameters", f"one of others: {error}") from error
+    for x, last in zip(leaves, lasts, strict=True):
+        if not is_masked(last) and (jnp.shape(x)[:1] != last.shape or not is_trainable(x)):
+            kind = f"a table of {jnp.result_type(x)} of shape {jnp.shape(x)}"
+            raise misfit(kind, f"that of {len(last)} rows of real numbers")
     return {
         i: Table(form, clock, i, (x, s, last))
         for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))

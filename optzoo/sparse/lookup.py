@@ -80,9 +80,7 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
         IndexError: if a concrete id is out of range.
     """
     in_lines = table.shape if is_lines(table) else None
-    table = table.value if is_lines(table) else _array_of(table)
-    if jnp.ndim(table) == 0:
-        raise ValueError("table must have at least one dimension, got a scalar")
+    table = table.value if is_lines(table) else table_of(table)
     check_arrays({"table": table})
     array = integer_ids(ids)
     check_range(ids, (in_lines or table.shape)[0])
@@ -247,15 +245,21 @@ def _name(path: Any, which: Sequence[int]) -> str:
     return f"'{inner}'" if len(which) == 1 else f"'{inner}' of {argument}"
 
 
-def _array_of(table: Any) -> Any:
-    """The array itself, or the one that a variable of Flax or of another library holds."""
-    if isinstance(table, jax.Array | np.ndarray):
-        return table
-    if not isinstance(table, list | tuple | str | Mapping):
+def table_of(table: Any) -> Any:
+    """The array itself, or the one that a variable of Flax or of another library holds.
+
+    Raises:
+        TypeError: if it neither is nor holds an array.
+        ValueError: if it is a scalar.
+    """
+    held = table
+    if not isinstance(table, jax.Array | np.ndarray | list | tuple | str | Mapping):
         held = table[...] if hasattr(table, "__getitem__") else getattr(table, "value", None)
-        if isinstance(held, jax.Array | np.ndarray):
-            return held
-    raise TypeError(f"table must be an array or a variable that holds one, got {type(table)}")
+    if not isinstance(held, jax.Array | np.ndarray):
+        raise TypeError(f"table must be an array or a variable that holds one, got {type(table)}")
+    if held.ndim == 0:
+        raise ValueError("table must have at least one dimension, got a scalar")
+    return held
 
 
 def check_range(ids: Any, num_rows: int) -> None:

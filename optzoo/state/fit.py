@@ -167,9 +167,14 @@ def _written(kinds: list[Any]) -> str:
 
 
 class KnownStates:
-    """What an ``init`` has made of which parameters: all that is needed to word an error."""
+    """What an ``init`` has made of which parameters: all that is needed to word an error.
 
-    def __init__(self) -> None:
+    Args:
+        init: it is traced for an error about parameters of which it has made no state.
+    """
+
+    def __init__(self, init: Callable[[Any], Any]):
+        self.init = init
         self.of = dict[Any, tuple[Any, Any]]()
 
     def add(self, params: Any, state: Any) -> None:
@@ -195,7 +200,14 @@ class KnownStates:
             check_gradients(updates, params, allow_complex=True)
         except (TypeError, ValueError) as error:
             return error
-        return None
+        if params is None or key in self.of:
+            return None
+        try:
+            expected = jax.eval_shape(self.init, params)
+        except Exception:  # it may need what is known elsewhere alone, such as a mesh
+            return None
+        found = difference(expected, state)
+        return misfit(*found) if found else None
 
 
 def _key(params: Any) -> Any:

@@ -39,7 +39,7 @@ def fitting(
     """The same transformation, with clear errors where its arguments do not belong together.
 
     If the update fails, or returns a state of other shapes, the state is compared with that which
-    ``init`` has made, and gradients with parameters. Nothing is traced for it.
+    ``init`` makes, and gradients with parameters.
 
     Args:
         tx: the transformation.
@@ -53,7 +53,8 @@ def fitting(
         ValueError: in ``init``, if ``moves`` is around what hides from it what parameters are; in
             ``update``, if a gradient does not have the shape of its parameter.
     """
-    about, tx, known = about_of(tx), optax.with_extra_args_support(tx), KnownStates()
+    about, tx = about_of(tx), optax.with_extra_args_support(tx)
+    known = KnownStates(tx.init)
 
     def init(params):
         try:

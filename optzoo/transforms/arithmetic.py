@@ -34,9 +34,20 @@ def add(tree: Any, other: Any) -> Any:
         other: gradients of the same structure, but that each leaf may be rows or an array.
 
     Raises:
-        ValueError: if rows are added to what has another shape.
+        TypeError: if a leaf is no array.
+        ValueError: if the trees have other structures, or the leaves other shapes.
     """
-    return jax.tree.map(operator.add, tree, other, is_leaf=is_rows)
+    check_arrays((tree, other), abstract=False)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
+    others, structure = jax.tree.flatten(other, is_leaf=is_rows)
+    if structure != treedef:
+        raise ValueError(f"other must have the structure of tree, {treedef}, got {structure}")
+    for a, b in zip(leaves, others, strict=True):
+        if not (is_rows(a) or is_rows(b)) and jnp.shape(a) != jnp.shape(b):
+            raise ValueError(
+                f"other must have the shapes of tree, got {jnp.shape(b)} for {jnp.shape(a)}"
+            )
+    return treedef.unflatten(map(operator.add, leaves, others))
 
 
 def global_norm(updates: Any) -> Array:
@@ -54,8 +65,11 @@ def global_norm(updates: Any) -> Array:
 
     Args:
         updates: a tree of gradients.
+
+    Raises:
+        TypeError: if a leaf is no array.
     """
-    check_arrays(updates)
+    check_arrays(updates, abstract=False)
     merged = map_rows(SparseRows.coalesce, updates)
     return norm_of_merged(jax.tree.leaves(merged, is_leaf=is_rows))
 

@@ -41,14 +41,16 @@ def test_a_gradient_without_params_is_compared_with_those_that_the_state_is_of()
 def test_a_state_of_another_transformation():
     tx, calls = counted(optax.scale_by_adam())
     state = optax.trace(0.9).init(X)
-    with pytest.raises(AttributeError):  # nothing is known before the first init
+    expected = "expected ScaleByAdamState, got TraceState"
+    with pytest.raises(StateError, match=expected):
         tx.update(X, state, X)
+    assert len(calls) == 1  # nothing was known, so it was traced for the error
     tx.init(X)
-    with pytest.raises(StateError, match="expected ScaleByAdamState, got TraceState"):
+    with pytest.raises(StateError, match=expected):
         tx.update(X, state, X)
     with pytest.raises(StateError, match="swapped"):
         tx.update(X, X, state)
-    assert len(calls) == 1
+    assert len(calls) == 2
 
 
 def test_a_state_that_an_update_broadcasts():
