@@ -108,9 +108,9 @@ def uniform_rows(
         scale: the bound.
         dtype: of the rows.
     """
-    dtype = getattr(key, "dtype", None)
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (is_typed or dtype == jnp.uint32) or jnp.ndim(key) != (0 if is_typed else 1):
+    of_key = getattr(key, "dtype", None)
+    is_typed = of_key is not None and jnp.issubdtype(of_key, jax.dtypes.prng_key)
+    if not (is_typed or of_key == jnp.uint32) or jnp.ndim(key) != (0 if is_typed else 1):
         raise TypeError(f"key must be one random key, such as jax.random.key(0), got {key!r}")
     check_size(1, width=width)
     check_not_negative(scale=scale)
