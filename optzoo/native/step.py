@@ -16,7 +16,6 @@ from ..core.compat import has_side_effects
 from ..core.marks import marking
 from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.graph import read
-from ..state.inner import fitting
 
 InPlace = Literal["all", "slots"]
 Native = bool | Literal["require"]  # whether a step is native, or must be
@@ -92,7 +91,7 @@ def native_step(
     check_flags(required=required)
     if in_place not in ("all", "slots"):
         raise ValueError(f"in_place must be 'all' or 'slots', got {in_place!r}")
-    tx = fitting(tx)
+    tx = optax.with_extra_args_support(tx)
     add = lambda x, u: x if u is None else optax.apply_updates(x, u)
 
     def step(params, state, grads, **extra_args):
