@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import optzoo
 from optzoo import SparseRows
@@ -127,55 +128,111 @@ def test_rows_are_no_slots():
         optzoo.state.state_like(saved, STATES[ADAM])
 
 
+LOSS = lambda p, ids: jnp.sum(optzoo.lookup(p["t"], ids) ** 2)
+BAG = np.array([[1, 2]])
+ROWS = KINDS["rows"]
+
+
+def native_step(tx=ADAM, state=None, grads=PARAMS):
+    state = tx.init(PARAMS) if state is None else state
+    return optzoo.native_step(tx)(PARAMS, state, grads)
+
+
+def minimize(state):
+    return optzoo.minimize(LOSS, optzoo.adam(0.1))(jax.tree.map(jnp.asarray, PARAMS), state, [0])
+
+
+def pooled(table=TABLE, ids=BAG, weights=None):
+    return optzoo.lookup_sparse(table, ids, weights=weights)
+
+
+def resized(init, dtype="float32"):
+    x = {"t": TABLE.astype(dtype)}
+    return optzoo.growing.resize_table(x, ADAM.init(x), {"t": 5}, tx=ADAM, init=init)[0]["t"]
+
+
+# Calls that are refused, and what the errors say.
+STATE = r"expected \(LeafwiseState with AdamSlots\(m, v\), EmptyState\), got "
+STATES_OF_STEPS = {"an array": np.ones(3), "a number": 3, "a dict": {"m": 1}}
 REFUSED = {
-    "lookup_sparse, a scalar": (lambda: optzoo.lookup_sparse(jnp.float32(1), [[0]]), "table"),
-    "lookup_sparse, none": (lambda: optzoo.lookup_sparse(None, [[0]]), "table .* got None"),
-    "lookup_sparse, ragged": (
-        lambda: optzoo.lookup_sparse(TABLE, [[0]], weights=[[1], [1, 2]]),
-        "weights .* got a list",
+    **{f"minimize, {k}": (lambda s=s: minimize(s), STATE) for k, s in STATES_OF_STEPS.items()},
+    **{
+        f"native_step, {k}": (lambda s=s: native_step(optzoo.adam(0.1), s), STATE)
+        for k, s in STATES_OF_STEPS.items()
+    },
+    "no gradients": (
+        lambda: optzoo.native_step(ADAM)(PARAMS, STATES[ADAM], None),
+        "gradient of None, but is",
+    ),
+    "gradients, no dict": (lambda: native_step(grads={}), "structure of the parameters"),
+    "a string as gradient": (lambda: native_step(grads={"t": "x"}), "'t' .* no array, got 'x'"),
+    "bags of a scalar": (lambda: pooled(1.0), "table must be an array"),
+    "bags of an array without axes": (lambda: pooled(np.ones(())), "at least one dimension"),
+    "bags of None": (lambda: pooled(None), "table must be an array or a tree"),
+    "bags of two tables": (lambda: pooled({"a": TABLE, "b": TABLE}), "ids must be a tree like"),
+    "weights of one table": (
+        lambda: pooled({"a": TABLE, "b": TABLE}, {"a": BAG, "b": BAG}, {"a": np.ones((1, 2))}),
+        "weights must be a tree like",
+    ),
+    "weights, a string": (lambda: pooled(weights="x"), "weights must be real numbers.* a str"),
+    "weights, None in a list": (lambda: pooled(weights=[[1.0, None]]), "weights must be real"),
+    "complex weights": (lambda: pooled(weights=np.ones((1, 2), complex)), "got dtype complex"),
+    "weights of another shape": (lambda: pooled(weights=np.ones((2, 1))), r"of the ids, \(1, 2\)"),
+    "add, None": (lambda: optzoo.rows.add(ROWS, None), "other must have the structure of tree"),
+    "add, a string": (lambda: optzoo.rows.add(ROWS, "x"), "must have values, got 'x'"),
+    "add, strings": (lambda: optzoo.rows.add("x", "x"), "must have values, got 'x'"),
+    "add, keys": (lambda: optzoo.rows.add(KINDS["a key"], KINDS["a key"]), "random keys"),
+    "add, names": (lambda: optzoo.rows.add({"a": ROWS}, {"b": ROWS}), "the structure of tree"),
+    "add, another shape": (lambda: optzoo.rows.add(TABLE, TABLE[:1]), "shapes of tree"),
+    "norm, a string": (lambda: optzoo.rows.global_norm({"a": "x"}), "'a' must have values"),
+    "norm, a shape": (lambda: optzoo.rows.global_norm(KINDS["a shape"]), "must have values"),
+    "init, complex": (lambda: resized(lambda ids: np.ones((1, 2), complex)), "real numbers"),
+    "init, keys": (
+        lambda: resized(lambda ids: jax.random.split(KINDS["a key"], (1, 2))),
+        "real numbers",
     ),
     "catch_up, other rows": (
         lambda: optzoo.rows.catch_up({"t": TABLE[:3]}, STATES[ASLEEP]),
         "got that of 4 rows",
     ),
-    "add, other shapes": (lambda: optzoo.rows.add(TABLE, TABLE[:1]), "other must have the shapes"),
-    "global_norm, a string": (lambda: optzoo.rows.global_norm("x"), "must have values"),
     "to_lines, keys": (lambda: optzoo.rows.to_lines(KINDS["keys"]), "table must be an array of"),
     "to_lines, a shape": (lambda: optzoo.rows.to_lines(KINDS["a shape"]), "table must be an array"),
     "uniform_rows, scale": (
-        lambda: optzoo.sharded.uniform_rows(jax.random.key(0), 2, scale=-1.0),
+        lambda: optzoo.sharded.uniform_rows(KINDS["a key"], 2, scale=-1.0),
         "scale",
     ),
     "rows without indices": (lambda: SparseRows(None, TABLE, 4), "indices must be an array"),
     "rows without values": (lambda: SparseRows(np.zeros(1, int), None, 4), "values must be an arr"),
-    "a gradient that is a string": (lambda: ADAM.update({"t": "x"}, STATES[ADAM], PARAMS), "'t'"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused(name):
-    call, message = REFUSED[name]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    call, message = REFUSED[case]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
-def test_a_missing_gradient_in_a_native_step_moves_nothing():
-    params = {"t": jnp.ones(3), "u": jnp.ones(2)}
-    new, _ = optzoo.native_step(ADAM)(params, ADAM.init(params), {"t": jnp.ones(3), "u": None})
-    np.testing.assert_array_equal(new["u"], 1)
-    assert (new["t"] < 1).all()
+def test_a_native_step_without_a_gradient():
+    params, _ = native_step(grads={"t": None})
+    np.testing.assert_array_equal(params["t"], TABLE)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_rows_of_a_grown_table_stay_finite(dtype):
-    """What is too large for the dtype of the table is its greatest number."""
-    table = {"t": jnp.ones((4, 2), dtype)}
-    init = lambda ids: jnp.full((len(ids), 2), jnp.finfo("float32").max)
-    grown, _ = optzoo.growing.resize_table(table, ADAM.init(table), {"t": 5}, tx=ADAM, init=init)
-    np.testing.assert_array_equal(grown["t"][4], jnp.finfo(dtype).max)
-    with pytest.raises(TypeError, match="real numbers for parameter 't'"):
-        init = lambda ids: jnp.ones((len(ids), 2), "complex64")
-        optzoo.growing.resize_table(table, ADAM.init(table), {"t": 5}, tx=ADAM, init=init)
+@pytest.mark.parametrize("table", [optzoo.rows.to_lines(TABLE), nnx.Param(jnp.asarray(TABLE))])
+def test_bags_of_what_holds_a_table(table):
+    np.testing.assert_array_equal(pooled(table), [[3, 4]])
+
+
+def test_the_norm_of_complex_numbers():
+    np.testing.assert_allclose(optzoo.rows.global_norm([np.array([3 + 4j])]), 5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_new_rows_stay_finite(sign):
+    huge = sign * jnp.full((1, 2), 1e6)
+    want = sign * np.finfo(np.float16).max
+    np.testing.assert_array_equal(resized(lambda ids: huge, "float16")[4], [want, want])
+    assert np.isinf(resized(lambda ids: huge * np.inf, "float16")[4]).all()
 
 
 def test_rows_in_a_pickle():
