@@ -108,6 +108,14 @@ def test_a_wrapper_hands_on_what_is_known(wrapper):
     assert (about.sleepers is not None) == (wrapper == "caught_up")
 
 
+@pytest.mark.parametrize("others_first", [False, True])
+def test_groups_say_what_is_true_of_all_of_them(others_first):
+    pair = optzoo.lazy_adam(0.1), optzoo.accumulate(optzoo.adam(0.1), 2)
+    about = optzoo.param_groups(dict(zip("ab", pair[:: 1 - 2 * others_first], strict=True))).about
+    assert about.rows is None and not about.row_wise
+    assert about.reads == pair[0].about.reads | pair[1].about.reads
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_of_another_library_s_transformation_knows_that_it_does_not_know(wrapper):
     inner = known(optax.sgd(0.1), law=optzoo.momentum(0.1, 0.9).about.law)

@@ -10,6 +10,7 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 
 # Where each is tested: before it, at it and beyond it.
 TESTED = {
+    "compiled/report.py:_SMALL": "compiled/test_report.py::test_the_smallest_table",
     "core/lines.py:_LANES _WASTE": "sparse/test_lines.py::test_shapes",
     "distributed/engine/collectives.py:BUCKET_BYTES BUCKET_LEAVES": (
         "distributed/test_degenerate.py::test_buckets"
@@ -17,6 +18,20 @@ TESTED = {
     "distributed/engine/few_bits.py:BLOCK": (
         "distributed/test_degenerate.py::test_sizes_of_what_is_sent"
     ),
+    "native/division.py:MOST_LEAVES": "native/test_bounds.py::test_numbers_of_arrays",
+    "native/leaf_kernel.py:_SHORT _KEPT": "native/test_bounds.py::test_lengths_of_groups",
+    "native/loops.py:_MASKED": "native/test_bounds.py::test_widths_of_loops_with_a_mask",
+    "native/merging.py:AHEAD": "native/test_bounds.py::test_numbers_of_rows",
+    "native/merging.py:_LINE _MOST_LINES": (
+        "native/test_bounds.py::test_widths_of_rows_that_are_fetched_ahead"
+    ),
+    "native/merging.py:_SAMPLED": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/norms.py:_FEWEST": "native/test_bounds.py::test_sizes_of_arrays_with_a_norm",
+    "native/rows_kernel.py:_BLOCK _NBYTES": "native/test_bounds.py::test_numbers_of_rows",
+    "native/rows_kernel.py:_CHUNKS": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/scratch.py:CHUNK _PART": "native/test_bounds.py::test_numbers_of_ids_that_repeat",
+    "native/scratch.py:_MOST_PARTS": "native/test_bounds.py::test_the_greatest_number_of_parts",
+    "native/sum_kernel.py:_TASK": "native/test_bounds.py::test_sizes_of_arrays_with_a_norm",
     "native/leaf_kernel.py:_BLOCK _MANY": (
         "native/test_pool.py::test_results_are_the_same_bits_on_all_pools"
     ),
@@ -28,6 +43,12 @@ TESTED = {
     ),
     "second_order/shampoo/roots.py:RESIDUAL": (
         "second_order/test_roots.py::test_an_eigh_that_lies_is_found"
+    ),
+    "sleeping/motion.py:_BITS": (
+        "sleeping/test_caught_up_laws.py::test_powers_are_products_from_short_tables"
+    ),
+    "sleeping/sleepers.py:_LEAST_ROWS": (
+        "sleeping/test_caught_up.py::test_tables_that_sleep_without_a_mask"
     ),
     "sleeping/tables.py:_BLOCK": "sleeping/test_caught_up.py::test_flush_in_blocks",
     "sparse/wanted.py:MIN_ROWS": (
@@ -41,24 +62,13 @@ TESTED = {
 }
 # No test is at the ends of these. Most decide how fast something is, and not what it gives.
 UNTESTED = {
-    "compiled/report.py": "_SMALL",
     "interop/fbgemm/optimizer.py": "_NEVER",
-    "native/division.py": "MOST_LEAVES",
-    "native/leaf_kernel.py": "_SHORT _KEPT",
-    "native/loops.py": "_MASKED",
-    "native/merging.py": "_SAMPLED AHEAD _LINE _MOST_LINES",
-    "native/norms.py": "_FEWEST",
-    "native/rows_kernel.py": "_BLOCK _NBYTES _CHUNKS",
-    "native/scratch.py": "CHUNK _PART _MOST_PARTS",
-    "native/sum_kernel.py": "_TASK",
     "native/tpu_kernel.py": "_MOST_BYTES",
     "native/tpu_leaf_kernel.py": "_FAST_MEMORY",
     "second_order/bases.py": "EQUAL ONE_BY_ONE",
     "second_order/shampoo/roots.py": "MAX_ITERATIONS",
     "sharded/row_sharding.py": "SPREAD",
-    "sleeping/motion.py": "_BITS",
     "sleeping/series.py": "_LONGEST _MOST_FEATURES _MOST_TERMS",
-    "sleeping/sleepers.py": "_LEAST_ROWS",
 }
 # They bound nothing: seeds, factors of hashes, numbers of an interface, shapes of tiles.
 NO_BOUNDS = {

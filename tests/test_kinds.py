@@ -1,5 +1,7 @@
 """Arguments of another kind where an array is expected: as defined, or refused in words."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.core.rows import Shard
 
 from .mismatches import outcome
 
@@ -53,6 +56,14 @@ OTHERS = {
     "resize_replicas": lambda x: optzoo.replicas.resize_replicas(AVERAGED, PARAMS, x, 2),
     "resize_replicas, tx": lambda x: optzoo.replicas.resize_replicas(x, PARAMS, STATES[ADAM], 2),
     "resize_table": lambda x: optzoo.growing.resize_table(PARAMS, x, {"t": 5}, tx=ADAM),
+    "native_step": lambda x: optzoo.native_step(ADAM)(PARAMS, x, PARAMS),
+    "minimize": lambda x: optzoo.minimize(lambda p: jnp.sum(p["t"]), ADAM)(PARAMS, x),
+    "catch_up, params": lambda x: optzoo.rows.catch_up({"t": x}, STATES[ASLEEP]),
+    "rows.add": lambda x: optzoo.rows.add(PARAMS, x),
+    "uniform_rows": lambda x: optzoo.sharded.uniform_rows(x, 2) and None,
+    "uniform_rows, width": lambda x: optzoo.sharded.uniform_rows(jax.random.key(0), x),
+    "piecewise_constant": lambda x: optzoo.schedules.piecewise_constant(x, [1.0, 2.0]),
+    "weights": lambda x: optzoo.lookup_sparse(TABLE, np.zeros((1, 3), int), weights=x),
 }
 
 
@@ -65,6 +76,12 @@ CASES = [
     not in [
         ("eval_params", "a shape"),
         ("swap_averages", "a shape"),
+        # JAX says what it is.
+        *((name, "a string") for name in ("native_step", "minimize")),
+        ("catch_up, params", "no columns"),
+        # It is what is expected.
+        ("uniform_rows", "a key"),
+        ("weights", "None"),
     ]
 ]
 
@@ -314,3 +331,16 @@ def test_a_saved_state_of_other_numbers(part, dtype):
     changed = jax.tree.map(lambda a: a.astype(dtype), getattr(first, part))
     with pytest.raises(ValueError, match=rf"saved has .* at '0/{part}.*', where the state has"):
         optzoo.state.state_like((first._replace(**{part: changed}), *others), STATES[ADAM])
+
+
+def test_rows_in_a_pickle():
+    """Nothing that is known of them is lost."""
+    rows = SparseRows(
+        np.array([1]), TABLE[:1], 4, shard=Shard(("d",), 8, True), squares=np.ones(())
+    )
+    rows = optzoo.rows.Lines(rows, (4, 2)).value
+    got = pickle.loads(pickle.dumps(rows))
+    assert jax.tree.structure(got) == jax.tree.structure(rows)
+    assert (got.shard, got.lines, got.coalesced) == (rows.shard, True, False)
+    for a, b in zip(jax.tree.leaves(got.values), jax.tree.leaves(rows.values), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -11,7 +11,7 @@ names these where the class of the box has names of axes, and else it is there w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from .lines import Lines, is_lines
+from .lines import Lines, is_lines, shape_of_lines
 from .optimizer import Optimizer, about_of
 from .rows import SparseRows, is_sparse_or_none
 
@@ -171,8 +171,11 @@ def _in_box(box: Any, slot: Any, make: Callable[[Any], Any]) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact) and slot.shape == x.shape:
         return refilled(box, slot)
     rename = _renamer(box)
-    axes = None if rename is None else _axes_of(make, slot, x)
-    return slot if rename is None or axes is None else rename(box, slot, axes)
+    if rename is None:
+        return slot
+    longer = [jax.eval_shape(make, lengthened(x, i)).shape for i in range(x.ndim)]
+    axes = axes_of(slot.shape, x.shape, longer)
+    return slot if axes is None else rename(box, slot, axes)
 
 
 def with_sizes(tree: Any) -> Any:
@@ -192,23 +195,39 @@ def _renamer(box: Any) -> Callable[..., Any] | None:
     return next((_RENAME[name] for name in names if name in _RENAME), None)
 
 
-def _axes_of(f: Callable[..., Any], slot: Any, x: Any) -> tuple[int | None, ...] | None:
-    """Which axes of a parameter the axes of ``slot = f(x)`` are; None for those that are others.
+def lengthened(x: Any, axis: int | None) -> Any:
+    """The shape of a parameter, or of a table in lines, that is longer along one of its axes."""
+    shape = tuple(2 * n + 1 if i == axis else n for i, n in enumerate(x.shape))
+    if is_lines(x):
+        return Lines(jax.ShapeDtypeStruct(shape_of_lines(shape), x.dtype), shape)
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def axes_of(
+    slot: tuple[int, ...], x: tuple[int, ...], longer: Sequence[tuple[int, ...]]
+) -> tuple[int | None, ...] | None:
+    """Which axes of a parameter the axes of a slot are; None for those that are others.
 
     They are those that are longer where the parameter's are: shapes alone would not tell the
-    columns of a square matrix from its rows. None if the lengths are not of such axes.
+    columns of a square matrix from its rows.
+
+    Args:
+        slot: the shape of the slot.
+        x: the shape of the parameter.
+        longer: by axes of the parameter the shape of the slot where it is :func:`lengthened`.
+
+    Returns:
+        For each axis of the slot that of the parameter. None if the lengths are not of such axes.
     """
-    found: list[int | None] = [None] * len(slot.shape)
-    for i, n in enumerate(x.shape):
-        longer = jax.ShapeDtypeStruct((*x.shape[:i], 2 * n + 1, *x.shape[i + 1 :]), x.dtype)
-        other = jax.eval_shape(f, longer).shape
-        if len(other) != len(slot.shape):
+    found: list[int | None] = [None] * len(slot)
+    for i, (n, other) in enumerate(zip(x, longer, strict=True)):
+        if len(other) != len(slot):
             return None
-        changed = [k for k, size in enumerate(slot.shape) if size != other[k]]
+        changed = [k for k, size in enumerate(slot) if size != other[k]]
         if len(changed) > 1:
             return None
         for k in changed:
-            if (slot.shape[k], other[k]) != (n, 2 * n + 1) or found[k] is not None:
+            if (slot[k], other[k]) != (n, 2 * n + 1) or found[k] is not None:
                 return None
             found[k] = i
     return tuple(found)

@@ -58,11 +58,11 @@ def check_gradients(
     return gs, xs, treedef
 
 
-def check_leaves(**trees: Any) -> None:
-    """Raises ``TypeError`` unless all leaves of the arguments are arrays, of any dtype."""
+def check_leaves(*, abstract: bool = True, **trees: Any) -> None:
+    """Raises ``TypeError`` unless all leaves are arrays of any dtype; perhaps ``abstract`` ones."""
     for name, tree in trees.items():
         for path, x in leaves_with_path(tree):
-            if not is_array(x):
+            if not is_array(x) or (not abstract and isinstance(x, jax.ShapeDtypeStruct)):
                 at = f" at '{path_name(path)}'" if path else ""
                 raise TypeError(f"{name} must be a tree of arrays, got {x!r}{at}")
 

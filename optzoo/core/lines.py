@@ -31,7 +31,8 @@ class Lines:
     lanes. Lines hold several rows side by side, so that little memory is left over: row ``i`` is
     part ``i % k`` of line ``i // k``.
 
-    It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it.
+    It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it,
+    which ``Lines`` marks as rows of lines.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -48,6 +49,11 @@ class Lines:
 
     value: Any
     shape: tuple[int, ...]
+
+    def __post_init__(self):
+        # Rows say of themselves that they are of lines: no array is taken for lines by its shape.
+        if hasattr(self.value, "of_lines"):
+            object.__setattr__(self, "value", self.value.of_lines())
 
     @property
     def dtype(self) -> Any:
@@ -201,9 +207,9 @@ def in_lines(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A rule ``rule(g, x, slots, ...) -> (update, slots)`` for a table of which all rows change.
+    """A rule ``rule(g, x, slots, ...) -> (update, slots)`` for a table in lines, of this shape.
 
-    If the table is in lines, the rule gets plain arrays, and what it returns is in lines again.
+    The rule gets plain arrays, and what it returns is in lines again.
     """
 
     def on_arrays(g, x, slots, *args, **kwargs):
@@ -263,6 +269,11 @@ def _joined(x: Any, shape: tuple[int, ...]) -> Any:
     if len(shape) > 1 and jnp.shape(x) == doubled(shape):
         return _each(lambda half: _joined(half, shape), x, 2)
     if jnp.shape(x) != shape:
+        if are_lines(x, shape):
+            raise ValueError(
+                f"an array of shape {of_x} belongs to a table of shape {shape} in lines, whose "
+                "lines have this shape, too: which it is cannot be known; leave the table an array"
+            )
         return x
     per_line = lanes // width
 

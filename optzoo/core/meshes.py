@@ -267,17 +267,8 @@ def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def automatic(mesh: Mesh) -> Mesh:
     """The mesh with automatic axes in the place of the explicit ones."""
-    return _with_types(mesh, {AxisType.Explicit: AxisType.Auto})
-
-
-@functools.cache
-def explicit(mesh: Mesh) -> Mesh:
-    """The mesh with explicit axes in the place of the automatic ones."""
-    return _with_types(mesh, {AxisType.Auto: AxisType.Explicit})
-
-
-def _with_types(mesh: Mesh, others: dict[AxisType, AxisType]) -> Mesh:
-    types = tuple(others.get(kind, kind) for kind in mesh.axis_types)
+    now = {AxisType.Explicit: AxisType.Auto}
+    types = tuple(now.get(kind, kind) for kind in mesh.axis_types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 

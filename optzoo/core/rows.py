@@ -78,6 +78,8 @@ class SparseRows(metaclass=_HintInErrors):
         coalesced: whether every index but padding is known to occur once, and padding to have
             zero values. A hint for the transformations of a chain, not part of the tree: any
             tree operation drops it.
+        lines: whether the table is in lines (:class:`optzoo.rows.Lines`, which sets it). It is
+            static, and part of the tree structure.
         shard: of a table that :func:`optzoo.sharded_minimize` has divided, what the shards have
             in common; None for all other rows.
         squares: the sum of the squares of all elements of the whole gradient of such a table,
@@ -95,6 +97,7 @@ class SparseRows(metaclass=_HintInErrors):
     coalesced: bool = False
     shard: Shard | None = None
     squares: Array | None = None
+    lines: bool = False
 
     __array_ufunc__ = None  # lets `numpy_array + rows` reach __radd__
 
@@ -120,8 +123,8 @@ class SparseRows(metaclass=_HintInErrors):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files of pickle hold plain integers, which every version of JAX can read.
-        fields = self.indices, self.values, self.num_rows, self.coalesced, self.shard, self.squares
-        return SparseRows, fields
+        fields = self.indices, self.values, self.num_rows, self.coalesced
+        return SparseRows, (*fields, self.shard, self.squares, self.lines)
 
     @property
     def ids(self) -> Any:
@@ -146,13 +149,21 @@ class SparseRows(metaclass=_HintInErrors):
         """Other values with the same indices."""
         return self._same(values, squares=None)
 
-    def with_rows(self, indices: Any, values: Array) -> SparseRows:
+    def with_rows(self, indices: Any, values: Array, *, coalesced: bool = False) -> SparseRows:
         """Other rows of the same table."""
-        return self._same(values, ids=protect(indices), coalesced=False, squares=None)
+        return self._same(values, ids=protect(indices), coalesced=coalesced, squares=None)
 
     def with_squares(self, squares: Array | None) -> SparseRows:
         """The same rows, with the sum of squares of the whole gradient."""
         return self._same(self.values, squares=squares)
+
+    def of_lines(self) -> SparseRows:
+        """The same rows, of a table in lines."""
+        return self if self.lines else self._same(self.values, lines=True)
+
+    def in_lines(self, x: Any) -> bool:
+        """Whether an array is in the lines of the table, or two of its slots are."""
+        return self.lines and are_lines(x, self.shape)
 
     def _same(self, values: Any, **changed: Any) -> SparseRows:
         """The same rows but for what is given, without the hint of the sum."""
@@ -161,6 +172,7 @@ class SparseRows(metaclass=_HintInErrors):
             "coalesced": self.coalesced,
             "shard": self.shard,
             "squares": self.squares,
+            "lines": self.lines,
         }
         return _make(values=values, num_rows=self.num_rows, **{**fields, **changed})
 
@@ -182,7 +194,8 @@ class SparseRows(metaclass=_HintInErrors):
             dtype = promote_types(self.indices.dtype, other.indices.dtype)
             indices = jnp.concatenate([self.indices.astype(dtype), other.indices.astype(dtype)])
             values = jnp.concatenate([self.values, other.values])
-            return (other if self.shard is None else self).with_rows(indices, values)
+            total = (other if self.shard is None else self).with_rows(indices, values)
+            return total.of_lines() if self.lines else total
         dense = jnp.asarray(other)
         is_wider = promote_types(self.dtype, dense.dtype) != dense.dtype
         if has_16_bits(dense.dtype) and (is_wider or not self.coalesced):
@@ -191,7 +204,7 @@ class SparseRows(metaclass=_HintInErrors):
             wide = self.astype(promote_types(self.dtype, jnp.float32)).coalesce()
             return wide.scatter(dense, upcast(wide.gather(dense)) + wide.values)
         values = self.values.astype(dense.dtype)
-        if are_lines(dense, self.shape):
+        if self.in_lines(dense):
             return add_rows(dense, self.indices, values, self.shape)
         return add_rows_to(dense, self.indices, values, unique=self.coalesced)
 
@@ -232,8 +245,7 @@ class SparseRows(metaclass=_HintInErrors):
         """The whole array, zero where no row is listed; as ``like`` is in lines and divided."""
         wide = upcast(self.values)
         shape, sharding = self.shape, None
-        is_array = like is not None and not is_rows(like)
-        if is_array and (jnp.shape(like) == self.shape or are_lines(like, self.shape)):
+        if like is not None and not is_rows(like) and fits(self, like):
             shape, sharding = jnp.shape(like), place_of(like) or jax.typeof(like).sharding
         zeros = zeros_of(jax.ShapeDtypeStruct(shape, wide.dtype, sharding=sharding))
         return (zeros + self.with_values(wide)).astype(self.dtype)
@@ -244,8 +256,9 @@ class SparseRows(metaclass=_HintInErrors):
             return take_rows(dense.value, self.indices, dense.shape)
         if self.num_rows == 0:
             return jnp.zeros((*self.ids.shape, *dense.shape[1:]), dense.dtype)
-        if are_lines(dense, self.shape):
+        if self.in_lines(dense):
             return take_rows(dense, self.indices, self.shape)
+        self._check_rows_of(dense)
         return gather_rows(dense, self.indices)
 
     def scatter(self, dense: Any, rows: Array) -> Any:
@@ -253,9 +266,16 @@ class SparseRows(metaclass=_HintInErrors):
         if is_lines(dense):
             new = put_rows(dense.value, self.indices, rows.astype(dense.dtype), dense.shape)
             return Lines(new, dense.shape)
-        if are_lines(dense, self.shape):
+        if self.in_lines(dense):
             return put_rows(dense, self.indices, rows.astype(dense.dtype), self.shape)
+        self._check_rows_of(dense)
         return scatter_rows(dense, self.indices, rows.astype(dense.dtype))
+
+    def _check_rows_of(self, dense: Any) -> None:
+        if jnp.shape(dense)[:1] < (self.num_rows,):
+            raise ValueError(
+                f"rows of an array of shape {self.shape} do not fit {jnp.shape(dense)}"
+            )
 
     def rows_if(self, wanted: Array) -> SparseRows:
         """The same rows if a condition holds, and otherwise padding alone."""
@@ -313,6 +333,7 @@ def _make(
     coalesced: bool = False,
     shard: Shard | None = None,
     squares: Any = None,
+    lines: bool = False,
 ) -> SparseRows:
     """Rows of ids that are protected; or of any objects, as in a tree of shapes."""
     _check_lengths(ids, values)
@@ -324,6 +345,7 @@ def _make(
         coalesced=coalesced,
         shard=shard,
         squares=squares,
+        lines=lines,
     )
     return rows
 
@@ -338,12 +360,13 @@ def _flatten_with_keys(g: SparseRows) -> tuple[Any, Any]:
 def _flatten(g: SparseRows) -> tuple[Any, Any]:
     squares = () if g.shard is None else (g.squares,)
     # Values come first: optax.inject_hyperparams before 0.2.8 takes the dtype of the first leaf.
-    return (g.values, g.ids, *squares), (g.num_rows, g.shard)
+    return (g.values, g.ids, *squares), (g.num_rows, g.shard, g.lines)
 
 
 def _unflatten(kind: Any, data: Iterable[Any]) -> SparseRows:
-    (num_rows, shard), (values, ids, *squares) = kind, data
-    return _make(ids, values, num_rows, shard=shard, squares=squares[0] if squares else None)
+    (num_rows, shard, lines), (values, ids, *squares) = kind, data
+    summed = squares[0] if squares else None
+    return _make(ids, values, num_rows, shard=shard, squares=summed, lines=lines)
 
 
 # Not by register_dataclass: `squares` is a child only of rows that have a shard.
@@ -356,8 +379,8 @@ def is_rows(g: object) -> bool:
 
 
 def fits(g: Any, x: Any) -> bool:
-    """Whether an array has the shape of a gradient; of a row-sparse one it may be in lines."""
-    return jnp.shape(x) == jnp.shape(g) or (is_rows(g) and are_lines(x, g.shape))
+    """Whether an array has the shape of a gradient; of rows of lines it may be in lines."""
+    return jnp.shape(x) == jnp.shape(g) or (is_rows(g) and g.in_lines(x))
 
 
 def axes_of_rows(g: SparseRows) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, zeros_like_update
+from ..core.rows import is_rows, is_sparse_or_none, map_rows, zeros_like_update
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
@@ -114,7 +114,7 @@ def drop_stale_gradient(
 
         # Row ids are added as integers: all replicas but one add zeros.
         plain = map_rows(lambda g: (g.indices, g.values), updates)
-        rows_like = lambda like, g: SparseRows(g[0], g[1], like.num_rows) if is_rows(like) else g
+        rows_like = lambda like, g: like.with_rows(*g) if is_rows(like) else g
 
         def turn(carry, of_rank):
             x, of_inner, step, dropped = carry
@@ -139,7 +139,7 @@ def drop_stale_gradient(
                 return None
             if is_rows(rows):  # from all turns
                 values = rows.values.reshape(-1, *rows.values.shape[2:])
-                return SparseRows(rows.indices.ravel(), values, rows.num_rows)
+                return rows.with_rows(rows.indices.ravel(), values)
             return (new - old).astype(g.dtype)
 
         step, dropped, of_inner = state.replicated

@@ -117,8 +117,8 @@ class Loss(NamedTuple):
             if of_ids is None:
                 given[i] = of_rows
                 continue
-            shard = next((self.lookups[k].shard for k in mine), None)
-            gradient = SparseRows(of_ids, of_rows, num_rows, shard=shard)
+            first = self.lookups[mine[0]]
+            gradient = SparseRows(of_ids, of_rows, num_rows, shard=first.shard, lines=first.lines)
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + gradient if self.uses[i] else gradient
         return Gradients(value, aux, of_leaves, given)

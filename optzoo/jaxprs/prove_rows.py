@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.lines import are_lines
 from ..core.paths import flatten_with_path, path_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none
 from .graph import Graph, Operation
@@ -112,7 +111,7 @@ def _resized(
     def abstract(i, a):
         shape, dtype = (a.shape, a.dtype) if is_rows(a) else (jnp.shape(a), jnp.result_type(a))
         if i in num_rows:
-            table = gs[i].shape if are_lines(a, gs[i].shape) else shape
+            table = gs[i].shape if gs[i].in_lines(a) else shape
             shape = (num_rows[i], *table[1:])
         return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -48,6 +48,7 @@ class Lookup(NamedTuple):
     dtype: Any  # of its ids
     table: tuple[int, ...]  # the shape of the table
     shard: Any = None  # what is known of it if it is a part of a sharded table
+    lines: bool = False  # whether the table is in lines
     spec: PartitionSpec = EVERYWHERE  # how the rows are divided, in their type
 
     @property
@@ -142,8 +143,15 @@ def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
             rows = cast_of_gathered(rows, dtype)
         return [rows], [ids]
 
-    of = shape_of_table(op), op.params["shard"], op.outs[0].aval.sharding.spec
-    found = Lookup(table.leaf, aval.shape, aval.dtype, *of)
+    found = Lookup(
+        table.leaf,
+        aval.shape,
+        aval.dtype,
+        table=shape_of_table(op),
+        shard=op.params["shard"],
+        lines=op.params["in_lines"] is not None,
+        spec=op.outs[0].aval.sharding.spec,
+    )
     return _Step([found], [None], run)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..core.lines import are_lines
 from ..core.meshes import automatically, spec_of
 from ..core.numerics import saturating_cast_like, upcast
 from ..core.rows import is_rows
@@ -76,7 +75,7 @@ def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> An
 def _check_matrices(leaves: Any) -> None:
     """Raises ``ValueError`` for a table in lines, which is not the matrix that it stands for."""
     for leaf in leaves:
-        if is_rows(leaf.g) and leaf.x is not None and are_lines(leaf.x, leaf.g.shape):
+        if is_rows(leaf.g) and leaf.x is not None and leaf.g.in_lines(leaf.x):
             raise ValueError(
                 f"a table of shape {leaf.g.shape} is in lines, but this optimizer sees whole "
                 "parameters: give an array (optzoo.rows.from_lines), or take optzoo.lazy_adam"

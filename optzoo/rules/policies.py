@@ -108,9 +108,14 @@ def dense(rule: Rule) -> RowsRule:
     """
 
     def on_rows(g, x, s, t, **scheduled):
-        return on_plain(rule, g.shape)(_whole(g, x, s), x, s, t, **scheduled)
+        return _on_plain(rule, g)(_whole(g, x, s), x, s, t, **scheduled)
 
     return on_rows
+
+
+def _on_plain(rule: Rule, g: SparseRows) -> Rule:
+    """A rule that gets whole arrays, not lines."""
+    return on_plain(rule, g.shape) if g.lines else rule
 
 
 def _whole(g: SparseRows, *like: Any) -> Array:
@@ -132,7 +137,7 @@ def touched(rule: Rule) -> RowsRule:
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
-        u, new = on_plain(rule, g.shape)(_whole(g, x, s), x, s, t, **scheduled)
+        u, new = _on_plain(rule, g)(_whole(g, x, s), x, s, t, **scheduled)
         return g.with_values(g.gather(u)).drop_padding(), new
 
     return on_rows

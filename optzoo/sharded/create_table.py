@@ -110,34 +110,26 @@ def uniform_rows(
         (2, 2)
 
     Args:
-        key: of ``jax.random``.
+        key: one of ``jax.random``.
         width: the length of a row.
         scale: the bound, at least 0 and at most half of the greatest number of ``dtype``.
         dtype: of the rows, a real one.
 
     Raises:
         TypeError: if an argument is none of these.
-        ValueError: if ``width`` or ``scale`` is out of its range, or if there are several keys.
+        ValueError: if ``width`` or ``scale`` is out of its range.
     """
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"key must be one of jax.random, got {key!r}: jax.random.key(seed)")
-    check_size(width=width)
+    of_key = getattr(key, "dtype", None)
+    is_typed = of_key is not None and jnp.issubdtype(of_key, jax.dtypes.prng_key)
+    if not (is_typed or of_key == jnp.uint32) or jnp.ndim(key) != (0 if is_typed else 1):
+        raise TypeError(f"key must be one random key, such as jax.random.key(0), got {key!r}")
+    check_size(1, width=width)
     check_floating(dtype=dtype)
     most = float(jnp.finfo(jax.dtypes.canonicalize_dtype(dtype)).max) / 2
     check(f"in [0, {most}]", lambda v: 0 <= v <= most, scale=scale)
     # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     impl = jax.random.key_impl(key) if is_typed else None
     words = jax.random.key_data(key) if is_typed else key
-    try:
-        one = key if is_typed else jax.random.wrap_key_data(words)
-    except TypeError as error:
-        raise TypeError(
-            f"key must be one of jax.random, got an array of shape {key.shape} and dtype "
-            f"{key.dtype}: jax.random.key(seed)"
-        ) from error
-    if one.shape:
-        raise ValueError(f"key must be one key, got an array of keys of shape {one.shape}")
     words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)
 
     def rows_of(ids):

@@ -67,7 +67,7 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
             ``optax.chain``.
     """
     check_resting(state)
-    check_leaves(params=params)
+    check_leaves(abstract=False, params=params)
     if ids is None:
         return _all_rows(params, state)
     check_no_guard(state)

@@ -11,7 +11,7 @@ from ..core.boxes import Boxes
 from ..core.compat import vary, varying
 from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
-from ..core.numerics import upcast
+from ..core.numerics import is_trainable, upcast
 from ..core.paths import is_masked, leaves_with_path, path_name
 from ..state.fit import misfit
 from ..state.law import Form
@@ -240,7 +240,11 @@ def law_of(state: CaughtUpState) -> tuple[Form, Clock]:
 
 
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
-    """By the position of their parameters the tables; and the structure of the parameters."""
+    """By the position of their parameters the tables; and the structure of the parameters.
+
+    Raises:
+        StateError: if the state is of other parameters.
+    """
     leaves, treedef = jax.tree.flatten(params)
     (form, clock), boxes = law_of(state), Boxes(params, none=False)
     try:
@@ -249,6 +253,8 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
         raise misfit("slots of these parameters", "those of a tree of another structure") from error
     for (path, x), last, parts in zip(leaves_with_path(params), lasts, slots, strict=True):
         if not is_masked(last):
+            if not is_trainable(x):
+                raise misfit(f"real numbers as parameter '{path_name(path)}'", jnp.result_type(x))
             _check_rows(path_name(path), jnp.shape(x), last, parts)
     return {
         i: Table(form, clock, i, (x, s, last))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
-from ..core.lines import are_lines
 from ..core.optimizer import About, Optimizer
 from ..core.rows import is_rows, is_sparse_or_none
 from ..jaxprs.prove_rows import RowsOfState, rows_of_state
@@ -126,8 +125,6 @@ def _gather(g: Any, x: Any) -> Any:
             "optzoo.on_rows is around optzoo.stacked, which has put a table with a row-sparse "
             "gradient into a stack: keep tables out of the stacks by its mask or max_size"
         )
-    if jnp.shape(x)[:1] != (g.num_rows,) and not are_lines(x, g.shape):
-        raise ValueError(f"a gradient of {g.num_rows} rows does not fit an array of {jnp.shape(x)}")
     return g.gather(x)
 
 

@@ -118,7 +118,7 @@ class SlotShapes:
             self.known[shape, dtype] = [_kinds(jax.eval_shape(init, x)) for init in self.slots]
         packed = is_packed(row)
         for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
-            got = _kinds(slot, shape if is_rows(like) else None)
+            got = _kinds(slot, shape if is_rows(like) and like.lines else None)
             if expected == got or (packed and _is_half(expected, got)):
                 continue
             path, _ = leaves_with_path(updates, is_sparse_or_none)[i]
@@ -131,7 +131,7 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
 
     Args:
         slot: a tree of arrays.
-        of: the shape of a table that has sparse gradients; its slots may be in lines.
+        of: the shape of a table in lines; its slots may be in lines, too.
     """
 
     def kind(a):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 from typing import Any
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..core.boxes import taken
+from ..core.boxes import axes_of, lengthened, taken, with_sizes
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
-from ..core.meshes import as_typed, explicit
+from ..core.meshes import as_typed
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
@@ -27,10 +27,10 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     """A tree like ``tx.init(params)`` with the sharding of each array.
 
     A slot with the shape of its parameter has the same sharding, and so do two slots side by side
-    (:func:`optzoo.slots_dtype`). If it has additional leading axes (a window of gradients), these
-    are not sharded; if it has only the first axes of the parameter (a value for each row), or all
-    axes but one, it is sharded like these. All other arrays are replicated: counts, matrices of
-    Shampoo.
+    (:func:`optzoo.slots_dtype`). A slot of another shape is sharded along those of its axes that
+    are axes of the parameter, such as a value for each row or a window of gradients: those that are
+    longer in the state for a longer parameter. All other arrays are replicated: counts, matrices
+    of Shampoo.
 
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is
@@ -47,7 +47,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> placed = optzoo.state_sharding(tx, params)
         >>> state = jax.jit(tx.init, out_shardings=placed)({"w": jnp.ones((16, 4))})
         >>> tuple(state[0].slots.momentum["w"].sharding.spec)
-        ('d',)
+        ('d', None)
 
     Args:
         tx: any optax transformation whose ``init`` maps over the parameters, as
@@ -67,11 +67,11 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
     obstacles, undivided = list[str | None](), dict[str, None]()
-    unsure = list[Any]()
+    axes = _Axes(tx, params)
 
-    def place(path, slot):
+    def place(path, slot, number):
         if is_coded(slot):
-            whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32))
+            whole = place(path, jax.ShapeDtypeStruct(shape_of(slot), jnp.float32), number)
             if divides_groups(whole, slot):
                 undivided[f"'{path_name(path)}'"] = None
             if (x := owners.get(out_of_box(path))) is not None:
@@ -79,28 +79,25 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
             return sharding_of_codes(whole, slot)
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
-        if x is not None and _may_lack_an_axis(x, slot.shape):
-            if isinstance(typed := slot.sharding, NamedSharding):
-                return NamedSharding(_sharding(x).mesh, typed.spec)
-            if isinstance(_sharding(x), NamedSharding):
-                unsure.append(path)
-        return everywhere if x is None else _like(x, slot.shape) or everywhere
+        return everywhere if x is None else like(x, slot.shape, number) or everywhere
 
-    def place_all(params, mesh=None):
-        of_slots = lambda slots: map_with_path(place, slots, is_leaf=is_coded)
-        # Without a mesh around them, JAX 0.12 gives zeros no sharding.
-        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
-            state = jax.eval_shape(tx.init, params)
-        places = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
-        return jax.tree.map(lambda a, sharding: as_typed(sharding, a.ndim), state, places)
+    def like(x, shape, number):
+        """That of the parameter; None if they have no common axes."""
+        sharding = _sharding(x)
+        stored = shape_of_lines(x.shape) if is_lines(x) else x.shape
+        if shape in (x.shape, stored, doubled(stored)):
+            return sharding
+        if not isinstance(sharding, NamedSharding) or (found := axes.of(number, x)) is None:
+            return None
+        return sharding.update(spec=PartitionSpec(*taken(sharding.spec, found)))
 
+    numbers = itertools.count()
     try:
-        placed = place_all(params)
-        if unsure:  # shapes do not tell which axis is missing; on explicit axes types do
-            typed = jax.tree.map(_on_explicit_axes, params, is_leaf=is_lines)
-            places = [s for s in map(_sharding, owners.values()) if isinstance(s, NamedSharding)]
-            meshes = {explicit(s.mesh).abstract_mesh for s in places}
-            placed = place_all(typed, meshes.pop() if len(meshes) == 1 else None)
+        state = jax.eval_shape(tx.init, params)
+        place_next = lambda path, slot: place(path, slot, next(numbers))
+        of_slots = lambda slots: map_with_path(place_next, slots, is_leaf=is_coded)
+        places = map_slot_trees(tx, of_slots, state, lambda _: everywhere)
+        placed = jax.tree.map(lambda a, sharding: as_typed(sharding, a.ndim), state, places)
     except Exception as error:
         error.add_note(f"(optzoo.state_sharding found no slots by optax.tree.map_params. {_HINT})")
         raise
@@ -134,47 +131,35 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
     return NamedSharding(meshes[0], PartitionSpec()) if meshes else one
 
 
-def _like(x: Any, shape: tuple[int, ...]) -> Sharding | None:
-    """The sharding of a slot by that of its parameter, if their shapes show the common axes."""
-    sharding = _sharding(x)
-    stored = shape_of_lines(x.shape) if is_lines(x) else x.shape
-    if shape in (x.shape, stored, doubled(stored)):
-        return sharding
-    if not isinstance(sharding, NamedSharding):
-        return None
-    if (axes := _axes_by_shape(shape, x.shape)) is None:
-        return None
-    return sharding.update(spec=PartitionSpec(*taken(sharding.spec, axes)))
+class _Axes:
+    """Which axes of their parameters the axes of slots are.
 
-
-def _axes_by_shape(shape: tuple[int, ...], of: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Which axes of a parameter the axes of a slot are; None of those that are others.
-
-    Returns:
-        For each axis of the slot the axis of the parameter. A slot may have the first axes of the
-        parameter (a number for each row), or all behind others (a window of gradients). None if
-        it has neither.
+    The optimizer says it: of a parameter that is longer along one axis, a slot with this axis is
+    longer, too.
     """
-    more = len(shape) - len(of)
-    if more > 0 and shape[more:] == of:
-        return *(None,) * more, *range(len(of))
-    return tuple(range(len(shape))) if shape == of[: len(shape)] else None
 
+    def __init__(self, tx: optax.GradientTransformation, params: Any):
+        self._tx, self._params = tx, params
+        self._shapes = dict[int | None, list[tuple[int, ...]]]()  # by the axis that is longer
 
-def _may_lack_an_axis(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a slot may have all axes of its parameter but one that is not the last."""
-    axes = range(len(x.shape) - 1)
-    return any(shape == (*x.shape[:axis], *x.shape[axis + 1 :]) for axis in axes)
+    def of(self, number: int, x: Any) -> tuple[int | None, ...] | None:
+        """Those of a slot of this parameter, by its number among all; None if it is not known."""
+        now, *longer = (self._slots(axis) for axis in (None, *range(len(x.shape))))
+        if any(len(shapes) != len(now) for shapes in longer):
+            return None
+        return axes_of(now[number], x.shape, [shapes[number] for shapes in longer])
 
-
-def _on_explicit_axes(x: Any) -> Any:
-    """The shape of a parameter that is on a mesh, as if all axes of the mesh were explicit."""
-    sharding = _sharding(x)
-    if is_lines(x) or not isinstance(sharding, NamedSharding):
-        return x
-    return jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(explicit(sharding.mesh), sharding.spec)
-    )
+    def _slots(self, axis: int | None) -> list[tuple[int, ...]]:
+        """The shapes of all slots, of parameters that are longer along this axis."""
+        if axis not in self._shapes:
+            longer = lambda x: lengthened(x, axis if axis in range(len(x.shape)) else None)
+            params = with_sizes(jax.tree.map(longer, self._params, is_leaf=is_lines))
+            shapes = self._shapes[axis] = list[tuple[int, ...]]()
+            note = lambda _, slot: shapes.append(shape_of(slot) if is_coded(slot) else slot.shape)
+            of_slots = lambda slots: map_with_path(note, slots, is_leaf=is_coded)
+            state = jax.eval_shape(self._tx.init, params)
+            map_slot_trees(self._tx, of_slots, state, lambda _: None)
+        return self._shapes[axis]
 
 
 def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:

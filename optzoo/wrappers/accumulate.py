@@ -168,7 +168,7 @@ def accumulate(
 
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
-            columns = zip(gs, of_gs, xs, strict=True)
+            columns = zip(gs, of_gs, xs, _tables(updates, params), strict=True)
             totals = treedef.unflatten([_total(*leaf, scale) for leaf in columns])
             us, new = inner.update(totals, state.inner, params, **extra_args)
             return leave_out(inner, late(updates, came), us, new, state.inner)
@@ -239,7 +239,15 @@ def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
     )
 
 
-def _total(g: Any, a: Any, x: Any, scale: Any) -> Any:
+def _tables(updates: Any, params: Any) -> list[Any]:
+    """The parameters of the gradients, tables in lines as such."""
+    is_leaf = lambda u: is_lines(u) or is_sparse_or_none(u)
+    treedef = jax.tree.structure(updates, is_leaf=is_leaf)
+    none = [None] * treedef.num_leaves
+    return none if params is None else treedef.flatten_up_to(params)
+
+
+def _total(g: Any, a: Any, x: Any, table: Any, scale: Any) -> Any:
     """What the inner optimizer gets for a gradient like ``g``, or for a parameter if it is None."""
     if a is None:
         return None
@@ -248,7 +256,7 @@ def _total(g: Any, a: Any, x: Any, scale: Any) -> Any:
         return saturating_cast(a * scale, jnp.result_type(like))
     if g is None:
         check_params(x)
-        g = SparseRows(a.indices[:0], a.values[:0].astype(x.dtype), len(x))
+        g = SparseRows(a.indices[:0], a.values[:0].astype(x.dtype), len(table))
     rows = g.with_rows(a.indices, a.values).coalesce()
     return rows.with_values(saturating_cast(rows.values * scale, g.dtype))
 

@@ -68,6 +68,13 @@ def test_an_operation_as_large_as_the_table():
     assert report_of(optzoo.adam(1e-3), at_least=2 * TABLE).large == ()
 
 
+def test_the_smallest_table():
+    """Of donated arrays, one of an eighth of the greatest is a table; a smaller one is none."""
+    step = jax.jit(lambda tree: [x + 1 for x in tree], donate_argnums=0)
+    for size, least in ((999, 8000), (1000, 1000), (1001, 1001)):
+        assert report(step, [of(8000), of(size), of(9)]).at_least == 4 * least
+
+
 def test_the_memory_of_arguments():
     def step(params, ids, unused, *, rate):
         moved = params["w"] - rate

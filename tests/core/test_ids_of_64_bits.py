@@ -176,7 +176,7 @@ found = [
     table + rows(ids).coalesce(),
     jax.jit(lambda t, ids: rows(ids).scatter(t, jnp.ones((2, 2))))(table, ids),
     jax.jit(lambda t, ids: t + rows(ids))(table, ids),
-    jax.jit(lambda t, ids: t + rows(ids))(lines, ids).reshape(-1, 2)[:10],
+    jax.jit(lambda t, ids: t + rows(ids).of_lines())(lines, ids).reshape(-1, 2)[:10],
     jax.jit(bags)(table + 1, np.array([{WIDE}, 3])),
 ]
 is_nan = jnp.isnan(jax.jit(optzoo.lookup)(table, ids))

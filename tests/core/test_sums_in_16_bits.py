@@ -49,7 +49,7 @@ OF_ROWS = {
         jnp.ones((ROWS, WIDTH), dtype), one_row(dtype)
     ),
     "lines": lambda dtype: (
-        optzoo.rows.to_lines(jnp.ones(LINES, dtype)).value + one_row(dtype, LINES)
+        optzoo.rows.to_lines(jnp.ones(LINES, dtype)).value + one_row(dtype, LINES).of_lines()
     ),
 }
 

@@ -175,6 +175,14 @@ def test_weights_of_diloco(weights, options, bad):
     assert state.replicated.global_step.max() == weight.any()
 
 
+def test_a_mean_of_no_weight_is_never_kept():
+    """An exchange that has begun is in the state until it ends."""
+    options = {"outer": PLAIN, "communication_period": 2, "overlap_steps": 1}
+    tx = optzoo.diloco(descent(), **options)
+    state = check(tx, (LOCAL, START), weight=np.zeros(3, np.float32))
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
+
+
 @pytest.mark.parametrize("weight", [[1, 1, 1], [0, 1, 0]])
 @pytest.mark.parametrize(("least", "present", "moves"), [
     (1, "nobody", False), (1, "one", True), (2, "one", False), (3, "one", False), (3, "all", True),

@@ -8,6 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optzoo
@@ -102,6 +103,28 @@ def test_the_submission_to_algoperf(monkeypatch, x64):
             for name, want in replay.fast.items():
                 np.testing.assert_allclose(params[name], want, rtol=1e-6, atol=1e-9)
     assert np.asarray(model_state) == 160
+
+
+def test_each_fragment_has_its_own_outer_step():
+    """Two of other sizes, exchanged in turn: plain local steps, momentum outside."""
+    g = {"a": np.arange(1.0, 4, dtype=np.float32), "b": np.array([[4.0], [5.0]], np.float32)}
+    tx = optzoo.diloco(
+        optzoo.gradient_descent(0.1),
+        optax.sgd(0.5, momentum=0.5),
+        axis_name=None,
+        communication_period=2,
+        fragments=2,
+    )
+
+    @jax.jit
+    def run(x):
+        step = lambda carry, _: (samples.step(tx, g, *carry), None)
+        return jax.lax.scan(step, (x, tx.init(x)), length=4)[0][0]
+
+    x = run(jax.tree.map(np.ones_like, g))
+    # After steps 1 and 3 a is 1 - 0.05 g and 1 - 0.175 g; b is 1 - 0.1 g and 1 - 0.25 g one later.
+    np.testing.assert_allclose(x["a"], 1 - 0.275 * g["a"], rtol=1e-6)
+    np.testing.assert_allclose(x["b"], 1 - 0.25 * g["b"], rtol=1e-6)
 
 
 def alone(period=3, **options):

@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
+from optzoo.distributed.engine.accumulator import append_row_counts, divide_counted
 from optzoo.distributed.engine.collectives import Replicas
 
 N = 96  # replicas; not a power of two, by which a sum is divided without another rounding
@@ -272,3 +273,27 @@ def test_a_sum_with_more_rows_than_fit_is_nan():
     np.testing.assert_array_equal(
         dense(fits).ravel(), [-0.5, -0.5, -1, -0.5, 0, 0, 0, 0, 0][:TABLE]
     )
+
+
+def test_rows_divided_by_how_often_they_came():
+    """Two tables of other widths, of which each replica lists other rows; padding is none."""
+    listed = [{"a": [0, 1, 1], "b": [2]}, {"a": [1, 3], "b": [0, 2]}]
+    width, rows = {"a": 2, "b": 1}, {"a": 3, "b": 4}
+
+    def gradients(of_replica, value):
+        values = {n: jnp.full((len(ids), width[n]), value) for n, ids in of_replica.items()}
+        return {n: SparseRows(jnp.array(of_replica[n]), v, rows[n]) for n, v in values.items()}
+
+    gs = [
+        gradients(of_replica, value) for of_replica, value in zip(listed, (1.0, 4.0), strict=True)
+    ]
+
+    @jax.jit
+    def run(gs):
+        sums = optzoo.rows.add(*map(append_row_counts, gs))
+        means = divide_counted(sums, jnp.float32(2), gs[0], by_row_counts=True)
+        return {name: g.to_dense()[:, 0] for name, g in means.items()}
+
+    means = run(gs)
+    assert means["a"].tolist() == [1, (2 + 4) / 2, 0]
+    assert means["b"].tolist() == [4, 0, (1 + 4) / 2, 0]

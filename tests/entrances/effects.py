@@ -27,15 +27,16 @@ class Table(dict):
 
         return add
 
-    def test(self):
-        """The test of all rows."""
+    def test(self, *, all_quick=False):
+        """The test of all rows; ``make test`` runs them all where they cost little together."""
 
-        @pytest.mark.parametrize(("function", "option"), self)
-        def test_an_option_has_its_effect(function, option):
-            observe, expected = self[function, option]
+        @pytest.mark.parametrize("row", self, ids="-".join)
+        def test_an_option_has_its_effect(row):
+            observe, expected = self[row]
             assert {value: observe(value) for value in expected} == expected
 
-        return test_an_option_has_its_effect
+        test = test_an_option_has_its_effect
+        return pytest.mark.every_value(test) if all_quick else test
 
 
 def outcome(call):

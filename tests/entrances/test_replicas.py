@@ -98,4 +98,4 @@ def _(overlap_steps):
     return found
 
 
-test_an_option_has_its_effect = TABLE.test()
+test_an_option_has_its_effect = TABLE.test(all_quick=True)

@@ -97,4 +97,4 @@ def _(kwargs):
     return optzoo.compile_report(f, jnp.ones(4), device="cpu", **given).arguments
 
 
-test_an_option_has_its_effect = TABLE.test()
+test_an_option_has_its_effect = TABLE.test(all_quick=True)

@@ -1,6 +1,7 @@
 """Options of train steps, gradients and the native step."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -188,3 +189,16 @@ def _(in_place):
 
 
 test_an_option_has_its_effect = TABLE.test()
+
+
+def test_every_entrance_hands_on_its_options():
+    """A wrong value is refused where it is used, so the error says that it arrives there."""
+    wrong = {
+        "has_aux": ("no", "has_aux must be"),
+        "sparse": ("no", "sparse must be"),
+        "min_rows": (0, "min_rows must be at least 1"),
+        "native": ("no", "native must be"),
+    }
+    for train, (name, (value, message)) in itertools.product(MINIMIZERS.values(), wrong.items()):
+        with pytest.raises((TypeError, ValueError), match=message):
+            train(looked_up, SGD, **{name: value})

@@ -214,10 +214,28 @@ def _(squares):
     return float(optzoo.clip_by_global_norm(1.0).update(rows, optax.EmptyState())[0].values[0, 0])
 
 
+@effect("SparseRows", "lines", {False: "ValueError", True: (125, 128)})
+def _(lines):
+    """What the sum is with an array in the shape of the lines of 1000 rows of 16."""
+    rows = SparseRows(jnp.array([9]), jnp.ones((1, 16)), 1000, lines=lines)
+    try:
+        return (jnp.zeros((125, 128)) + rows).shape
+    except ValueError as error:
+        return type(error).__name__
+
+
+@effect("SparseRows.with_rows", "coalesced", {False: 2, True: 3})
+def _(coalesced):
+    """How many rows are left of those that share an index."""
+    ids = jnp.array([1, 1, 2])
+    rows = rows_of().with_rows(ids, jnp.ones((3, 2)), coalesced=coalesced)
+    return int(jnp.sum(rows.coalesce().indices < 4))
+
+
 @effect("SparseRows.to_dense", "like", {False: (128, 2), True: (2, 128)})
 def _(like):
     """The shape of the array, also of a table in lines."""
-    rows = SparseRows(jnp.array([1]), jnp.ones((1, 2)), 128)
+    rows = SparseRows(jnp.array([1]), jnp.ones((1, 2)), 128, lines=True)
     lines = optzoo.rows.to_lines(jnp.ones((128, 2))).value
     return (rows.to_dense(lines) if like else rows.to_dense()).shape
 

@@ -155,4 +155,4 @@ def _(partial):
     return outcome(lambda: loaded({"w": 1}, partial=partial))
 
 
-test_an_option_has_its_effect = TABLE.test()
+test_an_option_has_its_effect = TABLE.test(all_quick=True)

@@ -179,14 +179,39 @@ def test_ids_of_few_bits():
     assert np.flatnonzero(y[:, 0] == 0).tolist() == [7, 255]
 
 
-def test_several_tables():
-    x = {"a": jnp.ones((3, WIDTH)), "b": jnp.ones((4, WIDTH))}
-    tx = optax.trace(0.9)
-    state = jax.tree.map(lambda a: a + 1, tx.init(x))
-    y, state = optzoo.growing.reset_rows(x, state, {"a": [0], "b": jnp.array([3])}, tx=tx)
-    for tree in y, state.trace:
-        np.testing.assert_array_equal(tree["a"][:, 0], [0, 1, 1])
-        np.testing.assert_array_equal(tree["b"][:, 0], [1, 1, 1, 0])
+# Rows, columns, dtype, the sharding, and the ids that start anew.
+UNLIKE = {
+    "a": (7, 2, jnp.float32, (2, "mod"), [0, 6]),
+    "b": (8, 3, jnp.bfloat16, (4, "div"), [3]),
+    "one": (1, 1, jnp.float32, (2, "mod"), [0]),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_several_tables(sharded):
+    """Each has its own ids, sharding, rows and first slots."""
+    x, tables, shardings, init, wanted = {}, {}, {}, {}, {}
+    for k, (name, (rows, width, dtype, (shards, partition), ids)) in enumerate(UNLIKE.items()):
+        s = optzoo.sharded.RowSharding(rows, shards, partition, multiple=1)
+        x[name] = np.ones((s.stored_rows if sharded else rows, width), dtype)
+        tables[name], shardings[name] = np.array(ids), s
+        init[name] = lambda ids, width=width, k=k: jnp.full((len(ids), width), 3 + k)
+        places = np.asarray(s.places_of(ids)) if sharded else ids
+        wanted[name] = np.isin(np.arange(len(x[name])), places)
+    tx = optzoo.momentum(0.1, 0.9)
+    given = {"tx": tx, "init": init, "shardings": shardings if sharded else None}
+
+    @jax.jit
+    def run(x):
+        state = jax.tree.map(lambda a: a + 1, tx.init(x))
+        return optzoo.growing.reset_rows(x, state, tables, **given)
+
+    y, state = run(x)
+    for k, (name, is_new) in enumerate(wanted.items()):
+        assert y[name].dtype == x[name].dtype
+        for got, new in (y[name], 3 + k), (optzoo.get_slot(state, "momentum")[name], 0):
+            want = np.where(is_new[:, None], new, np.ones(x[name].shape))
+            np.testing.assert_array_equal(np.float32(got), want)
 
 
 @pytest.mark.parametrize(

@@ -368,15 +368,25 @@ def test_rows_begin_to_rest_as_tables_become_large(rows, more):
 
 
 def test_collected_rows_that_are_dropped_are_forgotten():
-    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"emb": 3})
-    x = params()
-    x, state = samples.step(tx, gradients(0, ids=(1, 4, 4)), x, tx.init(x))
-    small = optzoo.growing.resize_table(x, state, {"emb": 2}, tx=tx)
-    large = optzoo.growing.resize_table(*small, {"emb": ROWS}, tx=tx)
-    y, _ = samples.step(tx, gradients(1, ids=(0,)), *large)
-    expected = x["emb"][1] - gradients(0, ids=(1, 4, 4))["emb"].values[0]
-    np.testing.assert_allclose(y["emb"][1], expected, 1e-6)
-    np.testing.assert_array_equal(y["emb"][2:], 0)
+    """Of each table those beyond its own new size."""
+    x = {"a": np.ones((5, 2), np.float32), "b": np.ones((7, 3), np.float32)}
+    small, collected = {"a": 2, "b": 5}, {"a": [1, 4, 4], "b": [1, 4, 6]}
+    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, max_rows=dict.fromkeys(x, 3))
+
+    def rows(of, value):
+        values = {name: jnp.full((len(of[name]), a.shape[1]), value) for name, a in x.items()}
+        return {n: optzoo.SparseRows(jnp.array(of[n]), v, len(x[n])) for n, v in values.items()}
+
+    @jax.jit
+    def run(y):
+        y, state = samples.step(tx, rows(collected, 3.0), y)
+        for tables in small, {name: len(a) for name, a in x.items()}:
+            y, state = optzoo.growing.resize_table(y, state, tables, tx=tx)
+        return samples.step(tx, rows({name: [0] for name in x}, 0.0), y, state)[0]
+
+    y = run(x)
+    np.testing.assert_array_equal(y["a"][:, 0], [1, -2, 0, 0, 0])
+    np.testing.assert_array_equal(y["b"][:, 0], [1, -2, 1, 1, -2, 0, 0])
 
 
 # Errors

@@ -258,7 +258,7 @@ def test_conversions_are_those_of_xla(dtype, x64):
                     some = np.where((x >= 0) & (x < 1e3), x, 0).astype(x.dtype)
             convert = lambda x, y, other=other: [lax.convert_element_type(x, other)]
             for got in computed(convert, some, y):  # none, if the engine leaves it to XLA
-                want = np.asarray(lax.convert_element_type(some, other))
+                want = np.asarray(lax.convert_element_type(jnp.asarray(some), other))
                 got, want = (a.astype("float64") for a in (got, want))
                 np.testing.assert_array_equal(got, want, err_msg=other)
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,15 @@ def test_transport_in_16_bits():
     error = np.abs(of_ids(params["table"], s) - expected["table"]).max()
     assert 1e-5 * moved < error < 0.02 * moved
     np.testing.assert_allclose(losses, values, rtol=0.01)
+
+
+def test_all_rows_are_sent_in_the_dtype_of_transport():
+    """There and back, the gradients too; ids are integers."""
+    s, mesh, tx = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4), LAZY["lazy_adam"]
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s}, transport=jnp.bfloat16)
+    program = jax.make_jaxpr(step)(*shapes(tx, mesh, s), *next(batches("uniform", 1, mesh)))
+    sent = re.findall(r":(\w+)\S* = all_to_all", str(program))
+    assert sorted(sent) == ["bf16", "bf16", "i32", "i32"]
 
 
 def test_ids_of_64_bits(x64):

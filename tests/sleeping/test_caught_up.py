@@ -320,6 +320,20 @@ def test_a_state_put_together_by_hand_gives_nan():
     assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
+def test_each_table_is_caught_up_at_its_own_ids():
+    tx = optzoo.caught_up(optzoo.adam(0.1), mask=True)
+    x = {"a": np.ones((5, 2), np.float32), "b": np.ones((3, 1), np.float32)}
+    none = {n: SparseRows(jnp.zeros(0, int), a[:0], len(a)) for n, a in x.items()}
+
+    @jax.jit
+    def run(x):
+        state = tx.update(none, tx.init(x), x)[1]
+        return optzoo.rows.catch_up(x, state, {"a": jnp.array([3, 1]), "b": jnp.array([2])})[1]
+
+    last = run(x).last
+    assert last["a"].tolist() == [0, 1, 0, 1, 0] and last["b"].tolist() == [0, 0, 1]
+
+
 def test_no_row_sleeps_longer_than_the_horizon():
     tx = optzoo.caught_up(optzoo.adam(0.01), mask=True, horizon=1)
     x = jnp.ones((700, 1))
@@ -430,6 +444,17 @@ def test_what_may_sleep():
         optzoo.caught_up(optzoo.adam(0.1), mask=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})
     assert [a.shape for a in jax.tree.leaves(state.last)] == [(5000,)]
+
+
+@pytest.mark.parametrize("rows", [4095, 4096, 4097])
+def test_tables_that_sleep_without_a_mask(rows):
+    """A gradient of rows moves no other row of a table that sleeps, and all of a smaller one."""
+    tx, x = optzoo.caught_up(optzoo.adam(0.1)), {"x": jnp.ones((rows, 1)), "y": jnp.ones((5000, 1))}
+    of = lambda i: {k: SparseRows(jnp.array([i]), jnp.ones((1, 1)), len(a)) for k, a in x.items()}
+    _, state = tx.update(of(0), tx.init(x), x)
+    updates, _ = tx.update(of(1), state, x)
+    assert isinstance(updates["y"], SparseRows)
+    assert isinstance(updates["x"], SparseRows) == (rows >= 4096)
 
 
 def test_inside_of_other_transformations():

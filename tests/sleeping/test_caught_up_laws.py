@@ -230,7 +230,7 @@ def test_the_longest_sleep_has_a_bound():
 
 def test_powers_are_products_from_short_tables():
     motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 5000)
-    ages = np.array([0, 1, 255, 256, motion.start.longest])
+    ages = np.array([0, 1, 255, 256, 257, 511, 512, motion.start.longest])
     got = motion.start.power(motion.law.form, "v", jnp.asarray(ages))
     exact = np.float64(np.float32(0.999)) ** ages
     np.testing.assert_allclose(got, exact, rtol=1e-6)

@@ -1,5 +1,8 @@
 """Tables in lines: the same numbers as in an array of rows."""
 
+from contextlib import nullcontext
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +42,109 @@ def test_shapes(width):
     kept = optzoo.rows.to_lines(x)
     assert kept.value.shape == shape_of_lines(x.shape) and kept.shape == x.shape and len(kept) == 31
     np.testing.assert_array_equal(optzoo.rows.from_lines(kept), x)
+
+
+# An array with the shape of the lines of a table is no table in lines.
+SHAPES = [(1000, 16), (500, 15), (64, 16)]
+TAKERS = {
+    "params + rows": lambda x, g: x + g,
+    "params - rows": lambda x, g: x - g,
+    "apply_updates": lambda x, g: optax.apply_updates({"x": x}, {"x": g})["x"],
+    "gather": lambda x, g: g.gather(x),
+    "scatter": lambda x, g: g.scatter(x, g.values),
+    **{
+        name: lambda x, g, tx=tx: tx.update(g, tx.init(x), x)[0]
+        for name, tx in {
+            "lazy rows": optzoo.lazy_adam(0.1),
+            "dense rows": optzoo.momentum(0.1, 0.9),
+            "touched rows": optzoo.add_sign(0.1),
+            "linear rows": optzoo.gradient_descent(0.1),
+            "on_rows": optzoo.on_rows(optax.adam(0.1)),
+            "matrices": optzoo.shampoo(0.1),
+            "slots in 8 bits": optzoo.slots_dtype(optzoo.lazy_adam(0.1), "int8"),
+            "accumulated rows": optzoo.accumulate(optzoo.lazy_adam(0.1), 2, max_rows={".*": 1}),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TAKERS)
+def test_a_plain_array_is_never_lines(name, shape):
+    take, row = TAKERS[name], jnp.ones((1, shape[1]))
+    g = optzoo.SparseRows(jnp.array([9]), row, shape[0])
+    with pytest.raises(ValueError, match=str(shape[0])):
+        take(jnp.zeros(shape_of_lines(shape)), g)
+
+
+class Factors(NamedTuple):
+    factors: optzoo.rules.Signed
+
+
+def test_a_slot_that_could_be_lines_is_refused():
+    """Of a table of 1000 rows of 16 it would be read as lines."""
+    rule = lambda g, x, s, t: (-g, s)
+    for shape, refused in (((125, 128), True), ((125, 256), True), ((124, 128), False)):
+        slots = Factors(lambda x, shape=shape: jnp.zeros(shape))
+        tx = optzoo.rules.leafwise(rule, slots=slots)
+        assert tx.init(jnp.zeros((1000, 16))).slots.factors.shape == shape
+        with pytest.raises(ValueError, match="cannot be known") if refused else nullcontext():
+            tx.init(optzoo.rows.to_lines(jnp.zeros((1000, 16))))
+
+
+def test_a_state_for_a_plain_array_is_not_one_for_lines():
+    """Slots of a parameter that has the shape of lines are not those of the table."""
+    tx = optzoo.lazy_adam(0.1)
+    for shape in SHAPES:
+        x = jnp.zeros(shape)
+        g = optzoo.SparseRows(jnp.array([9]), jnp.ones((1, shape[1])), shape[0])
+        with pytest.raises(ValueError, match="the slot"):
+            tx.update(g, tx.init(jnp.zeros(shape_of_lines(shape))), x)
+
+
+def test_rows_know_that_they_are_of_lines():
+    """Through all that makes rows of rows, and through trees."""
+    plain, lines = both()
+    g = jax.grad(lambda p: loss(p, IDS))(plain)["table"]
+    rows = optzoo.value_and_grad(loss)(lines, IDS)[1]["table"].value
+    assert rows.lines
+    made = [
+        rows + rows,
+        -rows,
+        rows / 2,
+        rows.coalesce(),
+        rows.astype(jnp.bfloat16),
+        rows.drop_padding(),
+        rows.rows_if(jnp.array(True)),
+        rows.with_rows(rows.indices, rows.values),
+        jax.tree.map(lambda x: x, rows),
+        optzoo.SparseRows(rows.indices, rows.values, ROWS) + rows,
+    ]
+    assert all(each.lines for each in made)
+    by_hand = optzoo.SparseRows(rows.indices, rows.values, ROWS)
+    assert not by_hand.lines and optzoo.rows.Lines(by_hand, (ROWS, WIDTH)).value.lines
+    sums = optzoo.rows.Lines(lines["table"].value + rows, (ROWS, WIDTH))
+    np.testing.assert_allclose(
+        optzoo.rows.from_lines(sums), plain["table"] + g, rtol=1e-6, atol=1e-7
+    )
+
+
+def test_rows_of_a_cycle_whose_last_step_has_no_gradient():
+    """The rows of the whole table are there, not those of as many as there are lines."""
+    tx = optzoo.accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"table": 1})
+    results = []
+    for params in both():
+        rows = optzoo.SparseRows(jnp.array([ROWS - 1]), jnp.ones((1, WIDTH)), ROWS)
+        of = lambda g, x=params["table"]: (
+            optzoo.rows.Lines(g, x.shape) if isinstance(x, optzoo.rows.Lines) else g
+        )
+        state = tx.init(params)
+        for g in (rows, None):
+            updates, state = tx.update({"table": of(g), "w": None}, state, params)
+            params = {**params, "table": optax.apply_updates(params["table"], updates["table"])}
+        results.append(optzoo.rows.from_lines(params["table"]))
+    np.testing.assert_array_equal(results[0], table().at[ROWS - 1].add(-1.0))
+    np.testing.assert_array_equal(results[1], results[0])
 
 
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (7, 100), (9, 2, 12), (5, 200), (300, 1)])

@@ -115,6 +115,35 @@ def test_a_square_parameter_of_shampoo(mesh):
     assert {spec for name, spec in found.items() if "/w/" in name} == {P()}
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (8, 4)])
+@pytest.mark.parametrize("columns", [True, False])
+def test_axes_of_slots_that_shapes_do_not_tell(shape, columns, mesh):
+    """What an optimizer keeps for the columns of a square matrix is not divided as rows."""
+    of = {
+        "rows": lambda x: jnp.zeros(x.shape[0]),
+        "columns": lambda x: jnp.zeros(x.shape[1]),
+        "of columns": lambda x: jnp.zeros((x.shape[1], x.shape[1])),
+        "window": lambda x: jnp.zeros((8, *x.shape)),
+        "turned": lambda x: jnp.zeros((*x.shape[::-1], 3)),
+        "a number": lambda x: jnp.zeros(()),
+    }
+    init = lambda params: {k: jax.tree.map(f, params) for k, f in of.items()}
+    tx = optax.GradientTransformation(init, lambda g, s, p=None: (g, s))
+    spec = P("rows", "columns" if columns else None)
+    params = {"w": jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))}
+    found = specs(state_sharding(tx, params))
+    rows, *_ = spec
+    last = "columns" if columns else None
+    assert {name.partition("/")[0]: tuple(s) for name, s in found.items()} == {
+        "rows": (rows,),
+        "columns": (last,),
+        "of columns": (rows, last) if shape == (8, 8) else (),  # the shape of the parameter
+        "window": (None, rows, last),
+        "turned": (last, rows, None),
+        "a number": (),
+    }
+
+
 def test_memory_kinds_and_partial_specs(mesh):
     kind = next(iter(jax.devices()[0].addressable_memories())).kind
     sharding = NamedSharding(mesh, P("rows"), memory_kind=kind)

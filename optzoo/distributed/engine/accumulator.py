@@ -147,7 +147,7 @@ def _accumulate_rows(
     size = min(total.num_rows, most)
     is_new = placed(target == update, mesh_of(target), EVERYWHERE)
     [indices] = jnp.nonzero(is_new, size=size, fill_value=total.num_rows)
-    found = SparseRows(indices, indices, total.num_rows, coalesced=True)
+    found = total.with_rows(indices, indices, coalesced=True)
     fits = jnp.sum(is_new) <= size
     values = jnp.where(fits, _append(found.gather(after), found.gather(counts)), jnp.nan)
     return found.with_values(values).drop_padding(), after, target, counts

@@ -149,7 +149,7 @@ class Replicas:
             pad = lambda a, value: jnp.concatenate(
                 [a, jnp.full((places, *a.shape[1:]), value, a.dtype)]
             )
-            return SparseRows(pad(g.indices, g.num_rows), pad(g.values, 0), g.num_rows)
+            return g.with_rows(pad(g.indices, g.num_rows), pad(g.values, 0))
 
         return map_rows(spread, updates), self.vary(jnp.asarray(True))
 
@@ -158,7 +158,7 @@ class Replicas:
         indices = jnp.where(mask, jnp.asarray(g.indices), g.num_rows)
         values = zero_unless(mask, upcast(g.values))
         indices, values = self.gather((indices, values))
-        return SparseRows(indices, values, g.num_rows)
+        return g.with_rows(indices, values)
 
     def vary(self, tree: Any) -> Any:
         """The same values, typed as what may differ between replicas.
