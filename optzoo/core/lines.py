@@ -16,6 +16,7 @@ from jax.tree_util import GetAttrKey
 
 from .merge import add, elect, segment_sum
 from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
+from .numerics import has_keys
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -137,10 +138,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
                 f"table must be an array, got a {type(table).__name__}: for a tree give like=, the "
                 "same tree with some of its tables in lines"
             )
-        dtype = getattr(table, "dtype", None)
-        if isinstance(table, jax.ShapeDtypeStruct) or (
-            dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        ):
+        if isinstance(table, jax.ShapeDtypeStruct) or has_keys(getattr(table, "dtype", None)):
             raise TypeError(f"table must be an array of numbers, got {table!r}")
         if not jnp.ndim(table):
             raise ValueError(f"table: a table has at least one axis, got {table!r}")
