@@ -8,6 +8,7 @@ import optax
 
 from .checks import is_array
 from .meshes import spec_of
+from .numerics import has_keys
 from .paths import leaves_with_path, path_name
 from .row_ids import is_protected
 from .rows import fits, is_rows, is_sparse_or_none
@@ -167,7 +168,7 @@ def _fix_special(dtype: Any) -> str:
     """What to do about a dtype that allows no arithmetic; nothing if it does."""
     if dtype == jax.dtypes.float0:  # of jax.grad with allow_int
         return _FREEZE
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_key = has_keys(dtype)
     return "keep random keys out of the parameters, or hide them by optax.masked" if is_key else ""
 
 

@@ -17,6 +17,7 @@ from jax.tree_util import GetAttrKey
 from .checks import is_array
 from .merge import add, elect, segment_sum
 from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
+from .numerics import has_keys
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -139,7 +140,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
                 "same tree with some of its tables in lines"
             )
         is_abstract = isinstance(table, jax.ShapeDtypeStruct)
-        if is_abstract or not is_array(table) or not _has_numbers(table):
+        if is_abstract or not is_array(table) or has_keys(getattr(table, "dtype", None)):
             fix = ": jax.eval_shape(optzoo.rows.to_lines, table) takes it" * is_abstract
             raise TypeError(f"table must be an array of numbers, got {table!r}{fix}")
         if not jnp.ndim(table):
@@ -151,10 +152,6 @@ def to_lines(table: Any, like: Any = None) -> Any:
             )
         return as_lines(jnp.asarray(table), jnp.shape(table))
     return jax.tree.map(_like, like, table, is_leaf=is_lines)
-
-
-def _has_numbers(x: Any) -> bool:
-    return not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
 
 
 def from_lines(tree: Any) -> Any:

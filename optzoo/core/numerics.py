@@ -29,6 +29,16 @@ def has_16_bits(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
 
 
+def has_keys(dtype: Any) -> bool:
+    """Whether it is the dtype of random keys; not of what has no dtype, which is None."""
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_real(x: Any) -> bool:
+    """Whether an array has real numbers, floating-point or integers."""
+    return any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer))
+
+
 def has_derivative(x: Any) -> bool:
     """Whether an array can have a gradient: it is real or complex."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -185,9 +185,7 @@ class SparseRows(metaclass=_HintInErrors):
     def __add__(self, other: Any) -> Any:
         """``other`` with the rows added to it; the sum of rows and rows is rows."""
         if not fits(self, other):
-            raise ValueError(
-                f"rows of an array of shape {self.shape} do not fit {jnp.shape(other)}"
-            )
+            self._refuse_shape(other)
         if is_rows(other):
             if other.ids is self.ids:
                 return self.with_values(self.values + other.values)
@@ -273,9 +271,10 @@ class SparseRows(metaclass=_HintInErrors):
 
     def _check_rows_of(self, dense: Any) -> None:
         if jnp.shape(dense)[:1] < (self.num_rows,):
-            raise ValueError(
-                f"rows of an array of shape {self.shape} do not fit {jnp.shape(dense)}"
-            )
+            self._refuse_shape(dense)
+
+    def _refuse_shape(self, x: Any) -> None:
+        raise ValueError(f"rows of an array of shape {self.shape} do not fit {jnp.shape(x)}")
 
     def rows_if(self, wanted: Array) -> SparseRows:
         """The same rows if a condition holds, and otherwise padding alone."""
@@ -396,6 +395,23 @@ def is_sparse_or_none(g: object) -> bool:
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
     """``f`` of every SparseRows in a tree; arrays are unchanged."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
+
+
+def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``f`` of leaves, and None where the first tree has None."""
+    apply = lambda x, *xs: None if x is None else f(x, *xs)
+    return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
+
+
+def apply_not_none(params: Any, updates: Any) -> Any:
+    """``optax.apply_updates``; a parameter without an update is unchanged."""
+    add = lambda u, x: (x + u).astype(x.dtype)
+    return replace_not_none(params, map_not_none(add, updates, params))
+
+
+def replace_not_none(old: Any, new: Any) -> Any:
+    """The leaves of ``new``, and those of ``old`` where ``new`` has None."""
+    return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
 def as_arrays(tree: Any) -> Any:

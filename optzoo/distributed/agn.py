@@ -11,19 +11,12 @@ from jax import Array
 
 from ..core.checks import check_size
 from ..core.meshes import placed_as
-from ..core.rows import is_sparse_or_none
+from ..core.rows import apply_not_none, is_sparse_or_none, map_not_none
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
-from .engine.collectives import (
-    BUCKET_BYTES,
-    AxisName,
-    Replicas,
-    apply_not_none,
-    map_not_none,
-    zero_unless,
-)
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, zero_unless
 from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 

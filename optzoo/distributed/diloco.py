@@ -12,17 +12,10 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check_choice, check_flags, check_fraction, check_size
+from ..core.rows import map_not_none, replace_not_none
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
-from .engine.collectives import (
-    BUCKET_BYTES,
-    AxisName,
-    Replicas,
-    all_finite,
-    map_not_none,
-    replace_not_none,
-    zero_unless,
-)
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, all_finite, zero_unless
 from .engine.few_bits import NAMES, Few, sum_in_few_bits
 from .engine.local_sgd import LocalSGDMethod, local_sgd
 

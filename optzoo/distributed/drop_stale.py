@@ -13,10 +13,10 @@ from jax import Array, lax
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer
-from ..core.rows import is_rows, is_sparse_or_none, map_rows, zeros_like_update
+from ..core.rows import apply_not_none, is_rows, is_sparse_or_none, map_rows, zeros_like_update
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, apply_not_none
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas
 
 
 class DropStaleReplicated(NamedTuple):

@@ -10,10 +10,10 @@ import optax
 
 from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
-from ..core.rows import is_sparse_or_none
+from ..core.rows import is_sparse_or_none, map_not_none, replace_not_none
 from ..state.averages import start_of_average
 from ..state.inner import fitting, inner_transformation
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, map_not_none, replace_not_none
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas
 from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 

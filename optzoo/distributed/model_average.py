@@ -11,16 +11,10 @@ import optax
 
 from ..core.checks import check_choice, check_size
 from ..core.numerics import upcast
+from ..core.rows import map_not_none, replace_not_none
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
-from .engine.collectives import (
-    BUCKET_BYTES,
-    AxisName,
-    Replicas,
-    map_not_none,
-    replace_not_none,
-    zero_unless,
-)
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, zero_unless
 from .engine.local_sgd import LocalSGDMethod, local_sgd
 
 Slots = Literal["keep", "average", "reset"]

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from ..core.checks import check_function, is_array
 from ..core.initial_values import InitialValueWarning
 from ..core.lines import from_lines, is_lines
-from ..core.numerics import promote_types, saturating_cast
+from ..core.numerics import is_real, promote_types, saturating_cast
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..sharded.row_sharding import RowSharding
 from ..state.packing import unpack
@@ -120,8 +120,7 @@ def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Ar
             f"{jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
         )
     rows = jnp.asarray(rows)
-    is_real = any(jnp.issubdtype(rows.dtype, k) for k in (jnp.floating, jnp.integer, jnp.bool_))
-    if not is_real and rows.dtype != x.dtype:
+    if not is_real(rows) and rows.dtype not in (jnp.bool_, x.dtype):
         raise TypeError(
             f"init must give rows of real numbers for parameter '{name}' of dtype {x.dtype}, got "
             f"{rows.dtype}"

@@ -135,8 +135,8 @@ def _reset(
     outside = x.shape[0] if sharding is None else sharding.num_rows
     ids = jnp.unique(in_range(ids, outside), size=len(ids), fill_value=outside)
     places = ids if sharding is None else sharding.places_of(ids)
-    values, kind = rows_for(name, x, ids, rows_of), {"coalesced": True, "lines": is_lines(x)}
-    g = SparseRows(places, values, x.shape[0], **kind)
+    values = rows_for(name, x, ids, rows_of)
+    g = SparseRows(places, values, x.shape[0], coalesced=True, lines=is_lines(x))
     put = lambda array: g.scatter(jnp.asarray(array), g.values)
     xs[number] = Lines(put(x.value), x.shape) if is_lines(x) else put(x)
     params = treedef.unflatten(xs)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation
+from ..core.numerics import has_keys
 from ..core.optimizer import Optimizer, about_of
 from ..jaxprs.reads import check_all_read
 from ..registry import create, factory_of
@@ -332,7 +333,7 @@ def _default_rate(config: Mapping[str, Any]) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return has_keys(leaf.dtype)
 
 
 def _data(leaf: Any) -> Any:

@@ -15,6 +15,7 @@ from ..core.checks import check_flags, check_transformation
 from ..core.compat import has_side_effects
 from ..core.marks import marking
 from ..core.paths import leaves_with_path, path_name
+from ..core.rows import apply_not_none
 from ..jaxprs.graph import read
 
 InPlace = Literal["all", "slots"]
@@ -92,12 +93,11 @@ def native_step(
     if in_place not in ("all", "slots"):
         raise ValueError(f"in_place must be 'all' or 'slots', got {in_place!r}")
     tx = optax.with_extra_args_support(tx)
-    add = lambda x, u: x if u is None else optax.apply_updates(x, u)
 
     def step(params, state, grads, **extra_args):
         def apply(params, state):
             updates, after = tx.update(grads, state, params, **extra_args)
-            return (jax.tree.map(add, params, updates), after), ()
+            return (apply_not_none(params, updates), after), ()
 
         return natively(apply, params, state, in_place=in_place, required=required)[0]
 

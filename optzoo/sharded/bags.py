@@ -14,7 +14,7 @@ from ..core.boxes import is_box
 from ..core.checks import check_size
 from ..core.lines import is_lines
 from ..core.merge import kept, segment_sum
-from ..core.numerics import upcast, wide_dtype
+from ..core.numerics import is_real, upcast, wide_dtype
 from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
@@ -219,7 +219,7 @@ def _as_weights(name: str, weights: Any) -> Array:
         weights = jnp.asarray(weights)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{must}, got a {type(weights).__name__}") from error
-    if not any(jnp.issubdtype(weights.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
+    if not is_real(weights) and weights.dtype != jnp.bool_:
         raise TypeError(f"{must}, got dtype {weights.dtype}")
     return weights
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..core.checks import check, check_flags, check_floating, check_function, check_size, is_array
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from ..core.meshes import check_axes, shard_map
+from ..core.numerics import has_keys
 from .row_sharding import RowSharding
 
 
@@ -120,7 +121,7 @@ def uniform_rows(
         ValueError: if ``width`` or ``scale`` is out of its range.
     """
     of_key = getattr(key, "dtype", None)
-    is_typed = of_key is not None and jnp.issubdtype(of_key, jax.dtypes.prng_key)
+    is_typed = has_keys(of_key)
     if not (is_typed or of_key == jnp.uint32) or jnp.ndim(key) != (0 if is_typed else 1):
         raise TypeError(f"key must be one random key, such as jax.random.key(0), got {key!r}")
     check_size(1, width=width)

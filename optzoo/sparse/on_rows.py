@@ -125,6 +125,8 @@ def _gather(g: Any, x: Any) -> Any:
             "optzoo.on_rows is around optzoo.stacked, which has put a table with a row-sparse "
             "gradient into a stack: keep tables out of the stacks by its mask or max_size"
         )
+    if jnp.shape(x)[:1] != (g.num_rows,) and not g.in_lines(x):
+        raise ValueError(f"a gradient of {g.num_rows} rows does not fit an array of {jnp.shape(x)}")
     return g.gather(x)
 
 

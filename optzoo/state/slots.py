@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.numerics import saturating_cast
+from ..core.numerics import is_real, saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .packing import pack_like, unpack
 from .resting import Resting, check_awake
@@ -292,8 +292,7 @@ def _checked(name: str, leaves: list[Any], others: list[Any]) -> Iterator[Any]:
             )
         else:
             new, dtype = jnp.asarray(new), jnp.result_type(old)
-            is_real = any(jnp.issubdtype(new.dtype, kind) for kind in (jnp.floating, jnp.integer))
-            if not is_real and new.dtype != dtype:
+            if not is_real(new) and new.dtype != dtype:
                 raise ValueError(
                     f"value must have dtype {dtype} at '{path_name(path)}' for the slot {name!r}, "
                     f"got {new.dtype}"

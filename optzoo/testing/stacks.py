@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..core.numerics import has_keys
 from ..core.paths import leaves_with_path, path_name
 from ..state.slots import map_slot_trees
 from ..state.stacks import layout_of, unstack
@@ -122,6 +123,6 @@ def _assert_close(step: int, got: dict[str, Any], want: dict[str, Any], rtol: fl
 
 
 def _values(array: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    is_key = has_keys(array.dtype)
     array = np.asarray(jax.random.key_data(array) if is_key else array)
     return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array

@@ -407,6 +407,14 @@ def test_our_dense_adam_becomes_our_lazy_adam():
     chex.assert_trees_all_equal(got, want)
 
 
+@pytest.mark.parametrize("rows", [4, 6])
+def test_a_state_of_a_table_of_another_length_is_refused(rows):
+    tx = optzoo.on_rows(optax.adam(0.1))
+    g = optzoo.SparseRows(jnp.array([1]), jnp.ones((1, 2)), 5)
+    with pytest.raises(ValueError, match=r"shape \(5, 2\), got an array .* shape"):
+        tx.update(g, tx.init(jnp.ones((rows, 2))), jnp.ones((5, 2)))
+
+
 def test_state_is_that_of_the_inner_optimizer():
     inner, tx, xs = optax.adamw(0.1), on_rows(optax.adamw(0.1)), params()
     _, state = step(tx, row_grads(xs), xs)

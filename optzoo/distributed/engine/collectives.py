@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -240,23 +239,6 @@ def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
         return (total / number.astype(total.dtype)).astype(jnp.result_type(g))
 
     return jax.tree.map(safe_divide, sums, like, is_leaf=is_sparse_or_none)
-
-
-def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``f`` of leaves, and None where the first tree has None."""
-    apply = lambda x, *xs: None if x is None else f(x, *xs)
-    return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
-
-
-def apply_not_none(params: Any, updates: Any) -> Any:
-    """``optax.apply_updates``; a parameter without an update is unchanged."""
-    add = lambda u, x: (x + u).astype(x.dtype)
-    return replace_not_none(params, map_not_none(add, updates, params))
-
-
-def replace_not_none(old: Any, new: Any) -> Any:
-    """The leaves of ``new``, and those of ``old`` where ``new`` has None."""
-    return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
 def zero_unless(condition: Any, tree: Any) -> Any:

@@ -14,12 +14,12 @@ from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import is_trainable, next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
-from ...core.rows import is_rows, is_sparse_or_none
+from ...core.rows import is_rows, is_sparse_or_none, map_not_none
 from ...state.averages import start_of_average
 from ...state.resting import refuse_resting
 from ...state.slots import are_slots
 from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
-from .collectives import Replicas, all_finite, map_not_none, zero_unless
+from .collectives import Replicas, all_finite, zero_unless
 from .forward_only import forward_only
 
 Order = Literal["simultaneous", "round_robin"]
