@@ -23,6 +23,7 @@ from .catalog import CATALOG as CATALOG
 from .cite import cite as cite
 from .core.initial_values import InitialValueWarning as InitialValueWarning
 from .core.rows import SparseRows as SparseRows
+from .deferred.caught_up import caught_up as caught_up
 from .describe import Description as Description
 from .describe import describe as describe
 from .distributed.agn import agn as agn
@@ -80,7 +81,6 @@ from .second_order.shampoo.api import blocked_shampoo as blocked_shampoo
 from .second_order.shampoo.api import shampoo as shampoo
 from .second_order.soap import soap as soap
 from .sharded.bags import lookup_sparse as lookup_sparse
-from .sleeping.caught_up import caught_up as caught_up
 from .sparse.lookup import lookup as lookup
 from .sparse.lookup import value_and_grad as value_and_grad
 from .sparse.on_rows import on_rows as on_rows

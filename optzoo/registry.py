@@ -818,7 +818,7 @@ def _with_override_times(
             extra_args["learning_rate"] = _times(multiplier, extra_args["learning_rate"])
         return tx.update(updates, state, params, **extra_args)
 
-    return Optimizer(tx.init, update, about_of(tx)._replace(law=None))
+    return Optimizer(tx.init, update, about_of(tx)._replace(deferral=None))
 
 
 def _as_written(parameter: inspect.Parameter) -> str:

@@ -34,7 +34,7 @@ WRAPPERS = {
     "slots_dtype in 8 bits": lambda inner: optzoo.slots_dtype(inner, "int8"),
     "stacked": optzoo.stacked,
 }
-# What is said of rows beyond the keywords, where the wrapper keeps it; with a law of its own.
+# What is said of rows beyond the keywords, where the wrapper keeps it; with its own decay rule.
 STORED = {"slots_dtype", "slots_dtype at random"}
 KEEPS_ROWS = {
     "decoupled_weight_decay",
@@ -45,7 +45,7 @@ KEEPS_ROWS = {
     "stacked",
 }
 KEEPS_ROWS |= {"slots_dtype in 8 bits", *STORED}
-KEEPS_LAW = {"decoupled_weight_decay", "moving_average", *STORED}
+KEEPS_DEFERRAL = {"decoupled_weight_decay", "moving_average", *STORED}
 PARAMS = {"table": jnp.ones((7, 8))}
 
 
@@ -104,8 +104,8 @@ def test_a_wrapper_hands_on_what_is_known(wrapper):
     dtype = "bfloat16" if wrapper == "master_weights" else "float32"
     params = {"table": PARAMS["table"].astype(dtype)}
     assert not about.row_wise or is_alone(WRAPPERS[wrapper](inner), params)
-    assert (about.law is not None) == (wrapper in KEEPS_LAW)
-    assert (about.sleepers is not None) == (wrapper == "caught_up")
+    assert (about.deferral is not None) == (wrapper in KEEPS_DEFERRAL)
+    assert (about.deferred is not None) == (wrapper == "caught_up")
 
 
 @pytest.mark.parametrize("others_first", [False, True])
@@ -118,7 +118,7 @@ def test_groups_say_what_is_true_of_all_of_them(others_first):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_of_another_library_s_transformation_knows_that_it_does_not_know(wrapper):
-    inner = known(optax.sgd(0.1), law=optzoo.momentum(0.1, 0.9).about.law)
+    inner = known(optax.sgd(0.1), deferral=optzoo.momentum(0.1, 0.9).about.deferral)
     about = about_of(WRAPPERS[wrapper](inner))
     assert UNKNOWN in about.reads
     assert not about.row_wise or wrapper == "on_rows"  # which proves it by itself

@@ -162,7 +162,7 @@ ROOMS = [
     ["native", "compiled"],
     ["state"],
     ["rules", "distributed"],
-    ["sleeping"],
+    ["deferred"],
     ["sparse"],
     ["sharded"],
     ["train"],

@@ -44,13 +44,13 @@ TESTED = {
     "second_order/shampoo/roots.py:RESIDUAL": (
         "second_order/test_roots.py::test_an_eigh_that_lies_is_found"
     ),
-    "sleeping/motion.py:_BITS": (
-        "sleeping/test_caught_up_laws.py::test_powers_are_products_from_short_tables"
+    "deferred/motion.py:_BITS": (
+        "deferred/test_caught_up_rules.py::test_powers_are_products_from_short_tables"
     ),
-    "sleeping/sleepers.py:_LEAST_ROWS": (
-        "sleeping/test_caught_up.py::test_tables_that_sleep_without_a_mask"
+    "deferred/optimizer.py:_LEAST_ROWS": (
+        "deferred/test_caught_up.py::test_deferred_tables_without_a_mask"
     ),
-    "sleeping/tables.py:_BLOCK": "sleeping/test_caught_up.py::test_flush_in_blocks",
+    "deferred/tables.py:_BLOCK": "deferred/test_caught_up.py::test_flush_in_blocks",
     "sparse/wanted.py:MIN_ROWS": (
         "jaxprs/test_gathers.py::test_small_tables_stay_dense_without_a_word"
     ),
@@ -68,7 +68,7 @@ UNTESTED = {
     "second_order/bases.py": "EQUAL ONE_BY_ONE",
     "second_order/shampoo/roots.py": "MAX_ITERATIONS",
     "sharded/row_sharding.py": "SPREAD",
-    "sleeping/series.py": "_LONGEST _MOST_FEATURES _MOST_TERMS",
+    "deferred/series.py": "_LONGEST _MOST_FEATURES _MOST_TERMS",
 }
 # They bound nothing: seeds, factors of hashes, numbers of an interface, shapes of tiles.
 NO_BOUNDS = {
@@ -81,7 +81,7 @@ NO_BOUNDS = {
     "native/sum_kernel.py": "_BYTES",
     "native/tpu_kernel.py": "_DEPTH",
     "native/tpu_leaf_kernel.py": "_ROWS _LANES _COLUMNS",
-    "sleeping/tables.py": "_SEED",
+    "deferred/tables.py": "_SEED",
     "state/stochastic_rounding.py": "_SIGN",
     "state/storage.py": "_STREAM",
 }

@@ -285,7 +285,7 @@ def same(got, want):
 @pytest.mark.parametrize("kind", BOXES)
 @pytest.mark.parametrize("name", TABLES)
 def test_what_reads_states(name, kind):
-    """Averages, growing and resetting tables, rows that rest, and the words about a state."""
+    """Averages, growing and resetting tables, deferred rows, and the words about a state."""
     tx = TABLES[name]
     table = "table" + {"equinox": "/weight", "own": "/array"}.get(kind, "")
     runs = list(both(kind, tx))

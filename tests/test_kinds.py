@@ -31,10 +31,10 @@ KINDS = {
 PARAMS = {"t": TABLE}
 ADAM = optzoo.adam(0.1)
 AVERAGED = optzoo.moving_average(ADAM)
-ASLEEP = optzoo.caught_up(ADAM, mask=True)
+DEFERRED = optzoo.caught_up(ADAM, mask=True)
 
 
-STATES = {tx: tx.init(PARAMS) for tx in (ADAM, AVERAGED, ASLEEP)}
+STATES = {tx: tx.init(PARAMS) for tx in (ADAM, AVERAGED, DEFERRED)}
 IDS = {
     "lookup": lambda ids: optzoo.lookup(TABLE, ids),
     "value_and_grad": lambda ids: optzoo.value_and_grad(
@@ -42,7 +42,7 @@ IDS = {
     )(PARAMS),
     "lookup_sparse": lambda ids: optzoo.lookup_sparse(TABLE, ids, np.zeros(2, int), 1),
     "lookup_sparse, segments": lambda ids: optzoo.lookup_sparse(TABLE, np.zeros(2, int), ids, 1),
-    "catch_up": lambda ids: optzoo.rows.catch_up(PARAMS, STATES[ASLEEP], {"t": ids}),
+    "catch_up": lambda ids: optzoo.rows.catch_up(PARAMS, STATES[DEFERRED], {"t": ids}),
     "reset_rows": lambda ids: optzoo.growing.reset_rows(PARAMS, STATES[ADAM], {"t": ids}, tx=ADAM),
 }
 OTHERS = {
@@ -51,14 +51,14 @@ OTHERS = {
     "set_slot": lambda x: optzoo.set_slot(STATES[ADAM], "m", {"t": x}),
     "state_like": lambda x: optzoo.state.state_like(x, STATES[ADAM]),
     "slots_like": lambda x: optzoo.state.slots_like(STATES[ADAM], x),
-    "take_over": lambda x: optzoo.rows.take_over(ASLEEP, PARAMS, x),
+    "take_over": lambda x: optzoo.rows.take_over(DEFERRED, PARAMS, x),
     "take_over, tx": lambda x: optzoo.rows.take_over(x, PARAMS, STATES[ADAM]),
     "resize_replicas": lambda x: optzoo.replicas.resize_replicas(AVERAGED, PARAMS, x, 2),
     "resize_replicas, tx": lambda x: optzoo.replicas.resize_replicas(x, PARAMS, STATES[ADAM], 2),
     "resize_table": lambda x: optzoo.growing.resize_table(PARAMS, x, {"t": 5}, tx=ADAM),
     "native_step": lambda x: optzoo.native_step(ADAM)(PARAMS, x, PARAMS),
     "minimize": lambda x: optzoo.minimize(lambda p: jnp.sum(p["t"]), ADAM)(PARAMS, x),
-    "catch_up, params": lambda x: optzoo.rows.catch_up({"t": x}, STATES[ASLEEP]),
+    "catch_up, params": lambda x: optzoo.rows.catch_up({"t": x}, STATES[DEFERRED]),
     "rows.add": lambda x: optzoo.rows.add(PARAMS, x),
     "uniform_rows": lambda x: optzoo.sharded.uniform_rows(x, 2) and None,
     "uniform_rows, width": lambda x: optzoo.sharded.uniform_rows(jax.random.key(0), x),
@@ -103,7 +103,7 @@ def test_averages_are_of_the_parameters():
 def test_a_state_of_other_shapes_is_not_taken_over():
     other = ADAM.init({"t": TABLE[:3]})
     with pytest.raises(ValueError, match="inner_state is not a state of the optimizer in tx"):
-        optzoo.rows.take_over(ASLEEP, PARAMS, other)
+        optzoo.rows.take_over(DEFERRED, PARAMS, other)
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (4, 0), (0,)])
@@ -227,7 +227,7 @@ REFUSED = {
         "real numbers",
     ),
     **{
-        f"catch_up, {k}": (lambda x=x: optzoo.rows.catch_up(x, STATES[ASLEEP]), message)
+        f"catch_up, {k}": (lambda x=x: optzoo.rows.catch_up(x, STATES[DEFERRED]), message)
         for k, (x, message) in {
             "an array": (TABLE, "parameter '', .* got a dict"),
             "other names": ({"u": TABLE}, "a tree of another structure"),
@@ -238,7 +238,10 @@ REFUSED = {
             "a string": ({"t": "x"}, "params must be a tree of arrays, got 'x' at 't'"),
         }.items()
     },
-    "catch_up, a string as state": (lambda: optzoo.rows.catch_up(PARAMS, "x"), "no rows sleep"),
+    "catch_up, a string as state": (
+        lambda: optzoo.rows.catch_up(PARAMS, "x"),
+        "no rows are deferred",
+    ),
     **{
         f"create_table, {name} of {value!r}": (
             lambda name=name, value=value: made(**{name: value}),

@@ -173,8 +173,8 @@ def test_periods_of_a_schedule_go_on_where_counts_end(known):
     assert not known or set(np.diff(multiples).tolist()) == {7}
 
 
-def test_rows_that_sleep():
-    """As from the start, whatever the clock shows: also a row that sleeps for a long time."""
+def test_deferred_rows():
+    """As from the start, whatever the clock shows: also a deferred row for a long time."""
     tx = optzoo.caught_up(optzoo.adam(0.1, b1=0.5, b2=0.9), mask="table", horizon=64)
     first, ids = {"table": jnp.ones((4, 2))}, np.array([0, 3] + [0, 1, 2] * 20 + [3])
 
@@ -194,7 +194,7 @@ def test_rows_that_sleep():
         assert_equal(state.last, ahead(at_start, steps).last)
 
 
-def test_rows_that_sleep_are_unknown_where_counts_end():
+def test_deferred_rows_are_unknown_where_counts_end():
     """No row is caught up by a wrong number of steps."""
     tx, x = optzoo.caught_up(optzoo.adam(0.1), mask="table"), {"table": jnp.ones((3, 2))}
     g = {"table": SparseRows(jnp.array([1]), jnp.ones((1, 2)), 3)}

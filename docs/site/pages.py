@@ -35,7 +35,7 @@ GROUPS = {
     "Directions": [],
     "Wrappers": ["optzoo.wrappers"],
     "Gradients before the optimizer": ["optzoo.transforms"],
-    "Row-sparse gradients": ["optzoo.core", "optzoo.sparse", "optzoo.sleeping", "optzoo.train"],
+    "Row-sparse gradients": ["optzoo.core", "optzoo.sparse", "optzoo.deferred", "optzoo.train"],
     "Native code": ["optzoo.native"],
     "Compiled programs": ["optzoo.compiled"],
     "Sharded tables": ["optzoo.sharded"],

@@ -17,18 +17,19 @@ class About(NamedTuple):
     rows: Callable[..., Any] | None = None
     # Whether it updates each touched row by itself, and no other. False: it must be proved.
     row_wise: bool = False
-    # ``law(dense)`` gives the Sleeper of the rows that a gradient does not name; with ``dense`` of
-    # those whose dense gradient is zero. None if such rows do not change.
-    law: Callable[[bool], Any] | None = None
+    # ``deferral(dense)`` gives the Deferral of the rows that a gradient does not name; with
+    # ``dense`` of those whose dense gradient is zero. None if such rows do not change.
+    deferral: Callable[[bool], Any] | None = None
     # The keywords that ``update`` reads, and UNKNOWN if there may be more.
     reads: frozenset[str] = frozenset({UNKNOWN})
     # What optzoo.caught_up made; then nothing may change its updates. None for all others.
-    sleepers: Any = None
+    deferred: Any = None
 
-    def with_law(self, change: Callable[[bool, Any], Any]) -> "About":
-        """The same, with the law ``change(dense, sleeper)`` if there is a law."""
-        law = self.law
-        return self if law is None else self._replace(law=lambda dense: change(dense, law(dense)))
+    def with_deferral(self, change: Callable[[bool, Any], Any]) -> "About":
+        """The same, with the deferral ``change(dense, deferral)`` if there is one."""
+        if (deferral := self.deferral) is None:
+            return self
+        return self._replace(deferral=lambda dense: change(dense, deferral(dense)))
 
     def reading(self, *names: str) -> "About":
         """The same, of which an update reads these keywords too."""

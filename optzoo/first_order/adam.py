@@ -15,7 +15,7 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.types import NotNegative, Signed
 
 
@@ -48,13 +48,13 @@ def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     return rule
 
 
-def adam_sleeper(
+def adam_deferral(
     learning_rate: optax.ScalarOrSchedule, b1: float, b2: float, eps: float
-) -> Sleeper:
+) -> Deferral:
     """How rows move without a gradient, for :func:`optzoo.caught_up`."""
     decays = (("m", float(b1)), ("v", float(b2)))
     size = lambda rate, t, powers: rate * bias_correction(**powers)
-    return Sleeper(Law(decays, "m", "v", eps=float(eps)), learning_rate, size)
+    return Deferral(DecayRule(decays, "m", "v", eps=float(eps)), learning_rate, size)
 
 
 def scale_by_adam(
@@ -135,7 +135,7 @@ def adam(
         on; in the original both become NaN one step later.
     """
     tx = descend(learning_rate, scale_by_adam(b1, b2, eps))
-    return known(tx, law=lambda dense: adam_sleeper(learning_rate, b1, b2, eps))
+    return known(tx, deferral=lambda dense: adam_deferral(learning_rate, b1, b2, eps))
 
 
 def lazy_adam(

@@ -12,7 +12,7 @@ from ..core.numerics import safe_divide
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.types import NotNegative, Signed
 
 
@@ -88,9 +88,9 @@ def adamax(
         zero by zero and gives NaN.
     """
 
-    def sleeper(dense):
-        law = Law((("m", float(b1)), ("v", float(b2))), "m", "v", root=False, eps=float(eps))
+    def deferral(dense):
+        rule = DecayRule((("m", float(b1)), ("v", float(b2))), "m", "v", root=False, eps=float(eps))
         size = lambda rate, t, powers: rate / (1 - powers["beta1_power"])
-        return Sleeper(law, learning_rate, size) if dense else None
+        return Deferral(rule, learning_rate, size) if dense else None
 
-    return known(descend(learning_rate, scale_by_adamax(b1, b2, eps)), law=sleeper)
+    return known(descend(learning_rate, scale_by_adamax(b1, b2, eps)), deferral=deferral)

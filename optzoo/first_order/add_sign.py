@@ -12,7 +12,7 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.types import Signed
 
 
@@ -86,4 +86,4 @@ def add_sign(
         Row-sparse gradients always work; the original refuses them for resource variables.
     """
     tx = descend(learning_rate, scale_by_add_sign(alpha, b1, sign_decay))
-    return known(tx, law=lambda dense: Sleeper(Law((("m", float(b1)),))))
+    return known(tx, deferral=lambda dense: Deferral(DecayRule((("m", float(b1)),))))

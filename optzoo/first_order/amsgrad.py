@@ -12,7 +12,7 @@ from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.tf1_names import TF1Names
 from ..state.types import NotNegative, Signed
 
@@ -106,11 +106,11 @@ def amsgrad(
     # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
     direction = scale_by_amsgrad(b1, b2, eps, decay_learning_rate)
 
-    def sleeper(dense):  # v_hat, the largest v so far, rests
-        law = Law((("m", float(b1)), ("v", float(b2))), "m", "v_hat", eps=float(eps))
+    def deferral(dense):  # v_hat, the largest v so far, does not decay
+        rule = DecayRule((("m", float(b1)), ("v", float(b2))), "m", "v_hat", eps=float(eps))
         size = lambda rate, t, powers: (
             rate / (jnp.sqrt(t.astype(rate.dtype)) if decay_learning_rate else 1)
         )
-        return Sleeper(law, learning_rate, size) if dense else None
+        return Deferral(rule, learning_rate, size) if dense else None
 
-    return known(chain(direction, scale_by_learning_rate(learning_rate)), law=sleeper)
+    return known(chain(direction, scale_by_learning_rate(learning_rate)), deferral=deferral)

@@ -259,8 +259,8 @@ def _decayed(o: _Options, row: _Row, M: Array) -> tuple[Array, Any]:
     elif o.half_life == -2:
         M = safe_divide(jnp.minimum(row.learning_rate * row.n, o.adjustment_ub), row.root, o.eps)
     kept = 1 - o.weight_decay * row.learning_rate
-    asleep = kept ** (jnp.minimum(row.gap, row.now - o.start_step) - 1)
-    return M * asleep, kept * asleep
+    skipped = kept ** (jnp.minimum(row.gap, row.now - o.start_step) - 1)
+    return M * skipped, kept * skipped
 
 
 def counter_slots() -> CounterSlots:

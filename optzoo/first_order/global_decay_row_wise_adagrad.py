@@ -81,8 +81,8 @@ def global_decay_row_wise_adagrad(
     def rule(g, x, s, t, learning_rate):
         now = t.astype(s.prev_iter.dtype)
         kept, is_on = 1 - weight_decay * learning_rate, now >= start_step
-        asleep = jnp.where(s.prev_iter == 0, 0, jnp.maximum(now - s.prev_iter - 1, 0))
-        missed = jnp.where(is_on, jnp.maximum(lower_bound, kept**asleep), 1)
+        skipped = jnp.where(s.prev_iter == 0, 0, jnp.maximum(now - s.prev_iter - 1, 0))
+        missed = jnp.where(is_on, jnp.maximum(lower_bound, kept**skipped), 1)
         a = s.accumulator + row_means(g**2)
         m = safe_divide(learning_rate, sqrt(a) + eps, eps)
         u = shrunk_and_moved(x, kept * missed, m, g)

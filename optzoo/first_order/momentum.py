@@ -10,7 +10,7 @@ from ..core.checks import check_flags, check_not_negative
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.types import Signed
 
 
@@ -77,9 +77,9 @@ def momentum(
         <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    def sleeper(dense):
-        law = Law((("momentum", float(momentum)),), "momentum")
+    def deferral(dense):
+        rule = DecayRule((("momentum", float(momentum)),), "momentum")
         size = lambda rate, t, powers: rate * momentum if nesterov else rate
-        return Sleeper(law, learning_rate, size) if dense else None
+        return Deferral(rule, learning_rate, size) if dense else None
 
-    return known(descend(learning_rate, scale_by_momentum(momentum, nesterov)), law=sleeper)
+    return known(descend(learning_rate, scale_by_momentum(momentum, nesterov)), deferral=deferral)

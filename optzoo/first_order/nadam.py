@@ -10,8 +10,8 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.law import Law
-from .adam import AdamSlots, adam_sleeper, bias_correction, next_slots
+from ..state.deferral import DecayRule
+from .adam import AdamSlots, adam_deferral, bias_correction, next_slots
 
 
 def scale_by_nadam(
@@ -81,11 +81,11 @@ def nadam(
         NaN.
     """
 
-    def sleeper(dense):
-        of_adam = adam_sleeper(learning_rate, b1, b2, eps)
-        if not dense:  # the means decay, but rows rest
-            return of_adam._replace(law=Law(of_adam.law.decays))
+    def deferral(dense):
+        of_adam = adam_deferral(learning_rate, b1, b2, eps)
+        if not dense:  # the means decay, but rows do not move
+            return of_adam._replace(rule=DecayRule(of_adam.rule.decays))
         size = lambda rate, t, powers: b1 * of_adam.size(rate, t, powers)
         return of_adam._replace(size=size)
 
-    return known(descend(learning_rate, scale_by_nadam(b1, b2, eps)), law=sleeper)
+    return known(descend(learning_rate, scale_by_nadam(b1, b2, eps)), deferral=deferral)

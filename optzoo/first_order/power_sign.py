@@ -13,7 +13,7 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.law import Law, Sleeper
+from ..state.deferral import DecayRule, Deferral
 from ..state.types import Signed
 
 
@@ -89,4 +89,4 @@ def power_sign(
         Row-sparse gradients always work; the original refuses them for resource variables.
     """
     tx = descend(learning_rate, scale_by_power_sign(base, b1, sign_decay))
-    return known(tx, law=lambda dense: Sleeper(Law((("m", float(b1)),))))
+    return known(tx, deferral=lambda dense: Deferral(DecayRule((("m", float(b1)),))))

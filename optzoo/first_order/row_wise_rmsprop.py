@@ -1,4 +1,4 @@
-"""RMSProp with one mean square for each row, and a decay that grows while a row sleeps."""
+"""RMSProp with one mean square for each row, and a decay that grows while a row has no gradient."""
 
 from __future__ import annotations
 

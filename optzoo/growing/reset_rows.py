@@ -17,8 +17,8 @@ from ..core.merge import in_range
 from ..core.paths import is_masked, value_by_name
 from ..core.row_ids import integer_ids
 from ..core.rows import SparseRows
+from ..deferred.state import CaughtUpState
 from ..sharded.row_sharding import RowSharding
-from ..sleeping.state import CaughtUpState
 from ..state.types import map_nodes
 from .arguments import (
     RowsOf,
@@ -148,12 +148,12 @@ def _reset(
     columns = zip(arrays, fresh, axes, strict=True)
     new = [a if axis is None else g.scatter(jnp.asarray(a), g.gather(b)) for a, b, axis in columns]
 
-    def wake(node, before):
+    def as_of_now(node, before):
         [clock] = node.clock.values()
         lasts = boxes.slots(before.last)
         if not is_masked(lasts[number]):
             lasts[number] = g.scatter(lasts[number], jnp.full(ids.shape, clock.count))
         return node._replace(last=boxes.refilled(before.last, lasts))
 
-    state = map_nodes(CaughtUpState, wake, structure.unflatten(new), state)
+    state = map_nodes(CaughtUpState, as_of_now, structure.unflatten(new), state)
     return params, forget_rows(state, {name: lambda of_cycle: jnp.isin(of_cycle, ids)})

@@ -15,10 +15,10 @@ from ..core.checks import check_size, check_transformation
 from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_lines, to_lines_of
 from ..core.meshes import EVERYWHERE, automatically
 from ..core.paths import value_by_name
+from ..deferred.catch_up import catch_up
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
-from ..sleeping.catch_up import catch_up
-from ..state.resting import has_resting
+from ..state.deferred import has_deferred
 from .arguments import (
     RowsOf,
     check_by_pattern,
@@ -50,7 +50,7 @@ def resize_table(
     slots are as in a new table: rows by ``init``, slots by ``tx.init``. A smaller number drops the
     rows of the greatest ids. All other arrays, such as counts, stay as they are.
 
-    Rows that rest (:func:`optzoo.caught_up`) are caught up before, as by
+    Deferred rows (:func:`optzoo.caught_up`) are caught up before, as by
     :func:`optzoo.rows.catch_up`; new rows are as of now. Of the rows that :func:`optzoo.accumulate`
     has collected, those of dropped rows are forgotten.
 
@@ -114,7 +114,7 @@ def resize_table(
     rows_before = {name: x.shape[0] for name, x in leaves if name in size_of}
     rows_before |= {name: sharding.num_rows for name, sharding in old.items()}
     warn_of_zeros(state, [name for name, n in size_of.items() if n > rows_before[name]], rows_of)
-    if has_resting(state):
+    if has_deferred(state):
         params, state = catch_up(params, state)
     like = _with_lines(params, stored)
     params, state = from_lines((params, state))

@@ -13,7 +13,7 @@ from ..core.boxes import Boxes, unboxed
 from ..core.gradients import check_leaves
 from ..core.lines import from_lines
 from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
-from ..sleeping.state import CaughtUpState
+from ..deferred.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
 from ..state.types import AccumulateState, RowsOfCycle, map_nodes

@@ -151,10 +151,10 @@ class FitOptimizer(_Base):
         super().__init__(_NoRate() if rate is None else rate, name=name)
         self.loss_scale_factor = loss_scale_factor
         self._program = program
-        if about_of(program.tx).sleepers is not None:
+        if about_of(program.tx).deferred is not None:
             raise ValueError(
-                "tx is that of optzoo.caught_up, whose rows rest until a loss looks them up, and "
-                "the gradients of fit are dense: give the transformation inside of it"
+                "tx is that of optzoo.caught_up, whose rows are deferred until a loss looks them "
+                "up, and the gradients of fit are dense: give the transformation inside of it"
             )
         try:
             program.check(_SAMPLE, self._has_rate())

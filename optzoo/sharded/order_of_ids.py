@@ -15,7 +15,7 @@ from ..core.boxes import unboxed
 from ..core.meshes import automatically, spec_of
 from ..core.paths import flatten_with_path, leaves_with_path, path_name
 from ..core.rows import is_rows
-from ..sleeping.motion import Clock
+from ..deferred.motion import Clock
 from ..state.slots import is_state
 from ..state.types import RowsOfCycle
 from .row_sharding import RowSharding, shardings_by_leaf

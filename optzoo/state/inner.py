@@ -155,7 +155,7 @@ def inner_transformation(**arguments: Any) -> Optimizer:
             proved.add(key)
         return tx.update(updates, state, params, **extra_args)
 
-    return Optimizer(tx.init, update, tx.about._replace(sleepers=None))
+    return Optimizer(tx.init, update, tx.about._replace(deferred=None))
 
 
 def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None:

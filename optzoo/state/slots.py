@@ -11,8 +11,8 @@ import optax
 
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
+from .deferred import Deferred, check_current
 from .packing import pack_like, unpack
-from .resting import Resting, check_awake
 from .stacks import is_stack, layout_of, stack, unstack
 from .types import LeafwiseState, SlotsByName
 
@@ -77,7 +77,7 @@ def get_slot(state: Any, name: str) -> Any:
     Raises:
         ValueError: if there is no such slot, or if there are several; the message lists them.
     """
-    check_awake(state, "get_slot")
+    check_current(state, "get_slot")
     by_path = _slots_by_path(state)
     return _merged(by_path, _find(state, by_path, name))
 
@@ -105,7 +105,7 @@ def set_slot(state: Any, name: str, value: Any) -> Any:
         ValueError: as for :func:`optzoo.get_slot`, or if the value has another structure, or
             another shape for a parameter; the message has its path.
     """
-    check_awake(state, "set_slot")
+    check_current(state, "set_slot")
     paths = _find(state, _slots_by_path(state), name)
     return map_slots(
         state, lambda path, tree: _filled(name, tree, value) if path in paths else tree
@@ -180,7 +180,7 @@ def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any
 def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> Any:
     if isinstance(state, _INJECTED) and name != "inner_state":  # hyper-parameters
         return value
-    if isinstance(state, Resting) and name != "inner":  # the clock and the ages of rows
+    if isinstance(state, Deferred) and name != "inner":  # the clock and the ages of rows
         return value
     if isinstance(state, SlotsByName):
         if name != "slots":

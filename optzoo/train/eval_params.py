@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.donation import unshared
-from ..sleeping.catch_up import catch_up
+from ..deferred.catch_up import catch_up
 from ..state.averages import averages_of, has_averages
-from ..state.resting import has_resting
+from ..state.deferred import has_deferred
 
 
 def eval_params(params: Any, state: Any) -> Any:
@@ -32,13 +32,13 @@ def eval_params(params: Any, state: Any) -> Any:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,
         the parameter itself otherwise, so of an optimizer without averages all parameters. A
         center is replicated: it has no axis of replicas. With :func:`optzoo.caught_up` no row of
-        it sleeps. Outside of ``jit`` the arrays are copies: a step that donates its arguments
+        it is deferred. Outside of ``jit`` the arrays are copies: a step that donates its arguments
         leaves them as they are, and they can be trained on.
 
     Raises:
         ValueError: if the averages have an axis of replicas and the parameters do not.
     """
     given = params, state
-    if has_resting(state):
+    if has_deferred(state):
         params, state = catch_up(params, state)
     return unshared(averages_of(params, state) if has_averages(state) else params, given)

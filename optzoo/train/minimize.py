@@ -8,11 +8,11 @@ from typing import Any
 import optax
 
 from ..core.jitted import Jitted
+from ..deferred.catch_up import check_no_guard
 from ..native.step import Native
-from ..sleeping.catch_up import check_no_guard
 from ..sparse.row_major import row_major
 from ..sparse.wanted import MIN_ROWS, Sparse
-from .resting import tables_for
+from .deferred import tables_for
 from .step import Model, train_step
 
 

@@ -15,6 +15,9 @@ from ..core.lines import Lines, is_lines
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.rows import is_rows
+from ..deferred.optimizer import CurrentRows, DeferredOptimizer
+from ..deferred.state import CaughtUpState, deferred_leaves
+from ..deferred.tables import Table, by_ids, map_tables, swept, tables_of
 from ..distributed.engine.collectives import Replicas, divide_gradients
 from ..jaxprs.loss import Gradients, Loss
 from ..jaxprs.prove_shards import check_update
@@ -23,13 +26,10 @@ from ..sharded.exchange import make_route
 from ..sharded.lookup import Read, clean
 from ..sharded.rounds import Part, read_rows, update_in_rounds
 from ..sharded.row_sharding import RowSharding
-from ..sleeping.sleepers import Sleepers, WokenRows
-from ..sleeping.state import CaughtUpState, sleeping_leaves
-from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of
 from ..sparse.lookup import lookup
-from ..state.resting import has_resting
+from ..state.deferred import has_deferred
 from ..state.types import nodes_of
-from .resting import RestingTables, look_up
+from .deferred import DeferredTables, look_up
 from .step import Model
 
 
@@ -54,8 +54,8 @@ class Mapped(NamedTuple):
         return {i: s for i, s in enumerate(self.shardings) if s is not None}
 
 
-class ShardedTables(RestingTables):
-    """The shards of one device, and everything else, replicated; rows of both may rest."""
+class ShardedTables(DeferredTables):
+    """The shards of one device, and everything else, replicated; rows of both may be deferred."""
 
     def __init__(self, model: Model, mapped: Mapped, params: Any, state: Any):
         super().__init__(model, params, state)
@@ -68,8 +68,8 @@ class ShardedTables(RestingTables):
         self.seen = jax.tree.structure(treedef.unflatten([x if s is None else 0 for x, s in pairs]))
         self.parts: dict[int, Part] = {}  # by the position of each table
         self.rows: dict[int, Array] = {}  # of the distinct places of each part
-        if model.sleepers is not None:
-            self._change(dict.fromkeys(sleeping_leaves(params, state), swept))
+        if model.deferred is not None:
+            self._change(dict.fromkeys(deferred_leaves(params, state), swept))
 
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
@@ -107,8 +107,8 @@ class ShardedTables(RestingTables):
         axes, tables = self.mapped.axes, self.mapped.tables
         replicated = {i: of for i, of in ids.items() if i not in tables}
         everywhere = {i: gather_invarying(vary(of, axes), axes) for i, of in replicated.items()}
-        wake = {i: lambda t, of=of: by_ids(t, of) for i, of in everywhere.items()}
-        self._change(wake)
+        catch_up = {i: lambda t, of=of: by_ids(t, of) for i, of in everywhere.items()}
+        self._change(catch_up)
         self._ids, self.parts = replicated, {i: self._part(ids[i], s) for i, s in tables.items()}
         shards, parts = self._shards(), list(self.parts.values())
         reads, transport = self._reads(shards), self.mapped.transport
@@ -134,13 +134,13 @@ class ShardedTables(RestingTables):
 
     def _reads(self, shards: Mapping[int, Any]) -> list[Read]:
         """How to read the rows of each sharded table."""
-        asleep = dict[int, Table]()
+        deferred = dict[int, Table]()
         for node in nodes_of(CaughtUpState, self.state):
-            asleep |= tables_of(node, self.params)[0]
-        awake = lambda table, ids: self.model.read(lambda: look_up(table, ids))
+            deferred |= tables_of(node, self.params)[0]
+        current = lambda table, ids: self.model.read(lambda: look_up(table, ids))
         return [
-            functools.partial(awake, asleep[i])
-            if i in asleep
+            functools.partial(current, deferred[i])
+            if i in deferred
             else functools.partial(lookup, shards[i])
             for i in self.parts
         ]
@@ -206,13 +206,13 @@ class ShardedTables(RestingTables):
     ) -> tuple[Any, Any]:
         """The parameters and the state after the update of the rows of a round."""
         gs = self.treedef.flatten_up_to(grads)
-        if (sleepers := self.model.sleepers) is not None:
+        if (deferred := self.model.deferred) is not None:
             check_all_read(self.model.tx, self.model.tx.update, extra_args)
-            update = lambda p, s: update_asleep(sleepers, p, s, gs, extra_args)
+            update = lambda p, s: update_deferred(deferred, p, s, gs, extra_args)
             return self.model.run(update, params, state)
-        if has_resting(state):
-            wake = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
-            f = lambda params, state: self._map(params, state, wake)
+        if has_deferred(state):
+            catch_up = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
+            f = lambda params, state: self._map(params, state, catch_up)
             params, state = self.model.run(f, params, state)
         return self.model.apply(params, state, grads, extra_args)
 
@@ -227,30 +227,30 @@ class ShardedTables(RestingTables):
         # One shard that is filled up has more rows than its table.
         filled = {i for i, p in self.parts.items() if p.sharding.stored_rows > p.sharding.num_rows}
         shards = {i: self.parts[i].shard(is_round) for i in merged | filled}
-        if self.model.sleepers is not None or not shards:
+        if self.model.deferred is not None or not shards:
             return needed
         tables = {i: self.names[i] for i in shards}
-        more = sleeping_leaves(self.params, self.state) & tables.keys()
+        more = deferred_leaves(self.params, self.state) & tables.keys()
         return needed | check_update(
             self.model.tx, self.params, tables, extra_args, shards, more, merged
         )
 
 
-def update_asleep(
-    sleepers: Sleepers, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
+def update_deferred(
+    deferred: DeferredOptimizer, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
 ) -> tuple[Any, CaughtUpState]:
     """The parameters and the state after an update that brings the rows it changes up to now.
 
     Args:
-        sleepers: the optimizer.
-        params: before; tables with dense gradients are awake.
+        deferred: the optimizer.
+        params: before; tables with dense gradients are current.
         state: before.
         gs: the gradients; row-sparse ones may have repeated ids.
         extra_args: of ``update``.
     """
     tables, _ = tables_of(state, params)
-    parts = {i: WokenRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
-    return sleepers.apply(state, params, gs, tables, parts, extra_args)
+    parts = {i: CurrentRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
+    return deferred.apply(state, params, gs, tables, parts, extra_args)
 
 
 def _squares(

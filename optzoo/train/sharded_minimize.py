@@ -16,10 +16,10 @@ from ..core.checks import check_positive
 from ..core.jitted import Jitted
 from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name
+from ..deferred.catch_up import check_no_guard
 from ..native.step import Native
 from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
-from ..sleeping.catch_up import check_no_guard
 from ..sparse.row_major import row_major
 from ..sparse.wanted import MIN_ROWS, Sparse
 from ..state.fit import difference, misfit
@@ -127,8 +127,8 @@ def sharded_minimize(
         model.check(params)
         check_no_guard(state)
         _check_batch(batch, mesh)
-        if model.sleepers is not None:
-            model.sleepers.check(state)
+        if model.deferred is not None:
+            model.deferred.check(state)
         shardings = shardings_by_leaf(tables, params)
         specs = [P() if s is None else s.spec for s in shardings]
         specs = jax.tree.structure(params).unflatten(specs)

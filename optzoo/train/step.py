@@ -12,10 +12,10 @@ from jax import Array
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, path_name
+from ..deferred.optimizer import DeferredOptimizer, final_update
 from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
 from ..native.step import Native, check_native, natively
-from ..sleeping.sleepers import Sleepers, final_update
 from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
@@ -41,14 +41,14 @@ class Model(NamedTuple):
         check_flags(has_aux=has_aux)
         rows = RowsSetting.of(sparse, min_rows)
         check_native(native)
-        if about_of(tx).sleepers is None:
+        if about_of(tx).deferred is None:
             tx = fitting(tx)
         return cls(loss_fn, tx, has_aux, rows, native)
 
     @property
-    def sleepers(self) -> Sleepers | None:
+    def deferred(self) -> DeferredOptimizer | None:
         """What :func:`optzoo.caught_up` made, if the optimizer is that."""
-        return about_of(self.tx).sleepers
+        return about_of(self.tx).deferred
 
     def loss_of(self, treedef: Any, batch: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
         """A function of the leaves of the parameters: the loss and the auxiliary data."""
@@ -123,7 +123,7 @@ class Tables:
         """The parameters as the loss sees them."""
         return jax.tree.leaves(self.params)
 
-    def wake(self, loss: Loss) -> frozenset[int]:
+    def catch_up(self, loss: Loss) -> frozenset[int]:
         """Makes ready what the loss reads as a whole; gives leaves that it then reads itself."""
         return frozenset()
 
@@ -172,8 +172,8 @@ def train_step(
     """The parameters, the state, the loss and the auxiliary data after a step."""
     traced = trace_loss(tables.model.loss_of(tables.seen, batch), tables.leaves())
     loss = tables.with_taps(traced, extra_args)
-    if woken := tables.wake(loss):
-        loss = traced.with_taps(tables.elsewhere - woken, loss.gathers)
+    if caught_up := tables.catch_up(loss):
+        loss = traced.with_taps(tables.elsewhere - caught_up, loss.gathers)
     flat, rows = tables.leaves(), {}
     if tables.elsewhere:
         _check_ids(loss, flat)
@@ -186,7 +186,7 @@ def train_step(
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
     if loss.ids_depend_on_rows(flat):
         raise ValueError(
-            "ids depend on looked-up rows, but rows that sleep or are on other devices are read "
+            "ids depend on looked-up rows, but deferred rows or are on other devices are read "
             "before the loss runs: use optzoo.rows.catch_up or optzoo.sharded.lookup and "
             "tx.update in a step of your own"
         )

@@ -113,7 +113,7 @@ def master_weights(
         updates, cs = (treedef.unflatten(each) for each in zip(*pairs, strict=True))
         return updates, MasterWeightsState(inner_state, cs)
 
-    return fitting(Optimizer(init, update, inner.about._replace(law=None)))
+    return fitting(Optimizer(init, update, inner.about._replace(deferral=None)))
 
 
 def wide_params(params: Any, state: Any) -> Any:

@@ -14,9 +14,9 @@ from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, reads_of
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
+from ..state.deferral import Deferral
+from ..state.deferred import has_deferred
 from ..state.inner import fitting, inner_transformation
-from ..state.law import Sleeper
-from ..state.resting import has_resting
 
 
 def moving_average(
@@ -35,8 +35,8 @@ def moving_average(
     follow the parameters closely. :func:`optzoo.eval_params` returns the averages,
     :func:`optzoo.state.swap_averages` exchanges them with the parameters. Every step updates the
     averages of all rows of a table, also with row-sparse gradients, so its cost grows with the size
-    of the table; ``caught_up(moving_average(optimizer))`` catches up the averages of rows that
-    sleep as well (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
+    of the table; ``caught_up(moving_average(optimizer))`` catches up the averages of deferred
+    rows as well (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
 
     It must be the last transformation of a chain: it averages the parameters plus this update.
 
@@ -56,7 +56,7 @@ def moving_average(
             including this one (counted here, or ``update(..., global_step=)`` plus one).
 
     Raises:
-        ValueError: in ``update`` if no params are given, or if ``inner`` has rows that sleep: put
+        ValueError: in ``update`` if no params are given, or if ``inner`` has deferred rows: put
             it inside of :func:`optzoo.caught_up`.
 
     References:
@@ -67,7 +67,7 @@ def moving_average(
         The average is always of the new parameters (``sequential_update=True``); without it the
         order is undefined in the original. The average of 16-bit parameters is kept in float32,
         because in 16 bits its changes would be rounded to zero; it is of the sums :math:`x_{t-1} +
-        u_t` before they are rounded to 16 bits, as rows that sleep have it, too.
+        u_t` before they are rounded to 16 bits, as deferred rows have it, too.
     """
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
@@ -97,40 +97,40 @@ def moving_average(
 
     def update(updates, state, params=None, **extra_args):
         check_gradients(updates, params)
-        if has_resting(state):
+        if has_deferred(state):
             raise ValueError(
-                "moving_average reads rows that sleep: put one inside of optzoo.caught_up, as in "
+                "moving_average reads deferred rows: put one inside of optzoo.caught_up, as in "
                 "caught_up(moving_average(adam(rate), decay)), and one around other optimizers"
             )
         return both.update(updates, state, params, **extra_args)
 
-    def law_of_both(dense, sleeper):
+    def of_both(dense, deferral):
         decay = average_decay
         if num_updates is not None and num_updates != "count":  # as in each step, in float32
             n = np.float32(num_updates)
             decay = min(np.float32(average_decay), (1 + n) / (10 + n))
-        return _with_average(sleeper, decay, decay_at if num_updates == "count" else None)
+        return _with_average(deferral, decay, decay_at if num_updates == "count" else None)
 
-    law = inner.about.with_law(law_of_both).law
-    about = About(law=law, reads=reads_of(inner, average))
+    deferral = inner.about.with_deferral(of_both).deferral
+    about = About(deferral=deferral, reads=reads_of(inner, average))
     return fitting(Optimizer(both.init, update, about), moves="moving_average")
 
 
 def _with_average(
-    sleeper: Sleeper | None, average_decay: Any, decays: Callable[[Any], Any] | None
-) -> Sleeper | None:
-    """The law of rows that have an average, for :func:`optzoo.caught_up`.
+    deferral: Deferral | None, average_decay: Any, decays: Callable[[Any], Any] | None
+) -> Deferral | None:
+    """The deferral of rows that have an average, for :func:`optzoo.caught_up`.
 
     Args:
-        sleeper: of the optimizer.
+        deferral: of the optimizer.
         average_decay: the decay, or the greatest one.
         decays: those of each step, by the number of steps before; None if all are equal.
     """
-    if sleeper is None:
+    if deferral is None:
         return None
-    if sleeper.law.shrink or sleeper.law.average is not None:
+    if deferral.rule.shrink or deferral.rule.average is not None:
         raise TypeError(
-            "rows that sleep may have one average, of an optimizer without weight decay of all rows"
+            "deferred rows may have one average, of an optimizer without weight decay of all rows"
         )
-    law = sleeper.law._replace(average=float(average_decay), varies=decays is not None)
-    return sleeper._replace(law=law, average=decays)
+    rule = deferral.rule._replace(average=float(average_decay), varies=decays is not None)
+    return deferral._replace(rule=rule, average=decays)

@@ -105,5 +105,5 @@ def multitask(
             )
         return state
 
-    about = inner.about._replace(row_wise=False, law=None)
+    about = inner.about._replace(row_wise=False, deferral=None)
     return fitting(Optimizer(init, update, about))

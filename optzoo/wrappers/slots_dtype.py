@@ -170,10 +170,10 @@ def slots_dtype(
             raise ValueError(NOT_PASSED_ON_MSG)
         return updates, state
 
-    of_stored = lambda _, law: law and law._replace(at_random=law.at_random or stochastic)
-    about = inner.about.with_law(of_stored).reading("rounding_seed")
-    if store is _in_8_bits:  # each update would round a row, and none rounds one that rests
-        about = about._replace(law=None)
+    of_stored = lambda _, found: found and found._replace(at_random=found.at_random or stochastic)
+    about = inner.about.with_deferral(of_stored).reading("rounding_seed")
+    if store is _in_8_bits:  # each update would round a row, and none rounds a deferred one
+        about = about._replace(deferral=None)
     if stochastic:  # random bits by the places of rows: that they are alone must be proved
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))

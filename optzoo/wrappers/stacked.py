@@ -132,7 +132,7 @@ def stacked(
         updates, state = inner.update(stack(updates, layout), state, params, **extra_args)
         return unstack(updates), _restacked(inner, state, own)
 
-    about = inner.about._replace(law=None)
+    about = inner.about._replace(deferral=None)
     return fitting(without_boxes(Optimizer(init, update, about)))
 
 

@@ -94,12 +94,12 @@ def decoupled_weight_decay(
         updates, state = inner.update(updates, state, decayed, **extra_args)
         return everywhere(plus, decays, updates), state
 
-    def law(dense, found):
+    def deferral(dense, found):
         if not dense or found is None:  # only the rows of the gradient decay
             return found
-        if mask is not None or found.law.shrink:  # one decay, of all tables
+        if mask is not None or found.rule.shrink:  # one decay, of all tables
             return None
-        return found._replace(law=found.law._replace(shrink=float(weight_decay_per_step)))
+        return found._replace(rule=found.rule._replace(shrink=float(weight_decay_per_step)))
 
-    about = inner.about.with_law(law)
+    about = inner.about.with_deferral(deferral)
     return fitting(Optimizer(inner.init, update, about), moves="decoupled_weight_decay")

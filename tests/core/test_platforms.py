@@ -199,14 +199,14 @@ def test_zipf_ids(dtype):
             np.testing.assert_allclose(sums, want[:-1], rtol=1e-5, atol=1e-5, err_msg=message)
 
 
-# Rows that sleep
+# Deferred rows
 
-ASLEEP = optzoo.caught_up(optzoo.adam(RATE), mask=True)
+DEFERRED = optzoo.caught_up(optzoo.adam(RATE), mask=True)
 WEIGHTS = np.random.default_rng(3).normal(size=(7, 2)).astype("float32")
-STEP = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), ASLEEP)
+STEP = optzoo.minimize(lambda x, ids: jnp.sum(lookup(x, ids) * WEIGHTS), DEFERRED)
 
 
-def step_asleep(x, state, ids):
+def deferred_step(x, state, ids):
     x, state, _ = STEP(x, state, ids)
     return x, state, optzoo.rows.catch_up(x, state)[0]
 
@@ -221,11 +221,11 @@ def dense_adam(batches):
         yield x
 
 
-def test_rows_that_sleep():
+def test_deferred_rows():
     batches = [np.array(IDS[case], np.int32) for case in ("padded", "repeated", "equal", "padded")]
     x = jnp.asarray(TABLES["vectors"])
-    start = x, ASLEEP.init(x)
-    each = on_all(step_asleep, *start, batches[0])
+    start = x, DEFERRED.init(x)
+    each = on_all(deferred_step, *start, batches[0])
     run = jax.jit(lambda states, ids: {k: f(*states[k], ids) for k, f in each.items()})
     states = dict.fromkeys(each, start)
     for ids, want in zip(batches, dense_adam(batches), strict=True):
@@ -348,7 +348,7 @@ def test_every_choice_runs_for_every_platform():
     made = [
         *choices(updates, ids, VALUES),
         *choices(sums_of, ids, VALUES["vectors"], TABLES["vectors"]),
-        *choices(step_asleep, x, ASLEEP.init(x), ids),
+        *choices(deferred_step, x, DEFERRED.init(x), ids),
         *choices(two_steps("auto", False), GRADS),
         *choices(decomposed, symmetric()),
         *choices(orthogonal, symmetric()),

@@ -65,8 +65,8 @@ def with_max_norm(s, g, x, t):
 
 def global_decay(s, g, x, t, start=3, least=0.965):
     if t >= start:
-        asleep = max(t - s.get("prev", 0) - 1, 0)
-        x = x * (max(least, (1 - LR * WD) ** asleep) if s.get("prev") else 1)
+        skipped = max(t - s.get("prev", 0) - 1, 0)
+        x = x * (max(least, (1 - LR * WD) ** skipped) if s.get("prev") else 1)
         s["prev"] = t
     return row_wise_adagrad(s, g, x, t, WD)
 
@@ -153,7 +153,7 @@ CASES = {
 
 
 def gradients(seed=0):
-    """Ids and rows of each step; some repeat, and rows sleep for different times."""
+    """Ids and rows of each step; some repeat, and rows have no gradient for different times."""
     rng = np.random.default_rng(seed)
     return [(rng.integers(0, 5, 3), rng.normal(size=(3, SHAPE[1]))) for _ in range(STEPS)]
 

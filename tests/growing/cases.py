@@ -144,7 +144,7 @@ IN_LINES = {
 # Their state has arrays that depend on all rows of a table.
 REFUSED = ["blocked_shampoo", "ggt", "shampoo", "soap"]
 by_rows = pytest.mark.parametrize("name", sorted(optzoo.CATALOG.keys() - REFUSED))
-ASLEEP = {
+DEFERRED = {
     "alone": lambda: optzoo.caught_up(optzoo.adam(0.1), mask="emb", horizon=4),
     "moving_average": lambda: optzoo.caught_up(
         optzoo.moving_average(optzoo.adam(0.1), 0.9), mask="emb", horizon=4
@@ -166,8 +166,8 @@ def loss(p, ids):
 
 
 @functools.cache
-def asleep(name):
-    tx = ASLEEP[name]()
+def deferred(name):
+    tx = DEFERRED[name]()
     step = optzoo.minimize(loss, tx)
     x, state = params(), tx.init(params())
     for ids in ([0, 1, 4], [2, 2, 0]):

@@ -10,13 +10,13 @@ import optax
 import pytest
 
 import optzoo
-from optzoo.sleeping.state import CaughtUpState
+from optzoo.deferred.state import CaughtUpState
 from optzoo.state.fit import StateError
 from optzoo.state.types import nodes_of
 from optzoo.testing import samples
 
 from .cases import (
-    ASLEEP,
+    DEFERRED,
     IN_LINES,
     LAZY,
     OF_OPTAX,
@@ -25,9 +25,9 @@ from .cases import (
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
-    asleep,
     bits,
     by_rows,
+    deferred,
     gradients,
     params,
     placed,
@@ -142,9 +142,9 @@ def test_sharded_tables(partition):
         reset(*before, {"emb": IDS}, tx=tx)
 
 
-@pytest.mark.parametrize("name", ASLEEP)
+@pytest.mark.parametrize("name", DEFERRED)
 def test_rows_that_rest(name):
-    tx, _, before = asleep(name)
+    tx, _, before = deferred(name)
     ids = jnp.array([3, 0])
     is_new = np.isin(np.arange(ROWS), ids)
     after = reset(*before, {"emb": ids}, tx=tx)
@@ -152,12 +152,12 @@ def test_rows_that_rest(name):
     assert old.last["emb"].tolist() != [2] * ROWS  # some rest
     expected = np.where(is_new, 2, old.last["emb"])
     np.testing.assert_array_equal(new.last["emb"], expected)
-    awake, others = optzoo.rows.catch_up(*after), optzoo.rows.catch_up(*before)
+    current, others = optzoo.rows.catch_up(*after), optzoo.rows.catch_up(*before)
     fresh = {**before[0], "emb": after[0]["emb"]}
     fresh_state = optzoo.rows.catch_up(fresh, tx.init(fresh))[1]
     plain = lambda pair: (pair[0], [node.inner for node in nodes_of(CaughtUpState, pair[1])])
-    check_reset(plain(others), plain(awake), plain((fresh, fresh_state)), is_new)
-    same(awake[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
+    check_reset(plain(others), plain(current), plain((fresh, fresh_state)), is_new)
+    same(current[0]["emb"][is_new], rows_of(jnp.array([0, 3])))
 
 
 def test_which_ids_the_function_gets():

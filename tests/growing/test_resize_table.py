@@ -13,14 +13,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optzoo
-from optzoo.sleeping.state import CaughtUpState
+from optzoo.deferred.state import CaughtUpState
 from optzoo.state.fit import StateError
 from optzoo.state.types import map_nodes
 from optzoo.testing import samples
 
 from ..sharded.cases import mesh_of
 from .cases import (
-    ASLEEP,
+    DEFERRED,
     IN_LINES,
     LAZY,
     MORE,
@@ -30,10 +30,10 @@ from .cases import (
     WIDTH,
     WRAPPED,
     arrays_of_the_table,
-    asleep,
     bits,
     by_rows,
     check_resized,
+    deferred,
     gradients,
     loss,
     params,
@@ -328,12 +328,12 @@ def test_ages_of_sharded_tables():
     assert state.last["emb"].shape == (new.stored_rows,)
 
 
-# Rows that rest
+# Deferred rows
 
 
-@pytest.mark.parametrize("name", ASLEEP)
+@pytest.mark.parametrize("name", DEFERRED)
 def test_rows_that_rest(name):
-    tx, _, before = asleep(name)
+    tx, _, before = deferred(name)
     flushed = optzoo.rows.catch_up(*before)
     after = resize(*before, {"emb": MORE}, tx=tx)
     new = {**before[0], "emb": after[0]["emb"]}
@@ -345,7 +345,7 @@ def test_rows_that_rest(name):
 
 def test_rows_that_rest_train_on():
     """For longer than the horizon, as if the table had been larger from the start."""
-    tx, step, before = asleep("alone")
+    tx, step, before = deferred("alone")
     x, state = resize(*before, {"emb": MORE}, tx=tx)
     dense = optzoo.adam(0.1)
     y = params(MORE)

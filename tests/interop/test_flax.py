@@ -334,7 +334,7 @@ def test_nnx_stacks():
     close(of_b(as_pure(optimizer.opt_state)), of_b(state))
 
 
-def test_nnx_rows_asleep():
+def test_nnx_deferred_rows():
     """``catch_up`` takes the names of the tables."""
     tx, model = optzoo.caught_up(optzoo.adam(0.1), mask="embed/.*"), nnx_model()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -1,4 +1,4 @@
-"""Rows that rest, natively: they are read, swept and updated as XLA does it."""
+"""Deferred rows, natively: they are read, swept and updated as XLA does it."""
 
 import functools
 
@@ -20,7 +20,8 @@ from .test_step import check_close, table
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))
 
 ROWS, WIDTH, STEPS = 120, 6, 40
-# Sums of a few steps, so that rows rest for longer: b1 is small. A row is swept after 40 steps.
+# Sums of a few steps, so that rows are deferred for longer: b1 is small. A row is swept after 40
+# steps.
 adam = functools.partial(optzoo.adam, 0.1, b1=0.2, eps=1e-3)  # roundings do not grow
 half = functools.partial(optzoo.slots_dtype, dtype="bfloat16", stochastic=True)
 packed = lambda tx: optzoo.slots_dtype(tx, "float32", packed=True)
@@ -150,11 +151,11 @@ def test_rows_are_read_as_of_now():
     """An entry of the clock is taken for each row."""
     tx = optzoo.caught_up(adam(), mask=("table", "users"))
     params, state, _ = run(tx, (WIDTH,), "require", 12)
-    awake, _ = jax.jit(optzoo.rows.catch_up)(params, state)
+    current, _ = jax.jit(optzoo.rows.catch_up)(params, state)
     assert len(np.unique(state.last["table"])) > 5
     step = optzoo.minimize(rows_seen, tx, native=True, has_aux=True)
     seen = step(params, state, jnp.arange(ROWS))[3]
-    np.testing.assert_allclose(seen, awake["table"], rtol=1e-6)
+    np.testing.assert_allclose(seen, current["table"], rtol=1e-6)
 
 
 AROUND = {

@@ -124,4 +124,4 @@ if __name__ == "__main__":
         del kinds["variable_clipping"]  # XLA before 0.12 divides these norms as it has threads
         for name, make in kinds.items():
             print(name, digest(make), flush=True)
-        print("rows that rest", of_rows_that_rest())
+        print("deferred rows", of_rows_that_rest())

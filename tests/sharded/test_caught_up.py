@@ -1,4 +1,4 @@
-"""Rows that sleep in sharded tables: as on one device, and as the dense optimizer."""
+"""Deferred rows in sharded tables: as on one device, and as the dense optimizer."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optzoo
-from optzoo.sleeping.state import CaughtUpState
+from optzoo.deferred.state import CaughtUpState
 from optzoo.testing import samples
 
 from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
@@ -23,12 +23,12 @@ RATE, STEPS = optax.linear_schedule(0.1, 0.02, 40), 24
 ADAM = optzoo.adam(RATE)
 
 
-def asleep(tables=("table", "small"), inner=ADAM):
+def deferred(tables=("table", "small"), inner=ADAM):
     return optzoo.caught_up(inner, mask=tables, horizon=1)
 
 
 def batches(mesh, number=STEPS):
-    """Most ids are few, so that most rows sleep; some are padding."""
+    """Most ids are few, so that most rows are deferred; some are padding."""
     for seed in range(number):
         rng = np.random.default_rng(seed)
         n = 2 * mesh.size
@@ -85,7 +85,7 @@ def test_equal_to_dense_adam(sizes, names, axis_name, factor):
     mesh = mesh_of(*sizes, names=names)
     n = int(np.prod([mesh.shape[a] for a in np.atleast_1d(axis_name)]))
     s = optzoo.sharded.RowSharding(ROWS, n, axis_name=axis_name, multiple=64)
-    params, state, losses = train(asleep(), mesh, s, capacity_factor=factor)
+    params, state, losses = train(deferred(), mesh, s, capacity_factor=factor)
     last = of_ids(state.last["table"], s)
     assert (last < STEPS).any() and (np.asarray(state.last["small"]) < STEPS).any()
     wanted, _, values = dense(mesh.size)
@@ -93,18 +93,18 @@ def test_equal_to_dense_adam(sizes, names, axis_name, factor):
     check(optzoo.eval_params(params, state), wanted, s)
 
 
-ASLEEP = asleep()
+DEFERRED = deferred()
 MESH, SHARDING = mesh_of(4, kind="Auto"), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
 
 
 @functools.cache
 def trained():
     """The parameters and the state before and after the last steps."""
-    carry = start(ASLEEP, MESH, SHARDING)
+    carry = start(DEFERRED, MESH, SHARDING)
     for k, batch in enumerate(batches(MESH)):
         if k == STEPS // 2:
             middle = jax.tree.map(jnp.copy, tuple(carry))
-        *carry, _ = step_of(ASLEEP, MESH, SHARDING)(*carry, *batch)
+        *carry, _ = step_of(DEFERRED, MESH, SHARDING)(*carry, *batch)
     return middle, tuple(carry)
 
 
@@ -117,24 +117,24 @@ def flushed(params, state):
 
 def test_flush_and_the_state_inside():
     _, (params, state) = trained()
-    awake, after = optzoo.rows.catch_up(params, state)
+    current, after = optzoo.rows.catch_up(params, state)
     wanted, of_dense, _ = dense(4)
-    check(awake, wanted, SHARDING)
+    check(current, wanted, SHARDING)
     for name in ("m", "v"):
         got, want = (optzoo.get_slot(x, name)["table"] for x in (after, of_dense))
         np.testing.assert_allclose(of_ids(got, SHARDING), want, rtol=1e-3, atol=1e-6)
     like = lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim)
-    assert all(jax.tree.leaves(jax.tree.map(like, (awake, after), (params, state))))
+    assert all(jax.tree.leaves(jax.tree.map(like, (current, after), (params, state))))
     again = flushed(params, state)(*jax.tree.map(jnp.copy, (params, state)))
-    np.testing.assert_array_equal(again[0]["table"], awake["table"])
-    with pytest.raises(ValueError, match="rows that sleep"):
+    np.testing.assert_array_equal(again[0]["table"], current["table"])
+    with pytest.raises(ValueError, match="deferred rows"):
         optzoo.get_slot(state, "m")
 
 
 def finish(carry, mesh, s):
-    """The last steps, on any mesh; all rows awake."""
+    """The last steps, on any mesh; all rows current."""
     for batch in list(batches(MESH))[STEPS // 2 :]:
-        *carry, _ = step_of(ASLEEP, mesh, s)(*carry, *batch)
+        *carry, _ = step_of(DEFERRED, mesh, s)(*carry, *batch)
     return optzoo.eval_params(*carry)
 
 
@@ -145,7 +145,7 @@ def test_another_number_of_shards():
         np.asarray, optzoo.sharded.in_order_of_ids(middle, {"table": SHARDING}, middle[0])
     )
     put = lambda x, a: jax.device_put(x, a.sharding)
-    moved = jax.tree.map(put, saved, tuple(start(ASLEEP, mesh, s)))
+    moved = jax.tree.map(put, saved, tuple(start(DEFERRED, mesh, s)))
     after = finish(optzoo.sharded.from_order_of_ids(moved, {"table": s}, moved[0]), mesh, s)
     wanted = optzoo.eval_params(*end)
     got = of_ids(after["table"], s)
@@ -160,7 +160,7 @@ def test_the_clock_keeps_its_order():
     assert s.stored_rows == n
     clock = clock._replace(ring=jnp.arange(n), young=jnp.arange(n))
     last = {"table": jnp.arange(n), "w": optax.MaskedNode()}
-    state = CaughtUpState((), {"law": clock}, last)
+    state = CaughtUpState((), {"rule": clock}, last)
     shapes = {"table": jax.ShapeDtypeStruct((n, 2), "float32"), "w": jnp.ones(n)}
     moved = optzoo.sharded.in_order_of_ids(state, {"table": s}, shapes)
     jax.tree.map(np.testing.assert_array_equal, moved.clock, state.clock)
@@ -170,18 +170,18 @@ def test_the_clock_keeps_its_order():
 def test_taking_over_from_adam():
     """The state of Adam after a flush gives the same training, also on the shards."""
     middle, end = trained()
-    awake, state = optzoo.rows.catch_up(*middle)
-    take = functools.partial(optzoo.rows.take_over, asleep())
-    placed = optzoo.state_sharding(asleep(), awake)
-    taken = jax.jit(take, out_shardings=placed)(awake, state.inner)
+    current, state = optzoo.rows.catch_up(*middle)
+    take = functools.partial(optzoo.rows.take_over, deferred())
+    placed = optzoo.state_sharding(deferred(), current)
+    taken = jax.jit(take, out_shardings=placed)(current, state.inner)
     jax.tree.map(np.testing.assert_array_equal, taken.last, state.last)
-    after, wanted = finish((awake, taken), MESH, SHARDING), optzoo.eval_params(*end)
+    after, wanted = finish((current, taken), MESH, SHARDING), optzoo.eval_params(*end)
     np.testing.assert_allclose(after["table"], wanted["table"], rtol=1e-4, atol=1e-5)
 
 
 def test_inside_of_other_transformations():
     """In rounds too: the rows are caught up when they are read, and before they are updated."""
-    grouped = optzoo.param_groups({"table|small": asleep(True), ".*": ADAM})
+    grouped = optzoo.param_groups({"table|small": deferred(True), ".*": ADAM})
     tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     wanted, _, values = dense(4)
     params, state, losses = train(tx, MESH, SHARDING, capacity_factor=0.1)
@@ -198,19 +198,19 @@ def refused(words, tx, fn=loss, **options):
 
 def test_what_is_refused():
     few = {"capacity_factor": 0.01}
-    refused("moves all rows of table 'table'", optzoo.accumulate(asleep(), 2), **few)
-    refused("moves all rows of table 'table'", optax.chain(asleep(("small",))), **few)
-    followed = optax.chain(asleep(), optzoo.transforms.scale(0.5))
+    refused("moves all rows of table 'table'", optzoo.accumulate(deferred(), 2), **few)
+    refused("moves all rows of table 'table'", optax.chain(deferred(("small",))), **few)
+    followed = optax.chain(deferred(), optzoo.transforms.scale(0.5))
     refused("changed after it was made", followed, capacity_factor=None)
     l2 = lambda p, *batch: loss(p, *batch) + jnp.sum(p["table"] ** 2)
-    refused("table 'table' is sharded by rows, so the loss can read it", asleep(), fn=l2)
+    refused("table 'table' is sharded by rows, so the loss can read it", deferred(), fn=l2)
     chosen = lambda p, ids, bags, y: loss(
         p, optzoo.lookup(p["small"], ids)[:, 0].astype(int), bags, y
     )
-    refused("ids depend on looked-up rows", asleep(), fn=chosen)
+    refused("ids depend on looked-up rows", deferred(), fn=chosen)
     params, state = shapes(ADAM, MESH, SHARDING)
     with pytest.raises(ValueError, match="CaughtUpState"):
-        jax.eval_shape(step_of(ASLEEP, MESH, SHARDING), params, state, *next(batches(MESH)))
+        jax.eval_shape(step_of(DEFERRED, MESH, SHARDING), params, state, *next(batches(MESH)))
 
 
 def test_a_replicated_table_read_as_a_whole():
@@ -221,7 +221,7 @@ def test_a_replicated_table_read_as_a_whole():
     step, state = optzoo.minimize(tied, ADAM, sparse="allow"), ADAM.init(one)
     for batch in some:
         one, state, _ = step(one, state, *batch)
-    tx, options = asleep(), {"sparse": "allow", "capacity_factor": None}
+    tx, options = deferred(), {"sparse": "allow", "capacity_factor": None}
     carry = start(tx, MESH, SHARDING)
     step = optzoo.sharded_minimize(tied, tx, MESH, {"table": SHARDING}, **options)
     for batch in some:
@@ -236,7 +236,7 @@ def test_no_pass_over_a_shard():
         optzoo.sharded.RowSharding(80_000, 4, multiple=1),
         lambda ids: jnp.ones((len(ids), 16)),
     )
-    tx = asleep(("table",), optzoo.slots_dtype(ADAM, "float32", packed=True))
+    tx = deferred(("table",), optzoo.slots_dtype(ADAM, "float32", packed=True))
     place = lambda x: jax.device_put(x, NamedSharding(MESH, P()))
     params = {"table": optzoo.sharded.create_table(s, MESH, rows), "w": place(jnp.ones((16, 16)))}
     state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
@@ -252,8 +252,8 @@ def test_no_pass_over_a_shard():
 
 
 @pytest.mark.parametrize("inner", ["adam", "momentum"])
-def test_long_sleeps_in_float64(inner, x64):
-    """Sweeps, several rounds and long sleeps: as the dense loop on one device."""
+def test_long_deferrals_in_float64(inner, x64):
+    """Sweeps, several rounds and long deferrals: as the dense loop on one device."""
     steps, rows = 900, 3000
     with x64(True):
         # Rates that are exact in float32, in which a loop may round a schedule in another way.
@@ -299,7 +299,7 @@ def test_long_sleeps_in_float64(inner, x64):
 
 def test_a_loop_by_hand():
     """The owners catch up the rows that all devices will read."""
-    tx, axis = asleep(), "shard"
+    tx, axis = deferred(), "shard"
     params, state = start(tx, MESH, SHARDING)
     specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
 
@@ -343,7 +343,7 @@ def test_tables_and_slots_of_16_bits():
     """In rounds, with words of two slots: as in float32, up to the roundings of 16 bits."""
     slots = optzoo.slots_dtype(ADAM, "bfloat16", stochastic=True, packed=True)
     some, ends = list(batches(MESH, 12)), []
-    for tx, dtype in ((asleep(inner=slots), jnp.float16), (asleep(), jnp.float32)):
+    for tx, dtype in ((deferred(inner=slots), jnp.float16), (deferred(), jnp.float32)):
         params, _ = start(ADAM, MESH, SHARDING)
         params["table"] = params["table"].astype(dtype)
         state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
@@ -362,7 +362,7 @@ def test_tables_and_slots_of_16_bits():
 def test_averages_of_rows():
     """As the averages of dense Adam on one device."""
     plain = optzoo.moving_average(ADAM, 0.9)
-    params, state, _ = train(asleep(inner=plain), MESH, SHARDING, capacity_factor=0.1)
+    params, state, _ = train(deferred(inner=plain), MESH, SHARDING, capacity_factor=0.1)
     one = {"table": jnp.array(whole()), "w": jnp.array(W), "small": jnp.array(whole())}
     step, of_one = optzoo.minimize(loss, plain), plain.init(one)
     for batch in batches(MESH):

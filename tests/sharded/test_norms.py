@@ -14,7 +14,7 @@ from optzoo.core.norms import sums_of_squares
 from optzoo.core.rows import Shard
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.lookup import bind_lookup, is_lookup
-from optzoo.state.resting import has_resting
+from optzoo.state.deferred import has_deferred
 
 from ..selection import chosen_first
 from .cases import ROWS, mesh_of, of_ids, shards, whole
@@ -64,9 +64,9 @@ IN_ONE_ROUND = {
 def compare(tx, factor):
     params, state, losses = train(tx, "zipf", MESH, SHARDING, capacity_factor=factor)
     wanted, of_one, values = train_on_one(tx, "zipf", MESH)
-    if has_resting(state):
+    if has_deferred(state):
         params, wanted = (optzoo.eval_params(*each) for each in ((params, state), (wanted, of_one)))
-        state = of_one = ()  # other rows sleep in a shard than in the whole table
+        state = of_one = ()  # other rows are deferred in a shard than in the whole table
     check((params, state, losses), (wanted, of_one, values), SHARDING)
 
 

@@ -94,7 +94,7 @@ def test_states(name):
     same(optzoo.sharded.from_order_of_ids(wanted, TABLES, wanted["params"]), found, rtol)
 
 
-def test_rows_asleep():
+def test_deferred_rows():
     """The steps of the rows move with them; the clock has steps, as many as the table has rows."""
     tx = optzoo.caught_up(optzoo.adam(0.1), mask="users/.*")
     params, ids = values(0), jnp.array([1, 6])
@@ -103,8 +103,8 @@ def test_rows_asleep():
         grads = {**values(1), "users": {"emb": optzoo.SparseRows(rows, jnp.ones((2, 2)), 8)}}
         grads["emb"] = place(values(1))["emb"]
         _, state = tx.update(grads, tx.init(place(params)), place(params))
-        [(law, clock)] = state.clock.items()
-        both.append(state._replace(clock={law: clock._replace(ring=jnp.arange(8.0))}))
+        [(rule, clock)] = state.clock.items()
+        both.append(state._replace(clock={rule: clock._replace(ring=jnp.arange(8.0))}))
     wanted, found = both
     assert wanted.last["users"]["emb"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     same(optzoo.sharded.in_order_of_ids(found, TABLES, params), wanted)

@@ -413,14 +413,14 @@ def test_replicated_tables_in_lines_beside_sharded_ones():
     assert_equal(run(True), run(False))
 
 
-def test_groups_with_rows_that_sleep_beside_tables_in_lines():
+def test_groups_with_deferred_rows_beside_tables_in_lines():
     _, lines = both()
-    asleep = {"sleeping": jnp.ones((9, WIDTH))}
+    deferred = {"deferred": jnp.ones((9, WIDTH))}
     tx = optzoo.param_groups(
         {
-            "sleeping": optzoo.caught_up(optzoo.adam(), mask=True),
+            "deferred": optzoo.caught_up(optzoo.adam(), mask=True),
             ".*": optzoo.lazy_adam(),
         }
     )
-    state = tx.init({**lines, **asleep})
-    assert optzoo.rows.catch_up({**lines, **asleep}, state)[0]["table"].shape == (45, WIDTH)
+    state = tx.init({**lines, **deferred})
+    assert optzoo.rows.catch_up({**lines, **deferred}, state)[0]["table"].shape == (45, WIDTH)

@@ -214,8 +214,8 @@ def test_lazy():
     assert counts == [sum(rows[::2]), sum(rows[1::2])]
 
 
-def test_asleep():
-    """The rows are read before the loss, and those that no id names sleep.
+def test_deferred():
+    """The rows are read before the loss, and those that no id names are deferred.
 
     Each container is in two cases; a ``while_loop`` in none, since its table would be caught up.
     """

@@ -19,9 +19,9 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core.optimizer import about_of
 from optzoo.core.rows import Shard
-from optzoo.sleeping.tables import map_tables, whole
+from optzoo.deferred.tables import map_tables, whole
 from optzoo.state.types import LeafwiseState, map_nodes
-from optzoo.train.sharded import update_asleep
+from optzoo.train.sharded import update_deferred
 
 ROWS, WIDTH = 32, 32
 SHAPE, SIZE = (ROWS, WIDTH), ROWS * WIDTH
@@ -167,28 +167,28 @@ def test_bits_of_shards():
     )
 
 
-# Bits of rows that wake
+# Bits of rows that are caught up
 
-KEPT, ASLEEP = 0.9, 3  # of a slot in a step, and the steps that a row sleeps
-SLEEPER = optzoo.slots_dtype(
+KEPT, DEFERRED = 0.9, 3  # of a slot in a step, and the steps that a row is deferred
+DEFERRABLE = optzoo.slots_dtype(
     optzoo.rmsprop(0.1, KEPT, momentum=KEPT, centered=True), "bfloat16", stochastic=True
 )
-TX = optzoo.caught_up(SLEEPER, mask=True, dense=True)
+TX = optzoo.caught_up(DEFERRABLE, mask=True, dense=True)
 TABLES = {name: np.ones(SHAPE, "float32") for name in ("a", "b")}
 NONE = {name: SparseRows(np.full(1, ROWS), np.zeros((1, WIDTH), "float32"), ROWS) for name in "ab"}
 # Of the numbers that bfloat16 has, one that becomes the middle of two others.
-START = min(1.5 + np.arange(64) / 128, key=lambda x: abs(KEPT**ASLEEP * x * 128 % 1 - 0.5))
+START = min(1.5 + np.arange(64) / 128, key=lambda x: abs(KEPT**DEFERRED * x * 128 % 1 - 0.5))
 
 
 @jax.jit
-def asleep(count):
-    """Tables and a state after rows with equal slots have slept."""
-    inner = SLEEPER.init(TABLES)
+def deferred(count):
+    """Tables and a state after rows with equal slots were deferred."""
+    inner = DEFERRABLE.init(TABLES)
     fill = lambda s: s._replace(
         count=count, slots=jax.tree.map(lambda a: jnp.full_like(a, START), s.slots)
     )
     state = optzoo.rows.take_over(TX, TABLES, map_nodes(LeafwiseState, fill, inner))
-    for _ in range(ASLEEP):
+    for _ in range(DEFERRED):
         state = TX.update(NONE, state, TABLES)[1]
     return TABLES, state
 
@@ -200,21 +200,21 @@ def slots_of(state):
 
 
 @functools.cache
-def awake(count):
+def current(count):
     """The slots after all rows have been caught up."""
-    return slots_of(optzoo.rows.catch_up(*asleep(count))[1])
+    return slots_of(optzoo.rows.catch_up(*deferred(count))[1])
 
 
-def test_bits_of_rows_that_wake():
+def test_bits_of_rows_that_are_caught_up():
     """Of rows, elements, slots, tables and steps."""
-    slots = [awake(count) for count in (0, 5)]
+    slots = [current(count) for count in (0, 5)]
     assert len(np.unique(slots)) == 2
-    check_random((np.concatenate(slots) > START * KEPT**ASLEEP).astype(int), 1)
+    check_random((np.concatenate(slots) > START * KEPT**DEFERRED).astype(int), 1)
 
 
-def test_bits_of_shards_that_wake():
-    """As in one piece. Rounded as they wake, and again by an update, no two are alike."""
-    params, state = asleep(0)
+def test_bits_of_shards_that_are_caught_up():
+    """As in one piece. Rounded as they are caught up, and again by an update, no two are alike."""
+    params, state = deferred(0)
     place = lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x)))
     flushed = optzoo.rows.catch_up(*jax.tree.map(place, (params, state)))[1]
     sharding = optzoo.sharded.RowSharding(ROWS, DEVICES, "div", "d", multiple=1)
@@ -222,14 +222,14 @@ def test_bits_of_shards_that_wake():
     def on_device(params, state):
         zeros = {name: rows_of_shard(jnp.zeros_like(x)) for name, x in params.items()}
         gs = jax.tree.structure(params).flatten_up_to(zeros)
-        updated = update_asleep(about_of(TX).sleepers, params, state, gs, {})[1]
-        awake = lambda _, table: whole(table.divided(sharding.axes))
-        return updated, map_tables(params, state, awake)[1]
+        updated = update_deferred(about_of(TX).deferred, params, state, gs, {})[1]
+        current = lambda _, table: whole(table.divided(sharding.axes))
+        return updated, map_tables(params, state, current)[1]
 
     specs = jax.tree.map(spec_of, (params, state))
     out_specs = (specs[1], specs[1])
     mapped = jax.shard_map(on_device, mesh=MESH, in_specs=specs, out_specs=out_specs)
     updated, caught_up = jax.jit(mapped)(params, state)
     for got in (flushed, caught_up):
-        np.testing.assert_array_equal(slots_of(got), awake(0))
+        np.testing.assert_array_equal(slots_of(got), current(0))
     check_apart(slots_of(updated)[:, None])

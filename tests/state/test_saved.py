@@ -57,7 +57,7 @@ def test_a_state_of_an_older_version_goes_on(name):
 
 
 def test_another_law_is_refused():
-    """Rows that rest by other decays must not be caught up by these."""
+    """Deferred rows by other decays must not be caught up by these."""
     saved = OLD["caught_up"]["state"]
     tx = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask="table")
     with pytest.raises(ValueError, match=r"shape \(215, 4\) at 'clock/.*/young', where the state"):

@@ -187,7 +187,7 @@ def test_native():
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-# Rows that rest
+# Deferred rows
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["alone", "in a chain"])
@@ -242,7 +242,7 @@ def batches(mesh):
 
 SHARDED = {
     "lazy": (optzoo.row_wise_adagrad(0.1), 1e-5),
-    "asleep": (optzoo.caught_up(optzoo.adam(0.01), mask="table"), 1e-4),
+    "deferred": (optzoo.caught_up(optzoo.adam(0.01), mask="table"), 1e-4),
 }
 
 
@@ -267,7 +267,7 @@ def test_sharded_tables(name):
         sharded, state, value = step(sharded, state, *batch)
         one, of_one, want = alone(one, of_one, *batch)
         np.testing.assert_allclose(value, want, rtol=tolerance)
-    if name == "asleep":
+    if name == "deferred":
         one, sharded = optzoo.rows.catch_up(one, of_one)[0], optzoo.rows.catch_up(sharded, state)[0]
     table = of_ids(sharded["table"], s)
     np.testing.assert_allclose(table, one["table"], rtol=tolerance, atol=tolerance)

@@ -316,5 +316,5 @@ def test_refused():
         master_weights(momentum).update(params, state)
     with pytest.raises(ValueError, match=r"one state of optzoo\.master_weights, and has 0"):
         optzoo.wide_params(params, momentum.init(params))
-    with pytest.raises(TypeError, match="no law"):
+    with pytest.raises(TypeError, match="no decay rule"):
         optzoo.caught_up(master_weights(momentum), dense=True)

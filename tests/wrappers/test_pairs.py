@@ -250,12 +250,12 @@ REFUSED = [
     (MOVE | CENTERED - {"agn"}, {"master_weights"}, r"write master_weights\("),
     ({"agn", "master_weights"}, {"master_weights"}, "no parameter is in bfloat16"),
     ({"param_groups", "stacked"}, {"master_weights"}, "put it around them"),
-    ({"moving_average"}, {"caught_up"}, "reads rows that sleep"),
-    (CENTERED, {"caught_up"}, "does not support optzoo.caught_up"),
+    ({"moving_average"}, {"caught_up"}, "reads deferred rows"),
+    (CENTERED, {"caught_up"}, "does not support the deferred rows of optzoo.caught_up"),
     (
         {"caught_up"},
         ALL - {"decoupled_weight_decay", "moving_average", "slots_dtype"},
-        "has no law for rows without a gradient",
+        "has no decay rule for rows without a gradient",
     ),
     ({"stacked"}, {"stacked"}, "is inside of optzoo.stacked"),
     (

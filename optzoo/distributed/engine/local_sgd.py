@@ -16,7 +16,7 @@ from ...core.numerics import is_trainable, next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
 from ...core.rows import is_rows, is_sparse_or_none, map_not_none
 from ...state.averages import start_of_average
-from ...state.resting import refuse_resting
+from ...state.deferred import refuse_deferred
 from ...state.slots import are_slots
 from ...state.types import LocalSGDPerReplica, LocalSGDReplicated, LocalSGDState
 from .collectives import Replicas, all_finite, zero_unless
@@ -142,7 +142,7 @@ class _Driver:
             raise ValueError(
                 f"weight={weight!r} is for methods with a weighted mean, such as optzoo.diloco"
             )
-        refuse_resting(state, "an exchange of parameters")
+        refuse_deferred(state, "an exchange of parameters")
         check_gradients(updates, params)
         self.replicas.check_per_replica(updates)
         arrived = True if arrived is None else arrived

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.paths import map_with_path, path_name
-from ...sleeping.state import CaughtUpState
-from ...sleeping.tables import all_awake
+from ...deferred.state import CaughtUpState
+from ...deferred.tables import all_current
 from ...state.storage import pack_state_like, unpack_state
 from ...state.tf1_names import tf1_names
 from ...state.types import AccumulateState, LeafwiseState, map_nodes
@@ -42,7 +42,7 @@ def build_state(
     state = map_nodes(LeafwiseState, _with_computed, _fill(unpack_state(start), values))
     state = jax.tree.map(_like, pack_state_like(start, state), start)
     state = map_nodes(AccumulateState, _all_came, state)
-    return new_params, map_nodes(CaughtUpState, all_awake, state)
+    return new_params, map_nodes(CaughtUpState, all_current, state)
 
 
 def _all_came(state: AccumulateState) -> AccumulateState:

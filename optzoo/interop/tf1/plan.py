@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from ...core.paths import leaves_with_path, out_of_box, owner_of, path_name
 from ...state.averages import MovingAverageSlots
-from ...state.resting import Resting
+from ...state.deferred import Deferred
 from ...state.tf1_names import TF1Names, tf1_names
 from ...state.types import (
     AccumulateState,
@@ -187,7 +187,7 @@ class _Planner:
             wrapper: as in ``Count``.
             replica_part: what it belongs to: a "worker", the "center", or all replicas.
         """
-        if isinstance(x, Resting):  # its clock follows from the count
+        if isinstance(x, Deferred):  # its clock follows from the count
             self.add(x.inner, (*path, GetAttrKey("inner")), wrapper, replica_part)
         elif isinstance(x, LeafwiseState):
             self._add_transformation(x, path, wrapper, replica_part)

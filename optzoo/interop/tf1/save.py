@@ -10,7 +10,7 @@ import numpy as np
 
 from ...core.lines import from_lines
 from ...core.paths import arrays_by_path
-from ...state.resting import check_awake
+from ...state.deferred import check_current
 from ...state.storage import unpack_state
 from . import files
 from .build import build_variables
@@ -75,8 +75,8 @@ def save_tf1_state(
         TypeError: if ``names`` is none of its forms, ``global_step`` no int, or ``.npz`` cannot
             hold a dtype.
         ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
-            state has arrays that TensorFlow has not, if its outermost counts differ, if rows
-            sleep (:func:`optzoo.rows.catch_up`), if a shape is not that in ``like``, or if an
+            state has arrays that TensorFlow has not, if its outermost counts differ, if rows are
+            deferred (:func:`optzoo.rows.catch_up`), if a shape is not that in ``like``, or if an
             ``.npz`` file would have a part of a variable.
     """
     choices = Choices(optimizer_name, scope, variables or {}, swapped)
@@ -129,7 +129,7 @@ def _build(
     like: Checkpoint | None,
 ) -> tuple[dict[str, np.ndarray], Regular | None]:
     """The variables to save, and the checkpoint that says where they belong, if there is one."""
-    check_awake(state, "save_tf1_state")
+    check_current(state, "save_tf1_state")
     params, state = from_lines((params, state))
     owners = name_parameters(params, names)
     # Read.

@@ -893,7 +893,7 @@ def test_no_optimizer_is_imported():
         assert {name.split(".")[1] for name in of_optzoo} <= {
             "core",
             "state",
-            "sleeping",
+            "deferred",
             "interop",
         }, path
 

@@ -1,4 +1,4 @@
-"""Tables whose rows sleep: caught up by ids, or as a whole."""
+"""Tables with deferred rows: caught up by ids, or as a whole."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,23 +13,23 @@ from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import is_trainable, upcast
 from ..core.paths import is_masked, leaves_with_path, path_name
+from ..state.deferral import Form
+from ..state.deferred import has_deferred
 from ..state.fit import misfit
-from ..state.law import Form
 from ..state.packing import is_packed, pack_like, unpack
-from ..state.resting import has_resting
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..state.storage import rounded
 from ..state.types import LeafwiseState, map_nodes, nodes_of
-from .motion import Clock, restarted, wake
+from .motion import Clock, advance, restarted
 from .state import CaughtUpState
 
 _BLOCK = 4096  # rows caught up at once
-_SEED = 0x51EE9  # keeps the bits that round rows in their sleep apart from those of the updates
+_SEED = 0x51EE9  # keeps the bits that round deferred rows apart from those of the updates
 
 
-def all_awake(state: CaughtUpState) -> CaughtUpState:
+def all_current(state: CaughtUpState) -> CaughtUpState:
     """The state with all rows as of the count of the inner state, as after ``catch_up``."""
-    (form, clock), count = law_of(state), count_of_updates(state.inner)
+    (form, clock), count = form_of(state), count_of_updates(state.inner)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {form.key: restarted(clock, count)}, last)
 
@@ -112,20 +112,20 @@ class Table:
 
     def read(self, ids: Array) -> Any:
         """Rows of all arrays as of now; of ids out of range, some rows."""
-        return self.awake(lambda a: gather_rows(a, ids))
+        return self.current(lambda a: gather_rows(a, ids))
 
-    def awake(self, take: Callable[[Array], Array]) -> Any:
+    def current(self, take: Callable[[Array], Array]) -> Any:
         """Rows of all arrays as of now; if the clock is stopped, rows of NaN.
 
         Args:
             take: gives rows of an array.
         """
 
-        def awake():
-            return self._wake(jax.tree.map(take, self.arrays), take)
+        def current():
+            return self._advanced(jax.tree.map(take, self.arrays), take)
 
         def stopped():
-            jaxpr, shapes = jax.make_jaxpr(awake, return_shape=True)()
+            jaxpr, shapes = jax.make_jaxpr(current, return_shape=True)()
             # Inside shard_map both branches need the same type.
             kinds = jax.tree.unflatten(
                 jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars)
@@ -139,24 +139,24 @@ class Table:
         # By a conditional, so that XLA keeps what it computes. Otherwise it computes it again where
         # it is used, and gathers x alone, which takes longer than all of this; and in a loop it
         # copies the table, to read it again after it was written.
-        return jax.lax.cond(self.clock.count >= 0, awake, stopped)
+        return jax.lax.cond(self.clock.count >= 0, current, stopped)
 
-    def _wake(self, rows: Any, take: Callable[[Array], Array]) -> Any:
+    def _advanced(self, rows: Any, take: Callable[[Array], Array]) -> Any:
         x, slots, last = rows
         each = [unpack(part) for part in slots]
         stored = {name: a for part in each for name, a in part._asdict().items()}
         wide = {name: upcast(a) for name, a in stored.items()}
-        new, awake = wake(self.form, self.clock, upcast(x), wide, last)
+        new, current = advance(self.form, self.clock, upcast(x), wide, last)
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.number)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
             ids = take(jnp.arange(self.num_rows, dtype=jnp.uint32))
             start = places_of_rows(start, ids, self.arrays[0].shape)
-            awake = {
-                name: rounded(a, awake[name], start, k)
+            current = {
+                name: rounded(a, current[name], start, k)
                 for k, (name, a) in enumerate(stored.items())
             }
-        of_part = lambda part: type(part)(**{name: awake[name] for name in part._fields})
+        of_part = lambda part: type(part)(**{name: current[name] for name in part._fields})
         packed = tuple(pack_like(s, of_part(p)) for s, p in zip(slots, each, strict=True))
         cast = lambda old, new: new.astype(old.dtype)
         # A table in 16 bits is rounded to the nearest, as by a step of the optimizer.
@@ -183,36 +183,36 @@ def scattered(arrays: Any, ids: Array, rows: Any) -> Any:
 
 
 def by_ids(table: Table, ids: Array) -> Table:
-    """The table with the rows of these ids, which may repeat, awake."""
-    put = lambda a, rows: scatter_equal_rows(a, ids, rows)  # a row that is awake stays as it is
+    """The table with the rows of these ids, which may repeat, current."""
+    put = lambda a, rows: scatter_equal_rows(a, ids, rows)  # a current row stays as it is
     return table.with_arrays(jax.tree.map(put, table.arrays, table.read(ids)))
 
 
 def whole(table: Table) -> Table:
-    """The table with all rows awake."""
+    """The table with all rows current."""
     n = table.num_rows
     size = min(_BLOCK, n)
 
     def body(k, arrays):
         start = jnp.minimum(k * size, n - size)
         cut = lambda a: jax.lax.dynamic_slice_in_dim(a, start, size)
-        rows = table.with_arrays(arrays).awake(cut)
+        rows = table.with_arrays(arrays).current(cut)
         put = lambda a, r: jax.lax.dynamic_update_slice_in_dim(a, r, start, 0)
         return jax.tree.map(put, arrays, rows)
 
-    any_asleep = jnp.any(table.arrays[2] != table.clock.count)
-    number = jnp.where(any_asleep, -(-n // size), 0)
+    any_behind = jnp.any(table.arrays[2] != table.clock.count)
+    number = jnp.where(any_behind, -(-n // size), 0)
     return table.with_arrays(jax.lax.fori_loop(0, number, body, table.arrays))
 
 
 def swept(table: Table) -> Table:
-    """The table with the rows whose turn it is awake."""
+    """The table with the rows whose turn it is current."""
     places = turn(table.clock, table.num_rows)
     return table.scatter(places, table.read(places))
 
 
 def turn(clock: Clock, num_rows: int) -> Array:
-    """The rows to sweep in this step, so that none sleeps longer than the horizon; or padding."""
+    """The rows to sweep in this step, so that none is deferred beyond the horizon; or padding."""
     steps = len(clock.ring) - 2
     number = -(-num_rows // steps)
     turns = -(-num_rows // number)
@@ -222,8 +222,8 @@ def turn(clock: Clock, num_rows: int) -> Array:
     return distinct(jnp.minimum(start + jnp.arange(number, dtype=jnp.int32), num_rows))
 
 
-def law_of(state: CaughtUpState) -> tuple[Form, Clock]:
-    """The form of the law of the rows of a state, and its clock.
+def form_of(state: CaughtUpState) -> tuple[Form, Clock]:
+    """The form of the decay rule of the rows of a state, and its clock.
 
     The clock is stopped if the inner state is not of the same step: then all rows that are read
     become NaN.
@@ -246,7 +246,7 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
         StateError: if the state is of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    (form, clock), boxes = law_of(state), Boxes(params, none=False)
+    (form, clock), boxes = form_of(state), Boxes(params, none=False)
     try:
         slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     except ValueError as error:
@@ -288,11 +288,12 @@ def with_tables(
     return treedef.unflatten(leaves), state._replace(inner=inner, last=last)
 
 
-def check_resting(state: Any) -> None:
+def check_deferred(state: Any) -> None:
     """Raises ``ValueError`` if no part of a state is of :func:`optzoo.caught_up`."""
-    if not has_resting(state):
+    if not has_deferred(state):
         raise ValueError(
-            "no rows sleep in this state, which is not of optzoo.caught_up: all are as of now"
+            "no rows are deferred in this state, which is not of optzoo.caught_up: all are "
+            "as of now"
         )
 
 
@@ -307,7 +308,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
     Raises:
         ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    check_resting(state)
+    check_deferred(state)
 
     def of_node(node):
         nonlocal params

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
-from ..state.law import Form, Law
+from ..state.deferral import DecayRule, Form
 from .series import Series, geometric, rational, rest
 
 _TOLERANCE = {"float32": 2e-8, "float64": 1e-14}
@@ -19,7 +19,7 @@ _BITS = 8  # of an exponent, whose powers are in one table
 
 
 class Numbers(NamedTuple):
-    """The numbers of a law, which programs read from the state."""
+    """The numbers of a decay rule, which programs read from the state."""
 
     powers: Array  # (bases, ...): of each base the powers below 256, then those of base**256
     centers: Array  # (blocks,): of the series
@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """How far each step of the past has moved the rows that sleep since then."""
+    """How far each step of the past has moved the deferred rows since then."""
 
     count: Array  # updates so far
     young: Array  # (window, features): entry j is for the rows last updated j steps ago
@@ -50,14 +50,14 @@ class Clock(NamedTuple):
 
 
 class Motion(NamedTuple):
-    """A law with all that does not change from step to step."""
+    """A decay rule with all that does not change from step to step."""
 
-    law: Law
+    rule: DecayRule
     series: Series
     start: Clock  # before the first update, of NumPy arrays
 
     def has_numbers(self, clock: Clock) -> Array:
-        """Whether a clock with the shapes of this one has the numbers of the law."""
+        """Whether a clock with the shapes of this one has the numbers of the decay rule."""
         same = jax.tree.map(lambda a, b: jnp.all(a == b), self.start.numbers, clock.numbers)
         return functools.reduce(jnp.logical_and, same)
 
@@ -67,7 +67,7 @@ class Motion(NamedTuple):
         if entries.shape[1] == number:
             return entries
         real = np.ones(number, bool)
-        sums = (2 if self.law.form.average else 1) * self.series.weights.shape[1]
+        sums = (2 if self.rule.form.average else 1) * self.series.weights.shape[1]
         real[:sums] = np.resize(self.series.weights.any(0), sums)
         padded = np.zeros((len(entries), number), entries.dtype)
         padded[:, real] = entries
@@ -75,75 +75,75 @@ class Motion(NamedTuple):
 
 
 @functools.cache
-def make_motion(law: Law, dtype: Any, horizon: int) -> Motion:
+def make_motion(rule: DecayRule, dtype: Any, horizon: int) -> Motion:
     """The motion of rows in a dtype.
 
     Raises:
-        ValueError: if the law allows no sleep.
+        ValueError: if the decay rule allows no deferral.
     """
     dtype = np.dtype(dtype)
     rounded = lambda decay: float(dtype.type(decay))  # what a step really multiplies by
-    decays = tuple((name, rounded(decay)) for name, decay in law.decays)
-    average = law.average if law.average is None else rounded(law.average)
-    law = law._replace(decays=decays, shrink=rounded(law.shrink), average=average)
+    decays = tuple((name, rounded(decay)) for name, decay in rule.decays)
+    average = rule.average if rule.average is None else rounded(rule.average)
+    rule = rule._replace(decays=decays, shrink=rounded(rule.shrink), average=average)
     by_name, tolerance = dict(decays), _TOLERANCE[dtype.name]
-    if law.moves is None:
+    if rule.moves is None:
         series = rest()
-    elif law.over is None:
-        series = geometric(by_name[law.moves], tolerance)
+    elif rule.over is None:
+        series = geometric(by_name[rule.moves], tolerance)
     else:
-        q = by_name.get(law.over, 1.0)
-        series = rational(by_name[law.moves], math.sqrt(q) if law.root else q, tolerance)
+        q = by_name.get(rule.over, 1.0)
+        series = rational(by_name[rule.moves], math.sqrt(q) if rule.root else q, tolerance)
     window, number = series.weights.shape
     horizon = max(horizon, 2 * window)
-    bases: dict[str, Any] = {**by_name, "shrink": 1 - law.shrink, "average": average}
-    powers = [_powers(bases[name], horizon + window - 1) for name in law.form.powers]
+    bases: dict[str, Any] = {**by_name, "shrink": 1 - rule.shrink, "average": average}
+    powers = [_powers(bases[name], horizon + window - 1) for name in rule.form.powers]
     array: Any = lambda a: np.asarray(a, dtype)
     zero: Any = np.int32(0)
-    numbers = Numbers(*map(array, (powers, series.centers, law.eps)))
-    sums, kept = number * (2 if law.form.average else 1), 2 * law.varies
-    # Of rows that are awake: the sums of the series; with an average, those of how far it is
+    numbers = Numbers(*map(array, (powers, series.centers, rule.eps)))
+    sums, kept = number * (2 if rule.form.average else 1), 2 * rule.varies
+    # Of current rows: the sums of the series; with an average, those of how far it is
     # behind; and if its decay varies, what is left of it: the product of the decays until the
     # sums are final, and of those after.
     start: Any = np.repeat(array([[0.0] * sums + [1.0] * kept]), horizon, 0)
-    return Motion(law, series, Clock(zero, start[:window], start, numbers, zero))
+    return Motion(rule, series, Clock(zero, start[:window], start, numbers, zero))
 
 
 def restarted(clock: Clock, count: Any) -> Clock:
-    """The clock after ``count`` updates, of rows that are all awake.
+    """The clock after ``count`` updates, of rows that are all current.
 
     Args:
-        clock: of any step; its youngest rows are those that are awake.
+        clock: of any step; its youngest rows are those that are current.
         count: of updates.
     """
     count, since = jnp.array(count, jnp.int32), jnp.array(count, jnp.int32)  # both are donated
-    awake = lambda a: jnp.tile(clock.young[:1], (len(a), 1))
+    current = lambda a: jnp.tile(clock.young[:1], (len(a), 1))
     # On explicit axes the result of a product has the type that a step gives.
     numbers = jax.tree.map(lambda a: jnp.asarray(a) * 1, clock.numbers)
-    return Clock(count, awake(clock.young), awake(clock.ring), numbers, since)
+    return Clock(count, current(clock.young), current(clock.ring), numbers, since)
 
 
 def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
     """The clock after an update of a size ``a_t``; with the decay of an average that varies."""
-    law, dtype, horizon = motion.law, motion.start.ring.dtype, len(clock.ring)
+    rule, dtype, horizon = motion.rule, motion.start.ring.dtype, len(clock.ring)
     weights, number = motion.series.weights.astype(dtype), motion.series.weights.shape[1]
     # The oldest entry is final. It replaces that of horizon steps before, which no row needs.
     oldest = (clock.count - len(clock.young) + 1) % horizon
     ring = clock.ring.at[oldest].set(clock.young[-1])
     older = clock.young[:-1]
-    if law.varies:
+    if rule.varies:
         decay = jnp.asarray(decay, dtype)
         ring = ring.at[:, -1].multiply(decay)
         older = older.at[:, -2].multiply(decay)
     young = jnp.concatenate([motion.start.young[:1], older])
-    sums, kept = (young[:, : 2 * number], young[:, 2 * number :]) if law.varies else (young, None)
-    if law.shrink:
-        sums = sums * (1 - jnp.asarray(law.shrink, dtype))
-    if law.average is None:
+    sums, kept = (young[:, : 2 * number], young[:, 2 * number :]) if rule.varies else (young, None)
+    if rule.shrink:
+        sums = sums * (1 - jnp.asarray(rule.shrink, dtype))
+    if rule.average is None:
         sums = sums + jnp.asarray(size, dtype) * weights
     else:  # beside each sum that of how far the average is behind, which decays
         sums = sums + jnp.asarray(size, dtype) * jnp.concatenate([weights, weights], 1)
-        factor = decay if law.varies else law.average
+        factor = decay if rule.varies else rule.average
         sums = sums * _behind(number, jnp.full((1, 1), factor, dtype))
     young = sums if kept is None else jnp.concatenate([sums, kept], 1)
     is_same = motion.has_numbers(clock)
@@ -155,32 +155,32 @@ def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
     return Clock(clock.count + 1, young, ring, numbers, since)
 
 
-def wake(
+def advance(
     form: Form, clock: Clock, x: Array, slots: dict[str, Array], last: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Rows and their slots as of step ``last`` as of now.
 
-    A row that cannot be caught up becomes NaN, and so does its average: it was asleep for longer
-    than the ring of the clock goes back, or when the numbers of the law changed, or is of a time to
-    come.
+    A row that cannot be caught up becomes NaN, and so does its average: it was deferred for longer
+    than the ring of the clock goes back, or when the numbers of the decay rule changed, or is of a
+    time to come.
 
     Args:
-        form: of the law of the optimizer.
+        form: of the decay rule of the optimizer.
         clock: of all tables.
         x: rows.
-        slots: their slots by name, those of the law at least.
+        slots: their slots by name, those of the decay rule at least.
         last: for each row the step that it is as of.
     """
     age = clock.count - last
     is_known = (age >= 0) & (age <= clock.longest) & (last >= clock.since)
     age = jnp.clip(age, 0, clock.longest)
     wide = lambda a: a.reshape(a.shape + (1,) * (x.ndim - 1))
-    awake = dict(slots)
+    current = dict(slots)
     for name in form.decays:
         s = slots[name]
-        awake[name] = s * wide(clock.power(form, name, age))
+        current[name] = s * wide(clock.power(form, name, age))
         if name != form.moves:  # a power may be 0, and the square of a large gradient infinite
-            awake[name] = jnp.where(s < jnp.inf, awake[name], s)
+            current[name] = jnp.where(s < jnp.inf, current[name], s)
     new = x
     if form.shrink:
         new = new * wide(clock.power(form, "shrink", age))
@@ -198,8 +198,8 @@ def wake(
             behind = features[number : 2 * number]
             known = [f - b for f, b in zip(features[:number], behind, strict=True)]
             e = e - slots[form.moves] * _moved(form, clock, known, slots)
-        awake["average"] = jnp.where(wide(is_known), e, jnp.nan)
-    return jnp.where(wide(is_known), new, jnp.nan), awake
+        current["average"] = jnp.where(wide(is_known), e, jnp.nan)
+    return jnp.where(wide(is_known), new, jnp.nan), current
 
 
 def _number(form: Form, clock: Clock) -> int:

@@ -1,6 +1,6 @@
-r"""The movement of a sleeping row as a sum that does not depend on the row.
+r"""The movement of a deferred row as a sum that does not depend on the row.
 
-A row that sleeps for K steps from step l on moves by
+A deferred row for K steps from step l on moves by
 
 .. math::
     m \sum_{k=1}^K a_{l+k} \frac{p^k}{w q^k + \epsilon}
@@ -29,13 +29,13 @@ _MOST_TERMS = 10  # of one polynomial: with more of them, rounding grows faster 
 
 
 class Series(NamedTuple):
-    """The expansion of the movement of a sleeping row.
+    """The expansion of the movement of a deferred row.
 
     Each block of steps has a polynomial of its own, all with as many terms.
     """
 
     centers: np.ndarray  # of each block
-    weights: np.ndarray  # (window, blocks * terms): what a step adds for rows asleep for j steps
+    weights: np.ndarray  # (window, blocks * terms): what a step adds for rows deferred for j steps
     error: float  # a bound, relative to the movement at a constant rate
 
 
@@ -47,7 +47,7 @@ def rest() -> Series:
 def geometric(p: float, tolerance: float) -> Series:
     """Of a row that moves by a slot alone: the denominator is one."""
     if not 0 <= p < 1:
-        raise ValueError(f"the decay of what moves a sleeping row must be in [0, 1), got {p}")
+        raise ValueError(f"the decay of what moves a deferred row must be in [0, 1), got {p}")
     if p == 0:
         return rest()
     k = np.arange(_window(math.log(p), tolerance) + 1)
@@ -86,8 +86,8 @@ def rational(p: float, q: float, tolerance: float) -> Series:
         length, terms, coefficients, off = _best_block(start, y, mean, z, exact, allowed)
         if not length or sum(c.shape[1] for c in columns) + terms > _MOST_FEATURES:
             raise ValueError(
-                f"rows cannot sleep with the decays {p} and {q}: a sum with this precision has "
-                f"more than {_MOST_FEATURES} terms. Increase the decay of the denominator"
+                f"rows cannot be deferred with the decays {p} and {q}: a sum with this precision "
+                f"has more than {_MOST_FEATURES} terms. Increase the decay of the denominator"
             )
         here = slice(start, start + length)
         column = np.zeros((window + 1, terms))
@@ -107,7 +107,7 @@ def _window(log_ratio: float, tolerance: float) -> int:
     window = math.ceil(math.log(tolerance / 10 * -math.expm1(log_ratio)) / log_ratio)
     if window > _LONGEST:
         raise ValueError(
-            f"rows without gradient move for {window} steps, which is too long to sleep: the "
+            f"rows without gradient move for {window} steps, which is too long to defer: the "
             "decay of their movement is too near to one, or to that of their denominator"
         )
     return window

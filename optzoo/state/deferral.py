@@ -1,4 +1,4 @@
-"""The law by which a row moves without a gradient, and how an optimizer states it."""
+"""The decay rule of rows without a gradient, and how an optimizer states it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 
-class Law(NamedTuple):
+class DecayRule(NamedTuple):
     r"""What an update with the gradient zero does to a row of a parameter and its slots.
 
     .. math::
@@ -23,7 +23,7 @@ class Law(NamedTuple):
     """
 
     decays: tuple[tuple[str, float], ...]  # of the slots that change, by their names
-    moves: str | None = None  # the slot m; None if the row rests
+    moves: str | None = None  # the slot m; None if the row does not move
     over: str | None = None  # the slot v; None to divide by one
     root: bool = True  # whether to take the root of v
     eps: float = 0.0
@@ -33,7 +33,7 @@ class Law(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """The law without its numbers."""
+        """The decay rule without its numbers."""
         return Form(
             tuple(name for name, _ in self.decays),
             self.moves,
@@ -46,12 +46,12 @@ class Law(NamedTuple):
         )
 
     @classmethod
-    def of_text(cls, text: str) -> Law:
-        """The law of a checkpoint of an old version, in which its text is a key.
+    def of_text(cls, text: str) -> DecayRule:
+        """The decay rule of a checkpoint of an old version, in which its text is a key.
 
         Such as ``decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, eps=1e-08``.
         """
-        nodes = ast.walk(ast.parse(f"Law({text})"))
+        nodes = ast.walk(ast.parse(f"DecayRule({text})"))
         [call] = (node for node in nodes if isinstance(node, ast.Call))
         value = lambda node: node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
         given: dict[str, Any] = {str(word.arg): value(word.value) for word in call.keywords}
@@ -59,7 +59,7 @@ class Law(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A law without its numbers: all that a program depends on before it runs.
+    """A decay rule without its numbers: all that a program depends on before it runs.
 
     Its key is the one of the clock in the state. The numbers are arrays of the clock, so that they
     can change while the tree stays the same.
@@ -100,10 +100,10 @@ class Form(NamedTuple):
         return (*self.decays, *["shrink"] * self.shrink, *["average"] * constant)
 
 
-class Sleeper(NamedTuple):
-    """The law of an optimizer, and how far a step of it moves rows."""
+class Deferral(NamedTuple):
+    """The decay rule of an optimizer, and how far a step of it moves rows."""
 
-    law: Law
+    rule: DecayRule
     rate: optax.ScalarOrSchedule = 1.0
     # size(rate, t, powers) is a_t; ``t`` counts the updates from 1, ``powers`` are those of this
     # update, by the names in the state.

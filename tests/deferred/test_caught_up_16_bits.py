@@ -1,4 +1,4 @@
-"""Rows that sleep in tables and slots of 16 bits: the error bounds, and what is refused."""
+"""Deferred rows in tables and slots of 16 bits: the error bounds, and what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +20,26 @@ def wide(a):
     return np.asarray(a, np.float64)
 
 
-def sleep(tx, x):
-    """A row after one gradient, then after it slept: caught up at once, and step by step."""
+def deferred_steps(tx, x):
+    """A row after one gradient, then after it was deferred: caught up at once, and step by step."""
     g = jnp.linspace(0.01, 1, x.size).reshape(x.shape).astype(x.dtype)
     rows = SparseRows(jnp.arange(ROWS), g, ROWS)
     none = SparseRows(jnp.zeros(0, jnp.int32), g[:0], ROWS)
 
     def run(x):
-        start, asleep = step(tx, rows, x, tx.init(x)), optzoo.caught_up(tx, mask=True)
+        start, deferred = step(tx, rows, x, tx.init(x)), optzoo.caught_up(tx, mask=True)
         of = lambda each, carry: jax.lax.scan(
             lambda c, _: (step(each, none, *c), None), carry, length=AGE
         )[0]
-        x, state = of(asleep, (start[0], optzoo.rows.take_over(asleep, *start)))
+        x, state = of(deferred, (start[0], optzoo.rows.take_over(deferred, *start)))
         return start, optzoo.rows.catch_up(x, state), of(tx, start)
 
     ends = jax.jit(run)(x)
     return [[x, *(optzoo.get_slot(state, name) for name in ("m", "v"))] for x, state in ends]
 
 
-def law(before):
-    """The same sleep in float64, and the updates of all steps."""
+def rule(before):
+    """The same steps in float64, and the updates of all steps."""
     x, m, v = map(wide, before)
     b1, b2, eps = (float(np.float32(b)) for b in (0.9, 0.999, 1e-8))
     updates = []
@@ -53,10 +53,10 @@ def law(before):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_slots_rounded_at_random_are_right_on_average(packed):
-    """One rounding for a sleep, not one for a step: the same mean, less noise."""
+    """One rounding for a deferral, not one for a step: the same mean, less noise."""
     tx = optzoo.slots_dtype(optzoo.adam(RATE), "bfloat16", stochastic=True, packed=packed)
-    before, at_once, by_step = sleep(tx, jnp.ones((ROWS, WIDTH)))
-    exact, _ = law(before)
+    before, at_once, by_step = deferred_steps(tx, jnp.ones((ROWS, WIDTH)))
+    exact, _ = rule(before)
     assert at_once[1].dtype == at_once[2].dtype == jnp.bfloat16
     for k in (1, 2):
         off, of_steps = (wide(each[k]) / exact[k] - 1 for each in (at_once, by_step))
@@ -71,10 +71,10 @@ def test_slots_rounded_at_random_are_right_on_average(packed):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_tables_in_16_bits(dtype):
-    """Half a unit in the last place from the law; the loop of steps within its own roundings."""
+    """Half a unit in the last place from the rule; the loop of steps within its own roundings."""
     x = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).astype(dtype)
-    before, at_once, by_step = sleep(optzoo.adam(RATE), x)
-    exact, updates = law(before)
+    before, at_once, by_step = deferred_steps(optzoo.adam(RATE), x)
+    exact, updates = rule(before)
     assert at_once[0].dtype == dtype
     unit = UNIT[dtype] * 2.0 ** np.floor(np.log2(np.abs(exact[0]) + np.abs(updates).sum(0)))
     off = np.abs(wide(at_once[0]) - exact[0])

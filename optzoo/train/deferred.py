@@ -1,4 +1,4 @@
-"""Tables whose rows rest: each row is brought up to now when it is read."""
+"""Tables with deferred rows: each row is caught up when it is read."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from jax import Array
 from ..core.marked_rows import distinct, merge_rows_in_place
 from ..core.numerics import upcast
 from ..core.rows import SparseRows, is_rows
+from ..deferred.optimizer import CurrentRows, DeferredOptimizer
+from ..deferred.state import deferred_leaves
+from ..deferred.tables import Table, by_ids, map_tables, swept, tables_of, whole, with_tables
 from ..jaxprs.loss import Gradients, Loss
 from ..jaxprs.reads import check_all_read
-from ..sleeping.sleepers import Sleepers, WokenRows
-from ..sleeping.state import sleeping_leaves
-from ..sleeping.tables import Table, by_ids, map_tables, swept, tables_of, whole, with_tables
-from ..state.resting import has_resting
+from ..state.deferred import has_deferred
 from .step import Model, Tables, report_reads
 
 
@@ -30,24 +30,24 @@ def as_looked_up(x: Array, ids: Array, num_rows: int) -> Array:
     return jnp.where(wide == num_rows, 0, x)
 
 
-class RestingTables(Tables):
+class DeferredTables(Tables):
     """Of an optimizer with :func:`optzoo.caught_up` inside: rows are brought up to now in place."""
 
     def __init__(self, model: Model, params: Any, state: Any):
         super().__init__(model, params, state)
-        self.elsewhere = frozenset(sleeping_leaves(params, state))
+        self.elsewhere = frozenset(deferred_leaves(params, state))
         self._ids: Mapping[int, Array] = {}
 
-    def wake(self, loss: Loss) -> frozenset[int]:
-        """Brings the tables up to now that the loss does not read by lookups alone."""
+    def catch_up(self, loss: Loss) -> frozenset[int]:
+        """Catches up the tables that the loss does not read by lookups alone."""
         reads = loss.reads()
-        woken = frozenset(i for i in self.elsewhere if reads[i])
+        whole_tables = frozenset(i for i in self.elsewhere if reads[i])
         looked_up = {lookup.leaf for lookup in loss.lookups}
-        for i in sorted(woken & looked_up):
+        for i in sorted(whole_tables & looked_up):
             if not loss.uses[i]:
                 report_reads(self.names[i], self.wanted.levels[i])
-        self._change({i: whole for i in woken})
-        return woken
+        self._change({i: whole for i in whole_tables})
+        return whole_tables
 
     def _change(self, changes: Mapping[int, Callable[[Table], Table]]) -> None:
         if changes:
@@ -85,13 +85,13 @@ class RestingTables(Tables):
         return found._replace(of_leaves=of_leaves)
 
 
-class CaughtUpTables(RestingTables):
+class CaughtUpTables(DeferredTables):
     """Of :func:`optzoo.caught_up` itself: each row is read once and written once."""
 
-    def __init__(self, model: Model, sleepers: Sleepers, params: Any, state: Any):
-        sleepers.check(state)
+    def __init__(self, model: Model, deferred: DeferredOptimizer, params: Any, state: Any):
+        deferred.check(state)
         super().__init__(model, params, state)
-        self.sleepers = sleepers
+        self.deferred = deferred
         self.rows = dict[int, Any]()
 
     def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
@@ -118,23 +118,23 @@ class CaughtUpTables(RestingTables):
                 if i in self.rows:
                     g = found.of_rows.get(i)
                     parts[i] = _merged(table, self._ids[i], self.rows[i], g)
-                elif is_rows(gs[i]):  # of a table that is awake as a whole
-                    parts[i] = WokenRows.of(table, gs[i], is_awake=True)
-            return self.sleepers.apply(state, params, gs, tables, parts, extra_args)
+                elif is_rows(gs[i]):  # of a table that is current as a whole
+                    parts[i] = CurrentRows.of(table, gs[i], is_current=True)
+            return self.deferred.apply(state, params, gs, tables, parts, extra_args)
 
         return *self.model.run(apply, self.params, self.state), found.value
 
 
 def tables_for(model: Model, params: Any, state: Any) -> Tables:
     """The tables of a step on one device."""
-    if model.sleepers is not None:
-        return CaughtUpTables(model, model.sleepers, params, state)
-    return (RestingTables if has_resting(state) else Tables)(model, params, state)
+    if model.deferred is not None:
+        return CaughtUpTables(model, model.deferred, params, state)
+    return (DeferredTables if has_deferred(state) else Tables)(model, params, state)
 
 
-def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> WokenRows:
+def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> CurrentRows:
     """Rows of ids that may repeat, each once."""
     if g is None:  # no lookup reads them
-        return WokenRows(table, distinct(ids), rows, jnp.zeros_like(rows[0]))
+        return CurrentRows(table, distinct(ids), rows, jnp.zeros_like(rows[0]))
     places, sums = merge_rows_in_place(ids, upcast(g), num_rows=table.num_rows)
-    return WokenRows(table, places, rows, sums.astype(rows[0].dtype))
+    return CurrentRows(table, places, rows, sums.astype(rows[0].dtype))

@@ -1,4 +1,4 @@
-"""An optimizer whose rows sleep: its state, its update, and what may sleep at all."""
+"""An optimizer with deferred rows: its state, its update, and which rows can be deferred."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
 from ..core.schedules import at_step
+from ..state.deferral import Deferral
 from ..state.fit import StateError
-from ..state.law import Sleeper
 from ..state.packing import unpack
 from ..state.stochastic_rounding import DTYPES
 from ..state.storage import GATHERED
@@ -44,18 +44,18 @@ from .tables import (
 _LEAST_ROWS = 4096
 
 
-class Sleepers(NamedTuple):
-    """An optimizer whose rows sleep."""
+class DeferredOptimizer(NamedTuple):
+    """An optimizer with deferred rows."""
 
     inner: optax.GradientTransformationExtraArgs
-    sleeper: Sleeper
+    deferral: Deferral
     mask: Any
     dense: bool
     horizon: int
 
     def motion(self, dtype: Any) -> Motion:
         """The motion of rows in a dtype."""
-        return make_motion(self.sleeper.law, np.dtype(dtype).name, self.horizon)
+        return make_motion(self.deferral.rule, np.dtype(dtype).name, self.horizon)
 
     def init(self, params: Any) -> CaughtUpState:
         """The state at the start."""
@@ -63,31 +63,33 @@ class Sleepers(NamedTuple):
             if is_lines(x) and not is_masked(x.value):
                 raise ValueError(
                     f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
-                    "cannot sleep: give it as an array (optzoo.rows.from_lines), or take an "
+                    "cannot be deferred: give it as an array (optzoo.rows.from_lines), or take an "
                     "optimizer of touched rows for it by optzoo.param_groups"
                 )
         state = self.inner.init(params)
         marks = _marks(self.mask, params)
-        dtype = _dtype(params, marks, state, self.sleeper)
+        dtype = _dtype(params, marks, state, self.deferral)
         start = lambda x, mark: zeros_of_rows(x, jnp.int32) if mark else optax.MaskedNode()
         clock = restarted(self.motion(dtype).start, 0)
         last = map_parameters(start, params, marks)
-        return CaughtUpState(state, {self.sleeper.law.form.key: clock}, last)
+        return CaughtUpState(state, {self.deferral.rule.form.key: clock}, last)
 
     def check(self, state: Any) -> None:
-        """Raises ``StateError`` unless the rows of a state sleep by this law."""
+        """Raises ``StateError`` unless the rows of a state are deferred by this decay rule."""
         if not isinstance(state, CaughtUpState):
             raise StateError(
                 f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
                 "optzoo.rows.take_over makes it from a state of the optimizer inside"
             )
-        [(key, clock)], mine = state.clock.items(), self.sleeper.law.form.key
+        [(key, clock)], mine = state.clock.items(), self.deferral.rule.form.key
         fix = (
             "catch up all rows by params, state = optzoo.rows.catch_up(params, state), then "
             "resume from optzoo.rows.take_over(tx, params, state.inner)"
         )
         if key != mine:
-            raise StateError(f"rows of this state sleep by the law {key!r}, not {mine!r}: {fix}")
+            raise StateError(
+                f"rows of this state are deferred by the decay rule {key!r}, not {mine!r}: {fix}"
+            )
         motion = self.motion(clock.ring.dtype)
         shapes = [jax.tree.map(jnp.shape, c) for c in (clock, motion.start)]
         if shapes[0] != shapes[1]:
@@ -96,10 +98,10 @@ class Sleepers(NamedTuple):
                 f"{len(clock.young), len(clock.ring)} and not "
                 f"{len(motion.start.young), len(motion.start.ring)}: {fix}"
             )
-        if state.is_asleep() and not motion.has_numbers(clock):
+        if state.is_behind() and not motion.has_numbers(clock):
             raise StateError(
-                "rows of this state sleep by a law with other numbers (decays, eps, weight decay) "
-                f"than {self.sleeper.law}: {fix}"
+                "rows of this state are deferred by a decay rule with other numbers (decays, eps, "
+                f"weight decay) than {self.deferral.rule}: {fix}"
             )
 
     def advance(
@@ -108,7 +110,7 @@ class Sleepers(NamedTuple):
         params: Any,
         gs: list[Any],
         tables: Mapping[int, Table],
-        parts: Mapping[int, "WokenRows"],
+        parts: Mapping[int, "CurrentRows"],
         extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], CaughtUpState]:
         """The updates, those of parts for their rows, and the state after a step.
@@ -153,17 +155,17 @@ class Sleepers(NamedTuple):
         node = slots_nodes(state.inner)[0]
         count, step = node.count, extra_args.get("global_step")
         step = count if step is None else step
-        rate = at_step("learning_rate", step, self.sleeper.rate, extra_args.get("learning_rate"))
+        rate = at_step("learning_rate", step, self.deferral.rate, extra_args.get("learning_rate"))
         dtype = clock.ring.dtype  # in which the rule computes
         cast = lambda a: jnp.asarray(a).astype(dtype)
-        size = self.sleeper.size(cast(rate), count + 1, jax.tree.map(cast, node.shared))
+        size = self.deferral.size(cast(rate), count + 1, jax.tree.map(cast, node.shared))
         decay = extra_args.get("average_decay")
-        if self.sleeper.average is not None:
-            decay = at_step("average_decay", step, self.sleeper.average, decay)
+        if self.deferral.average is not None:
+            decay = at_step("average_decay", step, self.deferral.average, decay)
         elif decay is not None:
             raise ValueError(
-                "update got average_decay=, but the rows of optzoo.caught_up sleep by the decay "
-                "that moving_average was given: leave it out"
+                "update got average_decay=, but the rows of optzoo.caught_up are deferred by the "
+                "decay that moving_average was given: leave it out"
             )
         return tick(self.motion(dtype), clock, size, decay)
 
@@ -190,11 +192,11 @@ class Sleepers(NamedTuple):
             # Not those that this step has updated, in an earlier round on sharded tables.
             is_later = table.gather(places)[2] == table.clock.count + 1
             places = distinct(jnp.where(is_later, g.num_rows, places))
-            before, awake = table.gather(places), table.read(places)
-            sweeps[i] = g.with_rows(places, awake[0] - before[0])
-            _, *rest = table.scatter(places, awake).arrays
+            before, current = table.gather(places), table.read(places)
+            sweeps[i] = g.with_rows(places, current[0] - before[0])
+            _, *rest = table.scatter(places, current).arrays
             tables[i] = table = table.with_arrays((xs[i], *rest))
-            parts[i] = WokenRows(table, g.indices, table.gather(g.indices), g.values)
+            parts[i] = CurrentRows(table, g.indices, table.gather(g.indices), g.values)
         us, new = self.advance(state, params, gs, tables, parts, extra_args)
         for i, table in tables.items():
             last = parts[i].rows[2] if i in parts else table.arrays[2]
@@ -211,7 +213,7 @@ class Sleepers(NamedTuple):
         params: Any,
         gs: list[Any],
         tables: Mapping[int, Table],
-        parts: Mapping[int, "WokenRows"],
+        parts: Mapping[int, "CurrentRows"],
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, CaughtUpState]:
         """The parameters and the state after a step; :meth:`advance` describes the arguments."""
@@ -226,12 +228,12 @@ class Sleepers(NamedTuple):
         return treedef.unflatten(after), new
 
 
-class WokenRows(NamedTuple):
+class CurrentRows(NamedTuple):
     """The rows of a table that a step updates."""
 
     table: Table
     places: Array  # of the rows, each once; out of range for the others
-    rows: Any  # of all arrays of the table, awake
+    rows: Any  # of all arrays of the table, current
     g: Array  # the gradient of each
 
     @property
@@ -241,11 +243,11 @@ class WokenRows(NamedTuple):
         return SparseRows(self.places, self.g, n, shard=Shard(axes, n, False) if axes else None)
 
     @classmethod
-    def of(cls, table: Table, g: SparseRows, *, is_awake: bool = False) -> "WokenRows":
+    def of(cls, table: Table, g: SparseRows, *, is_current: bool = False) -> "CurrentRows":
         """The rows of a gradient, which may be repeated, brought up to now unless they are."""
         g = g.coalesce()
         table = table.divided(axes_of_rows(g))
-        read = table.gather if is_awake else table.read
+        read = table.gather if is_current else table.read
         return cls(table, g.indices, read(g.indices), g.values)
 
 
@@ -263,19 +265,19 @@ def final_update(
 ) -> tuple[Any, Any]:
     """An update of which nothing changes what :func:`optzoo.caught_up` has made.
 
-    Its update moves rows that have slept too, to where the clock says that they are. The arrays of
+    Its update moves deferred rows too, to where the clock says that they are. The arrays of
     a trace show what has changed it: what nothing has changed are the same objects.
 
     Raises:
         ValueError: if something changes rows that :func:`optzoo.caught_up` has made, or if this
             cannot be known.
     """
-    sleeping = nodes_of(CaughtUpState, state)
-    if not sleeping:
+    nodes = nodes_of(CaughtUpState, state)
+    if not nodes:
         return tx.update(updates, state, params, **extra_args)
     notes = Notes()
     updates, state = tx.update(updates, state, params, **extra_args, **{_MADE: notes})
-    if len(notes.of) < len(sleeping):
+    if len(notes.of) < len(nodes):
         raise ValueError(
             "a transformation around optzoo.caught_up does not pass the keywords of its update on, "
             "so it is not known whether the update of a table is changed after it was made: "
@@ -306,42 +308,45 @@ NO_GRADIENT_MSG = (
 )
 
 
-def _poisoned(u: Array, is_awake: Array) -> Array:
+def _poisoned(u: Array, is_current: Array) -> Array:
     """NaN for the rows that were not caught up before they were read."""
-    return jnp.where(is_awake.reshape(is_awake.shape + (1,) * (u.ndim - 1)), u, jnp.nan)
+    return jnp.where(is_current.reshape(is_current.shape + (1,) * (u.ndim - 1)), u, jnp.nan)
 
 
 def _name(params: Any, i: int) -> str:
     return path_name(leaves_with_path(params)[i][0])
 
 
-def sleeper_for(inner: Any, dense: bool) -> Sleeper:
-    """The law of an optimizer."""
-    make = about_of(inner).law
+def deferral_of(inner: Any, dense: bool) -> Deferral:
+    """The deferral of an optimizer."""
+    make = about_of(inner).deferral
     if make is None:
         raise TypeError(
-            f"inner has no law for rows without a gradient, got {inner!r}. Those that have one: "
-            f"{WITH_LAW}; and around them optzoo.moving_average and slots_dtype, but for int8. "
-            "Gradients are transformed before optzoo.caught_up, in an optax.chain that ends with it"
+            f"inner has no decay rule for rows without a gradient, got {inner!r}. Those that have "
+            f"one: {WITH_DECAY_RULE}; around them optzoo.moving_average and slots_dtype, but for "
+            "int8. Gradients are transformed before optzoo.caught_up, in an optax.chain that ends "
+            "with it"
         )
     try:
-        sleeper = make(dense)
+        deferral = make(dense)
     except jax.errors.ConcretizationTypeError as error:
         raise TypeError(
-            "the decays, eps and weight decay of an optimizer whose rows sleep must be Python "
+            "the decays, eps and weight decay of an optimizer with deferred rows must be Python "
             "numbers, not traced ones as by optax.inject_hyperparams; learning_rate= may be traced"
         ) from error
-    if sleeper is not None:
-        return sleeper
+    if deferral is not None:
+        return deferral
     if dense:
-        raise ValueError("inner has no law for dense gradients, with which all its rows decay")
+        raise ValueError(
+            "inner has no decay rule for dense gradients, with which all its rows decay"
+        )
     raise ValueError(
         "inner leaves rows without gradient as they are, so that there is nothing to catch up. "
         "With dense=True all rows move, as if their gradient were zero"
     )
 
 
-WITH_LAW = (
+WITH_DECAY_RULE = (
     "adam, adamw, nadam, add_sign and power_sign; with dense=True also momentum, momentumw, "
     "rmsprop, amsgrad and adamax"
 )
@@ -356,9 +361,9 @@ def _marks(mask: Any, params: Any) -> Any:
     return jax.tree.map(large, params)
 
 
-def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
-    """In which all tables are caught up; raises ``TypeError`` if rows cannot sleep."""
-    if len(slots_nodes(state)) != (1 if sleeper.law.average is None else 2):
+def _dtype(params: Any, marks: Any, state: Any, deferral: Deferral) -> Any:
+    """In which all tables are caught up; raises ``TypeError`` if rows cannot be deferred."""
+    if len(slots_nodes(state)) != (1 if deferral.rule.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
     paths, slots = leaves_with_path(params), slots_by_leaf(state, Boxes(params, none=False))
     found = set[Any]()
@@ -377,7 +382,7 @@ def _dtype(params: Any, marks: Any, state: Any, sleeper: Sleeper) -> Any:
                 f"{sorted(map(str, of_slots))}"
             )
         if short := _SHORT & of_slots:
-            _check_short(name, short.pop(), sleeper.at_random)
+            _check_short(name, short.pop(), deferral.at_random)
         found |= wide
     if len(found) > 1:
         raise TypeError(
@@ -390,7 +395,7 @@ _SHORT = set(map(np.dtype, DTYPES))
 
 
 def _check_short(name: str, dtype: Any, at_random: bool) -> None:
-    """Raises ``TypeError`` unless slots in 16 bits follow the law of their rows on average."""
+    """Raises ``TypeError`` unless 16-bit slots follow the decay rule of their rows on average."""
     if at_random and dtype == jnp.bfloat16:
         return
     fix = (
@@ -402,6 +407,6 @@ def _check_short(name: str, dtype: Any, at_random: bool) -> None:
         "to zero moves far"
         if at_random
         else "rounded to the nearest, a slot that decays slowly does not decay at all in the steps "
-        "of the optimizer, so its rows follow no law that they could be caught up by"
+        "of the optimizer, so its rows follow no decay rule by which they could be caught up"
     )
     raise TypeError(f"table '{name}' has slots in {dtype}: {reason}. {fix}")

@@ -14,19 +14,19 @@ from ..core.gradients import check_leaves
 from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
-from ..state.resting import has_resting
+from ..state.deferred import has_deferred
 from ..state.types import MasterWeightsState, nodes_of
-from .tables import by_ids, check_resting, map_tables, whole
+from .tables import by_ids, check_deferred, map_tables, whole
 
 NOTHING_FOLLOWS = (
-    "the update includes how rows have moved in their sleep, so nothing may scale it, add to it or "
+    "the update includes how deferred rows have moved, so nothing may scale it, add to it or "
     "replace it. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
     "changes updates, and transform gradients before it"
 )
 
 
 def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
-    """The rows of some ids as of now, or all rows: those that :func:`optzoo.caught_up` let rest.
+    """The rows of some ids as of now, or all rows: those that :func:`optzoo.caught_up` deferred.
 
     With ``ids``: for a loop of your own, before the loss reads these rows. (:func:`optzoo.minimize`
     does it itself.) Repeated ids do no harm. Ids out of range are ignored.
@@ -66,7 +66,7 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
             pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
-    check_resting(state)
+    check_deferred(state)
     check_leaves(abstract=False, params=params)
     if ids is None:
         return _all_rows(params, state)
@@ -92,7 +92,7 @@ def check_no_guard(state: Any) -> None:
                 "float32 where gradients are in bfloat16: put it inside, "
                 "optzoo.master_weights(optax.apply_if_finite(optimizer, n))"
             )
-        if has_resting(node.inner_state):
+        if has_deferred(node.inner_state):
             raise ValueError(
                 "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "
                 "than the gradients: put optzoo.transforms.zero_if_norm_exceeds(math.inf) "
@@ -101,7 +101,7 @@ def check_no_guard(state: Any) -> None:
 
 
 def _check_nothing_follows(state: Any) -> None:
-    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the sleepers'."""
+    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the deferred'."""
     is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
     for node in jax.tree.leaves(state, is_leaf=is_plain):
         if not is_plain(node):
@@ -109,7 +109,7 @@ def _check_nothing_follows(state: Any) -> None:
         for k, part in enumerate(node):
             # What is masked may be for other parameters.
             follow = [p for p in node[k + 1 :] if not isinstance(p, optax.MaskedState)]
-            if has_resting(part) and follow:
+            if has_deferred(part) and follow:
                 raise ValueError(
                     f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
                     f"chain: {NOTHING_FOLLOWS}"
@@ -157,8 +157,8 @@ def _whole_of_shards(mesh: Any, treedef: Any, specs: tuple[PartitionSpec, ...]) 
 
     def caught_up(params, state):
         # The parameters are the first of the leaves.
-        awake = lambda i, table: whole(table.divided(_axes_of(specs[i])))
-        return map_tables(params, state, awake)
+        current = lambda i, table: whole(table.divided(_axes_of(specs[i])))
+        return map_tables(params, state, current)
 
     return jax.jit(shard_map(caught_up, mesh, tree, tree))
 

@@ -1,4 +1,4 @@
-"""Rows that sleep in the train step, in loops by hand, and where something else would read them."""
+"""Deferred rows in the train step, in loops by hand, and where something else would read them."""
 
 import functools
 import pickle
@@ -15,7 +15,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
-from optzoo.sleeping import tables
+from optzoo.deferred import tables
 from optzoo.state.fit import StateError
 from optzoo.testing.samples import with_global_step
 
@@ -58,7 +58,7 @@ def packed(tx):
 
 
 ADAM = optzoo.adam(SCHEDULE)
-ASLEEP = optzoo.caught_up(ADAM, mask=TABLES, horizon=1)
+DEFERRED = optzoo.caught_up(ADAM, mask=TABLES, horizon=1)
 step_of = functools.cache(lambda tx, of: optzoo.minimize(of, tx))
 
 
@@ -97,12 +97,12 @@ def train_few(tx, steps, **extra_args):
     return run(tx, p, tx.init(p), batches(steps), few_loss, **extra_args)
 
 
-FEW_ASLEEP = optzoo.caught_up(ADAM, mask="users", horizon=1)
+FEW_DEFERRED = optzoo.caught_up(ADAM, mask="users", horizon=1)
 
 
 def test_flush_in_blocks(monkeypatch):
     """In blocks of which the last one overlaps, the same as at once."""
-    p, state, _ = train(ASLEEP, 12)
+    p, state, _ = train(DEFERRED, 12)
     assert any((np.asarray(last) < 12).any() for last in jax.tree.leaves(state.last))
     with jax.disable_jit():
         at_once = optzoo.rows.catch_up(p, state)
@@ -112,7 +112,7 @@ def test_flush_in_blocks(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["plain", "packed, as on an accelerator"])
 def test_minimize_equals_dense_adam(layout, monkeypatch):
-    tx = ASLEEP
+    tx = DEFERRED
     if layout != "plain":
         monkeypatch.setattr(merge, "elect", merge._elect_by_sort)
         tx = optzoo.caught_up(packed(ADAM), mask=TABLES, horizon=1)
@@ -149,7 +149,7 @@ def test_a_loop_by_hand():
 
 
 @pytest.mark.unique
-def test_averages_of_rows_that_sleep():
+def test_averages_of_deferred_rows():
     """They follow rows that move; in float32, with packed slots and parameters of no table.
 
     The schedule follows a global step that is given. The decay is smaller, as of a 100th update.
@@ -160,7 +160,7 @@ def test_averages_of_rows_that_sleep():
         p, state, _ = run(tx, p, state, batches(30, 5), few_loss, global_step=150)
         averages = optzoo.eval_params(p, state)
         if tx is not plain:
-            with pytest.raises(ValueError, match="rows that sleep"):
+            with pytest.raises(ValueError, match="deferred rows"):
                 optzoo.get_slot(state, "average")
             p, state = optzoo.rows.catch_up(p, state)
             assert optzoo.slot_names(state) == ("m", "v", "average")
@@ -170,7 +170,7 @@ def test_averages_of_rows_that_sleep():
 
 
 def test_a_rate_inside_the_momentum():
-    """What moves a sleeping row of RMSProp is the rate of past steps, not that of this one."""
+    """What moves a deferred row of RMSProp is the rate of past steps, not that of this one."""
     plain = optzoo.rmsprop(7.0, momentum=0.9)
     ends = []
     tx = optzoo.caught_up(plain, mask="users", dense=True)
@@ -186,13 +186,13 @@ def test_a_rate_inside_the_momentum():
 
 
 def test_a_restored_state_continues_equally():
-    p, state, _ = train_few(FEW_ASLEEP, 20)
+    p, state, _ = train_few(FEW_DEFERRED, 20)
     saved = jax.tree.map(np.array, (p, state))
     again = optzoo.caught_up(optzoo.adam(SCHEDULE), mask="users", horizon=1)
     rest = batches(20, 5)
-    later, other = (run(tx, *saved, rest, few_loss)[:2] for tx in (FEW_ASLEEP, again))
+    later, other = (run(tx, *saved, rest, few_loss)[:2] for tx in (FEW_DEFERRED, again))
     chex.assert_trees_all_equal(later, other)
-    flushed = run(FEW_ASLEEP, *optzoo.rows.catch_up(p, state), rest, few_loss)[:2]
+    flushed = run(FEW_DEFERRED, *optzoo.rows.catch_up(p, state), rest, few_loss)[:2]
     chex.assert_trees_all_close(
         optzoo.rows.catch_up(*flushed)[0], optzoo.rows.catch_up(*later)[0], rtol=1e-4, atol=1e-5
     )
@@ -200,7 +200,7 @@ def test_a_restored_state_continues_equally():
 
 def test_from_adam_and_back():
     p, inner, _ = train(ADAM, 20)
-    p, state, _ = run(ASLEEP, p, optzoo.rows.take_over(ASLEEP, p, inner), batches(60)[20:40])
+    p, state, _ = run(DEFERRED, p, optzoo.rows.take_over(DEFERRED, p, inner), batches(60)[20:40])
     p, state = optzoo.rows.catch_up(p, state)
     chex.assert_trees_all_equal_structs(state.inner, dense()[1])
     p, inner, _ = run(ADAM, p, state.inner, batches(60)[40:])
@@ -210,35 +210,35 @@ def test_from_adam_and_back():
     with pytest.raises(TypeError, match="made by optzoo"):
         optzoo.rows.take_over(None, p, inner)
     with pytest.raises(ValueError, match="not a state of the optimizer in tx"):
-        optzoo.rows.take_over(ASLEEP, p, optzoo.momentum(0.1, 0.9).init(p))
+        optzoo.rows.take_over(DEFERRED, p, optzoo.momentum(0.1, 0.9).init(p))
 
 
 def test_other_readers():
-    p, state, _ = train(ASLEEP, 20)
+    p, state, _ = train(DEFERRED, 20)
     for read in (
         lambda: optzoo.get_slot(state, "m"),
         lambda: optzoo.set_slot(state, "m", params()),
         lambda: optzoo.save_tf1_state("unused.npz", p, state, optimizer_name="Adam"),
     ):
-        with pytest.raises(ValueError, match="rows that sleep"):
+        with pytest.raises(ValueError, match="deferred rows"):
             read()
-    awake, flushed = optzoo.rows.catch_up(p, state)
-    assert not np.array_equal(awake["users"], p["users"])
-    chex.assert_trees_all_equal(optzoo.eval_params(p, state), awake)
+    current, flushed = optzoo.rows.catch_up(p, state)
+    assert not np.array_equal(current["users"], p["users"])
+    chex.assert_trees_all_equal(optzoo.eval_params(p, state), current)
     assert optzoo.slot_names(flushed) == ("m", "v")
-    with pytest.raises(ValueError, match="no rows sleep in this state"):
+    with pytest.raises(ValueError, match="no rows are deferred in this state"):
         optzoo.rows.catch_up(p, state.inner)
 
 
 def test_a_tf1_checkpoint(tmp_path):
-    p, state = optzoo.rows.catch_up(*train(ASLEEP, 20)[:2])
+    p, state = optzoo.rows.catch_up(*train(DEFERRED, 20)[:2])
     optzoo.save_tf1_state(tmp_path / "model.npz", p, state, optimizer_name="Adam")
-    loaded = optzoo.load_tf1_state(ASLEEP, p, tmp_path / "model.npz")
+    loaded = optzoo.load_tf1_state(DEFERRED, p, tmp_path / "model.npz")
     chex.assert_trees_all_close(loaded[1].inner, state.inner)
     chex.assert_trees_all_equal(loaded[1].last, state.last)
     plain = optzoo.load_tf1_state(ADAM, p, tmp_path / "model.npz")
     chex.assert_trees_all_equal(plain, (loaded[0], loaded[1].inner))
-    carries = (run(ASLEEP, *start, batches(20, 5))[:2] for start in ((p, state), loaded))
+    carries = (run(DEFERRED, *start, batches(20, 5))[:2] for start in ((p, state), loaded))
     chex.assert_trees_all_close(
         *(optzoo.rows.catch_up(*carry)[0] for carry in carries), rtol=1e-4, atol=1e-5
     )
@@ -257,15 +257,15 @@ def with_stopped_norm(p, ids):
 def test_a_loss_that_reads_whole_tables(read_all):
     """All rows are caught up in each step, and the result is that of dense Adam."""
     ends, some = [], [ids % ROWS for ids in batches(20)]
-    for tx in (ADAM, ASLEEP):
+    for tx in (ADAM, DEFERRED):
         step, p = optzoo.minimize(read_all, tx, sparse="allow"), params()
         state = tx.init(p)
         for k, ids in enumerate(some):
             p, state, value = (step_of(tx, loss) if k % 4 else step)(p, state, ids)
-        ends.append((optzoo.eval_params(p, state) if tx is ASLEEP else p, value))
+        ends.append((optzoo.eval_params(p, state) if tx is DEFERRED else p, value))
     chex.assert_trees_all_close(*ends, rtol=1e-3, atol=1e-4)
     trace = lambda **options: jax.eval_shape(
-        optzoo.minimize(read_all, ASLEEP, **options), p, state, some[0]
+        optzoo.minimize(read_all, DEFERRED, **options), p, state, some[0]
     )
     with pytest.warns(optzoo.DenseGradientWarning, match="'users'"):
         trace()
@@ -273,11 +273,11 @@ def test_a_loss_that_reads_whole_tables(read_all):
         trace(sparse="require")
 
 
-def test_auxiliary_data_read_rows_that_are_awake():
-    p, state, _ = train_few(FEW_ASLEEP, 10)
+def test_auxiliary_data_read_rows_that_are_current():
+    p, state, _ = train_few(FEW_DEFERRED, 10)
     want, ids = optzoo.rows.catch_up(p, state)[0], batches(11)[10]
     with_aux = lambda p, ids: (few_loss(p, ids), p["users"])
-    step = optzoo.minimize(with_aux, FEW_ASLEEP, has_aux=True, sparse="allow")
+    step = optzoo.minimize(with_aux, FEW_DEFERRED, has_aux=True, sparse="allow")
     *_, users = step(p, state, ids)
     np.testing.assert_array_equal(users, want["users"])
 
@@ -305,18 +305,18 @@ def test_rows_that_were_not_caught_up_become_nan():
         updates, state = update(SparseRows(jnp.array([i]), jnp.ones((1, 2)), 5), state, x)
         x = x + updates
     assert np.isfinite(x).tolist() == [[True] * 2, [False] * 2, *[[True] * 2] * 3]
-    updates, _ = update(jnp.ones((5, 2)), state, x)  # a dense gradient, of sleeping rows
+    updates, _ = update(jnp.ones((5, 2)), state, x)  # a dense gradient, of deferred rows
     assert np.isfinite(updates).tolist() == [[False] * 2, [True] * 2, *[[False] * 2] * 3]
 
 
 def test_a_state_put_together_by_hand_gives_nan():
     p, inner, _ = train(ADAM, 3)
-    state = ASLEEP.init(p)._replace(inner=inner)  # not by take_over
-    assert np.isnan(run(ASLEEP, p, state, batches(1))[2])
+    state = DEFERRED.init(p)._replace(inner=inner)  # not by take_over
+    assert np.isnan(run(DEFERRED, p, state, batches(1))[2])
     tx, x = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), mask=True), jnp.ones((5, 2))
     state = tx.init(x)
-    [(law, clock)] = state.clock.items()
-    state = state._replace(clock={law: clock._replace(count=jnp.int32(7))})
+    [(rule, clock)] = state.clock.items()
+    state = state._replace(clock={rule: clock._replace(count=jnp.int32(7))})
     assert np.isnan(optzoo.eval_params(x, state)).all()
 
 
@@ -334,7 +334,7 @@ def test_each_table_is_caught_up_at_its_own_ids():
     assert last["a"].tolist() == [0, 1, 0, 1, 0] and last["b"].tolist() == [0, 0, 1]
 
 
-def test_no_row_sleeps_longer_than_the_horizon():
+def test_no_row_is_deferred_longer_than_the_horizon():
     tx = optzoo.caught_up(optzoo.adam(0.01), mask=True, horizon=1)
     x = jnp.ones((700, 1))
     state = tx.init(x)
@@ -357,15 +357,15 @@ def through_pickle(state, target, folder):
 
 @pytest.mark.parametrize("through", [through_pickle, through_flax, through_orbax])
 def test_a_checkpoint_keeps_the_law(through, tmp_path):
-    p, state, _ = train(ASLEEP, 3)
-    restored = through(state, ASLEEP.init(p), tmp_path)
+    p, state, _ = train(DEFERRED, 3)
+    restored = through(state, DEFERRED.init(p), tmp_path)
     chex.assert_trees_all_equal_structs(restored, state)
     chex.assert_trees_all_equal(optzoo.rows.catch_up(p, restored), optzoo.rows.catch_up(p, state))
 
 
 @pytest.mark.parametrize("through", [through_pickle, through_flax])
 def test_another_law_in_a_checkpoint_is_refused(through, tmp_path):
-    p, state, _ = train(ASLEEP, 3)
+    p, state, _ = train(DEFERRED, 3)
     other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask=TABLES)
     with pytest.raises(ValueError, match="another window"):
         restored = through(state, other.init(p), tmp_path)
@@ -374,48 +374,50 @@ def test_another_law_in_a_checkpoint_is_refused(through, tmp_path):
 
 def test_settings_that_change():
     p, ids = params(), batches(1)[0]
-    state = ASLEEP.init(p)
+    state = DEFERRED.init(p)
     trace = lambda tx, state=state: jax.eval_shape(optzoo.minimize(loss, tx), p, state, ids)
-    asleep = lambda inner, horizon=1: optzoo.caught_up(inner, mask=TABLES, horizon=horizon)
-    trace(asleep(optzoo.adam(0.1)))  # the same rows
+    deferred = lambda inner, horizon=1: optzoo.caught_up(inner, mask=TABLES, horizon=horizon)
+    trace(deferred(optzoo.adam(0.1)))  # the same rows
     for other in (
-        asleep(optzoo.adam(0.1, b2=0.99)),
-        asleep(optzoo.nadam(0.1)),
-        asleep(optzoo.adam(0.1), horizon=1000),
+        deferred(optzoo.adam(0.1, b2=0.99)),
+        deferred(optzoo.nadam(0.1)),
+        deferred(optzoo.adam(0.1), horizon=1000),
     ):
         with pytest.raises(ValueError, match=r"catch_up.*take_over"):
             trace(other)
     with pytest.raises(ValueError, match="is a CaughtUpState, got tuple"):
-        trace(ASLEEP, ADAM.init(p))
+        trace(DEFERRED, ADAM.init(p))
 
 
 OTHER = optzoo.adam(SCHEDULE, eps=1e-3)
-OTHER_ASLEEP = optzoo.caught_up(OTHER, mask=TABLES, horizon=1)
+OTHER_DEFERRED = optzoo.caught_up(OTHER, mask=TABLES, horizon=1)
 
 
-def test_numbers_that_change_while_all_rows_are_awake():
-    """The tree is the same, and the rows then sleep by the new law."""
-    p, state = optzoo.rows.catch_up(*train(ASLEEP, 20)[:2])
-    chex.assert_trees_all_equal_shapes(state, OTHER_ASLEEP.init(p))
+def test_numbers_that_change_while_all_rows_are_current():
+    """The tree is the same, and the rows then follow the new decay rule."""
+    p, state = optzoo.rows.catch_up(*train(DEFERRED, 20)[:2])
+    chex.assert_trees_all_equal_shapes(state, OTHER_DEFERRED.init(p))
     want, _, losses = run(OTHER, p, state.inner, batches(60))
-    p, state, values = run(OTHER_ASLEEP, p, state, batches(60))
+    p, state, values = run(OTHER_DEFERRED, p, state, batches(60))
     np.testing.assert_allclose(values, losses, rtol=1e-4)
     chex.assert_trees_all_close(optzoo.eval_params(p, state), want, rtol=1e-4, atol=1e-5)
 
 
-def test_numbers_that_change_while_rows_sleep():
+def test_numbers_that_change_while_rows_are_deferred():
     """These rows cannot be caught up any more, but for those of the first step."""
-    p, state, _ = train(ASLEEP, 20)
+    p, state, _ = train(DEFERRED, 20)
     some = batches(60)[20:]
-    values = run(OTHER_ASLEEP, p, state, some)[2]
-    assert values[0] == run(ASLEEP, p, state, some[:1])[2][0] and np.isnan(values[-1])
-    with pytest.raises(StateError, match=r"a law with other numbers .*catch_up.*take_over"):
-        OTHER_ASLEEP.update(jax.tree.map(jnp.zeros_like, p), state, p)
+    values = run(OTHER_DEFERRED, p, state, some)[2]
+    assert values[0] == run(DEFERRED, p, state, some[:1])[2][0] and np.isnan(values[-1])
+    with pytest.raises(StateError, match=r"a decay rule with other numbers .*catch_up.*take_over"):
+        OTHER_DEFERRED.update(jax.tree.map(jnp.zeros_like, p), state, p)
 
 
-def test_what_may_sleep():
+def test_what_may_be_deferred():
     for inner in (optax.adam(0.1), optzoo.adagrad(0.1)):
-        with pytest.raises(TypeError, match=r"no law .* Those that have one: adam, adamw, nadam"):
+        with pytest.raises(
+            TypeError, match=r"no decay rule .* Those that have one: adam, adamw, nadam"
+        ):
             optzoo.caught_up(inner)
     for inner in (optzoo.momentum(0.1, 0.9), optzoo.rmsprop(0.1), optzoo.lazy_adam(0.1)):
         with pytest.raises((TypeError, ValueError), match="dense=True"):
@@ -430,7 +432,7 @@ def test_what_may_sleep():
             optzoo.caught_up(inner, dense=dense)
     masked = optzoo.adamw(0.1, weight_decay_per_step=0.1, mask=("users",))
     optzoo.caught_up(masked)
-    with pytest.raises(ValueError, match="no law for dense"):
+    with pytest.raises(ValueError, match="no decay rule for dense"):
         optzoo.caught_up(masked, dense=True)
     for init in (lambda p: (), lambda p: (plain.init(p), plain.init(p))):
         with pytest.raises(TypeError, match="must be one optimizer of optzoo with slots"):
@@ -447,8 +449,8 @@ def test_what_may_sleep():
 
 
 @pytest.mark.parametrize("rows", [4095, 4096, 4097])
-def test_tables_that_sleep_without_a_mask(rows):
-    """A gradient of rows moves no other row of a table that sleeps, and all of a smaller one."""
+def test_deferred_tables_without_a_mask(rows):
+    """A gradient of rows moves no other row of a deferred table, and all of a smaller one."""
     tx, x = optzoo.caught_up(optzoo.adam(0.1)), {"x": jnp.ones((rows, 1)), "y": jnp.ones((5000, 1))}
     of = lambda i: {k: SparseRows(jnp.array([i]), jnp.ones((1, 1)), len(a)) for k, a in x.items()}
     _, state = tx.update(of(0), tx.init(x), x)
@@ -458,13 +460,13 @@ def test_tables_that_sleep_without_a_mask(rows):
 
 
 def test_inside_of_other_transformations():
-    """The rows are woken in a pass of their own, and the gradients transformed before.
+    """The rows are caught up in a pass of their own, and the gradients transformed before.
 
     A rate that is given is that of the clock.
     """
     adam = optzoo.adam(7.0)
-    asleep = optzoo.caught_up(adam, mask=True)
-    grouped = optzoo.param_groups({"users": asleep, "items|bias": asleep, ".*": adam})
+    deferred = optzoo.caught_up(adam, mask=True)
+    grouped = optzoo.param_groups({"users": deferred, "items|bias": deferred, ".*": adam})
     tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     step, p, values = optzoo.minimize(loss, tx), params(), []
     state = tx.init(p)
@@ -473,7 +475,7 @@ def test_inside_of_other_transformations():
         values.append(float(value))
     np.testing.assert_allclose(values, dense()[2], rtol=1e-4)
     chex.assert_trees_all_close(optzoo.eval_params(p, state), dense()[0], rtol=2e-4, atol=2e-5)
-    with pytest.raises(ValueError, match="rows that sleep"):
+    with pytest.raises(ValueError, match="deferred rows"):
         optzoo.get_slot(state, "v")
     _, state = optzoo.rows.catch_up(p, state)
     got, want = (optzoo.get_slot(s, "v") for s in (state, dense()[1]))
@@ -520,7 +522,7 @@ def test_what_follows_may_be_for_other_parameters():
         optax.masked(ADAM, others),
     )
     both = []
-    for each in (tx, FEW_ASLEEP):
+    for each in (tx, FEW_DEFERRED):
         p, state, _ = train_few(each, 5)
         both.append(
             optzoo.rows.catch_up(*optzoo.rows.catch_up(p, state, {"users": jnp.arange(3)}))[0]
@@ -540,7 +542,7 @@ def wide_and_deep(names=()):
 
 
 def test_wide_and_deep_with_the_averages_of_tensorflow():
-    """Each group has its average, and one its sleepers: as one average around dense Adam."""
+    """Each group has its average, and one its deferred: as one average around dense Adam."""
 
     def loss(p, ids, y):
         logits = optzoo.lookup(p["wide"]["w"], ids) + p["wide"]["b"][None]
@@ -549,8 +551,8 @@ def test_wide_and_deep_with_the_averages_of_tensorflow():
 
     averaged = lambda tx: optzoo.moving_average(tx, 0.99, num_updates="count")
     ftrl, adam = optzoo.ftrl(0.05), optzoo.adam(0.01, eps=1e-3)
-    asleep = optzoo.caught_up(averaged(adam), mask=True)
-    tx = optzoo.param_groups({"wide/.*": averaged(ftrl), "table": asleep, "k": averaged(adam)})
+    deferred = optzoo.caught_up(averaged(adam), mask=True)
+    tx = optzoo.param_groups({"wide/.*": averaged(ftrl), "table": deferred, "k": averaged(adam)})
     dense = averaged(optzoo.param_groups({"wide/.*": ftrl, "deep/.*": adam}))
 
     values = wide_and_deep()
@@ -625,7 +627,8 @@ def test_what_a_step_needs():
         optzoo.minimize(loss, guarded)(p, guarded.init(p), ids)
     far = optzoo.model_average(tx)
     with pytest.raises(
-        ValueError, match=r"an exchange of parameters does not support optzoo\.caught_up"
+        ValueError,
+        match=r"an exchange of parameters does not support the deferred rows of optzoo\.caught_up",
     ):
         far.update(jax.tree.map(jnp.zeros_like, p), far.init(p), p)
     grads = jax.tree.map(jnp.zeros_like, p)

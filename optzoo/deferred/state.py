@@ -1,4 +1,4 @@
-"""The state of an optimizer whose rows rest until they are read."""
+"""The state of an optimizer with deferred rows."""
 
 from typing import Any, NamedTuple
 
@@ -7,52 +7,51 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.paths import is_masked
-from ..state.law import Form, Law
+from ..state.deferral import DecayRule, Form
 from ..state.types import nodes_of
 from .motion import Clock, make_motion
 
 
 class CaughtUpState(NamedTuple):
-    """An optimizer whose rows sleep until they are read."""
+    """An optimizer that defers the updates of rows until they are read."""
 
     inner: Any  # the state of the optimizer; each row of its slots is as of the step in ``last``
-    clock: dict[str, Clock]  # one for all tables; its key is that of the form of their law
+    clock: dict[str, Clock]  # one for all tables; its key is that of the form of their decay rule
     last: Any  # a tree like the parameters: of a table the step of each row, MaskedNode of others
 
     @staticmethod
     def of_older(saved: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds, if an old version wrote it with the text of the law as the key.
+        """What a checkpoint holds, if an old version wrote it: the key was the decay rule as text.
 
-        The numbers of the law are taken from that text.
+        Its numbers are taken from that text.
         """
         [(text, clock)] = saved["clock"].items()
         if Form.of_key(text) is not None:
             return saved
-        law = Law.of_text(text)
-        motion = make_motion(law, np.asarray(clock["ring"]).dtype.name, len(clock["ring"]))
+        rule = DecayRule.of_text(text)
+        motion = make_motion(rule, np.asarray(clock["ring"]).dtype.name, len(clock["ring"]))
         entries = {name: motion.padded(np.asarray(clock[name])) for name in ("young", "ring")}
         clock = {**motion.start._asdict(), **clock, **entries}
-        return {**saved, "clock": {law.form.key: clock}}
+        return {**saved, "clock": {rule.form.key: clock}}
 
-    def is_asleep(self) -> bool:
-        """Whether a row is known to rest; False while arrays are traced."""
+    def is_behind(self) -> bool:
+        """Whether a row is known to be deferred; False while arrays are traced."""
         [clock] = self.clock.values()
         arrays = [clock.count, *jax.tree.leaves(self.last)]
         if any(isinstance(a, jax.core.Tracer | jax.ShapeDtypeStruct) for a in arrays):
             return False
         return any((np.asarray(last) != clock.count).any() for last in arrays[1:])
 
-    def check_awake(self, what: str) -> None:
-        """Raises ``ValueError`` if a row is known to rest, with ``what`` would read it."""
-        if self.is_asleep():
+    def check_current(self, what: str) -> None:
+        """Raises ``ValueError`` if a row is known to be deferred; ``what`` would read it."""
+        if self.is_behind():
             raise ValueError(
-                f"{what} would read rows that sleep: call optzoo.rows.catch_up(params, state) "
-                "before"
+                f"{what} would read deferred rows: call optzoo.rows.catch_up(params, state) before"
             )
 
 
-def sleeping_leaves(params: Any, state: Any) -> set[int]:
-    """The positions of all parameters whose rows may sleep."""
+def deferred_leaves(params: Any, state: Any) -> set[int]:
+    """The positions of all parameters whose rows may be deferred."""
     boxes = Boxes(params, none=False)
     lasts = [boxes.slots(node.last) for node in nodes_of(CaughtUpState, state)]
     return {i for last in lasts for i, a in enumerate(last) if not is_masked(a)}

@@ -1,4 +1,4 @@
-"""Rows that sleep, against the loops that they stand for: laws, records, schedules."""
+"""Deferred rows, against the loops that they stand for: decay rules, records, schedules."""
 
 import functools
 
@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.sleeping.motion import make_motion, tick, wake
-from optzoo.state.law import Form, Law
+from optzoo.deferred.motion import advance, make_motion, tick
+from optzoo.state.deferral import DecayRule, Form
 from optzoo.testing import samples
 
 from ..golden import RECORDS, build, load, worst
@@ -23,12 +23,12 @@ GOLDEN = [
     for name in RECORDS
     if name.split("-")[0] in ("Adam", "AdamW", "Nadam") and {"sparse", "dup"} & {*name.split("-")}
 ]
-# The loops below say more of the laws; these are of all that a record has beside them.
+# The loops below say more of the rules; these are of all that a record has beside them.
 QUICK = ["Adam-other-dup-f64", "AdamW-some-dup-f64", "Nadam-default-sparse-f32"]
 
 
 def replay(case):
-    """The parameters after every step, all awake, and the slots at the end, as in the record."""
+    """The parameters after every step, all current, and the slots at the end, as in the record."""
     values = [case.group(group) for group in ("grad", "grad_idx", "grad_val")]
     params = {k: jnp.asarray(v) for k, v in case.group("init").items()}
     tables = {k: k in values[1] for k in params}
@@ -108,7 +108,7 @@ ROWS, STEPS = 30, 1500
 def family_errors():
     """For each optimizer the largest differences of parameters and slots; in one program."""
     rng = np.random.default_rng(3)
-    ids = rng.integers(0, 4, (STEPS, 5))  # most rows sleep for long
+    ids = rng.integers(0, 4, (STEPS, 5))  # most rows are deferred for long
     ids[:30] = rng.integers(0, ROWS, (30, 5))
     ids[700:710] = rng.integers(0, ROWS, (10, 5))
     values = rng.normal(size=(STEPS, 5, 2)) * 10.0 ** rng.uniform(-6, 1, ROWS)[ids][..., None]
@@ -128,18 +128,18 @@ def family_errors():
         def fifty_steps(carry, inputs):
             carry, _ = jax.lax.scan(step, carry, inputs)
             (x, state), (y, _) = carry
-            x, awake = optzoo.rows.catch_up(x, state)
-            return carry, (jnp.abs(x - y).max(), awake)
+            x, current = optzoo.rows.catch_up(x, state)
+            return carry, (jnp.abs(x - y).max(), current)
 
         def run(ids, values):
             parts = jax.tree.map(lambda a: a.reshape(-1, 50, *a.shape[1:]), (ids, values))
             carry = (start, tx.init(start)), (start, plain.init(start))
-            ((_, state), (_, other)), (off, awake) = jax.lax.scan(fifty_steps, carry, parts)
-            worst, awake = off.max(), jax.tree.map(lambda a: a[-1], awake)
+            ((_, state), (_, other)), (off, current) = jax.lax.scan(fifty_steps, carry, parts)
+            worst, current = off.max(), jax.tree.map(lambda a: a[-1], current)
             slots = lambda state: [optzoo.get_slot(state, k) for k in optzoo.slot_names(other)]
             relative = lambda a, b: (jnp.abs(a - b) / jnp.maximum(jnp.abs(b), 1e-200)).max()
-            of_slots = [relative(a, b) for a, b in zip(slots(awake), slots(other), strict=True)]
-            return worst, jnp.stack(of_slots).max(), (state.last.min(), awake.inner)
+            of_slots = [relative(a, b) for a, b in zip(slots(current), slots(other), strict=True)]
+            return worst, jnp.stack(of_slots).max(), (state.last.min(), current.inner)
 
         return run
 
@@ -155,7 +155,7 @@ def test_equals_the_dense_loop(name, x64):
         plain, _ = FAMILY[name]
         same = jax.tree.structure(plain.init(jnp.zeros((ROWS, 2))))
     assert off < 1e-11 and of_slots < 1e-11
-    assert longest < STEPS - 300  # rows slept beyond the window
+    assert longest < STEPS - 300  # rows deferred beyond the window
     assert jax.tree.structure(inner) == same
 
 
@@ -171,9 +171,9 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("b1", "b2", "eps"), SETTINGS)
 def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
-    """One sleep, by a random rate with zeros, from v = 1e-26 to 1e6."""
+    """One deferral, by a random rate with zeros, from v = 1e-26 to 1e6."""
     checks, rng = [1, 2, 17, 100, 700, 3000], np.random.default_rng(1)
-    motion = make_motion(Law((("m", b1), ("v", b2)), "m", "v", eps=eps), "float32", 4000)
+    motion = make_motion(DecayRule((("m", b1), ("v", b2)), "m", "v", eps=eps), "float32", 4000)
     v = 10 ** np.linspace(-26, 6, 65, dtype=np.float32)[:, None]
     m = (np.sqrt(v) * rng.uniform(0.3, 3, v.shape)).astype(np.float32)
     rates = rng.random(checks[-1]) < 0.7
@@ -185,8 +185,8 @@ def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
             clock = tick(motion, clock, rate)
             slots = {"m": jnp.asarray(m), "v": jnp.asarray(v)}
             # As after the ages of `checks`, of rows as of the start.
-            return clock, wake(
-                motion.law.form, clock, jnp.zeros_like(m), slots, jnp.zeros(65, jnp.int32)
+            return clock, advance(
+                motion.rule.form, clock, jnp.zeros_like(m), slots, jnp.zeros(65, jnp.int32)
             )
 
         return jax.lax.scan(step, motion.start, rates)[1]
@@ -208,58 +208,58 @@ def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
     ("b1", "b2", "reason"),
     [
         (0.9, 0.8, "the mean must decay faster than the denominator"),
-        (0.99, 0.9901**2, "too long to sleep"),
+        (0.99, 0.9901**2, "too long to defer"),
         (0.9, 0.91**2, "more than 256 terms. Increase the decay of the denominator"),
     ],
 )
 def test_decays_too_near_to_each_other(b1, b2, reason):
     with pytest.raises(ValueError, match=reason):
-        make_motion(Law((("m", b1), ("v", b2)), "m", "v"), "float32", 500)
+        make_motion(DecayRule((("m", b1), ("v", b2)), "m", "v"), "float32", 500)
 
 
-def test_the_longest_sleep_has_a_bound():
-    motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 500)
+def test_the_longest_deferral_has_a_bound():
+    motion = make_motion(DecayRule((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 500)
     assert len(motion.start.ring) == 500 and len(motion.start.young) < 250
     ages = np.array([0, motion.start.longest, motion.start.longest + 1, -1])
     clock = motion.start._replace(count=jnp.int32(5000))
     slots = {"m": np.ones((4, 1), "f"), "v": np.ones((4, 1), "f")}
-    awake = jax.jit(functools.partial(wake, motion.law.form))
-    x, _ = awake(clock, np.zeros((4, 1), "f"), slots, (5000 - ages).astype(np.int32))
+    current = jax.jit(functools.partial(advance, motion.rule.form))
+    x, _ = current(clock, np.zeros((4, 1), "f"), slots, (5000 - ages).astype(np.int32))
     assert np.isnan(x)[:, 0].tolist() == [False, False, True, True]
 
 
 def test_powers_are_products_from_short_tables():
-    motion = make_motion(Law((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 5000)
+    motion = make_motion(DecayRule((("m", 0.9), ("v", 0.999)), "m", "v"), "float32", 5000)
     ages = np.array([0, 1, 255, 256, 257, 511, 512, motion.start.longest])
-    got = motion.start.power(motion.law.form, "v", jnp.asarray(ages))
+    got = motion.start.power(motion.rule.form, "v", jnp.asarray(ages))
     exact = np.float64(np.float32(0.999)) ** ages
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     assert motion.start.numbers.powers.shape == (2, 256 + 21)
 
 
 def test_the_text_of_a_law_in_old_checkpoints():
-    law = Law((("m", 0.9), ("v", 0.999)), "m", "v", root=False, eps=1e-8)
+    rule = DecayRule((("m", 0.9), ("v", 0.999)), "m", "v", root=False, eps=1e-8)
     text = "decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, root=False, eps=1e-08"
-    assert Law.of_text(text) == law
-    assert Law.of_text("decays=(('rms', 0.9),)") == Law((("rms", 0.9),))
+    assert DecayRule.of_text(text) == rule
+    assert DecayRule.of_text("decays=(('rms', 0.9),)") == DecayRule((("rms", 0.9),))
 
 
 def test_the_key_of_a_form():
     """It is a part of checkpoints, so it stays."""
-    law = Law((("m", 0.9), ("v", 0.999)), "m", "v_hat", eps=1e-8, average=0.9, varies=True)
+    rule = DecayRule((("m", 0.9), ("v", 0.999)), "m", "v_hat", eps=1e-8, average=0.9, varies=True)
     key = "decays_m__decays_v__moves_m__over_v_hat__root__eps__average__varies"
-    assert law.form.key == key
-    assert Form.of_key(key) == law.form
-    assert law._replace(eps=1e-7).form == law.form
+    assert rule.form.key == key
+    assert Form.of_key(key) == rule.form
+    assert rule._replace(eps=1e-7).form == rule.form
     assert Form.of_key("decays_m__moves") is None
-    assert Form.of_key(str(law)) is None
+    assert Form.of_key(str(rule)) is None
 
 
 @pytest.mark.parametrize(
     ("b1", "b2", "message"),
     [(0.9, 0.81, "too long"), (0.9, 0.8, "b1 below"), (0.95, 0.9, "b1 below")],
 )
-def test_decays_that_allow_no_sleep(b1, b2, message):
+def test_decays_that_allow_no_deferral(b1, b2, message):
     with pytest.raises(ValueError, match=message):
         optzoo.caught_up(optzoo.adam(1e-3, b1, b2))
 

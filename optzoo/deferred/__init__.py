@@ -1,0 +1,1 @@
+"""Deferred rows until they are read: optzoo.caught_up."""

@@ -1,1 +1,0 @@
-"""Rows that rest until they are read: optzoo.caught_up."""

@@ -1,0 +1,40 @@
+"""Parts of a state with deferred rows: as of an earlier update until something reads them."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from .types import nodes_of
+
+
+@runtime_checkable
+class Deferred(Protocol):
+    """Such a part: the state of :func:`optzoo.caught_up`."""
+
+    inner: Any  # the state of the optimizer inside
+
+    def check_current(self, what: str) -> None:
+        """Raises ``ValueError`` if a row is known to be deferred; ``what`` would read it."""
+
+
+def has_deferred(state: Any) -> bool:
+    """Whether rows of a state may be deferred."""
+    return bool(nodes_of(Deferred, state))
+
+
+def check_current(state: Any, what: str) -> None:
+    """Raises ``ValueError`` if a row of a state is known to be deferred; traced arrays pass.
+
+    Args:
+        state: any.
+        what: for the error, what would read the rows.
+    """
+    for node in nodes_of(Deferred, state):
+        node.check_current(what)
+
+
+def refuse_deferred(state: Any, what: str) -> None:
+    """Raises ``ValueError`` if rows of a state may be deferred."""
+    if has_deferred(state):
+        raise ValueError(
+            f"{what} does not support the deferred rows of optzoo.caught_up: take the "
+            "optimizer inside"
+        )
