@@ -188,7 +188,7 @@ def _(in_place):
     return "output_operand_alias" in text
 
 
-test_an_option_has_its_effect = TABLE.test()
+test_an_option_has_its_effect = TABLE.test(all_quick=True)
 
 
 def test_every_entrance_hands_on_its_options():

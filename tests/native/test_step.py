@@ -153,6 +153,11 @@ def test_arrays_with_as_long_rows_share_a_call():
     assert calls_in(step, params, tx.init(params), params) == 1
 
 
+def test_arrays_with_rows_of_two_lengths():
+    draw = lambda seed: [table(seed, shape) for shape in ((4, 3), (3, 5))]
+    check_close(*both(optzoo.row_wise_lamb(0.1), draw(99), draw))
+
+
 NORMED = {
     "columns": (lambda x: x / jnp.sum(x**2, 0)[:, None], (5, 5), "`reduce_sum`"),
     "repeated in part": (

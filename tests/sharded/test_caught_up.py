@@ -181,7 +181,8 @@ def test_taking_over_from_adam():
 
 def test_inside_of_other_transformations():
     """In rounds too: the rows are caught up when they are read, and before they are updated."""
-    grouped = optzoo.param_groups({"table|small": deferred(True), ".*": ADAM})
+    groups = {"table": deferred(True), "small": deferred(True, optzoo.adam(RATE)), ".*": ADAM}
+    grouped = optzoo.param_groups(groups)
     tx = optax.chain(optzoo.transforms.scale(2.0), optzoo.transforms.scale(0.5), grouped)
     wanted, _, values = dense(4)
     params, state, losses = train(tx, MESH, SHARDING, capacity_factor=0.1)
