@@ -329,10 +329,11 @@ def _make(
     ids: Any,
     values: Any,
     num_rows: int,
-    coalesced: bool = False,
-    shard: Shard | None = None,
-    squares: Any = None,
-    lines: bool = False,
+    *,
+    coalesced: bool,
+    shard: Shard | None,
+    squares: Any,
+    lines: bool,
 ) -> SparseRows:
     """Rows of ids that are protected; or of any objects, as in a tree of shapes."""
     _check_lengths(ids, values)
@@ -365,7 +366,7 @@ def _flatten(g: SparseRows) -> tuple[Any, Any]:
 def _unflatten(kind: Any, data: Iterable[Any]) -> SparseRows:
     (num_rows, shard, lines), (values, ids, *squares) = kind, data
     summed = squares[0] if squares else None
-    return _make(ids, values, num_rows, shard=shard, squares=summed, lines=lines)
+    return _make(ids, values, num_rows, coalesced=False, shard=shard, squares=summed, lines=lines)
 
 
 # Not by register_dataclass: `squares` is a child only of rows that have a shard.

@@ -19,7 +19,7 @@ from ..core.meshes import zeros_of_rows
 from ..core.numerics import wide_dtype
 from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
-from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows
+from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows, map_not_none
 from ..core.schedules import at_step
 from ..state.deferral import Deferral
 from ..state.fit import StateError
@@ -355,7 +355,7 @@ WITH_DECAY_RULE = (
 def _marks(mask: Any, params: Any) -> Any:
     """Which parameters are tables, as a tree of bools."""
     if mask is not None:
-        return resolve_mask(mask, params)
+        return map_not_none(lambda _, mark: mark, params, resolve_mask(mask, params))
     is_real = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
     large = lambda x: len(np.shape(x)) > 0 and x.shape[0] >= _LEAST_ROWS and is_real(x)
     return jax.tree.map(large, params)

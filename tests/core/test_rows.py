@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
+from optzoo.core.rows import Shard
 from optzoo.testing.samples import dense_grads, params, plain, row_grads, step
 from tests.platforms import HERE, OTHER, on_platform
 
@@ -50,6 +51,9 @@ def test_tree_operations_forget_that_rows_are_coalesced():
     assert [leaf.shape for leaf in leaves] == [(4, 2), (4,)]
     for other in (merged.with_rows(SOME.indices, SOME.values), merged + SOME, SOME + merged):
         assert not other.coalesced  # it may have an index twice
+    of_shard = SparseRows(SOME.indices, SOME.values, 5, shard=Shard(("x",), 9, False), squares=3.0)
+    same = jax.tree.map(lambda a: a, of_shard)
+    assert (same.shard, same.squares) == (of_shard.shard, 3.0)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(SOME)]
     assert paths == [".values", ".ids"]
 

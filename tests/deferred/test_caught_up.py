@@ -15,7 +15,7 @@ import optzoo
 from optzoo import SparseRows
 from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
-from optzoo.deferred import tables
+from optzoo.deferred import optimizer, tables
 from optzoo.state.fit import StateError
 from optzoo.testing.samples import with_global_step
 
@@ -98,6 +98,20 @@ def train_few(tx, steps, **extra_args):
 
 
 FEW_DEFERRED = optzoo.caught_up(ADAM, mask="users", horizon=1)
+
+
+@pytest.mark.parametrize("mask", ["users", {"a": False, "users": True, "bias": False}, None])
+def test_a_parameter_that_is_none(mask, monkeypatch):
+    """Whatever marks the tables, all others are as without it."""
+    monkeypatch.setattr(optimizer, "_LEAST_ROWS", ROWS)
+    tx = optzoo.caught_up(ADAM, mask=mask, horizon=1)
+    p = {"a": None, **few_params()}
+    p, state, _ = run(tx, p, tx.init(p), batches(4), few_loss)
+    got, want = optzoo.rows.catch_up(p, state), optzoo.rows.catch_up(*train_few(FEW_DEFERRED, 4)[:2])
+    chex.assert_trees_all_equal(got[0], {"a": None, **want[0]})
+    for name in ("m", "v"):
+        slots = (optzoo.get_slot(state, name) for _, state in (got, want))
+        chex.assert_trees_all_equal(*map(jax.tree.leaves, slots))
 
 
 def test_flush_in_blocks(monkeypatch):
@@ -336,19 +350,21 @@ def test_each_table_is_caught_up_at_its_own_ids():
 
 def test_no_row_is_deferred_longer_than_the_horizon():
     tx = optzoo.caught_up(optzoo.adam(0.01), mask=True, horizon=1)
-    x = jnp.ones((700, 1))
-    state = tx.init(x)
-    horizon = len(state.clock.popitem()[1].ring)
-    state = tx.init(x)
-    none = SparseRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, 1)), 700)
+    [clock] = tx.init(jnp.ones((1, 1))).clock.values()
+    horizon = len(clock.ring)
 
     def step(carry, _):
         x, state = carry
+        none = SparseRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, 1)), len(x))
         updates, state = tx.update(none, state, x)
         return (x + updates, state), (state.inner[0].count - state.last).max()
 
-    ages = jax.jit(lambda c: jax.lax.scan(step, c, length=3 * horizon))((x, state))[1]
-    assert horizon < 500 and horizon // 2 < ages.max() <= horizon
+    # One row in each step would come too late for the last of the fewer rows.
+    for rows in (horizon + 1, 700):
+        x = jnp.ones((rows, 1))
+        start = x, tx.init(x)
+        ages = jax.jit(lambda c: jax.lax.scan(step, c, length=3 * horizon))(start)[1]
+        assert horizon < 500 and horizon // 2 < ages.max() <= horizon
 
 
 def through_pickle(state, target, folder):
@@ -378,12 +394,12 @@ def test_settings_that_change():
     trace = lambda tx, state=state: jax.eval_shape(optzoo.minimize(loss, tx), p, state, ids)
     deferred = lambda inner, horizon=1: optzoo.caught_up(inner, mask=TABLES, horizon=horizon)
     trace(deferred(optzoo.adam(0.1)))  # the same rows
-    for other in (
-        deferred(optzoo.adam(0.1, b2=0.99)),
-        deferred(optzoo.nadam(0.1)),
-        deferred(optzoo.adam(0.1), horizon=1000),
+    for other, message in (
+        (deferred(optzoo.adam(0.1, b2=0.99)), "another window and horizon"),
+        (deferred(optzoo.nadam(0.1)), "deferred by the decay rule"),
+        (deferred(optzoo.adam(0.1), horizon=1000), "another window and horizon"),
     ):
-        with pytest.raises(ValueError, match=r"catch_up.*take_over"):
+        with pytest.raises(ValueError, match=rf"{message}.*catch_up.*take_over"):
             trace(other)
     with pytest.raises(ValueError, match="is a CaughtUpState, got tuple"):
         trace(DEFERRED, ADAM.init(p))

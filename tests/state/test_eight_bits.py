@@ -685,7 +685,7 @@ def test_tables_that_grow(trained):
 
 
 def test_shardings_of_states():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("d", "e"))
     placed = lambda shape, *spec: jax.ShapeDtypeStruct(
         shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
     )
@@ -693,16 +693,18 @@ def test_shardings_of_states():
         "rows": placed((8, 64), "d"),
         "long": placed((8, 256), None, "d"),
         "short": placed((8, 160), None, "d"),
+        "deep": placed((8, 3, 160), "d", None, "e"),
         "beside": placed((8, 64), None, "d"),  # its rows have their scales in them
     }
     tx = slots_dtype(optzoo.adam(0.1), "int8")
-    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'beside', 'short' are not divided"):
+    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'beside', 'deep', 'short' are not divided"):
         places = optzoo.state_sharding(tx, params)
     specs = jax.tree.map(lambda s: s.spec, places[0].slots.m)
     assert specs["rows"] == (PartitionSpec("d"), ())
     assert specs["beside"] == (PartitionSpec(), ())
     assert specs["long"] == (PartitionSpec(None, "d"), PartitionSpec(None, "d"))
     assert specs["short"] == (PartitionSpec(None, "d"), PartitionSpec())
+    assert specs["deep"] == (PartitionSpec("d", None, "e"), PartitionSpec("d"))
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape), x.sharding), params)
     jax.jit(tx.init, out_shardings=places)(zeros)
 

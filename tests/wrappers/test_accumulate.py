@@ -417,6 +417,13 @@ def test_a_step_without_a_gradient_adds_no_rows():
     np.testing.assert_array_equal(updates["table"].to_dense()[:, 0], [0, 0, -1, 0, 0])
 
 
+def test_rows_of_a_cycle_have_the_dtype_of_a_parameter_without_a_gradient():
+    x = {"table": jnp.ones((5, 2), "bfloat16")}
+    tx = accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"table": 1})
+    updates, _ = jax.eval_shape(tx.update, {"table": None}, tx.init(x), x)
+    assert updates["table"].dtype == jnp.bfloat16
+
+
 def test_a_cycle_of_one_keeps_rows():
     tx, x = accumulate(optzoo.lazy_adam(0.1), 1, max_rows={"table": 8}), params()
     updates, state = tx.update(row_grads(x), tx.init(x), x)
