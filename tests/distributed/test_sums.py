@@ -258,21 +258,23 @@ def test_a_sum_with_more_rows_than_fit_is_nan():
     rows = lambda *ids: SparseRows(np.array(ids), np.ones((len(ids), 1), np.float32), 9)
     update = jax.jit(tx.update)
 
-    def total(first, second):
+    def total(*ticks):
         state = tx.init(params)
-        for table in (first, second):
+        for table in ticks:
             updates, state = update(
                 {"layer": np.ones(2, np.float32), "table": table}, state, params
             )
         np.testing.assert_array_equal(updates["layer"], -1)
         return updates["table"]
 
+    def check(rows, want):
+        np.testing.assert_array_equal(rows.to_dense().ravel(), [*want, 0, 0, 0, 0, 0])
+
     lost = total(rows(0, 1, 2, 3, 4), rows(5, 6))  # 7 rows, room for 4
     assert np.isnan(lost.values).any() and len(lost.indices) == 4
-    fits = total(rows(0, 1, 2, 9, 9), rows(2, 3))  # 9 is padding
-    np.testing.assert_array_equal(
-        dense(fits).ravel(), [-0.5, -0.5, -1, -0.5, 0, 0, 0, 0, 0][:TABLE]
-    )
+    first = rows(0, 1, 2, 9, 9), rows(2, 3)  # 9 is padding
+    check(total(*first), [-0.5, -0.5, -1, -0.5])
+    check(total(*first, rows(3, 3), rows(2, 9)), [0, 0, -0.5, -1])  # without those before
 
 
 def test_rows_divided_by_how_often_they_came():
