@@ -39,7 +39,7 @@ test test-full: $(if $(FILES),$(VENV)/dev.installed,lint)
 # All tests, with empty folders for programs; recorded in tests/costs.json. ARGS is for pytest.
 costs: $(VENV)/dev.installed
 	rm -rf $(VENV)/jax_programs
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --record-costs $(ARGS)
+	$(BIN)/python -m pytest -q $(or $(FILES),-n $(WORKERS) --dist worksteal) --record-costs $(ARGS)
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 The number of programs does not depend on how busy the machine is. ``make costs`` runs all tests and
 records the seconds of each test function in ``costs.json``, which ``selection.py`` and
-``progress.py`` read.
+``progress.py`` read. ``make costs FILES=...`` records only the tests of these files.
 """
 
 import collections
@@ -70,12 +70,18 @@ def _small_program() -> float:
     return min(took)
 
 
-def _record(costs: dict[str, Cost]) -> None:
+def _record(costs: dict[str, Cost], *, is_part: bool = False) -> None:
+    """Writes the record anew; of a part of the tests those alone, at the speed of the record."""
     functions = collections.defaultdict(list)
     for name, cost in costs.items():
         functions[function_of(name)].append(cost.seconds)
     cases = {name: round(sum(s) / len(s), 3) for name, s in sorted(functions.items())}
     made = {"small program": round(_small_program(), 3), "cases": cases}
+    if is_part:
+        old = _recorded()
+        scale = old["small program"] / made["small program"]
+        new = {name: round(seconds * scale, 3) for name, seconds in cases.items()}
+        made = {**old, "cases": dict(sorted({**old["cases"], **new}.items()))}
     RECORD.write_text(json.dumps(made, indent=0) + "\n")
 
 
@@ -145,4 +151,5 @@ def pytest_terminal_summary(terminalreporter):
     for file in most:
         show(files[file], file)
     if terminalreporter.config.getoption("--record-costs"):
-        _record(costs)
+        source = terminalreporter.config.args_source
+        _record(costs, is_part=source is pytest.Config.ArgsSource.ARGS)

@@ -124,8 +124,12 @@ def test_the_mean_of_all_cases_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "RECORD", tmp_path / "costs.json")
     costs._record({f"a.py::test_b[{n}]": costs.Cost(seconds=n) for n in (1.0, 4.0)})
     costs._recorded.cache_clear()
+    monkeypatch.setattr(costs, "_small_program", lambda: 2 * costs._recorded()["small program"])
+    costs._record({"a.py::test_c": costs.Cost(seconds=4.0)}, is_part=True)  # at half the speed
+    costs._recorded.cache_clear()
     try:
         assert costs.expected("a.py::test_b[9]") == 2.5
+        assert costs.expected("a.py::test_c") == 2.0
         assert costs.expected("a.py::test_new") == costs._UNKNOWN
     finally:
         costs._recorded.cache_clear()

@@ -697,7 +697,7 @@ def test_shardings_of_states():
         "beside": placed((8, 64), None, "d"),  # its rows have their scales in them
     }
     tx = slots_dtype(optzoo.adam(0.1), "int8")
-    with pytest.warns(UserWarning, match=r"slots in 8 bits of 'beside', 'deep', 'short' are not divided"):
+    with pytest.warns(UserWarning, match=r"slots in 8 bits of .beside.*short. are not divided"):
         places = optzoo.state_sharding(tx, params)
     specs = jax.tree.map(lambda s: s.spec, places[0].slots.m)
     assert specs["rows"] == (PartitionSpec("d"), ())
