@@ -16,7 +16,7 @@ from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
 from ..state.deferred import has_deferred
 from ..state.types import MasterWeightsState, nodes_of
-from .tables import by_ids, check_deferred, map_tables, whole
+from .tables import by_ids, map_tables, whole
 
 NOTHING_FOLLOWS = (
     "the update includes how deferred rows have moved, so nothing may scale it, add to it or "
@@ -66,7 +66,11 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
             pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
-    check_deferred(state)
+    if not has_deferred(state):
+        raise ValueError(
+            "no rows are deferred in this state, which is not of optzoo.caught_up: all are as of "
+            "now"
+        )
     check_leaves(abstract=False, params=params)
     if ids is None:
         return _all_rows(params, state)

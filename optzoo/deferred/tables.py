@@ -14,7 +14,6 @@ from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatte
 from ..core.numerics import is_trainable, upcast
 from ..core.paths import is_masked, leaves_with_path, path_name
 from ..state.deferral import Form
-from ..state.deferred import has_deferred
 from ..state.fit import misfit
 from ..state.packing import is_packed, pack_like, unpack
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
@@ -288,15 +287,6 @@ def with_tables(
     return treedef.unflatten(leaves), state._replace(inner=inner, last=last)
 
 
-def check_deferred(state: Any) -> None:
-    """Raises ``ValueError`` if no part of a state is of :func:`optzoo.caught_up`."""
-    if not has_deferred(state):
-        raise ValueError(
-            "no rows are deferred in this state, which is not of optzoo.caught_up: all are "
-            "as of now"
-        )
-
-
 def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -> tuple[Any, Any]:
     """Parameters and state with every table changed.
 
@@ -304,11 +294,7 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
         params: the parameters.
         state: any that has parts of :func:`optzoo.caught_up`.
         change: of the position of a parameter and its table the new table.
-
-    Raises:
-        ValueError: if no part of the state is of :func:`optzoo.caught_up`.
     """
-    check_deferred(state)
 
     def of_node(node):
         nonlocal params

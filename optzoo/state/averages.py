@@ -79,7 +79,7 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         layout = layout_of(_averages(node))
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         if isinstance(node, MovingAverageSlots):
-            _check_fits(averages, shape.flatten_up_to(params), exchanged)
+            _check_fits(averages, shape.flatten_up_to(params))
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
             for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
@@ -120,7 +120,7 @@ def _is_of_replicas(state: Any) -> bool:
     return any(map(is_replicas, jax.tree.leaves(state, is_leaf=is_replicas)))
 
 
-def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any], exchanged: Any) -> None:
+def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> None:
     """Raises ``ValueError`` if averages are not those of the parameters."""
     for (path, a), x in zip(averages, params, strict=True):
         if is_masked(a):
@@ -132,7 +132,7 @@ def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any], exch
                 f"{average} has an axis of replicas: write "
                 "sync_replicas(moving_average(optimizer), ...)"
             )
-        if path not in exchanged and (is_rows(x) or kind_of(a) != kind_of(x)):
+        if is_rows(x) or kind_of(a) != kind_of(x):
             raise ValueError(
                 f"{average} is not that of params: it has {kind_of(a)}, and they {kind_of(x)}"
             )
