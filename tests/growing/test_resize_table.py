@@ -150,19 +150,21 @@ def test_stacks():
 
 def test_functions_by_pattern_and_zeros():
     x = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.ones((4, 1, 2)), "c": jnp.ones(2)}
+    x["counts"] = jnp.ones(2, jnp.int32)
     asked = []
 
     def rows(ids):
         asked.append(ids.dtype)
         return jnp.broadcast_to(ids[:, None, None], (len(ids), 1, 2)).astype(jnp.float32)
 
-    tables = {"a": 4, "[bc]": 5}
+    tables, init = {"a": 4, "[bc]|counts": 5}, {"b": rows, "counts": lambda ids: 2.0 * ids}
     tx = optax.identity()
-    y, state = optzoo.growing.resize_table(x, tx.init(x), tables, tx=tx, init={"b": rows})
+    y, state = optzoo.growing.resize_table(x, tx.init(x), tables, tx=tx, init=init)
     np.testing.assert_array_equal(y["a"], np.array([[1] * 3] * 2 + [[0] * 3] * 2))
     np.testing.assert_array_equal(y["b"][:, 0, 0], [1, 1, 1, 1, 4])
     np.testing.assert_array_equal(y["c"], [1, 1, 0, 0, 0])
-    assert y["a"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y["counts"], [1, 1, 4, 6, 8])
+    assert (y["a"].dtype, y["counts"].dtype) == (jnp.bfloat16, jnp.int32)
     assert (asked[0], state) == (jnp.int32, tx.init(x))
 
 
