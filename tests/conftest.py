@@ -57,7 +57,10 @@ def pytest_sessionstart(session):
     """Removes the programs that were read longest ago, down to the limit."""
     if hasattr(session.config, "workerinput"):
         return  # a worker of pytest-xdist
-    files = [(path, path.stat()) for path in PROGRAMS.glob("*-cache")]
+    files = []
+    for path in PROGRAMS.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
+            files.append((path, path.stat()))
     left = LIMIT
     for path, stat in sorted(files, key=lambda file: file[1].st_atime, reverse=True):
         left -= stat.st_size

@@ -1,6 +1,7 @@
 """Which tests are quick, what a test costs, and what a run says while it goes on."""
 
 import json
+import os
 import re
 
 import pytest
@@ -146,6 +147,20 @@ def test_cases_of_a_function_and_classes_for_each_optimizer_are_one():
     assert costs.function_of("tests/a.py::test_b[x-y]") == "tests/a.py::test_b"
     of = {costs.function_of(f"tests/a.py::UpdatesTest_{name}::test_b0") for name in ("adam", "sgd")}
     assert of == {"tests/a.py::UpdatesTest::test_b0"}
+
+
+def test_programs_that_were_read_longest_ago_are_removed(tmp_path, monkeypatch, request):
+    """Another run may have removed some that were there: the last of these leads nowhere."""
+    for time, name in enumerate(("old", "new", "newest")):
+        (file := tmp_path / f"{name}-cache").write_bytes(bytes(10))
+        os.utime(file, (time, time))
+    (tmp_path / "gone-cache").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(conftest, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(conftest, "LIMIT", 20)
+    monkeypatch.delattr(request.config, "workerinput", raising=False)
+    conftest.pytest_sessionstart(request.session)
+    assert {file.name for file in tmp_path.glob("new*")} == {"new-cache", "newest-cache"}
+    assert not (tmp_path / "old-cache").exists()
 
 
 def test_progress(pytester, monkeypatch, capsys):

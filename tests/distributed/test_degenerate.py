@@ -110,7 +110,7 @@ def step_of(tx):
         updates, state = tx.update(grads, state, params, **options)
         return optax.apply_updates(params, updates), state
 
-    return optzoo.replicas.map_over_replicas(step)
+    return jax.jit(optzoo.replicas.map_over_replicas(step))
 
 
 def one_step(tx, grads=GRADS, **options):
@@ -139,6 +139,37 @@ def check(tx, want, **options):
 def test_replicas_that_take_part(method, present):
     _, name, want = METHODS[method]
     check(made(method), want(PRESENT[present], False), **{name: PRESENT[present]})
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("method", [optzoo.agn, optzoo.elastic_average])
+def test_replicas_in_turn(method):
+    """Each exchanges with the center that those before it have left."""
+    options, centers, params = {}, [START], []
+    for x, g in zip(LOCAL, GRADS, strict=True):
+        center = centers[-1]
+        if method is optzoo.agn:
+            centers.append(KEPT * center - RATE * g)
+            params.append(centers[-1])
+        else:
+            options = {"moving_rate": 0.25}
+            centers.append(center + 0.25 * (x - center))
+            params.append(x - 0.25 * (x - center))
+    tx = method(descent(), communication_period=1, order="round_robin", **options)
+    check(tx, (params, centers[-1]), active=ALL)
+
+
+@pytest.mark.unique
+def test_gradients_beyond_the_number_to_aggregate():
+    """One in the accumulator and the first of three complete two; so do the first two of three."""
+    two = optzoo.sync_replicas(descent(), 2, 3)
+    check(two, stepped([GRADS[:2].mean()]))
+    state = check(two, stepped([]), arrived=ONE)
+    assert (state.replicated.count, state.replicated.dropped) == (1, 0)
+    grads = np.float32(GRADS)[:, None] * np.ones(2, np.float32)
+    params, state = step_of(two)(np.full(2, START, np.float32), state, grads, {"arrived": ALL})
+    np.testing.assert_allclose(params, stepped([GRADS[[1, 0]].mean()])[1], rtol=1e-6)
+    assert (state.replicated.count, state.replicated.dropped) == (0, 2)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])

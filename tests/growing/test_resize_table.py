@@ -472,7 +472,8 @@ def test_rows_of_zeros_that_never_move_are_told(name):
     with told() as seen:
         optzoo.growing.reset_rows(x, state, {"emb": jnp.array([1])}, tx=tx)
     assert [w.filename for w in seen] == [__file__]
-    resize(x, state, {"emb": 1}, tx=tx)  # no new row
+    for rows in (1, 2):  # none of them new
+        resize(x, state, {"emb": rows}, tx=tx)
     resize(x, state, {"emb": 3}, tx=tx, init=lambda ids: jnp.ones((len(ids), 8)))
     if name == "groups":
         resize(x, state, {"w": 4}, tx=tx)  # of another group
@@ -495,10 +496,13 @@ def test_what_never_moves_is_told(name):
 
 def test_new_rows_in_the_padding_of_shards_are_told():
     """The stored rows stay as many."""
-    tx, shardings = optzoo.row_wise_lars(0.1), [optzoo.sharded.RowSharding(n, 2) for n in (5, 7)]
-    assert shardings[0].stored_rows == shardings[1].stored_rows
-    x = {"emb": jnp.ones((shardings[0].stored_rows, WIDTH))}
+    tx, of = optzoo.row_wise_lars(0.1), {n: optzoo.sharded.RowSharding(n, 2) for n in range(4, 7)}
+    [stored] = {s.stored_rows for s in of.values()}
+    x = {"emb": jnp.ones((stored, WIDTH))}
+    resized = lambda n: optzoo.growing.resize_table(
+        x, tx.init(x), {"emb": n}, tx=tx, shardings={"emb": (of[5], of[n])}
+    )
     with pytest.warns(optzoo.InitialValueWarning, match="parameter 'emb'"):
-        optzoo.growing.resize_table(
-            x, tx.init(x), {"emb": 7}, tx=tx, shardings={"emb": tuple(shardings)}
-        )
+        resized(6)
+    for n in (5, 4):  # no new row
+        resized(n)

@@ -153,9 +153,31 @@ def test_arrays_with_as_long_rows_share_a_call():
     assert calls_in(step, params, tx.init(params), params) == 1
 
 
-def test_arrays_with_rows_of_two_lengths():
-    draw = lambda seed: [table(seed, shape) for shape in ((4, 3), (3, 5))]
-    check_close(*both(optzoo.row_wise_lamb(0.1), draw(99), draw))
+def test_arrays_in_unlike_groups_share_no_call():
+    """By one formula; groups are longer, or another operand has a number for each of them."""
+    shapes = {"a": ((2, 6), (2,)), "b": ((3, 4), (3,)), "c": ((3, 4, 1), (3, 4))}
+    rng = np.random.default_rng(0)
+    draw = lambda which: {k: rng.integers(1, 9, v[which]) for k, v in shapes.items()}
+    params, grads, factors = (
+        jax.tree.map(lambda a: jnp.asarray(a, "float32"), draw(which)) for which in (0, 0, 1)
+    )
+
+    def of_leaf(g, factor):
+        fill = lambda a: jax.lax.broadcast_in_dim(a, g.shape, range(a.ndim))
+        scaled = g * fill(factor)
+        return scaled + fill(jnp.sum(scaled, range(1, g.ndim)))
+
+    update = lambda g, factors, params: (jax.tree.map(of_leaf, g, factors), factors)
+    tx = optax.with_extra_args_support(optax.GradientTransformation(lambda x: factors, update))
+    step = optzoo.native_step(tx, required=True)
+    calls = calls_in(step, params, factors, grads)
+    assert calls == 3
+    got, _ = step(params, factors, grads)
+    for name, x in params.items():
+        scaled = np.asarray(grads[name]).reshape(len(x), -1)
+        scaled = scaled * np.asarray(factors[name]).reshape(len(x), -1)
+        want = scaled + scaled.sum(1, keepdims=True) + np.asarray(x).reshape(len(x), -1)
+        np.testing.assert_array_equal(got[name], want.reshape(x.shape))  # of integers
 
 
 NORMED = {
@@ -1123,3 +1145,26 @@ def test_sharded_minimize(capacity_factor):
     check_close(*found)
     text = step.lower(params, state, *batch).as_text()
     assert text.count("@optzoo_native_") == 2
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_train_step_that_requires_native_code(is_sharded):
+    """An array that XLA updates is an error; where native code is not required, it is none."""
+    mesh, sharding = jax.make_mesh((4,), ("shard",)), optzoo.sharded.RowSharding(ROWS, 4)
+    stored = sharding.stored_rows if is_sharded else ROWS
+    shapes = {"table": (stored, WIDTH), "w": (WIDTH, 2)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    tx = optzoo.param_groups({"table": optzoo.lazy_adam(0.1), "w": TANH})
+    args = params, jax.eval_shape(tx.init, params), jnp.arange(IDS), jnp.ones((IDS, 2))
+
+    def trace(native):
+        if is_sharded:
+            tables = {"table": sharding}
+            step = optzoo.sharded_minimize(loss, tx, mesh, tables, native=native)
+        else:
+            step = optzoo.minimize(loss, tx, native=native)
+        jax.eval_shape(step, *args)
+
+    with pytest.raises(ValueError, match=r"native code is required, .*: `tanh`"):
+        trace("require")
+    trace(True)

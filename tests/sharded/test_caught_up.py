@@ -339,6 +339,58 @@ def test_a_loop_by_hand():
     np.testing.assert_allclose(of_ids(table, SHARDING), one["table"], rtol=2e-4, atol=2e-5)
 
 
+def dense_momentum(listed, decay, rate=0.1):
+    """A table of ones before each step and at the end; the gradient of a listed row is 1."""
+    x, m, found = np.ones((ROWS, WIDTH)), np.zeros((ROWS, WIDTH)), []
+    for ids in listed:
+        found.append(x)
+        m = decay * m + np.isin(np.arange(ROWS), ids)[:, None]
+        x = x - rate * m
+    return [*found, x]
+
+
+@pytest.mark.unique
+def test_deferred_groups_over_different_axes():
+    """Rows are read as of now. Slots in 16 bits, so far exact, are rounded unlike by each shard."""
+    momentum, mesh = optzoo.momentum(0.1, decay := 13 / 16), mesh_of(2, 2)
+    slots = optzoo.slots_dtype(momentum, "bfloat16", stochastic=True)
+    defer = lambda tx: optzoo.caught_up(tx, mask=True, dense=True)
+    tx = optzoo.param_groups({"a": defer(momentum), "b|c": defer(slots)})
+    of_axis = lambda axis: optzoo.sharded.RowSharding(ROWS, 2, axis_name=axis, multiple=16)
+    tables = {"a": of_axis("data"), "b": of_axis("shard")}
+    ones = lambda ids: jnp.ones((len(ids), WIDTH))
+    params = {name: optzoo.sharded.create_table(s, mesh, ones) for name, s in tables.items()}
+    params["c"] = jax.device_put(jnp.ones((ROWS, WIDTH)), NamedSharding(mesh, P()))
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+
+    def of(params, ids):
+        rows = {name: optzoo.lookup(x, ids[name]) for name, x in params.items()}
+        return mesh.size * sum(map(jnp.sum, rows.values())), rows
+
+    step = optzoo.sharded_minimize(of, tx, mesh, tables, capacity_factor=None, has_aux=True)
+    some, every, none = np.arange(8), np.arange(ROWS), np.arange(0)
+    ids = {"a": [some, some + 8, none, some], "b": [every, none, none, some]}
+    ids["c"] = ids["b"]
+    want = {name: dense_momentum(listed, decay) for name, listed in ids.items()}
+    for t in range(4):
+        now = {name: listed[t] for name, listed in ids.items()}
+        padded = {k: np.pad(i, (0, 44 - len(i)), constant_values=ROWS) for k, i in now.items()}
+        params, state, _, rows = step(params, state, padded)
+        for name, i in now.items():
+            read = np.asarray(rows[name]).reshape(-1, WIDTH)[: len(i)]
+            np.testing.assert_allclose(read, want[name][t][i], rtol=1e-6)
+    current, state = optzoo.rows.catch_up(params, state)
+    for name, table in current.items():
+        table = of_ids(table, tables[name]) if name in tables else table
+        # The last step of the first rows was by slots that it rounded.
+        np.testing.assert_allclose(table[8:], want[name][4][8:], rtol=1e-6)
+    # After three deferred steps 13 ** 3 / 16 ** 3 lies between two numbers of 8 bits.
+    m = np.asarray(optzoo.get_slot(state, "momentum")["b"], np.float32).reshape(2, -1, WIDTH)
+    first, second = m[:, 8:16]
+    assert set(np.unique([first, second])) == {2192 / 4096, 2208 / 4096}
+    assert not np.array_equal(first, second)
+
+
 @pytest.mark.full
 def test_tables_and_slots_of_16_bits():
     """In rounds, with words of two slots: as in float32, up to the roundings of 16 bits."""

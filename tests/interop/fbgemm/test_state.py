@@ -131,6 +131,24 @@ def test_names_of_get_optimizer_state():
     assert (state[0].slots.m["t"] == 1).all() and (state[0].slots.v["t"] == 2).all()
 
 
+def test_arrays_get_the_dtypes_of_tables_and_state():
+    """Not those in which they were saved."""
+    tx, rng = create("EXACT_ADAGRAD"), np.random.default_rng(0)
+    tables = {"a": jax.ShapeDtypeStruct((3, 4), "bfloat16"), "b": jnp.ones((2, 8))}
+    saved = {"iter": np.array([7], np.int64)}
+    for name, dtype in (("a", "float32"), ("b", "float16")):
+        for part in ("weights", "momentum1"):
+            saved[f"{name}/{part}"] = rng.uniform(size=tables[name].shape).astype(dtype)
+    saved["a/momentum1"] = saved["a/momentum1"].astype("float16")
+    params, state = load_fbgemm_state(tx, tables, saved)
+    for part, tree in (("weights", params), ("momentum1", state[0].slots.accumulator)):
+        for name, got in tree.items():
+            dtype = "bfloat16" if (name, part) == ("a", "weights") else "float32"
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got, saved[f"{name}/{part}"].astype(dtype))
+    assert state[0].count == 7 and state[0].count.dtype == "int32"
+
+
 def test_groups_and_masks():
     """Tables with different optimizers, beside parameters that FBGEMM does not have."""
     tx = optzoo.param_groups(
