@@ -174,6 +174,16 @@ OF_ROWS = {"indices": np.array([1]), "values": TABLE[:1], "num_rows": 4}
 # Calls that are refused, and what the errors say.
 STATE = r"expected \(LeafwiseState with AdamSlots\(m, v\), EmptyState\), got "
 STATES_OF_STEPS = {"an array": np.ones(3), "a number": 3, "a dict": {"m": 1}}
+
+
+def with_narrow_slot(state):
+    """The first array with the shape of the table has one column."""
+    leaves, treedef = jax.tree.flatten(state)
+    first = next(i for i, a in enumerate(leaves) if jnp.shape(a) == jnp.shape(TABLE))
+    leaves[first] = leaves[first][:, :1]
+    return treedef.unflatten(leaves)
+
+
 REFUSED = {
     **{f"minimize, {k}": (lambda s=s: minimize(s), STATE) for k, s in STATES_OF_STEPS.items()},
     **{
@@ -238,6 +248,10 @@ REFUSED = {
             "a string": ({"t": "x"}, "params must be a tree of arrays, got 'x' at 't'"),
         }.items()
     },
+    "catch_up, one slot of fewer columns": (
+        lambda: optzoo.rows.catch_up({"t": TABLE}, with_narrow_slot(STATES[DEFERRED])),
+        r"'t', .* got a slot of shape \(4, 1\)",
+    ),
     "catch_up, a string as state": (
         lambda: optzoo.rows.catch_up(PARAMS, "x"),
         "no rows are deferred",
