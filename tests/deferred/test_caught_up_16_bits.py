@@ -73,7 +73,8 @@ def test_slots_rounded_at_random_are_right_on_average(packed):
 def test_tables_in_16_bits(dtype):
     """Half a unit in the last place from the rule; the loop of steps within its own roundings."""
     x = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).astype(dtype)
-    before, at_once, by_step = deferred_steps(optzoo.adam(RATE), x)
+    with jax.numpy_dtype_promotion("strict"):
+        before, at_once, by_step = deferred_steps(optzoo.adam(RATE), x)
     exact, updates = rule(before)
     assert at_once[0].dtype == dtype
     unit = UNIT[dtype] * 2.0 ** np.floor(np.log2(np.abs(exact[0]) + np.abs(updates).sum(0)))

@@ -237,11 +237,24 @@ def test_powers_are_products_from_short_tables():
     assert motion.start.numbers.powers.shape == (2, 256 + 21)
 
 
-def test_the_text_of_a_law_in_old_checkpoints():
+def test_the_text_of_a_rule_in_old_checkpoints():
     rule = DecayRule((("m", 0.9), ("v", 0.999)), "m", "v", root=False, eps=1e-8)
     text = "decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, root=False, eps=1e-08"
     assert DecayRule.of_text(text) == rule
     assert DecayRule.of_text("decays=(('rms', 0.9),)") == DecayRule((("rms", 0.9),))
+
+
+def test_columns_that_old_clocks_lack():
+    """Old clocks have no column for the terms that a block lacks; in new ones it is zero."""
+    rule = DecayRule((("m", 0.9), ("v", 0.95)), "m", "v", eps=1e-8, average=0.9)
+    motion = make_motion(rule, "float32", 100)
+    clock = jax.tree.map(jnp.asarray, motion.start)
+    for _ in range(3):
+        clock = tick(motion, clock, jnp.float32(0.1))
+    entries = np.asarray(clock.young)
+    is_kept = entries.any(0)
+    assert is_kept.sum() == 94 and len(is_kept) == 100
+    np.testing.assert_array_equal(motion.padded(entries[:, is_kept]), entries)
 
 
 def test_the_key_of_a_form():
