@@ -17,7 +17,7 @@ from optzoo.core import merge
 from optzoo.core.optimizer import Optimizer
 from optzoo.deferred import optimizer, tables
 from optzoo.state.fit import StateError
-from optzoo.testing.samples import with_global_step
+from optzoo.testing.samples import step, with_global_step
 
 from ..round_trips import through_flax, through_orbax
 
@@ -182,6 +182,30 @@ def test_averages_of_deferred_rows():
         ends.append((p, averages, optzoo.get_slot(state, "average")))
     chex.assert_trees_all_close(*ends, rtol=2e-4, atol=2e-5)
     assert np.abs(ends[0][0]["users"] - ends[0][1]["users"]).max() > 0.01
+
+
+@pytest.mark.unique
+def test_averages_whose_decay_changes():
+    """By the number of updates, as of dense Adam."""
+    plain = optzoo.moving_average(optzoo.adam(0.01), 0.99, num_updates="count")
+    deferred, ids = optzoo.caught_up(plain, mask=True), np.arange(40) ** 2 % 7
+
+    def train(tx, x, state):
+        def one(carry, i):
+            if tx is deferred:
+                carry = optzoo.rows.catch_up(*carry, i[None])
+            return step(tx, SparseRows(i[None], jnp.full((1, 2), 0.5), 7), *carry), None
+
+        (x, state), _ = jax.lax.scan(one, (x, state), jnp.asarray(ids))
+        return optzoo.rows.catch_up(x, state) if tx is deferred else (x, state)
+
+    x = jnp.ones((7, 2))
+    both = [(tx, x, tx.init(x)) for tx in (plain, deferred)]
+    ends = jax.jit(lambda: [train(*each) for each in both])()
+    for (x, a), (y, b) in [[(x, optzoo.eval_params(x, state)) for x, state in ends]]:
+        np.testing.assert_allclose(y, x, rtol=1e-6)
+        np.testing.assert_allclose(b, a, rtol=1e-6)
+        assert jnp.abs(x - a).max() > 0.01
 
 
 def test_a_rate_inside_the_momentum():
