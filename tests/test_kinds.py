@@ -146,6 +146,10 @@ def pooled(table=TABLE, ids=BAG, weights=None):
     return optzoo.lookup_sparse(table, ids, weights=weights)
 
 
+def test_bool_weights():
+    np.testing.assert_array_equal(pooled(weights=np.array([[True, False]])), TABLE[1:2])
+
+
 def resized(init, dtype="float32"):
     x = {"t": TABLE.astype(dtype)}
     return optzoo.growing.resize_table(x, ADAM.init(x), {"t": 5}, tx=ADAM, init=init)[0]["t"]
@@ -248,6 +252,7 @@ REFUSED = {
             "a string": ({"t": "x"}, "params must be a tree of arrays, got 'x' at 't'"),
         }.items()
     },
+    "lookup_sparse, complex weights": (lambda: pooled(weights=BAG * 1j), "must be real numbers"),
     "catch_up, one slot of fewer columns": (
         lambda: optzoo.rows.catch_up({"t": TABLE}, with_narrow_slot(STATES[DEFERRED])),
         r"'t', .* got a slot of shape \(4, 1\)",
