@@ -252,7 +252,14 @@ REFUSED = {
             "a string": ({"t": "x"}, "params must be a tree of arrays, got 'x' at 't'"),
         }.items()
     },
-    "lookup_sparse, complex weights": (lambda: pooled(weights=BAG * 1j), "must be real numbers"),
+    "lookup_sparse, a mean of integers": (
+        lambda: pooled(TABLE.astype(int)),
+        "'sum' for a table of int32",
+    ),
+    "lookup_sparse, a part of integers": (
+        lambda: optzoo.lookup_sparse(TABLE.astype(int), BAG, weights=BAG / 2, combiner="sum"),
+        "weights must be integers for a table of int32, got float32",
+    ),
     "catch_up, one slot of fewer columns": (
         lambda: optzoo.rows.catch_up({"t": TABLE}, with_narrow_slot(STATES[DEFERRED])),
         r"'t', .* got a slot of shape \(4, 1\)",

@@ -85,7 +85,8 @@ def lookup_sparse(
         Arrays of shape ``(num_bags, *row_shape)``; or a tree of them.
 
     Raises:
-        TypeError: as :func:`optzoo.lookup`; if weights are no real numbers.
+        TypeError: as :func:`optzoo.lookup`; if weights are no real numbers; or if they, or
+            ``combiner``, would round the pools of a table of integers.
         ValueError: as :func:`optzoo.lookup`; if an argument is none of the above, or if only one
             of ``segment_ids`` and ``num_segments`` is given.
 
@@ -125,6 +126,8 @@ def lookup_sparse(
             strict=True,
         )
     ]
+    for name, x, b in zip(names, tables, bags, strict=True):
+        _check_integers(name, x, b.weights, combiner)
     at_owner = [
         s is not None and _pools_at_owner(pool, x, s, b, capacity_factor, transport)
         for x, s, b in zip(tables, shardings, bags, strict=True)
@@ -211,6 +214,21 @@ def _make_bags(
         flat, segments = one(flat, num_rows), one(segments, number)
         weights = None if weights is None else one(weights, 0)
     return _Bags(flat, segments, weights, flat != num_rows, number)
+
+
+def _check_integers(name: str, table: Any, weights: Any, combiner: str) -> None:
+    """Raises ``TypeError`` if a table of integers would round its pools."""
+    dtype = jnp.result_type(table)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return
+    of = f", '{name}'" if name else ""
+    if combiner != "sum":
+        raise TypeError(f"combiner must be 'sum' for a table of {dtype}{of}, got {combiner!r}")
+    if weights is not None and jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(
+            f"weights must be integers for a table of {dtype}{of}, got {weights.dtype}: convert "
+            "the table to floating point"
+        )
 
 
 def _as_weights(name: str, weights: Any) -> Array:
