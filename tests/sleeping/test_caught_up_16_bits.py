@@ -69,6 +69,30 @@ def test_slots_rounded_at_random_are_right_on_average(packed):
     assert np.abs(wide(by_step[0]) - exact[0]).max() > 1e-4
 
 
+@pytest.mark.unique
+def test_each_table_has_random_bits_of_its_own():
+    """The slots of both are the same number, which is exact until the last of three steps."""
+    slots = optzoo.slots_dtype(optzoo.momentum(RATE, 13 / 16), "bfloat16", stochastic=True)
+    tx = optzoo.caught_up(slots, mask=True, dense=True)
+    both = lambda a: {"a": a, "b": a}
+    ones = np.ones((ROWS, 8), np.float32)
+    ids = np.full((4, ROWS), ROWS)
+    ids[0] = range(ROWS)  # then none
+
+    @jax.jit
+    def run(x):
+        def one(carry, ids):
+            return step(tx, both(SparseRows(ids, ones, ROWS)), *carry), None
+
+        (x, state), _ = jax.lax.scan(one, (x, tx.init(x)), ids)
+        return optzoo.rows.catch_up(x, state)[1]
+
+    a, b = optzoo.get_slot(run(both(ones)), "momentum").values()
+    # Of 13**3 / 16**3 the neighbours in 8 bits.
+    assert {*np.unique([wide(a), wide(b)])} == {2192 / 4096, 2208 / 4096}
+    assert not np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_tables_in_16_bits(dtype):
     """Half a unit in the last place from the law; the loop of steps within its own roundings."""
