@@ -79,12 +79,12 @@ class Table:
         self,
         form: Form,
         clock: Clock,
-        number: int,
+        name: str,
         arrays: Any,
         axes: tuple[str, ...] = (),
     ):
         self.form, self.clock = form, clock
-        self.number = number  # of the parameter
+        self.name = name  # of the parameter
         self.arrays = arrays  # x, slots, last
         self.axes = axes  # of the mesh, over which the table is divided, if this is known
 
@@ -95,11 +95,11 @@ class Table:
 
     def with_arrays(self, arrays: Any) -> "Table":
         """The same table later."""
-        return Table(self.form, self.clock, self.number, arrays, self.axes)
+        return Table(self.form, self.clock, self.name, arrays, self.axes)
 
     def divided(self, axes: tuple[str, ...]) -> "Table":
         """The same table, of which each device along these mesh axes has another part."""
-        return Table(self.form, self.clock, self.number, self.arrays, axes)
+        return Table(self.form, self.clock, self.name, self.arrays, axes)
 
     def gather(self, ids: Array) -> Any:
         """Rows of all arrays; of ids out of range, some rows."""
@@ -147,7 +147,7 @@ class Table:
         wide = {name: upcast(a) for name, a in stored.items()}
         new, current = advance(self.form, self.clock, upcast(x), wide, last)
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
-            start = first_place(_SEED, self.clock.count, self.number)
+            start = first_place(_SEED, self.clock.count, self.name)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
             ids = take(jnp.arange(self.num_rows, dtype=jnp.uint32))
             start = places_of_rows(start, ids, self.arrays[0].shape)
@@ -245,21 +245,20 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
         StateError: if the state is of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
+    names = [path_name(path) for path, _ in leaves_with_path(params)]
     (form, clock), boxes = form_of(state), Boxes(params, none=False)
     try:
         slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     except ValueError as error:
         raise misfit("slots of these parameters", "those of a tree of another structure") from error
-    for (path, x), last, parts in zip(leaves_with_path(params), lasts, slots, strict=True):
+    tables = dict[int, Table]()
+    for i, (name, x, s, last) in enumerate(zip(names, leaves, slots, lasts, strict=True)):
         if not is_masked(last):
             if not is_trainable(x):
-                raise misfit(f"real numbers as parameter '{path_name(path)}'", jnp.result_type(x))
-            _check_rows(path_name(path), jnp.shape(x), last, parts)
-    return {
-        i: Table(form, clock, i, (x, s, last))
-        for i, (x, s, last) in enumerate(zip(leaves, slots, lasts, strict=True))
-        if not is_masked(last)
-    }, treedef
+                raise misfit(f"real numbers as parameter '{name}'", jnp.result_type(x))
+            _check_rows(name, jnp.shape(x), last, s)
+            tables[i] = Table(form, clock, name, (x, s, last))
+    return tables, treedef
 
 
 def _check_rows(name: str, shape: tuple[int, ...], last: Any, parts: Iterable[Any]) -> None:

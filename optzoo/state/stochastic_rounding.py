@@ -2,6 +2,7 @@
 
 import functools
 import math
+import zlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +18,16 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SIGN = np.uint32(0x80000000)
 
 
-def first_place(seed: Any, step: Any, name: int) -> Array:
+def first_place(seed: Any, step: Any, name: str) -> Array:
     """Where the random bits of a parameter start in a step, for :func:`random_bits`.
 
     Args:
         seed: an integer.
         step: an integer.
-        name: an integer below ``2**32`` that distinguishes the parameter from others.
+        name: of the parameter: the same in a group of parameters and in all of them.
     """
-    return _mixed(_mixed(_mixed(_unsigned(seed)) ^ np.uint32(name)) ^ _unsigned(step))
+    number = np.uint32(zlib.crc32(name.encode()))
+    return _mixed(_mixed(_mixed(_unsigned(seed)) ^ number) ^ _unsigned(step))
 
 
 def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:

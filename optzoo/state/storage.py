@@ -6,7 +6,6 @@ Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -92,7 +91,7 @@ def stored_slots(
     names, tables = [path_name(path) for path, _ in paths], gathered or {}
 
     def start(g, name):
-        first = first_place(rounding.seed, step, zlib.crc32(name.encode()))
+        first = first_place(rounding.seed, step, name)
         table = g if is_rows(g) else tables.get(name)
         if table is None:
             return first

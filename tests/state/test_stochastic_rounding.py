@@ -34,7 +34,7 @@ def test_the_mean_over_all_bits_is_the_value(dtype, value):
 @DTYPES
 def test_what_can_be_represented_stays(dtype):
     exact = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), dtype)
-    bits = random_bits(first_place(0, 1, 2), exact.shape)
+    bits = random_bits(first_place(0, 1, "2"), exact.shape)
     got = round_at_random(exact.astype(jnp.float32), bits, dtype)
     # XLA on the CPU flushes subnormal float32 values to zero, here and elsewhere.
     want = np.asarray(exact.astype(jnp.float32).astype(dtype), np.float32)
@@ -53,7 +53,7 @@ def test_the_finite_stays_finite(dtype):
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 2, 3), (5,), (5, 0)])
 def test_rows_have_the_bits_that_they_have_in_the_whole(shape):
-    start = first_place(3, 1, 4)
+    start = first_place(3, 1, "4")
     whole, rows = random_bits(start, shape), first_places_of_rows(start, shape)
     few = jnp.array([3, 0])
     np.testing.assert_array_equal(random_bits(rows, shape), whole)
@@ -62,12 +62,12 @@ def test_rows_have_the_bits_that_they_have_in_the_whole(shape):
 
 
 def test_bits_of_what_has_no_rows():
-    rows = first_places_of_rows(first_place(3, 1, 4), (5, 2))
+    rows = first_places_of_rows(first_place(3, 1, "4"), (5, 2))
     assert random_bits(rows, ()).shape == () and random_bits(rows, (2, 3)).shape == (2, 3)
 
 
 def test_every_program_computes_the_same():
-    bits = lambda step: random_bits(first_place(0, step, 5), (3, 4))
+    bits = lambda step: random_bits(first_place(0, step, "5"), (3, 4))
     want = jnp.stack([bits(jnp.int32(k)) for k in range(4)])
     for got in (
         jax.jit(jax.vmap(bits))(jnp.arange(4)),
