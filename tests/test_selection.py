@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import types
 
 import pytest
 
@@ -149,7 +150,7 @@ def test_cases_of_a_function_and_classes_for_each_optimizer_are_one():
     assert of == {"tests/a.py::UpdatesTest::test_b0"}
 
 
-def test_programs_that_were_read_longest_ago_are_removed(tmp_path, monkeypatch, request):
+def test_programs_that_were_read_longest_ago_are_removed(tmp_path, monkeypatch):
     """Another run may have removed some that were there: the last of these leads nowhere."""
     for time, name in enumerate(("old", "new", "newest")):
         (file := tmp_path / f"{name}-cache").write_bytes(bytes(10))
@@ -157,8 +158,7 @@ def test_programs_that_were_read_longest_ago_are_removed(tmp_path, monkeypatch, 
     (tmp_path / "gone-cache").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(conftest, "PROGRAMS", tmp_path)
     monkeypatch.setattr(conftest, "LIMIT", 20)
-    monkeypatch.delattr(request.config, "workerinput", raising=False)
-    conftest.pytest_sessionstart(request.session)
+    conftest.pytest_sessionstart(types.SimpleNamespace(config=None))  # of no worker
     assert {file.name for file in tmp_path.glob("new*")} == {"new-cache", "newest-cache"}
     assert not (tmp_path / "old-cache").exists()
 
