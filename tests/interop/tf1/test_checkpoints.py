@@ -876,6 +876,24 @@ def test_a_single_array_as_parameters():
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
 
 
+def test_concatenated_slots_of_parameters_of_unlike_sizes():
+    """As the original: the flat gradients, one after the other; each row of a window, too."""
+    tx, sizes = optzoo.ggt(0.1, window=2), {"a": (4,), "b": (3,), "c": (2, 3)}
+    params = {name: jnp.zeros(shape) for name, shape in sizes.items()}
+    saved = tf1_variables(params, tx.init(params))
+    flat = np.arange(26, dtype=np.float32).reshape(2, 13)
+    saved |= {"moment1": flat[0], "grad_buffer": flat}
+    loaded = load_tf1_state(tx, params, saved)
+    slots = loaded[1][0].slots
+    for name, (start, end) in {"a": (0, 4), "b": (4, 7), "c": (7, 13)}.items():
+        of = flat[:, start:end].reshape(2, *sizes[name])
+        np.testing.assert_array_equal(slots.moment1[name], of[0])
+        np.testing.assert_array_equal(slots.grad_buffer[name], of)
+    again = tf1_variables(*loaded)
+    for name in ("moment1", "grad_buffer"):
+        np.testing.assert_array_equal(again[name], saved[name])
+
+
 def test_concatenated_slots_of_workers_may_start_again():
     tx = optzoo.model_average(optzoo.ggt(0.1, window=2), axis_name=None)
     params, state = trained(tx, {"w": jnp.arange(3.0)})
