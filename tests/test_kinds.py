@@ -155,6 +155,11 @@ def resized(init, dtype="float32"):
     return optzoo.growing.resize_table(x, ADAM.init(x), {"t": 5}, tx=ADAM, init=init)[0]["t"]
 
 
+def test_new_rows_stay_finite():
+    """Integers, too, that float16 does not have."""
+    assert np.isfinite(resized(lambda ids: np.full((1, 2), 10**6), "float16")).all()
+
+
 def resized_state(slot):
     first, *others = STATES[ADAM]
     state = first._replace(slots=first.slots._replace(m={"t": slot})), *others

@@ -417,6 +417,7 @@ def test_rows_are_divided_as_their_ids():
 LINES = ["moving_average", "accumulate", "int8", "packed", "packed at random"]
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", [P("a"), P(), P(("a", "b"))], ids=str)
 @pytest.mark.parametrize("name", LINES)
@@ -498,6 +499,7 @@ def on_automatic_axes(name):
     return jax.device_get(train_tables(mesh, OPTIMIZERS[name](), P()))
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", MESHES)

@@ -158,6 +158,7 @@ def test_a_step_is_still_what_jit_makes():
     assert step._cache_size() == 0
 
 
+@pytest.mark.unique
 def test_with_x64():
     """Then 64 bits are kept, but JAX's own gathers and scatters take the lower 32 of them."""
     program = f"""

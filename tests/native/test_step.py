@@ -663,6 +663,7 @@ def test_slices(kind):
     check_close(*both(tx, x, table, required=False))
 
 
+@pytest.mark.unique
 @pytest.mark.optimized
 def test_averages_inside_of_a_cycle():
     """XLA's copy of an average in a branch is in its own place: there is no other memory for it."""

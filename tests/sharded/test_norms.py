@@ -84,6 +84,7 @@ def of_unlike(p, ids):
     return sum((k + 1) * jnp.sum(jnp.tanh(x), 1).mean() for k, x in enumerate(rows))
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("factor", [ONE_ROUND, ROUNDS])
 @pytest.mark.parametrize("name", OF_UNLIKE)
 def test_norms_of_tables_over_other_axes(name, factor):

@@ -144,6 +144,7 @@ def test_a_step_without_ids_of_a_table(name, factor):
     )
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("factor", [0.05, None])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

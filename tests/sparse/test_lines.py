@@ -102,6 +102,7 @@ def test_a_state_for_a_plain_array_is_not_one_for_lines():
             tx.update(g, tx.init(jnp.zeros(shape_of_lines(shape))), x)
 
 
+@pytest.mark.unique
 def test_rows_know_that_they_are_of_lines():
     """Through all that makes rows of rows, and through trees."""
     plain, lines = both()

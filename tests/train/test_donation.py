@@ -50,6 +50,7 @@ def test_the_best_average_is_kept_and_trained_on(name):
     jax.tree.map(np.testing.assert_array_equal, best, before)
 
 
+@pytest.mark.unique
 def test_wide_parameters_are_kept():
     tx = optzoo.master_weights(optzoo.adam(0.1))
     wide = new_params() | {"half": jnp.ones(2, jnp.bfloat16), "long": jnp.ones(2, jnp.float16)}

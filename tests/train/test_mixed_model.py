@@ -96,6 +96,7 @@ def on_devices(kind, number, box):
         yield params, TX.init(params)
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize(
     ("box", "kind", "first", "then"),
     [

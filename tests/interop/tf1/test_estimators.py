@@ -122,6 +122,7 @@ def test_the_page_has_the_rule():
         assert f"| `{scope}` | `{whole}` | `{part}` |\n" in page
 
 
+@pytest.mark.unique
 def test_tables_of_parts_go_to_sharded_minimize(theirs, tmp_path):
     """A table in 11 parts becomes one of 4 shards; a step is that of one device; and back."""
     name = "Scope3-11"
