@@ -88,7 +88,8 @@ def test_a_moving_rate_may_be_wider_than_the_parameters(x64):
         assert updates.dtype == state.replicated.center.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.every_value
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("method", cases.METHODS)
 def test_strict_promotion(method, dtype):
     """No dtype is promoted without a word: neither in a step that exchanges nor in another one."""
