@@ -157,14 +157,16 @@ class ShardedTables(DeferredTables):
             )
         grads, of_rows = self._with_rows(found).of_leaves, found.of_rows
         rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        sums, value = Replicas(axes).sum_gradients(rest, True, vary(found.value, axes))
+        sums, value = Replicas(axes).sum_gradients(rest, True, vary(upcast(found.value), axes))
         rest = divide_gradients(sums, jnp.asarray(number), rest)
+        # In 16 bits a mean is rounded once, not its sum before.
+        mean = lambda part, g: (part.route.of_places(upcast(g)) / number).astype(g.dtype)
         of_places = [
-            part.route.of_places(of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])
+            mean(part, of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])
             for i, part in self.parts.items()
         ]
-        after = self._in_rounds([g / number for g in of_places], rest, extra_args)
-        return *after, value / number
+        value = (value / number).astype(found.value.dtype)
+        return *self._in_rounds(of_places, rest, extra_args), value
 
     def _in_rounds(
         self, of_places: list[Array], rest: dict[int, Any], extra_args: Mapping[str, Any]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optzoo
 from optzoo.sharded.exchange import to_transport
 
-from .cases import ROWS, ids_of, mesh_of, of_ids, shards, whole
+from .cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
 
 def sharded_gradients(loss, mesh, tables, *batch):
@@ -170,14 +170,25 @@ def test_what_cannot_be_read_is_nan():
     np.testing.assert_array_equal(found[~lost], whole()[many[~lost]])
 
 
+@pytest.mark.unique
 def test_transport_in_16_bits():
+    """Rows are rounded once, and so is the gradient of each device, which is a sum."""
     s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
-    ids = ids_of("uniform", (16,), 4)
-    read = lambda t, i: optzoo.sharded.lookup(t, i, s, transport=jnp.bfloat16)
-    rows = run(read, mesh, shards(s, mesh), ids)
-    assert rows.dtype == jnp.float32
-    expected = whole()[np.asarray(ids)]
-    np.testing.assert_array_equal(rows, expected.astype(jnp.bfloat16).astype(np.float32))
+    ids = ids_of("one_owner", (16,), 4)
+    y = np.random.default_rng(0).integers(1, 2**12, (16, WIDTH)).astype(np.float32)
+
+    def read(table, ids, y):
+        of = lambda table: optzoo.sharded.lookup(table, ids, s, transport=jnp.bfloat16)
+        rows, back = jax.vjp(of, table)
+        return rows, *back(y)
+
+    rows, gradient = run(read, mesh, shards(s, mesh), ids, y)
+    assert rows.dtype == gradient.dtype == jnp.float32
+    rounded = lambda a: a.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(rows, rounded(whole()[np.asarray(ids)]))
+    sums = np.zeros((4, ROWS, WIDTH))
+    np.add.at(sums, (np.repeat(np.arange(4), 4), ids), y)
+    np.testing.assert_array_equal(of_ids(gradient, s), rounded(sums).sum(0))
 
 
 def bits_of_all_exponents():

@@ -177,6 +177,49 @@ def test_transport_in_16_bits():
     np.testing.assert_allclose(losses, values, rtol=0.01)
 
 
+@pytest.mark.parametrize(("dtype", "y"), [("float16", 6 * [3e4]), ("bfloat16", [256, *5 * [1]])])
+def test_a_loss_in_16_bits_is_rounded_once(dtype, y):
+    """The sum of the first is no float16; that of the second is 261, between two of bfloat16."""
+    loss = lambda params, y: jnp.sum(y.astype(dtype)) + params["w"].astype(dtype)
+    params, tx = {"w": jnp.zeros([])}, optzoo.gradient_descent(1.0)
+    step = optzoo.sharded_minimize(loss, tx, mesh_of(2, 3), {})
+    value = step(params, tx.init(params), np.float32(y))[2]
+    assert value.dtype == dtype and value == np.mean(y)
+
+
+@pytest.mark.unique
+def test_means_are_rounded_once():
+    """The part of a device when it is sent; that of all devices, in 16 bits, at the end."""
+    mesh, s = mesh_of(2, 3), optzoo.sharded.RowSharding(ROWS, 3, multiple=16)
+    rng, dtypes = np.random.default_rng(0), {"wide": jnp.float32, "half": jnp.bfloat16}
+    draw = lambda most, n: rng.integers(1, most, (mesh.size, n, WIDTH)).astype(np.float32)
+    # Their sums are exact in float32.
+    given = {"wide": draw(2**12, 6), "half": draw(2**8, 6), "layer": draw(2**8, 1)}
+    ids = np.tile([7, 7, 7, 9, 9, 11], (mesh.size, 1))
+    params = {name: shards(s, mesh).astype(dtype) * 0 for name, dtype in dtypes.items()}
+    params["layer"] = jnp.zeros(WIDTH, jnp.bfloat16)
+
+    def loss(params, ids, given):
+        rows = {name: optzoo.lookup(params[name], ids) for name in dtypes}
+        rows["layer"] = params["layer"][None]
+        return sum(jnp.sum(rows[name] * y) for name, y in given.items())
+
+    tx, tables = optzoo.gradient_descent(1.0), dict.fromkeys(dtypes, s)
+    step = optzoo.sharded_minimize(loss, tx, mesh, tables, transport=jnp.bfloat16)
+    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), (ids, given))
+    params, _, _ = step(params, tx.init(params), *flat)
+    rounded = lambda a: a.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
+    want = {"layer": rounded(given["layer"].sum((0, 1), np.float64) / mesh.size)}
+    for name in dtypes:
+        sums = np.zeros((mesh.size, ROWS, WIDTH))
+        np.add.at(sums, (np.arange(mesh.size)[:, None], ids), given[name])
+        total = rounded(sums / mesh.size).sum(0)
+        want[name] = rounded(total) if name == "half" else total
+        params[name] = of_ids(params[name], s)
+    for name, x in params.items():
+        np.testing.assert_array_equal(-np.asarray(x, np.float64), want[name], name)
+
+
 def test_all_rows_are_sent_in_the_dtype_of_transport():
     """There and back, the gradients too; ids are integers."""
     s, mesh, tx = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4), LAZY["lazy_adam"]
