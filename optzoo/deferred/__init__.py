@@ -1,1 +1,1 @@
-"""Deferred rows until they are read: optzoo.caught_up."""
+"""Rows whose updates are deferred until they are read: optzoo.caught_up."""

@@ -105,7 +105,7 @@ def check_no_guard(state: Any) -> None:
 
 
 def _check_nothing_follows(state: Any) -> None:
-    """Raises ``ValueError`` if the state of an ``optax.chain`` has a part after the deferred'."""
+    """Raises ``ValueError`` if something follows :func:`optzoo.caught_up` in an ``optax.chain``."""
     is_plain = lambda node: type(node) is tuple  # not a named tuple, which a wrapper has
     for node in jax.tree.leaves(state, is_leaf=is_plain):
         if not is_plain(node):

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ..core.marked_rows import gather_rows
 from ..core.numerics import safe_divide, sqrt
-from ..state.deferral import DecayRule, Form
+from ..state.decay_rule import DecayRule, Form
 from .series import Series, geometric, rational, rest
 
 _TOLERANCE = {"float32": 2e-8, "float64": 1e-14}
@@ -155,7 +155,7 @@ def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
     return Clock(clock.count + 1, young, ring, numbers, since)
 
 
-def advance(
+def caught_up_rows(
     form: Form, clock: Clock, x: Array, slots: dict[str, Array], last: Array
 ) -> tuple[Array, dict[str, Array]]:
     """Rows and their slots as of step ``last`` as of now.

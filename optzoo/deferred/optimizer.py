@@ -21,7 +21,7 @@ from ..core.optimizer import Notes, about_of, note
 from ..core.paths import is_masked, leaves_with_path, path_name, resolve_mask
 from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows, map_not_none
 from ..core.schedules import at_step
-from ..state.deferral import Deferral
+from ..state.decay_rule import Deferral
 from ..state.fit import StateError
 from ..state.packing import unpack
 from ..state.stochastic_rounding import DTYPES

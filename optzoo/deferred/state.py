@@ -7,7 +7,7 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.paths import is_masked
-from ..state.deferral import DecayRule, Form
+from ..state.decay_rule import DecayRule, Form
 from ..state.types import nodes_of
 from .motion import Clock, make_motion
 

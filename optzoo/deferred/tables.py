@@ -12,14 +12,14 @@ from ..core.compat import vary, varying
 from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.numerics import is_trainable, upcast
-from ..core.paths import is_masked, leaves_with_path, path_name
-from ..state.deferral import Form
+from ..core.paths import flatten_with_path, is_masked, path_name
+from ..state.decay_rule import Form
 from ..state.fit import misfit
 from ..state.packing import is_packed, pack_like, unpack
 from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
 from ..state.storage import rounded
 from ..state.types import LeafwiseState, map_nodes, nodes_of
-from .motion import Clock, advance, restarted
+from .motion import Clock, caught_up_rows, restarted
 from .state import CaughtUpState
 
 _BLOCK = 4096  # rows caught up at once
@@ -145,7 +145,7 @@ class Table:
         each = [unpack(part) for part in slots]
         stored = {name: a for part in each for name, a in part._asdict().items()}
         wide = {name: upcast(a) for name, a in stored.items()}
-        new, current = advance(self.form, self.clock, upcast(x), wide, last)
+        new, current = caught_up_rows(self.form, self.clock, upcast(x), wide, last)
         if any(a.dtype in DTYPES for a in stored.values()):  # at random: right on average
             start = first_place(_SEED, self.clock.count, self.name)
             start = first_place_in_shard(start, self.axes, self.arrays[0].shape)
@@ -244,16 +244,16 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
     Raises:
         StateError: if the state is of other parameters.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    names = [path_name(path) for path, _ in leaves_with_path(params)]
+    leaves, treedef = flatten_with_path(params)
     (form, clock), boxes = form_of(state), Boxes(params, none=False)
     try:
         slots, lasts = slots_by_leaf(state.inner, boxes), boxes.slots(state.last)
     except ValueError as error:
         raise misfit("slots of these parameters", "those of a tree of another structure") from error
     tables = dict[int, Table]()
-    for i, (name, x, s, last) in enumerate(zip(names, leaves, slots, lasts, strict=True)):
+    for i, ((path, x), s, last) in enumerate(zip(leaves, slots, lasts, strict=True)):
         if not is_masked(last):
+            name = path_name(path)
             if not is_trainable(x):
                 raise misfit(f"real numbers as parameter '{name}'", jnp.result_type(x))
             _check_rows(name, jnp.shape(x), last, s)

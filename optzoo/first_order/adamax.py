@@ -12,7 +12,7 @@ from ..core.numerics import safe_divide
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.deferral import DecayRule, Deferral
+from ..state.decay_rule import DecayRule, Deferral
 from ..state.types import NotNegative, Signed
 
 

@@ -12,7 +12,7 @@ from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
-from ..state.deferral import DecayRule, Deferral
+from ..state.decay_rule import DecayRule, Deferral
 from ..state.tf1_names import TF1Names
 from ..state.types import NotNegative, Signed
 

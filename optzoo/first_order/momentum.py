@@ -10,7 +10,7 @@ from ..core.checks import check_flags, check_not_negative
 from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
-from ..state.deferral import DecayRule, Deferral
+from ..state.decay_rule import DecayRule, Deferral
 from ..state.types import Signed
 
 

@@ -10,7 +10,7 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.deferral import DecayRule
+from ..state.decay_rule import DecayRule
 from .adam import AdamSlots, adam_deferral, bias_correction, next_slots
 
 

@@ -13,7 +13,7 @@ from ..core.optimizer import known
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
-from ..state.deferral import DecayRule, Deferral
+from ..state.decay_rule import DecayRule, Deferral
 from ..state.types import Signed
 
 

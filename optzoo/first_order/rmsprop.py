@@ -12,7 +12,7 @@ from ..core.numerics import safe_divide, sqrt
 from ..core.optimizer import known
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
-from ..state.deferral import DecayRule, Deferral
+from ..state.decay_rule import DecayRule, Deferral
 from ..state.types import NotNegative, Signed, Slot
 
 
@@ -132,11 +132,8 @@ def rmsprop(
         bases: dict[str, Any] = {"rms": b2, "mg": b2, "momentum": momentum}
         decays = tuple((name, float(bases[name])) for name in slots)
         # The momentum holds the learning rate, so all steps have the same size.
-        return (
-            Deferral(DecayRule(decays, "momentum" if "momentum" in slots else None))
-            if dense
-            else None
-        )
+        moves = "momentum" if "momentum" in slots else None
+        return Deferral(DecayRule(decays, moves)) if dense else None
 
     tx = leafwise(rule, slots=Slots(**slots), scheduled={"learning_rate": learning_rate})
     return known(row_wise(tx), deferral=deferral)

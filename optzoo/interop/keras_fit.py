@@ -332,17 +332,13 @@ def _default_rate(config: Mapping[str, Any]) -> Any:
     return None if parameter is None else parameter.default
 
 
-def _is_key(leaf: Any) -> bool:
-    return has_keys(leaf.dtype)
-
-
 def _data(leaf: Any) -> Any:
     """An array of the state as Keras can store it."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if has_keys(leaf.dtype) else leaf
 
 
 def _wrap_key(leaf: Any) -> Any:
     """A function that turns what Keras stores into such an array of the state."""
-    if not _is_key(leaf):
+    if not has_keys(leaf.dtype):
         return lambda value: value
     return functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))

@@ -14,7 +14,7 @@ from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, reads_of
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
-from ..state.deferral import Deferral
+from ..state.decay_rule import Deferral
 from ..state.deferred import has_deferred
 from ..state.inner import fitting, inner_transformation
 

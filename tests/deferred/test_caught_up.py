@@ -583,7 +583,7 @@ def wide_and_deep(names=()):
 
 
 def test_wide_and_deep_with_the_averages_of_tensorflow():
-    """Each group has its average, and one its deferred: as one average around dense Adam."""
+    """Each group has its average, and one is deferred: as one average around dense Adam."""
 
     def loss(p, ids, y):
         logits = optzoo.lookup(p["wide"]["w"], ids) + p["wide"]["b"][None]

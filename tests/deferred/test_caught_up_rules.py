@@ -10,8 +10,8 @@ import pytest
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.deferred.motion import advance, make_motion, tick
-from optzoo.state.deferral import DecayRule, Form
+from optzoo.deferred.motion import caught_up_rows, make_motion, tick
+from optzoo.state.decay_rule import DecayRule, Form
 from optzoo.testing import samples
 
 from ..golden import RECORDS, build, load, worst
@@ -185,7 +185,7 @@ def test_the_series_is_exact_for_all_magnitudes(b1, b2, eps):
             clock = tick(motion, clock, rate)
             slots = {"m": jnp.asarray(m), "v": jnp.asarray(v)}
             # As after the ages of `checks`, of rows as of the start.
-            return clock, advance(
+            return clock, caught_up_rows(
                 motion.rule.form, clock, jnp.zeros_like(m), slots, jnp.zeros(65, jnp.int32)
             )
 
@@ -223,7 +223,7 @@ def test_the_longest_deferral_has_a_bound():
     ages = np.array([0, motion.start.longest, motion.start.longest + 1, -1])
     clock = motion.start._replace(count=jnp.int32(5000))
     slots = {"m": np.ones((4, 1), "f"), "v": np.ones((4, 1), "f")}
-    current = jax.jit(functools.partial(advance, motion.rule.form))
+    current = jax.jit(functools.partial(caught_up_rows, motion.rule.form))
     x, _ = current(clock, np.zeros((4, 1), "f"), slots, (5000 - ages).astype(np.int32))
     assert np.isnan(x)[:, 0].tolist() == [False, False, True, True]
 
