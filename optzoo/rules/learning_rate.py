@@ -46,9 +46,10 @@ def scale_by_learning_rate(
     """
     check_rate(learning_rate)
     return leafwise(
-        lambda g, x, s, t, learning_rate: (-learning_rate * g, s),
+        lambda g, x, s, t, factor: (factor * g, s),
         rows=linear,
         scheduled={"learning_rate": learning_rate},
+        precompute=lambda t, learning_rate: {"factor": -learning_rate},
     )
 
 
