@@ -126,24 +126,11 @@ def leafwise(
     """
     check_function(rule=rule, precompute=precompute)
     check_function("a policy such as optzoo.rules.lazy", rows=rows)
-    array_rule = in_float32(rule)
-    rows_rule = rows(array_rule)
+    on_leaves = for_each_leaf(rule, rows, precompute)
     bases = dict(powers or {})
 
-    def on_leaf(leaf, t, of_dtype):
-        g, x, s = leaf
-        if g is None:
-            return None, s
-        hyper = of_dtype(upcast_dtype(g.dtype))
-        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **hyper)
-
     def on_all(leaves, powers, t, **scheduled):
-        @functools.cache
-        def of_dtype(dtype):
-            hyper = in_dtype({**scheduled, **powers}, dtype)
-            return in_dtype(precompute(t, **hyper), dtype)
-
-        done = [on_leaf(leaf, t, of_dtype) for leaf in leaves]
+        done = on_leaves(leaves, t, **scheduled, **powers)
         return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
     tx = frame(
@@ -156,6 +143,31 @@ def leafwise(
         cycle=check_size(1, cycle=cycle),
     )
     return known(tx, rows=rows if rows in POLICIES else None)
+
+
+def for_each_leaf(rule: Rule, rows: RowsPolicy, precompute: Callable[..., Any]) -> Any:
+    """The rule of :func:`leafwise` for several parameters.
+
+    It is a function ``(leaves, t, **numbers)``, which gives the update and the new slots of each.
+    """
+    array_rule = in_float32(rule)
+    rows_rule = rows(array_rule)
+
+    def on_leaf(leaf, t, of_dtype):
+        g, x, s = leaf
+        if g is None:
+            return None, s
+        numbers = of_dtype(upcast_dtype(g.dtype))
+        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **numbers)
+
+    def on_leaves(leaves, t, **numbers):
+        @functools.cache
+        def of_dtype(dtype):
+            return in_dtype(precompute(t, **in_dtype(numbers, dtype)), dtype)
+
+        return [on_leaf(leaf, t, of_dtype) for leaf in leaves]
+
+    return on_leaves
 
 
 def without_state(transformation: Optimizer) -> Optimizer:
