@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ..core.compat import gather_invarying, group_shardings, varying
 from ..core.meshes import automatically, check_axes, devices_along, mesh_of, spec_of
 from ..core.numerics import saturating_cast
 
-# work(stack) -> a stack of the same shape: something of each matrix by itself
+# work(stack) -> a stack of the same shape (n, *shape): something of each matrix by itself
 Work = Callable[[Array], Array]
 
 
@@ -55,43 +54,44 @@ class Owners(NamedTuple):
             raise ValueError(f"owners must be different mesh axes, at least one, got {owners!r}")
         return cls(tuple(axes), None if exchange_dtype is None else jnp.dtype(exchange_dtype))
 
-    def apply(self, work: Work, arrays: Sequence[Array]) -> list[Array]:
-        """The results of ``work`` for some arrays, each computed by one device.
+    def apply(self, work: Work, stacks: Sequence[Array]) -> list[Array]:
+        """The results of ``work`` for some stacks of matrices, each computed by one device.
 
-        Arrays of one shape and dtype are sent together: the program has as many collectives for a
-        hundred layers as for one. On automatic and explicit axes the arrays may be divided in any
-        way, and each result is divided as its array is. Inside of ``shard_map`` each device has
-        them whole: it computes its share of them, and gets those of the others.
+        Stacks of one shape and dtype are sent together: the program has as many collectives for a
+        hundred layers as for one. On automatic and explicit axes they may be divided in any way,
+        and each result is divided as its stack is. Inside of ``shard_map`` each device has them
+        whole: it computes its share of the matrices, and gets those of the others.
 
         Args:
-            work: of a stack of shape ``(n, *shape)``, of whose arrays each is treated alike.
-            arrays: of floating-point numbers.
+            work: of a stack of any number of matrices, of which each is treated alike.
+            stacks: of shape ``(n, *shape)``, of floating-point numbers. ``n`` is 1 for a single
+                matrix, which may have any number of axes.
 
         Raises:
-            ValueError: if the arrays are on no mesh, or on one without these axes.
+            ValueError: if the stacks are on no mesh, or on one without these axes.
         """
         classes = collections.defaultdict[Any, list[int]](list)
-        for i, x in enumerate(arrays):
+        for i, x in enumerate(stacks):
             classes[x.shape, x.dtype, spec_of(x), varying(x)].append(i)
-        results = list(arrays)
+        results = list(stacks)
         for members in classes.values():
-            of_class = self._of_class(work, [arrays[i] for i in members])
+            of_class = self._of_class(work, [stacks[i] for i in members])
             for i, result in zip(members, of_class, strict=True):
                 results[i] = result
         return results
 
-    def _of_class(self, work: Work, arrays: list[Array]) -> list[Array]:
-        """As :meth:`apply`, for arrays of one shape."""
-        mesh = self._mesh(arrays)
+    def _of_class(self, work: Work, stacks: list[Array]) -> list[Array]:
+        """As :meth:`apply`, for stacks of one shape."""
+        mesh = self._mesh(stacks)
         if _is_manual(mesh, self.axes):
-            return self._by_shares(work, arrays)
-        divide = automatically(
-            functools.partial(self._by_constraints, work), lambda _, *xs: list(map(spec_of, xs))
-        )
-        return divide(*arrays)
+            return self._by_shares(work, stacks)
+        [along_first, *_] = spec_of(stacks[0])
+        is_divided = {*self.axes} <= {*jax.tree.leaves(along_first)}
+        divide = functools.partial(self._by_constraints, work, is_divided)
+        return automatically(divide, lambda _, *xs: list(map(spec_of, xs)))(*stacks)
 
-    def _mesh(self, arrays: list[Array]) -> Any:
-        mesh = mesh_of(arrays)
+    def _mesh(self, stacks: list[Array]) -> Any:
+        mesh = mesh_of(stacks)
         mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
         if mesh.empty:
             raise ValueError(
@@ -101,43 +101,60 @@ class Owners(NamedTuple):
         check_axes(mesh, self.axes, "owners= one of these")
         return mesh
 
-    def _by_constraints(self, work: Work, *arrays: Array) -> list[Array]:
+    def _by_constraints(self, work: Work, is_divided: bool, *stacks: Array) -> list[Array]:
         """On automatic axes, of which XLA alone knows how they divide an array.
 
-        The stack is divided along its first axis, by one mesh axis after the other, which XLA does
-        by one all-to-all each; and back in the same stages, as it was before.
+        All matrices in one array are divided along its first axis, by one mesh axis after the
+        other, which XLA does by one all-to-all each; and back in the same stages, as it was before.
+        ``is_divided`` are stacks of which each device has other matrices from the beginning.
         """
-        mesh, dtype, number = self._mesh([*arrays]), arrays[0].dtype, len(arrays)
-        missing = -number % devices_along(mesh, self.axes)
-        padding = [jnp.zeros_like(arrays[0])] * missing
-        stack = _cast(jnp.stack([*arrays, *padding]), self.dtype or dtype)
-        along = functools.partial(_divided, mesh=mesh)
-        stages = [along(stack, self.axes[:0])]
+        mesh, (first, *_) = self._mesh([*stacks]), stacks
+        devices, along = devices_along(mesh, self.axes), functools.partial(_divided, mesh=mesh)
+        if is_divided:
+            stages = [jnp.stack(stacks, axis=1)]
+            apart = lambda done: jnp.unstack(done, axis=1)
+        else:
+            stages = [along(_padded(stacks, devices), self.axes[:0])]
+            apart = lambda done: jnp.split(done[: len(stacks) * len(first)], len(stacks))
+
+        def on_device(x):
+            done = work(saturating_cast(x.reshape(-1, *first.shape[1:]), first.dtype))
+            return saturating_cast(done.reshape(x.shape), x.dtype)
+
+        stages[0] = saturating_cast(stages[0], self.dtype or first.dtype)
         for i in range(1, len(self.axes)):
             stages.append(along(stages[-1], self.axes[-i:]))
         mine = along(stages[-1], self.axes, whole=True)
         spec = PartitionSpec(self.axes)
-        on_device = lambda x: _cast(work(_cast(x, dtype)), x.dtype)
         done = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)(mine)
         for i, stage in reversed([*enumerate(stages)]):
-            done = group_shardings(along(done, self.axes[len(self.axes) - i :]), stage)
-        return [_cast(x, dtype) for x in jnp.unstack(done)[:number]]
+            if not is_divided:
+                done = along(done, self.axes[len(self.axes) - i :])
+            done = group_shardings(done, stage)
+        results = (saturating_cast(x, first.dtype) for x in apart(done))
+        return list(map(group_shardings, results, stacks))
 
-    def _by_shares(self, work: Work, arrays: list[Array]) -> list[Array]:
-        """Inside of ``shard_map``, where each device has all arrays."""
-        dtype, number = arrays[0].dtype, len(arrays)
-        devices = jax.lax.axis_size(self.axes)
-        size = math.ceil(number / devices)
-        padding = [jnp.zeros_like(arrays[0])] * (size * devices - number)
+    def _by_shares(self, work: Work, stacks: list[Array]) -> list[Array]:
+        """Inside of ``shard_map``, where each device has all matrices."""
+        first, devices = stacks[0], jax.lax.axis_size(self.axes)
+        together = _padded(stacks, devices)
+        size = len(together) // devices
         start = jax.lax.axis_index(self.axes) * size
-        mine = jax.lax.dynamic_slice_in_dim(jnp.stack([*arrays, *padding]), start, size)
-        done = _cast(work(mine), self.dtype or dtype)
-        kept = varying(arrays[0])
-        if kept.isdisjoint(self.axes):
+        mine = jax.lax.dynamic_slice_in_dim(together, start, size)
+        done = saturating_cast(work(mine), self.dtype or first.dtype)
+        if varying(first).isdisjoint(self.axes):
             done = gather_invarying(done, self.axes)
         else:  # a type that varies stays one
             done = jax.lax.all_gather(done, self.axes, tiled=True)
-        return [_cast(x, dtype) for x in jnp.unstack(done)[:number]]
+        done = saturating_cast(done, first.dtype)
+        return jnp.split(done[: len(stacks) * len(first)], len(stacks))
+
+
+def _padded(stacks: Sequence[Array], devices: int) -> Array:
+    """All matrices in one array, with zeros appended until the devices divide it."""
+    missing = -len(stacks) * len(stacks[0]) % devices
+    padding = [jnp.zeros_like(stacks[0], shape=(missing, *stacks[0].shape[1:]))] * bool(missing)
+    return jnp.concatenate([*stacks, *padding])
 
 
 def _is_manual(mesh: Any, axes: tuple[str, ...]) -> bool:
@@ -157,7 +174,3 @@ def _divided(x: Array, axes: tuple[str, ...], *, mesh: Any, whole: bool = False)
     free = () if whole else (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
     spec = PartitionSpec(axes or None, *free)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _cast(x: Array, dtype: Any) -> Array:
-    return saturating_cast(x, dtype)

@@ -45,6 +45,11 @@ def arrays(number=11):
     return [rng.normal(size=(16, 8) if i % 3 else (8, 24)) for i in range(number)]
 
 
+def apply(owners, work, xs):
+    """Each array is a stack of one."""
+    return [x[0] for x in owners.apply(work, [x[None] for x in xs])]
+
+
 def mesh_of(sizes, kind):
     kinds = (getattr(AxisType, kind),) * len(sizes)
     return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=kinds)
@@ -63,7 +68,7 @@ def test_values_and_places(case, kind, x64):
     placed = NamedSharding(mesh_of(sizes, kind), spec)
     with x64(True):
         xs = jax.device_put([jnp.asarray(x) for x in arrays()], placed)
-        got = jax.jit(lambda xs: owners.apply(work, xs))(xs)
+        got = jax.jit(lambda xs: apply(owners, work, xs))(xs)
     for x, y, result in zip(arrays(), xs, got, strict=True):
         np.testing.assert_allclose(result, by_numpy(x), rtol=0, atol=1e-13)
         assert result.sharding.is_equivalent_to(y.sharding, 2)
@@ -77,7 +82,7 @@ def test_collectives_do_not_grow_with_the_number_of_arrays(case, kind):
     owners = Owners.of(axes, None)
     placed = NamedSharding(mesh_of(sizes, kind), spec)
     count = lambda number: collectives(
-        lambda xs: owners.apply(work, xs),
+        lambda xs: apply(owners, work, xs),
         jax.device_put([jnp.asarray(x, jnp.float32) for x in arrays(number)], placed),
     )
     few, many = count(3), count(20)
@@ -100,7 +105,7 @@ def test_inside_of_shard_map(axes, x64):
         sizes.append(len(x))
         return work(x)
 
-    f = lambda xs: owners.apply(noted, xs)
+    f = lambda xs: apply(owners, noted, xs)
     with x64(True):
         xs = [jnp.asarray(x) for x in arrays()]
         got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P()))(xs)
@@ -120,7 +125,7 @@ def test_arrays_are_sent_in_another_dtype(inside):
     """Rounded before they are sent, and after the work, which is in their own dtype."""
     mesh, owners = mesh_of({"d": 8}, "Auto"), Owners.of("d", "bfloat16")
     xs = [jnp.asarray(x, jnp.float32) for x in arrays(8)]
-    f = lambda xs: owners.apply(lambda x: 3 * x, xs)
+    f = lambda xs: apply(owners, lambda x: 3 * x, xs)
     if inside:
         got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P()))(xs)
     else:
@@ -131,14 +136,38 @@ def test_arrays_are_sent_in_another_dtype(inside):
         np.testing.assert_array_equal(result, rounded(3 * (x if inside else rounded(x))))
 
 
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_stacks_of_matrices(kind, spec):
+    """Such as experts: those whose types say that devices have other ones are not sent."""
+    owners, placed = Owners.of("d", None), NamedSharding(mesh_of({"d": 8}, kind), spec)
+    rng = np.random.default_rng(1)
+    given = [rng.normal(size=(8, 16, 24)).astype(np.float32) for _ in range(3)]
+    xs, f = jax.device_put(given, placed), lambda xs: owners.apply(work, xs)
+    for x, result in zip(given, jax.jit(f)(xs), strict=True):
+        np.testing.assert_allclose(result, list(map(by_numpy, x)), rtol=0, atol=1e-4)
+        assert result.sharding.is_equivalent_to(placed, 3)
+    if kind == "Explicit" or spec != P("d"):
+        assert collectives(f, xs) == ({} if spec == P("d") else {"all-to-all": 2})
+    uneven = [jnp.asarray(x[:3]) for x in given]  # nine matrices
+    for x, result in zip(uneven, jax.jit(f)(uneven_on(uneven, placed)), strict=True):
+        np.testing.assert_allclose(result, list(map(by_numpy, np.asarray(x))), rtol=0, atol=1e-4)
+
+
+def uneven_on(xs, placed):
+    """Divided as is possible: the devices do not divide the first axis."""
+    spec = P() if placed.spec == P("d") else placed.spec
+    return jax.device_put(xs, NamedSharding(placed.mesh, spec))
+
+
 def test_one_at_a_time():
     """Outside of jit, and on the mesh of set_mesh."""
     mesh, owners = mesh_of({"d": 8}, "Auto"), Owners.of("d", None)
     x = np.float32(arrays(1)[0])
     on_mesh = jax.device_put(x, NamedSharding(mesh, P("d")))
-    np.testing.assert_allclose(owners.apply(work, [on_mesh])[0], by_numpy(x), rtol=1e-5)
+    np.testing.assert_allclose(apply(owners, work, [on_mesh])[0], by_numpy(x), rtol=1e-5)
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: owners.apply(work, [x]))(x)
+        got = jax.jit(lambda x: apply(owners, work, [x]))(x)
     np.testing.assert_allclose(got[0], by_numpy(x), rtol=1e-5)
     assert owners.apply(work, []) == []
 
@@ -156,14 +185,18 @@ def test_mistakes():
         Owners.of("d", "int8")
     assert Owners.of(None, None) is None
     with pytest.raises(ValueError, match=r"needs a mesh with these axes"):
-        Owners.of("d", None).apply(work, [jnp.ones((4, 4))])
+        Owners.of("d", None).apply(work, [jnp.ones((1, 4, 4))])
     mesh = mesh_of({"d": 4, "m": 2}, "Auto")
     x = jax.device_put(jnp.ones((4, 4)), NamedSharding(mesh, P("d")))
     with pytest.raises(ValueError, match=r"mesh has no axis 'e', .* give owners= one of these"):
-        Owners.of("e", None).apply(work, [x])
+        Owners.of("e", None).apply(work, [x[None]])
     both = Owners.of(("d", "m"), None)
     partly = jax.shard_map(
-        lambda x: both.apply(work, [x]), mesh=mesh, in_specs=P(), out_specs=[P()], axis_names={"d"}
+        lambda x: both.apply(work, [x[None]]),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"d"},
     )
     with pytest.raises(ValueError, match=r"are in part axes of the shard_map around the update"):
         jax.jit(partly)(x)
