@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -85,9 +86,10 @@ class MuonOptions:
         check_not_negative(eps=self.eps)
         check_choice(get_args(AdjustLR), adjust_lr=self.adjust_lr)
         self.axes = _by_rank(self.axes)
-        check_floating(f": {', '.join(PRECISIONS)}", iteration_dtype=self.iteration_dtype)
-        self.iteration_dtype = jnp.dtype(self.iteration_dtype)
-        check_choice(PRECISIONS, iteration_dtype=self.iteration_dtype.name)
+        if self.iteration_dtype is not None:
+            check_floating(" or None", iteration_dtype=self.iteration_dtype)
+            self.iteration_dtype = jnp.dtype(self.iteration_dtype)
+            check_choice(PRECISIONS, iteration_dtype=self.iteration_dtype.name)
 
 
 def scale_by_muon(
@@ -99,7 +101,7 @@ def scale_by_muon(
     *,
     adjust_lr: AdjustLR = "original",
     axes: str | Sequence[str] = "io",
-    iteration_dtype: DTypeLike = "bfloat16",
+    iteration_dtype: DTypeLike | None = "bfloat16",
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.muon`.
 
@@ -143,7 +145,7 @@ def muon(
     mask: Any = None,
     adjust_lr: AdjustLR = "original",
     axes: str | Sequence[str] = "io",
-    iteration_dtype: DTypeLike = "bfloat16",
+    iteration_dtype: DTypeLike | None = "bfloat16",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations, as in ``torch.optim``.
 
@@ -207,8 +209,8 @@ def muon(
             tuple has one word for each number of axes, ``("io", "iiio")``. ``"o"`` is a vector of
             outputs, whose direction is divided by its root mean square, and ``""`` a scalar.
         iteration_dtype: in which dtype the steps are computed: ``"bfloat16"``, ``"float32"`` or
-            ``"float64"``. Products in bfloat16 are summed in float32, and rounded once; others are
-            in full precision on every backend.
+            ``"float64"``; None: that of the parameter, float32 at least. Products in bfloat16 are
+            summed in float32, and rounded once; others are in full precision on every backend.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -253,8 +255,8 @@ def _by_step(coefficients: Any, steps: int) -> tuple[tuple[Any, Any, Any], ...]:
         raise ValueError(f"{must}, got {wrong[0]!r}")
     if len(rows) != steps:
         raise ValueError(f"{must}, got {len(rows)} of them: ns_steps is {steps}")
-    for i, row in enumerate(rows):
-        check_finite(**{f"ns_coefficients[{i}]": v for v in row})
+    for coefficient in itertools.chain(*rows):
+        check_finite(ns_coefficients=coefficient)
     return tuple(map(tuple, rows))
 
 
@@ -264,15 +266,14 @@ def _by_rank(axes: Any) -> dict[int, str]:
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise TypeError(f"axes must be a string such as 'io', or a tuple of them, got {axes!r}")
     for word in words:
-        if not re.fullmatch("[bio]*", word):
+        if not re.fullmatch("([bio]*o[bio]*)?", word):
             raise ValueError(
-                f"axes must have the letters b (batch), i (inputs), o (outputs), got {word!r}"
+                "axes must be letters b (a batch), i (inputs) and o (outputs, at least one), got "
+                f"{word!r}"
             )
-        if "o" not in word and len(word) > 0:
-            raise ValueError(f"axes must name the outputs of a matrix by o, got {word!r}")
     by_rank = {len(word): word for word in words}
     if not words or len(by_rank) < len(words):
-        raise ValueError(f"axes must have one word for each number of axes, got {axes!r}")
+        raise ValueError(f"axes must be one word for each number of axes, got {axes!r}")
     return by_rank
 
 
@@ -333,7 +334,7 @@ def _direction(options: MuonOptions, u: Array) -> Array:
 
 def _orthogonal(options: MuonOptions, u: Array) -> Array:
     """Newton-Schulz steps on matrices, the last two axes, that have no more rows than columns."""
-    dtype = options.iteration_dtype
+    dtype = u.dtype if options.iteration_dtype is None else options.iteration_dtype
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"iteration_dtype {dtype.name} needs jax.config.update('jax_enable_x64', True) first"
