@@ -242,5 +242,9 @@ EXCLUDED = [
         ["muon", "normalized_sgd", *OF_NORMS, *OF_WHOLE],
         "never gradient descent at rate 1",
     ),
-    ("MaskedTest.test_prefix_mask_*", ["muon", "normalized_sgd"], "never gradient descent at rate 1"),
+    (
+        "MaskedTest.test_prefix_mask_*",
+        ["muon", "normalized_sgd"],
+        "never gradient descent at rate 1",
+    ),
 ]
