@@ -163,8 +163,9 @@ def muon(
     .. math::
         X \leftarrow a\, X + (b\, X X^\top + c\, (X X^\top)^2)\, X
 
-    With the default coefficients singular values end between about 0.7 and 1.2. The factor
-    :math:`s` depends on the shape alone, for a matrix of :math:`I` inputs and :math:`O` outputs:
+    With the default arguments, singular values above a hundredth of the norm end between 0.68 and
+    1.14. The factor :math:`s` depends on the shape alone, for a matrix of :math:`I` inputs and
+    :math:`O` outputs:
 
     .. math::
         s = \sqrt{\max(1, O / I)}

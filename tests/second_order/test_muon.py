@@ -1,6 +1,8 @@
 """Muon: Newton-Schulz steps by singular values of NumPy, axes, and what is refused."""
 
+import pathlib
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +92,7 @@ def test_vectors_and_scalars():
 @pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4), (3, 3, 4, 8)])
 def test_other_parameters_are_refused(shape):
     params = {"layer": {"kernel": jnp.ones((2, 3)), "other": jnp.ones(shape)}}
-    error = (
-        rf"'layer/other' has shape \({(shape[:1] and shape[0]) or ''}.* 'io': give .*param_groups"
-    )
+    error = f"'layer/other' has shape {re.escape(str(shape))}.* 'io': give .*param_groups"
     tx = optzoo.muon()
     with pytest.raises(ValueError, match=error):
         tx.init(params)
@@ -132,7 +132,7 @@ def test_errors(arguments, error, text):
 
 def test_float64_needs_x64():
     tx = optzoo.muon(iteration_dtype="float64")
-    with pytest.raises(ValueError, match="iteration_dtype float64 needs jax.config.update"):
+    with pytest.raises(ValueError, match="iteration_dtype float64 needs jax"):
         jax.eval_shape(tx.update, MATRIX, tx.init(MATRIX), MATRIX)
 
 
@@ -196,3 +196,10 @@ def test_optax_has_another_bias():
     far = distances()
     assert far[0] < 1e-5 and 0.12 < far[1] < 0.2 and far[19] < 0.03 and far[-1] < 1e-3
     assert np.max(distances(nesterov=False)) < 1e-5
+
+
+def test_the_example_learns():
+    path = pathlib.Path(__file__).parents[2] / "examples" / "muon.py"
+    with jax.numpy_rank_promotion("allow"):
+        losses = runpy.run_path(str(path))["train"](steps=60)
+    assert losses[0] > 4 and np.mean(losses[-5:]) < 2.7
