@@ -231,7 +231,8 @@ def muon(
         in torch the square overflows, and the step is zero. The author's code, `KellerJordan/Muon
         <https://github.com/KellerJordan/Muon>`_, has no decay by default; it adds :math:`\epsilon`
         to the norm; it rounds to bfloat16 after each product and each sum, here and in torch once
-        for both; and its :math:`s` of a convolution is one, unless the kernel is higher than wide.
+        for both; its :math:`s` of a convolution is one, unless the kernel is higher than wide; and
+        without a gradient it moves on by its momentum, where here and in torch a parameter stays.
         ``optax.contrib.muon`` has other directions, since it corrects the bias of the two terms of
         Nesterov momentum by two factors.
     """
