@@ -174,8 +174,9 @@ class custom_jvp:
 
     def __init__(self, f: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
         functools.update_wrapper(self, f)
-        self._f, self._static = f, nondiff_argnums
+        self._f, self._static = f, sorted(nondiff_argnums)
         self._rule: Any = None
+        self._traced = dict[Any, Any]()
 
     def defjvp(self, rule: Callable[..., Any]) -> None:
         """Sets the rule, ``rule(*static, primals, tangents)``, which gives outputs and tangents.
@@ -192,11 +193,6 @@ class custom_jvp:
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._f(*args)
 
-        def of_leaves(*leaves):
-            arrays = iter(treedef.unflatten(leaves))
-            together = [args[i] if i in self._static else next(arrays) for i in range(len(args))]
-            return self._f(*together)
-
         def rule(primals, tangents):
             filled = map(_tangent_of, primals, tangents)
             outs, changes = self._rule(*static, *map(treedef.unflatten, (primals, filled)))
@@ -204,9 +200,22 @@ class custom_jvp:
             keep = lambda out, change: change if _has_tangent(out) else None
             return outs, list(map(keep, outs, changes))
 
-        jaxpr, out = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
-        outs = _custom_jvp_p.bind(*leaves, jaxpr=jaxpr, rule=rule)
-        return jax.tree.unflatten(jax.tree.structure(out), outs)
+        traced = self._of_leaves(treedef, *static).trace(*leaves)
+        outs = _custom_jvp_p.bind(*leaves, jaxpr=traced.jaxpr, rule=rule)
+        return jax.tree.unflatten(jax.tree.structure(traced.out_info), outs)
+
+    def _of_leaves(self, treedef: Any, *static: Any) -> Any:
+        """The function of the leaves of the arrays, which JAX traces once for each type."""
+        if (key := (treedef, static)) not in self._traced:
+
+            def of_leaves(*leaves):
+                args = list(treedef.unflatten(leaves))
+                for i, value in zip(self._static, static, strict=True):
+                    args.insert(i, value)
+                return self._f(*args)
+
+            self._traced[key] = jax.jit(of_leaves)
+        return self._traced[key]
 
 
 def _has_tangent(x: Any) -> bool:

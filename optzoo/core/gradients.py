@@ -1,5 +1,6 @@
 """Gradients as lists, checked."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from .checks import is_array
 from .meshes import spec_of
-from .numerics import has_keys
+from .numerics import dtype_of, has_keys
 from .paths import leaves_with_path, path_name
 from .row_ids import is_protected
 from .rows import fits, is_rows, is_sparse_or_none
@@ -124,15 +125,15 @@ def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str]
             f"is in a {type(x).__name__} and its gradient is not: differentiate with respect to "
             "the parameters as they are, or put the gradient into one, too"
         )
-    of_x = None if x is None else jnp.result_type(x)
+    of_x = None if x is None else dtype_of(x)
     if of_x is not None and (fix := _fix(of_x, allow_complex)):
         return GradientTypeError, f"has dtype {_name(of_x)}: {fix}"
     if x is not None and (found := _partial_sum(x)):
         return GradientTypeError, found
-    dtype = g.dtype if is_rows(g) else jnp.result_type(g)
+    dtype = g.dtype if is_rows(g) else dtype_of(g)
     if fix := _fix(dtype, allow_complex):
         return GradientTypeError, f"has a gradient of dtype {_name(dtype)}: {fix}"
-    for part in jax.tree.leaves(g):
+    for part in jax.tree.leaves(g) if is_rows(g) else [g]:
         if found := _partial_sum(part):
             return GradientTypeError, f"has a gradient that {found}"
     if x is None:
@@ -151,6 +152,7 @@ def _is_complex(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
+@functools.cache
 def _fix(dtype: Any, allow_complex: bool) -> str:
     """What to do about a dtype that no optimizer takes; nothing if they do."""
     if fix := _fix_special(dtype):

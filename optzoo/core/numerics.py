@@ -19,6 +19,11 @@ def promote_types(a: Any, b: Any) -> Any:
         return jnp.promote_types(a, b)
 
 
+def dtype_of(x: Any) -> Any:
+    """As ``jnp.result_type(x)``, for which JAX takes long even for its own arrays."""
+    return x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
+
+
 def wide_dtype(*xs: Any) -> Any:
     """The widest dtype of some arrays, at least float32."""
     return functools.reduce(promote_types, map(jnp.result_type, xs), jnp.dtype(jnp.float32))
@@ -61,16 +66,27 @@ def slot_dtype(x: Any) -> Any:
 
 def upcast(a: Any) -> Any:
     """An array, or rows, in at least float32, the dtype to compute in; integers as they are."""
-    is_inexact = jnp.issubdtype(a.dtype, jnp.inexact)
-    return a.astype(promote_types(a.dtype, jnp.float32)) if is_inexact else a
+    return cast(a, upcast_dtype(a.dtype))
+
+
+@functools.cache
+def upcast_dtype(dtype: Any) -> Any:
+    """The dtype of :func:`upcast`."""
+    return promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+
+def cast(a: Any, dtype: Any) -> Any:
+    """``a.astype(dtype)``, for which JAX takes long even where there is nothing to do."""
+    done = a.dtype == dtype and not getattr(a, "weak_type", True)
+    return a if done else a.astype(dtype)
 
 
 def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
     """Casts; finite values stay finite (a squared gradient easily overflows float16)."""
-    if promote_types(a.dtype, dtype) != dtype:
+    if a.dtype != dtype and promote_types(a.dtype, dtype) != dtype:
         top = jnp.finfo(dtype).max.astype(a.dtype)
         a = jnp.where(jnp.isfinite(a), jnp.clip(a, -top, top), a)
-    return a.astype(dtype)
+    return cast(a, dtype)
 
 
 def next_count(count: Any, cycle: int = 1) -> Array:
@@ -151,7 +167,8 @@ def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
     """
     if isinstance(eps, float | int) and eps >= 1e-30:  # denormals count as zero
         return a / b
-    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
+    is_zero = b == 0
+    return jnp.where(is_zero, 0, a / jnp.where(is_zero, 1, b))
 
 
 @custom_jvp

@@ -421,6 +421,8 @@ def as_arrays(tree: Any) -> Any:
     ``jax.jit`` does this with the arguments of a program. Without it an update may get a state that
     was restored as NumPy arrays, or parameters that are Python floats.
     """
+    if not any(map(_is_foreign, jax.tree.leaves(tree))):
+        return tree
 
     def convert(x):
         values = x.values if is_rows(x) else x

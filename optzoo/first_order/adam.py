@@ -36,12 +36,17 @@ def bias_correction(beta1_power: Array, beta2_power: Array) -> Array:
     return jnp.sqrt(1 - beta2_power) / (1 - beta1_power)
 
 
+def corrected(t: Array, beta1_power: Array, beta2_power: Array) -> dict[str, Array]:
+    """What the rule of Adam gets in the place of the powers."""
+    del t
+    return {"correction": bias_correction(beta1_power, beta2_power)}
+
+
 def adam_rule(b1: float, b2: float, eps: float) -> Rule:
     """The rule of Adam for one array."""
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t, beta1_power, beta2_power):
-        correction = bias_correction(beta1_power, beta2_power)
+    def rule(g, x, s, t, correction):
         update = lambda s: correction * safe_divide(s.m, sqrt(s.v) + eps, eps)
         return update, next_slots(g, s, b1, b2)
 
@@ -187,4 +192,6 @@ def _scale_by_adam(b1: float, b2: float, eps: float, rows: Callable[[Rule], Rows
     b1, b2 = check_decays(b1=b1, b2=b2)
     powers = {"beta1_power": b1, "beta2_power": b2}
     slots = AdamSlots(zeros, zeros)
-    return leafwise(adam_rule(b1, b2, eps), slots=slots, rows=rows, powers=powers)
+    return leafwise(
+        adam_rule(b1, b2, eps), slots=slots, rows=rows, powers=powers, precompute=corrected
+    )

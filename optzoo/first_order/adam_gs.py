@@ -11,7 +11,7 @@ from ..core.checks import check_decays
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
-from .adam import AdamSlots, adam_rule
+from .adam import AdamSlots, adam_rule, corrected
 
 
 def scale_by_adam_gs(
@@ -153,5 +153,6 @@ def _scale_by_adam_gs(b1: float, b2: float, eps: float, rows: Callable[[Rule], R
         slots=AdamSlots(zeros, zeros),
         rows=rows,
         scheduled={"beta1_power": power(b1), "beta2_power": power(b2)},
+        precompute=corrected,
         needs_global_step=True,
     )

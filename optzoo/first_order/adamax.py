@@ -38,13 +38,18 @@ def scale_by_adamax(
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t, beta1_power):
+    def rule(g, x, s, t, correction):
         m = b1 * s.m + (1 - b1) * g
         v = jnp.maximum(b2 * s.v, jnp.abs(g))
-        update = lambda s: 1 / (1 - beta1_power) * safe_divide(s.m, s.v + eps, eps)
+        update = lambda s: correction * safe_divide(s.m, s.v + eps, eps)
         return update, AdaMaxSlots(m, v)
 
-    return leafwise(rule, slots=AdaMaxSlots(zeros, zeros), powers={"beta1_power": b1})
+    return leafwise(
+        rule,
+        slots=AdaMaxSlots(zeros, zeros),
+        powers={"beta1_power": b1},
+        precompute=lambda t, beta1_power: {"correction": 1 / (1 - beta1_power)},
+    )
 
 
 def adamax(

@@ -11,7 +11,7 @@ from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
 from ..state.decay_rule import DecayRule
-from .adam import AdamSlots, adam_deferral, bias_correction, next_slots
+from .adam import AdamSlots, adam_deferral, corrected, next_slots
 
 
 def scale_by_nadam(
@@ -29,14 +29,14 @@ def scale_by_nadam(
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 
-    def rule(g, x, s, t, beta1_power, beta2_power):
-        correction = bias_correction(beta1_power, beta2_power)
+    def rule(g, x, s, t, correction):
         ahead = lambda m: b1 * m + (1 - b1) * g
         update = lambda s: correction * safe_divide(ahead(s.m), sqrt(s.v) + eps, eps)
         return update, next_slots(g, s, b1, b2)
 
     powers = {"beta1_power": b1, "beta2_power": b2}
-    return leafwise(rule, slots=AdamSlots(zeros, zeros), rows=touched, powers=powers)
+    slots = AdamSlots(zeros, zeros)
+    return leafwise(rule, slots=slots, rows=touched, powers=powers, precompute=corrected)
 
 
 def nadam(

@@ -114,9 +114,8 @@ def frame(
 def _placed(leaf: Leaf, done: tuple[Any, Any]) -> tuple[Any, Any]:
     """An update where its parameter is, and slots, as they are stored, where they were."""
     u, slots = done
-    like = leaf.like_update(u)
-    update = u if like is None else placed_as(u, like)
-    return update, placed_as(stored_arrays(slots), stored_arrays(leaf.slots))
+    like, news, olds = leaf.like_update(u), stored_arrays(slots), stored_arrays(leaf.slots)
+    return (u, placed_as(news, olds)) if like is None else placed_as((u, news), (like, olds))
 
 
 def _is_empty(leaf: Leaf) -> bool:

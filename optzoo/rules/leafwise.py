@@ -8,6 +8,7 @@ storage of slots, step count, schedules and the walk over the tree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +17,12 @@ import optax
 from jax import Array
 
 from ..core.checks import check_function, check_size
-from ..core.numerics import slot_dtype
+from ..core.numerics import slot_dtype, upcast_dtype
 from ..core.optimizer import Optimizer, known
 from ..core.rows import is_rows
 from ..state.types import NoSlots
 from .frame import frame
-from .on_stored import in_float32
+from .on_stored import in_dtype, in_float32
 from .policies import POLICIES, RowsPolicy, Rule, lazy
 
 
@@ -53,6 +54,12 @@ def full(value: Any) -> Callable[[Any], Array]:
     return lambda x: jnp.full_like(x, value, dtype=slot_dtype(x))
 
 
+def as_given(t: Any, **numbers: Any) -> dict[str, Any]:
+    """The numbers that a rule gets by keyword, unless ``precompute`` makes others of them."""
+    del t
+    return numbers
+
+
 def leafwise(
     rule: Rule,
     *,
@@ -60,6 +67,7 @@ def leafwise(
     rows: RowsPolicy = lazy,
     scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
     powers: Mapping[str, Any] | None = None,
+    precompute: Callable[..., dict[str, Any]] = as_given,
     needs_params: bool = False,
     needs_global_step: bool = False,
     cycle: int = 1,
@@ -99,6 +107,10 @@ def leafwise(
             in float32 kept in the state, as TensorFlow keeps ``beta1_power``: bias corrections
             such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
             results need equal products.
+        precompute: ``precompute(t, **scheduled, **powers)`` gives, as a dict, what the rule gets by
+            keyword instead of the scheduled values and the powers: numbers that are the same for
+            all parameters, such as a bias correction. It is called once for each dtype that the
+            rule computes in, and not for each parameter. By default they are as they are given.
         needs_params: whether the rule reads the parameter.
         needs_global_step: whether ``update`` must be given ``global_step=``.
         cycle: what the rule takes ``t`` modulo, an int. ``t`` ends at ``2**31 - 1``, and goes back
@@ -109,23 +121,16 @@ def leafwise(
             gradient does not have the shape of its parameter and slots, or if the state is that of
             another optimizer or of other parameters, or if a value of ``scheduled`` is an array
             with axes.
-        TypeError: if ``rule``, ``rows`` or ``slots`` are not functions; at trace time, if a
-            gradient is neither real floating-point nor SparseRows.
+        TypeError: if ``rule``, ``rows``, ``slots`` or ``precompute`` are not functions; at trace
+            time, if a gradient is neither real floating-point nor SparseRows.
     """
-    check_function(rule=rule)
+    check_function(rule=rule, precompute=precompute)
     check_function("a policy such as optzoo.rules.lazy", rows=rows)
-    array_rule = in_float32(rule)
-    rows_rule = rows(array_rule)
+    on_leaves = for_each_leaf(rule, rows, precompute)
     bases = dict(powers or {})
 
-    def on_leaf(leaf, t, **hyper):
-        g, x, s = leaf
-        if g is None:
-            return None, s
-        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **hyper)
-
     def on_all(leaves, powers, t, **scheduled):
-        done = [on_leaf(leaf, t, **scheduled, **powers) for leaf in leaves]
+        done = on_leaves(leaves, t, **scheduled, **powers)
         return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
     tx = frame(
@@ -138,6 +143,31 @@ def leafwise(
         cycle=check_size(1, cycle=cycle),
     )
     return known(tx, rows=rows if rows in POLICIES else None)
+
+
+def for_each_leaf(rule: Rule, rows: RowsPolicy, precompute: Callable[..., Any]) -> Any:
+    """The rule of :func:`leafwise` for several parameters.
+
+    It is a function ``(leaves, t, **numbers)``, which gives the update and the new slots of each.
+    """
+    array_rule = in_float32(rule)
+    rows_rule = rows(array_rule)
+
+    def on_leaf(leaf, t, of_dtype):
+        g, x, s = leaf
+        if g is None:
+            return None, s
+        numbers = of_dtype(upcast_dtype(g.dtype))
+        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **numbers)
+
+    def on_leaves(leaves, t, **numbers):
+        @functools.cache
+        def of_dtype(dtype):
+            return in_dtype(precompute(t, **in_dtype(numbers, dtype)), dtype)
+
+        return [on_leaf(leaf, t, of_dtype) for leaf in leaves]
+
+    return on_leaves
 
 
 def without_state(transformation: Optimizer) -> Optimizer:

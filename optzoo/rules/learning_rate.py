@@ -13,9 +13,11 @@ from ..core.checks import check_rate
 from ..core.numerics import has_16_bits, saturating_cast, upcast
 from ..core.optimizer import About, Optimizer, about_of, known, reads_of
 from ..core.rows import is_rows, is_sparse_or_none
+from ..core.schedules import at_step
 from ..state.inner import fitting
-from ..state.types import LeafwiseState, NoSlots
-from .leafwise import leafwise
+from ..state.types import NoSlots
+from .frame import Leaf
+from .leafwise import for_each_leaf, leafwise
 from .policies import ROW_WISE, linear
 
 
@@ -46,10 +48,20 @@ def scale_by_learning_rate(
     """
     check_rate(learning_rate)
     return leafwise(
-        lambda g, x, s, t, learning_rate: (-learning_rate * g, s),
-        rows=linear,
-        scheduled={"learning_rate": learning_rate},
+        _step, rows=linear, scheduled={"learning_rate": learning_rate}, precompute=_factor
     )
+
+
+def _step(g: Any, x: Any, s: Any, t: Any, factor: Any) -> Any:
+    """The rule of a descent step."""
+    del x, t
+    return factor * g, s
+
+
+def _factor(t: Any, learning_rate: Any) -> dict[str, Any]:
+    """What a direction is multiplied by."""
+    del t
+    return {"factor": -learning_rate}
 
 
 def chain(*members: optax.GradientTransformation) -> Optimizer:
@@ -115,18 +127,23 @@ def descend(
         *directions: transformations, the first made by :func:`optzoo.rules.leafwise` or
             :func:`optzoo.rules.treewise`.
     """
+    check_rate(learning_rate)
     direction = optax.chain(*directions)
-    rate = scale_by_learning_rate(learning_rate)
+    steps = for_each_leaf(_step, linear, _factor)
 
     def init(params):
         states: Any = direction.init(params)
         return *states, optax.EmptyState()
 
     def update(updates, state, params=None, **extra_args):
-        counted = LeafwiseState(state[0].count, NoSlots(), {})
+        number, given = (extra_args.get(k) for k in ("global_step", "learning_rate"))
+        number = state[0].count if number is None else number
+        rate = at_step("learning_rate", number, learning_rate, given)
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
-        updates, _ = rate.update(updates, counted, params, **extra_args)
+        us, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        done = steps([Leaf(u, None, NoSlots()) for u in us], number, learning_rate=rate)
         states: Any = new
-        return updates, (*states, optax.EmptyState())
+        return treedef.unflatten([u for u, _ in done]), (*states, optax.EmptyState())
 
-    return fitting(Optimizer(init, rounded_once(update), _about_chain(*directions, rate)))
+    about = _about_chain(*directions).reading("global_step", "learning_rate")
+    return fitting(Optimizer(init, rounded_once(update), about))

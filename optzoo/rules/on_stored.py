@@ -1,6 +1,6 @@
 """Rules on stored slots: the only callers of ``load`` and ``save``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..core.meshes import automatically, spec_of
-from ..core.numerics import saturating_cast_like, upcast
+from ..core.numerics import cast, saturating_cast_like, upcast
 from ..core.rows import is_rows
 from ..state.storage import StoredSlots, load, read_back, save
 from .policies import Rule
@@ -23,8 +23,7 @@ def in_float32(rule: Rule) -> Rule:
 
     def on_stored(g, x, s, t, **scheduled):
         wide, x, loaded = jax.tree.map(upcast, (g, x, load(s)))
-        hyper = {k: jnp.asarray(h).astype(wide.dtype) for k, h in scheduled.items()}
-        u, new = rule(wide, x, loaded, t, **hyper)
+        u, new = rule(wide, x, loaded, t, **in_dtype(scheduled, wide.dtype))
         saved = save(s, new)
         if callable(u):
             u = u(read_back(saved, new))
@@ -41,6 +40,12 @@ def in_float32(rule: Rule) -> Rule:
         return automatically(call, specs)(g, x, s, t, scheduled)
 
     return on_any_mesh
+
+
+def in_dtype(scheduled: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """Hyper-parameters in the dtype that the rule for an array computes in."""
+    array = lambda h: h if isinstance(h, jax.Array) else jnp.asarray(h)
+    return {k: cast(array(h), dtype) for k, h in scheduled.items()}
 
 
 def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ..core.checks import check_positive
-from ..core.jitted import Jitted
-from ..core.meshes import shard_map
-from ..core.paths import leaves_with_path, path_name
-from ..deferred.catch_up import check_no_guard
 from ..native.step import Native
-from ..sharded.create_table import check_mesh
-from ..sharded.row_sharding import RowSharding, shardings_by_leaf
-from ..sparse.row_major import row_major
+from ..sharded.row_sharding import RowSharding
 from ..sparse.wanted import MIN_ROWS, Sparse
-from ..state.fit import difference, misfit
-from ..state.sharding import state_sharding
-from .sharded import Mapped, ShardedTables
-from .step import Model, train_step
+from .minimize import minimize
 
 
 def sharded_minimize(
@@ -44,9 +31,10 @@ def sharded_minimize(
 ) -> Callable[..., Any]:
     r"""A compiled train step for tables sharded by rows; everything else is data-parallel.
 
-    It is :func:`optzoo.minimize` for many devices: the loss is the same function, which reads the
-    tables by ``table[ids]``, :func:`optzoo.lookup` or :func:`optzoo.lookup_sparse`. It is called
-    with the part of the batch of one device, and its mean over all devices is minimized.
+    It is :func:`optzoo.minimize` with ``mesh=`` and ``tables=``: the loss is the same function,
+    which reads the tables by ``table[ids]``, :func:`optzoo.lookup` or
+    :func:`optzoo.lookup_sparse`. It is called with the part of the batch of one device, and its
+    mean over all devices is minimized.
 
     Each device asks the owners for the distinct rows that its part of the batch needs, computes
     their gradients, and sends them to the owners, which alone update rows and slots. All tables
@@ -117,54 +105,16 @@ def sharded_minimize(
         The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
         extra args go to ``tx.update``.
     """
-    model = Model.of(loss_fn, tx, has_aux, sparse, min_rows, native)
-    check_positive(capacity_factor=1 if capacity_factor is None else capacity_factor)
-    check_positive(max_norm=1 if max_norm is None else max_norm)
-    for sharding in tables.values():
-        check_mesh(mesh, sharding)
-
-    def step(params, state, *batch, **extra_args):
-        model.check(params)
-        check_no_guard(state)
-        _check_batch(batch, mesh)
-        if model.deferred is not None:
-            model.deferred.check(state)
-        shardings = shardings_by_leaf(tables, params)
-        specs = [P() if s is None else s.spec for s in shardings]
-        specs = jax.tree.structure(params).unflatten(specs)
-        put = lambda x, spec: jax.ShapeDtypeStruct(
-            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
-        )
-        placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
-        if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
-        state_specs = jax.tree.map(lambda x: x.spec, placed)
-        part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        mapped = Mapped(mesh, capacity_factor, max_norm, transport, shardings, state_specs)
-
-        def on_device(params, state, batch, extra_args):
-            tables = ShardedTables(model, mapped, params, state)
-            params, state, value, aux = train_step(tables, batch, extra_args)
-            aux = [jax.tree.map(lambda a: jnp.asarray(a)[None], aux)] * has_aux
-            return params, state, value, *aux
-
-        return shard_map(
-            on_device,
-            mesh,
-            in_specs=(specs, state_specs, jax.tree.map(part, batch), P()),
-            out_specs=(specs, state_specs, P(), *[P(mesh.axis_names)] * has_aux),
-        )(params, state, batch, extra_args)
-
-    return Jitted(row_major(step))
-
-
-def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
-    """Raises ``ValueError`` if the devices do not divide the batch."""
-    for i, tree in enumerate(batch):
-        for path, x in leaves_with_path(tree):
-            if jnp.ndim(x) and len(x) % mesh.size:
-                name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
-                raise ValueError(
-                    f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
-                    f"not divide: give a multiple of {mesh.size}, with padding for the rest"
-                )
+    return minimize(
+        loss_fn,
+        tx,
+        has_aux,
+        mesh=mesh,
+        tables=tables,
+        capacity_factor=capacity_factor,
+        max_norm=max_norm,
+        transport=transport,
+        sparse=sparse,
+        min_rows=min_rows,
+        native=native,
+    )

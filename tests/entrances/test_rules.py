@@ -83,6 +83,14 @@ def _(powers):
     return [float(u[0, 0]) for u in (first, tx.update(ONE, state)[0])]
 
 
+@effect("rules.leafwise", "precompute", {False: [0.5], True: [0.25]})
+def _(precompute):
+    """Of the rate of a rule, or of its square."""
+    squared = {"precompute": lambda t, rate: {"rate": rate**2}} if precompute else {}
+    tx = rules.leafwise(lambda g, x, s, t, rate: (rate * g, s), scheduled={"rate": 0.5}, **squared)
+    return tx.update(ONE, tx.init(ONE))[0][0].tolist()
+
+
 def of_shared(leaves, shared, t):
     return [(shared["total"] * leaf.g, leaf.slots) for leaf in leaves], shared
 

@@ -48,7 +48,7 @@ def by_nnx_minimize(loss, tx, **options):
     return optzoo.nnx_minimize(of_model, **options)(model, optimizer, jnp.arange(4))
 
 
-def by_sharded_minimize(loss, tx, ids=4, **options):
+def by_sharded_minimize(loss, tx, ids=4, minimize=optzoo.sharded_minimize, **options):
     """The table is replicated, beside another one that is sharded."""
     mesh = jax.make_mesh((2,), ("shard",), axis_types=(AxisType.Auto,))
     sharding = optzoo.sharded.RowSharding(50, 2)
@@ -58,7 +58,7 @@ def by_sharded_minimize(loss, tx, ids=4, **options):
         "sharded": optzoo.sharded.create_table(sharding, mesh, rows),
     }
     of_both = lambda p, ids: _plus(loss(p, ids), jnp.sum(optzoo.lookup(p["sharded"], ids)))
-    step = optzoo.sharded_minimize(of_both, tx, mesh, {"sharded": sharding}, **options)
+    step = minimize(of_both, tx, mesh=mesh, tables={"sharded": sharding}, **options)
     return step(params, tx.init(params), jnp.arange(ids))
 
 
@@ -115,24 +115,45 @@ for name, train in MINIMIZERS.items():
         return outcome(lambda: train(looked_up, tx, native=native))
 
 
-@effect("sharded_minimize", "capacity_factor", {0.01: "ValueError", None: None})
-def _(capacity_factor):
-    """Rows that move without a gradient need one round."""
-    train = functools.partial(by_sharded_minimize, looked_up, optzoo.adam(0.1), ids=40)
-    return outcome(lambda: train(capacity_factor=capacity_factor))
+for minimize in (optzoo.sharded_minimize, optzoo.minimize):
+    name, on_mesh = minimize.__name__, functools.partial(by_sharded_minimize, minimize=minimize)
+
+    @effect(name, "capacity_factor", {0.01: "ValueError", None: None})
+    def _(capacity_factor, on_mesh=on_mesh):
+        """Rows that move without a gradient need one round."""
+        train = functools.partial(on_mesh, looked_up, optzoo.adam(0.1), ids=40)
+        return outcome(lambda: train(capacity_factor=capacity_factor))
+
+    @effect(name, "max_norm", {None: 8**0.5 / 2, 0.5: 0.5 * (8 / 20) ** 0.5})
+    def _(max_norm, on_mesh=on_mesh):
+        """How far the table moves: its part of a norm of 4 ids in tables of 2 and of 3 columns."""
+        params, *_ = on_mesh(looked_up, SGD, max_norm=max_norm)
+        return pytest.approx(float(jnp.linalg.norm(params["table"] - 1)), rel=1e-5)
+
+    @effect(name, "transport", {None: 6 * (1 + 2**-9), "bfloat16": 6.0})
+    def _(transport, on_mesh=on_mesh):
+        loss = lambda p, ids: 0.0
+        return float(on_mesh(loss, SGD, transport=transport)[2])
 
 
-@effect("sharded_minimize", "max_norm", {None: 8**0.5 / 2, 0.5: 0.5 * (8 / 20) ** 0.5})
-def _(max_norm):
-    """How far the table moves: its part of a norm of 4 ids in tables of 2 and of 3 columns."""
-    params, *_ = by_sharded_minimize(looked_up, SGD, max_norm=max_norm)
-    return pytest.approx(float(jnp.linalg.norm(params["table"] - 1)), rel=1e-5)
+@effect("minimize", "mesh", {None: [4], 2: [2]})
+def _(devices):
+    """How many of four ids the loss sees."""
+    kinds = {"axis_types": (AxisType.Auto,)}
+    mesh = None if devices is None else jax.make_mesh((devices,), ("data",), **kinds)
+    found = []
+    by_minimize(lambda p, ids: found.append(len(ids)) or looked_up(p, ids), SGD, mesh=mesh)
+    return found[:1]
 
 
-@effect("sharded_minimize", "transport", {None: 6 * (1 + 2**-9), "bfloat16": 6.0})
-def _(transport):
-    loss = lambda p, ids: 0.0
-    return float(by_sharded_minimize(loss, SGD, transport=transport)[2])
+@effect("minimize", "tables", {None: (40,), 2: (20,)})
+def _(shards):
+    """How many rows of a table of 40 a device has after a step."""
+    mesh = jax.make_mesh((2,), ("shard",), axis_types=(AxisType.Auto,))
+    sharding = optzoo.sharded.RowSharding(40, 2, multiple=1)
+    tables = None if shards is None else {"table": sharding}
+    params, *_ = by_minimize(looked_up, SGD, mesh=mesh, tables=tables)
+    return params["table"].addressable_shards[0].data.shape[:1]
 
 
 ROWS = jnp.arange(80.0).reshape(40, 2)

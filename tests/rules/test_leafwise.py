@@ -218,6 +218,8 @@ def test_slots_are_a_named_tuple_of_functions():
         leafwise(lambda g, x, s, t: (g, s), rows="lazy")
     with pytest.raises(TypeError, match=r"rule must be a function, got None"):
         leafwise(None)
+    with pytest.raises(TypeError, match=r"precompute must be a function, got 3"):
+        leafwise(lambda g, x, s, t: (g, s), precompute=3)
 
 
 class Counted(NamedTuple):
@@ -257,3 +259,35 @@ def test_a_slot_of_integers_that_becomes_another_kind():
     tx = leafwise(lambda g, x, s, t: (g, Counted(s.m, s.seen + 0.5, s.was)), slots=COUNTED)
     with pytest.raises(ValueError, match=r"the rule made float32 of a slot of int32: return it in"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_precompute_is_called_once_for_each_dtype(x64):
+    """With values of that dtype; rows get the same numbers as arrays do."""
+    calls = []
+
+    def precompute(t, rate, power):
+        calls.append((rate.dtype, power.dtype))
+        return {"factor": rate * (1 - power) / t}
+
+    tx = leafwise(
+        lambda g, x, s, t, factor: (-factor * g, s),
+        scheduled={"rate": lambda n: 2.0 + n},
+        powers={"power": 0.5},
+        precompute=precompute,
+    )
+    with x64(True):
+        grads = {
+            "a": jnp.ones(4, "bfloat16"),
+            "b": jnp.ones(3),
+            "c": jnp.ones((2, 2), "float32"),
+            "rows": SparseRows(jnp.array([2, 0]), jnp.ones((2, 1), "float32"), 3),
+            "none": None,
+        }
+        state = tx.init({**grads, "rows": jnp.ones((3, 1), "float32")})
+        for t in (1, 2):
+            updates, state = tx.update(grads, state)
+            got = (updates["a"], updates["b"], updates["c"], updates["rows"].values)
+            for u in got:
+                np.testing.assert_allclose(np.float64(u), -(1 + t) * (1 - 0.5**t) / t, rtol=4e-3)
+    f32, f64 = jnp.dtype("float32"), jnp.dtype("float64")
+    assert calls == [(f32, f32), (f64, f64)] * 2

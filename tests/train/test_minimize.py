@@ -6,9 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optzoo
 from optzoo.testing.samples import params, step
+from tests import costs
 
 IDS = jnp.array([1, 3, 1])
 
@@ -34,6 +37,50 @@ def test_equals_the_loop_by_hand(optimizer):
         np.testing.assert_allclose(value, want, rtol=1e-6)
     chex.assert_trees_all_close((x, state), (by_hand, old), rtol=1e-5)
     assert train._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("optimizer", ["lazy_adam", "caught_up", "shampoo"])
+def test_a_mesh_divides_the_batch(optimizer, kind):
+    """The mean of the losses of four devices: as one device does with the sum of them all."""
+    make = optzoo.CATALOG[optimizer].make if optimizer != "caught_up" else caught_up_adam
+    kinds = (getattr(AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "more"), axis_types=kinds, devices=jax.devices()[:4])
+    batches = jnp.array([[1, 3, 1], [0, 0, 2], [1, 2, 3], [4, 4, 4]])
+    mean = lambda p, ids: sum(loss(p, of) for of in ids) / 4
+    clipped = lambda: optax.chain(optzoo.clip_by_global_norm(2.0), make())
+    tx, theirs = make() if optimizer == "caught_up" else clipped(), params()
+    old = tx.init(theirs)
+    ours, state = jax.device_put((params(), tx.init(theirs)), NamedSharding(mesh, P()))
+    settings = {"sparse": "allow", "has_aux": True}
+    of_part = lambda p, ids: (loss(p, ids), ids[0])
+    on_mesh = optzoo.minimize(of_part, tx, mesh=mesh, **settings)
+    alone = optzoo.minimize(lambda p, ids: (mean(p, ids), ids), tx, **settings)
+    compiled = []
+    for _ in range(3):
+        ours, state, value, firsts = on_mesh(ours, state, batches.ravel())
+        theirs, old, want, _ = alone(theirs, old, batches)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+        np.testing.assert_array_equal(firsts, batches[:, 0])  # one of each device
+        compiled.append(costs.programs())
+    if optimizer == "caught_up":
+        ours, state = optzoo.rows.catch_up(ours, state)
+        theirs, old = optzoo.rows.catch_up(theirs, old)
+    chex.assert_trees_all_close((ours, state), (theirs, old), rtol=1e-5, atol=1e-6)
+    assert len(set(compiled)) == 1
+
+
+def caught_up_adam():
+    return optzoo.caught_up(optzoo.adam(0.1))
+
+
+def test_arguments_of_a_mesh_need_one():
+    wrong = {"tables": {"table": None}, "capacity_factor": None, "max_norm": 1.0, "transport": "f2"}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r} is for the devices of a mesh"):
+            optzoo.minimize(loss, optzoo.lazy_adam(), **{name: value})
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4"):
+        optzoo.minimize(loss, optzoo.lazy_adam(), mesh=4)
 
 
 def test_donates():

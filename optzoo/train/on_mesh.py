@@ -1,0 +1,101 @@
+"""The train step on a mesh: tables sharded by rows, everything else data-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from ..core.checks import check_positive
+from ..core.meshes import check_axes, shard_map
+from ..core.paths import leaves_with_path, path_name
+from ..sharded.create_table import check_mesh
+from ..sharded.row_sharding import RowSharding, shardings_by_leaf
+from ..state.fit import difference, misfit
+from ..state.sharding import state_sharding
+from .sharded import Mapped, ShardedTables
+from .step import Model, train_step
+
+# Of :func:`optzoo.minimize`.
+_DEFAULTS = {"tables": None, "capacity_factor": 1.0, "max_norm": None, "transport": None}
+
+
+class OnMesh(NamedTuple):
+    """The arguments of :func:`optzoo.minimize` that are of a mesh."""
+
+    mesh: Mesh
+    tables: Mapping[str, RowSharding]
+    capacity_factor: float | None
+    max_norm: float | None
+    transport: DTypeLike | None
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, **given: Any) -> OnMesh | None:
+        """The same, checked; None without a mesh, if no argument needs one."""
+        if mesh is None:
+            for name, value in given.items():
+                if value != _DEFAULTS[name]:
+                    raise ValueError(
+                        f"{name}={value!r} is for the devices of a mesh: give mesh=, too"
+                    )
+            return None
+        check_axes(mesh, (), "")
+        found = cls(mesh, given.pop("tables") or {}, **given)
+        factor, max_norm = found.capacity_factor, found.max_norm
+        check_positive(capacity_factor=1 if factor is None else factor)
+        check_positive(max_norm=1 if max_norm is None else max_norm)
+        for sharding in found.tables.values():
+            check_mesh(mesh, sharding)
+        return found
+
+    def step(
+        self, model: Model, params: Any, state: Any, batch: Sequence[Any], extra_args: Any
+    ) -> Any:
+        """As :func:`train_step`; the auxiliary data has one more axis, over the devices."""
+        mesh = self.mesh
+        _check_batch(batch, mesh)
+        if model.deferred is not None:
+            model.deferred.check(state)
+        shardings = shardings_by_leaf(self.tables, params)
+        specs = [P() if s is None else s.spec for s in shardings]
+        specs = jax.tree.structure(params).unflatten(specs)
+        put = lambda x, spec: jax.ShapeDtypeStruct(
+            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
+        )
+        placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
+        if jax.tree.structure(state) != jax.tree.structure(placed):
+            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
+        state_specs = jax.tree.map(lambda x: x.spec, placed)
+        part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
+        mapped = Mapped(
+            mesh, self.capacity_factor, self.max_norm, self.transport, shardings, state_specs
+        )
+
+        def on_device(params, state, batch, extra_args):
+            tables = ShardedTables(model, mapped, params, state)
+            params, state, value, aux = train_step(tables, batch, extra_args)
+            return params, state, value, jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
+
+        return shard_map(
+            on_device,
+            mesh,
+            in_specs=(specs, state_specs, jax.tree.map(part, batch), P()),
+            out_specs=(specs, state_specs, P(), P(mesh.axis_names)),
+        )(params, state, batch, extra_args)
+
+
+def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
+    """Raises ``ValueError`` if the devices do not divide the batch."""
+    for i, tree in enumerate(batch):
+        for path, x in leaves_with_path(tree):
+            if jnp.ndim(x) and len(x) % mesh.size:
+                name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
+                raise ValueError(
+                    f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
+                    f"not divide: give a multiple of {mesh.size}, with padding for the rest"
+                )
