@@ -77,6 +77,7 @@ from .proximal.proximal_gradient_descent import (
 )
 from .registry import create as create
 from .second_order.ggt import ggt as ggt
+from .second_order.muon import muon as muon
 from .second_order.shampoo.api import blocked_shampoo as blocked_shampoo
 from .second_order.shampoo.api import shampoo as shampoo
 from .second_order.soap import soap as soap

@@ -52,6 +52,7 @@ from .proximal.ftrl import ftrl
 from .proximal.proximal_adagrad import proximal_adagrad
 from .proximal.proximal_gradient_descent import proximal_gradient_descent
 from .second_order.ggt import ggt
+from .second_order.muon import muon
 from .second_order.shampoo.api import blocked_shampoo, shampoo
 from .second_order.soap import soap
 from .wrappers.accumulate import accumulate
@@ -86,7 +87,8 @@ class Entry(NamedTuple):
     rate: float  # a learning rate for small problems; the middle of the race's grid
     original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none
     l1_of_the_sum: bool = False  # its L1 strength is relative to the sum of all gradients
-    required: Mapping[str, Any] = MappingProxyType({})  # values for arguments without default
+    # Values for arguments without default, and for those whose default suits few models.
+    required: Mapping[str, Any] = MappingProxyType({})
     needs_global_step: bool = False  # update(..., global_step=) must be given
     static: tuple[str, ...] = ()  # static_args of optax.inject_hyperparams: not to be injected
 
@@ -108,6 +110,7 @@ def _by_name(*entries: _T) -> dict[str, _T]:
 
 _TRAIN, _CONTRIB, _RETURNN = "tf.train", "tf.contrib.opt", "returnn.tf.updater"
 _MOMENTUM, _DECAY = {"momentum": 0.9}, {"weight_decay_per_step": 1e-4}
+_ANY_AXES = {"axes": ("", "o", "io", "iio", "iiio")}  # vectors and convolutions, too
 
 CATALOG: dict[str, Entry] = _by_name(
     Entry(adadelta, "lazy", 30.0, f"{_TRAIN}.AdadeltaOptimizer"),
@@ -149,6 +152,7 @@ CATALOG: dict[str, Entry] = _by_name(
     Entry(lazy_adam_gs, "lazy", 0.01, f"{_CONTRIB}.LazyAdamGSOptimizer", needs_global_step=True),
     Entry(momentum, "lazy", 0.03, f"{_TRAIN}.MomentumOptimizer", required=_MOMENTUM),
     Entry(momentumw, "lazy", 0.03, f"{_CONTRIB}.MomentumWOptimizer", required=_MOMENTUM | _DECAY),
+    Entry(muon, "dense", 0.02, None, required=_ANY_AXES, static=("ns_steps",)),
     Entry(nadam, "touched", 0.01, f"{_CONTRIB}.NadamOptimizer"),
     Entry(neural_optimizer1, "touched", 0.1, f"{_RETURNN}.NeuralOptimizer1"),
     Entry(normalized_sgd, "lazy", 0.03, f"{_RETURNN}.NormalizedSGD"),

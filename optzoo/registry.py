@@ -551,6 +551,7 @@ _ARGUMENTS_OF = {
     "adam_weight_decay": _OF_BERT,
     "lamb": _OF_BERT,
     "lars": {"eeta": "trust_coefficient", "skip_list": "skip", "weight_decay": "l2_weight_decay"},
+    "muon": {"adjust_lr_fn": "adjust_lr"},
     "power_sign": {"beta": "b1"},
     "rmsprop": {"decay": "b2"},
     "shampoo": {

@@ -61,6 +61,11 @@ def _torch() -> int:
     return sum(len(_meta(GOLDEN / "torch.npz")[kind]) for kind in ("sparse", "dense", "bags"))
 
 
+def _muon() -> int:
+    names = np.load(GOLDEN / "muon.npz").files
+    return sum(name.endswith(("/bfloat16", "/float32", "/float64")) for name in names)
+
+
 def _torchft() -> int:
     published = json.loads((GOLDEN / "torchft" / "published.json").read_text())
     return _files("golden/torchft/*.npz") + len(published)
@@ -138,6 +143,11 @@ COUNTS: tuple[tuple[str, Callable[[], int | str], str], ...] = (
     ("runs of torch's optimizers and bags", _torch, "float64: 1e-14 where the formulas are equal"),
     ("runs of FTRL in four libraries", _ftrl, "1e-6"),
     ("runs of the published code of SOAP", lambda: _files("golden/soap/*.npz"), "1e-5"),
+    (
+        "runs of torch's Muon, and of its author's",
+        _muon,
+        "1e-6, in bfloat16 too; in float64 1e-12",
+    ),
     ("histories of torchft's DiLoCo", _torchft, "1e-8; the published ones exactly"),
     (
         "of the runs above, as programs for SparseCore, run on the CPU",

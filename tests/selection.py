@@ -81,6 +81,7 @@ EXEMPT: dict[str, dict[str, str]] = {
         "test_rows_equal_the_dense_gradient_where_they_touch": MOMENTUM,
         "test_rows_of_other_ranks": MOMENTUM,
     },
+    "muon": {"test_flatten": "one vector in the place of matrices"},
     "normalized_sgd": {"test_flatten": NORM},
     "partial_row_wise_adam": BY_ROWS,
     "partial_row_wise_lamb": BY_ROWS,

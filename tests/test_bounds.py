@@ -37,6 +37,7 @@ TESTED = {
     ),
     "native/scratch.py:SUMMED": "native/test_pool.py::test_results_are_the_same_bits_on_all_pools",
     "native/tpu_kernel.py:_BLOCK": "native/test_tpu_kernel.py::test_numbers_of_ids",
+    "second_order/muon.py:MOST_STEPS": "second_order/test_muon.py::test_the_most_steps",
     "second_order/shampoo/refresh.py:CHUNK": "second_order/test_refresh.py::test_in_chunks",
     "second_order/shampoo/roots.py:TOLERANCE USABLE": (
         "second_order/test_roots.py::test_a_newton_that_does_not_converge_is_found"

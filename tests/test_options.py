@@ -67,7 +67,9 @@ OTHERS = {
     **dict.fromkeys(("mask", "skip"), "kernel"),
     **dict.fromkeys(("fragments", "min_arrived"), 2),
     **dict.fromkeys(("num_workers", "replicas_to_aggregate", "total_num_replicas"), 3),
+    "adjust_lr": "match_rms_adamw",
     "alpha": 0.25,
+    "axes": ("", "o", "oi", "oii"),
     "axis_name": "another",
     "bits": 32,
     "boundaries": [1, 3],
@@ -76,9 +78,12 @@ OTHERS = {
     "grafting": "sgd",
     "horizon": 64,
     "inner": MOMENTUM,
+    "iteration_dtype": "float32",
     "learning_rate_mode": "counter_sgd",
     "learning_rate_power": -0.25,
     "max_rows": {"table": 4},
+    "ns_coefficients": (1.5, -0.5, 0.0),
+    "ns_steps": 7,
     "num_periods": 7,
     "num_updates": "count",
     "order": "round_robin",
@@ -114,7 +119,14 @@ BESIDE = {
     "weight_decay_mode": {"half_life": 7},
 }
 # Of one factory.
+OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr")
+OF_MUON += ("learning_rate", "weight_decay", "mask", "iteration_dtype")
 BESIDE_THERE = {
+    **{
+        (name, option): dict(optzoo.CATALOG["muon"].required)
+        for name in ("muon", "scale_by_muon")
+        for option in OF_MUON
+    },
     **{(name, "mask"): {"weight_decay": 0.1} for name in ("shampoo", "blocked_shampoo", "soap")},
     ("caught_up", "dense"): {"mask": "table", "inner": optzoo.nadam(0.1)},
     ("caught_up", "horizon"): {"mask": "table"},

@@ -398,7 +398,7 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
         ("optax.adafactor", ValueError, "called 'optax.adafactor': call the function of optax; "),
         ("optax.lamb", ValueError, "called 'optax.lamb': call the function of optax; optzoo"),
         ("lion", ValueError, "; there is optax.lion$"),
-        ("muon", ValueError, "; there is optax.contrib.muon$"),
+        ("sophia", ValueError, "; there is optax.contrib.sophia$"),
         (
             "tfa.optimizers.LAMB",
             ValueError,

@@ -31,7 +31,12 @@ def takes_norms(entry):
 
 def has_matrices(entry):
     """Of the whole parameter: XLA chooses where they are, and what to fetch for them."""
-    return entry.factory in (optzoo.blocked_shampoo, optzoo.shampoo, optzoo.soap)
+    return entry.factory in (
+        optzoo.blocked_shampoo,
+        optzoo.muon,
+        optzoo.shampoo,
+        optzoo.soap,
+    )
 
 
 def has_rows(leaf):

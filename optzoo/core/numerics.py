@@ -123,14 +123,15 @@ def common_cycle(*periods: Any) -> int:
     return cycle if len(known) == len(periods) else 2**30 // cycle * cycle
 
 
-def cast_of_gathered(x: Array, dtype: DTypeLike) -> Array:
-    """Rows that were gathered, in another dtype.
+def rounding_cast(x: Array, dtype: DTypeLike) -> Array:
+    """An array in another dtype, rounded to bfloat16 here and nowhere else.
 
-    XLA for TPUs converts to bfloat16 before it gathers, out of the loop that a gather is in: it
-    would make a copy of the whole table. It does not exchange a gather with a rounding to 8 bits of
-    mantissa in float32, after which the conversion changes no value.
+    XLA moves conversions and leaves some out: for TPUs it converts a whole table before it gathers
+    rows, out of the loop that a gather is in, and a number that is converted back it may not round
+    at all. It does neither with a rounding to 8 bits of mantissa in the wider dtype, after which
+    the conversion changes no value.
     """
-    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16:
+    if x.dtype in (jnp.float32, jnp.float64) and jnp.dtype(dtype) == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.dtypes import canonicalize_dtype
 
-from ..core.numerics import cast_of_gathered
+from ..core.numerics import rounding_cast
 from .graph import Operation
 
 _Mode = lax.GatherScatterMode
@@ -51,7 +51,7 @@ class RowGather(NamedTuple):
         near = jnp.clip(given, 0, last).astype(self.dtype)
         rows = tap if table is None else jnp.take(table, near, axis=0, mode="clip") + tap
         for dtype in casts:
-            rows = cast_of_gathered(rows, dtype)
+            rows = rounding_cast(rows, dtype)
         if self.mode == _Mode.CLIP:
             return rows, near
         is_row = (given >= 0) & (given <= last)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.compat import varying
 from ..core.meshes import EVERYWHERE, in_mesh, mesh_of
-from ..core.numerics import cast_of_gathered
+from ..core.numerics import rounding_cast
 from . import equations
 from .gathers import row_gather
 from .graph import Graph, Operation, read
@@ -140,7 +140,7 @@ def _of_lookup(op: Operation, table: FromLeaf | None) -> _Step | None:
             _check_varying(rows, copy)
             rows = rows + taps[0]
         for dtype in table.casts:
-            rows = cast_of_gathered(rows, dtype)
+            rows = rounding_cast(rows, dtype)
         return [rows], [ids]
 
     found = Lookup(
@@ -206,7 +206,7 @@ def _is_cast_to_bfloat16(op: Operation) -> bool:
 
 
 def _of_cast_of_rows(op: Operation) -> _Step:
-    cast = lambda x: cast_of_gathered(x, op.outs[0].aval.dtype)
+    cast = lambda x: rounding_cast(x, op.outs[0].aval.dtype)
     return _Step([], [None], lambda values, copies, taps: ([cast(values[0])], []))
 
 

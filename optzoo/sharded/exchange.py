@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.merge import segment_sum
-from ..core.numerics import cast_of_gathered
+from ..core.numerics import rounding_cast
 from .row_sharding import RowSharding
 
 
@@ -76,7 +76,7 @@ def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSha
 
 def to_transport(x: Array, transport: DTypeLike | None) -> Array:
     """``x`` in the dtype in which it is sent."""
-    return x if transport is None else cast_of_gathered(x, transport)
+    return x if transport is None else rounding_cast(x, transport)
 
 
 def exchange(parts: Sequence[Array], shardings: Sequence[RowSharding]) -> list[Array]:

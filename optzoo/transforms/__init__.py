@@ -31,6 +31,7 @@ from ..first_order.row_wise_lamb import scale_by_row_wise_lamb as scale_by_row_w
 from ..first_order.sparse_adamw import scale_by_sparse_adamw as scale_by_sparse_adamw
 from ..rules.learning_rate import scale_by_learning_rate as scale_by_learning_rate
 from ..second_order.ggt import scale_by_ggt as scale_by_ggt
+from ..second_order.muon import scale_by_muon as scale_by_muon
 from ..second_order.shampoo.api import scale_by_shampoo as scale_by_shampoo
 from ..second_order.shampoo.grafting import graft as graft
 from ..second_order.soap import scale_by_soap as scale_by_soap

@@ -70,7 +70,8 @@ def test_every_optimizer(name):
     check(tx, 3)
 
 
-OF_ALL_ROWS = {"adafactor", "lamb"}  # their norms have the rows that were not there
+# Their norms have the rows that were not there, and Muon's factor their number.
+OF_ALL_ROWS = {"adafactor", "lamb", "muon"}
 
 
 @pytest.mark.usefixtures("eager")

@@ -45,6 +45,15 @@ AS_SGD = {
     "sparse_adamw": ADAM_AS_SGD,
     "momentum": {"learning_rate": 1.0, "momentum": 0.0},
     "momentumw": {"learning_rate": 1.0, "momentum": 0.0, "weight_decay_per_step": 0.0},
+    "muon": {  # for a scalar
+        **CATALOG["muon"].required,
+        "learning_rate": ROOT,
+        "momentum": 0.0,
+        "ns_coefficients": (1.0, 0.0, 0.0),
+        "eps": ROOT,
+        "weight_decay": 0.0,
+        "iteration_dtype": "float32",
+    },
     "nadam": ADAM_AS_SGD,
     "neural_optimizer1": {"learning_rate": 1.0, "decrease_factor": 1.0},
     "normalized_sgd": {"learning_rate": 1.0},  # for a scalar gradient of one
@@ -93,6 +102,7 @@ DESCENT = {
     "lars": {"learning_rate": 0.3},
     "momentum": {"learning_rate": 5e-4, "nesterov": True},
     "momentumw": {"learning_rate": 2e-3},
+    "muon": {"learning_rate": falling(0.05), "weight_decay": 0.0},
     "neural_optimizer1": {"learning_rate": uneven(7e-4)},
     "normalized_sgd": {"learning_rate": falling(0.05)},
     "power_sign": {"learning_rate": 5.5e-4},
@@ -145,7 +155,7 @@ OF_WHOLE = ["adafactor", "lamb"]
 # Arguments that are ints, or choose the slots.
 WITH_STATIC = [
     "adafactor", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad",
-    "global_decay_row_wise_adagrad",
+    "global_decay_row_wise_adagrad", "muon",
 ]  # fmt: skip
 
 SHAMPOO = ["blocked_shampoo", "shampoo", "soap"]
@@ -226,11 +236,15 @@ EXCLUDED = [
             "SAMTest.test_optimization_*",
         )
     ),
-    ("MaskedTest.test_masked_s*", ["normalized_sgd"], "never gradient descent at rate 1"),
+    ("MaskedTest.test_masked_s*", ["muon", "normalized_sgd"], "never gradient descent at rate 1"),
     (
         "MaskedTest.test_nested_mask_*",
-        ["normalized_sgd", *OF_NORMS, *OF_WHOLE],
+        ["muon", "normalized_sgd", *OF_NORMS, *OF_WHOLE],
         "never gradient descent at rate 1",
     ),
-    ("MaskedTest.test_prefix_mask_*", ["normalized_sgd"], "never gradient descent at rate 1"),
+    (
+        "MaskedTest.test_prefix_mask_*",
+        ["muon", "normalized_sgd"],
+        "never gradient descent at rate 1",
+    ),
 ]

@@ -228,7 +228,7 @@ def assert_equal(found, want):
         np.testing.assert_allclose(wide(a), wide(b), rtol=2e-5, atol=1e-7)
 
 
-SECOND_ORDER = ("shampoo", "blocked_shampoo", "soap", "ggt")
+SECOND_ORDER = ("shampoo", "blocked_shampoo", "soap", "ggt", "muon")
 
 
 # Each policy, slots with one number for each row, norms of rows, and what needs the number of rows.

@@ -399,6 +399,7 @@ CODED = {
     "lars": "momentum",
     "momentum": "momentum",
     "momentumw": "momentum",
+    "muon": "momentum_buffer",
     "neural_optimizer1": "m",
     "normalized_sgd": "",
     "partial_row_wise_adam": "m",

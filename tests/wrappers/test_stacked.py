@@ -34,7 +34,8 @@ class LateState(NamedTuple):
 # What looks at more than an element.
 WHOLE = {
     "adafactor", "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad", "ggt",
-    "global_decay_row_wise_adagrad", "row_wise_lamb", "lamb", "lars", "normalized_sgd",
+    "global_decay_row_wise_adagrad", "row_wise_lamb", "lamb", "lars", "muon",
+    "normalized_sgd",
     "partial_row_wise_adam",
     "partial_row_wise_lamb", "row_wise_adagrad", "row_wise_lars", "row_wise_rmsprop", "shampoo",
     "soap",

@@ -24,7 +24,8 @@ ON_ROWS = [
     "nadam", "neural_optimizer1", "power_sign",
 ]  # fmt: skip
 NEVER = [
-    "adafactor", "blocked_shampoo", "ggt", "lamb", "lars", "normalized_sgd", "shampoo", "soap",
+    "adafactor", "blocked_shampoo", "ggt", "lamb", "lars", "muon", "normalized_sgd", "shampoo",
+    "soap",
 ]  # fmt: skip
 AS_THEY_ARE = sorted(CATALOG.keys() - {*ON_ROWS, *NEVER})
 # The elements of a row depend on each other.

@@ -1,0 +1,371 @@
+"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..core.checks import (
+    check_choice,
+    check_decays,
+    check_finite,
+    check_flags,
+    check_floating,
+    check_not_negative,
+    check_size,
+    is_array,
+)
+from ..core.numerics import (
+    has_16_bits,
+    is_number,
+    is_trainable,
+    promote_types,
+    rounding_cast,
+    safe_divide,
+    saturating_cast,
+    sqrt,
+    upcast,
+    wide_dtype,
+)
+from ..core.optimizer import Optimizer, about_of
+from ..core.paths import leaves_with_path, path_name
+from ..core.rows import is_rows, is_sparse_or_none
+from ..rules.frame import Leaf
+from ..rules.leafwise import zeros
+from ..rules.learning_rate import descend
+from ..rules.treewise import treewise
+from ..state.types import Signed
+from .shampoo.api import add_decay
+
+AdjustLR = Literal["original", "match_rms_adamw"]
+# The steepest polynomial at zero whose iterates stay near one, by Jordan.
+JORDAN = (3.4445, -4.7750, 2.0315)
+MOST_STEPS = 99  # as in torch
+PRECISIONS = ("bfloat16", "float32", "float64")
+
+
+class MuonSlots(NamedTuple):
+    """The slots of Muon."""
+
+    momentum_buffer: Signed  # mean of the gradient
+
+
+@dataclasses.dataclass(eq=False)
+class MuonOptions:
+    """The arguments of ``scale_by_muon``; :func:`optzoo.muon` describes them."""
+
+    momentum: Any
+    nesterov: bool
+    ns_coefficients: Any
+    ns_steps: int
+    eps: Any
+    adjust_lr: AdjustLR
+    axes: Any
+    iteration_dtype: Any
+
+    def __post_init__(self) -> None:
+        [self.momentum] = check_decays(momentum=self.momentum)
+        check_flags(nesterov=self.nesterov)
+        self.ns_steps = check_size(1, ns_steps=self.ns_steps)
+        if self.ns_steps > MOST_STEPS:
+            raise ValueError(f"ns_steps must be at most {MOST_STEPS}, got {self.ns_steps}")
+        self.ns_coefficients = _by_step(self.ns_coefficients, self.ns_steps)
+        check_not_negative(eps=self.eps)
+        check_choice(get_args(AdjustLR), adjust_lr=self.adjust_lr)
+        self.axes = _by_rank(self.axes)
+        if self.iteration_dtype is not None:
+            check_floating(" or None", iteration_dtype=self.iteration_dtype)
+            self.iteration_dtype = jnp.dtype(self.iteration_dtype)
+            check_choice(PRECISIONS, iteration_dtype=self.iteration_dtype.name)
+
+
+def scale_by_muon(
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Sequence[Any] = JORDAN,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    adjust_lr: AdjustLR = "original",
+    axes: str | Sequence[str] = "io",
+    iteration_dtype: DTypeLike | None = "bfloat16",
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of :func:`optzoo.muon`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.transforms.scale_by_muon(ns_steps=20, ns_coefficients=(1.5, -0.5, 0.0))
+        >>> gradient = jnp.array([[3.0, 0.0], [0.0, -0.5]])
+        >>> updates, state = tx.update(gradient, tx.init(gradient))
+        >>> print(updates.round(2))  # all singular values are one
+        [[ 1.  0.]
+         [ 0. -1.]]
+    """
+    options = MuonOptions(
+        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr, axes, iteration_dtype
+    )
+    steps = treewise(
+        lambda leaves, shared, t: ([_update(options, leaf) for leaf in leaves], shared),
+        slots=MuonSlots(zeros),
+    )
+
+    def init(params):
+        _check_axes(options, params)
+        return steps.init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        _check_axes(options, updates)
+        return steps.update(updates, state, params, **extra_args)
+
+    return Optimizer(init, update, about_of(steps))
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Sequence[Any] = JORDAN,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    weight_decay: float = 0.1,
+    mask: Any = None,
+    adjust_lr: AdjustLR = "original",
+    axes: str | Sequence[str] = "io",
+    iteration_dtype: DTypeLike | None = "bfloat16",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations, as in ``torch.optim``.
+
+    For a matrix :math:`x` with the gradient :math:`g`:
+
+    .. math::
+        m_t &= \mu\, m_{t-1} + (1 - \mu)\, g_t \\
+        u_t &= (1 - \mu)\, g_t + \mu\, m_t
+            \quad\text{with Nesterov, else}\quad u_t = m_t \\
+        x_t &= x_{t-1} - \eta_t\, (s\, O(u_t) + \lambda\, x_{t-1})
+
+    :math:`O` replaces the singular values of a matrix by numbers near one. Its :math:`k` steps
+    begin at :math:`X = u / \max(\|u\|_F, \epsilon)`, on the shorter side of the matrix:
+
+    .. math::
+        X \leftarrow a\, X + (b\, X X^\top + c\, (X X^\top)^2)\, X
+
+    With the default arguments, singular values above a hundredth of the norm end between 0.68 and
+    1.14. The factor :math:`s` depends on the shape alone, for a matrix of :math:`I` inputs and
+    :math:`O` outputs:
+
+    .. math::
+        s = \sqrt{\max(1, O / I)}
+            \quad\text{or, to match AdamW,}\quad s = 0.2\, \sqrt{\max(I, O)}
+
+    Muon is for the matrices of hidden layers. Embeddings, the last layer, biases and scales take
+    AdamW, by :func:`optzoo.param_groups`. A parameter whose axes ``axes`` does not describe is
+    refused: a vector always, unless you say otherwise.
+
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`).
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optzoo
+        >>> params = {"hidden": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
+        >>> tx = optzoo.param_groups({"kernel": optzoo.muon(0.02), ".*": optax.adamw(1e-3)})
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> print(updates["hidden"]["kernel"].shape)
+        (2, 3)
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule. With ``adjust_lr="original"`` 0.02 is
+            usual, with ``"match_rms_adamw"`` the rate of AdamW.
+        momentum: :math:`\mu`, in [0, 1).
+        nesterov: use Nesterov momentum.
+        ns_coefficients: :math:`(a, b, c)`, or one such tuple for each step.
+        ns_steps: :math:`k`, from 1 to 99. It decides how many steps a program has, so
+            ``optax.inject_hyperparams`` needs it among its ``static_args``.
+        eps: :math:`\epsilon`, at least 0: the least that the norm is divided by.
+        weight_decay: :math:`\lambda`, multiplied by the learning rate, not by :math:`s`; at least
+            0.
+        mask: which parameters decay: a pattern of names, a tuple of patterns such as
+            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
+            returns one of these (:func:`optzoo.param_groups`); None for all.
+        adjust_lr: which :math:`s`: ``"original"``, or ``"match_rms_adamw"``, with which elements
+            move by 0.2 of the rate in the root of the mean square, about as with AdamW.
+        axes: what the axes of parameters are, a letter for each: ``i`` inputs, ``o`` outputs, ``b``
+            a batch of matrices, each by itself. All axes of one letter count as one. ``"io"`` is
+            the kernel of a dense layer in Flax and Keras; ``"oi"`` is that of torch and Equinox;
+            ``"iiio"`` a convolution in two dimensions; ``"ioo"`` and ``"iio"`` are projections into
+            the heads of attention and out of them; ``"bio"`` are layers of a scan, or experts. A
+            tuple has one word for each number of axes, ``("io", "iiio")``. ``"o"`` is a vector of
+            outputs, whose direction is divided by its root mean square, and ``""`` a scalar.
+        iteration_dtype: in which dtype the steps are computed: ``"bfloat16"``, ``"float32"`` or
+            ``"float64"``; None: that of the parameter, float32 at least. Products in bfloat16 are
+            summed in float32, and rounded once; others are in full precision on every backend.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if an argument is out of its range, or if params are needed and missing; from
+            ``init`` and ``update``, if ``axes`` does not describe the axes of a parameter.
+
+    References:
+        Jordan et al., `Muon: An optimizer for hidden layers in neural networks
+        <https://kellerjordan.github.io/posts/muon/>`_, 2024; Liu et al., `Muon is Scalable for LLM
+        Training <https://arxiv.org/abs/2502.16982>`_, 2025; ``torch.optim.Muon`` of `PyTorch
+        <https://github.com/pytorch/pytorch>`_.
+
+    Differences from the original:
+        The last axis of a kernel is that of the outputs, as in JAX; torch has them in the first one
+        (``axes="oi"``). torch refuses parameters that are no matrices. If parameters are in 16
+        bits, the momentum is in float32. A gradient whose norm is above 2e19 is divided by it;
+        in torch the square overflows, and the step is zero. The author's code, `KellerJordan/Muon
+        <https://github.com/KellerJordan/Muon>`_, has no decay by default; it adds :math:`\epsilon`
+        to the norm; it rounds to bfloat16 after each product and each sum, here and in torch once
+        for both; its :math:`s` of a convolution is one, unless the kernel is higher than wide; and
+        without a gradient it moves on by its momentum, where here and in torch a parameter stays.
+        ``optax.contrib.muon`` has other directions, since it corrects the bias of the two terms of
+        Nesterov momentum by two factors.
+    """
+    decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
+    direction = scale_by_muon(
+        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr=adjust_lr, axes=axes,
+        iteration_dtype=iteration_dtype,
+    )  # fmt: skip
+    return descend(learning_rate, direction, *decay)
+
+
+# Arguments
+
+
+def _by_step(coefficients: Any, steps: int) -> tuple[tuple[Any, Any, Any], ...]:
+    """Three coefficients for each step."""
+    must = "ns_coefficients must be three numbers, or a tuple of three for each step"
+    if isinstance(coefficients, str) or not hasattr(coefficients, "__len__"):
+        raise TypeError(f"{must}, got {coefficients!r}")
+    rows = [coefficients] * steps if not any(map(np.ndim, coefficients)) else list(coefficients)
+    if wrong := [row for row in rows if np.shape(row) != (3,)]:
+        raise ValueError(f"{must}, got {wrong[0]!r}")
+    if len(rows) != steps:
+        raise ValueError(f"{must}, got {len(rows)} of them: ns_steps is {steps}")
+    for coefficient in itertools.chain(*rows):
+        check_finite(ns_coefficients=coefficient)
+    return tuple(map(tuple, rows))
+
+
+def _by_rank(axes: Any) -> dict[int, str]:
+    """What the axes of parameters are, by their number."""
+    words = [axes] if isinstance(axes, str) else axes
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f"axes must be a string such as 'io', or a tuple of them, got {axes!r}")
+    for word in words:
+        if not re.fullmatch("([bio]*o[bio]*)?", word):
+            raise ValueError(
+                "axes must be letters b (a batch), i (inputs) and o (outputs, at least one), got "
+                f"{word!r}"
+            )
+    by_rank = {len(word): word for word in words}
+    if not words or len(by_rank) < len(words):
+        raise ValueError(f"axes must be one word for each number of axes, got {axes!r}")
+    return by_rank
+
+
+def _check_axes(options: MuonOptions, tree: Any) -> None:
+    """Raises ``ValueError`` for a parameter, or a gradient, whose axes are not known."""
+    for path, x in leaves_with_path(tree, is_leaf=is_sparse_or_none):
+        if not is_rows(x) and not (is_array(x) and is_trainable(x)):
+            continue
+        shape = jnp.shape(x)
+        if len(shape) not in options.axes:
+            known = " or ".join(repr(word) for word in options.axes.values())
+            raise ValueError(
+                f"parameter '{path_name(path)}' has shape {shape}, and muon takes parameters with "
+                f"the axes {known}: give others to AdamW by optzoo.param_groups, or say by axes= "
+                "what their axes are"
+            )
+
+
+# The update
+
+
+def _update(options: MuonOptions, leaf: Leaf) -> tuple[Any, MuonSlots]:
+    """The direction and the new mean of one parameter."""
+    if leaf.g is None:
+        return None, leaf.slots
+    g = upcast(leaf.g.to_dense() if is_rows(leaf.g) else leaf.g)
+    mean = upcast(leaf.slots.momentum_buffer)
+    dtype = wide_dtype(g, mean)
+    old, new = (jnp.asarray(w, dtype) for w in (options.momentum, 1 - options.momentum))
+    g, mean = g.astype(dtype), mean.astype(dtype)
+    mean = old * mean + new * g
+    direction = _direction(options, new * g + old * mean if options.nesterov else mean)
+    kept = saturating_cast(mean, leaf.slots.momentum_buffer.dtype)
+    return saturating_cast(direction, leaf.g.dtype), MuonSlots(kept)
+
+
+def _direction(options: MuonOptions, u: Array) -> Array:
+    """The nearly orthogonal matrices, times the factor of their shape."""
+    if not u.size:
+        return u
+    word, sizes = options.axes[u.ndim], collections.defaultdict(list)
+    # As torch has them: outputs, then inputs.
+    order = sorted(range(u.ndim), key=lambda axis: "boi".index(word[axis]))
+    for axis in order:
+        sizes[word[axis]].append(u.shape[axis])
+    outputs, inputs = math.prod(sizes["o"]), math.prod(sizes["i"])
+    turned = u.transpose(order)
+    x = turned.reshape(*sizes["b"], outputs, inputs)
+    x = _orthogonal(options, x.mT).mT if outputs > inputs else _orthogonal(options, x)
+    match options.adjust_lr:
+        case "original":
+            factor = math.sqrt(max(1, outputs / inputs))
+        case _:
+            factor = 0.2 * math.sqrt(max(outputs, inputs))
+    back = sorted(range(u.ndim), key=order.__getitem__)
+    return factor * x.astype(u.dtype).reshape(turned.shape).transpose(back)
+
+
+def _orthogonal(options: MuonOptions, u: Array) -> Array:
+    """Newton-Schulz steps on matrices, the last two axes, that have no more rows than columns."""
+    dtype = u.dtype if options.iteration_dtype is None else options.iteration_dtype
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"iteration_dtype {dtype.name} needs jax.config.update('jax_enable_x64', True) first"
+        )
+    # Sums are wide, and what the next product takes is rounded.
+    dtype_of_sums = promote_types(dtype, jnp.float32)
+    wide = lambda x: x.astype(dtype_of_sums)
+    rounded = lambda x: rounding_cast(x, dtype)
+    product = functools.partial(
+        jnp.matmul,
+        precision=None if has_16_bits(dtype) else jax.lax.Precision.HIGHEST,
+        preferred_element_type=dtype_of_sums,
+    )
+
+    def step(x, coefficients):
+        a, b, c = coefficients
+        gram = rounded(product(x, x.mT))
+        polynomial = rounded(b * wide(gram) + c * product(gram, gram))
+        return rounded(a * wide(x) + product(polynomial, x)), None
+
+    x = wide(rounded(u))
+    norm, least = (wide(rounded(n)) for n in (_norm(x), jnp.asarray(options.eps, x.dtype)))
+    x = rounded(safe_divide(x, jnp.maximum(norm, least), options.eps))
+    coefficients = jnp.asarray(options.ns_coefficients, dtype_of_sums)
+    return jax.lax.scan(step, x, tuple(coefficients.T))[0]
+
+
+def _norm(x: Array) -> Array:
+    """The Frobenius norm of each matrix, whose square may be larger than numbers can be."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
+    scaled = safe_divide(x, largest)
+    return largest * sqrt(jnp.sum(scaled**2, axis=(-2, -1), keepdims=True))
