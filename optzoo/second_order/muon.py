@@ -48,6 +48,7 @@ from ..rules.leafwise import zeros
 from ..rules.learning_rate import descend
 from ..rules.treewise import treewise
 from ..state.types import Signed
+from .owners import Owners
 from .shampoo.api import add_decay
 
 AdjustLR = Literal["original", "match_rms_adamw"]
@@ -75,6 +76,7 @@ class MuonOptions:
     adjust_lr: AdjustLR
     axes: Any
     iteration_dtype: Any
+    owners: Owners | None
 
     def __post_init__(self) -> None:
         [self.momentum] = check_decays(momentum=self.momentum)
@@ -95,13 +97,15 @@ class MuonOptions:
 def scale_by_muon(
     momentum: float = 0.95,
     nesterov: bool = True,
-    ns_coefficients: Sequence[Any] = JORDAN,
     ns_steps: int = 5,
-    eps: float = 1e-7,
     *,
+    ns_coefficients: Sequence[Any] = JORDAN,
+    eps: float = 1e-7,
     adjust_lr: AdjustLR = "original",
     axes: str | Sequence[str] = "io",
     iteration_dtype: DTypeLike | None = "bfloat16",
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.muon`.
 
@@ -115,12 +119,10 @@ def scale_by_muon(
          [ 0. -1.]]
     """
     options = MuonOptions(
-        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr, axes, iteration_dtype
-    )
-    steps = treewise(
-        lambda leaves, shared, t: ([_update(options, leaf) for leaf in leaves], shared),
-        slots=MuonSlots(zeros),
-    )
+        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr, axes, iteration_dtype,
+        Owners.of(owners, exchange_dtype),
+    )  # fmt: skip
+    steps = treewise(functools.partial(_update, options), slots=MuonSlots(zeros))
 
     def init(params):
         _check_axes(options, params)
@@ -137,15 +139,17 @@ def muon(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: float = 0.95,
     nesterov: bool = True,
-    ns_coefficients: Sequence[Any] = JORDAN,
     ns_steps: int = 5,
-    eps: float = 1e-7,
     *,
+    ns_coefficients: Sequence[Any] = JORDAN,
+    eps: float = 1e-7,
     weight_decay: float = 0.1,
     mask: Any = None,
     adjust_lr: AdjustLR = "original",
     axes: str | Sequence[str] = "io",
     iteration_dtype: DTypeLike | None = "bfloat16",
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations, as in ``torch.optim``.
 
@@ -175,6 +179,12 @@ def muon(
     AdamW, by :func:`optzoo.param_groups`. A parameter whose axes ``axes`` does not describe is
     refused: a vector always, unless you say otherwise.
 
+    With ``owners`` each matrix has one owner among the devices along these mesh axes. It gets the
+    whole :math:`u_t`, computes :math:`O(u_t)`, and sends back what the others need; the momentum
+    stays where the parameter is. All matrices of one shape are sent by one all-to-all there and one
+    back, so the number of messages does not depend on the number of layers. Without it XLA divides
+    the products of each matrix, and exchanges them.
+
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`).
 
     Example:
@@ -191,9 +201,9 @@ def muon(
             usual, with ``"match_rms_adamw"`` the rate of AdamW.
         momentum: :math:`\mu`, in [0, 1).
         nesterov: use Nesterov momentum.
-        ns_coefficients: :math:`(a, b, c)`, or one such tuple for each step.
         ns_steps: :math:`k`, from 1 to 99. It decides how many steps a program has, so
             ``optax.inject_hyperparams`` needs it among its ``static_args``.
+        ns_coefficients: :math:`(a, b, c)`, or one such tuple for each step.
         eps: :math:`\epsilon`, at least 0: the least that the norm is divided by.
         weight_decay: :math:`\lambda`, multiplied by the learning rate, not by :math:`s`; at least
             0.
@@ -212,11 +222,18 @@ def muon(
         iteration_dtype: in which dtype the steps are computed: ``"bfloat16"``, ``"float32"`` or
             ``"float64"``; None: that of the parameter, float32 at least. Products in bfloat16 are
             summed in float32, and rounded once; others are in full precision on every backend.
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
+            such as those over which parameters are divided; None: no matrix has an owner. The mesh
+            is that of the parameters, or of ``jax.set_mesh``. Inside of ``shard_map``, where each
+            device has the parameters whole, each computes a share of the matrices.
+        exchange_dtype: in which dtype matrices are sent to their owners and back, such as
+            ``"bfloat16"``; None: their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if an argument is out of its range, or if params are needed and missing; from
-            ``init`` and ``update``, if ``axes`` does not describe the axes of a parameter.
+            ``init`` and ``update``, if ``axes`` does not describe the axes of a parameter; from
+            ``update``, if there is no mesh with the axes of ``owners``.
 
     References:
         Jordan et al., `Muon: An optimizer for hidden layers in neural networks
@@ -238,8 +255,9 @@ def muon(
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_muon(
-        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr=adjust_lr, axes=axes,
-        iteration_dtype=iteration_dtype,
+        momentum, nesterov, ns_steps, ns_coefficients=ns_coefficients, eps=eps,
+        adjust_lr=adjust_lr, axes=axes, iteration_dtype=iteration_dtype, owners=owners,
+        exchange_dtype=exchange_dtype,
     )  # fmt: skip
     return descend(learning_rate, direction, *decay)
 
@@ -297,26 +315,61 @@ def _check_axes(options: MuonOptions, tree: Any) -> None:
 # The update
 
 
-def _update(options: MuonOptions, leaf: Leaf) -> tuple[Any, MuonSlots]:
-    """The direction and the new mean of one parameter."""
-    if leaf.g is None:
-        return None, leaf.slots
+def _update(
+    options: MuonOptions, leaves: list[Leaf], shared: dict[str, Array], t: Array
+) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
+    """The rule for :func:`treewise`: of all parameters, since matrices are sent together."""
+    del t
+    present = [leaf for leaf in leaves if leaf.g is not None]
+    means = [_momentum(options, leaf) for leaf in present]
+    directions = _directions(options, [u for u, _ in means])
+    pairs = zip(present, directions, means, strict=True)
+    finished = iter([(saturating_cast(d, leaf.g.dtype), new) for leaf, d, (_, new) in pairs])
+    return [(None, leaf.slots) if leaf.g is None else next(finished) for leaf in leaves], shared
+
+
+def _momentum(options: MuonOptions, leaf: Leaf) -> tuple[Array, MuonSlots]:
+    """What the direction of a parameter is computed from, and the new mean."""
     g = upcast(leaf.g.to_dense() if is_rows(leaf.g) else leaf.g)
     mean = upcast(leaf.slots.momentum_buffer)
     dtype = wide_dtype(g, mean)
     old, new = (jnp.asarray(w, dtype) for w in (options.momentum, 1 - options.momentum))
     g, mean = g.astype(dtype), mean.astype(dtype)
     mean = old * mean + new * g
-    direction = _direction(options, new * g + old * mean if options.nesterov else mean)
     kept = saturating_cast(mean, leaf.slots.momentum_buffer.dtype)
-    return saturating_cast(direction, leaf.g.dtype), MuonSlots(kept)
+    return (new * g + old * mean if options.nesterov else mean), MuonSlots(kept)
 
 
-def _direction(options: MuonOptions, u: Array) -> Array:
+def _directions(options: MuonOptions, us: Sequence[Array]) -> list[Array]:
+    """The direction of each parameter, by its owner if it has one."""
+    words = [options.axes[u.ndim] for u in us]
+    if options.owners is None:
+        return [_direction(options, u, word) for u, word in zip(us, words, strict=True)]
+    results, of_word = list(us), collections.defaultdict[str, list[int]](list)
+    for i, (u, word) in enumerate(zip(us, words, strict=True)):
+        if "i" in word and u.size:
+            of_word[word].append(i)
+        else:
+            results[i] = _direction(options, u, word)
+    for word, members in of_word.items():
+        # Stacks of matrices: the axes of a batch come first, as one.
+        order = sorted(range(len(word)), key=lambda axis, word=word: word[axis] != "b")
+        back = sorted(range(len(word)), key=order.__getitem__)
+        of_each = word.replace("b", "")
+        turned = [us[i].transpose(order) for i in members]
+        stacks = [x.reshape(-1, *x.shape[len(word) - len(of_each) :]) for x in turned]
+        work = jax.vmap(functools.partial(_direction, options, word=of_each))
+        done = options.owners.apply(work, stacks)
+        for i, x, d in zip(members, turned, done, strict=True):
+            results[i] = d.reshape(x.shape).transpose(back)
+    return results
+
+
+def _direction(options: MuonOptions, u: Array, word: str) -> Array:
     """The nearly orthogonal matrices, times the factor of their shape."""
     if not u.size:
         return u
-    word, sizes = options.axes[u.ndim], collections.defaultdict(list)
+    sizes = collections.defaultdict[str, list[int]](list)
     # As torch has them: outputs, then inputs.
     order = sorted(range(u.ndim), key=lambda axis: "boi".index(word[axis]))
     for axis in order:
