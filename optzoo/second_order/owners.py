@@ -111,17 +111,16 @@ class Owners(NamedTuple):
         mesh, (first, *_) = self._mesh([*stacks]), stacks
         devices, along = devices_along(mesh, self.axes), functools.partial(_divided, mesh=mesh)
         if is_divided:
-            stages = [jnp.stack(stacks, axis=1)]
+            stages = [self._to_send(jnp.stack(stacks, axis=1))]
             apart = lambda done: jnp.unstack(done, axis=1)
         else:
-            stages = [along(_padded(stacks, devices), self.axes[:0])]
+            stages = [along(self._to_send(_padded(stacks, devices)), self.axes[:0])]
             apart = lambda done: jnp.split(done[: len(stacks) * len(first)], len(stacks))
 
         def on_device(x):
-            done = work(saturating_cast(x.reshape(-1, *first.shape[1:]), first.dtype))
-            return saturating_cast(done.reshape(x.shape), x.dtype)
+            done = work(self._received(x, first.dtype).reshape(-1, *first.shape[1:]))
+            return self._to_send(done.reshape(x.shape))
 
-        stages[0] = saturating_cast(stages[0], self.dtype or first.dtype)
         for i in range(1, len(self.axes)):
             stages.append(along(stages[-1], self.axes[-i:]))
         mine = along(stages[-1], self.axes, whole=True)
@@ -131,7 +130,7 @@ class Owners(NamedTuple):
             if not is_divided:
                 done = along(done, self.axes[len(self.axes) - i :])
             done = group_shardings(done, stage)
-        results = (saturating_cast(x, first.dtype) for x in apart(done))
+        results = apart(self._received(done, first.dtype))
         return list(map(group_shardings, results, stacks))
 
     def _by_shares(self, work: Work, stacks: list[Array]) -> list[Array]:
@@ -141,13 +140,28 @@ class Owners(NamedTuple):
         size = len(together) // devices
         start = jax.lax.axis_index(self.axes) * size
         mine = jax.lax.dynamic_slice_in_dim(together, start, size)
-        done = saturating_cast(work(mine), self.dtype or first.dtype)
+        done = self._to_send(work(mine))
         if varying(first).isdisjoint(self.axes):
             done = gather_invarying(done, self.axes)
         else:  # a type that varies stays one
             done = jax.lax.all_gather(done, self.axes, tiled=True)
-        done = saturating_cast(done, first.dtype)
+        done = self._received(done, first.dtype)
         return jnp.split(done[: len(stacks) * len(first)], len(stacks))
+
+    def _to_send(self, x: Array) -> Array:
+        """An array in the dtype in which it is sent, as integers: XLA moves conversions."""
+        if self.dtype in (None, x.dtype):
+            return x
+        return jax.lax.bitcast_convert_type(saturating_cast(x, self.dtype), self._integers)
+
+    def _received(self, x: Array, dtype: Any) -> Array:
+        if self.dtype in (None, dtype):
+            return x
+        return saturating_cast(jax.lax.bitcast_convert_type(x, self.dtype), dtype)
+
+    @property
+    def _integers(self) -> Any:
+        return jnp.dtype(f"uint{8 * self.dtype.itemsize}")
 
 
 def _padded(stacks: Sequence[Array], devices: int) -> Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -239,6 +240,29 @@ def replicas(method: str, device: str, *, form: str):
     return jax.jit(mapped, donate_argnums=(0, 1)), args
 
 
+LAYER = {
+    **{name: (768, 768) for name in ("query", "key", "value", "out")},
+    "up": (768, 3072),
+    "down": (3072, 768),
+}
+
+
+def layers(tx: Any, number: int, device: str):
+    """An update of the kernels of some layers of a transformer, divided over all devices."""
+    devices = optzoo.compiled.devices_of(device)
+    mesh = Mesh(np.array(devices), ("data",))
+    params = {f"layer_{i}": {k: of(*shape) for k, shape in LAYER.items()} for i in range(number)}
+    params = placed(params, mesh, PartitionSpec("data"))
+    specs = jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params))
+    state = placed(jax.eval_shape(tx.init, params), mesh, specs)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1)), (params, state, params)
+
+
 # All of them
 
 lazy_adam = lambda: optzoo.lazy_adam(1e-3)
@@ -287,6 +311,17 @@ SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "lines": (lazy_adam, {"in_lines": True}),
     "native": (lazy_adam, {"native": True}),
 }
+LARGE = ("v5e:4x4", "v6e:4x4", "h100:8")
+# The optimizers of matrices that are divided over devices, and with how many layers.
+OF_LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "optax.contrib.muon": (lambda: optax.contrib.muon(0.02), (2,)),
+    "muon": (lambda: optzoo.muon(0.02), (2,)),
+    "muon, owners": (lambda: optzoo.muon(0.02, owners="data"), (2, 12)),
+    "muon, owners, exchange_dtype": (
+        lambda: optzoo.muon(0.02, owners="data", exchange_dtype="bfloat16"),
+        (12,),
+    ),
+}
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
 
@@ -333,6 +368,10 @@ def _all() -> Iterator[Case]:
             yield from _on(FOUR, f"sharded/{name}/{width}", make)
         make = lambda device, width=width: own_step(optzoo.gradient_descent(0.1), width, device)
         yield from _on(FOUR, f"sharded/own step/{width}", make)
+    for name, (tx, numbers) in OF_LAYERS.items():
+        for number in numbers:
+            make = lambda device, tx=tx, number=number: layers(tx(), number, device)
+            yield from _on(LARGE, f"layers/{name}/{number}", make)
     for method in optzoo.catalog.DISTRIBUTED:
         for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):
             make = functools.partial(replicas, method, form=form)
