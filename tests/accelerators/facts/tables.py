@@ -104,6 +104,21 @@ def of_steps(kind: str) -> str:
     return table(*(line if has_sent else line[:-1] for line in [head, *lines]))
 
 
+def of_layers() -> str:
+    """Updates of the matrices of some layers, divided over all devices."""
+    many, gpus = "v5e:4x4", "h100:8"
+    names = [c.name for c in cases.CASES.values() if c.device == many and "layers/" in c.name]
+    of = lambda name: [
+        *(mega(f"{name}/{many}", what) for what in ("temporaries", "bytes", "cycles")),
+        _sent(f"{name}/{many}"),
+        mega(f"{name}/{gpus}", "temporaries"),
+        _sent(f"{name}/{gpus}"),
+    ]
+    lines = ([_in_words(name), *of(name)] for name in names)
+    head = ["optimizer, layers", "v5e: temporaries", "read and written", "cycles", "sent"]
+    return table([*head, "H100: temporaries", "sent"], *lines)
+
+
 def _in_words(name: str) -> str:
     """``sharded/lazy_adam/64`` as ``lazy_adam, 64``."""
     return ", ".join(name.split("/")[1:])
@@ -129,4 +144,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "facts, loops": lambda: of_steps("loop"),
     "facts, sharded": lambda: of_steps("sharded"),
     "facts, replicas": lambda: of_steps("replicas"),
+    "facts, layers": of_layers,
 }
