@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.checks import check_floating
-from ..core.compat import gather_invarying, group_shardings, varying
+from ..core.compat import gather_invarying, group_shardings, vary_as, varying
 from ..core.meshes import automatically, check_axes, devices_along, mesh_of, spec_of
 from ..core.numerics import saturating_cast
 
@@ -140,12 +140,8 @@ class Owners(NamedTuple):
         size = len(together) // devices
         start = jax.lax.axis_index(self.axes) * size
         mine = jax.lax.dynamic_slice_in_dim(together, start, size)
-        done = self._to_send(work(mine))
-        if varying(first).isdisjoint(self.axes):
-            done = gather_invarying(done, self.axes)
-        else:  # a type that varies stays one
-            done = jax.lax.all_gather(done, self.axes, tiled=True)
-        done = self._received(done, first.dtype)
+        done = gather_invarying(self._to_send(work(mine)), self.axes)
+        done = vary_as(self._received(done, first.dtype), first)
         return jnp.split(done[: len(stacks) * len(first)], len(stacks))
 
     def _to_send(self, x: Array) -> Array:

@@ -14,15 +14,15 @@ from tests.second_order.test_owners import collectives
 
 # Layers of two shapes, a convolution, layers of a scan, and what is no matrix.
 SHAPES = {
-    "up": (16, 32), "down": (32, 16), "up2": (16, 32), "conv": (3, 1, 8, 16), "scan": (3, 16, 16),
+    "up": (16, 32), "down": (32, 16), "up2": (16, 32), "conv": (3, 1, 8, 16), "scan": (16, 16, 3),
     "bias": (16,), "scale": (),
 }  # fmt: skip
-AXES = ("", "o", "io", "bio", "iiio")
+AXES = ("", "o", "io", "iob", "iiio")
 SPECS = {
     "rows": {"up": P("d"), "down": P("d"), "up2": P("d"), "conv": P(None, None, "d"),
-             "scan": P(None, "d"), "bias": P("d"), "scale": P()},
+             "scan": P("d"), "bias": P("d"), "scale": P()},
     "tiles": {"up": P("d", "m"), "down": P("m", "d"), "up2": P("d", "m"),
-              "conv": P(None, None, None, "d"), "scan": P(None, "d", "m"), "bias": P("m"),
+              "conv": P(None, None, None, "d"), "scan": P("d", "m"), "bias": P("m"),
               "scale": P()},
     "replicated": dict.fromkeys(SHAPES, P()),
 }  # fmt: skip
