@@ -90,6 +90,19 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(content, tree, is_leaf=_is_leaf)
 
 
+def marks_of_boxes(marks: Any) -> Any:
+    """A mask with the mark of an array in the place of its box: ``optax.masked`` hides both.
+
+    So no box is left without an array. A box that is a part of the parameter's name stays.
+    """
+
+    def of_each(x):
+        child = _only_child(x)
+        return x if child is None or BoxKey(child[0]).is_name else child[1]
+
+    return jax.tree.map(of_each, marks, is_leaf=_is_leaf)
+
+
 class Boxes:
     """The boxes of a tree of gradients or parameters, in which slots may be, too.
 
