@@ -98,7 +98,7 @@ def marks_of_boxes(marks: Any) -> Any:
 
     def of_each(x):
         child = _only_child(x)
-        return x if child is None or BoxKey(child[0]).is_name else child[1]
+        return x if child is None or child[1] is None or BoxKey(child[0]).is_name else child[1]
 
     return jax.tree.map(of_each, marks, is_leaf=_is_leaf)
 
@@ -110,11 +110,11 @@ class Boxes:
 
     Args:
         updates: the tree. SparseRows are leaves.
-        none: whether None is one: a missing gradient.
+        none: whether None is one, also in a box: a missing gradient.
     """
 
     def __init__(self, updates: Any, *, none: bool = True):
-        stop = _is_leaf if none else lambda x: x is not None and _is_leaf(x)
+        stop = _is_leaf if none else lambda x: _is_leaf(x) and content(x) is not None
         self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=stop)
         self.contents = list(map(content, self.nodes))  # the gradients
 
