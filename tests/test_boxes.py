@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -19,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optzoo
-from optzoo.core.paths import leaves_with_path, path_name, resolve_mask
+from optzoo.core.paths import leaves_with_path, map_with_path, path_name, resolve_mask
 from optzoo.growing.reset_rows import reset_rows
 from optzoo.growing.resize_table import resize_table
 from optzoo.interop.tf1 import tf1_variables
@@ -103,18 +104,27 @@ def program(f, *args):
     return re.sub(" at 0x[0-9a-f]+", "", str(jaxpr))
 
 
+# Those that hide parameters from each other.
+IN_PARTS = {
+    "groups": optzoo.param_groups({"table": ALL["row_wise_adagrad"], ".*": ALL["adam"]}),
+    "fragments": optzoo.diloco(ALL["adam"], axis_name=None, fragments=2),
+}
+
+
 @pytest.mark.parametrize("kind", BOXES)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL | IN_PARTS)
 def test_a_box_holds_an_array_with_its_axes(name, kind):
     """All else is without one; and the programs are those of plain arrays."""
     make, names_in = BOXES[kind]
-    tx, params, plain = ALL[name], boxed(make), arrays()
+    tx, params, plain = (ALL | IN_PARTS)[name], boxed(make), arrays()
     is_box = lambda x: isinstance(x, type(params["table"]))
     state, plain_state = tx.init(params), tx.init(plain)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, (state, plain_state)))
     for path, slot in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_box):
         if not is_box(slot):
             continue
+        if name in IN_PARTS and kind in ("equinox", "own") and not jax.tree.leaves(slot):
+            continue  # the name needs the box
         [array] = jax.tree.leaves(slot)
         [owner] = [k for k in NAMES if jax.tree_util.DictKey(k) in path]
         assert array.ndim == plain[owner].ndim or names_in or kind == "nnx without names", path
@@ -134,6 +144,20 @@ def test_a_box_holds_an_array_with_its_axes(name, kind):
     updates, new = jax.eval_shape(tx.update, params, state, params)
     chex.assert_trees_all_equal_structs(updates, params)
     chex.assert_trees_all_equal_structs(new, state)
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_states_with_boxes_of_hidden_parameters(kind):
+    """As optax.partition makes them, and as param_groups did before December 2026."""
+    tx, params = IN_PARTS["groups"], boxed(BOXES[kind][0])
+    label = lambda path, _: "group_0" if path_name(path).startswith("table") else "group_1"
+    txs = {"group_0": ALL["row_wise_adagrad"], "group_1": ALL["adam"]}
+    old = optax.partition(txs, lambda tree: map_with_path(label, tree))
+    _, saved = old.update(params, old.init(params), params)
+    _, want = tx.update(params, tx.init(params), params)
+    got = optzoo.state.state_like(saved, jax.eval_shape(tx.init, params))
+    chex.assert_trees_all_equal_structs(got, want)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (got, want)))
 
 
 @pytest.mark.parametrize("kind", BOXES)

@@ -8,7 +8,10 @@ import pytest
 
 import optzoo
 
+from .test_boxes import BOXES, IN_PARTS, boxed, program
 from .test_meshes import ALL
+
+OPTIMIZERS = ALL | IN_PARTS
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -35,3 +38,25 @@ def test_none_among_the_parameters(name, native):
     want, expected = train(x)
     assert got.pop("activation") is None and got.pop("layers") == [None, {}]
     chex.assert_trees_all_close((got, value), (want, expected), rtol=1e-6)
+
+
+def lowered(f, tree):
+    leaves, treedef = jax.tree.flatten(tree)
+    f_of_leaves = lambda *xs: jax.tree.leaves(f(treedef.unflatten(xs)))
+    return jax.jit(f_of_leaves).lower(*leaves).as_text()
+
+
+@pytest.mark.parametrize("kind", BOXES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_none_in_a_box(name, kind):
+    """As Equinox' filters leave a frozen parameter. The programs are those without it."""
+    tx, params = OPTIMIZERS[name], boxed(BOXES[kind][0])
+    frozen = params | {"bias": jax.tree.map(lambda _: None, params["bias"])}
+    others = {k: params[k] for k in ("table", "kernel")}
+    run = lambda params: tx.update(params, tx.init(params), params)
+    updates, state = jax.eval_shape(run, frozen)
+    chex.assert_trees_all_equal_structs((updates, state), (frozen, tx.init(frozen)))
+    chex.assert_trees_all_equal_shapes(*map(jax.tree.leaves, (state, tx.init(others))))
+    # Lowered, a program is without the random bits that nothing reads.
+    text = lowered if "random" in name else program
+    assert text(run, frozen) == text(run, others)

@@ -90,6 +90,19 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(content, tree, is_leaf=_is_leaf)
 
 
+def marks_of_boxes(marks: Any) -> Any:
+    """A mask with the mark of an array in the place of its box: ``optax.masked`` hides both.
+
+    So no box is left without an array. A box that is a part of the parameter's name stays.
+    """
+
+    def of_each(x):
+        child = _only_child(x)
+        return x if child is None or child[1] is None or BoxKey(child[0]).is_name else child[1]
+
+    return jax.tree.map(of_each, marks, is_leaf=_is_leaf)
+
+
 class Boxes:
     """The boxes of a tree of gradients or parameters, in which slots may be, too.
 
@@ -97,11 +110,11 @@ class Boxes:
 
     Args:
         updates: the tree. SparseRows are leaves.
-        none: whether None is one: a missing gradient.
+        none: whether None is one, also in a box: a missing gradient.
     """
 
     def __init__(self, updates: Any, *, none: bool = True):
-        stop = _is_leaf if none else lambda x: x is not None and _is_leaf(x)
+        stop = _is_leaf if none else lambda x: _is_leaf(x) and content(x) is not None
         self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=stop)
         self.contents = list(map(content, self.nodes))  # the gradients
 

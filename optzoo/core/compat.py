@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir.dialects import sdy
 from optax._src.base import NO_PARAMS_MSG as NO_PARAMS_MSG  # the message that users know
 
-# Before jaxlib 0.12 eigh of several matrices on the CPU waits for the threads of a pool. Where the
-# collectives of several devices hold all of them, no device goes on.
-EIGH_WAITS_FOR_THREADS = jaxlib.version.__version_info__ < (0, 12)
+# Before jaxlib 0.12 each operation of LAPACK on several matrices waits for the threads of a pool.
+# Where collectives or such operations of several devices hold all of them, no device goes on.
+LAPACK_WAITS_FOR_THREADS = jaxlib.version.__version_info__ < (0, 12)
 
 # Primitives
 

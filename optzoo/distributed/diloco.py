@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from ..core.boxes import marks_of_boxes
 from ..core.checks import check_choice, check_flags, check_fraction, check_size
 from ..core.rows import map_not_none, replace_not_none
 from ..state.averages import wide_zeros_like
@@ -192,7 +193,7 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     outer = inner_transformation(outer=outer)
     outers = [
-        optax.masked(outer, lambda tree, i=i: _members(tree, fragments, i))
+        optax.masked(outer, lambda tree, i=i: marks_of_boxes(_members(tree, fragments, i)))
         for i in range(fragments)
     ]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.compat import custom_jvp
-from .eigh import decompose, eigh
+from .eigh import by_platform, decompose, eigh, one_by_one
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -78,9 +78,8 @@ def _(primals, tangents):
 def _orthogonal(a: Array) -> Array:
     """The orthogonal factor of a QR decomposition."""
     factor = lambda a: jnp.linalg.qr(a)[0]
-    if a.shape[-1] <= ONE_BY_ONE:
-        return factor(a)
-    return jax.lax.platform_dependent(a, tpu=lambda a: jax.lax.map(factor, a), default=factor)
+    many = {"tpu": functools.partial(one_by_one, factor)} if a.shape[-1] > ONE_BY_ONE else {}
+    return by_platform(factor, a, special=many)
 
 
 @_orthogonal.defjvp
@@ -92,5 +91,5 @@ def _(primals, tangents):
     is_zero = sizes <= EQUAL * jnp.max(sizes, axis=1, keepdims=True)
     r = r + jax.vmap(jnp.diag)(is_zero.astype(a.dtype))
     solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=False, lower=False)
-    turn = jnp.tril(solve(r, matmul(q.mT, tangents[0])), -1)
+    turn = jnp.tril(by_platform(solve, r, matmul(q.mT, tangents[0]), is_linear=True), -1)
     return q, matmul(q, turn - turn.mT)

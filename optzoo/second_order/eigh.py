@@ -1,15 +1,15 @@
-"""Eigenvectors, also inside of a derivative."""
+"""Eigenvectors, also inside of a derivative; and how LAPACK is called."""
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.compat import EIGH_WAITS_FOR_THREADS, custom_jvp, eigh_by_jacobi
+from ..core.compat import LAPACK_WAITS_FOR_THREADS, custom_jvp, eigh_by_jacobi
 
 # Above 256 JAX takes QDWH on a TPU, which compiles for 30 s at each place. Up to 768 the Jacobi
 # iteration of XLA is one kernel on v5e, v5p, v6e and tpu7x. At 1,024 on v5e it is loops over main
@@ -20,18 +20,42 @@ _QDWH, _KERNEL = 256, 768
 def decompose(a: Array, **options: Any) -> tuple[Array, Array]:
     """``jnp.linalg.eigh``, but quickly compiled for TPUs."""
     usual = lambda a: tuple(jnp.linalg.eigh(a, **options))
-    special = dict[str, Callable[[Array], tuple[Array, Array]]]()
+    special = dict[str, Callable[..., Any]]()
     if _QDWH < a.shape[-1] <= _KERNEL:
         special["tpu"] = functools.partial(eigh_by_jacobi, **options)
-    if EIGH_WAITS_FOR_THREADS and math.prod(a.shape[:-2]) > 1:
-        special["cpu"] = functools.partial(_one_by_one, usual)
-    return jax.lax.platform_dependent(a, **special, default=usual) if special else usual(a)
+    return by_platform(usual, a, special=special)
 
 
-def _one_by_one(f: Callable[[Array], tuple[Array, Array]], a: Array) -> tuple[Array, Array]:
-    """``f`` of stacks of one matrix, one after the other."""
-    values, vectors = jax.lax.map(f, a.reshape(-1, 1, *a.shape[-2:]))
-    return values.reshape(a.shape[:-1]), vectors.reshape(a.shape)
+def by_platform(
+    f: Callable[..., Any],
+    *arrays: Array,
+    is_linear: bool = False,
+    special: Mapping[str, Callable[..., Any]] | None = None,
+) -> Any:
+    """``f``, an operation of LAPACK, of stacks of matrices ``(..., m, n)``.
+
+    On the CPU it is of one matrix after the other where that of several may never end.
+
+    Args:
+        f: of the arrays, also of single matrices.
+        arrays: all of the same leading axes, which those that ``f`` returns have, too.
+        is_linear: whether derivatives of ``f`` are needed. Under ``vmap`` it is of several then.
+        special: what is computed in its place, by platforms.
+    """
+    special = dict(special or {})
+    if LAPACK_WAITS_FOR_THREADS:
+        one = f if is_linear else jax.custom_batching.sequential_vmap(f)
+        several = math.prod(arrays[0].shape[:-2]) > 1
+        special["cpu"] = functools.partial(one_by_one, one) if several else one
+    return jax.lax.platform_dependent(*arrays, **special, default=f) if special else f(*arrays)
+
+
+def one_by_one(f: Callable[..., Any], *arrays: Array) -> Any:
+    """``f`` of stacks of matrices, of one after the other."""
+    leading = arrays[0].shape[:-2]
+    matrices = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
+    out = jax.lax.map(lambda each: f(*each), matrices)
+    return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), out)
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(1,))

@@ -7,6 +7,7 @@ from typing import Any
 
 import optax
 
+from ..core.boxes import marks_of_boxes
 from ..core.checks import check_transformation
 from ..core.optimizer import About, Optimizer, reads_of
 from ..core.paths import check_pattern, map_with_path, path_name, patterns_by_name
@@ -104,4 +105,4 @@ def _labels(patterns: Mapping[str, str], tree: Any) -> Any:
             + "; ".join(wrong)
         )
     label = lambda path, _: patterns[found[path_name(path)][0]]
-    return map_with_path(label, tree, is_leaf=is_sparse_or_none)
+    return marks_of_boxes(map_with_path(label, tree, is_leaf=is_sparse_or_none))

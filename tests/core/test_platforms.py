@@ -336,7 +336,8 @@ def test_eigenvectors():
         np.testing.assert_allclose(values, want, rtol=1e-4, atol=1e-3, err_msg=name)
         np.testing.assert_allclose(product, a, rtol=1e-4, atol=1e-3, err_msg=name)
     for size in (256, 769):
-        assert choices(decompose, np.zeros((1, size, size), "float32")) == []
+        found = choices(decompose, np.zeros((1, size, size), "float32"))
+        assert not any("tpu" in platforms for platforms, _ in found)
 
 
 # What is above is all there is.

@@ -111,7 +111,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=list(LIES))
 def test_an_eigh_that_lies_is_found(lie, monkeypatch):
     """About the second matrix only."""
-    monkeypatch.setattr(module, "EIGH_WAITS_FOR_THREADS", False)  # or each is the only one
+    monkeypatch.setattr(module, "LAPACK_WAITS_FOR_THREADS", False)  # or each is the only one
     eigh = jnp.linalg.eigh
 
     def lying(a):
