@@ -415,10 +415,11 @@ def has_side_effects(jaxpr: Any) -> bool:
 def varying(x: Any) -> frozenset[str]:
     """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
 
-    ``x`` is an array, the shape of one, or a value of a jaxpr.
+    ``x`` is an array, the shape or the type of one, or a value of a jaxpr.
     """
     # An attribute of the type: `manual_axis_type` in new versions of JAX, `vma` in older ones.
-    aval = x.aval if hasattr(x, "aval") else jax.typeof(x)
+    is_type = isinstance(x, jax.core.ShapedArray)
+    aval = x if is_type else x.aval if hasattr(x, "aval") else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.boxes import Boxes
-from ..core.compat import vary, varying
 from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
+from ..core.meshes import zeros_of
 from ..core.numerics import is_trainable, upcast
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..state.decay_rule import Form
@@ -125,12 +125,9 @@ class Table:
 
         def stopped():
             jaxpr, shapes = jax.make_jaxpr(current, return_shape=True)()
-            # Inside shard_map both branches need the same type.
-            kinds = jax.tree.unflatten(
-                jax.tree.structure(shapes), map(varying, jaxpr.jaxpr.outvars)
-            )
-            zeros = lambda a, axes: vary(jnp.zeros_like(a), axes)
-            x, slots, last = jax.tree.map(zeros, shapes, kinds)
+            # Both branches need the same types: inside shard_map, and on explicit axes.
+            zeros = [zeros_of(var.aval) for var in jaxpr.jaxpr.outvars]
+            x, slots, last = jax.tree.unflatten(jax.tree.structure(shapes), zeros)
             if self.form.average:  # it is read in the place of x
                 slots = jax.tree.map(_unknown, slots)
             return _unknown(x), slots, last
@@ -173,7 +170,7 @@ class Table:
 def _unknown(a: Array) -> Array:
     """NaN; words of two slots as they are."""
     is_real = jnp.issubdtype(a.dtype, jnp.inexact)
-    return vary(jnp.full_like(a, jnp.nan), varying(a)) if is_real else a
+    return a + jnp.asarray(jnp.nan, a.dtype) if is_real else a
 
 
 def scattered(arrays: Any, ids: Array, rows: Any) -> Any:

@@ -697,3 +697,24 @@ def test_large_tables_and_slots_stay_where_they_are():
     assert len(before) == 4 and where(large(x, state)) == before
     flush = jax.jit(optzoo.rows.catch_up, donate_argnums=(0, 1)).lower(x, state).compile()
     assert flush.memory_analysis().temp_size_in_bytes < 0.4 * x["table"].nbytes
+
+
+def test_rows_times_a_matrix_that_is_divided():
+    """On explicit axes rows need the mesh in their type, or their gradient has none."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec("d")))
+    draw = np.random.default_rng(0).normal
+    start = {
+        k: draw(size=shape).astype("float32") for k, shape in {"t": (8, 2), "w": (4, 2)}.items()
+    }
+    loss = lambda p, ids: jnp.mean((optzoo.lookup(p["t"], ids) @ p["w"].T - 1) ** 2)
+    tx, found = optzoo.caught_up(optzoo.adam(0.1), mask="t"), []
+    step = jax.jit(optzoo.minimize(loss, tx))
+    for put in (jnp.asarray, place):
+        params = {k: put(x) for k, x in start.items()}
+        state = tx.init(params)
+        for ids in ([1, 3], [0, 3], [1, 7]):
+            params, state, _ = step(params, state, jnp.array(ids))
+        found.append(optzoo.rows.catch_up(params, state)[0])
+    chex.assert_trees_all_close(found[1], found[0], rtol=1e-5)

@@ -50,7 +50,8 @@ def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, 
     # Scaled to elements of about one no norm overflows. Powers of two cause no rounding.
     scale = jnp.max(jnp.abs(a), axis=(1, 2))
     scale = jnp.where(scale > 0, scale, 1) if relative else jnp.maximum(scale, epsilon)
-    scale = jnp.ldexp(jnp.ones_like(scale), jnp.frexp(scale)[1] - 1)[:, None]
+    # Exactly, of the mantissa: in shard_map JAX 0.12 forgets on which axes the exponent varies.
+    scale = (scale / (2 * jnp.frexp(scale)[0]))[:, None]
     a = a / scale[:, :, None]
     ridge = _ridge(_largest(a), epsilon, True) if relative else epsilon / scale
     roots, ok = jax.vmap(lambda a: _newton(a, p))(_add(a, ridge))
