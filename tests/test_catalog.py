@@ -77,6 +77,7 @@ OUT_OF_RANGE = {
     "l1_regularization_strength": OF_SIZES,
     "l2_regularization_strength": OF_SIZES,
     "l2_shrinkage_regularization_strength": OF_SIZES,
+    "exchange_dtype": ("bfloat16",),  # of matrices without owners
     "half_life": (-3,),
     "learning_rate_mode": ("tail", None),
     "learning_rate_power": (0.5, NAN),
@@ -91,6 +92,7 @@ OUT_OF_RANGE = {
     "momentum": OF_SIZES,
     "ns_coefficients": ((2, -1.5), 4 * [(2, -1.5, 0.5)], 5 * [(2, -1.5)], (NAN, -1.5, 0.5)),
     "ns_steps": (0, 100),
+    "owners": ((), ("d", "d")),
     "shampoo_b2": OF_FRACTIONS,
     "sigma_eps": OF_SIZES,
     "start_step": OF_SIZES,

@@ -138,8 +138,8 @@ def descend(
     def update(updates, state, params=None, **extra_args):
         number, given = (extra_args.get(k) for k in ("global_step", "learning_rate"))
         number = state[0].count if number is None else number
-        rate = at_step("learning_rate", number, learning_rate, given)
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
+        rate = at_step("learning_rate", number, learning_rate, given)
         us, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         done = steps([Leaf(u, None, NoSlots()) for u in us], number, learning_rate=rate)
         states: Any = new
