@@ -42,15 +42,20 @@ def path_name(path: Any) -> str:
         name.short = path_name(path[:-1]) if path[:-1] else None
         return name
     path = out_of_box(path)
-    if len(path) > 1 and path[-2] == _STACKED and members_of(getattr(path[-1], "key", None)):
-        path = path[:-2]
+    is_stack = lambda i: path[i] == _STACKED and members_of(getattr(path[i + 1], "key", None))
+    if found := [i for i in range(len(path) - 1) if is_stack(i)]:
+        path = (*path[: found[-1]], *path[found[-1] + 2 :])
     return Name(_written(path))
 
 
 def members_of(key: Any) -> tuple[int, ...]:
-    """The members of the stack with this key, ``0_2_3``; () if it is no key of a stack."""
-    is_key = isinstance(key, str) and re.fullmatch(r"\d+(_\d+)+", key)
-    return tuple(map(int, key.split("_"))) if is_key else ()
+    """The members of the stack with this key, ``0_2_3``; () if it is no key of a stack.
+
+    That of matrices with owners ends with the names of mesh axes, ``0_2_3__data``.
+    """
+    members, *axes = key.split("__") if isinstance(key, str) else [""]
+    is_key = re.fullmatch(r"\d+(_\d+)*", members) and (axes or "_" in members)
+    return tuple(map(int, members.split("_"))) if is_key else ()
 
 
 def _written(path: Any) -> str:

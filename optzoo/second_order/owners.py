@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_floating
 from ..core.compat import gather_invarying, group_shardings, vary_as, varying
-from ..core.meshes import automatically, check_axes, devices_along, mesh_of, spec_of
+from ..core.meshes import (
+    automatically,
+    check_axes,
+    devices_along,
+    explicit_axes,
+    mesh_of,
+    spec_of,
+)
 from ..core.numerics import saturating_cast
 
 # work(stack) -> a stack of the same shape (n, *shape): something of each matrix by itself
@@ -75,23 +82,31 @@ class Owners(NamedTuple):
             classes[x.shape, x.dtype, spec_of(x), varying(x)].append(i)
         results = list(stacks)
         for members in classes.values():
-            of_class = self._of_class(work, [stacks[i] for i in members])
+            of_class = self._apply(work, [stacks[i] for i in members])
             for i, result in zip(members, of_class, strict=True):
                 results[i] = result
         return results
 
-    def _of_class(self, work: Work, stacks: list[Array]) -> list[Array]:
+    def _apply(self, work: Work, stacks: list[Array]) -> list[Array]:
         """As :meth:`apply`, for stacks of one shape."""
-        mesh = self._mesh(stacks)
-        if _is_manual(mesh, self.axes):
-            return self._by_shares(work, stacks)
-        [along_first, *_] = spec_of(stacks[0])
+        mesh, [along_first, *_] = self.mesh(stacks), spec_of(stacks[0])
         is_divided = {*self.axes} <= {*jax.tree.leaves(along_first)}
-        divide = functools.partial(self._by_constraints, work, is_divided)
-        return automatically(divide, lambda _, *xs: list(map(spec_of, xs)))(*stacks)
+        on_device = lambda x: self.packed(work(self.unpacked(x, stacks[0].dtype)))
 
-    def _mesh(self, stacks: list[Array]) -> Any:
-        mesh = mesh_of(stacks)
+        def apply(*stacks):
+            sent = self.send(stacks, mesh, is_divided=is_divided)
+            spec = PartitionSpec(self.axes)
+            return sent.back(self.on_devices(on_device, mesh, spec, spec)(sent.stack))
+
+        return automatically(apply, lambda _, *xs: list(map(spec_of, xs)))(*stacks)
+
+    def mesh(self, arrays: Any) -> Any:
+        """The mesh of some arrays, or that of ``jax.set_mesh``.
+
+        Raises:
+            ValueError: if there is none, or if it does not have these axes.
+        """
+        mesh = mesh_of(arrays)
         mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
         if mesh.empty:
             raise ValueError(
@@ -101,57 +116,93 @@ class Owners(NamedTuple):
         check_axes(mesh, self.axes, "owners= one of these")
         return mesh
 
-    def _by_constraints(self, work: Work, is_divided: bool, *stacks: Array) -> list[Array]:
+    def are_manual(self, mesh: Any) -> bool:
+        """Whether these are axes of a ``shard_map`` that one is in.
+
+        Raises:
+            ValueError: if some are, and others are not.
+        """
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        manual = [kinds[name] == AxisType.Manual for name in self.axes]
+        if any(manual) and not all(manual):
+            raise ValueError(
+                f"owners={self.axes} are in part axes of the shard_map around the update: give "
+                "axes of one kind"
+            )
+        return all(manual)
+
+    def on_devices(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+        """``f`` of the part of each device; itself inside of a ``shard_map`` over these axes."""
+        if self.are_manual(mesh):
+            return f
+        mesh = jax.sharding.get_abstract_mesh() if explicit_axes(mesh) else mesh
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def send(self, stacks: Sequence[Array], mesh: Any, *, is_divided: bool = False) -> Sent:
+        """Stacks of one shape to the owners of their matrices; inside of :func:`automatically`.
+
+        Args:
+            stacks: of shape ``(n, *shape)``.
+            mesh: that of :meth:`mesh`.
+            is_divided: whether each device has other matrices of each stack from the beginning.
+        """
+        if self.are_manual(mesh):
+            return self._by_shares(stacks)
+        mesh = jax.sharding.get_abstract_mesh() if explicit_axes(mesh) else mesh
+        return self._by_constraints(stacks, mesh, is_divided)
+
+    def _by_constraints(self, stacks: Sequence[Array], mesh: Any, is_divided: bool) -> Sent:
         """On automatic axes, of which XLA alone knows how they divide an array.
 
         All matrices in one array are divided along its first axis, by one mesh axis after the
         other, which XLA does by one all-to-all each; and back in the same stages, as it was before.
-        ``is_divided`` are stacks of which each device has other matrices from the beginning.
         """
-        mesh, (first, *_) = self._mesh([*stacks]), stacks
-        devices, along = devices_along(mesh, self.axes), functools.partial(_divided, mesh=mesh)
+        first, along = stacks[0], functools.partial(_divided, mesh=mesh)
         if is_divided:
-            stages = [self._to_send(jnp.stack(stacks, axis=1))]
+            stages = [self.packed(jnp.stack(stacks, axis=1))]
             apart = lambda done: jnp.unstack(done, axis=1)
         else:
-            stages = [along(self._to_send(_padded(stacks, devices)), self.axes[:0])]
+            padded = _padded(stacks, devices_along(mesh, self.axes))
+            stages = [along(self.packed(padded), self.axes[:0])]
             apart = lambda done: jnp.split(done[: len(stacks) * len(first)], len(stacks))
-
-        def on_device(x):
-            done = work(self._received(x, first.dtype).reshape(-1, *first.shape[1:]))
-            return self._to_send(done.reshape(x.shape))
-
         for i in range(1, len(self.axes)):
             stages.append(along(stages[-1], self.axes[-i:]))
         mine = along(stages[-1], self.axes, whole=True)
-        spec = PartitionSpec(self.axes)
-        done = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)(mine)
-        for i, stage in reversed([*enumerate(stages)]):
-            if not is_divided:
-                done = along(done, self.axes[len(self.axes) - i :])
-            done = group_shardings(done, stage)
-        results = apart(self._received(done, first.dtype))
-        return list(map(group_shardings, results, stacks))
 
-    def _by_shares(self, work: Work, stacks: list[Array]) -> list[Array]:
+        def back(done):
+            done = done.reshape(mine.shape)
+            for i, stage in reversed([*enumerate(stages)]):
+                if not is_divided:
+                    done = along(done, self.axes[len(self.axes) - i :])
+                done = group_shardings(done, stage)
+            results = apart(self.unpacked(done, first.dtype))
+            return list(map(group_shardings, results, stacks))
+
+        return Sent(mine.reshape(-1, *first.shape[1:]), back)
+
+    def _by_shares(self, stacks: Sequence[Array]) -> Sent:
         """Inside of ``shard_map``, where each device has all matrices."""
         first, devices = stacks[0], jax.lax.axis_size(self.axes)
         together = _padded(stacks, devices)
         size = len(together) // devices
         start = jax.lax.axis_index(self.axes) * size
-        mine = jax.lax.dynamic_slice_in_dim(together, start, size)
-        done = gather_invarying(self._to_send(work(mine)), self.axes)
-        done = vary_as(self._received(done, first.dtype), first)
-        return jnp.split(done[: len(stacks) * len(first)], len(stacks))
 
-    def _to_send(self, x: Array) -> Array:
+        def back(done):
+            done = gather_invarying(done, self.axes)
+            done = vary_as(self.unpacked(done, first.dtype), first)
+            return jnp.split(done[: len(stacks) * len(first)], len(stacks))
+
+        return Sent(jax.lax.dynamic_slice_in_dim(together, start, size), back)
+
+    def packed(self, x: Array) -> Array:
         """An array in the dtype in which it is sent, as integers: XLA moves conversions."""
         if self.dtype in (None, x.dtype):
             return x
         return jax.lax.bitcast_convert_type(saturating_cast(x, self.dtype), self._integers)
 
-    def _received(self, x: Array, dtype: Any) -> Array:
-        if self.dtype in (None, dtype):
+    def unpacked(self, x: Array, dtype: Any) -> Array:
+        """What :meth:`packed` was given, rounded, in its dtype."""
+        if x.dtype == dtype:
             return x
         return saturating_cast(jax.lax.bitcast_convert_type(x, self.dtype), dtype)
 
@@ -160,23 +211,18 @@ class Owners(NamedTuple):
         return jnp.dtype(f"uint{8 * self.dtype.itemsize}")
 
 
+class Sent(NamedTuple):
+    """Matrices of one shape at their owners, and their way back."""
+
+    stack: Array  # of all, divided along its first axis, with padding; for Owners.unpacked
+    back: Callable[[Array], list[Array]]  # of results in such a stack, as the matrices came
+
+
 def _padded(stacks: Sequence[Array], devices: int) -> Array:
     """All matrices in one array, with zeros appended until the devices divide it."""
     missing = -len(stacks) * len(stacks[0]) % devices
     padding = [jnp.zeros_like(stacks[0], shape=(missing, *stacks[0].shape[1:]))] * bool(missing)
     return jnp.concatenate([*stacks, *padding])
-
-
-def _is_manual(mesh: Any, axes: tuple[str, ...]) -> bool:
-    """Whether these are axes of a ``shard_map`` that one is in; all of them, or none."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    manual = [kinds[name] == AxisType.Manual for name in axes]
-    if any(manual) and not all(manual):
-        raise ValueError(
-            f"owners={axes} are in part axes of the shard_map around the update: give axes of one "
-            "kind"
-        )
-    return all(manual)
 
 
 def _divided(x: Array, axes: tuple[str, ...], *, mesh: Any, whole: bool = False) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import DTypeLike
 
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import (
@@ -30,8 +32,10 @@ from ..rules.learning_rate import descend
 from ..rules.treewise import treewise
 from ..state.types import Exact, NotNegative, Signed
 from .bases import by_eigh, by_qr, unchanged
+from .owned import in_stacks, with_owners
+from .owners import Owners
 from .shampoo.api import add_decay
-from .shampoo.blocks import Blocks, Cutting
+from .shampoo.blocks import Blocks, Cutting, as_stack
 from .shampoo.options import check_interval
 from .shampoo.products import gram, multiply
 from .shampoo.refresh import is_due, keep_old, refresh
@@ -106,6 +110,8 @@ def scale_by_soap(
     one_sided: bool = False,
     skip_vectors: bool = True,
     axis_name: str | None = None,
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.soap`.
 
@@ -122,20 +128,9 @@ def scale_by_soap(
     check_interval(preconditioner_interval=preconditioner_interval)
     cutting = Cutting(max_matrix_size, block_size, merge_dims, skip_vectors)
     options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, one_sided, axis_name)
-    direction = treewise(
-        lambda *args, **scheduled: _update(options, *args, **scheduled),
-        slots=SoapSlots(
-            m=lambda x: _zero_means(options, x),
-            v=lambda x: _zero_means(options, x),
-            statistics=lambda x: _matrices(options, x, _zero_matrix),
-            basis=lambda x: _matrices(options, x, jnp.eye),
-        ),
-        shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
-        shared_varies=True,
-        scheduled={"preconditioner_interval": preconditioner_interval},
-        cycle=common_cycle(preconditioner_interval),
-    )
-    return direction
+    make = functools.partial(_direction, options, preconditioner_interval)
+    has_basis = lambda shape: options.blocks(shape).preconditioned
+    return with_owners(Owners.of(owners, exchange_dtype), make, has_basis)
 
 
 def soap(
@@ -154,6 +149,8 @@ def soap(
     weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SOAP: Adam in the eigenbasis of Shampoo's statistics, as in ``nikhilvyas/SOAP``.
 
@@ -191,6 +188,14 @@ def soap(
     statistics, two in the bases, :math:`m` and :math:`v`. If a parameter is cut into blocks, these
     two have an axis for the blocks, then those of a block.
 
+    With ``owners`` each matrix has one owner among the devices along these mesh axes, with
+    everything that the state has of it. A step sends all gradients of one shape to the owners by
+    one all-to-all, and the updates back by another, so the number of messages does not depend on
+    the number of layers, and a device holds its share of the state. The state, an ``OwnersState``,
+    has stacks of the matrices of one shape, with padding so that each device has as many:
+    :func:`optzoo.state.slots_like` makes it of a state for another number of devices, or without
+    owners. Vectors and scalars stay where they are.
+
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
 
@@ -227,6 +232,13 @@ def soap(
             returns one of these (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the bases.
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
+            such as those over which parameters are divided; None: no matrix has an owner. The mesh
+            is that of the parameters, or of ``jax.set_mesh``, in ``init`` and ``update``. Inside of
+            ``shard_map``, where each device has the parameters whole, each has its part of the
+            state, and needs the gradients of its own matrices alone.
+        exchange_dtype: in which dtype gradients and updates are sent, such as ``"bfloat16"``; None:
+            their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -255,9 +267,28 @@ def soap(
     direction = scale_by_soap(
         b1, b2, shampoo_b2, eps, preconditioner_interval, max_matrix_size=max_matrix_size,
         block_size=block_size, merge_dims=merge_dims, one_sided=one_sided,
-        skip_vectors=skip_vectors, axis_name=axis_name,
+        skip_vectors=skip_vectors, axis_name=axis_name, owners=owners,
+        exchange_dtype=exchange_dtype,
     )  # fmt: skip
     return descend(learning_rate, direction, *decay)
+
+
+def _direction(options: SoapOptions, interval: Any, stacked: bool) -> Any:
+    """The transformation of parameters, or of stacks of them."""
+    slots = SoapSlots(
+        m=lambda x: _zero_means(options, x),
+        v=lambda x: _zero_means(options, x),
+        statistics=lambda x: _matrices(options, x, _zero_matrix),
+        basis=lambda x: _matrices(options, x, jnp.eye),
+    )
+    return treewise(
+        functools.partial(_update, options, stacked=stacked),
+        slots=in_stacks(slots) if stacked else slots,
+        shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
+        shared_varies=True,
+        scheduled={"preconditioner_interval": interval},
+        cycle=common_cycle(interval),
+    )
 
 
 def _zero_means(options: SoapOptions, x: Any) -> Array:
@@ -285,10 +316,11 @@ def _update(
     shared: dict[str, Array],
     t: Array,
     *,
+    stacked: bool,
     preconditioner_interval: Any,
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
     """The rule for :func:`treewise`: of all parameters, since their bases come in batches."""
-    works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
+    works = [_begin(options, leaf, stacked) for leaf in leaves if leaf.g is not None]
     directions, slots = [], []
     for work in works:
         d, m, v = _adam(options, work, t)
@@ -302,18 +334,18 @@ def _update(
     return done, {"num_failed_bases": shared["num_failed_bases"] + failed}
 
 
-def _begin(options: SoapOptions, leaf: Leaf) -> SoapParameter:
+def _begin(options: SoapOptions, leaf: Leaf, stacked: bool) -> SoapParameter:
     """The gradient and the slots in blocks, all in one dtype."""
     g, _, s = leaf
     g, s = jax.tree.map(upcast, (g.to_dense() if is_rows(g) else g, s))
     dtype = wide_dtype(g, *jax.tree.leaves(s))
     g, s = jax.tree.map(lambda a: a.astype(dtype), (g, s))
-    blocks = options.blocks(g.shape)
+    blocks = options.blocks(g.shape[1:] if stacked else g.shape)
     if blocks.preconditioned:
-        in_blocks = lambda a: a.reshape(blocks.number, *blocks.sizes)
-        unstack = lambda matrices: jax.tree.map(blocks.unstack, matrices)
         g = blocks.split(g)
-        s = SoapSlots(in_blocks(s.m), in_blocks(s.v), unstack(s.statistics), unstack(s.basis))
+        in_blocks = lambda a: a.reshape(len(g), *blocks.sizes)
+        matrices = lambda arrays: jax.tree.map(lambda a: as_stack(a, 2), arrays)
+        s = SoapSlots(in_blocks(s.m), in_blocks(s.v), matrices(s.statistics), matrices(s.basis))
     return SoapParameter(leaf, blocks, g, s)
 
 
@@ -417,15 +449,6 @@ def _after(arrays: Sequence[Array], t: Array) -> Array:
 def _end(work: SoapParameter, d: Array, new: SoapSlots) -> tuple[Any, SoapSlots]:
     """The update as the gradient came, and the slots as the state keeps them."""
     g, _, s = work.leaf
-    if work.blocks.preconditioned:
-        d = work.blocks.join(d)
-        restack = lambda matrices: jax.tree.map(work.blocks.restack, matrices)
-        new = SoapSlots(
-            new.m.reshape(s.m.shape),
-            new.v.reshape(s.v.shape),
-            restack(new.statistics),
-            restack(new.basis),
-        )
-    return saturating_cast(d, g.dtype), jax.tree.map(
-        lambda a, b: saturating_cast(b, a.dtype), s, new
-    )
+    d = work.blocks.join(d).reshape(g.shape) if work.blocks.preconditioned else d
+    as_kept = lambda a, b: saturating_cast(b.reshape(a.shape), a.dtype)
+    return saturating_cast(d, g.dtype), jax.tree.map(as_kept, s, new)

@@ -13,7 +13,7 @@ from ..core.numerics import wide_dtype
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..core.rows import is_rows
 from .fit import kind_of
-from .stacks import layout_of, stack, unstack
+from .stacks import restack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState
 
@@ -76,7 +76,6 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         if not _is_average(node):
             continue
         with_paths = flatten_with_path
-        layout = layout_of(_averages(node))
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         if isinstance(node, MovingAverageSlots):
             _check_fits(averages, shape.flatten_up_to(params))
@@ -86,7 +85,8 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         ]
         exchanged |= {path for path, a in averages if not is_masked(a)}
         params = shape.unflatten([x for x, _ in pairs])
-        nodes[i] = _with_averages(node, stack(shape.unflatten([a for _, a in pairs]), layout))
+        averages = shape.unflatten([a for _, a in pairs])
+        nodes[i] = _with_averages(node, restack(averages, _averages(node)))
     return params, treedef.unflatten(nodes)
 
 

@@ -12,6 +12,7 @@ from ..core.boxes import content, is_box, refilled
 from ..core.paths import members_of, path_name
 from ..core.rows import is_rows
 from .fit import kind_of
+from .stacks import owners_in, resized
 from .types import GROUP
 
 
@@ -80,6 +81,8 @@ def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         not hasattr(saved, "shape") and not isinstance(saved, int | float | bool)
     ):
         raise ValueError(f"saved has no array at '{path_name(path)}'")
+    if owners_in(path) and jnp.shape(saved)[1:] == jnp.shape(like)[1:]:
+        return resized(saved, jnp.shape(like)[0])
     if jnp.shape(saved) != jnp.shape(like):
         raise ValueError(
             f"saved has an array of shape {jnp.shape(saved)} at '{path_name(path)}', where the "

@@ -16,6 +16,7 @@ from ..core.meshes import as_typed
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
+from .stacks import owners_in
 
 _HINT = (
     "Its init does not map over the parameters, like that of optax.flatten: use the shardings of "
@@ -29,8 +30,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     A slot with the shape of its parameter has the same sharding, and so do two slots side by side
     (:func:`optzoo.slots_dtype`). A slot of another shape is sharded along those of its axes that
     are axes of the parameter, such as a value for each row or a window of gradients: those that are
-    longer in the state for a longer parameter. All other arrays are replicated: counts, matrices
-    of Shampoo.
+    longer in the state for a longer parameter. The matrices of an optimizer with ``owners`` are
+    divided over these axes. All other arrays are replicated: counts, other matrices of Shampoo.
 
     It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
     device holds more than its part at any time, and for the abstract state when a checkpoint is
@@ -77,6 +78,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
             if (x := owners.get(out_of_box(path))) is not None:
                 obstacles.append(_obstacle(x, whole, slot))
             return sharding_of_codes(whole, slot)
+        if (divided := owners_in(path)) and isinstance(everywhere, NamedSharding):
+            return everywhere.update(spec=PartitionSpec(divided))
         # If a parameter has several arrays in one slot, their paths are longer: replicate them.
         x = owners.get(out_of_box(path))
         return everywhere if x is None else like(x, slot.shape, number) or everywhere

@@ -13,7 +13,7 @@ from ..core.numerics import is_real, saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .deferred import Deferred, check_current
 from .packing import pack_like, unpack
-from .stacks import is_stack, layout_of, stack, unstack
+from .stacks import is_stack, layout_of, restack, unstack
 from .types import LeafwiseState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
@@ -116,8 +116,7 @@ def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
     """The state with ``f(path, tree)`` instead of each slot; ``f`` gets unstacked slots."""
 
     def of_slot(path, tree):
-        layout = layout_of(tree)
-        return stack(f(path, unstack(tree)), layout) if layout else f(path, tree)
+        return restack(f(path, unstack(tree)), tree) if layout_of(tree) else f(path, tree)
 
     return _mapped(state, (), of_slot)
 

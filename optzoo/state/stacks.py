@@ -1,12 +1,14 @@
 """Arrays of equal shape kept as one: a tree like the parameters, with a stack for many of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from ..core.meshes import automatically, spec_of
 from ..core.paths import is_masked, leaves_with_path, members_of, path_name
 from ..core.rows import is_sparse_or_none
 
@@ -22,7 +24,10 @@ class Stack(NamedTuple):
     them and refuses others.
     """
 
-    arrays: dict[str, Any]  # one; its key is the positions of the members in the tree, ``0_2_3``
+    # One array, or tuple of arrays. Its key is the positions of the members in the tree, ``0_2_3``.
+    # Of matrices with owners it ends with the mesh axes that divide the first axis of an array,
+    # ``0_2_3__data``; then there may be padding behind the last member.
+    arrays: dict[str, Any]
 
 
 def is_stack(x: Any) -> bool:
@@ -46,8 +51,7 @@ def name_at(tree: Any, position: int) -> str:
 
 def layout_of(tree: Any) -> Layout:
     """Which leaves are stacked in a tree or in the trees of a state."""
-    nodes = filter(is_stack, jax.tree.leaves(tree, is_leaf=is_stack))
-    return tuple(sorted({_members(node) for node in nodes}))
+    return tuple(sorted({members(node) for node in stacks_in(tree)}))
 
 
 def stack(tree: Any, layout: Layout) -> Any:
@@ -58,42 +62,124 @@ def stack(tree: Any, layout: Layout) -> Any:
         layout: the leaves of each stack have the same shape and dtype.
     """
     nodes, treedef = flatten_with_stacks(tree)
-    for members in layout:
-        first, *others = members
-        array = _join([nodes[i] for i in members])
-        nodes[first] = Stack({"_".join(map(str, members)): array})
-        for i in others:
-            nodes[i] = optax.MaskedNode()
-    return treedef.unflatten(nodes)
+    stacks = {each[0]: stack_of(each, _join([nodes[i] for i in each])) for each in layout}
+    return treedef.unflatten(with_stacks(nodes, stacks))
+
+
+def stack_of(positions: Sequence[int], array: Any, axes: Sequence[str] = ()) -> Stack:
+    """A stack of the leaves at these positions.
+
+    Args:
+        positions: of the members in the tree.
+        array: all of them; or a tuple of such arrays.
+        axes: the mesh axes of the owners, if they have some.
+    """
+    return Stack({"__".join(["_".join(map(str, positions)), *axes]): array})
+
+
+def with_stacks(nodes: Sequence[Any], stacks: Mapping[int, Stack]) -> list[Any]:
+    """The nodes of a tree with stacks in the places of their first members."""
+    hidden = {i for node in stacks.values() for i in members(node)}
+    rest = [optax.MaskedNode() if i in hidden else node for i, node in enumerate(nodes)]
+    return [stacks.get(i, node) for i, node in enumerate(rest)]
 
 
 def unstack(tree: Any) -> Any:
     """The tree without stacks: what :func:`stack` was given."""
     nodes, treedef = flatten_with_stacks(tree)
     for node in filter(is_stack, list(nodes)):
-        members = _members(node)
-        for i, leaf in zip(members, _split(_array(node), len(members)), strict=True):
+        positions = members(node)
+        for i, leaf in zip(positions, _split(value(node), len(positions)), strict=True):
             nodes[i] = leaf
     return treedef.unflatten(nodes)
 
 
-def _array(node: Stack) -> Any:
-    [array] = node.arrays.values()
-    return array
+def restack(tree: Any, like: Any) -> Any:
+    """A tree of :func:`unstack` with the stacks of another one, and with zeros for padding."""
+    olds, treedef = flatten_with_stacks(like)
+    news, stacks = treedef.flatten_up_to(tree), {}
+    for i, old in enumerate(olds):
+        if is_stack(old):
+            join = lambda old, *news: _join(news, len(old))
+            joined = jax.tree.map(join, value(old), *(news[k] for k in members(old)))
+            stacks[i] = Stack(dict.fromkeys(old.arrays, joined))
+    return treedef.unflatten(with_stacks(news, stacks))
 
 
-def _members(node: Stack) -> tuple[int, ...]:
+def merged(stacked: Any, rest: Any) -> Any:
+    """A tree without stacks, of one that has nothing but stacks and one with all other leaves."""
+    _, treedef = flatten_with_stacks(stacked)
+    leaves = treedef.flatten_up_to(unstack(stacked))
+    others = treedef.flatten_up_to(rest)
+    pairs = zip(leaves, others, strict=True)
+    return treedef.unflatten([b if is_masked(a) else a for a, b in pairs])
+
+
+def parted(tree: Any, stacked: Any) -> tuple[Any, Any]:
+    """The two trees of :func:`merged`, with the stacks of another one."""
+    nodes, treedef = flatten_with_stacks(stacked)
+    inside = {i for node in filter(is_stack, nodes) for i in members(node)}
+    hide = lambda leaves, hidden: treedef.unflatten(
+        [optax.MaskedNode() if i in hidden else x for i, x in enumerate(leaves)]
+    )
+    leaves = treedef.flatten_up_to(tree)
+    outside = {*range(len(nodes))} - inside
+    return restack(hide(leaves, outside), stacked), hide(leaves, inside)
+
+
+def resized(array: Any, length: int) -> Any:
+    """An array of stacks with other padding behind its members."""
+    array = array[:length]
+    missing = length - len(array)
+    return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]) if missing else array
+
+
+def value(node: Stack) -> Any:
+    """The array, or the tuple of arrays, of a stack."""
+    [inside] = node.arrays.values()
+    return inside
+
+
+def members(node: Stack) -> tuple[int, ...]:
+    """The positions of its members in the tree."""
     [key] = node.arrays
     return members_of(key)
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def axes_of_owners(node: Stack) -> tuple[str, ...]:
+    """The mesh axes over which its members are divided; () if they have no owners."""
+    [key] = node.arrays
+    return tuple(key.split("__")[1:])
+
+
+def _join(leaves: Sequence[Any], length: int | None = None) -> Any:
+    length = len(leaves) if length is None else length
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
-    return jnp.stack(leaves)
+        return jax.ShapeDtypeStruct((length, *leaves[0].shape), leaves[0].dtype)
+    return resized(jnp.stack(leaves), length)
 
 
-def _split(array: Any, number: int) -> Iterable[Any]:
+def _split(value: Any, number: int) -> Iterable[Any]:
+    """The first members of a stack."""
+    arrays, treedef = jax.tree.flatten(value)
+    if not arrays:
+        return [value] * number
+    return map(treedef.unflatten, zip(*(_members_of(a, number) for a in arrays), strict=True))
+
+
+def stacks_in(tree: Any) -> list[Stack]:
+    """The stacks of a tree, or of the trees of a state."""
+    return list(filter(is_stack, jax.tree.leaves(tree, is_leaf=is_stack)))
+
+
+def owners_in(path: Any) -> tuple[str, ...]:
+    """The mesh axes of owners in the path of an array; () if it is in no stack with owners."""
+    keys = [str(getattr(key, "key", None)) for key in path]
+    return next((tuple(key.split("__")[1:]) for key in keys if members_of(key)), ())
+
+
+def _members_of(array: Any, number: int) -> Sequence[Any]:
     if isinstance(array, jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * number
-    return jnp.unstack(array)
+    part = lambda a: [*jnp.unstack(a[:number])]
+    return automatically(part, lambda _, a: [PartitionSpec(*spec_of(a)[1:])] * number)(array)

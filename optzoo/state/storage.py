@@ -21,7 +21,7 @@ from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
 from .eight_bits import encoded, has_codes, is_coded, stored
 from .fit import StateError, misfit, slots_words
 from .packing import is_packed, pack_like, unpack
-from .stacks import layout_of, stack, unstack
+from .stacks import merged, parted, restack, unstack
 from .stochastic_rounding import (
     DTYPES,
     first_place,
@@ -31,7 +31,7 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
-from .types import LeafwiseState, map_nodes
+from .types import LeafwiseState, OwnersState, map_nodes
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"
@@ -162,9 +162,11 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
 
 
 def slots_like(state: Any, like: Any) -> Any:
-    """A state with its slots stored as in another one: in its dtypes, packed, or in 8 bits.
+    """A state with its slots stored as in another one: their dtypes, packing, 8 bits and owners.
 
-    It takes the place of the given state: arrays that do not change are the same.
+    It takes the place of the given state: arrays that do not change are the same. Matrices with
+    owners (:func:`optzoo.soap`) may come from a state with owners along other axes, of another
+    number of devices, or without owners, and become one without.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -182,20 +184,42 @@ def slots_like(state: Any, like: Any) -> Any:
     Raises:
         ValueError: if the states are not of the same optimizer and parameters.
     """
-    is_node = lambda node: isinstance(node, LeafwiseState)
-    olds, news = (jax.tree.structure(tree, is_leaf=is_node) for tree in (like, state))
+    is_node = lambda node: isinstance(node, LeafwiseState | OwnersState)
+    (nodes, news), (wanted, olds) = (jax.tree.flatten(tree, is_node) for tree in (state, like))
     if olds != news:
         raise StateError(f"like must be a state of the same transformation: {news} and {olds}")
-    return map_nodes(LeafwiseState, _slots_like, state, like)
+    pairs = zip(nodes, wanted, strict=True)
+    return olds.unflatten([_slots_like(a, b) if is_node(a) and is_node(b) else a for a, b in pairs])
 
 
-def _slots_like(state: LeafwiseState, like: LeafwiseState) -> LeafwiseState:
-    given, wanted = unpack(state.slots), unpack(like.slots)
-    kinds = [[a.shape for a in jax.tree.leaves(slots)] for slots in (given, wanted)]
-    if kinds[0] != kinds[1] or jax.tree.structure(given) != jax.tree.structure(wanted):
-        raise misfit(slots_words(like.slots), slots_words(state.slots))
-    cast = jax.tree.map(saturating_cast_like, wanted, given)
-    return state._replace(slots=pack_like(like.slots, cast))
+def _slots_like(state: Any, like: Any) -> Any:
+    given, wanted = _whole(state), _whole(like)
+    kinds = [[a.shape for a in jax.tree.leaves(x.slots)] for x in (given, wanted)]
+    structures = [jax.tree.structure(x.slots) for x in (given, wanted)]
+    if kinds[0] != kinds[1] or structures[0] != structures[1]:
+        raise misfit(slots_words(wanted.slots), slots_words(given.slots))
+    slots = jax.tree.map(saturating_cast_like, wanted.slots, given.slots)
+    if isinstance(like, LeafwiseState):
+        return given._replace(slots=pack_like(like.slots, slots))
+    trees = [parted(*pair) for pair in zip(slots, unpack(like.matrices.slots), strict=True)]
+    of_matrices, of_others = map(type(slots)._make, zip(*trees, strict=True))
+    none = jax.tree.map(jnp.zeros_like, given.shared)
+    return OwnersState(
+        given._replace(slots=pack_like(like.matrices.slots, of_matrices)),
+        LeafwiseState(given.count, pack_like(like.others.slots, of_others), none),
+    )
+
+
+def _whole(state: LeafwiseState | OwnersState) -> LeafwiseState:
+    """A state with every slot in arrays of its own, and without owners."""
+    if isinstance(state, LeafwiseState):
+        return state._replace(slots=unpack(state.slots))
+    parts = [unpack(part.slots) for part in (state.matrices, state.others)]
+    slots = type(parts[0])._make(map(merged, *parts))
+    # Those of an optimizer with owners are counts.
+    add = lambda a, b: a if isinstance(a, jax.ShapeDtypeStruct) else a + b
+    shared = jax.tree.map(add, state.matrices.shared, state.others.shared)
+    return LeafwiseState(state.matrices.count, slots, shared)
 
 
 def unpack_state(state: Any) -> Any:
@@ -209,7 +233,7 @@ def pack_state_like(packed: Any, state: Any) -> Any:
 
     def packed_like(x, old):
         pairs = zip(unpack(old.slots), x.slots, strict=True)
-        stacked = [stack(new, layout_of(tree)) for tree, new in pairs]
+        stacked = [restack(new, tree) for tree, new in pairs]
         return x._replace(slots=pack_like(old.slots, type(x.slots)._make(stacked)))
 
     return map_nodes(LeafwiseState, packed_like, state, packed)

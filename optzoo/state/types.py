@@ -43,6 +43,18 @@ class LeafwiseState(NamedTuple):
     shared: dict[str, Array]
 
 
+class OwnersState(NamedTuple):
+    """The states of matrices that have owners, and of the other parameters.
+
+    The trees of ``matrices`` have stacks of all matrices of one shape, which are divided over the
+    devices along their first axis. There is padding behind the last matrix, so that all devices
+    have as many.
+    """
+
+    matrices: Any
+    others: Any
+
+
 class SlotsByName(NamedTuple):
     """A state with slots by the names of another library, such as Keras."""
 

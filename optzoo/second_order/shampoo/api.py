@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import optax
+from jax.typing import DTypeLike
 
 from ...core.checks import check_decays, check_not_negative, check_positive
 from ...core.numerics import is_number
@@ -12,6 +13,7 @@ from ...core.optimizer import known, reads_of
 from ...core.paths import check_mask, resolve_mask
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
+from ..owners import Owners
 from .blocks import Cutting
 from .options import (
     Grafting,
@@ -50,6 +52,8 @@ def scale_by_shampoo(
     nesterov: bool = False,
     start_step: int = 0,
     axis_name: str | None = None,
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`, which describes the arguments.
 
@@ -70,6 +74,7 @@ def scale_by_shampoo(
         ),
         RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
         UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
+        Owners.of(owners, exchange_dtype),
     )  # fmt: skip
     return shampoo_transformation(options)
 
@@ -102,6 +107,8 @@ def shampoo(
     weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo, as in ``tf.contrib.opt.ShampooOptimizer``, with extensions for large models.
 
@@ -124,6 +131,14 @@ def shampoo(
     is ``global_step + 1``. Until the first refresh at step :math:`S` every :math:`H_i` is the
     identity. A root that is not finite or not accurate is not used: the previous root is kept, and
     ``state.shared["num_failed_roots"]`` counts the failure.
+
+    With ``owners`` each matrix has one owner among the devices along these mesh axes, with
+    everything that the state has of it. A step sends all gradients of one shape to the owners by
+    one all-to-all, and the updates back by another, so the number of messages does not depend on
+    the number of layers, and a device holds its share of the state. The state, an ``OwnersState``,
+    has stacks of the matrices of one shape, with padding so that each device has as many:
+    :func:`optzoo.state.slots_like` makes it of a state for another number of devices, or without
+    owners. Vectors and scalars stay where they are.
 
     A row-sparse gradient is converted to a dense one (:func:`optzoo.rules.dense`), unless its row
     dimension has only a diagonal, ``gbar_decay`` is 0 and ``mat_gbar_decay`` is 1: then only the
@@ -189,6 +204,13 @@ def shampoo(
             returns one of these (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the roots.
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
+            such as those over which parameters are divided; None: no matrix has an owner. The mesh
+            is that of the parameters, or of ``jax.set_mesh``, in ``init`` and ``update``. Inside of
+            ``shard_map``, where each device has the parameters whole, each has its part of the
+            state, and needs the gradients of its own matrices alone.
+        exchange_dtype: in which dtype gradients and updates are sent, such as ``"bfloat16"``; None:
+            their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -219,6 +241,7 @@ def shampoo(
         ),
         RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
         UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
+        Owners.of(owners, exchange_dtype),
     )  # fmt: skip
     return _optimizer(options, learning_rate, weight_decay, mask)
 
@@ -245,6 +268,8 @@ def blocked_shampoo(
     weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
+    owners: str | tuple[str, ...] | None = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo for large models: in blocks, grafted, with periodic root updates.
 
@@ -309,6 +334,8 @@ def blocked_shampoo(
         mask: which parameters decay.
         axis_name: the mesh axis of replicas with the same gradients, which share the computation
             of the roots.
+        owners: the mesh axes along which devices share the matrices, as in :func:`optzoo.shampoo`.
+        exchange_dtype: in which dtype gradients and updates are sent.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -339,6 +366,7 @@ def blocked_shampoo(
             axis_name=axis_name,
         ),
         UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
+        Owners.of(owners, exchange_dtype),
     )
     return _optimizer(options, learning_rate, weight_decay, mask)
 

@@ -39,34 +39,39 @@ class Blocks(NamedTuple):
         return self._replace(shape=(n, *self.shape[1:]), dims=(n, *self.dims[1:]))
 
     def stack(self, *shape: int) -> tuple[int, ...]:
-        """The shape in which the state keeps an array of this shape for each block."""
+        """The shape in which a state keeps an array of this shape for each block."""
         return shape if self.number == 1 else (self.number, *shape)
 
-    def unstack(self, a: Array) -> Array:
-        """An array of the state with an axis for the blocks, even if there is only one."""
-        return a[None] if self.number == 1 else a
-
-    def restack(self, a: Array) -> Array:
-        """The array as the state keeps it."""
-        return a[0] if self.number == 1 else a
-
     def split(self, x: Array) -> Array:
-        """The blocks of ``x``, of shape ``(number, *sizes)``."""
-        x = x.reshape(self.dims)
+        """The blocks of parameters in a stack of shape ``(n, *shape)``, or of one without a stack.
+
+        They have the shape ``(n * number, *sizes)``.
+        """
+        stacked = x.shape[: x.ndim - len(self.shape)]
+        x = x.reshape(math.prod(stacked), *self.dims)
         padded = [n * size for n, size in zip(self.parts, self.sizes, strict=True)]
         if tuple(padded) != self.dims:
-            x = jnp.pad(x, [(0, p - d) for p, d in zip(padded, self.dims, strict=True)])
+            missing = [(0, p - d) for p, d in zip(padded, self.dims, strict=True)]
+            x = jnp.pad(x, [(0, 0), *missing])
         if self.number > 1:
-            x = x.reshape([n for pair in zip(self.parts, self.sizes, strict=True) for n in pair])
-            x = x.transpose(*range(0, x.ndim, 2), *range(1, x.ndim, 2))
-        return x.reshape(self.number, *self.sizes)
+            pairs = zip(self.parts, self.sizes, strict=True)
+            x = x.reshape(len(x), *[n for pair in pairs for n in pair])
+            x = x.transpose(0, *range(1, x.ndim, 2), *range(2, x.ndim, 2))
+        return x.reshape(math.prod(stacked) * self.number, *self.sizes)
 
     def join(self, blocks: Array) -> Array:
-        """The array whose blocks these are."""
-        x, rank = blocks.reshape(*self.parts, *self.sizes), len(self.dims)
-        x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
-        x = x.reshape([n * size for n, size in zip(self.parts, self.sizes, strict=True)])
-        return x[tuple(map(slice, self.dims))].reshape(self.shape)
+        """The stack, of shape ``(n, *shape)``, whose blocks these are."""
+        n, rank = len(blocks) // self.number, len(self.dims)
+        x = blocks.reshape(n, *self.parts, *self.sizes)
+        x = x.transpose(0, *[axis for i in range(rank) for axis in (1 + i, 1 + rank + i)])
+        x = x.reshape(n, *[k * size for k, size in zip(self.parts, self.sizes, strict=True)])
+        return x[(slice(None), *map(slice, self.dims))].reshape(n, *self.shape)
+
+
+def as_stack(a: Array, ndim: int) -> Array:
+    """A stack of arrays with so many axes: the axes before them are one."""
+    before = a.ndim - ndim
+    return a.reshape(math.prod(a.shape[:before]), *a.shape[before:])
 
 
 @dataclasses.dataclass(eq=False)

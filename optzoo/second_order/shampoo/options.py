@@ -8,6 +8,7 @@ from jax import Array
 
 from ...core.checks import check, check_decays, check_flags, check_not_negative, check_positive
 from ...core.numerics import is_number
+from ..owners import Owners
 from .blocks import Cutting
 from .roots import METHODS
 
@@ -96,6 +97,7 @@ class ShampooOptions:
     scheduled: Scheduled
     roots: RootOptions
     update: UpdateOptions
+    owners: Owners | None = None
 
     def __post_init__(self) -> None:
         given = self.scheduled

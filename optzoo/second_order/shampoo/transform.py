@@ -25,7 +25,8 @@ from ...rules.leafwise import zeros
 from ...rules.treewise import treewise
 from ...state.tf1_names import TF1Names
 from ...state.types import Exact, Signed, Slot
-from .blocks import Blocks
+from ..owned import in_stacks, with_owners
+from .blocks import Blocks, as_stack
 from .grafting import match_norm, simple_step
 from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions
 from .products import gram, multiply, others
@@ -59,7 +60,8 @@ class ShampooParameter(NamedTuple):
     blocks: Blocks
     rows: SparseRows | None  # where g and the slots are those of the listed rows only
     g: Array
-    slots: ShampooSlots  # with an axis for the blocks
+    gathered: ShampooSlots  # in the shapes of the state
+    slots: ShampooSlots  # with an axis for all blocks
 
     @property
     def rank(self) -> int:
@@ -69,23 +71,34 @@ class ShampooParameter(NamedTuple):
 
 def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`."""
+    has_matrices = lambda shape: _has_matrices(options.cutting.blocks(shape))
+    make = functools.partial(_direction, options)
+    return with_owners(options.owners, make, has_matrices)
+
+
+def _has_matrices(blocks: Blocks) -> bool:
+    return blocks.preconditioned and any(blocks.full)
+
+
+def _direction(options: ShampooOptions, stacked: bool) -> Any:
+    """The transformation of parameters, or of stacks of them."""
     none, given = lambda x: (), options.scheduled
     cycle = common_cycle(given.preconditioner_interval, given.statistics_interval)
-    direction = treewise(
-        functools.partial(_update, options),
-        slots=ShampooSlots(
-            gbar=zeros,
-            Gbar=functools.partial(_zero_statistics, options),
-            H=functools.partial(_identity_roots, options),
-            graft=zeros if options.update.needs_squares else none,
-            momentum=none if options.update.momentum is None else zeros,
-        ),
+    slots = ShampooSlots(
+        gbar=zeros,
+        Gbar=functools.partial(_zero_statistics, options),
+        H=functools.partial(_identity_roots, options),
+        graft=zeros if options.update.needs_squares else none,
+        momentum=none if options.update.momentum is None else zeros,
+    )
+    return treewise(
+        functools.partial(_update, options, stacked=stacked),
+        slots=in_stacks(slots) if stacked else slots,
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
         shared_varies=True,
         scheduled={"T": lambda k: next_count(k, cycle), **vars(given)},
         cycle=cycle,
     )
-    return direction
 
 
 def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
@@ -107,12 +120,13 @@ def _update(
     shared: dict[str, Array],
     t: Array,
     *,
+    stacked: bool,
     T: Any,
     alpha: Any,
     **scheduled: Any,
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
     """The rule for :func:`treewise`: of all parameters, since their roots come in batches."""
-    works = [_begin(options, leaf) for leaf in leaves if leaf.g is not None]
+    works = [_begin(options, leaf, stacked) for leaf in leaves if leaf.g is not None]
     wide = wide_dtype(*(work.g for work in works))
     values = {name: jnp.asarray(v, wide) for name, v in scheduled.items()}
     now = StepValues(t=t, T=T, alpha=alpha, **values)
@@ -135,10 +149,10 @@ def _by_parameter(works: Sequence[ShampooParameter], arrays: ByDimension) -> lis
 # Begin
 
 
-def _begin(options: ShampooOptions, leaf: Leaf) -> ShampooParameter:
+def _begin(options: ShampooOptions, leaf: Leaf, stacked: bool) -> ShampooParameter:
     """Rows or an array, in float32 at least, and the slots in blocks."""
     g, _, s = leaf
-    blocks, rows = options.cutting.blocks(g.shape), None
+    blocks, rows = options.cutting.blocks(g.shape[1:] if stacked else g.shape), None
     if is_rows(g) and options.allows_rows and _has_diagonal_rows(blocks):
         rows = g.coalesce()
         g, s = rows.values, _map_rows(SparseRows.gather, rows, s)
@@ -146,7 +160,7 @@ def _begin(options: ShampooOptions, leaf: Leaf) -> ShampooParameter:
     elif is_rows(g):
         g = g.to_dense()
     g, s = jax.tree.map(upcast, (g, s))
-    return ShampooParameter(leaf, blocks, rows, g, _map_matrices(blocks.unstack, s))
+    return ShampooParameter(leaf, blocks, rows, g, s, _in_blocks(blocks, s))
 
 
 def _has_diagonal_rows(blocks: Blocks) -> bool:
@@ -162,7 +176,8 @@ def _statistics(
     options: ShampooOptions, now: StepValues, works: Sequence[ShampooParameter]
 ) -> tuple[ByDimension, ByDimension]:
     """The second moments to use at this step, and those to keep."""
-    gs = [work.blocks.split(work.g) for work in works]
+    is_split = lambda work: work.blocks.preconditioned
+    gs = [work.blocks.split(work.g) if is_split(work) else work.g for work in works]
 
     def accumulate(old):
         pairs = {
@@ -260,12 +275,12 @@ def _finish(
 ) -> tuple[Any, ShampooSlots]:
     """The update and the new slots of a parameter."""
     b, gbar = _sum_of_gradients(options, now, work)
-    p = _preconditioned(work.blocks, b, used, roots, now.alpha)
-    d, v = simple_step(options.update, now, b, work.g, work.slots.graft)
-    if not work.blocks.preconditioned:
-        p = d
-    elif options.update.grafting is not None:
-        p = match_norm(p, d)
+    p, v = d, _ = simple_step(options.update, now, b, work.g, work.slots.graft)
+    if work.blocks.preconditioned:
+        p = _preconditioned(work.blocks, b, used, roots, now.alpha)
+        if options.update.grafting is not None:
+            p = jax.vmap(match_norm)(p, d.reshape(p.shape))
+        p = p.reshape(d.shape)
     p = _warm_up(options.update, now, p, d)
     p, m = _momentum(options.update, p, work.slots.momentum)
     return _end(work, p, ShampooSlots(gbar, kept, roots, v, m))
@@ -284,7 +299,7 @@ def _sum_of_gradients(
 def _preconditioned(
     blocks: Blocks, b: Array, used: Sequence[Array], roots: Sequence[Any], alpha: Any
 ) -> Array:
-    """``b`` times a root along each dimension, or times the power of a diagonal."""
+    """``b`` times a root along each dimension, or times the power of a diagonal; in a stack."""
     p, power = blocks.split(b), -alpha / len(blocks.dims)
     for i, (q, h) in enumerate(zip(used, roots, strict=True)):
         if blocks.full[i]:
@@ -313,7 +328,8 @@ def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
 def _end(work: ShampooParameter, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
     """The update as the gradient came, and the slots as the state keeps them."""
     g, _, s = work.leaf
-    u, new = saturating_cast(p, g.dtype), _map_matrices(work.blocks.restack, new)
+    u = saturating_cast(p, g.dtype)
+    new = jax.tree.map(lambda a, b: b.reshape(a.shape), work.gathered, new)
     if work.rows is not None:
         u = work.rows.with_values(u).drop_padding()
         new = _map_rows(SparseRows.scatter, work.rows, s, new)
@@ -344,9 +360,13 @@ def _multiply(x: Array, h: Array, i: int) -> Array:
 # Slots
 
 
-def _map_matrices(f: Any, slots: ShampooSlots) -> ShampooSlots:
-    """``f`` of the slots that have one array for each dimension."""
-    return slots._replace(Gbar=jax.tree.map(f, slots.Gbar), H=jax.tree.map(f, slots.H))
+def _in_blocks(blocks: Blocks, slots: ShampooSlots) -> ShampooSlots:
+    """The slots of a parameter, or of a stack, with an axis for all blocks."""
+    core = [2 if full else 1 for full in blocks.full]
+    unite = lambda arrays: tuple(
+        a if isinstance(a, tuple) else as_stack(a, n) for a, n in zip(arrays, core, strict=False)
+    )
+    return slots._replace(Gbar=unite(slots.Gbar), H=unite(slots.H))
 
 
 def _map_rows(f: Callable[..., Array], rows: SparseRows, *slots: ShampooSlots) -> ShampooSlots:
