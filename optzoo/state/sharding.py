@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import axes_of, lengthened, taken, with_sizes
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
-from ..core.meshes import as_typed
+from ..core.meshes import NO_MESH, as_typed
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
@@ -68,7 +68,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
     obstacles, undivided = list[str | None](), dict[str, None]()
-    axes = _Axes(tx, params)
+    axes = _Axes(tx, params, getattr(everywhere, "mesh", None))
 
     def place(path, slot, number):
         if is_coded(slot):
@@ -141,8 +141,10 @@ class _Axes:
     longer, too.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, params: Any):
+    def __init__(self, tx: optax.GradientTransformation, params: Any, mesh: Any):
         self._tx, self._params = tx, params
+        # An init may ask for it.
+        self._mesh = NO_MESH if mesh is None else mesh.abstract_mesh
         self._shapes = dict[int | None, list[tuple[int, ...]]]()  # by the axis that is longer
 
     def of(self, number: int, x: Any) -> tuple[int | None, ...] | None:
@@ -160,7 +162,8 @@ class _Axes:
             shapes = self._shapes[axis] = list[tuple[int, ...]]()
             note = lambda _, slot: shapes.append(shape_of(slot) if is_coded(slot) else slot.shape)
             of_slots = lambda slots: map_with_path(note, slots, is_leaf=is_coded)
-            state = jax.eval_shape(self._tx.init, params)
+            with jax.sharding.use_abstract_mesh(self._mesh):
+                state = jax.eval_shape(self._tx.init, params)
             map_slot_trees(self._tx, of_slots, state, lambda _: None)
         return self._shapes[axis]
 

@@ -100,8 +100,9 @@ def multitask(
             )
         if layout_of(state) and not layout_of(params):
             raise ValueError(
-                "multitask is around optzoo.stacked, in whose slots no parameter can be skipped by "
-                "itself: leave stacked out, or keep all parameters out of the stacks by its mask"
+                "multitask is around optzoo.stacked, or owners=, in whose slots no parameter can "
+                "be skipped by itself: leave that out, or keep all parameters out of the stacks "
+                "of optzoo.stacked by its mask"
             )
         return state
 

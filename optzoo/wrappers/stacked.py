@@ -18,7 +18,16 @@ from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import map_slot_trees
-from ..state.stacks import Layout, flatten_with_stacks, is_stack, layout_of, name_at, stack, unstack
+from ..state.stacks import (
+    Layout,
+    flatten_with_stacks,
+    is_stack,
+    layout_of,
+    name_at,
+    stack,
+    stacks_in,
+    unstack,
+)
 from ..state.storage import ROUNDING
 from ._stack_check import check_same_operations
 
@@ -176,7 +185,12 @@ def _check_slot_shapes(state: Any, params: Any) -> None:
     """Raises ``ValueError`` unless each stack in the state has the shape of its parameters."""
     nodes, _ = flatten_with_stacks(params)
     shapes = {(*node.arrays,): (i, _shapes(node)) for i, node in enumerate(nodes) if is_stack(node)}
-    for slot in filter(is_stack, jax.tree.leaves(state, is_leaf=is_stack)):
+    for slot in stacks_in(state):
+        if (*slot.arrays,) not in shapes:
+            raise ValueError(
+                "optzoo.stacked is around an optimizer with owners=, which has stacks of its own: "
+                "put stacked around the optimizer of the other parameters, by optzoo.param_groups"
+            )
         i, shape = shapes[(*slot.arrays,)]
         if _shapes(slot) != shape:
             raise ValueError(

@@ -244,7 +244,7 @@ REFUSED = [
     ({"accumulate"}, METHODS, "accumulate is around a method for replicas"),
     ({"multitask"}, METHODS, "multitask is around a method for replicas"),
     ({"multitask"}, {"accumulate"}, r"write accumulate\(multitask\(tx\), every\)"),
-    ({"multitask"}, {"stacked"}, "multitask is around optzoo.stacked"),
+    ({"multitask"}, {"stacked"}, "multitask is around optzoo.stacked, or owners="),
     (MOVE, {"accumulate"}, r"not in each update: write accumulate\("),
     (MOVE, SHARED, r"not in each update: put it inside, as in sync_replicas\("),
     (MOVE | CENTERED - {"agn"}, {"master_weights"}, r"write master_weights\("),
