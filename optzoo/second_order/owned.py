@@ -30,7 +30,7 @@ from ..core.meshes import (
 from ..core.numerics import is_trainable, saturating_cast
 from ..core.optimizer import Optimizer, about_of
 from ..core.rows import is_rows
-from ..state.fit import misfit
+from ..state.fit import StateError, misfit
 from ..state.inner import fitting
 from ..state.stacks import (
     axes_of_owners,
@@ -107,14 +107,13 @@ class _Divided:
         if not classes:
             return OwnersState(self.on_stacks.init(self._in_stacks(nodes, treedef, {})), others)
         mesh = self.owners.mesh(nodes)
-        is_manual, devices = self.owners.are_manual(mesh), devices_along(mesh, self.owners.axes)
+        is_manual = self.owners.are_manual(mesh)
 
         def make():
             stacks = {}
             for of_class in classes:
                 x = nodes[of_class[0]]
-                here = -(-len(of_class) // devices) * (1 if is_manual else devices)
-                zeros = jnp.zeros((here, *x.shape), x.dtype)
+                zeros = jnp.zeros((self._here(len(of_class), mesh), *x.shape), x.dtype)
                 stacks[of_class] = vary(zeros, self.owners.axes) if is_manual else zeros
             return self.on_stacks.init(self._in_stacks(nodes, treedef, stacks))
 
@@ -154,6 +153,7 @@ class _Divided:
             _, state = self.on_stacks.update(masked, state, **extra)
             return dict.fromkeys(itertools.chain(*classes)), state
         mesh = self.owners.mesh((dense, state))
+        self._check_devices(state, mesh)
         spec = PartitionSpec(self.owners.axes)
 
         def on_device(stacks, state, extra):
@@ -237,6 +237,24 @@ class _Divided:
                 )
             classes[members(node)] = None
         return [*classes]
+
+    def _here(self, number: int, mesh: Any) -> int:
+        """How many of the matrices of one shape an array of a state has, with padding."""
+        devices = devices_along(mesh, self.owners.axes)
+        return -(-number // devices) * (1 if self.owners.are_manual(mesh) else devices)
+
+    def _check_devices(self, state: LeafwiseState, mesh: Any) -> None:
+        """Raises ``StateError`` if a state is divided over another number of devices."""
+        for node in stacks_in(state):
+            here = self._here(len(members(node)), mesh)
+            for array in jax.tree.leaves(node):
+                if len(array) != here:
+                    raise StateError(
+                        f"the state has {len(array)} places for {len(members(node))} matrices, and "
+                        f"{devices_along(mesh, self.owners.axes)} owners need {here}: it is of "
+                        "another number of devices (optzoo.state.slots_like converts it) or, in a "
+                        "shard_map, not divided as optzoo.state_sharding says"
+                    )
 
     def _in_stacks(self, nodes: Sequence[Any], treedef: Any, stacks: dict[Members, Any]) -> Any:
         """A tree of stacks alone, given their arrays."""

@@ -285,7 +285,7 @@ def _direction(options: SoapOptions, interval: Any, stacked: bool) -> Any:
         functools.partial(_update, options, stacked=stacked),
         slots=in_stacks(slots) if stacked else slots,
         shared=lambda: {"num_failed_bases": jnp.zeros([], jnp.int32)},
-        shared_varies=True,
+        shared_varies=not stacked,  # of stacks it is summed over the owners
         scheduled={"preconditioner_interval": interval},
         cycle=common_cycle(interval),
     )

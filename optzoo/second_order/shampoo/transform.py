@@ -95,7 +95,7 @@ def _direction(options: ShampooOptions, stacked: bool) -> Any:
         functools.partial(_update, options, stacked=stacked),
         slots=in_stacks(slots) if stacked else slots,
         shared=lambda: {"num_failed_roots": jnp.zeros([], jnp.int32)},
-        shared_varies=True,
+        shared_varies=not stacked,  # of stacks it is summed over the owners
         scheduled={"T": lambda k: next_count(k, cycle), **vars(given)},
         cycle=cycle,
     )
