@@ -262,8 +262,9 @@ def _merge(a: Any, b: Any) -> Any:
 
 
 def _is_hidden(tree: Any) -> bool:
-    """Whether all its leaves are masked, such as one in a variable of Flax."""
-    return all(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
+    """Whether all its leaves are masked, such as one in a variable of Flax; () is not."""
+    is_leaf = lambda x: is_masked(x) or (isinstance(x, tuple) and not x)
+    return all(map(is_masked, jax.tree.leaves(tree, is_leaf=is_leaf)))
 
 
 def _filled(name: str, tree: Any, value: Any) -> Any:
