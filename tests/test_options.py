@@ -88,6 +88,7 @@ OTHERS = {
     "num_updates": "count",
     "order": "round_robin",
     "outer": MOMENTUM,
+    "owners": "replica",
     "overlap_steps": 1,
     "placement": "pinned_host",
     "rates": [0.3, 0.2, 0.1],
@@ -120,7 +121,7 @@ BESIDE = {
 }
 # Of one factory.
 OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr")
-OF_MUON += ("learning_rate", "weight_decay", "mask", "iteration_dtype")
+OF_MUON += ("learning_rate", "weight_decay", "mask", "iteration_dtype", "owners")
 BESIDE_THERE = {
     **{
         (name, option): dict(optzoo.CATALOG["muon"].required)
@@ -138,9 +139,19 @@ BESIDE_THERE = {
 REFUSED = {
     **dict.fromkeys(("num_workers", "total_num_replicas"), "the size of the axis"),
     "replicas_to_aggregate": "the size of the axis",
+    "owners": "needs a mesh with these axes",
 }
-# By rows of ``tests/entrances``: the text of an error of a callback.
-ELSEWHERE = {("check_numerics", "what")}
+OF_MATRICES = ("muon", "soap", "shampoo", "blocked_shampoo")
+# By rows of ``tests/entrances``: the text of an error of a callback. By ``test_owned.py`` and
+# ``test_muon_owners.py``: what needs a mesh.
+ELSEWHERE = {
+    ("check_numerics", "what"),
+    *(
+        (f"{prefix}{name}", "exchange_dtype")
+        for name in OF_MATRICES
+        for prefix in ("", "scale_by_")
+    ),
+}
 
 
 def arguments(factory):

@@ -178,6 +178,10 @@ class custom_jvp:
         self._rule: Any = None
         self._traced = dict[Any, Any]()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not what JAX has traced."""
+        return {**vars(self), "_traced": {}}
+
     def defjvp(self, rule: Callable[..., Any]) -> None:
         """Sets the rule, ``rule(*static, primals, tangents)``, which gives outputs and tangents.
 

@@ -47,8 +47,8 @@ class Owners(NamedTuple):
             check_floating(" or None", exchange_dtype=exchange_dtype)
             if owners is None:
                 raise ValueError(
-                    f"exchange_dtype={exchange_dtype!r} is that of matrices on their way to their "
-                    "owners: give owners=, too"
+                    f"exchange_dtype must be None without owners=, got {exchange_dtype!r}: it is "
+                    "that of matrices on their way to their owners"
                 )
         if owners is None:
             return None

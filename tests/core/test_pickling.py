@@ -69,6 +69,14 @@ def test_transformations(name):
             chex.assert_trees_all_equal(plain(other.update(grads, state, x)), want)
 
 
+@pytest.mark.unique
+def test_rules_for_derivatives_that_were_traced():
+    """They are parts of what a transformation does, and JAX's compiled functions have no pickle."""
+    root = optzoo.core.numerics.sqrt
+    want = jax.jit(jax.grad(root))(2.0)
+    assert jax.jit(jax.grad(copied(root)))(2.0) == want == np.float32(0.5) / np.sqrt(np.float32(2))
+
+
 def loss(p, ids):
     return jnp.sum(optzoo.lookup(p["table"], ids) ** 2) + jnp.sum(p["w"])
 
