@@ -146,6 +146,19 @@ def test_a_box_holds_an_array_with_its_axes(name, kind):
     chex.assert_trees_all_equal_structs(new, state)
 
 
+@pytest.mark.filterwarnings("ignore:'sharding:DeprecationWarning")  # Flax renames its keys
+@pytest.mark.parametrize("key", ["sharding_names", "sharding", "optimizer_sharding"])
+def test_nnx_has_other_keys_for_the_same_axes(key):
+    """Beside the one of today, as in layers of MaxText that are scanned, or in its place."""
+    tx, names = optzoo.ggt(0.1, window=3), ("embed", "out")
+    for beside in ({"out_sharding": names}, {}):
+        model = nnx.Dict(kernel=nnx.Param(jnp.ones((4, 2))))
+        model.kernel = model.kernel.replace(eager_sharding=False, **beside, **{key: names})
+        slot = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state[0].slots.grad_buffer["kernel"]
+        found = {v for k, v in slot.get_metadata().items() if "sharding" in k and v}
+        assert (slot.shape, found) == ((3, 4, 2), {(None, *names)})
+
+
 @pytest.mark.parametrize("kind", BOXES)
 def test_states_with_boxes_of_hidden_parameters(kind):
     """As optax.partition makes them, and as param_groups did before December 2026."""

@@ -14,6 +14,13 @@ from optzoo.core.rows import Shard
 
 from .mismatches import outcome
 
+
+class Described:
+    """A leaf with a shape and a dtype that is no array, as ``ParameterSpec`` of AXLearn."""
+
+    shape, dtype = (4, 2), jnp.float32
+
+
 TABLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 KINDS = {
     "a scalar": 1.5,
@@ -230,6 +237,7 @@ REFUSED = {
     "add, keys": (lambda: optzoo.rows.add(KINDS["a key"], KINDS["a key"]), "random keys"),
     "add, names": (lambda: optzoo.rows.add({"a": ROWS}, {"b": ROWS}), "the structure of tree"),
     "add, another shape": (lambda: optzoo.rows.add(TABLE, TABLE[:1]), "shapes of tree"),
+    "init, a description": (lambda: ADAM.init({"a": Described()}), "'a' must be one of numbers"),
     "norm, a string": (lambda: optzoo.rows.global_norm({"a": "x"}), "'a' must be one of numbers"),
     "norm, a shape": (
         lambda: optzoo.rows.global_norm(KINDS["a shape"]),

@@ -252,14 +252,19 @@ def _renamed_partitioned(box: Any, slot: Any, axes: tuple[int | None, ...]) -> A
 
 def _renamed_variable(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
     box = refilled(box, slot)
-    for key in ("out_sharding", "sharding_names", "sharding"):
-        names = box.get_metadata().get(key)
+    metadata = box.get_metadata()
+    # Flax has had three keys. An old one that is left would replace the new one in nnx.Optimizer.
+    found = [metadata.pop(k, None) for k in ("out_sharding", "sharding_names", "sharding")]
+    keys = {"out_sharding": next((x for x in found if x is not None), None)}
+    keys["optimizer_sharding"] = metadata.pop("optimizer_sharding", None)
+    for key, names in keys.items():
         if isinstance(names, PartitionSpec):
-            box.set_metadata(key, PartitionSpec(*taken(names, axes)))
+            metadata[key] = PartitionSpec(*taken(names, axes))
         elif isinstance(names, tuple | list):
-            box.set_metadata(key, taken(names, axes))
+            metadata[key] = taken(names, axes)
         elif names is not None:
             return slot
+    box.set_metadata(metadata)
     return box
 
 

@@ -179,8 +179,15 @@ def check_transformation(**arguments: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether it is an array, perhaps an abstract one, or a number."""
-    return (hasattr(x, "dtype") and hasattr(x, "shape")) or isinstance(x, int | float | complex)
+    """Whether it is an array, perhaps an abstract one, or a number.
+
+    A leaf that describes an array, such as a ``ParameterSpec`` of AXLearn, is none.
+    """
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return isinstance(x, int | float | complex)
+    is_known = isinstance(x, jax.Array | jax.core.Tracer | jax.ShapeDtypeStruct)
+    is_like_one = hasattr(x, "__array__") or hasattr(x, "__jax_array__")
+    return is_known or is_like_one or not jax.tree_util.all_leaves([x])
 
 
 def check_params(params: Any) -> None:
