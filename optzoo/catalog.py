@@ -56,8 +56,11 @@ from .second_order.muon import muon
 from .second_order.shampoo.api import blocked_shampoo, shampoo
 from .second_order.soap import soap
 from .wrappers.accumulate import accumulate
+from .wrappers.cautious_weight_decay import cautious_weight_decay
 from .wrappers.ema_in_place import ema_in_place
+from .wrappers.ema_nesterov import ema_nesterov
 from .wrappers.ensemble import ensemble
+from .wrappers.hyperball import hyperball
 from .wrappers.master_weights import master_weights
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
@@ -188,9 +191,12 @@ class Wrapper(NamedTuple):
 
 WRAPPERS: dict[str, Wrapper] = _by_name(
     Wrapper(accumulate, None),
+    Wrapper(cautious_weight_decay, None),
     Wrapper(decoupled_weight_decay, f"{_CONTRIB}.extend_with_decoupled_weight_decay"),
     Wrapper(ema_in_place, None),
+    Wrapper(ema_nesterov, None),
     Wrapper(ensemble, None),
+    Wrapper(hyperball, None),
     Wrapper(master_weights, None),
     Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
     Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),

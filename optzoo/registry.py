@@ -627,7 +627,8 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_inner(found: _Found, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a wrapper, with the inner optimizer created from its config."""
-    rate = {k: arguments[k] for k in arguments if k == "learning_rate"}
+    is_of_inner = "learning_rate" not in found.parameters
+    rate = {k: arguments[k] for k in arguments if k == "learning_rate" and is_of_inner}
     inner = arguments.get("inner")
     if inner is None:
         raise TypeError(f"{found.name} needs 'opt': the config of the inner optimizer")

@@ -19,6 +19,11 @@ WRAPPERS = {
     "decoupled_weight_decay": lambda inner: optzoo.decoupled_weight_decay(
         inner, weight_decay_per_step=0.1
     ),
+    "cautious_weight_decay": lambda inner: optzoo.cautious_weight_decay(
+        inner, weight_decay_per_step=0.1
+    ),
+    "ema_nesterov": lambda inner: optzoo.ema_nesterov(inner, 0.5),
+    "hyperball": lambda inner: optzoo.hyperball(inner, 0.1, {}),
     "moving_average": optzoo.moving_average,
     "ensemble": optzoo.interop.fbgemm.ensemble,
     "multitask": optzoo.multitask,

@@ -37,6 +37,7 @@ WRAPPERS = {
 # What is said of rows beyond the keywords, where the wrapper keeps it; with its own decay rule.
 STORED = {"slots_dtype", "slots_dtype at random"}
 KEEPS_ROWS = {
+    "cautious_weight_decay",
     "decoupled_weight_decay",
     "groups",
     "master_weights",

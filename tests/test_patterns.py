@@ -103,6 +103,26 @@ def decayed(pattern):
     return moved(optzoo.decoupled_weight_decay(inner, weight_decay_per_step=0.5, mask=pattern))
 
 
+def decayed_cautiously(pattern):
+    inner = optax.sgd(0.1)
+    return moved(optzoo.cautious_weight_decay(inner, weight_decay_per_step=0.5, mask=pattern))
+
+
+def turned(pattern):
+    x = tree(lambda name: jnp.array([3.0, 4.0]))
+    tx = optzoo.hyperball(optax.sgd(0.1), 0.1, {pattern: (0,)})
+    updates, _ = tx.update(tree(lambda name: jnp.ones(2)), tx.init(x), x)
+    norms = jax.tree.map(lambda u: jnp.linalg.norm(jnp.array([3.0, 4.0]) + u), updates)
+    return where(jax.tree.map(lambda norm: abs(norm - 5) < 1e-5, norms))
+
+
+def ahead(pattern):
+    """Those that have slots."""
+    state = optzoo.ema_nesterov(optax.sgd(0.1), 0.5, mask=pattern).init(tree())
+    slots = state[1].inner_state.slots.direction
+    return {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(slots)}
+
+
 def not_skipped(pattern):
     return {*NAMES} - moved(optzoo.lars(0.1, l2_weight_decay=0.5, skip=[pattern]))
 
@@ -143,8 +163,8 @@ def saved(pattern, folder):
 @pytest.mark.parametrize(
     ("chosen", "table"),
     [
-        *((f, CHOSEN) for f in (accumulated, clipped, sharded, described, grouped)),
-        *((f, CHOSEN) for f in (decayed, not_skipped)),
+        *((f, CHOSEN) for f in (accumulated, clipped, turned, sharded, described, grouped)),
+        *((f, CHOSEN) for f in (decayed, decayed_cautiously, ahead, not_skipped)),
         (not_skipped_by_part, PARTS),
         (in_layer, LAYERS),
     ],

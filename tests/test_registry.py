@@ -339,6 +339,11 @@ def test_a_transformation_in_a_config():
     assert are_equal(tx, optax.sgd(0.1))
     with pytest.raises(TypeError, match="learning_rate belongs to the inner optimizer"):
         create("multitask", inner=optax.sgd(0.1), learning_rate=0.1)
+    # This one has a rate itself, beside that of the inner optimizer.
+    tx = create("hyperball", inner=optax.sgd(0.1), learning_rate=0.75, dims={".*": (0,)})
+    x = jnp.array([4.0, 0.0])
+    updates, _ = tx.update(jnp.array([0.0, -9.0]), tx.init(x), x)
+    np.testing.assert_allclose(x + updates, [3.2, 2.4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["linear", "linear_sign_decay", "get_linear_decay_fn"])

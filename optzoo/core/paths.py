@@ -42,10 +42,15 @@ def path_name(path: Any) -> str:
         name.short = path_name(path[:-1]) if path[:-1] else None
         return name
     path = out_of_box(path)
-    is_stack = lambda i: path[i] == _STACKED and members_of(getattr(path[i + 1], "key", None))
-    if found := [i for i in range(len(path) - 1) if is_stack(i)]:
+    if found := stacks_of(path):
         path = (*path[: found[-1]], *path[found[-1] + 2 :])
     return Name(_written(path))
+
+
+def stacks_of(path: Any) -> list[int]:
+    """Where a path goes into a stack (:func:`optzoo.stacked`)."""
+    is_stack = lambda i: path[i] == _STACKED and members_of(getattr(path[i + 1], "key", None))
+    return [i for i in range(len(path) - 1) if is_stack(i)]
 
 
 def members_of(key: Any) -> tuple[int, ...]:
@@ -288,6 +293,23 @@ def _called(mask: Callable[[Any], Any], tree: Any) -> Any:
 def resolve_unmasked(mask: Any, tree: Any, argument: str = "mask") -> Any:
     """The opposite of :func:`resolve_mask`."""
     return jax.tree.map(lambda mark: not mark, resolve_mask(mask, tree, argument))
+
+
+def only_for(mask: Any, tx: optax.GradientTransformation) -> Optimizer:
+    """A transformation of the parameters that a mask marks, None for all; the others pass.
+
+    ``update`` must be given the parameters: gradients may be missing, and slots are not.
+    """
+    mask = True if mask is None else mask
+    masked = lambda params: optax.masked(tx, resolve_mask(mask, params))
+
+    def init(params: Any) -> Any:
+        return masked(params).init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return masked(params).update(updates, state, params, **extra_args)
+
+    return Optimizer(init, update, about_of(tx))
 
 
 def except_for(skip: Any, tx: optax.GradientTransformation) -> Optimizer:

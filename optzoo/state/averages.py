@@ -15,7 +15,7 @@ from ..core.rows import is_rows
 from .fit import kind_of
 from .stacks import restack, unstack
 from .tf1_names import AVERAGE, TF1Names
-from .types import Exact, LocalSGDState, ReplicaState
+from .types import Exact, LocalSGDState, ReplicaState, Signed
 
 
 class MovingAverageSlots(NamedTuple):
@@ -24,6 +24,13 @@ class MovingAverageSlots(NamedTuple):
     average: Exact  # of the parameters, in float32 at least
 
     tf1 = TF1Names(slot=AVERAGE)
+
+
+class EMANesterovSlots(NamedTuple):
+    """What EMA-Nesterov keeps."""
+
+    iterate: Exact  # the parameters without the step ahead, in float32 at least
+    direction: Signed  # the moving average of their changes
 
 
 def averages_of(params: Any, state: Any) -> Any:
@@ -72,12 +79,14 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
             "optimizer, or evaluate params themselves"
         )
     exchanged = set()
-    for i, node in reversed(list(enumerate(nodes))):  # of averages of averages the outermost
+    # Of averages of averages the outermost; an iterate is no average, so it is the last choice.
+    is_iterate = lambda found: isinstance(found[1], EMANesterovSlots)
+    for i, node in sorted(reversed(list(enumerate(nodes))), key=is_iterate):
         if not _is_average(node):
             continue
         with_paths = flatten_with_path
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
-        if isinstance(node, MovingAverageSlots):
+        if isinstance(node, MovingAverageSlots | EMANesterovSlots):
             _check_fits(averages, shape.flatten_up_to(params))
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
@@ -154,10 +163,13 @@ def _averages(node: Any) -> Any:
             return node.replicated.center
         case MovingAverageSlots():
             return node.average
+        case EMANesterovSlots():
+            return node.iterate
     return None
 
 
 def _with_averages(node: Any, averages: Any) -> Any:
     if isinstance(node, LocalSGDState):
         return node._replace(replicated=node.replicated._replace(center=averages))
-    return node._replace(average=averages)
+    name = "average" if isinstance(node, MovingAverageSlots) else "iterate"
+    return node._replace(**{name: averages})

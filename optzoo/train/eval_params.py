@@ -26,7 +26,8 @@ def eval_params(params: Any, state: Any) -> Any:
         state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
             a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
             :func:`optzoo.model_average`, :func:`optzoo.diloco`) may be anywhere (in a chain,
-            in ``optax.masked`` or ``optax.partition``, ...).
+            in ``optax.masked`` or ``optax.partition``, ...). Of :func:`optzoo.ema_nesterov` they
+            are the parameters without the step ahead.
 
     Returns:
         A tree like ``params``, also in its dtypes: the average of every parameter that has one,

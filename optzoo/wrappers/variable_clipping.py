@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
-from ..core.norms import over_shards
-from ..core.numerics import sqrt, upcast
 from ..core.optimizer import About, Optimizer
-from ..core.paths import is_masked, map_with_path, path_name, patterns_by_name
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..core.rows import SparseRows, is_rows, map_rows
 from ..state.inner import fitting, inner_transformation
+from ._dims import check_dims, norms, update_to, with_axes
 
 
 def variable_clipping(
@@ -70,76 +64,26 @@ def variable_clipping(
     """
     inner = inner_transformation(inner=inner)
     check_positive(max_norm=max_norm)
-    if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
-        raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
-
-    def clipped(g, x, axes):
-        squares = jnp.sum(x**2, axis=axes, keepdims=True)
-        if 0 in axes:
-            [squares] = over_shards([g], [squares], lax.psum)
-        return x * (max_norm / jnp.maximum(sqrt(squares), max_norm))
+    check_dims(dims)
 
     def clip(g, u, x, axes):
         """The update that results in the clipped parameter."""
-        if g is None or axes is None:
-            return u
-        to_clipped = lambda u, x: (clipped(g, x + u, axes) - x).astype(g.dtype)
-        if is_rows(u) and 0 not in axes:
-            u = u.coalesce()
-            return u.with_values(to_clipped(upcast(u.values), upcast(u.gather(x)))).drop_padding()
-        u, x = upcast(u.to_dense(x) if is_rows(u) else u), upcast(x)
-        if not is_rows(g) or 0 in axes:
-            return to_clipped(u, x)
-        return g.scatter(u.astype(g.dtype), to_clipped(g.gather(u), g.gather(x)))
+
+        def clipped(u, x):
+            [norm] = norms(g, axes, new := x + u)
+            return new * (max_norm / jnp.maximum(norm, max_norm))
+
+        if is_rows(g) and not is_rows(u) and 0 not in axes:  # only its rows are clipped
+            few = update_to(clipped, g, g.gather(u), g.gather(x), axes)
+            return g.scatter(u.astype(g.dtype), few)
+        return update_to(clipped, g, u, x, axes)
 
     def update(updates, state, params=None, **extra_args):
         check_params(params)
         check_gradients(updates, params)
-        axes = _axes(dims, params)
         given = map_rows(SparseRows.coalesce, updates)
         updates, state = inner.update(given, state, params, **extra_args)
-        gs, treedef = jax.tree.flatten(given, is_leaf=is_sparse_or_none)
-        columns = [treedef.flatten_up_to(tree) for tree in (updates, params, axes)]
-        done = [clip(*leaf) for leaf in zip(gs, *columns, strict=True)]
-        return treedef.unflatten(done), state
+        return with_axes(clip, dims, given, updates, params), state
 
     about = About(reads=inner.about.reads)
     return fitting(Optimizer(inner.init, update, about), moves="variable_clipping")
-
-
-def _axes(dims: Any, params: Any) -> Any:
-    """A tree like ``params`` of sorted tuples of axes, or None."""
-    by_name = patterns_by_name("dims", dims, params) if _are_patterns(dims) else {}
-
-    def of_patterns(path, x):
-        if is_masked(x):
-            return x
-        matching = by_name[path_name(path)]
-        found = {_checked(dims[p], path, x) for p in matching}
-        if len(found) > 1:
-            raise ValueError(f"dims: {matching} all match parameter '{path_name(path)}'")
-        return found.pop() if found else None
-
-    def of_tree(path, x, axes):
-        if is_masked(x):
-            return x
-        return None if axes is None else _checked(axes, path, x)
-
-    walk = functools.partial(map_with_path, is_leaf=is_masked)
-    return walk(of_patterns, params) if _are_patterns(dims) else walk(of_tree, params, dims)
-
-
-def _are_patterns(dims: Any) -> bool:
-    are_axes = lambda v: isinstance(v, tuple | list) and all(isinstance(a, int) for a in v)
-    return isinstance(dims, Mapping) and all(
-        isinstance(k, str) and are_axes(v) for k, v in dims.items()
-    )
-
-
-def _checked(axes: Any, path: Any, x: Any) -> Any:
-    ndim = jnp.ndim(x)
-    if any(not -ndim <= a < ndim for a in axes):
-        raise ValueError(
-            f"dims: parameter '{path_name(path)}' of shape {jnp.shape(x)} has no axes {axes}"
-        )
-    return tuple(sorted({a % ndim for a in axes}))

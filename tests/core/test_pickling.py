@@ -28,6 +28,9 @@ WRAPPERS = {
     "decoupled_weight_decay": lambda tx: optzoo.decoupled_weight_decay(
         tx, weight_decay_per_step=0.1
     ),
+    "cautious_weight_decay": lambda tx: optzoo.cautious_weight_decay(tx, weight_decay_per_step=0.1),
+    "ema_nesterov": lambda tx: optzoo.ema_nesterov(tx, 0.5),
+    "hyperball": lambda tx: optzoo.hyperball(tx, 0.1, {"table": (1,)}),
     "ema_in_place": lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 3),
     "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
     "multitask": optzoo.multitask,

@@ -113,6 +113,11 @@ WRAPPED = {
         LAZY(), weight_decay_per_step=0.1
     ),
     "variable_clipping": lambda: optzoo.variable_clipping(LAZY(), {"emb": (1,)}, 0.8),
+    "cautious_weight_decay": lambda: optzoo.cautious_weight_decay(
+        LAZY(), weight_decay_per_step=0.1
+    ),
+    "ema_nesterov": lambda: optzoo.ema_nesterov(LAZY(), 0.5),
+    "hyperball": lambda: optzoo.hyperball(LAZY(), 0.1, {"emb": (1,)}),
     "ema_in_place": lambda: optzoo.interop.fbgemm.ema_in_place(LAZY(), 3),
     "ensemble": lambda: optzoo.interop.fbgemm.ensemble(LAZY(), 2, 3),
     "multitask": lambda: optzoo.multitask(LAZY()),

@@ -291,6 +291,13 @@ NAMED = {
     "variable_clipping": lambda: optzoo.variable_clipping(
         optzoo.lazy_adam(0.1), {"embed/embedding": (1,)}, 0.5
     ),
+    "hyperball": lambda: optzoo.hyperball(optzoo.lazy_adam(0.1), 0.1, {"embed/embedding": (1,)}),
+    "mask of a decay": lambda: optzoo.cautious_weight_decay(
+        optzoo.lazy_adam(0.1), weight_decay_per_step=0.1, mask=("embed/.*", "bias")
+    ),
+    "mask of slots": lambda: optzoo.ema_nesterov(
+        optzoo.lazy_adam(0.1), 0.5, mask=("embed/.*", "bias")
+    ),
     "mask": lambda: optzoo.decoupled_weight_decay(
         optzoo.lazy_adam(0.1), weight_decay_per_step=0.1, mask=("embed/.*", "bias")
     ),

@@ -27,6 +27,11 @@ WRAPPERS = {
     "variable_clipping": lambda tx, shapes: optzoo.variable_clipping(
         tx, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}, 1.0
     ),
+    "cautious": lambda tx, shapes: optzoo.cautious_weight_decay(tx, weight_decay_per_step=0.01),
+    "ahead": lambda tx, shapes: optzoo.ema_nesterov(tx, 0.5),
+    "hyperball": lambda tx, shapes: optzoo.hyperball(
+        tx, 0.1, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}
+    ),
     "multitask": lambda tx, shapes: optzoo.multitask(tx),
     "groups": lambda tx, shapes: optzoo.param_groups(
         {min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}

@@ -56,6 +56,8 @@ IN_ONE_ROUND = {
     ),
     "variable_clipping": optzoo.variable_clipping(SGD, {"table": (0,), "small": (0, 1)}, 1.0),
     "around dense": optzoo.variable_clipping(ADAM, {"table": (0, 1)}, 1.0),
+    "hyperball": optzoo.hyperball(SGD, 0.1, {"table": (0,), "small": (0, 1)}),
+    "hyperball around dense": optzoo.hyperball(ADAM, 0.1, {"table": (0, 1)}),
     "accumulate": optzoo.accumulate(LAZY, 2),
     "gradient_summaries": optax.chain(optzoo.transforms.gradient_summaries(), LAZY),
 }

@@ -32,6 +32,9 @@ WHOLE = {
     "moving_average": optzoo.moving_average(adam),
     "multitask": optzoo.multitask(adam),
     "decoupled_weight_decay": optzoo.decoupled_weight_decay(adam, weight_decay_per_step=0.1),
+    "cautious_weight_decay": optzoo.cautious_weight_decay(adam, weight_decay_per_step=0.1),
+    "ema_nesterov": optzoo.ema_nesterov(adam, 0.5),
+    "hyperball": optzoo.hyperball(adam, 0.1, {"a": (0,)}),
     "variable_clipping": optzoo.variable_clipping(adam, {"a": (0,)}, 1.0),
     **{
         name: method.make(adam, 1, axis_name=None)

@@ -19,12 +19,18 @@ from optzoo.testing import samples
 from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
 
 DIMS = {"table": (1,), "layer/1": ()}
+TURNED = {"table": (1,)}  # one element would stay as it is
 WRAPPERS = {
     "moving_average": lambda inner, **_: optzoo.moving_average(inner, 0.9),
     "variable_clipping": lambda inner, dims=DIMS: optzoo.variable_clipping(inner, dims, 0.8),
     "decoupled_weight_decay": lambda inner, **_: optzoo.decoupled_weight_decay(
         inner, weight_decay_per_step=0.1
     ),
+    "cautious_weight_decay": lambda inner, **_: optzoo.cautious_weight_decay(
+        inner, weight_decay_per_step=0.1
+    ),
+    "hyperball": lambda inner, dims=TURNED: optzoo.hyperball(inner, 0.1, dims),
+    "ema_nesterov": lambda inner, **_: optzoo.ema_nesterov(inner, 0.5, 0.75),
     "ema_in_place": lambda inner, **_: optzoo.interop.fbgemm.ema_in_place(inner, 3),
     "ensemble": lambda inner, **_: optzoo.interop.fbgemm.ensemble(inner, 2, 3),
     "multitask": lambda inner, **_: optzoo.multitask(inner),
@@ -53,7 +59,14 @@ READS_PARAMS = WRAPPERS.keys() - {"multitask", "sync_replicas"}
 CENTERED = ("agn", "diloco", "elastic_average", "model_average")
 REPLICAS = (*CENTERED, "drop_stale_gradient", "sync_replicas")
 # The number of trees like the parameters in addition to those of the inner optimizer.
-TREES = {"ensemble": 1, "moving_average": 1, "diloco": 2, "elastic_average": 2, "model_average": 1}
+TREES = {
+    "ema_nesterov": 2,
+    "ensemble": 1,
+    "moving_average": 1,
+    "diloco": 2,
+    "elastic_average": 2,
+    "model_average": 1,
+}
 TREES |= {"agn": 3, "sync_replicas": 3}
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -74,7 +87,8 @@ def is_centered(*wraps):
 
 
 def moves_all_rows(wrap):
-    return is_centered(wrap) or wrap in (WRAPPERS["ema_in_place"], WRAPPERS["ensemble"])
+    move = ("ema_in_place", "ema_nesterov", "ensemble")
+    return is_centered(wrap) or any(wrap is WRAPPERS[name] for name in move)
 
 
 def rows():
@@ -207,7 +221,7 @@ def test_leaves_without_elements_or_axes_and_no_leaves_at_all(wrap, inner):
     moved, state = step(tx, x, x)
     assert avals(moved) == avals(x)
     assert avals(state) == avals(traced(tx, x, state, x)) == avals(tx.init(x))
-    assert moved["scalar"] < 1
+    assert moved["scalar"] < 1 or wrap is WRAPPERS["hyperball"]
     assert step(wrap(INNER[inner](), dims={}), {}, {})[0] == {}
 
 
@@ -280,6 +294,9 @@ def test_untouched_rows_stay(wrap, inner):
     x, state = step(tx, dense_grads(x), x)
     moved, _ = step(tx, rows(), x, state, exchange=False)  # an exchange moves all rows
     rest = jnp.array([0, 2, 4])
+    if wrap is WRAPPERS["ema_nesterov"]:  # as with zeros in their place
+        assert np.all(moved["table"][rest] != x["table"][rest])
+        return
     np.testing.assert_array_equal(moved["table"][rest], x["table"][rest])
 
 
@@ -300,6 +317,15 @@ INJECTED = {
     ),
     "decoupled_weight_decay": lambda inner: optax.inject_hyperparams(optzoo.decoupled_weight_decay)(
         inner, weight_decay_per_step=lambda k: 0.1
+    ),
+    "cautious_weight_decay": lambda inner: optax.inject_hyperparams(optzoo.cautious_weight_decay)(
+        inner, weight_decay_per_step=lambda k: 0.1
+    ),
+    "ema_nesterov": lambda inner: optax.inject_hyperparams(optzoo.ema_nesterov)(
+        inner, lambda k: 0.5, lambda k: 0.75
+    ),
+    "hyperball": lambda inner: optax.inject_hyperparams(optzoo.hyperball)(
+        inner, lambda k: 0.1, TURNED
     ),
     "multitask": lambda inner: optax.inject_hyperparams(optzoo.multitask)(inner),
     "elastic_average": lambda inner: optax.inject_hyperparams(
@@ -391,13 +417,12 @@ def test_wrappers_wrap_each_other(outer, wrap):
     moved, state = step(tx, rows(), *step(tx, dense_grads(x), x))
     assert avals(state) == avals(traced(tx, rows(), state, x)) == avals(tx.init(x))
     assert not np.array_equal(moved["table"], x["table"])
-    if not {outer, wrap} & {"moving_average", *REPLICAS}:
+    averaging = {"moving_average", "ema_nesterov"}
+    if not {outer, wrap} & {*averaging, *REPLICAS}:
         chex.assert_trees_all_equal(optzoo.eval_params(moved, state), moved)
     elif "elastic_average" not in (outer, wrap):  # the center lags behind the parameters
         averages = optzoo.eval_params(moved, state)
-        has_average = outer == "moving_average" or (
-            wrap == "moving_average" and outer not in CENTERED
-        )
+        has_average = outer in averaging or (wrap in averaging and outer not in CENTERED)
         assert has_average != np.allclose(averages["table"], moved["table"], rtol=1e-6)
 
 
@@ -429,6 +454,8 @@ def is_leafwise(node):
 
 @wrapped_around("add_sign", "lazy_adam")
 def test_extra_arguments_reach_the_inner_optimizer(wrap, inner):
+    if wrap is WRAPPERS["hyperball"]:
+        wrap = functools.partial(wrap, dims={})  # with axes it has a rate itself
     x, grads = params(), dense_grads(params())
     falling = wrap(INNER[inner](lambda k: 0.1 / (1 + k)))
     at = lambda rate: step(wrap(INNER[inner](rate)), grads, x)[0]

@@ -6,6 +6,7 @@ A covering array has few cases, and any two options with any of their values are
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -70,7 +71,7 @@ class Momentum:
     """``optzoo.momentum``, which leaves rows without a gradient alone."""
 
     def __init__(self, decay):
-        self.decay = decay
+        self.decay, self.rate = decay, RATE
         self.slots = {name: np.zeros_like(x) for name, x in PARAMS.items()}
 
     def transformation(self):
@@ -81,10 +82,17 @@ class Momentum:
         a = self.slots[name]
         a[g.rows] = (self.decay * a + g.dense)[g.rows]
         x = x.copy()
-        x[g.rows] -= RATE * a[g.rows]
+        x[g.rows] -= self.rate * a[g.rows]
         return x
 
 
+# All parameters, or the table.
+MASKS = {
+    "none": None,
+    "patterns": (".*abl.*",),
+    "tree": {"layer": False, "table": True},
+    "function": lambda params: {name: "t" in name for name in params},
+}
 INNER = {"descent": functools.partial(Momentum, 0.0), "momentum": functools.partial(Momentum, 0.9)}
 
 
@@ -246,6 +254,103 @@ def test_variable_clipping(axes, chosen, max_norm, kind, inner):
 
 
 @pairs(
+    axes=[(1,), (0,), (0, 1), ()],
+    chosen=["pattern", "tree"],
+    rate=["number", "schedule", "given"],
+    kind=["rows", "dense", "none"],
+    inner=sorted(INNER),
+    counted=[True, False],
+)
+def test_hyperball(axes, chosen, rate, kind, inner, counted):
+    inner = INNER[inner]()
+    dims = {"tab.*": axes} if chosen == "pattern" else {"layer": None, "table": axes}
+    rates = {"number": 0.3, "schedule": lambda step: 0.1 * (step + 1), "given": 9.0}
+    tx = optzoo.hyperball(inner.transformation(), rates[rate], dims)
+    norm = lambda x: np.sqrt((x**2).sum(axes, keepdims=True)) if axes else np.abs(x)
+
+    def model(t, want, known):
+        new = plain(inner, want, known)
+        if "table" in known:
+            x = want["table"]
+            u = new["table"] - x
+            length = np.where(norm(u) == 0, 1, norm(u))
+            y = x + (0.1 * (t + 1) if rate == "schedule" else 0.3) * norm(x) * u / length
+            new["table"] = y * norm(x) / norm(y)
+        return new
+
+    def extra(t):
+        given = {} if counted else {"global_step": jnp.asarray(t)}
+        return {**given, "learning_rate": jnp.asarray(0.3)} if rate == "given" else given
+
+    if rate == "given":  # it is that of the other parameters, too
+        inner.rate = 0.3
+    check(tx, [kind], model, extra=extra)
+
+
+@pairs(
+    decay=["number", "schedule", "zero"],
+    mask=["none", "patterns", "tree", "function"],
+    kind=["rows", "dense", "none"],
+    inner=sorted(INNER),
+    counted=[True, False],
+)
+def test_cautious_weight_decay(decay, mask, kind, inner, counted):
+    inner = INNER[inner]()
+    decays = {"number": 0.2, "schedule": lambda step: 0.1 * (step + 1), "zero": 0.0}
+    tx = optzoo.cautious_weight_decay(
+        inner.transformation(), weight_decay_per_step=decays[decay], mask=MASKS[mask]
+    )
+
+    def model(t, want, known):
+        new = plain(inner, want, known)
+        for name, g in known.items():
+            if name == "table" or mask == "none":
+                x, of_step = want[name], decays[decay](t) if decay == "schedule" else decays[decay]
+                is_near = (new[name] - x) * x <= 0
+                decays_here = is_near & (g.rows[:, None] if x.ndim > 1 else g.rows)
+                new[name] = new[name] - of_step * np.where(decays_here, x, 0)
+        return new
+
+    check(tx, [kind], model, extra=lambda t: {} if counted else {"global_step": jnp.asarray(t)})
+
+
+@pairs(
+    lookahead=["number", "schedule", "zero"],
+    decay=[0.0, 0.75],
+    mask=["none", "patterns", "tree", "function"],
+    kind=["rows", "dense", "none"],
+    inner=sorted(INNER),
+    counted=[True, False],
+)
+def test_ema_nesterov(lookahead, decay, mask, kind, inner, counted):
+    inner = INNER[inner]()
+    sizes = {"number": 0.5, "schedule": lambda step: 0.1 * (step + 1), "zero": 0.0}
+    tx = optzoo.ema_nesterov(inner.transformation(), sizes[lookahead], decay, mask=MASKS[mask])
+    iterates = {name: value.copy() for name, value in PARAMS.items()}
+    directions = {name: np.zeros_like(value) for name, value in PARAMS.items()}
+
+    def model(t, want, known):
+        new = plain(inner, want, known)
+        for name in known:
+            if name == "table" or mask == "none":
+                size = sizes[lookahead](t) if lookahead == "schedule" else sizes[lookahead]
+                change = new[name] - iterates[name]
+                directions[name] = decay * directions[name] + (1 - decay) * change
+                iterates[name] = new[name]
+                new[name] = new[name] + size * directions[name]
+        return new
+
+    def after(state, want):
+        got = optzoo.eval_params(jax.tree.map(jnp.float32, want), state)
+        for name, x in want.items():
+            evaluated = iterates[name] if name == "table" or mask == "none" else x
+            np.testing.assert_allclose(got[name], evaluated, rtol=2e-5, atol=2e-6)
+
+    extra = lambda t: {} if counted else {"global_step": jnp.asarray(t)}
+    check(tx, [kind], model, extra=extra, after=after)
+
+
+@pairs(
     weight_decay_per_step=[0.0, 0.1, 1.0],
     mask=["none", "patterns", "tree", "function"],
     kind=["rows", "dense", "none"],
@@ -253,14 +358,8 @@ def test_variable_clipping(axes, chosen, max_norm, kind, inner):
 )
 def test_decoupled_weight_decay(weight_decay_per_step, mask, kind, inner):
     inner = INNER[inner]()
-    masks = {
-        "none": None,
-        "patterns": (".*abl.*",),
-        "tree": {"layer": False, "table": True},
-        "function": lambda params: {name: "t" in name for name in params},
-    }
     tx = optzoo.decoupled_weight_decay(
-        inner.transformation(), weight_decay_per_step=weight_decay_per_step, mask=masks[mask]
+        inner.transformation(), weight_decay_per_step=weight_decay_per_step, mask=MASKS[mask]
     )
 
     def model(t, want, known):

@@ -16,6 +16,11 @@ MOVE = {
     ),
     "moving_average": lambda tx: optzoo.moving_average(tx, 0.5),
     "variable_clipping": lambda tx: optzoo.variable_clipping(tx, {".*": (0,)}, 0.5),
+    "cautious_weight_decay": lambda tx: optzoo.cautious_weight_decay(
+        tx, weight_decay_per_step=0.001
+    ),
+    "ema_nesterov": lambda tx: optzoo.ema_nesterov(tx, 0.5),
+    "hyperball": lambda tx: optzoo.hyperball(tx, 0.1, {".*": (0,)}),
     "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
     "ema_in_place": lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 3),
 }

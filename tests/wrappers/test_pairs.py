@@ -128,6 +128,43 @@ class Clipping(Same):
         return {name: x * 1.25 / np.maximum(1.25, norms[name]) for name, x in new.items()}
 
 
+class Cautious(Same):
+    def step(self, gs, xs):
+        new = self.inner.step(gs, xs)
+        decay = lambda x, y: y - 0.25 * np.where((y - x) * x <= 0, x, 0)
+        return {name: decay(xs[name], y) for name, y in new.items()}
+
+
+class CautiousOfRows(Cautious):
+    """Around multitask, which leaves no rows in the update of a parameter that it skips."""
+
+    def step(self, gs, xs):
+        new = super().step(gs, xs)
+        return {name: new[name] if gs[name].any() else x for name, x in xs.items()}
+
+
+class Ahead(Same):
+    def step(self, gs, xs):
+        new = self.inner.step(gs, xs)
+        for name, x in new.items():
+            iterate, direction = self.slots.get(name, (START[name], 0.0))
+            direction = 0.75 * direction + 0.25 * (x - iterate)
+            self.slots[name] = np.stack([x, direction])
+            new[name] = x + 0.5 * direction
+        return new
+
+
+class Hyperball(Same):
+    def step(self, gs, xs):
+        new = self.inner.step(gs, xs)
+        for name, x in xs.items():
+            u = new[name] - x
+            radius, length = (np.linalg.norm(a, axis=0, keepdims=True) for a in (x, u))
+            y = x + 0.125 * radius * u / np.where(length == 0, 1, length)
+            new[name] = y * radius / np.linalg.norm(y, axis=0, keepdims=True)
+        return new
+
+
 class Groups(Same):
     def __init__(self, inner):
         super().__init__(inner)
@@ -195,6 +232,10 @@ WRAPPERS = {
     "accumulate": (lambda tx: optzoo.accumulate(tx, 2), Accumulate),
     "agn": (lambda tx: optzoo.agn(tx, communication_period=2, **ALONE), AGN),
     "caught_up": (lambda tx: optzoo.caught_up(tx, dense=True), Same),
+    "cautious_weight_decay": (
+        lambda tx: optzoo.cautious_weight_decay(tx, weight_decay_per_step=0.25),
+        Cautious,
+    ),
     "decoupled_weight_decay": (
         lambda tx: optzoo.decoupled_weight_decay(tx, weight_decay_per_step=0.25),
         Decay,
@@ -216,10 +257,12 @@ WRAPPERS = {
         lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 2, coefficient=0.5),
         EMAInPlace,
     ),
+    "ema_nesterov": (lambda tx: optzoo.ema_nesterov(tx, 0.5, 0.75), Ahead),
     "ensemble": (
         lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3, coefficient=0.5),
         Ensemble,
     ),
+    "hyperball": (lambda tx: optzoo.hyperball(tx, 0.125, {".*": (0,)}), Hyperball),
     "master_weights": (lambda tx: optzoo.master_weights(tx, bits=32), Same),
     "model_average": (lambda tx: optzoo.model_average(tx, interval_steps=2, **ALONE), Same),
     "moving_average": (lambda tx: optzoo.moving_average(tx, 0.5), Average),
@@ -238,6 +281,7 @@ SHARED = {"drop_stale_gradient", "sync_replicas"}
 CENTERED = {"agn", "diloco", "elastic_average", "model_average"}
 METHODS = SHARED | CENTERED
 MOVE = {"decoupled_weight_decay", "ema_in_place", "ensemble", "moving_average", "variable_clipping"}
+MOVE |= {"cautious_weight_decay", "ema_nesterov", "hyperball"}
 ALL = {*WRAPPERS}
 # What is refused, with the words of the error: by the wrappers outside and inside.
 REFUSED = [
@@ -251,6 +295,7 @@ REFUSED = [
     ({"agn", "master_weights"}, {"master_weights"}, "no parameter is in bfloat16"),
     ({"param_groups", "stacked"}, {"master_weights"}, "put it around them"),
     ({"moving_average"}, {"caught_up"}, "reads deferred rows"),
+    ({"ema_nesterov", "hyperball"}, {"caught_up"}, "which are deferred"),
     (CENTERED, {"caught_up"}, "does not support the deferred rows of optzoo.caught_up"),
     (
         {"caught_up"},
@@ -258,6 +303,7 @@ REFUSED = [
         "has no decay rule for rows without a gradient",
     ),
     ({"stacked"}, {"stacked"}, "is inside of optzoo.stacked"),
+    ({"stacked"}, {"hyperball"}, "is stacked with others along the first axis"),
     (
         {"stacked"},
         {"accumulate", "agn", "caught_up", "param_groups", "sync_replicas"},
@@ -272,7 +318,11 @@ REFUSED_OF_KIND = {
     ],
     "rows": [
         ({"on_rows"}, CENTERED, "cannot run this optimizer row by row"),
-        ({"on_rows"}, {"multitask", "variable_clipping"}, "cannot run this optimizer row by row"),
+        (
+            {"on_rows"},
+            {"hyperball", "multitask", "variable_clipping"},
+            "cannot run this optimizer row by row",
+        ),
         ({"on_rows"}, {"stacked"}, "keep tables out of the stacks"),
     ],
 }
@@ -283,6 +333,8 @@ FIRST = [
     ("multitask", "accumulate"),
     ("stacked", "variable_clipping"),
 ]
+# Definitions by the wrappers outside and inside and the kind of gradients.
+OTHERWISE = {("cautious_weight_decay", "multitask", "rows"): CautiousOfRows}
 PAIRS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
 
 
@@ -321,7 +373,7 @@ def test_pair(outer, inner, kind):
             run(make(), kind, dtype)
         return
     x, state, path = run(make(), kind, dtype)
-    defined = define(define_inner(Momentum()))
+    defined = OTHERWISE.get((outer, inner, kind), define)(define_inner(Momentum()))
     want = START
     for got, gs in zip(path, GRADS, strict=True):
         want = defined.step(gs, want)

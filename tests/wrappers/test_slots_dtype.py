@@ -131,6 +131,11 @@ NESTED = {
     "decoupled_weight_decay": lambda: optzoo.decoupled_weight_decay(
         ADAM(), weight_decay_per_step=0.1
     ),
+    "ema_nesterov": lambda: optzoo.ema_nesterov(ADAM(), 0.5),
+    "hyperball": lambda: optzoo.hyperball(ADAM(), 0.1, {"table": (1,)}),
+    "cautious_weight_decay": lambda: optzoo.cautious_weight_decay(
+        ADAM(), weight_decay_per_step=0.1
+    ),
     "multitask": lambda: optzoo.multitask(ADAM()),
     "beside optax": lambda: optax.chain(optax.trace(0.9), ADAM()),
 }

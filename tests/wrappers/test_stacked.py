@@ -138,7 +138,11 @@ REFUSED |= {
     ),
     "columns": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*": (0,)}, 1.0),
-        r"has operations along the first axis \(reduce_sum\)",
+        "is stacked with others along the first axis: put optzoo.stacked inside of this wrapper",
+    ),
+    "rows": (
+        optzoo.variable_clipping(optax.sgd(0.1), {".*kernel": (1,)}, 1.0),
+        "is stacked with others along the first axis",
     ),
 }
 # Not found by the operations of the update.

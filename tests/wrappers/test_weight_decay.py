@@ -152,6 +152,10 @@ MASKED = {
     "decoupled_weight_decay": lambda mask: optzoo.decoupled_weight_decay(
         optzoo.gradient_descent(0.1), weight_decay_per_step=0.1, mask=mask
     ),
+    "cautious_weight_decay": lambda mask: optzoo.cautious_weight_decay(
+        optzoo.gradient_descent(0.1), weight_decay_per_step=0.1, mask=mask
+    ),
+    "ema_nesterov": lambda mask: optzoo.ema_nesterov(optzoo.gradient_descent(0.1), 0.5, mask=mask),
     "adamw": lambda mask: optzoo.adamw(weight_decay_per_step=0.1, mask=mask),
     "lars": lambda mask: optzoo.lars(0.1, skip=mask),
     "shampoo": lambda mask: optzoo.shampoo(weight_decay=0.1, mask=mask),
