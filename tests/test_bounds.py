@@ -84,7 +84,7 @@ NO_BOUNDS = {
     "native/tpu_leaf_kernel.py": "_ROWS _LANES _COLUMNS",
     "deferred/tables.py": "_SEED",
     "state/stochastic_rounding.py": "_SIGN",
-    "state/storage.py": "_STREAM",
+    "state/storage.py": "STREAM",
 }
 
 

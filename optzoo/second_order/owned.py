@@ -41,12 +41,11 @@ from ..state.stacks import (
     stacks_in,
     value,
 )
-from ..state.storage import ROUNDING
+from ..state.storage import ROUNDING, STREAM
 from ..state.types import LeafwiseState, OwnersState
 from .owners import Owners
 
 WHOLE = PartitionSpec()
-_STREAM = 0x9E3779B9  # keeps the random bits of one device apart from those of the next
 
 # The positions of the matrices of one shape among all parameters.
 Members = tuple[int, ...]
@@ -212,7 +211,7 @@ class _Divided:
             return extra
         index = jax.lax.axis_index(self.owners.axes).astype(jnp.uint32)
         rounding = extra[ROUNDING]
-        seed = rounding.seed + index * np.uint32(_STREAM)
+        seed = rounding.seed + index * np.uint32(STREAM)
         return {**extra, ROUNDING: rounding._replace(seed=seed)}
 
     # Which matrices belong together

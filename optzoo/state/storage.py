@@ -37,7 +37,8 @@ from .types import LeafwiseState, OwnersState, map_nodes
 GATHERED = "gathered_rows"
 # The argument by which ``slots_dtype`` gives an update the ``Rounding`` of its 16-bit slots.
 ROUNDING = "random_rounding"
-_STREAM = 0x9E3779B9  # keeps the bits of one pair of slots apart from those of the next
+# Keeps the bits of one pair of slots, or of one device, apart from those of the next.
+STREAM = 0x9E3779B9
 
 
 class Rounding(NamedTuple):
@@ -152,7 +153,7 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
     """
     bits = None
     if start is not None and (is_coded(old) or jnp.dtype(old.dtype) in DTYPES):
-        start = start + np.uint32(k // 2 * _STREAM % 2**32)
+        start = start + np.uint32(k // 2 * STREAM % 2**32)
         bits = random_bits(start, new.shape) >> np.uint32(16 * (k % 2))
     if is_coded(old):
         return stored(encoded(type(old), new, bits), old)
@@ -204,9 +205,10 @@ def _slots_like(state: Any, like: Any) -> Any:
     trees = [parted(*pair) for pair in zip(slots, unpack(like.matrices.slots), strict=True)]
     of_matrices, of_others = map(type(slots)._make, zip(*trees, strict=True))
     none = jax.tree.map(jnp.zeros_like, given.shared)
+    count = jnp.copy(given.count)  # a step that donates the state needs two
     return OwnersState(
         given._replace(slots=pack_like(like.matrices.slots, of_matrices)),
-        LeafwiseState(given.count, pack_like(like.others.slots, of_others), none),
+        LeafwiseState(count, pack_like(like.others.slots, of_others), none),
     )
 
 

@@ -184,9 +184,7 @@ def test_mistakes():
     for wrong in ((), ("d", "d")):
         with pytest.raises(ValueError, match=r"owners must be different mesh axes, at least one"):
             Owners.of(wrong, None)
-    with pytest.raises(
-        ValueError, match="exchange_dtype must be None without owners=, got 'bfloat16'"
-    ):
+    with pytest.raises(ValueError, match="exchange_dtype must be None without owners=, got"):
         Owners.of(None, "bfloat16")
     with pytest.raises(TypeError, match=r"exchange_dtype must be"):
         Owners.of("d", "int8")

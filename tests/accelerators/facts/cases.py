@@ -321,6 +321,12 @@ OF_LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         lambda: optzoo.muon(0.02, owners="data", exchange_dtype="bfloat16"),
         (12,),
     ),
+    "soap, owners": (
+        lambda: optzoo.soap(3e-3, max_matrix_size=1024, owners="data"),
+        (12,),
+    ),
+    "blocked_shampoo": (lambda: optzoo.blocked_shampoo(1e-3), (2,)),
+    "blocked_shampoo, owners": (lambda: optzoo.blocked_shampoo(1e-3, owners="data"), (2, 12)),
 }
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
