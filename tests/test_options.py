@@ -142,8 +142,7 @@ REFUSED = {
     "owners": "needs a mesh with these axes",
 }
 OF_MATRICES = ("muon", "soap", "shampoo", "blocked_shampoo")
-# By rows of ``tests/entrances``: the text of an error of a callback. By ``test_owned.py`` and
-# ``test_muon_owners.py``: what needs a mesh.
+# By rows of ``tests/entrances``: the text of an error of a callback, and what needs a mesh.
 ELSEWHERE = {
     ("check_numerics", "what"),
     *(
