@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -364,3 +366,37 @@ def test_what_does_not_fit():
         optzoo.multitask(tx).init(params)
     with pytest.raises(ValueError, match="stacked is around an optimizer with owners="):
         optzoo.stacked(tx).init(params)
+
+
+@st.composite
+def cases(draw):
+    """Parameters on a mesh, how they are divided, and who owns them."""
+    sizes = draw(st.sampled_from([(8,), (4, 2), (2, 4), (2, 2, 2), (3, 2)]))
+    axes = ("d", "m", "k")[: len(sizes)]
+    owners = draw(st.permutations(axes))[: draw(st.integers(1, len(axes)))]
+    shapes = draw(
+        st.lists(st.sampled_from([(24, 48), (48, 24), (24, 24), (24,)]), min_size=1, max_size=9)
+    )
+    specs = [P(*draw(st.permutations([*axes[:2], None, None]))[: len(shape)]) for shape in shapes]
+    return sizes, axes, tuple(owners), dict(enumerate(shapes)), dict(enumerate(specs))
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(), st.sampled_from(["Auto", "Explicit"]), st.sampled_from([*OPTIMIZERS]))
+def test_any_mesh(case, kind, name):
+    sizes, axes, owners, shapes, specs = case
+    rng = np.random.default_rng(0)
+    trees = [{f"x{k}": rng.normal(size=shape) for k, shape in shapes.items()} for _ in range(4)]
+    specs = {f"x{k}": spec for k, spec in specs.items()}
+    results = []
+    with jax.enable_x64(True):
+        for mesh in (None, mesh_of(kind, sizes, axes)):
+            place = on(mesh, specs)
+            tx = OPTIMIZERS[name](owners=None if mesh is None else owners)
+            params = place(trees[0])
+            step, state = jax.jit(tx.update), tx.init(params)
+            for grads in map(place, trees[1:]):
+                updates, state = step(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            results.append(params)
+    chex.assert_trees_all_close(*map(jax.device_get, results), rtol=0, atol=1e-11)
