@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -158,14 +159,17 @@ class Owners(NamedTuple):
         other, which XLA does by one all-to-all each; and back in the same stages, as it was before.
         """
         first, along = stacks[0], functools.partial(_divided, mesh=mesh)
+        # Where a size does not divide a larger one, XLA crashes: then all devices get all matrices.
+        sizes = itertools.pairwise(sorted(mesh.shape.values()))
+        in_stages = len(self.axes) == 1 or not any(large % small for small, large in sizes)
         if is_divided:
             stages = [self.packed(jnp.stack(stacks, axis=1))]
             apart = lambda done: jnp.unstack(done, axis=1)
         else:
             padded = _padded(stacks, devices_along(mesh, self.axes))
-            stages = [along(self.packed(padded), self.axes[:0])]
+            stages = [along(self.packed(padded), self.axes[:0], whole=not in_stages)]
             apart = lambda done: jnp.split(done[: len(stacks) * len(first)], len(stacks))
-        for i in range(1, len(self.axes)):
+        for i in range(1, len(self.axes) if in_stages else 1):
             stages.append(along(stages[-1], self.axes[-i:]))
         mine = along(stages[-1], self.axes, whole=True)
 
@@ -173,7 +177,7 @@ class Owners(NamedTuple):
             done = done.reshape(mine.shape)
             for i, stage in reversed([*enumerate(stages)]):
                 if not is_divided:
-                    done = along(done, self.axes[len(self.axes) - i :])
+                    done = along(done, self.axes[len(self.axes) - i :], whole=not in_stages)
                 done = group_shardings(done, stage)
             results = apart(self.unpacked(done, first.dtype))
             return list(map(group_shardings, results, stacks))
