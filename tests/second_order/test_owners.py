@@ -177,6 +177,21 @@ def test_one_at_a_time():
     assert owners.apply(work, []) == []
 
 
+@pytest.mark.unique
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P("m", "d")], ids=str)
+def test_sizes_that_do_not_divide_each_other(spec):
+    """There XLA has no way from one division to the other, and ends the process."""
+    mesh = jax.make_mesh((3, 2), ("d", "m"), (AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    xs = [np.arange(6.0 * 12).reshape(6, 12).astype("f") + i for i in range(4)]
+    sharding = NamedSharding(mesh, spec)
+    got = jax.jit(lambda xs: apply(Owners.of(("d", "m"), None), lambda x: 2 * x, xs))(
+        jax.device_put(xs, sharding)
+    )
+    for x, result in zip(xs, got, strict=True):
+        np.testing.assert_array_equal(result, 2 * x)
+        assert result.sharding.is_equivalent_to(sharding, 2)
+
+
 def test_mistakes():
     for wrong in (3, ("d", 3), {"d": 1}):
         with pytest.raises(TypeError, match=r"owners must be the name of a mesh axis, or a tuple"):
