@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from ..state.inner import fitting
 from ..state.stacks import (
     axes_of_owners,
     flatten_with_stacks,
+    hidden,
     is_stack,
     members,
     stack_of,
@@ -102,7 +103,7 @@ class _Divided:
             return OwnersState(self.on_stacks.init(params), self.on_others.init(params))
         nodes, treedef = flatten_with_stacks(params)
         classes = self._classes(nodes)
-        others = self.on_others.init(treedef.unflatten(_hidden(nodes, classes)))
+        others = self.on_others.init(treedef.unflatten(hidden(nodes, {*itertools.chain(*classes)})))
         if not classes:
             return OwnersState(self.on_stacks.init(self._in_stacks(nodes, treedef, {})), others)
         mesh = self.owners.mesh(nodes)
@@ -127,12 +128,13 @@ class _Divided:
             raise misfit("OwnersState(matrices, others)", type(state).__name__)
         nodes, treedef = flatten_with_stacks(updates)
         classes = self._classes_of(state, len(nodes))
-        hide = lambda tree: treedef.unflatten(_hidden(treedef.flatten_up_to(tree), classes))
+        matrices = {*itertools.chain(*classes)}
+        hide = lambda tree: treedef.unflatten(hidden(treedef.flatten_up_to(tree), matrices))
         of_others = None if params is None else hide(params)
         others, new = self.on_others.update(hide(updates), state.others, of_others, **extra_args)
-        matrices, new_matrices = self._step(nodes, treedef, classes, state.matrices, extra_args)
-        done = dict(enumerate(treedef.flatten_up_to(others))) | matrices
-        return treedef.unflatten(list(done.values())), OwnersState(new_matrices, new)
+        done, of_matrices = self._step(nodes, treedef, classes, state.matrices, extra_args)
+        done = dict(enumerate(treedef.flatten_up_to(others))) | done
+        return treedef.unflatten(list(done.values())), OwnersState(of_matrices, new)
 
     def _step(
         self,
@@ -281,12 +283,6 @@ def _dense(gs: Sequence[Any]) -> list[Array]:
         return []
     dtype = jnp.result_type(*some)
     return [(jnp.zeros_like(some[0]) if g is None else g).astype(dtype) for g in arrays]
-
-
-def _hidden(nodes: Sequence[Any], classes: Iterable[Members]) -> list[Any]:
-    """The nodes without those of matrices."""
-    matrices = {*itertools.chain(*classes)}
-    return [optax.MaskedNode() if i in matrices else x for i, x in enumerate(nodes)]
 
 
 def _constrained(x: Array, mesh: Any, spec: PartitionSpec) -> Array:

@@ -1,6 +1,6 @@
 """Arrays of equal shape kept as one: a tree like the parameters, with a stack for many of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ..core.meshes import automatically, spec_of
-from ..core.paths import is_masked, leaves_with_path, members_of, path_name
+from ..core.paths import is_masked, leaves_with_path, members_of, path_name, stacks_of
 from ..core.rows import is_sparse_or_none
 
 # Which leaves are stacked: for each stack the positions of its members in the flattened tree.
@@ -79,9 +79,13 @@ def stack_of(positions: Sequence[int], array: Any, axes: Sequence[str] = ()) -> 
 
 def with_stacks(nodes: Sequence[Any], stacks: Mapping[int, Stack]) -> list[Any]:
     """The nodes of a tree with stacks in the places of their first members."""
-    hidden = {i for node in stacks.values() for i in members(node)}
-    rest = [optax.MaskedNode() if i in hidden else node for i, node in enumerate(nodes)]
+    rest = hidden(nodes, {i for node in stacks.values() for i in members(node)})
     return [stacks.get(i, node) for i, node in enumerate(rest)]
+
+
+def hidden(nodes: Sequence[Any], positions: Container[int]) -> list[Any]:
+    """The nodes of a tree with masked ones at some positions."""
+    return [optax.MaskedNode() if i in positions else node for i, node in enumerate(nodes)]
 
 
 def unstack(tree: Any) -> Any:
@@ -119,9 +123,7 @@ def parted(tree: Any, stacked: Any) -> tuple[Any, Any]:
     """The two trees of :func:`merged`, with the stacks of another one."""
     nodes, treedef = flatten_with_stacks(stacked)
     inside = {i for node in filter(is_stack, nodes) for i in members(node)}
-    hide = lambda leaves, hidden: treedef.unflatten(
-        [optax.MaskedNode() if i in hidden else x for i, x in enumerate(leaves)]
-    )
+    hide = lambda leaves, positions: treedef.unflatten(hidden(leaves, positions))
     leaves = treedef.flatten_up_to(tree)
     outside = {*range(len(nodes))} - inside
     return restack(hide(leaves, outside), stacked), hide(leaves, inside)
@@ -149,7 +151,7 @@ def members(node: Stack) -> tuple[int, ...]:
 def axes_of_owners(node: Stack) -> tuple[str, ...]:
     """The mesh axes over which its members are divided; () if they have no owners."""
     [key] = node.arrays
-    return tuple(key.split("__")[1:])
+    return _axes_in(key)
 
 
 def _join(leaves: Sequence[Any], length: int | None = None) -> Any:
@@ -174,8 +176,12 @@ def stacks_in(tree: Any) -> list[Stack]:
 
 def owners_in(path: Any) -> tuple[str, ...]:
     """The mesh axes of owners in the path of an array; () if it is in no stack with owners."""
-    keys = [str(getattr(key, "key", None)) for key in path]
-    return next((tuple(key.split("__")[1:]) for key in keys if members_of(key)), ())
+    found = stacks_of(path)
+    return _axes_in(path[found[-1] + 1].key) if found else ()
+
+
+def _axes_in(key: str) -> tuple[str, ...]:
+    return tuple(key.split("__")[1:])
 
 
 def _members_of(array: Any, number: int) -> Sequence[Any]:

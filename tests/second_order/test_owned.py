@@ -349,6 +349,14 @@ def test_missing_gradients_of_all():
     assert int(new[0].matrices.count) == 1
 
 
+def test_a_parameter_with_the_name_of_a_stack():
+    """It has no owners: ``state_sharding`` reads the axes in the keys of stacks alone."""
+    whole = NamedSharding(mesh_of("Auto", (8,), "d"), P())
+    params = {"0_1__d": jax.device_put(jnp.ones((8, 8)), whole)}
+    placed = optzoo.state_sharding(optzoo.adam(0.1), params)
+    assert {x.spec for x in jax.tree.leaves(placed)} == {P()}
+
+
 def test_without_matrices():
     tx = OPTIMIZERS["soap"](owners="d")
     params = {"bias": jnp.ones(3)}
