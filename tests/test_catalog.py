@@ -125,9 +125,10 @@ OWN_RANGES = {
 # Any number will do, or no number is meant.
 FREE = {
     "alpha", "axis_name", "centered", "decay_learning_rate", "decrease_factor", "factored",
-    "grafting", "is_ratio", "mask", "merge_dims", "multiply_by_parameter_scale", "nesterov",
-    "one_sided", "relative_eps", "root", "row_wise_bias_correction", "sign_decay", "skip",
-    "skip_vectors", "stagger", "use_iterative_root", "window_dtype",
+    "grafting", "is_ratio", "kl_statistics", "mask", "merge_dims",
+    "multiply_by_parameter_scale", "nesterov", "one_sided", "relative_eps", "root",
+    "row_wise_bias_correction", "sign_decay", "skip", "skip_vectors", "stagger",
+    "use_iterative_root", "window_dtype",
 }  # fmt: skip
 
 

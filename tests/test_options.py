@@ -42,6 +42,7 @@ REQUIRED = {
     "first_decay_steps": 6,
     "inner": ADAM,
     "learning_rate": 0.1,
+    "lookahead": 0.5,
     "max_norm": 0.5,
     "model_dim": 16,
     "momentum": 0.9,

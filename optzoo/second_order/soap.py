@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.checks import check_decays, check_flags, check_not_negative
+from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import (
     common_cycle,
     is_number,
@@ -59,7 +59,6 @@ class SoapOptions:
     shampoo_b2: Any
     eps: Any
     cutting: Cutting
-    one_sided: bool
     axis_name: str | None
 
     def __post_init__(self) -> None:
@@ -68,18 +67,6 @@ class SoapOptions:
             self.shampoo_b2 = self.b2
         [self.shampoo_b2] = check_decays(shampoo_b2=self.shampoo_b2)
         check_not_negative(eps=self.eps)
-        check_flags(one_sided=self.one_sided)
-
-    def blocks(self, shape: tuple[int, ...]) -> Blocks:
-        """The blocks of a parameter of this shape; not ``preconditioned`` if it has no basis."""
-        blocks = self.cutting.blocks(shape)
-        full, parts = blocks.full, blocks.parts
-        if self.one_sided and any(full):
-            least = min((d, i) for i, d in enumerate(blocks.dims) if full[i])[1]
-            full = tuple(i == least for i in range(len(full)))
-            parts = tuple(n if f else 1 for n, f in zip(parts, full, strict=True))
-        preconditioned = blocks.preconditioned and any(full)
-        return blocks._replace(full=full, parts=parts, preconditioned=preconditioned)
 
 
 class SoapParameter(NamedTuple):
@@ -126,10 +113,12 @@ def scale_by_soap(
         True
     """
     check_interval(preconditioner_interval=preconditioner_interval)
-    cutting = Cutting(max_matrix_size, block_size, merge_dims, skip_vectors)
-    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, one_sided, axis_name)
+    cutting = Cutting(
+        max_matrix_size, block_size, merge_dims, skip_vectors, one_sided, diagonals=False
+    )
+    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, axis_name)
     make = functools.partial(_direction, options, preconditioner_interval)
-    has_basis = lambda shape: options.blocks(shape).preconditioned
+    has_basis = lambda shape: cutting.blocks(shape).preconditioned
     return with_owners(Owners.of(owners, exchange_dtype), make, has_basis)
 
 
@@ -293,7 +282,7 @@ def _direction(options: SoapOptions, interval: Any, stacked: bool) -> Any:
 
 def _zero_means(options: SoapOptions, x: Any) -> Array:
     """``m`` or ``v``: in the shape of the parameter, unless that is cut into blocks."""
-    blocks = options.blocks(jnp.shape(x))
+    blocks = options.cutting.blocks(jnp.shape(x))
     if blocks.preconditioned and blocks.number > 1:
         return jnp.zeros(blocks.stack(*blocks.sizes), slot_dtype(x))
     return zeros(x)
@@ -305,9 +294,9 @@ def _zero_matrix(d: int, dtype: Any) -> Array:
 
 def _matrices(options: SoapOptions, x: Any, matrix: Callable[..., Array]) -> tuple[Any, ...]:
     """A stack of ``matrix(d)`` for each dimension with a basis."""
-    blocks, dtype = options.blocks(jnp.shape(x)), wide_dtype(x)
+    blocks, dtype = options.cutting.blocks(jnp.shape(x)), wide_dtype(x)
     stack = lambda d: jnp.broadcast_to(matrix(d, dtype=dtype), blocks.stack(d, d))
-    return tuple(stack(d) if full else () for d, full in blocks.factors)
+    return tuple(stack(d) if full else () for d, full, _ in blocks.factors)
 
 
 def _update(
@@ -340,7 +329,7 @@ def _begin(options: SoapOptions, leaf: Leaf, stacked: bool) -> SoapParameter:
     g, s = jax.tree.map(upcast, (g.to_dense() if is_rows(g) else g, s))
     dtype = wide_dtype(g, *jax.tree.leaves(s))
     g, s = jax.tree.map(lambda a: a.astype(dtype), (g, s))
-    blocks = options.blocks(g.shape[1:] if stacked else g.shape)
+    blocks = options.cutting.blocks(g.shape[1:] if stacked else g.shape)
     if blocks.preconditioned:
         g = blocks.split(g)
         in_blocks = lambda a: a.reshape(len(g), *blocks.sizes)

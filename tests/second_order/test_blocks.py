@@ -90,7 +90,7 @@ def test_no_block_beyond_a_matrix():
     """Large dimensions stay whole, with the diagonal; the others are cut."""
     blocks = cut((100, 12), max_matrix_size=16, block_size=4)
     assert blocks.parts == (1, 3) and blocks.full == (False, True)
-    assert blocks.factors == [(100, False), (4, True)]
+    assert blocks.factors == [(100, False, True), (4, True, False)]
     assert sizes((12,), max_matrix_size=16, block_size=40) == (12,)
 
 
@@ -112,13 +112,26 @@ def test_two_dimensions_are_left():
 
 def test_skipped():
     factors = lambda shape, **kwargs: cut(shape, **kwargs).factors
-    assert factors((5,)) == [(5, True)] and factors(()) == [(1, True)]
+    assert factors((5,)) == [(5, True, False)] and factors(()) == [(1, True, False)]
     assert factors((5,), skip_vectors=True) == factors((), skip_vectors=True) == []
-    assert factors((5, 1), skip_vectors=True) == [(5, True), (1, True)]
+    assert factors((5, 1), skip_vectors=True) == [(5, True, False), (1, True, False)]
     assert factors((5, 1), skip_vectors=True, merge_dims=True) == []
-    assert factors((5, 2), skip_vectors=True, merge_dims=True) == [(5, True), (2, True)]
+    assert factors((5, 2), skip_vectors=True, merge_dims=True) == [
+        (5, True, False),
+        (2, True, False),
+    ]
     for limit in (0, 9):
         assert factors((0,), max_matrix_size=limit) == factors((3, 0), max_matrix_size=limit) == []
+
+
+def test_one_side():
+    """The smallest of the dimensions that may have a matrix, the first of equal ones."""
+    cutting = Cutting(16, 4, False, False, one_sided=True)
+    blocks = cutting.blocks((100, 12, 12))
+    assert blocks.factors == [(100, False, False), (4, True, False), (12, False, False)]
+    assert blocks.rank == 1 and blocks.parts == (1, 3, 1)
+    assert cutting.blocks((100, 99)).factors == []
+    assert Cutting(16, None, False, False, diagonals=False).blocks((100, 99)).factors == []
 
 
 # Blocks of an optimizer

@@ -38,6 +38,13 @@ OPTIMIZERS = {
     "shampoo": lambda **more: optzoo.shampoo(
         0.1, preconditioner_interval=2, skip_vectors=True, **more
     ),
+    "shampoo, KL": lambda **more: optzoo.blocked_shampoo(
+        0.1, block_size=12, preconditioner_interval=2, start_step=0, root="pseudo_inverse",
+        kl_statistics=True, **more,
+    ),
+    "shampoo, one side": lambda **more: optzoo.blocked_shampoo(
+        0.1, preconditioner_interval=1, max_matrix_size=20, one_sided=True, **more
+    ),
 }  # fmt: skip
 
 
@@ -91,7 +98,7 @@ def test_equals_one_device(name, kind, x64):
     check_that_it_equals_one_device(name, kind, x64)
 
 
-@pytest.mark.parametrize("name", ["soap, blocks", "shampoo"])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"soap", "blocked_shampoo"}))
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_others_equal_one_device(name, kind, x64):
     check_that_it_equals_one_device(name, kind, x64)

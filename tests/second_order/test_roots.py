@@ -10,11 +10,12 @@ import pytest
 import optzoo
 from optzoo import SparseRows
 from optzoo.second_order import eigh as module
-from optzoo.second_order.shampoo.roots import METHODS, _newton
+from optzoo.second_order.shampoo.roots import BY_EIGENVALUES, METHODS, _newton
 
 # Of which "auto" is one: tests/core/test_platforms.py.
 EXACT = ["eigh", "newton"]
-ALL = [*EXACT, "two_iterations"]
+WITH_RIDGE = [*EXACT, "two_iterations"]
+ALL = [*WITH_RIDGE, "pseudo_inverse"]
 ROUNDING = 2.0**-24
 
 
@@ -79,7 +80,23 @@ def test_two_iterations(p, d, relative):
     assert error("two_iterations", matrices(d, -9), p, 1e-3, relative) < 1e-3
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("p", [2, 3.5])
+def test_pseudo_inverse(p, relative, x64):
+    """Of rank two, of a full rank and of none; what is below the limit is as zero."""
+    with x64(True):
+        a = np.concatenate([of_rank_two(), matrices(4, -3, dtype="float64")])
+        roots, ok = compiled("pseudo_inverse", p, 0.03, relative)(a)
+    assert jnp.all(ok)
+    for got, matrix in zip(roots, a, strict=True):
+        eigenvalues, v = np.linalg.eigh(matrix)
+        kept = eigenvalues > 0.03 * (eigenvalues[-1] if relative else 1)
+        v, powers = v[:, kept], eigenvalues[kept] ** (-1 / p)
+        np.testing.assert_allclose(got, (v * powers) @ v.T, rtol=0, atol=1e-11)
+    assert not np.any(roots[2])
+
+
+@pytest.mark.parametrize("method", WITH_RIDGE)
 def test_zero(method):
     """A relative ridge of nothing is one."""
     roots, ok = compiled(method, 4, 1e-6, True)(np.stack([np.zeros((3, 3)), np.eye(3)]))
@@ -219,7 +236,9 @@ def of_rank_two():
 
 
 # The square root of "two_iterations" is not as exact as the quotient would need.
-@pytest.mark.parametrize(("method", "p"), [("eigh", 3.5), ("newton", 4), ("auto", 2)])
+@pytest.mark.parametrize(
+    ("method", "p"), [("eigh", 3.5), ("pseudo_inverse", 3.5), ("newton", 4), ("auto", 2)]
+)
 @pytest.mark.parametrize("relative", [False, True])
 def test_derivatives_are_difference_quotients(method, p, relative, x64):
     """By the matrix, the order where it is no plain number, and epsilon; also in reverse."""
@@ -231,7 +250,7 @@ def test_derivatives_are_difference_quotients(method, p, relative, x64):
         epsilon = 0.01 if relative else 0.1
 
         def f(at):
-            order = p + at[1] if method == "eigh" else p
+            order = p + at[1] if method in BY_EIGENVALUES else p
             moved = a + at[0] * towards
             return jnp.sum(weights * METHODS[method](moved, order, epsilon + at[2], relative)[0])
 
@@ -288,11 +307,12 @@ def assert_all_highest(f, *args, least):
 
 
 @pytest.mark.parametrize(
-    ("method", "least"), [("eigh", 4), ("newton", 6), ("auto", 10), ("two_iterations", 10)]
+    ("method", "least"),
+    [("eigh", 4), ("pseudo_inverse", 4), ("newton", 6), ("auto", 10), ("two_iterations", 10)],
 )
 @pytest.mark.parametrize("relative", [False, True])
 def test_products_in_full_precision(method, least, relative):
-    least -= 2 * (not relative and method != "eigh")  # power iteration
+    least -= 2 * (not relative and method not in BY_EIGENVALUES)  # power iteration
     f = lambda a: METHODS[method](a, 6, 1e-6, relative)
     assert_all_highest(f, jnp.zeros((2, 3, 3)), least=least)
 

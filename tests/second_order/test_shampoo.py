@@ -126,6 +126,61 @@ def test_the_size_of_all_gradients_does_not_matter_to_the_recipe():
     close(got["one"], got["thousand"], rtol=1e-3, atol=1e-3)
 
 
+# One side, and statistics that minimize a divergence
+
+
+def test_one_side_has_the_smallest_matrix_alone():
+    """And the whole power; a parameter without a matrix takes the simple step."""
+    shapes = {"w": (3, 5), "kernel": (2, 6, 3), "large": (9, 8), "half": (9, 2)}
+    grads = gradients(3, shapes)
+    tx = optzoo.shampoo(1.0, 6, one_sided=True, eps=0.1, grafting="adagrad", grafting_eps=0.0)
+    got, states = run(side_by_side({"tx": tx, "adagrad": optzoo.adagrad(1.0, 1e-30)}), grads)
+    slots = last(states["tx"])[0].slots
+    shapes_of = lambda tree: {k: [np.shape(a) for a in arrays] for k, arrays in tree.items()}
+    sides = {
+        "w": [(3, 3), (0,)],
+        "kernel": [(2, 2), (0,), (0,)],
+        "large": [],
+        "half": [(0,), (2, 2)],
+    }
+    assert shapes_of(slots.H) == shapes_of(slots.Gbar) == sides
+    close(got["tx"]["large"], got["adagrad"]["large"])
+    total = 0.0
+    for t, g in enumerate(np.float64(grads["kernel"])):
+        total = total + np.einsum("iab,jab->ij", g, g)
+        w, v = np.linalg.eigh(total / 2 + 0.1 * np.eye(2))
+        want = unit(-np.einsum("ij,jab->iab", (v * w**-0.5) @ v.T, g)[None])[0]
+        np.testing.assert_allclose(unit(got["tx"]["kernel"])[t], want, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_statistics_beside_a_diagonal():
+    """A diagonal has those of the gradient times the matrix, and the matrix the plain ones."""
+    grads = gradients(3, {"w": (7, 2)})
+    tx = optzoo.shampoo(1.0, 4, kl_statistics=True, eps=0.1, grafting="sgd")
+    got, states = run(tx, grads)
+    d, m, h = 0.0, 0.0, np.eye(2)
+    for t, g in enumerate(np.float64(grads["w"])):
+        d, m = d + np.sum((g @ h) ** 2, axis=1) / 7, m + g.T @ g
+        w, v = np.linalg.eigh(m + 0.1 * np.eye(2))
+        h = (v * w**-0.25) @ v.T
+        want = d[:, None] ** -0.25 * g @ h
+        np.testing.assert_allclose(unit(got["w"])[t], unit(-want[None])[0], rtol=1e-4, atol=1e-5)
+    close(last(states)[0].slots.Gbar["w"][0], np.float32(d))
+
+
+def test_a_pseudo_inverse_leaves_other_directions_alone():
+    """Rows and columns that no gradient has do not move, whatever the momentum adds to them."""
+    grads = gradients(3, {"w": (4, 5)})
+    grads["w"][:, 2] = grads["w"][:, :, 3] = 0
+    tx = optzoo.shampoo(1.0, root="pseudo_inverse", eps=1e-6, relative_eps=True)
+    got, states = run(tx, grads)
+    assert np.all(np.isfinite(got["w"]))
+    roots = last(states)[0].slots.H["w"]
+    for h, i in zip(roots, (2, 3), strict=True):
+        np.testing.assert_allclose(h[i], 0, atol=1e-6)
+        np.testing.assert_allclose(h[:, i], 0, atol=1e-6)
+
+
 # Grafting
 
 

@@ -44,6 +44,8 @@ def scale_by_shampoo(
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
+    one_sided: bool = False,
+    kl_statistics: bool = False,
     stagger: bool = False,
     grafting: Grafting | None = None,
     grafting_b2: float = 0.999,
@@ -67,12 +69,14 @@ def scale_by_shampoo(
          [0.     1.4142]]
     """
     options = ShampooOptions(
-        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
+        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors, one_sided),
         Scheduled(
             gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
             preconditioner_interval, statistics_interval, alpha,
         ),
-        RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
+        RootOptions(
+            root, use_iterative_root, eps, relative_eps, kl_statistics, stagger, axis_name
+        ),
         UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
         Owners.of(owners, exchange_dtype),
     )  # fmt: skip
@@ -97,6 +101,8 @@ def shampoo(
     block_size: int | None = None,
     merge_dims: bool = False,
     skip_vectors: bool = False,
+    one_sided: bool = False,
+    kl_statistics: bool = False,
     stagger: bool = False,
     grafting: Grafting | None = None,
     grafting_b2: float = 0.999,
@@ -168,13 +174,15 @@ def shampoo(
         eps: :math:`\epsilon`, positive. In float32 it has no effect below about 1e-7 of the
             largest eigenvalue.
         alpha: :math:`\alpha`, positive, a number or a schedule; a number unless ``root`` is
-            ``"eigh"``.
+            ``"eigh"`` or ``"pseudo_inverse"``.
         use_iterative_root: computes roots by two iterations as in the original, which stops the
             first one early. Needs :math:`n / (2 \alpha)` to be an integer.
         root: ``"eigh"`` (by eigenvalues), ``"newton"`` (by the coupled Newton iteration, for
             accelerators; needs :math:`n / \alpha` to be an integer), ``"auto"`` (eigh on the CPU,
             newton elsewhere), or None, where
-            ``use_iterative_root`` decides.
+            ``use_iterative_root`` decides. ``"pseudo_inverse"``: of the eigenvalues of
+            :math:`G_i / d_i`, those up to ``eps`` have the power zero, and nothing is added to the
+            others, so nothing moves in a direction that no gradient had.
         relative_eps: whether ``eps`` is relative to the largest eigenvalue.
         block_size: cuts dimensions larger than this, and not larger than ``max_matrix_size``, into
             equal blocks with separate statistics; None: no blocks. It decides about shapes, as
@@ -183,6 +191,11 @@ def shampoo(
             least two dimensions remain: a kernel of shape (3, 3, 64, 128) is treated as one of
             shape (576, 128).
         skip_vectors: no preconditioner for vectors and scalars.
+        one_sided: of the dimensions with a matrix only the smallest one has a preconditioner, and
+            :math:`n = 1`; no other dimension has a diagonal.
+        kl_statistics: :math:`\Gamma_i` is of the gradient times the last :math:`H_j` of all other
+            dimensions with a matrix, as in KL-Shampoo, and no :math:`G_i` is divided by
+            :math:`d_i`.
         stagger: each step refreshes a share of the roots, so that no step takes longer than the
             others; ``preconditioner_interval`` must be an int above 1.
         grafting: takes the length of each parameter's step from a simpler optimizer: ``"sgd"``,
@@ -223,7 +236,12 @@ def shampoo(
         Gupta et al., `Shampoo: Preconditioned Stochastic Tensor Optimization
         <https://arxiv.org/abs/1802.09568>`_, 2018; Anil et al., `Scalable Second Order
         Optimization for Deep Learning <https://arxiv.org/abs/2002.09018>`_, 2020 (blocks,
-        grafting, intervals).
+        grafting, intervals); An et al., `ASGO: Adaptive Structured Gradient Optimization
+        <https://arxiv.org/abs/2503.20762>`_, 2025 (one side); Lin et al., `Understanding and
+        Improving Shampoo and SOAP via Kullback-Leibler Minimization
+        <https://arxiv.org/abs/2509.03378>`_, 2025 (statistics). Pseudo-inverse, one side and these
+        statistics are as in `facebookresearch/optimizers
+        <https://github.com/facebookresearch/optimizers>`_.
 
     Differences from the original:
         The optimizer counts its steps; the original's default ``global_step=0`` is a constant,
@@ -234,12 +252,14 @@ def shampoo(
         all others. ``ShampooW`` there passes its arguments in the wrong order.
     """
     options = ShampooOptions(
-        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors),
+        Cutting(max_matrix_size, block_size, merge_dims, skip_vectors, one_sided),
         Scheduled(
             gbar_decay, gbar_weight, mat_gbar_decay, mat_gbar_weight,
             preconditioner_interval, statistics_interval, alpha,
         ),
-        RootOptions(root, use_iterative_root, eps, relative_eps, stagger, axis_name),
+        RootOptions(
+            root, use_iterative_root, eps, relative_eps, kl_statistics, stagger, axis_name
+        ),
         UpdateOptions(grafting, grafting_b2, grafting_eps, start_step, momentum, nesterov),
         Owners.of(owners, exchange_dtype),
     )  # fmt: skip
@@ -262,6 +282,8 @@ def blocked_shampoo(
     start_step: int = 20,
     alpha: float = 0.5,
     root: Root = "auto",
+    one_sided: bool = False,
+    kl_statistics: bool = False,
     stagger: bool = False,
     momentum: float | None = None,
     nesterov: bool = False,
@@ -326,6 +348,8 @@ def blocked_shampoo(
         alpha: :math:`\alpha`, positive, the power of all preconditioners together. The value 1
             often trains faster, with an interval shorter than 20 steps between refreshes.
         root: how to compute roots.
+        one_sided: preconditions only the smallest dimension with a matrix.
+        kl_statistics: statistics of the gradient times the roots of the other dimensions.
         stagger: each step refreshes a share of the roots; ``preconditioner_interval`` must be an
             int above 1.
         momentum: decay of a sum of the steps, at least 0; None: no momentum.
@@ -348,20 +372,28 @@ def blocked_shampoo(
         <https://arxiv.org/abs/2002.09018>`_, 2020; Agarwal et al., `Disentangling Adaptive
         Gradient Methods from Learning Rates <https://arxiv.org/abs/2002.11803>`_, 2020
         (grafting); Shi et al., `A Distributed Data-Parallel PyTorch Implementation of the
-        Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023.
+        Distributed Shampoo Optimizer <https://arxiv.org/abs/2309.06497>`_, 2023; the code
+        `facebookresearch/optimizers <https://github.com/facebookresearch/optimizers>`_.
     """
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_positive(eps=eps)
     check_interval(preconditioner_interval=preconditioner_interval, stagger=stagger)
     check_interval(statistics_interval=statistics_interval)
     options = ShampooOptions(
-        Cutting(max_matrix_size, block_size, merge_dims=True, skip_vectors=True),
+        Cutting(
+            max_matrix_size,
+            block_size,
+            merge_dims=True,
+            skip_vectors=True,
+            one_sided=one_sided,
+        ),
         Scheduled(b1, 1 - b1, b2, 1 - b2, preconditioner_interval, statistics_interval, alpha),
         RootOptions(
             root,
             use_iterative_root=False,
             eps=eps,
             relative_eps=True,
+            kl_statistics=kl_statistics,
             stagger=stagger,
             axis_name=axis_name,
         ),

@@ -16,7 +16,8 @@ class Blocks(NamedTuple):
     shape: tuple[int, ...]
     dims: tuple[int, ...]  # the dimensions, of which some may have been merged
     parts: tuple[int, ...]  # the number of parts of each
-    full: tuple[bool, ...]  # whether it has a matrix of statistics, not only the diagonal
+    full: tuple[bool, ...]  # whether it has a matrix of statistics
+    diagonal: tuple[bool, ...]  # whether it has only the diagonal of one
     preconditioned: bool  # whether there are statistics at all
 
     @property
@@ -30,9 +31,15 @@ class Blocks(NamedTuple):
         return math.prod(self.parts)
 
     @property
-    def factors(self) -> list[tuple[int, bool]]:
-        """The sizes of the statistics, and which are full."""
-        return list(zip(self.sizes, self.full, strict=True)) if self.preconditioned else []
+    def factors(self) -> list[tuple[int, bool, bool]]:
+        """For each dimension its size in a block, and whether it has a matrix, or a diagonal."""
+        factors = zip(self.sizes, self.full, self.diagonal, strict=True)
+        return list(factors) if self.preconditioned else []
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions with statistics."""
+        return sum(self.full) + sum(self.diagonal)
 
     def of_rows(self, n: int) -> "Blocks":
         """The blocks of ``n`` of the rows, where rows are not cut."""
@@ -82,12 +89,16 @@ class Cutting:
     block_size: int | None  # the largest dimension of a block; None: no dimension is cut
     merge_dims: bool  # whether neighbouring dimensions become one as long as it fits in a block
     skip_vectors: bool  # whether vectors have no statistics
+    one_sided: bool = False  # whether there is only one matrix, the smallest, and no diagonal
+    diagonals: bool = True  # whether a dimension that is too large for a matrix has a diagonal
 
     def __post_init__(self) -> None:
         self.max_matrix_size = check_size(max_matrix_size=self.max_matrix_size)
         if self.block_size is not None:
             self.block_size = check_size(1, block_size=self.block_size)
-        check_flags(merge_dims=self.merge_dims, skip_vectors=self.skip_vectors)
+        check_flags(
+            merge_dims=self.merge_dims, skip_vectors=self.skip_vectors, one_sided=self.one_sided
+        )
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
         """The blocks of a parameter of this shape; a scalar counts as a vector of one."""
@@ -97,9 +108,13 @@ class Cutting:
         if self.merge_dims:
             dims = _merged(dims, limit)
         full = tuple(d <= largest for d in dims)
+        diagonal = tuple(self.diagonals and not self.one_sided and not f for f in full)
+        if self.one_sided and any(full):
+            least = min((d, i) for i, d in enumerate(dims) if full[i])[1]
+            full = tuple(i == least for i in range(len(dims)))
         parts = tuple(_parts(d, limit) if f else 1 for d, f in zip(dims, full, strict=True))
-        preconditioned = 0 not in dims and not (self.skip_vectors and len(dims) == 1)
-        return Blocks(shape, dims, parts, full, preconditioned)
+        skipped = 0 in dims or (self.skip_vectors and len(dims) == 1)
+        return Blocks(shape, dims, parts, full, diagonal, any(full + diagonal) and not skipped)
 
 
 def _parts(d: int, limit: int) -> int:

@@ -10,9 +10,9 @@ from ...core.checks import check, check_decays, check_flags, check_not_negative,
 from ...core.numerics import is_number
 from ..owners import Owners
 from .blocks import Cutting
-from .roots import METHODS
+from .roots import BY_EIGENVALUES, METHODS
 
-Root = Literal["auto", "eigh", "newton", "two_iterations"]
+Root = Literal["auto", "eigh", "pseudo_inverse", "newton", "two_iterations"]
 Grafting = Literal["sgd", "adagrad", "rmsprop", "adam"]
 
 
@@ -26,7 +26,7 @@ class Scheduled:
     mat_gbar_weight: Any
     preconditioner_interval: Any
     statistics_interval: Any
-    alpha: Any  # a plain number unless the method is "eigh", then also an array or a schedule
+    alpha: Any  # a plain number unless the method is by eigenvalues, then also a schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,6 +45,7 @@ class RootOptions:
     use_iterative_root: bool
     eps: float
     relative_eps: bool
+    kl_statistics: bool
     stagger: bool
     axis_name: str | None
 
@@ -53,6 +54,7 @@ class RootOptions:
         check_flags(
             use_iterative_root=self.use_iterative_root,
             relative_eps=self.relative_eps,
+            kl_statistics=self.kl_statistics,
             stagger=self.stagger,
         )
         if self.root not in (None, *METHODS):
@@ -109,7 +111,7 @@ class ShampooOptions:
             preconditioner_interval=given.preconditioner_interval, stagger=self.roots.stagger
         )
         check_interval(statistics_interval=given.statistics_interval)
-        if self.roots.method != "eigh" and not isinstance(given.alpha, numbers.Real):
+        if self.roots.method not in BY_EIGENVALUES and not isinstance(given.alpha, numbers.Real):
             raise TypeError(
                 f"alpha must be a plain number for root={self.roots.method!r}, got "
                 f"{given.alpha!r}; optax.inject_hyperparams needs it among its static_args"

@@ -3,7 +3,8 @@
 Every method takes a stack ``a`` of shape ``(n, d, d)``, the order ``p``, and a ridge for the
 diagonal: ``epsilon``, or if ``relative`` then ``epsilon`` times the largest eigenvalue. It returns
 the stack of ``(a + ridge I) ** (-1 / p)``, and for each matrix whether its root can be used. If a
-matrix is zero, its relative ridge is 1, and its root the identity.
+matrix is zero, its relative ridge is 1, and its root the identity. The pseudo-inverse has no ridge:
+eigenvalues up to what the others add have the root zero.
 
 Whatever the method, its derivatives are those of the exact roots, by eigenvalues.
 """
@@ -33,15 +34,33 @@ matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Array]:
     r"""By eigenvalues, :math:`V \max(\lambda + r, r)^{-1/p} V^\top`: the cheapest on the CPU."""
+    return _by_eigenvalues(a, functools.partial(_powers, p, epsilon, relative))
+
+
+def by_pseudo_inverse(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Array]:
+    r"""By eigenvalues, :math:`V f(\lambda) V^\top`, where :math:`f` is zero up to :math:`r`."""
+    return _by_eigenvalues(a, functools.partial(_pseudo_powers, p, epsilon, relative))
+
+
+def _powers(p: Any, epsilon: Any, relative: bool, eigenvalues: Array) -> Array:
+    ridge = _ridge(eigenvalues[:, -1:], epsilon, relative)
+    return jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, eigenvalues.dtype)
+
+
+def _pseudo_powers(p: Any, epsilon: Any, relative: bool, eigenvalues: Array) -> Array:
+    least = _ridge(eigenvalues[:, -1:], epsilon, relative)
+    kept = eigenvalues > least
+    power = jnp.asarray(-1 / p, eigenvalues.dtype)
+    return jnp.where(kept, jnp.where(kept, eigenvalues, 1) ** power, 0)
+
+
+def _by_eigenvalues(a: Array, powers: Callable[[Array], Array]) -> tuple[Array, Array]:
     eigenvalues, v = decompose(a)
-    largest = eigenvalues[:, -1:]
-    ridge = _ridge(largest, epsilon, relative)
-    powers = jnp.maximum(eigenvalues + ridge, ridge) ** jnp.asarray(-1 / p, a.dtype)
-    roots = matmul(v * powers[:, None], v.mT)
+    roots = matmul(v * powers(eigenvalues)[:, None], v.mT)
     # Checks the eigenvectors by products with one vector, which cost little beside the roots.
     probe = _probe(a)
     error = matmul(a, probe) - matmul(v, eigenvalues[:, :, None] * matmul(v.mT, probe))
-    allowed = RESIDUAL * jnp.sqrt(a.shape[-1]) * largest
+    allowed = RESIDUAL * jnp.sqrt(a.shape[-1]) * eigenvalues[:, -1:]
     return roots, _finite(roots) & jnp.all(jnp.abs(error[:, :, 0]) <= allowed, axis=1)
 
 
@@ -72,7 +91,7 @@ def by_backend(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array,
     return jax.lax.platform_dependent(a, cpu=eigh, default=newton)
 
 
-def _with_derivative(method: Method) -> Method:
+def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
     """The method with the derivatives of exact roots by matrix, order and epsilon.
 
     JAX would differentiate the eigenvectors, which do not exist where eigenvalues are equal, or
@@ -90,9 +109,9 @@ def _with_derivative(method: Method) -> Method:
         @roots.defjvp
         def _(primals, tangents):
             new, ok = roots(*primals)
-            change = _change(ok, relative, *primals, *(t.astype(a.dtype) for t in tangents))
+            changes = [t.astype(a.dtype) for t in tangents]
             of_bools: Any = np.zeros(ok.shape, jax.dtypes.float0)
-            return (new, ok), (change, of_bools)
+            return (new, ok), (change(ok, relative, *primals, *changes), of_bools)
 
         return roots(a, float(p) if is_plain else p, epsilon)
 
@@ -101,9 +120,7 @@ def _with_derivative(method: Method) -> Method:
 
 def _change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
     """The derivative of ``(a + ridge I) ** (-1 / order)``; any where the root is not used."""
-    identity = jnp.eye(a.shape[-1], dtype=a.dtype)[None]
-    values, v = eigh(jnp.where(ok[:, None, None], a, identity), "shampoo")
-    turned = matmul(matmul(v.mT, d_a), v)
+    values, v, turned = _turned(ok, a, d_a)
     order, epsilon = (jnp.asarray(x, a.dtype) for x in (order, epsilon))
     ridge, d_ridge = jax.jvp(
         lambda largest, epsilon: _ridge(largest, epsilon, relative),
@@ -114,6 +131,28 @@ def _change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
     by_power = values**power * jnp.log(values) * d_order / order**2
     turned = _divided_differences(values, power) * _add(turned, d_ridge)
     return matmul(matmul(v, _add(turned, by_power)), v.mT)
+
+
+def _pseudo_change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
+    """The derivative of the root of the eigenvalues that are kept; the limit itself has none."""
+    values, v, turned = _turned(ok, a, d_a)
+    order, power = jnp.asarray(order, a.dtype), -1 / jnp.asarray(order, a.dtype)
+    kept = values > _ridge(values[:, -1:], jnp.asarray(epsilon, a.dtype), relative)
+    x = jnp.where(kept, values, 1)
+    powers = jnp.where(kept, x**power, 0)
+    both, one = (op(kept[:, :, None], kept[:, None]) for op in (jnp.logical_and, jnp.not_equal))
+    rise, run = (y[:, :, None] - y[:, None] for y in (powers, values))
+    mixed = jnp.where(one, rise / jnp.where(one, run, 1), 0)
+    turned = jnp.where(both, _divided_differences(x, power), mixed) * turned
+    by_power = powers * jnp.log(x) * d_order / order**2
+    return matmul(matmul(v, _add(turned, by_power)), v.mT)
+
+
+def _turned(ok, a, d_a):
+    """Eigenvalues and eigenvectors of the used matrices, and the changes in their basis."""
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)[None]
+    values, v = eigh(jnp.where(ok[:, None, None], a, identity), "shampoo")
+    return values, v, matmul(matmul(v.mT, d_a), v)
 
 
 def _divided_differences(x: Array, power: Array) -> Array:
@@ -129,11 +168,13 @@ def _divided_differences(x: Array, power: Array) -> Array:
 
 
 METHODS: dict[str, Method] = {
-    "auto": _with_derivative(by_backend),
-    "eigh": _with_derivative(by_eigh),
-    "newton": _with_derivative(by_newton),
-    "two_iterations": _with_derivative(by_two_iterations),
+    "auto": _with_derivative(by_backend, _change),
+    "eigh": _with_derivative(by_eigh, _change),
+    "pseudo_inverse": _with_derivative(by_pseudo_inverse, _pseudo_change),
+    "newton": _with_derivative(by_newton, _change),
+    "two_iterations": _with_derivative(by_two_iterations, _change),
 }
+BY_EIGENVALUES = ("eigh", "pseudo_inverse")  # of any order
 
 
 def _probe(a: Array) -> Array:

@@ -31,7 +31,7 @@ from .grafting import match_norm, simple_step
 from .options import RootOptions, ShampooOptions, StepValues, UpdateOptions
 from .products import gram, multiply, others
 from .refresh import is_due, refresh
-from .roots import METHODS
+from .roots import BY_EIGENVALUES, METHODS
 
 # Arrays for some of the dimensions of some parameters: by the parameter's place, and dimension.
 ByDimension = dict[tuple[int, int], Array]
@@ -63,21 +63,12 @@ class ShampooParameter(NamedTuple):
     gathered: ShampooSlots  # in the shapes of the state
     slots: ShampooSlots  # with an axis for all blocks
 
-    @property
-    def rank(self) -> int:
-        """The number of preconditioners."""
-        return len(self.blocks.dims)
-
 
 def shampoo_transformation(options: ShampooOptions) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.shampoo`."""
-    has_matrices = lambda shape: _has_matrices(options.cutting.blocks(shape))
+    has_matrices = lambda shape: any(full for _, full, _ in options.cutting.blocks(shape).factors)
     make = functools.partial(_direction, options)
     return with_owners(options.owners, make, has_matrices)
-
-
-def _has_matrices(blocks: Blocks) -> bool:
-    return blocks.preconditioned and any(blocks.full)
 
 
 def _direction(options: ShampooOptions, stacked: bool) -> Any:
@@ -104,14 +95,17 @@ def _direction(options: ShampooOptions, stacked: bool) -> Any:
 def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
     blocks = options.cutting.blocks(jnp.shape(x))
     dtype = wide_dtype(x)  # which a root needs
-    shape = lambda d, full: blocks.stack(d, d) if full else blocks.stack(d)
-    return tuple(jnp.zeros(shape(*factor), dtype) for factor in blocks.factors)
+    zeros = lambda *shape: jnp.zeros(blocks.stack(*shape), dtype)
+    return tuple(
+        zeros(d, d) if full else zeros(d) if diagonal else ()
+        for d, full, diagonal in blocks.factors
+    )
 
 
 def _identity_roots(options: ShampooOptions, x: Any) -> tuple[Any, ...]:
     blocks, dtype = options.cutting.blocks(jnp.shape(x)), slot_dtype(x)
     eye = lambda d: jnp.broadcast_to(jnp.eye(d, dtype=dtype), blocks.stack(d, d))
-    return tuple(eye(d) if full else () for d, full in blocks.factors)
+    return tuple(eye(d) if full else () for d, full, _ in blocks.factors)
 
 
 def _update(
@@ -166,7 +160,7 @@ def _begin(options: ShampooOptions, leaf: Leaf, stacked: bool) -> ShampooParamet
 def _has_diagonal_rows(blocks: Blocks) -> bool:
     """Whether the first dimension has only a diagonal, and was not merged with others."""
     unmerged = blocks.dims[:1] == blocks.shape[:1]
-    return blocks.preconditioned and not blocks.full[0] and unmerged
+    return blocks.preconditioned and blocks.diagonal[0] and unmerged
 
 
 # Statistics
@@ -183,7 +177,7 @@ def _statistics(
         pairs = {
             (j, i): _average(
                 a,
-                _second_moment(now, works[j], gs[j], i),
+                _second_moment(options, now, works[j], gs[j], i),
                 now.mat_gbar_decay,
                 options.scheduled.mat_gbar_decay,
             )
@@ -191,10 +185,15 @@ def _statistics(
         }
         return tuple({key: pair[k] for key, pair in pairs.items()} for k in (0, 1))
 
-    old = {(j, i): a for j, work in enumerate(works) for i, a in enumerate(work.slots.Gbar)}
-    is_full = lambda key: works[key[0]].blocks.full[key[1]]
-    matrices = {key: a for key, a in old.items() if is_full(key)}
-    diagonals = {key: a for key, a in old.items() if not is_full(key)}
+    def old(kinds):
+        return {
+            (j, i): work.slots.Gbar[i]
+            for j, work in enumerate(works)
+            for i, is_kept in enumerate(kinds(work.blocks))
+            if is_kept and work.blocks.preconditioned
+        }
+
+    matrices, diagonals = old(lambda blocks: blocks.full), old(lambda blocks: blocks.diagonal)
     due = is_due(now.T, _interval(options, now, "statistics_interval"))
     if due is True:
         full = accumulate(matrices)
@@ -204,11 +203,16 @@ def _statistics(
     return used, kept
 
 
-def _second_moment(now: StepValues, work: ShampooParameter, g: Array, i: int) -> Array:
+def _second_moment(
+    options: ShampooOptions, now: StepValues, work: ShampooParameter, g: Array, i: int
+) -> Array:
     """What the gradient, in blocks, adds to the statistics of dimension ``i``."""
+    if options.roots.kl_statistics:
+        for j, h in enumerate(work.slots.H):
+            g = _multiply(g, h, j) if j != i and work.blocks.full[j] else g
     if work.blocks.full[i]:
         return now.mat_gbar_weight * now.statistics_interval * gram(g, i)
-    n = 1 if work.rows is not None or work.rank == 1 else g.shape[1 + i]
+    n = 1 if work.rows is not None or work.blocks.rank == 1 else g.shape[1 + i]
     return now.mat_gbar_weight * _squares(g, i) / n
 
 
@@ -231,7 +235,7 @@ def _roots(
     new, num_failed = refresh(
         [used[key] for key in keys],
         [works[j].slots.H[i] for j, i in keys],
-        [works[j].rank for j, _ in keys],
+        [works[j].blocks.rank for j, _ in keys],
         functools.partial(_root, options.roots, now.alpha),
         step=now.T,
         interval=_interval(options, now, "preconditioner_interval"),
@@ -245,13 +249,14 @@ def _root(options: RootOptions, alpha: Any, a: Array, rank: int) -> tuple[Array,
     """The inverse roots of a stack of matrices, and which of them can be used."""
     order = _order(rank, alpha, options.method)
     method = METHODS[options.method]
-    return method(a / a.shape[-1], order, options.eps, options.relative_eps)
+    a = a if options.kl_statistics else a / a.shape[-1]
+    return method(a, order, options.eps, options.relative_eps)
 
 
 def _order(rank: int, alpha: Any, method: str) -> Any:
     """The order of the root for each dimension: the power is ``-alpha / rank``."""
     order = rank / alpha
-    if method == "eigh":
+    if method in BY_EIGENVALUES:
         return order
     step = 2 if method == "two_iterations" else 1
     if abs(order / step - round(order / step)) > 1e-9:
@@ -300,11 +305,11 @@ def _preconditioned(
     blocks: Blocks, b: Array, used: Sequence[Array], roots: Sequence[Any], alpha: Any
 ) -> Array:
     """``b`` times a root along each dimension, or times the power of a diagonal; in a stack."""
-    p, power = blocks.split(b), -alpha / len(blocks.dims)
+    p, power = blocks.split(b), -alpha / blocks.rank
     for i, (q, h) in enumerate(zip(used, roots, strict=True)):
         if blocks.full[i]:
             p = _multiply(p, h, i)
-        else:
+        elif blocks.diagonal[i]:
             h = jnp.where(q > 0, jnp.where(q > 0, q, 1) ** power, 0)
             p = p * jnp.expand_dims(h, others(p, i))
     return blocks.join(p)
