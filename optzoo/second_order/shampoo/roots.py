@@ -137,7 +137,7 @@ def _pseudo_change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
     """The derivative of the root of the eigenvalues that are kept; the limit itself has none."""
     values, v, turned = _turned(ok, a, d_a)
     order, power = jnp.asarray(order, a.dtype), -1 / jnp.asarray(order, a.dtype)
-    kept = values > _ridge(values[:, -1:], jnp.asarray(epsilon, a.dtype), relative)
+    kept = values > _ridge(values[:, -1:], epsilon, relative)
     x = jnp.where(kept, values, 1)
     powers = jnp.where(kept, x**power, 0)
     both, one = (op(kept[:, :, None], kept[:, None]) for op in (jnp.logical_and, jnp.not_equal))
@@ -191,7 +191,7 @@ def _largest(a: Array) -> Array:
     return jnp.linalg.norm(matmul(a, v), axis=1)
 
 
-def _ridge(largest: Array, epsilon: float, relative: bool) -> Array:
+def _ridge(largest: Array, epsilon: Any, relative: bool) -> Array:
     if relative:
         return jnp.where(largest > 0, epsilon * largest, 1)
     return jnp.full_like(largest, epsilon)

@@ -92,7 +92,7 @@ def _direction(options: ShampooOptions, stacked: bool) -> Any:
     )
 
 
-def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Array, ...]:
+def _zero_statistics(options: ShampooOptions, x: Any) -> tuple[Any, ...]:
     blocks = options.cutting.blocks(jnp.shape(x))
     dtype = wide_dtype(x)  # which a root needs
     zeros = lambda *shape: jnp.zeros(blocks.stack(*shape), dtype)
