@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 
 import chex
 import jax
@@ -314,6 +315,51 @@ def test_second_order(name, spec, kind):
     place = functools.partial(jax.tree.map, lambda x: put(mesh, x, spec))
     got, _ = trained(SECOND_ORDER[name], place(PARAMS), place(grads))
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-3, atol=1e-5)
+
+
+def injected(factory, *static, **options):
+    """With all hyper-parameters in the state, but for those that decide about shapes."""
+    static = {*static, *inspect.signature(factory).parameters} & {
+        "window", "max_matrix_size", "block_size", "alpha", "owners", "exchange_dtype", "ns_steps",
+        "ns_coefficients",
+    }  # fmt: skip
+    make = optax.inject_hyperparams(factory, static_args=tuple(static))
+    return make(optax.linear_schedule(0.1, 0.02, 3), **options)
+
+
+INJECTED = {
+    "ggt": functools.partial(injected, optzoo.ggt, window=3, svd_eps=1e-2),
+    "soap": functools.partial(injected, optzoo.soap, one_sided=True),
+    "shampoo": functools.partial(injected, optzoo.shampoo, eps=1e-2, root="eigh"),
+    "muon": functools.partial(injected, optzoo.muon, axes=("o", "io", "bio")),
+    "adam, int8": lambda: optzoo.slots_dtype(injected(optzoo.adam), "int8"),
+    "lamb, packed": lambda: optzoo.slots_dtype(injected(optzoo.lamb), "bfloat16", packed=True),
+}
+
+
+@NARROW
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize(
+    ("name", "owners"),
+    [*((name, None) for name in INJECTED), ("soap", ("a", "b")), ("shampoo", "b"), ("muon", "a")],
+)
+def test_hyper_parameters_in_the_state(name, owners, is_set):
+    """A rule captures them, and after the first step their types have the mesh."""
+    mesh, grads = make_mesh(), jax.tree.map(np.cos, PARAMS)
+
+    def train(tx, place):
+        step, params = jax.jit(samples.step_of(tx)), place(PARAMS)
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = step(params, state, place(grads))
+        return jax.device_get(params)
+
+    want = train(INJECTED[name](), functools.partial(jax.tree.map, jnp.asarray))
+    tx = INJECTED[name](**{} if owners is None else {"owners": owners})
+    with inside(mesh, is_set):
+        place = lambda tree: {k: put(mesh, x, P(*"ba"[: x.ndim])) for k, x in tree.items()}
+        got = train(tx, place)
+    chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-5)
 
 
 # Inside of a shard_map that checks types

@@ -21,6 +21,7 @@ from jax.sharding import (
     reshard,
 )
 
+from .captured import captured
 from .compat import group_shardings, vary, varying
 
 EVERYWHERE = PartitionSpec()
@@ -105,7 +106,8 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
     """``f`` of trees of arrays, computed as if explicit axes were automatic.
 
     So XLA places what is computed. ``specs(results, *args)`` gives for each result the
-    ``PartitionSpec`` of its type.
+    ``PartitionSpec`` of its type. Arrays that ``f`` has captured, such as hyper-parameters of
+    ``optax.inject_hyperparams``, are as its arguments.
     """
 
     @functools.wraps(f)
@@ -117,12 +119,20 @@ def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[
         others = tuple(name for name in mesh.axis_names if name not in names)
         place = lambda x: NamedSharding(inside, only_along(others, spec_of(x)))
         enter = lambda x: reshard(x, place(x)) if isinstance(x, jax.Array) else x
+        arrays, with_others = captured(f)
+        entered = jax.tree.map(enter, args)
+        call = with_others([enter(x) if _is_explicit(x) else x for x in arrays])
         with jax.sharding.use_abstract_mesh(inside):
-            results = f(*jax.tree.map(enter, args))
+            results = call(*entered)
         leave = lambda x, spec: reshard(x, NamedSharding(mesh, spec))
         return jax.tree.map(leave, results, specs(results, *args))
 
     return wrapped
+
+
+def _is_explicit(x: Array) -> bool:
+    """Whether the type of an array has explicit axes."""
+    return bool(explicit_axes(jax.typeof(x).sharding.mesh))
 
 
 def like_first(f: Callable[..., Array]) -> Callable[..., Array]:

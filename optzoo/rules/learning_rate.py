@@ -15,7 +15,7 @@ from ..core.optimizer import About, Optimizer, about_of, known, reads_of
 from ..core.rows import is_rows, is_sparse_or_none
 from ..core.schedules import at_step
 from ..state.inner import fitting
-from ..state.types import NoSlots
+from ..state.types import NoSlots, count_of
 from .frame import Leaf
 from .leafwise import for_each_leaf, leafwise
 from .policies import ROW_WISE, linear
@@ -137,7 +137,7 @@ def descend(
 
     def update(updates, state, params=None, **extra_args):
         number, given = (extra_args.get(k) for k in ("global_step", "learning_rate"))
-        number = state[0].count if number is None else number
+        number = count_of(state[0]) if number is None else number
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
         rate = at_step("learning_rate", number, learning_rate, given)
         us, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)

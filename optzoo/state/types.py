@@ -55,6 +55,11 @@ class OwnersState(NamedTuple):
     others: Any
 
 
+def count_of(state: LeafwiseState | OwnersState) -> Array:
+    """The number of updates, which both parts of an ``OwnersState`` have."""
+    return (state.matrices if isinstance(state, OwnersState) else state).count
+
+
 class SlotsByName(NamedTuple):
     """A state with slots by the names of another library, such as Keras."""
 
