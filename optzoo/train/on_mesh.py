@@ -45,7 +45,13 @@ class OnMesh(NamedTuple):
                     )
             return None
         check_axes(mesh, (), "")
-        found = cls(mesh, given.pop("tables") or {}, **given)
+        tables = given.pop("tables") or {}
+        if not isinstance(tables, Mapping):
+            raise TypeError(
+                "tables must be a dict from patterns of names to optzoo.sharded.RowSharding, got "
+                f"{tables!r}"
+            )
+        found = cls(mesh, tables, **given)
         factor, max_norm = found.capacity_factor, found.max_norm
         check_positive(capacity_factor=1 if factor is None else factor)
         check_positive(max_norm=1 if max_norm is None else max_norm)

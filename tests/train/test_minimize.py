@@ -81,6 +81,9 @@ def test_arguments_of_a_mesh_need_one():
             optzoo.minimize(loss, optzoo.lazy_adam(), **{name: value})
     with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4"):
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=4)
+    with pytest.raises(TypeError, match=r"tables must be a dict from .* got \('table',\)"):
+        mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
+        optzoo.minimize(loss, optzoo.lazy_adam(), mesh=mesh, tables=("table",))
 
 
 def test_donates():
