@@ -301,7 +301,16 @@ def only_for(mask: Any, tx: optax.GradientTransformation) -> Optimizer:
     ``update`` must be given the parameters: gradients may be missing, and slots are not.
     """
     mask = True if mask is None else mask
-    masked = lambda params: optax.masked(tx, resolve_mask(mask, params))
+    return _for_marked(lambda params: resolve_mask(mask, params), tx)
+
+
+def except_for(skip: Any, tx: optax.GradientTransformation) -> Optimizer:
+    """As :func:`only_for`, of the parameters that the mask ``skip`` does not mark."""
+    return _for_marked(lambda params: resolve_unmasked(skip, params, "skip"), tx)
+
+
+def _for_marked(marks: Callable[[Any], Any], tx: optax.GradientTransformation) -> Optimizer:
+    masked = lambda params: optax.masked(tx, marks(params))
 
     def init(params: Any) -> Any:
         return masked(params).init(params)
@@ -310,12 +319,6 @@ def only_for(mask: Any, tx: optax.GradientTransformation) -> Optimizer:
         return masked(params).update(updates, state, params, **extra_args)
 
     return Optimizer(init, update, about_of(tx))
-
-
-def except_for(skip: Any, tx: optax.GradientTransformation) -> Optimizer:
-    """A transformation of the parameters that the mask ``skip`` does not mark; the others pass."""
-    masked = optax.masked(tx, lambda tree: resolve_unmasked(skip, tree, "skip"))
-    return Optimizer(*masked, about_of(tx))
 
 
 def _patterns(mask: Any) -> tuple[str, ...] | None:

@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 
 from ...core.checks import check_decays, check_not_negative, check_positive
 from ...core.numerics import is_number
-from ...core.optimizer import known, reads_of
-from ...core.paths import check_mask, resolve_mask
+from ...core.paths import check_mask, only_for
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
 from ..owners import Owners
@@ -419,6 +418,4 @@ def add_decay(weight_decay: float, mask: Any) -> optax.GradientTransformationExt
     check_not_negative(weight_decay=weight_decay)
     check_mask(mask=mask)
     add = leafwise(lambda g, x, s, t: (g + weight_decay * x, s), needs_params=True)
-    add = without_state(add)
-    masked = optax.masked(add, lambda tree: resolve_mask(True if mask is None else mask, tree))
-    return known(masked, reads=reads_of(add))
+    return only_for(mask, without_state(add))
