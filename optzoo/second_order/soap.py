@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
-from ..core.checks import check_decays, check_not_negative
+from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import (
     common_cycle,
     is_number,
@@ -37,7 +37,7 @@ from .owners import Owners
 from .shampoo.api import add_decay
 from .shampoo.blocks import Blocks, Cutting, as_stack
 from .shampoo.options import check_interval
-from .shampoo.products import gram, multiply
+from .shampoo.products import gram, multiply, others
 from .shampoo.refresh import is_due, keep_old, refresh
 
 
@@ -50,6 +50,20 @@ class SoapSlots(NamedTuple):
     basis: Exact  # their eigenvectors, in columns; () likewise
 
 
+class KLSoapSlots(NamedTuple):
+    """What SOAP with KL statistics keeps."""
+
+    m: Signed
+    v: NotNegative
+    statistics: Exact
+    basis: Exact
+    eigenvalues: Exact  # means of squares along the columns of the basis; () without one
+
+
+# Of KL statistics: the first eigenvalues, and the least.
+FIRST_EIGENVALUE, LEAST_EIGENVALUE = 0.1, 4000.0**-2
+
+
 @dataclasses.dataclass(eq=False)
 class SoapOptions:
     """The arguments of ``scale_by_soap``; :func:`optzoo.soap` describes them."""
@@ -59,9 +73,11 @@ class SoapOptions:
     shampoo_b2: Any
     eps: Any
     cutting: Cutting
+    kl_statistics: bool
     axis_name: str | None
 
     def __post_init__(self) -> None:
+        check_flags(kl_statistics=self.kl_statistics)
         self.b1, self.b2 = check_decays(b1=self.b1, b2=self.b2)
         if self.shampoo_b2 is None:
             self.shampoo_b2 = self.b2
@@ -75,7 +91,7 @@ class SoapParameter(NamedTuple):
     leaf: Leaf  # as it came
     blocks: Blocks
     g: Array
-    slots: SoapSlots
+    slots: Any  # SoapSlots or KLSoapSlots
 
     @property
     def full(self) -> list[int]:
@@ -96,6 +112,7 @@ def scale_by_soap(
     merge_dims: bool = False,
     one_sided: bool = False,
     skip_vectors: bool = True,
+    kl_statistics: bool = False,
     axis_name: str | None = None,
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
@@ -116,7 +133,7 @@ def scale_by_soap(
     cutting = Cutting(
         max_matrix_size, block_size, merge_dims, skip_vectors, one_sided, diagonals=False
     )
-    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, axis_name)
+    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, kl_statistics, axis_name)
     make = functools.partial(_direction, options, preconditioner_interval)
     has_basis = lambda shape: cutting.blocks(shape).preconditioned
     return with_owners(Owners.of(owners, exchange_dtype), make, has_basis)
@@ -135,6 +152,7 @@ def soap(
     merge_dims: bool = False,
     one_sided: bool = False,
     skip_vectors: bool = True,
+    kl_statistics: bool = False,
     weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
@@ -167,6 +185,20 @@ def soap(
     result are put back in the places of those that they come from, so :math:`v` needs no change.
     :math:`m` is turned from the old basis into the new one. A basis that is not finite is not used:
     the previous one is kept, and ``state.shared["num_failed_bases"]`` counts the failure.
+
+    With ``kl_statistics`` the second moments are those of a whitened gradient. With
+    :math:`\lambda_i` the mean square along each column of :math:`Q_i`, 0.1 at first, and
+    :math:`d_i` the size of a dimension:
+
+    .. math::
+        w_{i,t} &= g'_t \prod_{j \ne i} \lambda_{j,t-1}^{-1/2} \\
+        G_{i,t} &= \beta_s G_{i,t-1} + (1 - \beta_s)\, \Gamma_i(w_{i,t} \times_i Q_i)
+            / \prod_{j \ne i} d_j \\
+        \lambda_{i,t} &= \beta_s \lambda_{i,t-1} + (1 - \beta_s)\,
+            \mathrm{mean}_{j \ne i}\, w_{i,t}^2
+
+    where the first gradient makes :math:`G_{i,1} = \Gamma_i(g_1) / \prod_{j \ne i} d_j`, and no
+    :math:`\lambda` is below :math:`1 / 4000^2`.
 
     Vectors and scalars take Adam's steps, from the first gradient on. A dimension above
     ``max_matrix_size`` has no basis: :math:`Q_i = I`. A parameter without any basis takes Adam's
@@ -215,6 +247,7 @@ def soap(
         one_sided: of the dimensions that could have a basis, only the smallest one has it, as in
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
+        kl_statistics: statistics as in KL-SOAP, see above.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         mask: which parameters decay: a pattern of names, a tuple of patterns such as
             ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
@@ -238,7 +271,9 @@ def soap(
     References:
         Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
         <https://arxiv.org/abs/2409.11321>`_, 2024; the code `nikhilvyas/SOAP
-        <https://github.com/nikhilvyas/SOAP>`_.
+        <https://github.com/nikhilvyas/SOAP>`_. Lin et al., `Understanding and Improving Shampoo and
+        SOAP via Kullback-Leibler Minimization <https://arxiv.org/abs/2509.03378>`_, 2025;
+        ``KLSOAPH`` of `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_.
 
     Differences from the original:
         The parameters are the same but for rounding, with these exceptions. Parameters without a
@@ -250,13 +285,15 @@ def soap(
         Adam's steps differ from then on. Dimensions of size one are merged, if at all, as in
         :func:`optzoo.shampoo`. There is no ``normalize_grads``, and the bias is always corrected.
         The original sorts the columns of a basis, and :math:`v` with them; here both keep their
-        order, which gives the same steps.
+        order, which gives the same steps. ``KLSOAPH`` does not sort before it decomposes, and has
+        no correction of the bias; it is this optimizer inside of :func:`optzoo.hyperball`, as long
+        as its columns stay in their order.
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_soap(
         b1, b2, shampoo_b2, eps, preconditioner_interval, max_matrix_size=max_matrix_size,
         block_size=block_size, merge_dims=merge_dims, one_sided=one_sided,
-        skip_vectors=skip_vectors, axis_name=axis_name, owners=owners,
+        skip_vectors=skip_vectors, kl_statistics=kl_statistics, axis_name=axis_name, owners=owners,
         exchange_dtype=exchange_dtype,
     )  # fmt: skip
     return descend(learning_rate, direction, *decay)
@@ -264,12 +301,15 @@ def soap(
 
 def _direction(options: SoapOptions, interval: Any, stacked: bool) -> Any:
     """The transformation of parameters, or of stacks of them."""
-    slots = SoapSlots(
-        m=lambda x: _zero_means(options, x),
-        v=lambda x: _zero_means(options, x),
-        statistics=lambda x: _matrices(options, x, _zero_matrix),
-        basis=lambda x: _matrices(options, x, jnp.eye),
-    )
+    initial = {
+        "m": lambda x: _zero_means(options, x),
+        "v": lambda x: _zero_means(options, x),
+        "statistics": lambda x: _matrices(options, x, _zero_matrix),
+        "basis": lambda x: _matrices(options, x, jnp.eye),
+    }
+    slots: Any = SoapSlots(**initial)
+    if options.kl_statistics:
+        slots = KLSoapSlots(**initial, eigenvalues=lambda x: _first_eigenvalues(options, x))
     return treewise(
         functools.partial(_update, options, stacked=stacked),
         slots=in_stacks(slots) if stacked else slots,
@@ -299,6 +339,13 @@ def _matrices(options: SoapOptions, x: Any, matrix: Callable[..., Array]) -> tup
     return tuple(stack(d) if full else () for d, full, _ in blocks.factors)
 
 
+def _first_eigenvalues(options: SoapOptions, x: Any) -> tuple[Any, ...]:
+    """A stack of vectors for each dimension with a basis."""
+    blocks, dtype = options.cutting.blocks(jnp.shape(x)), wide_dtype(x)
+    stack = lambda d: jnp.full(blocks.stack(d), FIRST_EIGENVALUE, dtype)
+    return tuple(stack(d) if full else () for d, full, _ in blocks.factors)
+
+
 def _update(
     options: SoapOptions,
     leaves: list[Leaf],
@@ -312,9 +359,11 @@ def _update(
     works = [_begin(options, leaf, stacked) for leaf in leaves if leaf.g is not None]
     directions, slots = [], []
     for work in works:
-        d, m, v = _adam(options, work, t)
+        turned = _turned(work, work.g, work.slots.basis, 0)
+        d, m, v = _adam(options, work, turned, t)
         directions.append(d)
-        slots.append(SoapSlots(m, v, _statistics(options, work), work.slots.basis))
+        find = _kl_statistics if options.kl_statistics else _statistics
+        slots.append(work.slots._replace(m=m, v=v, **find(options, work, turned, t)))
     # What is read in the old bases comes first: then the new ones can be written over them.
     late = _after(directions, t)
     slots, failed = _renewed(options, works, slots, late, preconditioner_interval)
@@ -334,30 +383,60 @@ def _begin(options: SoapOptions, leaf: Leaf, stacked: bool) -> SoapParameter:
         g = blocks.split(g)
         in_blocks = lambda a: a.reshape(len(g), *blocks.sizes)
         matrices = lambda arrays: jax.tree.map(lambda a: as_stack(a, 2), arrays)
-        s = SoapSlots(in_blocks(s.m), in_blocks(s.v), matrices(s.statistics), matrices(s.basis))
+        of_dimensions = {"statistics": matrices(s.statistics), "basis": matrices(s.basis)}
+        if options.kl_statistics:
+            vectors = jax.tree.map(lambda a: as_stack(a, 1), s.eigenvalues)
+            of_dimensions["eigenvalues"] = vectors
+        s = s._replace(m=in_blocks(s.m), v=in_blocks(s.v), **of_dimensions)
     return SoapParameter(leaf, blocks, g, s)
 
 
-def _adam(options: SoapOptions, work: SoapParameter, t: Array) -> tuple[Array, Array, Array]:
-    """The direction of Adam in the basis so far, and the means of ``g`` and ``g**2`` in it."""
-    b1, b2, eps = (jnp.asarray(v, work.g.dtype) for v in (options.b1, options.b2, options.eps))
-    g, basis = _turned(work, work.g, work.slots.basis, 0), work.slots.basis
+def _adam(
+    options: SoapOptions, work: SoapParameter, g: Array, t: Array
+) -> tuple[Array, Array, Array]:
+    """The direction of Adam for ``g`` in the basis so far, and the means of it and its square."""
+    b1, b2, eps = (jnp.asarray(v, g.dtype) for v in (options.b1, options.b2, options.eps))
     if work.full:  # the first gradient only makes the basis
         g, t = jnp.where(t > 1, g, 0), jnp.maximum(t - 1, 1)
     m = b1 * work.slots.m + (1 - b1) * g
     v = b2 * work.slots.v + (1 - b2) * g**2
-    t = t.astype(work.g.dtype)
+    t = t.astype(g.dtype)
     correction = jnp.sqrt(one_minus_power(b2, t)) / one_minus_power(b1, t)
-    return _turned(work, correction * safe_divide(m, sqrt(v) + eps, options.eps), basis, 1), m, v
+    d = correction * safe_divide(m, sqrt(v) + eps, options.eps)
+    return _turned(work, d, work.slots.basis, 1), m, v
 
 
-def _statistics(options: SoapOptions, work: SoapParameter) -> tuple[Any, ...]:
+def _statistics(
+    options: SoapOptions, work: SoapParameter, turned: Array, t: Array
+) -> dict[str, tuple[Any, ...]]:
     """The means of the second moments, with this gradient."""
+    del turned, t
     decay = jnp.asarray(options.shampoo_b2, work.g.dtype)
     new = list(work.slots.statistics)
     for i in work.full:
         new[i] = decay * new[i] + (1 - decay) * gram(work.g, i)
-    return tuple(new)
+    return {"statistics": tuple(new)}
+
+
+def _kl_statistics(
+    options: SoapOptions, work: SoapParameter, turned: Array, t: Array
+) -> dict[str, tuple[Any, ...]]:
+    """The means of the gradient over the roots of the eigenvalues of the other dimensions."""
+    decay, basis = jnp.asarray(options.shampoo_b2, work.g.dtype), work.slots.basis
+    matrices, eigenvalues = list(work.slots.statistics), list(work.slots.eigenvalues)
+    mean = lambda old, new: decay * old + (1 - decay) * new
+    for i in work.full:
+        number = work.g[0].size // work.g.shape[1 + i]
+        scaled = turned
+        for j, values in enumerate(work.slots.eigenvalues):
+            if j != i and j in work.full:
+                scaled = scaled / jnp.expand_dims(jnp.sqrt(values), others(scaled, j))
+        whitened = multiply(scaled, basis[i], i, 1)
+        first, old, new = (gram(work.g, i) / number, matrices[i], gram(whitened, i) / number)
+        matrices[i] = jnp.where(t > 1, mean(old, new), first)
+        new = mean(eigenvalues[i], jnp.mean(scaled**2, axis=others(scaled, i)))
+        eigenvalues[i] = jnp.where(t > 1, jnp.maximum(new, LEAST_EIGENVALUE), eigenvalues[i])
+    return {"statistics": tuple(matrices), "eigenvalues": tuple(eigenvalues)}
 
 
 def _turned(work: SoapParameter, x: Array, basis: Sequence[Any], axis: int) -> Array:
@@ -373,10 +452,10 @@ def _turned(work: SoapParameter, x: Array, basis: Sequence[Any], axis: int) -> A
 def _renewed(
     options: SoapOptions,
     works: Sequence[SoapParameter],
-    slots: Sequence[SoapSlots],
+    slots: Sequence[Any],
     t: Array,
     frequency: Any,
-) -> tuple[list[SoapSlots], Array]:
+) -> tuple[list[Any], Array]:
     """The slots, in new bases where it is time; and how many bases could not be used."""
 
     def renew(old):
@@ -396,7 +475,7 @@ def _renewed(
 def _bases(
     options: SoapOptions,
     works: Sequence[SoapParameter],
-    slots: Sequence[SoapSlots],
+    slots: Sequence[Any],
     old: Sequence[tuple[Any, ...]],
     t: Array,
 ) -> tuple[list[tuple[Any, ...]], Array]:
@@ -435,7 +514,7 @@ def _after(arrays: Sequence[Array], t: Array) -> Array:
 # The end
 
 
-def _end(work: SoapParameter, d: Array, new: SoapSlots) -> tuple[Any, SoapSlots]:
+def _end(work: SoapParameter, d: Array, new: Any) -> tuple[Any, Any]:
     """The update as the gradient came, and the slots as the state keeps them."""
     g, _, s = work.leaf
     d = work.blocks.join(d).reshape(g.shape) if work.blocks.preconditioned else d

@@ -15,6 +15,9 @@ step, and its gradients: ``CASE/N/grad`` [step], or, where they depend on the pa
 
 - ``muonh``, ``adamh``: steps of constant norm. ``Tensor.bfloat16`` copies, so that the iteration
   is in float64.
+- ``klsoaph``: SOAP with KL statistics, with steps of constant norm. ``Tensor.float`` and
+  ``torch.float32`` are those of float64. The gradients are such that the columns of no basis change
+  their order, which the code does not look for.
 - ``cautious``: the decay of ``train_gpt_medium.py``, by the direction of ``torch.optim.SGD`` with
   momentum. Some elements of the parameter and of the gradients are zero.
 - ``ema_nesterov``: around ``torch.optim.SGD`` with momentum. ``CASE/N/read`` [step] are the
@@ -45,6 +48,22 @@ FROM = {
         f"{RESULTS}/20260430_adamh/6b19a86b-ddfe-476c-9983-2a967bd99ca9.txt",
         ["scale_invariant_update_", "AdamH"],
     ),
+    "klsoaph": (
+        f"{RESULTS}/20260511_klsoap_h_lr_power_decay/train_gpt_simple_klsoap_h_lr_power_decay.py",
+        [
+            "_symmetrize",
+            "_initial_orthogonal_matrix",
+            "project_to_klsoap_basis",
+            "project_from_klsoap_basis",
+            "init_2d_klsoap_state_",
+            "_update_eigen_sqrt_inv_",
+            "update_2d_klsoap_preconditioner_",
+            "refresh_klsoap_basis_",
+            "klsoap_direction",
+            "scale_invariant_update_",
+            "KLSOAPH",
+        ],
+    ),
     "cautious": ("train_gpt_medium.py", ["cautious_wd_and_update_inplace"]),
     "ema_nesterov": (
         f"{RESULTS}/20260522_ema_nesterov_muon/4d9e83d4-4e3f-43d3-8aae-e3a9031586be.txt",
@@ -59,6 +78,13 @@ ARGUMENTS = {
     "muonh": {"mu": 0.9},
     "adamh": {"betas": [0.9, 0.95], "eps": 1e-8},
     "cautious": {"momentum": 0.9, "weight_decay": 0.5},
+    "klsoaph": {
+        "beta1": 0.9,
+        "beta2": 0.8,
+        "shampoo_beta": 0.7,
+        "eps": 1e-8,
+        "precondition_frequency": 2,
+    },
     "ema_nesterov": {
         "momentum": 0.9,
         "lookahead_stepsize": 0.6,
@@ -72,6 +98,8 @@ STEPS = 8
 RATES = {case: 0.1 * (1 - np.arange(STEPS) / STEPS) for case in ARGUMENTS}
 RATES["muloco"] = np.full(STEPS, 0.1)
 SHAPES = {"tall": (4, 2), "wide": (2, 4), "square": (3, 3)}
+# The second moments of the first gradient have at most one eigenvalue of zero.
+NEARLY_SQUARE = {"tall": (4, 3), "wide": (3, 4), "square": (3, 3)}
 
 
 def taken(repository, case):
@@ -93,10 +121,12 @@ def taken(repository, case):
 
 @contextlib.contextmanager
 def in_float64():
-    """``Tensor.bfloat16`` copies."""
-    before, torch.Tensor.bfloat16 = torch.Tensor.bfloat16, torch.Tensor.clone
+    """``Tensor.bfloat16`` and ``Tensor.float`` copy, and there is no float32."""
+    before = torch.Tensor.bfloat16, torch.Tensor.float, torch.float32
+    torch.Tensor.bfloat16 = torch.Tensor.float = torch.Tensor.clone
+    torch.float32 = torch.float64
     yield
-    torch.Tensor.bfloat16 = before
+    torch.Tensor.bfloat16, torch.Tensor.float, torch.float32 = before
 
 
 def parameter(data):
@@ -104,16 +134,28 @@ def parameter(data):
 
 
 def of_norm(case, code, data):
-    """The parameter after each step of MuonH or AdamH."""
+    """The parameter after each step of MuonH, AdamH or KLSOAPH."""
     x, after = parameter(data), []
-    make = {"muonh": "MuonH", "adamh": "AdamH"}[case]
+    make = {"muonh": "MuonH", "adamh": "AdamH", "klsoaph": "KLSOAPH"}[case]
     opt = getattr(code, make)([x], **ARGUMENTS[case])
     for rate, g in zip(RATES[case], data["grad"], strict=True):
         opt.param_groups[0]["lr"] = float(rate)
         x.grad = torch.tensor(g)
         opt.step()
         after.append(x.detach().numpy().copy())
+        if case == "klsoaph":
+            for gram, q in zip(opt.state[x]["GG"], opt.state[x]["Q"], strict=True):
+                powers = (q.T @ gram @ q).diagonal()
+                assert torch.all(powers[:-1] > 1.2 * powers[1:]), powers
     return {"after": after}
+
+
+def in_order(rng, shape):
+    """Gradients of which the second moments have eigenvalues that are far from each other."""
+    u, v = (np.linalg.qr(rng.normal(size=(n, n)))[0] for n in shape)
+    sizes = 2.0 ** -np.add.outer(np.arange(shape[0]), np.arange(shape[1]))
+    middle = np.eye(*shape) * rng.uniform(1, 1.3, size=(STEPS, 1, 1))
+    return u @ ((middle + rng.normal(size=(STEPS, *shape)) / 10) * sizes) @ v.T
 
 
 def of_decay(case, code, data):
@@ -169,6 +211,7 @@ RUNS = {
     "cautious": of_decay,
     "ema_nesterov": of_lookahead,
     "muloco": of_outer,
+    "klsoaph": of_norm,
 }
 
 
@@ -177,13 +220,15 @@ def main():
     arrays, rng = {}, np.random.default_rng(0)
     for case, run in RUNS.items():
         code = taken(sys.argv[1], case)
-        for name, shape in SHAPES.items():
+        for name, shape in (NEARLY_SQUARE if case == "klsoaph" else SHAPES).items():
             data = {"init": rng.normal(size=shape)}
             if run in (of_norm, of_decay):
                 data["grad"] = rng.normal(size=(STEPS, *shape))
             else:
                 data["curvature"] = rng.uniform(0.1, 2, size=shape)
                 data["target"] = rng.normal(size=(STEPS, *shape))
+            if case == "klsoaph":
+                data["grad"] = in_order(rng, shape)
             if run is of_decay:
                 data["init"][0, 0] = 0.0
                 data["grad"][:, -1, -1] = 0.0

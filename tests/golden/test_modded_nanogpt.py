@@ -50,6 +50,14 @@ def adamh(case, *, betas, eps):
     return hyperball(optax.adam(1.0, *betas, eps=eps), case)
 
 
+def klsoaph(case, *, beta1, beta2, shampoo_beta, eps, precondition_frequency):
+    """It is indifferent to the rate of SOAP, and to its correction of the bias."""
+    soap = optzoo.soap(
+        1.0, beta1, beta2, shampoo_beta, eps, precondition_frequency, kl_statistics=True
+    )
+    return hyperball(soap, case)
+
+
 def cautious(case, *, momentum, weight_decay):
     inner = optzoo.momentum(rates(case), momentum)
     decay = rates(case, weight_decay)
@@ -84,6 +92,7 @@ MAKE = {
     "cautious": cautious,
     "ema_nesterov": ema_nesterov,
     "muloco": muloco,
+    "klsoaph": klsoaph,
 }
 
 
