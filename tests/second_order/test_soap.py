@@ -230,6 +230,45 @@ def after(g, steps=4):
     return jnp.sum(jnp.sin(jnp.cumsum(updates) / 10))
 
 
+def test_kl_statistics_by_their_formula(x64):
+    """Of each step from the state before it; the eigenvalues of the second array are the least."""
+    rng = np.random.default_rng(0)
+    grads = [
+        {"cube": rng.normal(size=(2, 3, 4)), "small": 1e-6 * rng.normal(size=(3, 2))}
+        for _ in range(24)
+    ]
+    tx = optzoo.transforms.scale_by_soap(
+        shampoo_b2=0.5, preconditioner_interval=2, kl_statistics=True
+    )
+    with x64(True):
+        state, update = tx.init(jax.tree.map(jnp.asarray, grads[0])), jax.jit(tx.update)
+        states = [state]
+        for g in grads:
+            states.append(update(g, states[-1])[1])
+    states = jax.device_get(states)
+    for t, (g, before, after) in enumerate(zip(grads, states, states[1:], strict=False)):
+        for name, x in g.items():
+            old, new = (type(s.slots)(*(slot[name] for slot in s.slots)) for s in (before, after))
+            turned = x
+            for i, q in enumerate(old.basis):
+                turned = np.moveaxis(np.tensordot(turned, q, (i, 0)), -1, i)
+            for i, d in enumerate(x.shape):
+                scaled = turned
+                for j, values in enumerate(old.eigenvalues):
+                    if j != i:
+                        scaled = np.moveaxis(np.moveaxis(scaled, j, -1) / np.sqrt(values), -1, j)
+                flat = lambda a, i=i, d=d: np.moveaxis(a, i, 0).reshape(d, -1)
+                gram, values = flat(x) @ flat(x).T / (x.size / d), old.eigenvalues[i]
+                if t:
+                    whitened = old.basis[i] @ flat(scaled)
+                    gram = old.statistics[i] / 2 + whitened @ whitened.T / (x.size / d) / 2
+                    values = values / 2 + np.mean(flat(scaled) ** 2, axis=1) / 2
+                    values = np.maximum(values, 1 / 4000**2)
+                np.testing.assert_allclose(new.statistics[i], gram, rtol=1e-12, atol=1e-12)
+                np.testing.assert_allclose(new.eigenvalues[i], values, rtol=1e-12)
+    assert np.all(states[-1].slots.eigenvalues["small"][0] == 1 / 4000**2)
+
+
 def test_derivatives_are_difference_quotients(x64):
     with x64(True):
         rng = np.random.default_rng(3)
