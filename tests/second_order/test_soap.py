@@ -234,7 +234,7 @@ def test_kl_statistics_by_their_formula(x64):
     """Of each step from the state before it; the eigenvalues of the second array are the least."""
     rng = np.random.default_rng(0)
     grads = [
-        {"cube": rng.normal(size=(2, 3, 4)), "small": 1e-6 * rng.normal(size=(3, 2))}
+        {"cube": rng.normal(size=(2, 3, 4)), "small": 1e-9 * rng.normal(size=(3, 2))}
         for _ in range(24)
     ]
     tx = optzoo.transforms.scale_by_soap(
