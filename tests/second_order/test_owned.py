@@ -28,7 +28,10 @@ TILES = {
 ROWS = {name: P(*["d", None, None, None][: len(shape)]) for name, shape in SHAPES.items()}
 OPTIMIZERS = {
     "soap": lambda **more: optzoo.soap(
-        optax.linear_schedule(0.1, 0.02, 5), preconditioner_interval=2, merge_dims=True, **more
+        lambda count: 0.125 / (1 + count), preconditioner_interval=2, merge_dims=True, **more
+    ),
+    "soap, KL": lambda **more: optzoo.soap(
+        0.1, preconditioner_interval=2, max_matrix_size=20, kl_statistics=True, **more
     ),
     "soap, blocks": lambda **more: optzoo.soap(
         0.1, preconditioner_interval=2, block_size=8, one_sided=True, weight_decay=0.1, **more
