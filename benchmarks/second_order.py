@@ -1,0 +1,220 @@
+"""A small transformer trained by AdamW, Muon, SOAP and Shampoo: loss, steps and time.
+
+    .venv/bin/python benchmarks/second_order.py [--steps 300] [--seeds 8] [--rates 4] [--save]
+
+The text is the source code of Python's standard library, byte by byte; every twentieth file is for
+validation. The model has six layers of width 128, 1.2M parameters, and reads 16 windows of 64 bytes
+in a step. The contenders train the matrices of the layers; embedding and last layer are AdamW's, at
+one rate for all. Rates rise for 20 steps, and fall to a tenth. Each contender has as many rates to
+choose from, by factors of two around its usual one, on a seed that is not counted; then all train
+on the same seeds.
+
+A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
+p < 0.001, where the standard deviation is that of the seeds, the same for all contenders. The
+target is the mean last loss of AdamW; steps to it are interpolated. Times are of the contenders in
+turns, of twenty steps each.
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+import statistics
+import sysconfig
+import time
+
+import harness
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+for option, default in {"steps": 300, "seeds": 8, "rates": 4, "rounds": 5, "cores": 2}.items():
+    parser.add_argument(f"--{option}", type=int, default=default)
+parser.add_argument("--only", nargs="*")
+parser.add_argument("--save", action="store_true")
+args = parser.parse_args()
+harness.pin(args.cores)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import optzoo  # noqa: E402
+
+LAYERS, WIDTH, HEADS, LENGTH, BATCH, SYMBOLS, EVERY = 6, 128, 4, 64, 16, 128, 10
+PROVEN = 3.09  # standard deviations, of p < 0.001 on one side
+# The usual rate of each for the matrices, and the optimizer.
+CONTENDERS = {
+    "AdamW": (3e-3, lambda rate: optax.adamw(rate, 0.9, 0.95, weight_decay=0.1)),
+    "Muon": (0.02, lambda rate: optzoo.muon(rate, weight_decay=0.1)),
+    "SOAP, every 10 steps": (3e-3, lambda rate: optzoo.soap(rate, weight_decay=0.1)),
+    "SOAP, every step": (
+        3e-3,
+        lambda rate: optzoo.soap(rate, preconditioner_interval=1, weight_decay=0.1),
+    ),
+    "blocked_shampoo": (3e-3, lambda rate: optzoo.blocked_shampoo(rate, weight_decay=0.1)),
+}
+
+
+def texts():
+    """The bytes for training and for validation."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py")) + sorted((folder / "asyncio").glob("*.py"))
+    parts = [], []
+    for i, path in enumerate(files):
+        found = np.frombuffer(path.read_bytes(), np.uint8)
+        parts[i % 20 == 0].append(np.minimum(found, SYMBOLS - 1))
+    return [np.concatenate(part).astype(np.int32) for part in parts]
+
+
+def windows(text, rng, number):
+    """Random windows, of one byte more than the model reads."""
+    starts = rng.integers(0, len(text) - LENGTH - 1, number)
+    return text[starts[:, None] + np.arange(LENGTH + 1)[None]]
+
+
+def new_params(seed):
+    """The embedding, the layers and the last layer; what a layer adds is small at first."""
+    keys = map(jax.random.fold_in, itertools.repeat(jax.random.key(seed)), itertools.count())
+    normal = lambda m, n, scale=1.0: scale * jax.random.normal(next(keys), (m, n)) / m**0.5
+    layer = lambda: {
+        "qkv": normal(WIDTH, 3 * WIDTH),
+        "out": normal(WIDTH, WIDTH, 0.1),
+        "up": normal(WIDTH, 4 * WIDTH),
+        "down": normal(4 * WIDTH, WIDTH, 0.1),
+    }
+    return {
+        "embedding": jax.random.normal(next(keys), (SYMBOLS + LENGTH, WIDTH)),
+        "layers": {f"layer_{i}": layer() for i in range(LAYERS)},
+        "last": normal(WIDTH, SYMBOLS),
+    }
+
+
+def loss(params, batch):
+    """The mean cross-entropy of each next byte."""
+    unit = lambda x: x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    table = params["embedding"]
+    x = table[batch[:, :-1]] + table[None, SYMBOLS:]
+    for layer in params["layers"].values():
+        heads = (unit(x) @ layer["qkv"]).reshape(*x.shape[:2], 3, HEADS, -1)
+        q, k, v = (heads[:, :, i] for i in range(3))
+        mixed = jax.nn.dot_product_attention(unit(q), unit(k), v, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ layer["out"]
+        x = x + jax.nn.relu(unit(x) @ layer["up"]) ** 2 @ layer["down"]
+    logits = unit(x) @ params["last"]
+    each = optax.losses.softmax_cross_entropy_with_integer_labels
+    return each(logits, batch[:, 1:]).mean()
+
+
+evaluate = jax.jit(loss)
+
+
+def optimizer(make, rate, steps):
+    """Of the whole model."""
+    schedule = lambda peak: optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, 20),
+            optax.linear_schedule(peak, peak / 10, max(steps - 20, 1)),
+        ],
+        [20],
+    )
+    rest = optax.adamw(schedule(3e-3), 0.9, 0.95, weight_decay=0.1)
+    return optzoo.param_groups({"layers/.*": make(schedule(rate)), ".*": rest})
+
+
+@functools.cache
+def trainer(name, rate):
+    """The compiled step of a contender, and its initial state by seed."""
+    tx = optimizer(CONTENDERS[name][1], rate, args.steps)
+    step = optzoo.minimize(loss, tx)
+    init = jax.jit(tx.init)
+
+    def start(seed):
+        params = new_params(seed)
+        return params, init(params)
+
+    return step, start
+
+
+def curve(name, rate, seed, text, valid):
+    """The losses on the validation data, every so many steps."""
+    step, start = trainer(name, rate)
+    rng, (params, state) = np.random.default_rng(seed), start(seed)
+    held_out = jnp.asarray(windows(valid, np.random.default_rng(99), 256))
+    found = []
+    for t in range(1, args.steps + 1):
+        params, state, _ = step(params, state, jnp.asarray(windows(text, rng, BATCH)))
+        if t % EVERY == 0:
+            found.append(float(evaluate(params, held_out)))
+    return found
+
+
+def steps_to(target, losses):
+    """The step at which a curve reaches the target, interpolated; None if it does not."""
+    for i, (before, after) in enumerate(itertools.pairwise(losses), 1):
+        if after <= target:
+            return float(EVERY * (i + (before - target) / max(before - after, 1e-9)))
+    return None
+
+
+def rates_of(usual):
+    """By factors of two, the usual one among them."""
+    return [usual * 2.0**k for k in range(-(args.rates // 2), args.rates - args.rates // 2)]
+
+
+def turns(chosen, text):
+    """The median seconds of a step of each contender."""
+    rng, runs = np.random.default_rng(7), {}
+    for name, rate in chosen.items():
+        step, start = trainer(name, rate)
+        carry = start(0)
+
+        def run(k, step=step, carry=carry, kept={}):  # noqa: B006
+            params, state = kept.get("now", carry)
+            for _ in range(20):
+                params, state, value = step(params, state, jnp.asarray(windows(text, rng, BATCH)))
+            jax.block_until_ready(value)
+            kept["now"] = params, state
+
+        runs[name] = run
+    seconds = harness.take_turns(runs, args.rounds)
+    return {name: statistics.median(found) / 20 for name, found in seconds.items()}
+
+
+def main():
+    """Chooses rates, trains, times, prints and saves."""
+    (text, valid), table, begun = texts(), {}, time.time()
+    names = args.only or list(CONTENDERS)
+    chosen, curves = {}, {}
+    for name in names:
+        rates = rates_of(CONTENDERS[name][0])
+        tried = {rate: curve(name, rate, 100, text, valid)[-1] for rate in rates}
+        chosen[name] = min(tried, key=tried.get)
+        print(f"{name}: {tried}", flush=True)
+    for name in names:
+        curves[name] = [curve(name, chosen[name], s, text, valid) for s in range(args.seeds)]
+        last = [losses[-1] for losses in curves[name]]
+        print(f"{name}: {np.mean(last):.4f} after {time.time() - begun:.0f} s", flush=True)
+    last = {name: [losses[-1] for losses in found] for name, found in curves.items()}
+    sigma = float(np.sqrt(np.mean([np.var(found, ddof=1) for found in last.values()])))
+    target, seconds = float(np.mean(last[names[0]])), turns(chosen, text)
+    for name in names:
+        means = np.mean([losses for losses in curves[name]], axis=0)
+        difference = target - np.mean(last[name])
+        needed = steps_to(target, means)
+        table[name] = {
+            "rate": chosen[name],
+            "loss": float(np.mean(last[name])),
+            "deviations": float(difference / sigma / (2 / args.seeds) ** 0.5),
+            "steps": needed,
+            "seconds of a step": seconds[name],
+            "time": needed and needed * seconds[name] / (args.steps * seconds[names[0]]),
+        }
+        print(f"{name}: {table[name]}")
+    print(f"sigma {sigma:.4f}; proven from {PROVEN} deviations on")
+    if args.save:
+        about = {"steps": args.steps, "seeds": args.seeds, "sigma": sigma, "target": target}
+        harness.save("second_order", {"contenders": table, "about": about})
+
+
+if __name__ == "__main__":
+    main()
