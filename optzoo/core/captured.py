@@ -87,10 +87,13 @@ def _rebuilt(x: Any, parts: list[Any]) -> Any:
         case functools.partial():
             f, args, keywords = parts
             return functools.partial(f, *args, **keywords)
-        case tuple() if hasattr(x, "_fields"):
-            return type(x)(*parts)
-        case tuple() | list():
-            return type(x)(parts)
+        case tuple():
+            new = tuple.__new__(type(x), parts)
+            if hasattr(x, "__dict__"):  # what is known of an optimizer
+                vars(new).update(vars(x))
+            return new
+        case list():
+            return parts
         case dict():
             return dict(zip(x, parts, strict=True))
     new = copy.copy(x)

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+import optzoo
 from optzoo.core.captured import captured
+from optzoo.core.optimizer import about_of
 
 ONE, TWO = jnp.float32(1), jnp.float32(2)
 
@@ -86,6 +88,17 @@ def test_two_arrays_in_several_places():
     arrays, with_others = captured(f)
     assert [float(x) for x in arrays] == [1, 2]
     assert with_others([5.0, 7.0])(1) == (5, 7, 5)
+
+
+def test_what_is_known_of_an_optimizer_stays():
+    tx = optzoo.lazy_adam(ONE, TWO / 4)
+    arrays, with_others = captured(lambda: tx)
+    new = with_others([{1.0: 3.0, 0.5: 0.25}[float(x)] for x in arrays])()
+    assert type(new) is type(tx) and about_of(new) == about_of(tx) and about_of(new).row_wise
+    x = jnp.array([1.0, -2.0])
+    want = optzoo.lazy_adam(3.0, 0.25)
+    got, want = (tx.update(x, tx.init(x), x)[0] for tx in (new, want))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_what_holds_none_stays():
