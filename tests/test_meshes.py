@@ -300,7 +300,10 @@ def test_parameters_in_bfloat16_with_their_lower_bits(spec):
 SECOND_ORDER = {
     "soap": optzoo.soap(0.1, one_sided=True),
     "soap in blocks": optzoo.soap(0.1, one_sided=True, block_size=4),
+    "soap, KL": optzoo.soap(0.1, one_sided=True, kl_statistics=True),
     "shampoo in blocks": optzoo.shampoo(0.1, block_size=4),
+    "shampoo, KL": optzoo.shampoo(0.1, root="pseudo_inverse", eps=1e-3, kl_statistics=True),
+    "shampoo, one side": optzoo.shampoo(0.1, one_sided=True),
     "ggt": optzoo.ggt(0.1, window=3, svd_eps=1e-2),
 }
 
