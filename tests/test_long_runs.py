@@ -108,6 +108,7 @@ OF_CYCLES = {
         0.1, preconditioner_interval=2, statistics_interval=3, start_step=1
     ),
     "blocked_shampoo, stagger": lambda: make("blocked_shampoo, stagger"),
+    "soap, stagger": lambda: make("soap, stagger"),
 }  # fmt: skip
 
 

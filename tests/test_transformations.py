@@ -56,6 +56,7 @@ BRANCHES = {
     "row_wise_rmsprop, decay": {"weight_decay": 0.1},
     "blocked_shampoo, newton": {"root": "newton", **SETTINGS["blocked_shampoo"]},
     "blocked_shampoo, stagger": {"stagger": True, **SETTINGS["blocked_shampoo"]},
+    "soap, stagger": {"stagger": True, **SETTINGS["soap"]},
     "ftrl, l1": {"l1_regularization_strength": 0.1},
     "ftrl, power": {"learning_rate_power": -0.3, "initial_accumulator_value": 0.0},
     "lars, nesterov": {"nesterov": True, "eps": 1e-3},

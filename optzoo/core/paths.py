@@ -11,6 +11,7 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from .boxes import BoxKey, is_box
+from .checks import check_params
 from .optimizer import Optimizer, about_of
 from .rows import is_sparse_or_none, map_rows
 
@@ -316,6 +317,7 @@ def _for_marked(marks: Callable[[Any], Any], tx: optax.GradientTransformation) -
         return masked(params).init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        check_params(params)
         return masked(params).update(updates, state, params, **extra_args)
 
     return Optimizer(init, update, about_of(tx))

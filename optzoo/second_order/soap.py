@@ -74,10 +74,11 @@ class SoapOptions:
     eps: Any
     cutting: Cutting
     kl_statistics: bool
+    stagger: bool
     axis_name: str | None
 
     def __post_init__(self) -> None:
-        check_flags(kl_statistics=self.kl_statistics)
+        check_flags(kl_statistics=self.kl_statistics, stagger=self.stagger)
         self.b1, self.b2 = check_decays(b1=self.b1, b2=self.b2)
         if self.shampoo_b2 is None:
             self.shampoo_b2 = self.b2
@@ -113,6 +114,7 @@ def scale_by_soap(
     one_sided: bool = False,
     skip_vectors: bool = True,
     kl_statistics: bool = False,
+    stagger: bool = False,
     axis_name: str | None = None,
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
@@ -129,11 +131,11 @@ def scale_by_soap(
         >>> print(float(jnp.sum(gradient * updates)) > 0)
         True
     """
-    check_interval(preconditioner_interval=preconditioner_interval)
+    check_interval(preconditioner_interval=preconditioner_interval, stagger=stagger)
     cutting = Cutting(
         max_matrix_size, block_size, merge_dims, skip_vectors, one_sided, diagonals=False
     )
-    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, kl_statistics, axis_name)
+    options = SoapOptions(b1, b2, shampoo_b2, eps, cutting, kl_statistics, stagger, axis_name)
     make = functools.partial(_direction, options, preconditioner_interval)
     has_basis = lambda shape: cutting.blocks(shape).preconditioned
     return with_owners(Owners.of(owners, exchange_dtype), make, has_basis)
@@ -153,6 +155,7 @@ def soap(
     one_sided: bool = False,
     skip_vectors: bool = True,
     kl_statistics: bool = False,
+    stagger: bool = False,
     weight_decay: float = 0.0,
     mask: Any = None,
     axis_name: str | None = None,
@@ -248,6 +251,10 @@ def soap(
             section 7 of the paper. It needs half the products for a matrix, and less memory.
         skip_vectors: no basis for vectors and scalars.
         kl_statistics: statistics as in KL-SOAP, see above.
+        stagger: each step after the first refreshes a share of the bases, so that no step takes
+            longer than the others; ``preconditioner_interval`` must be an int above 1. Each basis
+            is refreshed as often as without. Every step turns :math:`m`, by two more products along
+            each dimension with a basis.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         mask: which parameters decay: a pattern of names, a tuple of patterns such as
             ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
@@ -293,8 +300,8 @@ def soap(
     direction = scale_by_soap(
         b1, b2, shampoo_b2, eps, preconditioner_interval, max_matrix_size=max_matrix_size,
         block_size=block_size, merge_dims=merge_dims, one_sided=one_sided,
-        skip_vectors=skip_vectors, kl_statistics=kl_statistics, axis_name=axis_name, owners=owners,
-        exchange_dtype=exchange_dtype,
+        skip_vectors=skip_vectors, kl_statistics=kl_statistics, stagger=stagger,
+        axis_name=axis_name, owners=owners, exchange_dtype=exchange_dtype,
     )  # fmt: skip
     return descend(learning_rate, direction, *decay)
 
@@ -454,19 +461,19 @@ def _renewed(
     works: Sequence[SoapParameter],
     slots: Sequence[Any],
     t: Array,
-    frequency: Any,
+    interval: Any,
 ) -> tuple[list[Any], Array]:
     """The slots, in new bases where it is time; and how many bases could not be used."""
 
     def renew(old):
         plain = [_turned(work, m, basis, 1) for work, (m, basis) in zip(works, old, strict=True)]
         late = _after(plain, t)
-        bases, failed = _bases(options, works, slots, [basis for _, basis in old], late)
+        bases, failed = _bases(options, works, slots, [basis for _, basis in old], late, interval)
         parts = zip(works, plain, bases, strict=True)
         return [(_turned(work, m, basis, 0), basis) for work, m, basis in parts], failed
 
     old = [(s.m, s.basis) for s in slots]
-    due = is_due(t - 1, frequency)
+    due = options.stagger or is_due(t - 1, interval)
     new, failed = renew(old) if due is True else jax.lax.cond(due, renew, keep_old, old)
     pairs = zip(slots, new, strict=True)
     return [s._replace(m=m, basis=basis) for s, (m, basis) in pairs], failed
@@ -478,24 +485,42 @@ def _bases(
     slots: Sequence[Any],
     old: Sequence[tuple[Any, ...]],
     t: Array,
+    interval: Any,
 ) -> tuple[list[tuple[Any, ...]], Array]:
-    """For each parameter its new bases, and how many could not be used."""
+    """For each parameter its new bases, and how many could not be used.
+
+    By eigenvectors in the first step, then by QR.
+    """
     keys = [(j, i) for j, work in enumerate(works) for i in work.full]
-    new, failed = refresh(
-        [(slots[j].statistics[i], old[j][i]) for j, i in keys],
-        [old[j][i] for j, i in keys],
-        len(keys) * [0],  # one batch for each size
-        lambda pair, rank: _basis(pair[0], pair[1], t == 1),
-        step=t,
-        interval=1,
-        axis_name=options.axis_name,
-    )
-    found = dict(zip(keys, new, strict=True))
+
+    def renewed(find, bases, *, interval=1, stagger=False):
+        return refresh(
+            [(slots[j].statistics[i], basis) for (j, i), basis in zip(keys, bases, strict=True)],
+            bases,
+            len(keys) * [0],  # one batch for each size
+            lambda pair, rank: find(*pair),
+            step=t,
+            interval=interval,
+            stagger=stagger,
+            axis_name=options.axis_name,
+        )
+
+    bases = [old[j][i] for j, i in keys]
+    if options.stagger:
+        # In two conditionals, for the reason that _basis gives.
+        first = functools.partial(renewed, by_eigh)
+        later = functools.partial(renewed, by_qr, interval=interval, stagger=True)
+        bases, failed = jax.lax.cond(t == 1, first, keep_old, bases)
+        bases, more = jax.lax.cond(t == 1, keep_old, later, bases)
+        failed += more
+    else:
+        bases, failed = renewed(functools.partial(_basis, t == 1), bases)
+    found = dict(zip(keys, bases, strict=True))
     pick = lambda j, bases: tuple(found.get((j, i), basis) for i, basis in enumerate(bases))
     return [pick(j, bases) for j, bases in enumerate(old)], failed
 
 
-def _basis(a: Array, old: Array, is_first: Array) -> tuple[Array, Array]:
+def _basis(is_first: Array, a: Array, old: Array) -> tuple[Array, Array]:
     """By eigenvectors at first, then by QR; and which can be used."""
     # Two conditionals: where vmap computes both branches, one LAPACK routine comes after the other.
     # At the same time they may deadlock on the CPU.

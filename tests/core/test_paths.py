@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+import optzoo
 from optzoo import SparseRows
 from optzoo.core.boxes import without_boxes
 from optzoo.core.paths import (
@@ -164,6 +165,30 @@ def test_a_function_sees_rows_as_their_array():
 def test_a_tree_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="encoder"):
         resolve_mask({"encoder": True}, X)
+
+
+OF_MARKED = {
+    "adam_weight_decay": lambda: optzoo.adam_weight_decay(0.1, skip="table", weight_decay=0.1),
+    "lamb": lambda: optzoo.lamb(0.1, skip="table", weight_decay=0.1),
+    "lars": lambda: optzoo.lars(0.1, skip="table"),
+    "muon": lambda: optzoo.muon(0.1, mask="table", weight_decay=0.1),
+    "soap": lambda: optzoo.soap(0.1, mask="table", weight_decay=0.1),
+    "blocked_shampoo": lambda: optzoo.blocked_shampoo(0.1, mask="table", weight_decay=0.1),
+    "cautious": lambda: optzoo.cautious_weight_decay(
+        optax.sgd(0.1), weight_decay_per_step=0.1, mask="table"
+    ),
+    "ema_nesterov": lambda: optzoo.ema_nesterov(optax.sgd(0.1), 2.0, mask="table"),
+}
+
+
+@pytest.mark.parametrize("name", OF_MARKED)
+def test_missing_parameters_are_what_is_said_to_be_missing(name):
+    """A mask is of the parameters: it cannot be said to match none of them."""
+    tx, x = OF_MARKED[name](), {"table": jnp.ones((3, 2))}
+    with pytest.raises(ValueError, match="not passing `params`"):
+        tx.update(x, tx.init(x))
+    with pytest.raises(ValueError, match="no parameter matches"):
+        tx.init({"other": jnp.ones((3, 2))})
 
 
 def test_no_default_marks_anything():

@@ -333,6 +333,29 @@ def test_messages_do_not_grow_with_layers():
     assert sent[0]["all-to-all"] == 4 and "all-gather" not in sent[0]
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_staggered_refreshes_are_those_of_each_owner(kind, x64):
+    """With one matrix on a device these are as without owners and other matrices."""
+    params = {f"w{i}": jnp.asarray(x) for i, x in enumerate(np.ones((8, 8, 8)))}
+    rng, make = (
+        np.random.default_rng(0),
+        lambda **more: optzoo.soap(0.1, preconditioner_interval=2, stagger=True, **more),
+    )
+    grads = [{k: rng.normal(size=(8, 8)) for k in params} for _ in range(6)]
+    with x64(True):
+        mesh = mesh_of(kind)
+        put = lambda tree: on(mesh, dict.fromkeys(tree, P("d")))(tree)
+        tx, alone = make(owners=("d", "m")), make()
+        update, one = jax.jit(tx.update), jax.jit(alone.update)
+        state = tx.init(put(params))
+        states = {k: alone.init({k: x}) for k, x in params.items()}
+        for g in grads:
+            updates, state = update(put(g), state)
+            for k in params:
+                want, states[k] = one({k: g[k]}, states[k])
+                np.testing.assert_allclose(updates[k], want[k], rtol=1e-10, atol=1e-12)
+
+
 def test_exchanged_in_16_bits():
     """Gradients and updates are rounded once each, and nothing else is."""
     place = on(mesh_of("Auto", (8,), "d"), ROWS)

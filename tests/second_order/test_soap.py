@@ -269,6 +269,53 @@ def test_kl_statistics_by_their_formula(x64):
     assert np.all(states[-1].slots.eigenvalues["small"][0] == 1 / 4000**2)
 
 
+def test_a_staggered_refresh_by_its_formula(x64):
+    """Each step from the state before it, given which bases are new; and which these are."""
+    rng, interval, shapes = np.random.default_rng(0), 3, {"a": (4, 3), "b": (3, 3), "c": (3,)}
+    grads = [{k: rng.normal(size=shape) for k, shape in shapes.items()} for _ in range(11)]
+    tx = optzoo.transforms.scale_by_soap(preconditioner_interval=interval, stagger=True)
+    with x64(True):
+        state, update = tx.init(jax.tree.map(jnp.asarray, grads[0])), jax.jit(tx.update)
+        found = [(None, state)]
+        for g in grads:
+            found.append(update(g, found[-1][1]))
+    found, times = jax.device_get(found), {}
+    turn = lambda x, bases: np.einsum("ij,ik,jl->kl", x, *bases)
+    back = lambda x, bases: turn(x, [q.T for q in bases])
+    for t, g in enumerate(grads, 1):
+        (_, old), (updates, new) = found[t - 1 : t + 1]
+        for name in ("a", "b"):
+            x = g[name]
+            m, v, statistics, basis = (slot[name] for slot in old.slots)
+            h = turn(x, basis) if t > 1 else 0 * x
+            m, v = 0.95 * m + 0.05 * h, 0.95 * v + 0.05 * h**2
+            k = max(t - 1, 1)
+            d = (1 - 0.95**k) ** 0.5 / (1 - 0.95**k) * m / (np.sqrt(v) + 1e-8)
+            close(updates[name], back(d, basis), rtol=1e-10, atol=1e-12)
+            close(new.slots.v[name], v, rtol=1e-10, atol=1e-12)
+            plain = back(m, basis)
+            close(new.slots.m[name], turn(plain, new.slots.basis[name]), rtol=1e-9, atol=1e-12)
+            for i, (q, before) in enumerate(zip(new.slots.basis[name], basis, strict=True)):
+                a = 0.95 * statistics[i] + 0.05 * (x @ x.T if i == 0 else x.T @ x)
+                close(new.slots.statistics[name][i], a, rtol=1e-10, atol=1e-12)
+                if np.array_equal(q, before):
+                    continue
+                times.setdefault((name, i), []).append(t)
+                if t == 1:
+                    close(q.T @ a @ q, np.diag(np.diag(q.T @ a @ q)), atol=1e-12)
+                else:
+                    order = np.argsort(-np.sum(before * (a @ before), axis=0))
+                    by_qr = np.linalg.qr((a @ before)[:, order])[0]
+                    close(np.abs(by_qr.T @ q[:, order]), np.eye(len(q)), atol=1e-8)
+    # All first; then each third step, and of the three of one size one in each step.
+    assert times == {
+        ("a", 0): [1, 4, 7, 10],
+        ("a", 1): [1, 2, 5, 8, 11],
+        ("b", 0): [1, 3, 6, 9],
+        ("b", 1): [1, 4, 7, 10],
+    }
+
+
 def test_derivatives_are_difference_quotients(x64):
     with x64(True):
         rng = np.random.default_rng(3)
@@ -297,9 +344,10 @@ def test_second_derivatives_are_refused():
 # Programs
 
 
-def test_a_step_is_in_place():
+@pytest.mark.parametrize("stagger", [False, True])
+def test_a_step_is_in_place(stagger):
     """With and without a refresh: no array of the state moves."""
-    tx = optzoo.soap(block_size=8, preconditioner_interval=2)
+    tx = optzoo.soap(block_size=8, preconditioner_interval=2, stagger=stagger)
     x = {"w": jnp.ones((16, 16)), "u": jnp.ones((8, 8)), "b": jnp.ones(16)}
     grads, state = jax.tree.map(jnp.cos, x), tx.init(x)
     train = jax.jit(step_of(tx), donate_argnums=(0, 1))
@@ -329,14 +377,16 @@ OF_REPLICAS = gradients(5, {"a": (4, 2), "b": (3,), "c": (2, 2)})
 
 
 @functools.cache
-def alone():
-    return jax.jit(several)(OF_REPLICAS)
+def alone(stagger):
+    return jax.jit(functools.partial(several, stagger=stagger))(OF_REPLICAS)
 
 
-@pytest.mark.parametrize("check", [None, False, True])
-def test_replicas_share_the_work(check):
+@pytest.mark.parametrize(
+    ("check", "stagger"), [(None, False), (False, False), (True, False), (None, True), (True, True)]
+)
+def test_replicas_share_the_work(check, stagger):
     """Of which three do not divide any batch; by vmap, and by shard_map with and without check."""
-    shared = functools.partial(several, axis_name="r")
+    shared = functools.partial(several, axis_name="r", stagger=stagger)
     if check is None:
         got = jax.jit(jax.vmap(shared, axis_name="r", axis_size=3, in_axes=None))(OF_REPLICAS)
         got = jax.tree.map(lambda a: a[2], got)
@@ -344,10 +394,18 @@ def test_replicas_share_the_work(check):
         mesh, spec = Mesh(np.array(jax.devices()[:3]), ("r",)), PartitionSpec()
         mapped = jax.shard_map(shared, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)
         got = jax.jit(mapped)(OF_REPLICAS)
-    close(got, alone())
+    close(got, alone(stagger))
 
 
 # Arguments
+
+
+@pytest.mark.parametrize("interval", [1, 2.0, lambda k: 2])
+def test_staggered_refreshes_need_an_int(interval):
+    with pytest.raises(
+        ValueError, match="preconditioner_interval must be an int above 1 to stagger"
+    ):
+        optzoo.soap(preconditioner_interval=interval, stagger=True)
 
 
 @pytest.mark.parametrize("i", range(2))

@@ -53,6 +53,11 @@ def test_a_state_of_an_older_version_goes_on(name):
         got = unboxed(got)
     else:
         got = nested(named(got))
+    if "groups" in name:
+        # GGT multiplies rounding errors of eigenvalues, which differ between processors, by up to
+        # 1 / sqrt(svd_eps): on one processor its steps were 2.5e-6 from those of another.
+        bias = lambda tree: jax.tree.leaves(tree.pop("bias"))
+        chex.assert_trees_all_close(bias(got), bias(want := dict(want)), rtol=1e-5)
     chex.assert_trees_all_close(got, want, rtol=1e-6)
 
 
