@@ -8,6 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _LAYOUT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")

@@ -19,12 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ..core.compat import kept_arguments
 from ..core.terminal import columns
 from .devices import devices_of
-from .hlo import Instruction, Program
+from .hlo import COLLECTIVES, Instruction, Program
+from .requirements import Required, RequirementError
 
-_COLLECTIVES = (
-    "all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
 # What takes time, in a schedule.
 _COMPUTING = ("fusion", "while", "call", "conditional", "convolution", "dot", "custom-call")
 _SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
@@ -85,6 +82,33 @@ class Overlap:
 
 
 @dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where an array among the arguments is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> report = optzoo.compile_report(lambda x: x + 1, jnp.ones(8), device="cpu")
+        >>> print(report.placements)
+        (Placement(argument=0, name='x', nbytes=32, on_device=32, donated=False, returned=True),)
+
+    Attributes:
+        argument: its argument, by the position or the keyword.
+        name: what JAX calls it, such as ``params['w']``.
+        nbytes: the size of the whole array.
+        on_device: that of the part on one device.
+        donated: whether a result may take its memory.
+        returned: whether the result in its place has its sharding; None if there is no such result.
+    """
+
+    argument: int | str
+    name: str
+    nbytes: int
+    on_device: int
+    donated: bool
+    returned: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
 class CompileReport:
     """The result of :func:`optzoo.compile_report`. All sizes are bytes of one device.
 
@@ -104,6 +128,7 @@ class CompileReport:
         reused: that of the arguments whose memory results take.
         temporaries: what the program needs beside arguments and results.
         not_reused: the donated arguments whose memory no result takes, with their sizes.
+        placements: where each array among the arguments is that the program reads.
         large: the operations that copy or compute as much as a table or a slot, elsewhere than in
             the memory of a donated argument that they read.
         at_least: from how many bytes on a result is large.
@@ -125,6 +150,7 @@ class CompileReport:
     reused: int
     temporaries: int
     not_reused: dict[str, int]
+    placements: tuple[Placement, ...]
     large: tuple[LargeOperation, ...]
     at_least: int
     collectives: tuple[Collectives, ...]
@@ -138,6 +164,68 @@ class CompileReport:
 
     def __str__(self) -> str:
         return "\n".join(_shown(self))
+
+    @property
+    def peak(self) -> int:
+        """The bytes of arguments, temporaries, and results with memory of their own."""
+        return self.arguments + self.results - self.reused + self.temporaries
+
+    def require(
+        self,
+        *,
+        donated: bool = False,
+        same_shardings: bool = False,
+        divided: Mapping[int | str, int] | None = None,
+        collectives: Mapping[str, float] | None = None,
+        large: float | None = None,
+        temporaries: float | None = None,
+        peak: float | None = None,
+    ) -> CompileReport:
+        """Raises an error if the program is not as required; returns the report.
+
+        It is for tests: a new version of JAX, or a change of the step, may divide arrays in another
+        way or copy them, without a word and with the same values.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, optzoo
+            >>> step = jax.jit(lambda x: x + 1, donate_argnums=0)
+            >>> report = optzoo.compile_report(step, jnp.ones(8), device="cpu")
+            >>> report.require(donated=True, collectives={}, peak=32).peak
+            32
+            >>> report.require(peak=31)
+            Traceback (most recent call last):
+            ...
+            optzoo.compiled.requirements.RequirementError: the program for 'cpu' is not as required:
+              peak: 32 bytes, at most 31 are allowed
+
+        Args:
+            donated: a result takes the memory of each donated argument.
+            same_shardings: each donated argument has a result in its place, with the same sharding.
+                The results in the place of arguments are the first ones, in their order: of a step
+                that takes ``(params, state, batch)`` and returns ``(params, state, loss)`` the
+                parameters and the state, and of one that returns a single tree that tree.
+            divided: by the position of an argument, or its keyword, over how many devices its
+                arrays are divided: ``{1: 8}`` if a device has an eighth of a state. It may have
+                five percent more, for small arrays that are whole.
+            collectives: by kind the most bytes of their results on one device
+                (``{"all-reduce": 0}``); a kind that is not in it must not be in the program. Those
+                in a loop count once.
+            large: the most operations in ``report.large``, which make an array as large as a table
+                or a slot. With dense gradients the gradients are among them.
+            temporaries: the most bytes of temporaries.
+            peak: the most bytes of :attr:`peak`.
+
+        Raises:
+            RequirementError: an ``AssertionError`` with a line for each requirement that is not
+                met.
+            ValueError: if nothing is required, or an argument or a kind of collective operations is
+                not known.
+        """
+        required = Required(donated, same_shardings, divided, collectives, large, temporaries, peak)
+        if found := [*required.unmet(self)]:
+            lines = "".join(f"\n  {line}" for line in found)
+            raise RequirementError(f"the program for {self.device!r} is not as required:{lines}")
+        return self
 
 
 def compile_report(
@@ -232,6 +320,7 @@ def report_of(lowered: Any, device: str, at_least: int | None = None) -> Compile
         reused=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         not_reused={name: size for name, (size, is_reused) in donated.items() if not is_reused},
+        placements=tuple(_placements(lowered, compiled, program)),
         large=tuple(_large(program, at_least)),
         at_least=at_least,
         collectives=tuple(_collectives(program)),
@@ -284,17 +373,52 @@ def _in_layout(x: Any, sharding: Any) -> Any:
 
 def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
     """By the name of a donated argument its size on a device, and whether a result takes it."""
-    kept, taken, found = kept_arguments(lowered), set(program.aliases.values()), {}
+    taken, found = set(program.aliases.values()), {}
+    for i, name, info in _arguments(lowered, program):
+        if info.donated:
+            nbytes = _nbytes(info) if i is None else sum(program.parameters[i].sizes)
+            found[name] = nbytes, i in taken
+    return found
+
+
+def _arguments(lowered: Any, program: Program) -> Iterator[tuple[int | None, str, Any]]:
+    """Each array: its number in the program, None if that does not read it, its name and aval."""
+    kept = kept_arguments(lowered)
     for i, (path, info) in enumerate(jax.tree_util.tree_leaves_with_path(lowered.args_info)):
-        if not info.donated:
-            continue
-        if i not in kept:
-            found[_name(path)] = _nbytes(info), False
-            continue
-        number = kept.index(i)
-        parameter = program.parameters[number]
-        name = program.name_in_jax(parameter) or _name(path)
-        found[name] = sum(parameter.sizes), number in taken
+        number = kept.index(i) if i in kept else None
+        name = "" if number is None else program.name_in_jax(program.parameters[number])
+        yield number, name or _name(path), info
+
+
+def _placements(lowered: Any, compiled: Any, program: Program) -> Iterator[Placement]:
+    """Of the arguments that the program reads."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(lowered.args_info)
+    shardings = treedef.flatten_up_to(compiled.input_shardings)
+    results = _results_in_place(lowered, compiled.output_shardings)
+    arguments = _arguments(lowered, program)
+    for (path, _), sharding, (i, name, info) in zip(paths, shardings, arguments, strict=True):
+        if i is not None:
+            here = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+            given = results.get(path)
+            returned = given and given.is_equivalent_to(sharding, len(info.shape))
+            of = path[1].key if path[0].idx else path[1].idx
+            yield Placement(of, name, _nbytes(info), here, info.donated, returned)
+
+
+def _results_in_place(lowered: Any, shardings: Any) -> dict[Any, Any]:
+    """By the path of an argument the sharding of the result in its place."""
+    args, out = lowered.args_info[0], lowered.out_info
+    is_tuple = type(out) is tuple
+    results = zip(out, shardings, strict=True) if is_tuple else [(out, shardings)]
+    found, avals = {}, lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    for i, (arg, (result, sharding)) in enumerate(zip(args, results, strict=False)):
+        same = jax.tree.structure(arg) == jax.tree.structure(result)
+        if same and avals(arg) == avals(result):
+            paths = jax.tree_util.tree_leaves_with_path(arg)
+            place = (jax.tree_util.SequenceKey(0), jax.tree_util.SequenceKey(i))
+            parts = jax.tree.structure(arg).flatten_up_to(sharding)
+            pairs = zip(paths, parts, strict=True)
+            found |= {(*place, *path): part for (path, _), part in pairs}
     return found
 
 
@@ -345,7 +469,7 @@ def _overlaps(program: Program) -> Iterator[Overlap]:
 def _kind(operation: Instruction) -> str | None:
     """Of a collective; what ends one that runs beside other operations is none."""
     kind = operation.opcode.removesuffix("-start")
-    return kind if kind in _COLLECTIVES else None
+    return kind if kind in COLLECTIVES else None
 
 
 def _costs(compiled: Any) -> dict[str, float]:
@@ -389,6 +513,9 @@ def _shown(report: CompileReport) -> Iterator[str]:
     yield from columns([(name, mega(getattr(report, name))) for name in sizes])
     yield f"donated and not reused: {len(report.not_reused) or 'none'}"
     yield from columns([(f"  {name}", mega(size)) for name, size in report.not_reused.items()])
+    if moved := [p.name for p in report.placements if p.returned is False]:
+        yield f"returned in another sharding: {len(moved)}"
+        yield from (f"  {name}" for name in moved)
     yield f"new arrays of {mega(report.at_least)} or more: {len(report.large) or 'none'}"
     for found in report.large:
         loop = ", in a loop" if found.in_loop else ""

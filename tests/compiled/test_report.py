@@ -174,3 +174,115 @@ def test_arguments_on_other_devices(monkeypatch):
 def test_steps_that_are_none():
     with pytest.raises(TypeError, match="step must be a function, got 3"):
         report(3)
+
+
+# Requirements
+
+
+@functools.cache
+def of_eight_devices():
+    """Of a parameter that comes back divided, and a state that does not come back as it was."""
+    mesh = Mesh(np.array(optzoo.compiled.devices_of("cpu")[:8]), ("x",))
+    by = lambda *names: NamedSharding(mesh, PartitionSpec(*names))
+    on = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec)
+
+    def step(params, state, batch, *, scale, unused):
+        w = jax.lax.with_sharding_constraint(params["w"] + batch.sum(), by("x"))
+        large = (state["m"] * scale, state["v"][:4])
+        return {"w": w, "b": -params["b"]}, large, batch.mean()
+
+    params = {"w": on(by(), 64, 8), "b": on(by(), 8)}
+    state = {"m": on(by("x"), 64, 8), "v": on(by(), 64)}
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return report(jitted, params, state, on(by("x"), 16, 2), scale=on(by()), unused=on(by(), 3))
+
+
+def test_where_arguments_are():
+    found = {p.name: dataclasses.astuple(p) for p in of_eight_devices().placements}
+    assert found == {
+        "params['b']": (0, "params['b']", 32, 32, True, True),
+        "params['w']": (0, "params['w']", 2048, 2048, True, False),
+        "state['m']": (1, "state['m']", 2048, 256, True, None),
+        "state['v']": (1, "state['v']", 256, 256, True, None),
+        "batch": (2, "batch", 128, 16, False, None),
+        "scale": ("scale", "scale", 4, 4, False, None),
+    }
+    assert "returned in another sharding: 1\n  params['w']\n" in str(of_eight_devices())
+
+
+def test_results_of_a_step_of_one_tree():
+    step = jax.jit(lambda state, batch: jax.tree.map(lambda x: x + batch.sum(), state))
+    found = report(step, {"a": of(8), "b": of(2, 8)}, of(8))
+    assert [p.returned for p in found.placements] == [True, True, None]
+
+
+MET = {
+    "collectives": {"all-reduce": 64, "all-gather": 0},
+    "divided": {2: 8},
+    "large": 10,
+    "temporaries": 4000,
+    "peak": 20_000,
+}
+UNMET = {
+    "donated": (
+        {"donated": True},
+        "donated: no result takes the memory of params['w'], 2,048 bytes",
+    ),
+    "same_shardings": (
+        {"same_shardings": True},
+        "same_shardings: the result in the place of params['w'] has another sharding",
+        "same_shardings: no result is in the place of state['m']",
+    ),
+    "divided": (
+        {"divided": {1: 8, 2: 8, 0: 1, "scale": 1}},
+        "divided: a device has 512 of the 2,304 bytes of argument 1, more than one part in 8; "
+        "of state['v'] 256 of 256",
+    ),
+    "collectives": ({"collectives": {}}, "collectives: all-reduce of ", ", none is allowed"),
+    "few bytes": (
+        {"collectives": {"all-reduce": 3}},
+        "collectives: all-reduce of ",
+        "bytes, at most 3 are allowed",
+    ),
+    "large": ({"large": 0}, "large: ", " operations, at most 0 are allowed"),
+    "temporaries": ({"temporaries": 0}, "temporaries: ", " bytes, at most 0 are allowed"),
+    "peak": ({"peak": 1e3}, "peak: ", "at most 1,000.0 are allowed"),
+}
+
+
+def test_requirements_that_are_met():
+    found = of_eight_devices()
+    assert found.require(**MET) is found
+    assert found.peak == found.arguments + found.results + found.temporaries - found.reused
+    assert found.require(peak=found.peak) is found
+    with pytest.raises(optzoo.compiled.RequirementError):
+        found.require(peak=found.peak - 1)
+
+
+@pytest.mark.parametrize("name", UNMET)
+def test_requirements_that_are_not_met(name):
+    given, *words = UNMET[name]
+    with pytest.raises(AssertionError, match="the program for 'cpu' is not as required:") as caught:
+        of_eight_devices().require(**MET | given)
+    assert all(part in str(caught.value) for part in words), str(caught.value)
+    [_, *lines] = str(caught.value).splitlines()
+    assert all(line.strip().startswith(words[0].partition(":")[0]) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({}, ValueError, "at least one requirement"),
+        ({"donated": "yes"}, TypeError, "donated must be"),
+        ({"collectives": {"allreduce": 0}}, ValueError, "got 'allreduce'"),
+        ({"collectives": {"all-reduce": -1}}, ValueError, "all-reduce.* got -1"),
+        ({"divided": {1: 0}}, ValueError, r"divided\[1\] must be"),
+        ({"divided": {7: 2}}, ValueError, "divided must name arguments.* got 7"),
+        ({"divided": {"unused": 2}}, ValueError, "divided must name arguments.* got 'unused'"),
+        ({"peak": "1 GB"}, TypeError, "peak must be"),
+        ({"large": -1}, ValueError, "large must be"),
+    ],
+)
+def test_requirements_that_are_refused(given, error, words):
+    with pytest.raises(error, match=words):
+        of_eight_devices().require(**given)

@@ -16,8 +16,8 @@ from ..test_options import ELSEWHERE, NAMES
 # They are observed alike: those of FBGEMM by their own file.
 FACTORIES = {*NAMES, "fbgemm_optimizer"}
 # Classes of which users make no objects: results and protocols.
-NEVER_MADE = {"Description", "compiled.CompileReport", "rules.RowsPolicy", "rules.RowsRule"}
-NEVER_MADE |= {"rules.Rule", "state.Slot"}
+NEVER_MADE = {"Description", "compiled.CompileReport", "compiled.Placement", "rules.Rule"}
+NEVER_MADE |= {"compiled.RequirementError", "rules.RowsPolicy", "rules.RowsRule", "state.Slot"}
 
 
 def options_of(call):
