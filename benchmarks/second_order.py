@@ -1,15 +1,11 @@
 """A small transformer trained by AdamW, Muon, SOAP and Shampoo: loss, steps and time.
 
-    .venv/bin/python benchmarks/second_order.py [--steps 300] [--seeds 8] [--rates 4] [--save]
+    .venv/bin/python benchmarks/second_order.py [--steps 300] [--seeds 8] [--save]
 
 The text is the source code of Python's standard library, byte by byte; every twentieth file is for
 validation. The model has six layers of width 128, 1.2M parameters, and reads 16 windows of 64 bytes
 in a step. The contenders train the matrices of the layers; embedding and last layer are AdamW's, at
-one rate for all. Rates rise for 20 steps, and fall to a tenth. Each contender has as many rates to
-choose from, by factors of two around its usual one, on a seed that is not counted; then all train
-on the same seeds.
-
-A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
+one A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
 p < 0.001, where the standard deviation is that of the seeds, the same for all contenders. The
 target is the mean last loss of AdamW; steps to it are interpolated. Times are of the contenders in
 turns, of twenty steps each.
@@ -26,7 +22,7 @@ import time
 import harness
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-for option, default in {"steps": 300, "seeds": 8, "rates": 4, "rounds": 5, "cores": 2}.items():
+for option, default in {"steps": 300, "seeds": 8, "rounds": 5, "cores": 2}.items():
     parser.add_argument(f"--{option}", type=int, default=default)
 parser.add_argument("--only", nargs="*")
 parser.add_argument("--save", action="store_true")
@@ -156,9 +152,13 @@ def steps_to(target, losses):
     return None
 
 
-def rates_of(usual):
-    """By factors of two, the usual one among them."""
-    return [usual * 2.0**k for k in range(-(args.rates // 2), args.rates - args.rates // 2)]
+def tuned(usual, last_loss):
+    """The losses by the rate, from the usual one up and down until they rise."""
+    tried = {rate: last_loss(rate) for rate in (usual / 2, usual, usual * 2)}
+    while (best := min(tried, key=tried.get)) in (low := min(tried), high := max(tried)):
+        rate = best / 2 if best == low else high * 2
+        tried[rate] = last_loss(rate)
+    return tried
 
 
 def turns(chosen, text):
@@ -186,8 +186,8 @@ def main():
     names = args.only or list(CONTENDERS)
     chosen, curves = {}, {}
     for name in names:
-        rates = rates_of(CONTENDERS[name][0])
-        tried = {rate: curve(name, rate, 100, text, valid)[-1] for rate in rates}
+        last_loss = lambda rate, name=name: curve(name, rate, 100, text, valid)[-1]
+        tried = tuned(CONTENDERS[name][0], last_loss)
         chosen[name] = min(tried, key=tried.get)
         print(f"{name}: {tried}", flush=True)
     for name in names:
