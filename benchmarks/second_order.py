@@ -5,7 +5,11 @@
 The text is the source code of Python's standard library, byte by byte; every twentieth file is for
 validation. The model has six layers of width 128, 1.2M parameters, and reads 16 windows of 64 bytes
 in a step. The contenders train the matrices of the layers; embedding and last layer are AdamW's, at
-one A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
+one rate for all. Rates rise for 20 steps, and fall to a tenth. The rate of each contender is the
+best of its usual one and of those by factors of two around it, until no further factor is better,
+on a seed that is not counted; then all train on the same seeds.
+
+A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
 p < 0.001, where the standard deviation is that of the seeds, the same for all contenders. The
 target is the mean last loss of AdamW; steps to it are interpolated. Times are of the contenders in
 turns, of twenty steps each.
