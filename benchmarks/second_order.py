@@ -40,7 +40,7 @@ import optax  # noqa: E402
 
 import optzoo  # noqa: E402
 
-LAYERS, WIDTH, HEADS, LENGTH, BATCH, SYMBOLS, EVERY = 6, 128, 4, 64, 16, 128, 10
+LAYERS, WIDTH, HEADS, LENGTH, BATCH, SYMBOLS, EVERY = 6, 128, 4, 64, 16, 128, 20
 PROVEN = 3.09  # standard deviations, of p < 0.001 on one side
 # The usual rate of each for the matrices, and the optimizer.
 CONTENDERS = {
@@ -139,7 +139,7 @@ def curve(name, rate, seed, text, valid):
     """The losses on the validation data, every so many steps."""
     step, start = trainer(name, rate)
     rng, (params, state) = np.random.default_rng(seed), start(seed)
-    held_out = jnp.asarray(windows(valid, np.random.default_rng(99), 256))
+    held_out = jnp.asarray(windows(valid, np.random.default_rng(99), 128))
     found = []
     for t in range(1, args.steps + 1):
         params, state, _ = step(params, state, jnp.asarray(windows(text, rng, BATCH)))
