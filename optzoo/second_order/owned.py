@@ -24,7 +24,6 @@ from ..core.meshes import (
     automatically,
     constrained,
     devices_along,
-    explicit_axes,
     place_of,
     spec_of,
 )
