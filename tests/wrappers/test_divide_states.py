@@ -137,7 +137,7 @@ def test_what_is_divided_already(kind):
     """By the same axis it stays; by another one the slots are divided by both."""
     mesh = mesh_of(kind, (4, 2), ("data", "model"))
     specs = {
-        "w": P(None, "model"), "conv": P(None, None, None, "data"), "wide": P("data"),
+        "w": P("model"), "conv": P(None, None, None, "data"), "wide": P("data"),
         "odd": P(), "b": P("model"),
     }  # fmt: skip
     tx = divide(optzoo.adam(0.1), specs=specs if kind == "Auto" else None)
@@ -146,7 +146,7 @@ def test_what_is_divided_already(kind):
     chex.assert_trees_all_close(jax.device_get(params), jax.device_get(want), rtol=1e-5, atol=1e-6)
     same_places(params, {k: NamedSharding(mesh, specs[k]) for k in sorted(params)})
     slots = optzoo.get_slot(state, "v")
-    wanted = specs | {"w": P("data", "model")}
+    wanted = specs | {"w": P("model", "data")}
     same_places(slots, {k: NamedSharding(mesh, wanted[k]) for k in sorted(slots)})
 
 
@@ -186,6 +186,30 @@ def test_a_run_goes_on_elsewhere():
     saved = jax.device_get(carry)
     got, _ = run(inner, None, range(5, 7), carry=jax.tree.map(jnp.asarray, saved))
     chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_that_was_whole_is_divided_by_a_step():
+    mesh, inner = mesh_of("Auto"), optzoo.adam(0.1)
+    params = put(arrays(0), mesh)
+    tx, state = divide(inner), inner.init(params)
+    _, state = run(tx, mesh, [1], carry=(params, state))
+    same_places(state, optzoo.state_sharding(tx, params))
+
+
+def test_what_the_inner_one_sees():
+    """Gradients and parameters as the slots are divided."""
+    seen = {}
+
+    def update(updates, state, params=None):
+        seen.update(gradients=updates, params=params)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    params = put(arrays(0), mesh_of("Explicit"))
+    divide(inner).update(params, optax.EmptyState(), params)
+    for tree in seen.values():
+        same_places(tree, {k: NamedSharding(mesh_of("Explicit"), SHARES[k]) for k in sorted(tree)})
+    assert seen.keys() == {"gradients", "params"}
 
 
 def test_only_some_parameters():
