@@ -150,6 +150,13 @@ def test_what_is_divided_already(kind):
     same_places(slots, {k: NamedSharding(mesh, wanted[k]) for k in sorted(slots)})
 
 
+def test_small_parameters():
+    """By default those with fewer than 2**14 elements."""
+    params = put({"a": np.ones((128, 128)), "b": np.ones((128, 127))}, mesh_of("Auto"))
+    m = optzoo.get_slot(optzoo.divide_states(optzoo.adam(0.1), "data").init(params), "m")
+    assert m["a"].sharding.spec == P("data") and m["b"].is_fully_replicated
+
+
 def test_over_two_axes():
     mesh = mesh_of("Auto", (4, 2), ("data", "fsdp"))
     tx = optzoo.divide_states(optzoo.adam(0.1), ("data", "fsdp"), min_size=1000)
