@@ -96,6 +96,7 @@ from .train.sharded_minimize import sharded_minimize as sharded_minimize
 from .transforms.clip_by_global_norm import clip_by_global_norm as clip_by_global_norm
 from .wrappers.accumulate import accumulate as accumulate
 from .wrappers.cautious_weight_decay import cautious_weight_decay as cautious_weight_decay
+from .wrappers.divide_states import divide_states as divide_states
 from .wrappers.ema_nesterov import ema_nesterov as ema_nesterov
 from .wrappers.hyperball import hyperball as hyperball
 from .wrappers.master_weights import master_weights as master_weights

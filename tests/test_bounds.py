@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 # Where each is tested: before it, at it and beyond it.
 TESTED = {
     "compiled/report.py:_SMALL": "compiled/test_report.py::test_the_smallest_table",
+    "compiled/requirements.py:_SHARE": "compiled/test_report.py::test_five_percent_more",
     "core/lines.py:_LANES _WASTE": "sparse/test_lines.py::test_shapes",
     "distributed/engine/collectives.py:BUCKET_BYTES BUCKET_LEAVES": (
         "distributed/test_degenerate.py::test_buckets"
@@ -60,6 +61,7 @@ TESTED = {
     ),
     "state/eight_bits.py:GROUP _NARROW": "state/test_eight_bits.py::test_scales_beside_codes",
     "state/eight_bits.py:_LEAST_WIDTH": "state/test_eight_bits.py::test_the_least_width",
+    "wrappers/divide_states.py:MIN_SIZE": "wrappers/test_divide_states.py::test_small_parameters",
 }
 # No test is at the ends of these. Most decide how fast something is, and not what it gives.
 UNTESTED = {

@@ -200,6 +200,14 @@ def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x
 
 
+def constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    """An array divided over axes of a mesh, which are automatic or explicit."""
+    sharding, names = NamedSharding(mesh, spec), explicit_axes(mesh)
+    if names and {*jax.tree.leaves(tuple(spec))} <= {*names}:
+        return reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 def placed_as(new: Any, like: Any) -> Any:
     """A tree divided over automatic axes of a mesh as another one with arrays of its shapes.
 

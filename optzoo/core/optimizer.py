@@ -24,6 +24,8 @@ class About(NamedTuple):
     reads: frozenset[str] = frozenset({UNKNOWN})
     # What optzoo.caught_up made; then nothing may change its updates. None for all others.
     deferred: Any = None
+    # Of optzoo.divide_states: ``divide(params)`` gives shapes that are divided as their slots.
+    divide: Callable[[Any], Any] | None = None
 
     def with_deferral(self, change: Callable[[bool, Any], Any]) -> "About":
         """The same, with the deferral ``change(dense, deferral)`` if there is one."""

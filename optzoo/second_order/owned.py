@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, reshard
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.boxes import without_boxes
 from ..core.checks import check_update_arguments
@@ -22,8 +22,8 @@ from ..core.gradients import check_gradients
 from ..core.meshes import (
     as_typed,
     automatically,
+    constrained,
     devices_along,
-    explicit_axes,
     place_of,
     spec_of,
 )
@@ -268,7 +268,8 @@ class _Divided:
         tree = jax.tree.map(lambda _: WHOLE, shapes)
         specs = tree._replace(slots=jax.tree.map(lambda _: spec, shapes.slots))
         if any(isinstance(x, jax.core.Tracer) for x in nodes):
-            return jax.tree.map(lambda x, spec: _constrained(x, mesh, spec), make(), specs)
+            place = lambda x, spec: x if spec == WHOLE else constrained(x, mesh, spec)
+            return jax.tree.map(place, make(), specs)
         meshes = (getattr(place_of(x), "mesh", None) for x in nodes)
         mesh = next(filter(None, meshes), None) or jax.sharding.get_mesh()
         place = lambda x, spec: as_typed(NamedSharding(mesh, spec), x.ndim)
@@ -283,12 +284,3 @@ def _dense(gs: Sequence[Any]) -> list[Array]:
         return []
     dtype = jnp.result_type(*some)
     return [(jnp.zeros_like(some[0]) if g is None else g).astype(dtype) for g in arrays]
-
-
-def _constrained(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
-    """An array divided over axes of a mesh, automatic or explicit."""
-    if spec == WHOLE:
-        return x
-    sharding = NamedSharding(mesh, spec)
-    is_explicit = {*jax.tree.leaves(tuple(spec))} <= {*explicit_axes(mesh)}
-    return reshard(x, sharding) if is_explicit else jax.lax.with_sharding_constraint(x, sharding)

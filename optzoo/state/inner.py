@@ -143,6 +143,11 @@ def inner_transformation(**arguments: Any) -> Optimizer:
     """
     check_transformation(**arguments)
     [(name, tx)] = arguments.items()
+    if about_of(tx).divide is not None:
+        raise ValueError(
+            f"{name} is optzoo.divide_states, which must be the outermost transformation, so that "
+            "all of the state is divided: put it around this one"
+        )
     tx = fitting(tx)
     proved = set[Any]()  # so that each structure is traced once more, not each update
 

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import axes_of, lengthened, taken, with_sizes
 from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.meshes import NO_MESH, as_typed
+from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
 from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
@@ -40,7 +41,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
         >>> mesh = jax.make_mesh((1,), ("d",))
         >>> rows = NamedSharding(mesh, PartitionSpec("d"))
         >>> params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)}
@@ -64,6 +65,8 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         UserWarning: if a parameter is sharded along its last axis and its slots in 8 bits cannot
             be, so that each device has all of them, always or within each step.
     """
+    if (divide := about_of(tx).divide) is not None:
+        params = divide(params)
     paths = leaves_with_path(params, is_leaf=is_lines)
     owners = {out_of_box(path): x for path, x in paths}
     everywhere = _everywhere(owners)
@@ -125,7 +128,7 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
         shardings[path_name(path)] = sharding
     (first, one), *_ = shardings.items()
     for name, other in shardings.items():
-        if other.device_set != one.device_set:
+        if _devices(other) != _devices(one):
             raise ValueError(
                 f"parameters '{first}' and '{name}' are on different devices, {one} and {other}: "
                 "put all on one mesh with jax.device_put(params, shardings)"
@@ -182,6 +185,12 @@ def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
                 "as an array"
             )
     return None
+
+
+def _devices(sharding: Any) -> Any:
+    """Those of a sharding; of one that a program sees, its mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    return mesh if isinstance(mesh, AbstractMesh) else sharding.device_set
 
 
 def _sharding(x: Any) -> Any:

@@ -12,6 +12,7 @@ from jax import Array
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, path_name
+from ..core.rows import is_rows
 from ..deferred.optimizer import DeferredOptimizer, final_update
 from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
@@ -157,7 +158,9 @@ class Tables:
     def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
         grads = self.treedef.unflatten(found.of_leaves)
-        params, grads = _in_this_order(self.params, grads)
+        params = self.params
+        if any(map(is_rows, found.of_leaves)):
+            params, grads = _in_this_order(params, grads)
         return *self.model.apply(params, self.state, grads, extra_args), found.value
 
 
@@ -193,10 +196,11 @@ def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
 
 
 def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
-    """The same; on GPUs all gradients are computed before a parameter changes.
+    """The same; on GPUs all gradients are computed before a table changes.
 
     XLA for GPUs would repeat the gather of a lookup inside of the gradient of another parameter,
-    after the update of the table, and copy the table for that. On TPUs this costs cycles.
+    after the update of the table, and copy the table for that. On TPUs this costs cycles. Where
+    no gradient has rows it would let XLA divide the parameters as a divided state is.
     """
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(

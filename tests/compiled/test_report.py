@@ -216,6 +216,19 @@ def test_results_of_a_step_of_one_tree():
     assert [p.returned for p in found.placements] == [True, True, None]
 
 
+def test_five_percent_more():
+    """Of what is divided by eight, 20 in 100 whole: then a device has 8 * 20 + 80 of 100 parts."""
+    found = of_eight_devices()
+    [first, *_] = found.placements
+    whole = lambda n: dataclasses.replace(first, argument=9, nbytes=n, on_device=n)
+    part = dataclasses.replace(first, argument=9, nbytes=8 * 139, on_device=139)
+    of = lambda n: dataclasses.replace(found, placements=(part, whole(n)))
+    # (139 + n) / (1112 + n) is 1.05 / 8 at n = 8.006...
+    assert of(8).require(divided={9: 8})
+    with pytest.raises(AssertionError, match="divided"):
+        of(9).require(divided={9: 8})
+
+
 MET = {
     "collectives": {"all-reduce": 64, "all-gather": 0},
     "divided": {2: 8},

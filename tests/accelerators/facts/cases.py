@@ -263,6 +263,23 @@ def layers(tx: Any, number: int, device: str):
     return jax.jit(step, donate_argnums=(0, 1)), (params, state, params)
 
 
+def data_parallel(tx: Any, device: str):
+    """A train step of eight dense layers, of which each device has all parameters."""
+    mesh = Mesh(np.array(optzoo.compiled.devices_of(device)), ("data",))
+    params = {f"layer_{i}": of(1024, 1024) for i in range(8)}
+    params = placed(params, mesh, PartitionSpec())
+    specs = jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params))
+    state = placed(jax.eval_shape(tx.init, params), mesh, specs)
+    batch = placed(of(16 * mesh.size, 1024), mesh, PartitionSpec("data"))
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return optzoo.minimize(loss, tx), (params, state, batch)
+
+
 # All of them
 
 lazy_adam = lambda: optzoo.lazy_adam(1e-3)
@@ -328,6 +345,12 @@ OF_LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "blocked_shampoo": (lambda: optzoo.blocked_shampoo(1e-3), (2,)),
     "blocked_shampoo, owners": (lambda: optzoo.blocked_shampoo(1e-3, owners="data"), (2, 12)),
 }
+# Where each device has all parameters.
+SLICES = ("v5e:2x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2", "h100:8")
+DATA_PARALLEL: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optzoo.adam(1e-3),
+    "adam, divide_states": lambda: optzoo.divide_states(optzoo.adam(1e-3), "data"),
+}
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
 
@@ -378,6 +401,9 @@ def _all() -> Iterator[Case]:
         for number in numbers:
             make = lambda device, tx=tx, number=number: layers(tx(), number, device)
             yield from _on(LARGE, f"layers/{name}/{number}", make)
+    for name, tx in DATA_PARALLEL.items():
+        make = lambda device, tx=tx: data_parallel(tx(), device)
+        yield from _on(SLICES, f"data_parallel/{name}", make)
     for method in optzoo.catalog.DISTRIBUTED:
         for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):
             make = functools.partial(replicas, method, form=form)

@@ -119,6 +119,24 @@ def of_layers() -> str:
     return table([*head, "H100: temporaries", "sent"], *lines)
 
 
+def of_data_parallel() -> str:
+    """A step of eight dense layers, whose states are whole and divided."""
+    names = [f"data_parallel/{name}" for name in cases.DATA_PARALLEL]
+    keys = lambda device: [f"{name}/{device}" for name in names]
+    lines = [
+        [
+            f"`{device}`",
+            *(mega(key, what) for what in ("arguments", "temporaries") for key in keys(device)),
+            *map(_sent, keys(device)),
+        ]
+        for device in cases.SLICES
+    ]
+    both = [
+        f"{what}{how}" for what in ("arguments", "temporaries", "sent") for how in ("", ", divided")
+    ]
+    return table(["devices", *both], *lines)
+
+
 def _in_words(name: str) -> str:
     """``sharded/lazy_adam/64`` as ``lazy_adam, 64``."""
     return ", ".join(name.split("/")[1:])
@@ -145,4 +163,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "facts, sharded": lambda: of_steps("sharded"),
     "facts, replicas": lambda: of_steps("replicas"),
     "facts, layers": of_layers,
+    "facts, data-parallel": of_data_parallel,
 }

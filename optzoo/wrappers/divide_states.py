@@ -1,0 +1,110 @@
+"""States divided over data-parallel devices (ZeRO)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from ..core.checks import check_size
+from ..core.gradients import check_gradients
+from ..core.optimizer import Optimizer
+from ..core.paths import check_mask
+from ..state.division import Division, is_traced, kept
+from ..state.inner import fitting, inner_transformation
+from ..state.sharding import state_sharding
+
+MIN_SIZE = (
+    2**14
+)  # elements of a parameter whose slots are divided: a collective costs more than less
+
+
+def divide_states(
+    inner: optax.GradientTransformation,
+    axis: str | tuple[str, ...],
+    *,
+    specs: Any = None,
+    mask: Any = None,
+    min_size: int = MIN_SIZE,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides the state of any transformation over data-parallel devices, as in ZeRO.
+
+    Each parameter that is whole along the mesh axis ``axis`` has slots that are divided along it:
+    in the largest dimension that the number of devices divides and no other mesh axis does, the
+    last dimension only if there is no other. ``update`` brings gradients and parameters into this
+    sharding, so that each device computes its share of the update, and the updates back into the
+    sharding of the parameters:
+
+    .. math::
+        (u_d, s_d) = \mathrm{inner}(g_d, s_d, x_d), \qquad u = (u_1, \dots, u_n)
+
+    The values are those of ``inner``, and so are the structure of the state and its checkpoints: a
+    state that was saved divided is restored on any number of devices, and without this wrapper.
+
+    Not divided are the slots of parameters that ``axis`` divides already (FSDP), which have their
+    sharding; of those with fewer than ``min_size`` elements; and of those without such a dimension.
+    :func:`optzoo.state_sharding` says where everything is, and
+    :meth:`optzoo.compiled.CompileReport.require` checks that a compiled step keeps it there.
+
+    It must be the outermost transformation, around chains and other wrappers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> whole = NamedSharding(mesh, PartitionSpec())
+        >>> params = {"w": jax.device_put(jnp.ones((128, 256)), whole)}
+        >>> state = optzoo.divide_states(optzoo.adam(1e-3), "data").init(params)
+        >>> print(optzoo.get_slot(state, "m")["w"].sharding.spec)
+        PartitionSpec(None, 'data')
+
+    Args:
+        inner: the transformation.
+        axis: the mesh axis, or axes, of data-parallel devices. The mesh is that of the parameters,
+            or of ``jax.set_mesh``.
+        specs: how the parameters are divided, a tree of ``PartitionSpec`` like them. On automatic
+            axes their types do not say it; None there means that they are whole. On explicit axes
+            it is None.
+        mask: of which parameters the slots are divided: patterns of names, a tree of bools, or a
+            function (:func:`optzoo.param_groups`); None for all.
+        min_size: of how many elements a parameter must be, at least 0.
+
+    Raises:
+        TypeError: if an argument is of the wrong kind.
+        ValueError: if the mesh has no such axis; if a parameter that is divided over automatic axes
+            has no spec; in ``update``, if a gradient is row-sparse, or within ``shard_map``.
+
+    References:
+        Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+        <https://arxiv.org/abs/1910.02054>`_, 2020 (stages 1 and 2).
+    """
+    inner = inner_transformation(inner=inner)
+    check_mask(mask=mask)
+    axes = (axis,) if isinstance(axis, str) else axis
+    is_axes = isinstance(axes, tuple | list) and all(isinstance(name, str) for name in axes)
+    if not is_axes or not axes:
+        raise TypeError(f"axis must be the name of a mesh axis, or a tuple of names, got {axis!r}")
+    division = Division(tuple(axes), specs, mask, check_size(min_size=min_size))
+    divide = lambda params: division.plan(params).shapes(params)
+
+    def init(params):
+        if not jax.tree.leaves(params):  # a placeholder, for all parameters
+            return inner.init(params)
+        plan = division.plan(params)
+        shares, places = plan.divided(params), state_sharding(inner, plan.shapes(params))
+        if is_traced(params):
+            return kept(inner.init(shares), places)
+        return jax.jit(inner.init, out_shardings=places)(shares)
+
+    def update(updates, state, params=None, **extra_args):
+        check_gradients(updates, params)
+        like = updates if params is None else params
+        plan = division.plan(like)
+        xs = None if params is None else plan.divided(params)
+        news, state = inner.update(plan.divided(updates), state, xs, **extra_args)
+        if is_traced(like):
+            state = kept(state, state_sharding(inner, plan.shapes(like)))
+        return plan.whole(news), state
+
+    return fitting(Optimizer(init, update, inner.about._replace(divide=divide)))

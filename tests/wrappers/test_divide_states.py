@@ -1,0 +1,393 @@
+"""States divided over data-parallel devices: values, places, programs and refusals."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optzoo
+
+SHAPES = {"w": (64, 32), "conv": (3, 3, 8, 16), "wide": (4, 256), "odd": (33, 35), "b": (16,)}
+# The last two have no dimension that eight divides, or are too small.
+SHARES = {
+    "w": P("data"), "conv": P(None, None, "data"), "wide": P(None, "data"), "odd": P(), "b": P(),
+}  # fmt: skip
+divide = functools.partial(optzoo.divide_states, axis="data", min_size=1000)
+
+
+def mesh_of(kind, shape=(8,), axes=("data",)):
+    devices = jax.devices()[: int(np.prod(shape))]
+    types = (getattr(AxisType, kind),) * len(axes)
+    return jax.make_mesh(shape, axes, axis_types=types, devices=devices)
+
+
+def arrays(seed, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+
+
+def put(tree, mesh, specs=None):
+    """On a mesh, whole or divided; on one device without a mesh."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, tree)
+    place = lambda k: NamedSharding(mesh, P() if specs is None else specs[k])
+    return {k: jax.device_put(x, place(k)) for k, x in tree.items()}
+
+
+def run(tx, mesh, times=range(1, 5), specs=None, carry=None, jit=jax.jit):
+    """Parameters and state after some steps, in one program."""
+    params = put(arrays(0), mesh, specs)
+    carry = (params, tx.init(params)) if carry is None else carry
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jit(step)
+    for t in times:
+        carry = step(*carry, put(arrays(t), mesh, specs))
+    return carry
+
+
+def on_device(tree):
+    """The bytes of one device, and of all arrays."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves), sum(x.nbytes for x in leaves)
+
+
+def same_places(tree, shardings):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
+
+
+TXS = {
+    "adam": lambda: optzoo.adam(0.1),
+    "optax, a chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "accumulate": lambda: optzoo.accumulate(optzoo.adam(0.1), 2),
+    "int8": lambda: optzoo.slots_dtype(optzoo.adam(0.1), "int8"),
+    "groups": lambda: optzoo.param_groups({"w.*": optzoo.adam(0.1), ".*": optzoo.ftrl(0.1)}),
+    "momentum": lambda: optzoo.momentum(0.1, 0.9),
+    "moving_average": lambda: optzoo.moving_average(optzoo.rmsprop(0.1), 0.9),
+    "packed": lambda: optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", packed=True),
+    "random bits": lambda: optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16", stochastic=True),
+    "injected": lambda: optax.inject_hyperparams(optzoo.adam)(0.1),
+    "adafactor": lambda: optzoo.adafactor(0.1),
+    "lamb": lambda: optzoo.lamb(0.1),
+    "shampoo": lambda: optzoo.blocked_shampoo(0.1, block_size=16, preconditioner_interval=2),
+    "muon with owners": lambda: optzoo.param_groups(
+        {"w|odd": optzoo.muon(0.1, owners="data"), ".*": optzoo.adam(0.1)}
+    ),
+    "decay": lambda: optzoo.decoupled_weight_decay(optzoo.adam(0.1), weight_decay_per_step=0.1),
+    "stacked": lambda: optzoo.stacked(optzoo.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", TXS)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_values_are_those_of_the_inner_one(name, kind):
+    mesh, inner = mesh_of(kind), TXS[name]()
+    tx = divide(inner)
+    params, state = run(tx, mesh)
+    want, of_inner = run(inner, None if "owners" not in name else mesh)
+    for got, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+        assert got.sharding.is_fully_replicated
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, of_inner)
+    shardings = optzoo.state_sharding(tx, params)
+    same_places(state, shardings)
+    same_places(tx.init(params), shardings)
+    with jax.set_mesh(mesh):  # nothing in it depends on the parameters
+        same_places(jax.jit(tx.init)(params), shardings)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_where_slots_are(kind):
+    mesh = mesh_of(kind)
+    params = put(arrays(0), mesh)
+    tx = divide(optzoo.adam(0.1))
+    state = tx.init(params)
+    for name, m in optzoo.get_slot(state, "m").items():
+        wanted = NamedSharding(mesh, SHARES[name])
+        assert m.sharding.is_equivalent_to(wanted, m.ndim), name
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    same_places(state, optzoo.state_sharding(tx, abstract))
+
+
+def test_each_device_has_its_share():
+    mesh = mesh_of("Auto")
+    shapes = {"w": (256, 128), "u": (128, 512), "b": (64,)}
+    params = put(arrays(0, shapes), mesh)
+    here, whole = on_device(divide(optzoo.adam(0.1)).init(params))
+    assert here <= 1.05 * whole / 8
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_what_is_divided_already(kind):
+    """By the same axis it stays; by another one the slots are divided by both."""
+    mesh = mesh_of(kind, (4, 2), ("data", "model"))
+    specs = {
+        "w": P("model"), "conv": P(None, None, None, "data"), "wide": P("data"),
+        "odd": P(), "b": P("model"),
+    }  # fmt: skip
+    tx = divide(optzoo.adam(0.1), specs=specs if kind == "Auto" else None)
+    params, state = run(tx, mesh, specs=specs)
+    want, _ = run(optzoo.adam(0.1), None)
+    chex.assert_trees_all_close(jax.device_get(params), jax.device_get(want), rtol=1e-5, atol=1e-6)
+    same_places(params, {k: NamedSharding(mesh, specs[k]) for k in sorted(params)})
+    slots = optzoo.get_slot(state, "v")
+    wanted = specs | {"w": P("model", "data")}
+    same_places(slots, {k: NamedSharding(mesh, wanted[k]) for k in sorted(slots)})
+
+
+def test_small_parameters():
+    """By default those with fewer than 2**14 elements."""
+    params = put({"a": np.ones((128, 128)), "b": np.ones((128, 127))}, mesh_of("Auto"))
+    m = optzoo.get_slot(optzoo.divide_states(optzoo.adam(0.1), "data").init(params), "m")
+    assert m["a"].sharding.spec == P("data") and m["b"].is_fully_replicated
+
+
+def test_over_two_axes():
+    mesh = mesh_of("Auto", (4, 2), ("data", "fsdp"))
+    tx = optzoo.divide_states(optzoo.adam(0.1), ("data", "fsdp"), min_size=1000)
+    params, state = run(tx, mesh)
+    assert optzoo.get_slot(state, "m")["w"].sharding.spec == P(("data", "fsdp"))
+    want, _ = run(optzoo.adam(0.1), None)
+    chex.assert_trees_all_close(jax.device_get(params), jax.device_get(want), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_without_jit(kind):
+    tx, mesh = divide(optzoo.momentum(0.1, 0.9)), mesh_of(kind)
+    params, state = run(tx, mesh, jit=lambda f: f)
+    want, _ = run(optzoo.momentum(0.1, 0.9), None)
+    chex.assert_trees_all_close(jax.device_get(params), jax.device_get(want), rtol=1e-5, atol=1e-6)
+    same_places(
+        (params, state),
+        (jax.tree.map(lambda x: x.sharding, put(params, mesh)), optzoo.state_sharding(tx, params)),
+    )
+
+
+def test_a_run_goes_on_elsewhere():
+    """On eight devices, on four, and without the wrapper: by the arrays of the state alone."""
+    inner = optzoo.adam(0.1)
+    tx = divide(inner)
+    want, _ = run(inner, None, range(1, 7))
+    carry = run(tx, mesh_of("Auto"), range(1, 3))
+    four = mesh_of("Auto", (4,))
+    saved = jax.device_get(carry)
+    params = put(saved[0], four)
+    state = jax.device_put(saved[1], optzoo.state_sharding(tx, params))
+    carry = run(tx, four, range(3, 5), carry=(params, state))
+    assert optzoo.get_slot(carry[1], "m")["w"].sharding.num_devices == 4
+    saved = jax.device_get(carry)
+    got, _ = run(inner, None, range(5, 7), carry=jax.tree.map(jnp.asarray, saved))
+    chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_that_was_whole_is_divided_by_a_step():
+    mesh, inner = mesh_of("Auto"), optzoo.adam(0.1)
+    params = put(arrays(0), mesh)
+    tx, state = divide(inner), inner.init(params)
+    _, state = run(tx, mesh, [1], carry=(params, state))
+    same_places(state, optzoo.state_sharding(tx, params))
+
+
+def test_what_the_inner_one_sees():
+    """Gradients and parameters as the slots are divided."""
+    seen = {}
+
+    def update(updates, state, params=None):
+        seen.update(gradients=updates, params=params)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    params = put(arrays(0), mesh_of("Explicit"))
+    divide(inner).update(params, optax.EmptyState(), params)
+    for tree in seen.values():
+        same_places(tree, {k: NamedSharding(mesh_of("Explicit"), SHARES[k]) for k in sorted(tree)})
+    assert seen.keys() == {"gradients", "params"}
+
+
+def test_only_some_parameters():
+    params = put(arrays(0), mesh_of("Auto"))
+    state = divide(optzoo.adam(0.1), mask="w.*").init(params)
+    found = {k for k, x in optzoo.get_slot(state, "m").items() if not x.is_fully_replicated}
+    assert found == {"w", "wide"}
+
+
+@pytest.mark.parametrize("has_params", [True, False])
+def test_missing_gradients_and_parameters(has_params):
+    mesh, tx = mesh_of("Explicit"), divide(optzoo.adam(0.1))
+    params, grads = put(arrays(0), mesh), put(arrays(1), mesh) | {"w": None}
+    state = tx.init(params)
+    given = params if has_params else None
+    if not has_params:
+        grads = put(arrays(1), mesh)
+    updates, _ = jax.jit(tx.update)(grads, state, given)
+    assert (updates["w"] is None) == has_params
+    assert updates["conv"].sharding.is_fully_replicated
+
+
+# Programs
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_program_keeps_its_shares(kind):
+    """Each array is reused and comes back as it was; updates are gathered, and nothing else is."""
+    devices = np.array(optzoo.compiled.devices_of("cpu")[:8])
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(getattr(AxisType, kind),))
+    of = lambda *spec: NamedSharding(mesh, P(*spec))
+    params = {k: jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=of()) for k in "ab"}
+    batch = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=of("data"))
+    tx = optzoo.divide_states(optzoo.adam(0.1), "data")
+    places = optzoo.state_sharding(tx, params)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        places,
+    )
+    loss = lambda params, x: jnp.mean((x @ params["a"] * (x @ params["b"])) ** 2)
+    step = optzoo.minimize(loss, tx)
+    report = optzoo.compile_report(step, params, state, batch, device="cpu")
+    size = 2 * 128 * 256 * 4
+    report.require(
+        donated=True,
+        same_shardings=True,
+        divided={1: 8},
+        collectives={"all-gather": size, "all-reduce": size + 64},
+    )
+    plain = jax.eval_shape(optzoo.adam(0.1).init, params)
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of()), plain)
+    report = optzoo.compile_report(
+        optzoo.minimize(loss, optzoo.adam(0.1)), params, whole, batch, device="cpu"
+    )
+    with pytest.raises(AssertionError, match="divided: a device has"):
+        report.require(divided={1: 8})
+
+
+# Models
+
+
+def test_a_flax_model():
+    mesh, model = mesh_of("Auto"), nn.Dense(64)
+    x = jax.device_put(np.ones((16, 32), "float32"), NamedSharding(mesh, P("data")))
+    params = model.init(jax.random.key(0), x)
+    finals = []
+    for tx in (optax.adam(0.1), divide(optax.adam(0.1))):
+        placed = jax.device_put(params, NamedSharding(mesh, P()))
+        state = TrainState.create(apply_fn=model.apply, params=placed, tx=tx)
+
+        @jax.jit
+        def step(state):
+            loss = lambda params: jnp.mean(jnp.sin(state.apply_fn(params, x)) ** 2)
+            return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+        finals.append(step(step(state)))
+    chex.assert_trees_all_close(finals[1].params, finals[0].params, rtol=1e-5, atol=1e-6)
+    assert finals[1].opt_state[0].mu["params"]["kernel"].sharding.spec == P("data")
+
+
+def test_an_nnx_model():
+    mesh = mesh_of("Auto")
+    model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+    optimizer = nnx.Optimizer(model, divide(optzoo.adam(0.1)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.mean(model(jnp.ones((4, 32))) ** 2))(model)
+        optimizer.update(model, grads)
+
+    before = np.asarray(model.kernel[...])
+    for _ in range(2):
+        step(model, optimizer)
+    found = [x for x in jax.tree.leaves(nnx.state(optimizer)) if jnp.shape(x) == (32, 64)]
+    assert len(found) == 2 and all(x.sharding.spec == P("data") for x in found)
+    assert np.all(before != model.kernel[...])
+    assert model.kernel[...].sharding.is_fully_replicated
+
+
+def test_rows_of_a_table_beside_it():
+    mesh = mesh_of("Auto")
+    tx = optzoo.param_groups({"table": optzoo.lazy_adam(0.1), "w": optzoo.adam(0.1)})
+    params = {"table": np.ones((64, 32), "float32"), "w": np.ones((32, 64), "float32")}
+    loss = lambda params, ids: jnp.mean(jnp.tanh(optzoo.lookup(params["table"], ids) @ params["w"]))
+    ids = np.array([1, 3, 3])
+    finals = []
+    for wrap in (lambda tx: tx, functools.partial(divide, mask="w")):
+        placed = put(params, mesh)
+        step = optzoo.minimize(loss, wrap(tx))
+        finals.append(step(placed, wrap(tx).init(placed), ids))
+    chex.assert_trees_all_close(finals[1][0], finals[0][0], rtol=1e-6)
+    placed = put(params, mesh)
+    with pytest.raises(ValueError, match=r"'table' has a row-sparse gradient.*mask="):
+        optzoo.minimize(loss, divide(tx))(placed, divide(tx).init(placed), ids)
+
+
+# Arguments
+
+
+def test_bad_arguments():
+    adam = optzoo.adam(0.1)
+    for axis in (3, (), ("data", 1)):
+        with pytest.raises(TypeError, match="axis must be the name of a mesh axis"):
+            optzoo.divide_states(adam, axis)
+    with pytest.raises(TypeError, match="inner"):
+        optzoo.divide_states(3, "data")
+    with pytest.raises(ValueError, match="min_size must be at least 0, got -1"):
+        optzoo.divide_states(adam, "data", min_size=-1)
+    with pytest.raises(TypeError, match="mask"):
+        optzoo.divide_states(adam, "data", mask=3)
+    with pytest.raises(ValueError, match="needs a mesh with these axes"):
+        divide(adam).init({"w": jnp.ones((8, 8))})
+    params = put(arrays(0), mesh_of("Auto"))
+    with pytest.raises(ValueError, match=r"mesh has no axis 'replica'.*axis="):
+        optzoo.divide_states(adam, "replica").init(params)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optzoo.accumulate(tx, 2),
+        lambda tx: optzoo.moving_average(tx, 0.9),
+        lambda tx: optzoo.param_groups({".*": tx}),
+        lambda tx: optzoo.slots_dtype(tx, "bfloat16"),
+        lambda tx: divide(tx),
+    ],
+)
+def test_it_is_the_outermost(around):
+    with pytest.raises(ValueError, match="divide_states, which must be the outermost"):
+        around(divide(optzoo.adam(0.1)))
+
+
+def test_divided_parameters_that_an_update_cannot_see():
+    params = put({"w": np.ones((64, 32), "float32")}, mesh_of("Auto"), {"w": P("data")})
+    tx = divide(optzoo.adam(0.1))
+    for call in (tx.init, functools.partial(optzoo.state_sharding, tx)):
+        with pytest.raises(ValueError, match=r"parameter 'w' is divided as .*give specs="):
+            call(params)
+
+
+def test_inside_of_shard_map():
+    mesh, tx = mesh_of("Auto"), divide(optzoo.adam(0.1))
+    mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(ValueError, match="axis of the shard_map around the update"):
+        mapped(put(arrays(0), mesh))
+
+
+def test_axes_of_two_kinds():
+    types = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    with pytest.raises(ValueError, match="automatic, and other axes of the mesh are explicit"):
+        divide(optzoo.adam(0.1)).init(put(arrays(0), mesh))
