@@ -384,6 +384,10 @@ def test_inside_of_shard_map():
     mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match="axis of the shard_map around the update"):
         mapped(put(arrays(0), mesh))
+    loss = lambda params, x: jnp.mean(params["w"]) * jnp.sum(x)
+    params, batch = put(arrays(0), mesh), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"optzoo\.minimize without mesh="):
+        optzoo.minimize(loss, tx, mesh=mesh)(params, tx.init(params), batch)
 
 
 def test_axes_of_two_kinds():
