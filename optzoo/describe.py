@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from .core.optimizer import about_of
 from .core.paths import leaves_with_path, out_of_box, path_name, value_by_name
 from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.eight_bits import Codes, nbytes_of_codes, shape_of
+from .state.sharding import state_sharding
 from .state.slots import get_slot, slot_names
 from .state.types import map_nodes
 
@@ -66,6 +68,7 @@ class Description:
         elements: the number of elements of all parameters together.
         parameters: the size of the parameters.
         state: the size of the whole state, slots included.
+        state_on_device: that on one device, if :func:`optzoo.divide_states` divides it; or None.
         moved: the least that a step with dense gradients reads and writes: gradients once,
             parameters and state twice. With row-sparse gradients a lazy optimizer moves only the
             touched rows.
@@ -82,6 +85,7 @@ class Description:
     sent: int
     sent_at_times: int
     tables: tuple[TableOf, ...] = ()
+    state_on_device: int | None = None
 
     @property
     def state_per_parameter(self) -> float:
@@ -92,9 +96,10 @@ class Description:
         rows = [
             (s.slot, s.parameter, str(list(s.shape)), s.dtype, f"{s.nbytes:,}") for s in self.slots
         ]
+        here = "" if (nbytes := self.state_on_device) is None else f", {nbytes:,} on one device"
         totals = [
             f"parameters: {self.elements:,} elements, {self.parameters:,} bytes",
-            f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per element",
+            f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per element{here}",
             f"a dense step reads and writes at least {self.moved:,} bytes",
             f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
         ]
@@ -156,8 +161,12 @@ def describe(
             ``tx``; or if ``ids`` does not have the patterns of ``tables``.
         NameError: if ``tx`` communicates along another axis, with a note.
     """
+    places = None if about_of(tx).divide is None else state_sharding(tx, params)
     tx = optax.with_extra_args_support(tx)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    place = lambda x: None if places is None else x.sharding
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), params
+    )
     state = jax.eval_shape(tx.init, params)
     as_stored = map_nodes(Codes, _of_codes, state)
     slots = {name: get_slot(as_stored, name) for name in slot_names(state)}
@@ -183,6 +192,7 @@ def describe(
         sent=always,
         sent_at_times=sum(nbytes for nbytes, _ in sent) - always,
         tables=tuple(_tables(params, slots, tables or {}, ids or {}, capacity_factor)),
+        state_on_device=None if places is None else _on_device(state, places),
     )
 
 
@@ -242,6 +252,12 @@ def _of_codes(x: Codes) -> jax.ShapeDtypeStruct:
 def _of_slot(x: Any) -> int:
     """The bytes of a slot; in 8 bits with its scales."""
     return _nbytes(x) if x.dtype.itemsize > 1 else nbytes_of_codes(x.shape)
+
+
+def _on_device(state: Any, places: Any) -> int:
+    """The bytes of a state on one device."""
+    of = lambda x, place: math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(jax.tree.leaves(jax.tree.map(of, state, places)))
 
 
 def _nbytes(x: Any) -> int:

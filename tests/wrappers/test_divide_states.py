@@ -219,6 +219,17 @@ def test_what_the_inner_one_sees():
     assert seen.keys() == {"gradients", "params"}
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_described(kind):
+    params = put({"w": np.ones((128, 64), "float32")}, mesh_of(kind))
+    found = optzoo.describe(divide(optzoo.momentum(0.1, 0.9)), params)
+    assert found.state - 4 == 128 * 64 * 4  # a count of four bytes
+    assert found.state_on_device - 4 == 16 * 64 * 4
+    assert ", 4,100 on one device" in str(found)
+    plain = optzoo.describe(optzoo.momentum(0.1, 0.9), params)
+    assert plain.state_on_device is None and "on one device" not in str(plain)
+
+
 def test_only_some_parameters():
     params = put(arrays(0), mesh_of("Auto"))
     state = divide(optzoo.adam(0.1), mask="w.*").init(params)
