@@ -212,13 +212,8 @@ def soap(
     statistics, two in the bases, :math:`m` and :math:`v`. If a parameter is cut into blocks, these
     two have an axis for the blocks, then those of a block.
 
-    With ``owners`` each matrix has one owner among the devices along these mesh axes, with
-    everything that the state has of it. A step sends all gradients of one shape to the owners by
-    one all-to-all, and the updates back by another, so the number of messages does not depend on
-    the number of layers, and a device holds its share of the state. The state, an ``OwnersState``,
-    has stacks of the matrices of one shape, with padding so that each device has as many:
-    :func:`optzoo.state.slots_like` makes it of a state for another number of devices, or without
-    owners. Vectors and scalars stay where they are.
+    With ``owners`` each matrix, and everything that the state has of it, lives with one device, as
+    :func:`optzoo.shampoo` describes.
 
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
     optimizer, with ``optax.partition``.
