@@ -86,6 +86,23 @@ class AccumulateState(NamedTuple):
     cycle: Any = ()  # a Cycle if a schedule gives its length
 
 
+class SkipSpikesState(NamedTuple):
+    """The state of :func:`optzoo.skip_spikes`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> state = optzoo.skip_spikes(optzoo.adam(0.1)).init(jnp.ones(2))
+        >>> print(state.num_skipped, state.losses.shape)
+        0 (128,)
+    """
+
+    count: Array  # the values that came into the window
+    num_skipped: Array
+    losses: Any  # of shape (window,) in float32, the oldest is replaced; () if not judged
+    norms: Any  # the same of the gradients
+    inner: Any
+
+
 class MasterWeightsState(NamedTuple):
     """The state of :func:`optzoo.master_weights`.
 
