@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -20,6 +21,7 @@ from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
+from ..state.types import SkipSpikesState, nodes_of
 from .takes_rows import takes_rows
 
 
@@ -134,6 +136,7 @@ class Tables:
         """
         gathers = self.wanted.gathers(traced, self.only_by_rows)
         loss = traced.with_taps(self.elsewhere, gathers)
+        extra_args = self.arguments(jnp.zeros([], jnp.float32), extra_args)  # for its type
         given = traced.looked_up | self.elsewhere
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
@@ -158,7 +161,12 @@ class Tables:
         """The parameters, the state and the loss after the update."""
         grads = self.treedef.unflatten(found.of_leaves)
         params, grads = _in_this_order(self.params, grads)
+        extra_args = self.arguments(found.value, extra_args)
         return *self.model.apply(params, self.state, grads, extra_args), found.value
+
+    def arguments(self, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The extra args of the update, with the loss as ``value`` if the optimizer needs it."""
+        return {"value": value, **extra_args} if _needs_loss(self.state) else extra_args
 
 
 _NO_ROWS = (
@@ -181,6 +189,11 @@ def train_step(
     found = loss.differentiate(flat, rows)
     params, state, value = tables.update(found, extra_args)
     return params, state, value, found.aux
+
+
+def _needs_loss(state: Any) -> bool:
+    nodes = nodes_of(SkipSpikesState, state)
+    return any(jax.tree.leaves(node.losses) or _needs_loss(node.inner) for node in nodes)
 
 
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:

@@ -1,4 +1,4 @@
-"""Skips updates whose loss or gradient norm is far from those before, around any optimizer."""
+"""Skips updates whose loss or gradient norm is far above those before, around any optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from ..core.checks import check, check_choice, check_flags, check_positive, check_size
+from ..core.checks import check, check_choice, check_positive, check_size
 from ..core.gradients import check_gradients
 from ..core.norms import global_norm
 from ..core.numerics import next_count
@@ -30,7 +30,6 @@ def skip_spikes(
     deviations: float = 6.0,
     min_values: int | None = None,
     on: Watched | Sequence[Watched] = ("loss", "norm"),
-    two_sided: bool = True,
     correction: Literal[0, 1] = 1,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -38,7 +37,7 @@ def skip_spikes(
 
     .. math::
         (u_t, s_t) = \begin{cases}
-            (0, s_{t-1}) & \text{if } |v_t - \mu_t| > k\, \sigma_t \text{ for the loss or the norm}
+            (0, s_{t-1}) & \text{if } v_t > \mu_t + k\, \sigma_t \text{ for the loss or the norm}
             \\ \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
 
     where :math:`v_t` is the loss of this step or the norm of all its gradients together, and
@@ -80,12 +79,10 @@ def skip_spikes(
         inner: a complete optimizer, including its learning rate.
         window: the number of values before this one of which mean and deviation are taken, at
             least 2.
-        deviations: :math:`k`, positive: how many standard deviations a value may be away.
+        deviations: :math:`k`, positive: how many standard deviations a value may be above the mean.
         min_values: nothing finite is skipped with fewer values than this in the window, from 2 to
-            ``window``; None for ``max(20, window // 2) - 1``.
+            ``window``; None for ``window // 2 - 1``, or 2 if that is less.
         on: what is judged: ``"loss"``, ``"norm"``, or both.
-        two_sided: whether a value far below the mean is a spike, too; otherwise
-            :math:`v_t - \mu_t` takes the place of its absolute value.
         correction: the variance is the sum of squares divided by the number of values minus this,
             0 or 1, as of ``jnp.std``.
         axis_name: the axis, or axes, of ``shard_map``, ``pmap`` or ``vmap`` whose devices decide
@@ -106,15 +103,13 @@ def skip_spikes(
         ``skip_step_on_spikes`` of `MaxText <https://github.com/AI-Hypercomputer/maxtext>`_
 
     Differences from the original:
-        The defaults are those of OLMo-core. MaxText has ``two_sided=False`` and
-        ``min_values=max(2, window // 2) - 1``. Levanter has ``two_sided=False``, ``correction=0``,
-        one more value in the window than its ``rolling_interval_length`` :math:`n`
-        (``window=n + 1, min_values=max(2, n // 2)``), and a deviation of at least 1e-6.
-        In all three a value that is not finite enters the window: OLMo-core then skips each step
-        until it has left the window, MaxText does the same, and Levanter leaves NaN out but not
-        infinity. They skip it only if there are enough values.
-        Where all values of the window are equal, OLMo-core skips a step of that value too, as it
-        divides zero by zero.
+        The defaults are those of OLMo-core since version 2, and of MaxText with an interval of
+        128. With a window of less than 6 values, both skip the second step, as a single value has
+        no deviation. Levanter's interval of :math:`n` is ``window=n + 1``,
+        ``min_values=max(2, n // 2)`` and ``correction=0``; its deviation is at least 1e-6.
+        In all three a value that is not finite enters the window, and is skipped only if there are
+        enough values. OLMo-core and MaxText then skip every step until it has left the window.
+        Levanter leaves NaN out of its mean, but not infinity.
     """
     inner = inner_transformation(inner=inner)
     window = check_size(2, window=window)
@@ -124,15 +119,13 @@ def skip_spikes(
         raise ValueError(f"on must name 'loss', 'norm' or both, got {on!r}")
     for name in watched:
         check_choice(Watched, on=name)
-    check_flags(two_sided=two_sided)
     check_choice((0, 1), correction=correction)
-    least = max(20, window // 2) - 1 if min_values is None else min_values
+    least = max(2, window // 2 - 1) if min_values is None else min_values
     least = check_size(2, min_values=least)
     if least > window:
         raise ValueError(
-            f"min_values must be at most window={window}, got {least}"
-            f"{' by default' if min_values is None else ''}: no update would ever be skipped; give "
-            "a smaller min_values or a larger window"
+            f"min_values must be at most window={window}, got {least}: the window never has more "
+            "values, and no update would be skipped"
         )
     replicas = Replicas(axis_name)
 
@@ -152,9 +145,7 @@ def skip_spikes(
         mean = of_those(before) / number
         squares = of_those(jnp.square(before - mean))
         deviation = jnp.sqrt(squares / jnp.maximum(number - correction, 1))
-        distance = value - mean
-        distance = jnp.abs(distance) if two_sided else distance
-        return (count < least) | (distance <= deviations * deviation)
+        return (count < least) | (value - mean <= deviations * deviation)
 
     def update(updates, state, params=None, *, value=None, **extra_args):
         check_gradients(updates, params, allow_complex=True)
