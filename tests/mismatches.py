@@ -27,6 +27,7 @@ WRAPPERS = {
     "moving_average": optzoo.moving_average,
     "ensemble": optzoo.interop.fbgemm.ensemble,
     "multitask": optzoo.multitask,
+    "skip_spikes": lambda inner: optzoo.skip_spikes(inner, on="norm"),
     "stacked": lambda inner: optzoo.stacked(inner, check=False),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {}, 1.0),
     "groups": lambda inner: optzoo.param_groups({"table": inner, ".*": optzoo.adam(0.1)}),

@@ -275,6 +275,7 @@ UPDATES = {
     "hyperball": optzoo.hyperball(ADAM, 0.1, {}),
     "average": optzoo.moving_average(ADAM),
     "multitask": optzoo.multitask(ADAM),
+    "spikes": optzoo.skip_spikes(ADAM, on="norm"),
     "stacked": optzoo.stacked(ADAM),
     "clipping": optzoo.variable_clipping(ADAM, {}, 1.0),
     "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),

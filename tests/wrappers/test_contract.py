@@ -442,7 +442,7 @@ def test_map_params_finds_all_slots(wrap, inner):
             assert all([a.shape for a in jax.tree.leaves(tree)] == shapes for tree in part.slots)
     shared = [a for a in jax.tree.leaves(marked) if not isinstance(a, str)]
     slots = len(jax.tree.leaves(state)) - len(shared)
-    assert all(a.shape == () for a in shared)
+    assert all(a.shape in ((), (128,)) for a in shared)  # of skip_spikes the window
     [name] = [name for name in WRAPPERS if WRAPPERS[name] is wrap]
     of_inner = 6 if inner in ("adam", "lazy_adam") else 3
     center = of_inner if name == "agn" else 0

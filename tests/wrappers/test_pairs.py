@@ -344,7 +344,7 @@ REFUSED = [
 # Of dense gradients, as stacks have no rows; and of rows.
 REFUSED_OF_KIND = {
     "dense": [
-        ({"stacked"}, {"ema_in_place", "multitask"}, "are not those on its stack"),
+        ({"stacked"}, {"ema_in_place", "multitask", "skip_spikes"}, "are not those on its stack"),
         ({"stacked"}, {"variable_clipping"}, "along the first axis"),
     ],
     "rows": [
