@@ -174,6 +174,7 @@ _ACCEPTED = {
     "row_wise_rmsprop": _OF_ROWS,
     # Optimizers of optax take complex numbers, and a group may hold any transformation.
     "multitask(optax.adam)": ("complex parameter",),
+    "skip_spikes(optax.adam)": ("complex parameter", "complex parameter, no params"),
     "stacked(optax.adam)": ("complex parameter",),
     "on_rows(optax.adam)": ("complex parameter",),
     "groups(optax.adam)": ("complex parameter", "integer gradient", "bool gradient"),
