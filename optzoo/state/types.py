@@ -188,3 +188,9 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
     """The nodes of a type in a tree."""
     is_node = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
+
+
+def needs_loss(state: Any) -> bool:
+    """Whether :func:`optzoo.skip_spikes` in a transformation with this state judges the loss."""
+    nodes = nodes_of(SkipSpikesState, state)
+    return any(jax.tree.leaves(node.losses) or needs_loss(node.inner) for node in nodes)

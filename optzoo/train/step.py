@@ -21,7 +21,7 @@ from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
-from ..state.types import SkipSpikesState, nodes_of
+from ..state.types import needs_loss
 from .takes_rows import takes_rows
 
 
@@ -166,7 +166,7 @@ class Tables:
 
     def arguments(self, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
         """The extra args of the update, with the loss as ``value`` if the optimizer needs it."""
-        return {"value": value, **extra_args} if _needs_loss(self.state) else extra_args
+        return {"value": value, **extra_args} if needs_loss(self.state) else extra_args
 
 
 _NO_ROWS = (
@@ -189,11 +189,6 @@ def train_step(
     found = loss.differentiate(flat, rows)
     params, state, value = tables.update(found, extra_args)
     return params, state, value, found.aux
-
-
-def _needs_loss(state: Any) -> bool:
-    nodes = nodes_of(SkipSpikesState, state)
-    return any(jax.tree.leaves(node.losses) or _needs_loss(node.inner) for node in nodes)
 
 
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:

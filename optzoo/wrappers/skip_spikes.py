@@ -11,6 +11,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check, check_choice, check_positive, check_size
+from ..core.compat import vary, varying
 from ..core.gradients import check_gradients
 from ..core.norms import global_norm
 from ..core.numerics import next_count
@@ -174,8 +175,10 @@ def skip_spikes(
         if value is not None:
             extra_args["value"] = value
         apply = lambda: inner.update(updates, state.inner, params, **extra_args)
-        shapes, _ = jax.eval_shape(apply)
-        skip = lambda: (zeros_like_update(shapes), state.inner)
+        shapes, of_inner = jax.eval_shape(apply)
+        # In shard_map both branches must differ along the same axes.
+        kept = jax.tree.map(lambda old, new: vary(old, varying(new)), state.inner, of_inner)
+        skip = lambda: (zeros_like_update(shapes), kept)
         updates, of_inner = lax.cond(keep, apply, skip)
 
         place = state.count % window
@@ -183,9 +186,7 @@ def skip_spikes(
         after = before | {name: put(x, before[name]) for name, x in now.items()}
         count = jnp.where(is_finite, next_count(state.count, window), state.count)
         num_skipped = jnp.where(keep, state.num_skipped, next_count(state.num_skipped))
-        return updates, SkipSpikesState(
-            count, num_skipped, after["loss"], after["norm"], of_inner
-        )
+        return updates, SkipSpikesState(count, num_skipped, after["loss"], after["norm"], of_inner)
 
     about = inner.about._replace(row_wise=False, deferral=None)
     return fitting(Optimizer(init, update, about.reading("value") if "loss" in watched else about))

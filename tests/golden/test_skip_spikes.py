@@ -23,9 +23,7 @@ def followed(case):
     """Which steps are skipped, and which must be."""
     losses, norms, skipped, _, (window, deviations) = of_case(case)
     on = ("loss", "norm") if len(norms) else "loss"
-    tx = optzoo.skip_spikes(
-        optax.sgd(1.0), window=int(window), deviations=float(deviations), on=on
-    )
+    tx = optzoo.skip_spikes(optax.sgd(1.0), window=int(window), deviations=float(deviations), on=on)
     norms = norms if len(norms) else np.ones_like(losses)
 
     def step(state, now):
