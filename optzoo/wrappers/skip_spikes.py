@@ -42,13 +42,13 @@ def skip_spikes(
             \\ \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
 
     where :math:`v_t` is the loss of this step or the norm of all its gradients together, and
-    :math:`\mu_t` and :math:`\sigma_t` are the mean and the standard deviation of the last ``window``
-    values before it. Values of skipped steps are among these, so that a level that stays becomes
-    usual. A step with a loss or a norm that is NaN or infinite is always skipped, and its values
-    are not among them.
+    :math:`\mu_t` and :math:`\sigma_t` are the mean and the standard deviation of the last
+    ``window`` values before it. Values of skipped steps are among these, so that a level that stays
+    becomes usual. A step with a loss or a norm that is NaN or infinite is always skipped, and its
+    values are not among them.
 
     The loss is ``update(..., value=loss)``, as optax has it; ``inner`` gets it, too.
-    :func:`optzoo.minimize`, :func:`optzoo.sharded_minimize` and ``interop.nnx.minimize`` give it
+    :func:`optzoo.minimize`, :func:`optzoo.sharded_minimize` and ``optzoo.nnx_minimize`` give it
     themselves. The norm is that of :func:`optzoo.clip_by_global_norm`; rows that share an index are
     summed first.
 

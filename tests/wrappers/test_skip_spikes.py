@@ -40,7 +40,7 @@ def run(tx, losses, norms=None):
     norms = np.ones_like(losses) if norms is None else norms
 
     def step(state, now):
-        updates, after = tx.update(now[1][None], state, jnp.zeros(1), value=now[0])
+        _, after = tx.update(now[1][None], state, jnp.zeros(1), value=now[0])
         return after, after.num_skipped - state.num_skipped
 
     x = np.asarray(losses, np.float32), np.asarray(norms, np.float32)
@@ -100,7 +100,7 @@ def test_a_skipped_step_leaves_all_as_it_is():
     want = spikes(LOSSES, 4, 2, 2.0, 1)
     assert 3 < sum(want) < 7
     for loss, is_skipped in zip(LOSSES, want, strict=True):
-        grads = jax.tree.map(lambda g: g * (1 if np.isfinite(loss) else np.nan), dense_grads(x))
+        grads = jax.tree.map(lambda g: g * (1 if np.isfinite(loss) else np.nan), dense_grads(x))  # noqa: B023
         updates, after = update(grads, state, x, value=loss)
         assert after.num_skipped == state.num_skipped + is_skipped
         inner, new = optax.adam(0.1).update(grads, state.inner, x)
@@ -138,7 +138,7 @@ def test_all_devices_decide_alike(map_over):
         for loss, norm in zip(losses[0], norms[0], strict=True):
             # Every device gives its own gradient; the optimizer gets the sum of them all.
             _, judged = tx.update(norm[None], state, x, value=loss)
-            updates, state = tx.update(sync(norm[None]), state, x, value=loss)
+            _, state = tx.update(sync(norm[None]), state, x, value=loss)
             found.append(jnp.stack([state.num_skipped, judged.num_skipped]))
         return jnp.stack(found)[None]
 
@@ -225,7 +225,7 @@ def test_around_deferred_rows():
     assert state.num_skipped == 1
     x, _ = optzoo.rows.catch_up(x, state)
     chex.assert_trees_all_close(x, by_hand(MAKE["dense"]()), rtol=1e-5)
-    with pytest.raises(ValueError, match="optzoo.caught_up is changed after it was made"):
+    with pytest.raises(ValueError, match=r"optzoo\.caught_up is changed after it was made"):
         optzoo.minimize(loss, tx)(copy(START), tx.init(START), *BATCHES[0])
 
 
