@@ -4,8 +4,8 @@
 
 The folder is a copy of https://github.com/allenai/OLMo-core at commit fa6c501 (version 2.5.0).
 Needs NumPy and PyTorch for the CPU: the records were made with torch 2.14.1 and numpy 2.4.6, in
-float32. The class is run as it is; of ``olmo_core.utils``, which needs the rest of the package, it reads two
-functions that place a tensor on a device, here the CPU.
+float32. The class is run as it is; of ``olmo_core.utils``, which needs the rest of the package, it
+reads two functions that place a tensor on a device, here the CPU.
 
 ``skip_spikes.npz`` has for each case ``NAME/losses`` and ``NAME/norms`` (empty if the original was
 given none), one value for each step; ``NAME/skipped``, whether the original skipped the step, if it
