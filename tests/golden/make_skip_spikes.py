@@ -44,8 +44,12 @@ def original(folder):
     return module.SkipStepOptimizer
 
 
-def history(rng):
-    """A falling loss with noise, a level that rises and stays, spikes, and what is not finite."""
+def history(rng, interval, factor):
+    """A falling loss with noise, a level that rises and stays, spikes, and what is not finite.
+
+    There are spikes before and at the first step that is judged, and losses which are a spike or
+    not by the divisor of the variance.
+    """
     t = np.arange(STEPS)
     losses = 2 + 4 * np.exp(-t / 90) + 0.1 * rng.normal(size=STEPS)
     norms = np.exp(0.2 * rng.normal(size=STEPS)) * (1 + (t > 300))
@@ -53,8 +57,16 @@ def history(rng):
         at = rng.choice(STEPS, 40, replace=False)
         values[at] += scale * rng.exponential(size=40) * rng.choice([1, -0.3], size=40)
         values[rng.choice(STEPS, 6, replace=False)] *= 10
-        values[rng.choice(STEPS, 6, replace=False)] = [*3 * [np.nan], *3 * [np.inf]]
+        values[rng.choice(np.arange(70, STEPS), 6, replace=False)] = [*3 * [np.nan], *3 * [np.inf]]
     losses[rng.integers(250, STEPS)] = -np.inf
+    first = interval // 2 - 1
+    losses[first - 1], losses[first] = 10 * losses[0], 1000 * losses[0]
+    both = np.isfinite(losses) & np.isfinite(norms)
+    for t in (180, 230, 280, 330, 380):
+        before = losses[:t][both[:t]][-interval:]
+        if both[t]:
+            deviation = (np.std(before) + np.std(before, ddof=1)) / 2
+            losses[t], norms[t] = np.mean(before) + factor * deviation, 1.0
     return np.float32(losses), np.float32(np.abs(norms))
 
 
@@ -71,7 +83,7 @@ def skipped(make, losses, norms, steps):
 def main(folder):
     kind, arrays = original(folder), {}
     for k, (name, (interval, factor, has_norms)) in enumerate(CASES.items()):
-        losses, norms = history(np.random.default_rng([8, k]))
+        losses, norms = history(np.random.default_rng([8, k]), interval, factor)
         norms = norms if has_norms else norms[:0]
         of = [torch.nn.Parameter(torch.zeros(1))]
         make = lambda of=of, n=interval, f=factor: kind(of, {}, n, f)

@@ -244,6 +244,11 @@ def test_gathers_stay_sparse():
     step = optzoo.minimize(gather, tx, sparse="require", min_rows=1)
     x, _, _ = step(x, tx.init(x), *BATCHES[0])
     assert np.all(np.asarray(x["table"] == START["table"])[[1, 3, 4]])
+    tx, x = optzoo.skip_spikes(optax.adam(0.1), **OF_LOSS), copy(START)  # which takes no rows
+    step, state = optzoo.minimize(gather, tx, sparse="allow", min_rows=1), tx.init(x)
+    for batch in BATCHES:
+        x, state, _ = step(x, state, *batch)
+    chex.assert_trees_all_close(x, by_hand(tx), rtol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["a mesh", "nnx"])
