@@ -105,6 +105,7 @@ from .wrappers.master_weights import wide_params as wide_params
 from .wrappers.moving_average import moving_average as moving_average
 from .wrappers.multitask import multitask as multitask
 from .wrappers.param_groups import param_groups as param_groups
+from .wrappers.skip_spikes import skip_spikes as skip_spikes
 from .wrappers.slots_dtype import slots_dtype as slots_dtype
 from .wrappers.stacked import stacked as stacked
 from .wrappers.variable_clipping import variable_clipping as variable_clipping

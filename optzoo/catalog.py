@@ -64,6 +64,7 @@ from .wrappers.hyperball import hyperball
 from .wrappers.master_weights import master_weights
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
+from .wrappers.skip_spikes import skip_spikes
 from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
@@ -200,6 +201,7 @@ WRAPPERS: dict[str, Wrapper] = _by_name(
     Wrapper(master_weights, None),
     Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
     Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
+    Wrapper(skip_spikes, None),
     Wrapper(stacked, None),
     Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
 )

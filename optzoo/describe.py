@@ -19,7 +19,7 @@ from .sharded.row_sharding import RowSharding, shardings_by_leaf
 from .state.eight_bits import Codes, nbytes_of_codes, shape_of
 from .state.sharding import state_sharding
 from .state.slots import get_slot, slot_names
-from .state.types import map_nodes
+from .state.types import map_nodes, needs_loss
 
 
 class SlotOf(NamedTuple):
@@ -171,7 +171,8 @@ def describe(
     as_stored = map_nodes(Codes, _of_codes, state)
     slots = {name: get_slot(as_stored, name) for name in slot_names(state)}
 
-    extra_args = {"global_step": 0, **extra_args}
+    given = {"value": 0.0} if needs_loss(state) else {}
+    extra_args = {"global_step": 0, **given, **extra_args}
     update = lambda gs, state, xs: tx.update(gs, state, xs, **extra_args)
     try:
         traced = jax.make_jaxpr(update, axis_env=[(axis_name, num_replicas)])(params, state, params)

@@ -27,6 +27,7 @@ WRAPPERS = {
     "moving_average": optzoo.moving_average,
     "ensemble": optzoo.interop.fbgemm.ensemble,
     "multitask": optzoo.multitask,
+    "skip_spikes": lambda inner: optzoo.skip_spikes(inner, on="norm"),
     "stacked": lambda inner: optzoo.stacked(inner, check=False),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {}, 1.0),
     "groups": lambda inner: optzoo.param_groups({"table": inner, ".*": optzoo.adam(0.1)}),
@@ -173,6 +174,7 @@ _ACCEPTED = {
     "row_wise_rmsprop": _OF_ROWS,
     # Optimizers of optax take complex numbers, and a group may hold any transformation.
     "multitask(optax.adam)": ("complex parameter",),
+    "skip_spikes(optax.adam)": ("complex parameter", "complex parameter, no params"),
     "stacked(optax.adam)": ("complex parameter",),
     "on_rows(optax.adam)": ("complex parameter",),
     "groups(optax.adam)": ("complex parameter", "integer gradient", "bool gradient"),

@@ -43,6 +43,7 @@ KEEPS_ROWS = {
     "master_weights",
     "multitask",
     "on_rows",
+    "skip_spikes",
     "stacked",
 }
 KEEPS_ROWS |= {"slots_dtype in 8 bits", *STORED}
@@ -101,7 +102,9 @@ def test_a_wrapper_hands_on_what_is_known(wrapper):
     about = about_of(WRAPPERS[wrapper](inner))
     assert UNKNOWN not in about.reads and inner.about.reads <= about.reads
     assert (about.rows is optzoo.rules.lazy) == (wrapper in KEEPS_ROWS)
-    assert about.row_wise == (wrapper in KEEPS_ROWS - {"multitask", "slots_dtype at random"})
+    assert about.row_wise == (
+        wrapper in KEEPS_ROWS - {"multitask", "skip_spikes", "slots_dtype at random"}
+    )
     dtype = "bfloat16" if wrapper == "master_weights" else "float32"
     params = {"table": PARAMS["table"].astype(dtype)}
     assert not about.row_wise or is_alone(WRAPPERS[wrapper](inner), params)

@@ -50,6 +50,7 @@ VALID = {
     "learning_rate": 0.1,
     "lookahead": 0.5,
     "max_norm": 1.0,
+    "min_values": 2,
     "momentum": 0.9,
     "step_size": 0.5,
     "weight_decay_per_step": 0.1,
@@ -152,7 +153,7 @@ def test_what_is_a_number_is_accepted(factory, name):
     default = annotated(factory, name).default
     value = VALID.get(name, 1) if default is inspect.Parameter.empty else default
     if int in kinds(annotated(factory, name)):
-        value = 1 if value is None else value
+        value = VALID.get(name, 1) if value is None else value
         good = [np.int32(value), np.asarray(value), jnp.int32(value)]
     else:
         value = 0.5 if value is None else value
@@ -275,6 +276,7 @@ UPDATES = {
     "hyperball": optzoo.hyperball(ADAM, 0.1, {}),
     "average": optzoo.moving_average(ADAM),
     "multitask": optzoo.multitask(ADAM),
+    "spikes": optzoo.skip_spikes(ADAM, on="norm"),
     "stacked": optzoo.stacked(ADAM),
     "clipping": optzoo.variable_clipping(ADAM, {}, 1.0),
     "dtype": optzoo.slots_dtype(ADAM, "bfloat16"),

@@ -77,6 +77,7 @@ WRAPPERS = {
     "ema_in_place": lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 3),
     "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
     "multitask": optzoo.multitask,
+    "skip_spikes": lambda tx: optzoo.skip_spikes(tx, on="norm"),
     "agn": lambda tx: optzoo.agn(tx, axis_name=None, communication_period=2),
     "diloco": lambda tx: optzoo.diloco(tx, axis_name=None, communication_period=2),
     "elastic_average": lambda tx: optzoo.elastic_average(

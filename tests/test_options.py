@@ -63,7 +63,7 @@ OTHERS = {
     **dict.fromkeys(("decay_steps", "preconditioner_interval", "statistics_interval"), 7),
     **dict.fromkeys(("half_life", "max_counter_every", "seed", "staleness", "start_step"), 7),
     **dict.fromkeys(("first_decay_steps", "model_dim", "total_steps", "warmup_steps"), 7),
-    **dict.fromkeys(("burnin_steps", "hold_base_rate_steps", "window"), 7),
+    **dict.fromkeys(("burnin_steps", "hold_base_rate_steps", "min_values", "window"), 7),
     **dict.fromkeys(("exchange_dtype", "window_dtype"), "bfloat16"),
     **dict.fromkeys(("mask", "skip"), "kernel"),
     **dict.fromkeys(("fragments", "min_arrived"), 2),
@@ -74,6 +74,7 @@ OTHERS = {
     "axis_name": "another",
     "bits": 32,
     "boundaries": [1, 3],
+    "correction": 0,
     "dims": {"table": (1,)},
     "dtype": "int8",
     "grafting": "sgd",
@@ -87,6 +88,7 @@ OTHERS = {
     "ns_steps": 7,
     "num_periods": 7,
     "num_updates": "count",
+    "on": "norm",
     "order": "round_robin",
     "outer": MOMENTUM,
     "owners": "replica",
@@ -134,6 +136,10 @@ BESIDE_THERE = {
     ("caught_up", "horizon"): {"mask": "table"},
     ("caught_up", "inner"): {"mask": "table", "dense": True},
     ("on_rows", "check"): {"inner": optzoo.lamb(0.1)},
+    **{
+        ("skip_spikes", option): {"on": "norm"}
+        for option in ("window", "deviations", "min_values", "correction", "inner", "axis_name")
+    },
     ("stacked", "check"): {"inner": optzoo.transforms.graft(MOMENTUM, ADAM)},
 }
 # Where another value is an error, which says that the option arrives.

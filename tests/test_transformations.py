@@ -77,6 +77,7 @@ WRAPPED = {
     "ensemble": lambda inner: optzoo.interop.fbgemm.ensemble(inner, 2, 3),
     "moving_average": lambda inner: optzoo.moving_average(inner, 0.9),
     "multitask": lambda inner: optzoo.multitask(inner),
+    "skip_spikes": lambda inner: optzoo.skip_spikes(inner, on="norm"),
     "stacked": lambda inner: optzoo.stacked(inner),
     "variable_clipping": lambda inner: optzoo.variable_clipping(inner, {"w": (1,)}, 0.9),
 }

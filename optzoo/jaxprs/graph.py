@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .equations import (
@@ -42,8 +43,11 @@ class Value:
 
     @property
     def key(self) -> Any:
-        """Equal for scalar constants of equal bits, however they print; else for itself alone."""
-        if self.literal is None or self.shape:
+        """Equal for scalar constants of equal bits, however they print; else for itself alone.
+
+        A traced constant, such as an argument of an update, has no bits yet.
+        """
+        if self.literal is None or self.shape or isinstance(self.literal, jax.core.Tracer):
             return id(self)
         return self.dtype, np.asarray(self.literal).tobytes()
 

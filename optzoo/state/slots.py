@@ -14,7 +14,7 @@ from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_
 from .deferred import Deferred, check_current
 from .packing import pack_like, unpack
 from .stacks import is_stack, layout_of, restack, unstack
-from .types import LeafwiseState, SlotsByName
+from .types import LeafwiseState, SkipSpikesState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.
 SlotPath = tuple[Any, ...]
@@ -180,6 +180,8 @@ def _mapped_field(state: Any, name: str, value: Any, path: SlotPath, f: Any) -> 
     if isinstance(state, _INJECTED) and name != "inner_state":  # hyper-parameters
         return value
     if isinstance(state, Deferred) and name != "inner":  # the clock and the ages of rows
+        return value
+    if isinstance(state, SkipSpikesState) and name != "inner":  # the window
         return value
     if isinstance(state, SlotsByName):
         if name != "slots":

@@ -86,6 +86,23 @@ class AccumulateState(NamedTuple):
     cycle: Any = ()  # a Cycle if a schedule gives its length
 
 
+class SkipSpikesState(NamedTuple):
+    """The state of :func:`optzoo.skip_spikes`.
+
+    Example:
+        >>> import jax.numpy as jnp, optzoo
+        >>> state = optzoo.skip_spikes(optzoo.adam(0.1)).init(jnp.ones(2))
+        >>> print(state.num_skipped, state.losses.shape)
+        0 (128,)
+    """
+
+    count: Array  # the values that came into the window
+    num_skipped: Array
+    losses: Any  # of shape (window,) in float32, the oldest is replaced; () if not judged
+    norms: Any  # the same of the gradients
+    inner: Any
+
+
 class MasterWeightsState(NamedTuple):
     """The state of :func:`optzoo.master_weights`.
 
@@ -171,3 +188,9 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
     """The nodes of a type in a tree."""
     is_node = lambda node: isinstance(node, kind)
     return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
+
+
+def needs_loss(state: Any) -> bool:
+    """Whether :func:`optzoo.skip_spikes` in a transformation with this state judges the loss."""
+    nodes = nodes_of(SkipSpikesState, state)
+    return any(jax.tree.leaves(node.losses) or needs_loss(node.inner) for node in nodes)

@@ -166,6 +166,7 @@ class ShardedTables(DeferredTables):
             for i, part in self.parts.items()
         ]
         value = (value / number).astype(found.value.dtype)
+        extra_args = self.arguments(value, extra_args)
         return *self._in_rounds(of_places, rest, extra_args), value
 
     def _in_rounds(

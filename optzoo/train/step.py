@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -21,6 +22,7 @@ from ..sparse.lookup import check_differentiable, check_no_module, value_and_aux
 from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
+from ..state.types import needs_loss
 from .takes_rows import takes_rows
 
 
@@ -135,6 +137,7 @@ class Tables:
         """
         gathers = self.wanted.gathers(traced, self.only_by_rows)
         loss = traced.with_taps(self.elsewhere, gathers)
+        extra_args = self.arguments(jnp.zeros([], jnp.float32), extra_args)  # for its type
         given = traced.looked_up | self.elsewhere
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
@@ -161,7 +164,12 @@ class Tables:
         params = self.params
         if any(map(is_rows, found.of_leaves)):
             params, grads = _in_this_order(params, grads)
+        extra_args = self.arguments(found.value, extra_args)
         return *self.model.apply(params, self.state, grads, extra_args), found.value
+
+    def arguments(self, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The extra args of the update, with the loss as ``value`` if the optimizer needs it."""
+        return {"value": value, **extra_args} if needs_loss(self.state) else extra_args
 
 
 _NO_ROWS = (

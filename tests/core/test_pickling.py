@@ -34,6 +34,7 @@ WRAPPERS = {
     "ema_in_place": lambda tx: optzoo.interop.fbgemm.ema_in_place(tx, 3),
     "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
     "multitask": optzoo.multitask,
+    "skip_spikes": lambda tx: optzoo.skip_spikes(tx, on="norm"),
     "param_groups": lambda tx: optzoo.param_groups({"table": tx, "0|1|other": optax.sgd(0.1)}),
     "stacked": optzoo.stacked,
     "accumulate": lambda tx: optzoo.accumulate(tx, 2, max_rows=ACCUMULATED),

@@ -121,6 +121,7 @@ WRAPPED = {
     "ema_in_place": lambda: optzoo.interop.fbgemm.ema_in_place(LAZY(), 3),
     "ensemble": lambda: optzoo.interop.fbgemm.ensemble(LAZY(), 2, 3),
     "multitask": lambda: optzoo.multitask(LAZY()),
+    "skip_spikes": lambda: optzoo.skip_spikes(LAZY(), on="norm"),
     "accumulate": lambda: optzoo.accumulate(LAZY(), 3),
     "accumulate-rows": lambda: optzoo.accumulate(LAZY(), 3, max_rows={"emb": 3}),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optzoo.lazy_adam)(0.1),

@@ -33,6 +33,7 @@ WRAPPERS = {
         tx, 0.1, {k: (len(shape) - 1,) for k, shape in shapes.items() if shape}
     ),
     "multitask": lambda tx, shapes: optzoo.multitask(tx),
+    "skip_spikes": lambda tx, shapes: optzoo.skip_spikes(tx, on="norm"),
     "groups": lambda tx, shapes: optzoo.param_groups(
         {min(shapes): tx, ".*": optzoo.momentum(0.1, 0.9)}
     ),

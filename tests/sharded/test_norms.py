@@ -34,6 +34,7 @@ def clipped(*clips):
 IN_ROUNDS = {
     "clip_by_global_norm": clipped(optzoo.clip_by_global_norm(0.01)),
     "clip_by_norm": clipped(optzoo.transforms.clip_by_norm(0.01)),
+    "skip_spikes": optzoo.skip_spikes(LAZY, window=2, min_values=2, deviations=1e-3),
     "clip_by_average_norm": clipped(optzoo.transforms.clip_by_average_norm(1e-4)),
     "two": clipped(
         optzoo.transforms.scale(2.0),

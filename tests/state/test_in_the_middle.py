@@ -61,6 +61,10 @@ CYCLES = {
     "ensemble": (lambda: FBGEMM.ensemble(LAZY(), 2, 6), 3),
     "ema_in_place": (lambda: FBGEMM.ema_in_place(LAZY(), 4), 2),
     "multitask": (lambda: optzoo.multitask(LAZY()), 3),
+    "skip_spikes": (
+        lambda: optzoo.skip_spikes(LAZY(), window=4, min_values=2, deviations=0.5),
+        5,
+    ),
     "at random": (lambda: optzoo.slots_dtype(LAZY(), "bfloat16", stochastic=True), 3),
     "packed at random": (
         lambda: optzoo.slots_dtype(LAZY(), "bfloat16", packed=True, stochastic=True),

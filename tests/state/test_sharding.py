@@ -43,6 +43,7 @@ TXS = {
     "blocked_shampoo": optzoo.blocked_shampoo(0.1),
     "chain": optax.chain(optzoo.clip_by_global_norm(1.0), optzoo.lazy_adam(0.1)),
     "decay": optzoo.decoupled_weight_decay(optzoo.adam(0.1), weight_decay_per_step=0.1),
+    "skip_spikes": optzoo.skip_spikes(optzoo.lazy_adam(0.1), on="norm"),
     "ema_nesterov": optzoo.ema_nesterov(optzoo.lazy_adam(0.1), 0.5, mask="kernel"),
     "elastic_average": optzoo.elastic_average(optzoo.momentum(0.1, 0.9), 1, axis_name=None),
     "ggt": optzoo.ggt(0.1, window=5),

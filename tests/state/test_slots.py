@@ -31,6 +31,7 @@ WHOLE = {
     "on_rows": optzoo.on_rows(adam),
     "moving_average": optzoo.moving_average(adam),
     "multitask": optzoo.multitask(adam),
+    "skip_spikes": optzoo.skip_spikes(adam),
     "decoupled_weight_decay": optzoo.decoupled_weight_decay(adam, weight_decay_per_step=0.1),
     "cautious_weight_decay": optzoo.cautious_weight_decay(adam, weight_decay_per_step=0.1),
     "ema_nesterov": optzoo.ema_nesterov(adam, 0.5),

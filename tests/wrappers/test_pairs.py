@@ -165,6 +165,30 @@ class Hyperball(Same):
         return new
 
 
+class Skip(Same):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.norms = []
+
+    def step(self, gs, xs):
+        norm = np.sqrt(sum(np.sum(g**2) for g in gs.values()))
+        self.norms, before = [norm, *self.norms[:1]], self.norms
+        if len(before) == 2 and norm > np.mean(before) + np.std(before):
+            return dict(xs)
+        return self.inner.step(gs, xs)
+
+
+class CautiousOfSkipped(Cautious):
+    """Around skip_spikes, which leaves no rows in an update that it skips."""
+
+    def step(self, gs, xs):
+        new = self.inner.step(gs, xs)
+        if all(np.array_equal(new[name], x) for name, x in xs.items()):
+            return new
+        decay = lambda x, y: y - 0.25 * np.where((y - x) * x <= 0, x, 0)
+        return {name: decay(xs[name], y) for name, y in new.items()}
+
+
 class Groups(Same):
     def __init__(self, inner):
         super().__init__(inner)
@@ -272,6 +296,12 @@ WRAPPERS = {
         lambda tx: optzoo.param_groups({"a": tx, "b": optzoo.momentum(0.25, 0.5)}),
         Groups,
     ),
+    "skip_spikes": (
+        lambda tx: optzoo.skip_spikes(
+            tx, window=2, min_values=2, deviations=1.0, correction=0, on="norm"
+        ),
+        Skip,
+    ),
     "slots_dtype": (lambda tx: optzoo.slots_dtype(tx, "float32", packed=True), Same),
     "stacked": (optzoo.stacked, Same),
     "sync_replicas": (lambda tx: optzoo.sync_replicas(tx, 1, **ALONE), Same),
@@ -287,6 +317,7 @@ ALL = {*WRAPPERS}
 REFUSED = [
     ({"accumulate"}, METHODS, "accumulate is around a method for replicas"),
     ({"multitask"}, METHODS, "multitask is around a method for replicas"),
+    ({"skip_spikes"}, METHODS, "skip_spikes is around a method for replicas"),
     ({"multitask"}, {"accumulate"}, r"write accumulate\(multitask\(tx\), every\)"),
     ({"multitask"}, {"stacked"}, "multitask is around optzoo.stacked, or owners="),
     (MOVE, {"accumulate"}, r"not in each update: write accumulate\("),
@@ -313,14 +344,14 @@ REFUSED = [
 # Of dense gradients, as stacks have no rows; and of rows.
 REFUSED_OF_KIND = {
     "dense": [
-        ({"stacked"}, {"ema_in_place", "multitask"}, "are not those on its stack"),
+        ({"stacked"}, {"ema_in_place", "multitask", "skip_spikes"}, "are not those on its stack"),
         ({"stacked"}, {"variable_clipping"}, "along the first axis"),
     ],
     "rows": [
         ({"on_rows"}, CENTERED, "cannot run this optimizer row by row"),
         (
             {"on_rows"},
-            {"hyperball", "multitask", "variable_clipping"},
+            {"hyperball", "multitask", "skip_spikes", "variable_clipping"},
             "cannot run this optimizer row by row",
         ),
         ({"on_rows"}, {"stacked"}, "keep tables out of the stacks"),
@@ -334,7 +365,10 @@ FIRST = [
     ("stacked", "variable_clipping"),
 ]
 # Definitions by the wrappers outside and inside and the kind of gradients.
-OTHERWISE = {("cautious_weight_decay", "multitask", "rows"): CautiousOfRows}
+OTHERWISE = {
+    ("cautious_weight_decay", "multitask", "rows"): CautiousOfRows,
+    ("cautious_weight_decay", "skip_spikes", "rows"): CautiousOfSkipped,
+}
 PAIRS = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS]
 
 

@@ -137,6 +137,7 @@ NESTED = {
         ADAM(), weight_decay_per_step=0.1
     ),
     "multitask": lambda: optzoo.multitask(ADAM()),
+    "skip_spikes": lambda: optzoo.skip_spikes(ADAM(), on="norm"),
     "beside optax": lambda: optax.chain(optax.trace(0.9), ADAM()),
 }
 
@@ -562,6 +563,7 @@ INSIDE = {
     "agn": lambda tx: optzoo.agn(tx, axis_name=None, communication_period=2),
     "model_average": lambda tx: optzoo.model_average(tx, axis_name=None, interval_steps=2),
     "multitask": optzoo.multitask,
+    "skip_spikes": lambda tx: optzoo.skip_spikes(tx, on="norm"),
     "stacked": optzoo.stacked,
 }
 
