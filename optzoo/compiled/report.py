@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..core.compat import kept_arguments
+from ..core.compat import kept_arguments, result_types
 from ..core.terminal import columns
 from .devices import devices_of
 from .hlo import COLLECTIVES, Instruction, Program
@@ -407,7 +407,7 @@ def _placements(lowered: Any, compiled: Any, program: Program) -> Iterator[Place
 
 def _results_in_place(lowered: Any, shardings: Any) -> dict[Any, Any]:
     """By the path of an argument the sharding of the result in its place."""
-    args, out = lowered.args_info[0], lowered.out_info
+    args, out = lowered.args_info[0], result_types(lowered)
     is_tuple = type(out) is tuple
     results = zip(out, shardings, strict=True) if is_tuple else [(out, shardings)]
     found, avals = {}, lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]

@@ -343,6 +343,14 @@ def kept_arguments(lowered: Any) -> list[int]:
     return sorted(lowered._lowering.compile_args["kept_var_idx"])
 
 
+def result_types(lowered: Any) -> Any:
+    """The types of the results of a lowered function, as a tree.
+
+    ``lowered.out_info`` has their shardings, and fails if one has a layout and no sharding.
+    """
+    return lowered.out_tree.unflatten(lowered._lowering.compile_args["global_out_avals"])
+
+
 # Layouts
 
 # Before JAX 0.11.1 to demand the layout of a result is an error if an argument is donated.

@@ -126,6 +126,13 @@ def test_kept_arguments():
     assert compat.kept_arguments(lowered) == [0, 2], must
 
 
+def test_result_types():
+    must = fix("result_types", "compare results with arguments", "compile_report")
+    lowered = jax.jit(lambda a, b: (a + 1, {"x": jnp.sum(a)})).lower(X, X)
+    found = jax.tree.map(lambda x: (x.shape, x.dtype), compat.result_types(lowered))
+    assert found == ((X.shape, X.dtype), {"x": ((), X.dtype)}), must
+
+
 def test_has_side_effects():
     must = fix("has_side_effects", "tell a print from the number of a device", "native code")
     trace = lambda f: jax.make_jaxpr(f, axis_env=[("r", 4)])(X).jaxpr
