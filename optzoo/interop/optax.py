@@ -194,6 +194,12 @@ def to_optax(state: Any, optax_tx: optax.GradientTransformation, params: Any) ->
         new = {k: map_with_path(array(type(node), k), getattr(node, k)) for k in sorted(fields)}
         if "count" in node._fields:
             new["count"] = like(count, node.count)
+        if isinstance(node, optax.InjectStatefulHyperparamsState):  # their schedules count, too
+            is_count = lambda x: getattr(x, "_fields", None) == ("count",)
+            counted = lambda x: x._replace(count=like(count, x.count)) if is_count(x) else x
+            new["hyperparams_states"] = jax.tree.map(
+                counted, node.hyperparams_states, is_leaf=is_count
+            )
         return node._replace(**new)
 
     new = _mapped(optax_tx.init(from_lines(params)), write)
@@ -215,7 +221,9 @@ def _all_fields() -> Iterator[tuple[type, str]]:
         yield from fields.values()
 
 
-def _mapped(node: Any, f: Callable[..., Any], path: tuple[Any, ...] = (), last: bool = False) -> Any:
+def _mapped(
+    node: Any, f: Callable[..., Any], path: tuple[Any, ...] = (), last: bool = False
+) -> Any:
     """A state with ``f(path, is_last, node)`` of each known part; raises for unknown ones."""
     if isinstance(node, _KNOWN):
         return f(path, last, node)
@@ -306,7 +314,7 @@ def _check_order(entry: _Found, kind: type, name: str, found: Any, Slots: type) 
 
 
 def _slots_of(state: Any) -> tuple[dict[Any, dict[str, Any]], dict[Any, type], list[int]]:
-    """The arrays of each parameter by optax's class and its name, whose they are, and all counts."""
+    """The arrays of parameters by optax's class and names, whose they are, and all counts."""
     given, owners, counts = dict[Any, dict[str, Any]](), dict[Any, type](), list[int]()
     if any(int(node.cycle.position) for node in nodes_of(AccumulateState, state) if node.cycle):
         raise ValueError("state: accumulate is in a cycle; convert at the end of one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,9 +235,12 @@ def _check(name: str, parameter: _Parameter, node: LeafwiseState) -> None:
 
 def _axes(transpose: Any, params: Any) -> dict[str, tuple[int, ...]]:
     """The order of torch's axes by the name of the parameter."""
-    if isinstance(transpose, Mapping) and all(isinstance(k, str) for k in transpose):
-        if all(isinstance(axes, tuple | list) for axes in transpose.values()):
-            return {k: tuple(v) for k, v in value_by_name("transpose", transpose, params).items()}
+    is_axes = lambda x: isinstance(x, tuple | list)
+    if isinstance(transpose, Mapping) and all(map(is_axes, transpose.values())):
+        for pattern, axes in transpose.items():
+            if sorted(axes) != [*range(len(axes))]:
+                raise ValueError(f"transpose: {pattern!r} needs an order of axes, got {axes!r}")
+        return {k: tuple(v) for k, v in value_by_name("transpose", transpose, params).items()}
     marks = leaves_with_path(resolve_mask(transpose, params, "transpose"))
     found = {path_name(path): (1, 0) for path, mark in marks if mark}
     for path, x in leaves_with_path(params):

@@ -24,31 +24,31 @@ SHAPES = {"head.weight": (3, 4), "head.bias": (3,), "table.weight": (5, 2)}
 # An epsilon so large that its place matters.
 EPS = {"eps": 0.1}
 CASES = {
-    "SGD": ("SGD", {"lr": 0.1}),
-    "SGD, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    "SGD, nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "SGD, dampening": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    "SGD, maximize": ("SGD", {"lr": 0.1, "momentum": 0.9, "maximize": True}),
-    "Adam": ("Adam", {"lr": 0.1, **EPS}),
-    "Adam, no eps": ("Adam", {"lr": 0.1, "eps": 0.0}),
-    "Adam, weight_decay": ("Adam", {"lr": 0.1, "weight_decay": 0.2, **EPS}),
-    "Adam, amsgrad": ("Adam", {"lr": 0.1, "amsgrad": True, **EPS}),
-    "AdamW": ("AdamW", {"lr": 0.1, "weight_decay": 0.2, **EPS}),
-    "AdamW, no eps": ("AdamW", {"lr": 0.1, "weight_decay": 0.2, "eps": 0.0}),
-    "SparseAdam": ("SparseAdam", {"lr": 0.1, **EPS}),
-    "Adagrad": ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.3, **EPS}),
-    "Adagrad, lr_decay": ("Adagrad", {"lr": 0.1, "lr_decay": 0.2, **EPS}),
-    "RMSprop": ("RMSprop", {"lr": 0.1, **EPS}),
-    "RMSprop, no eps": ("RMSprop", {"lr": 0.1, "eps": 0.0}),
-    "RMSprop, momentum": ("RMSprop", {"lr": 0.1, "eps": 0.0, "momentum": 0.9}),
+    "SGD": ("SGD", {"lr": 0.01}),
+    "SGD, momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
+    "SGD, nesterov": ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD, dampening": ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}),
+    "SGD, maximize": ("SGD", {"lr": 0.01, "momentum": 0.9, "maximize": True}),
+    "Adam": ("Adam", {"lr": 0.01, **EPS}),
+    "Adam, no eps": ("Adam", {"lr": 0.01, "eps": 0.0}),
+    "Adam, weight_decay": ("Adam", {"lr": 0.01, "weight_decay": 0.2, **EPS}),
+    "Adam, amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True, **EPS}),
+    "AdamW": ("AdamW", {"lr": 0.01, "weight_decay": 0.2, **EPS}),
+    "AdamW, no eps": ("AdamW", {"lr": 0.01, "weight_decay": 0.2, "eps": 0.0}),
+    "SparseAdam": ("SparseAdam", {"lr": 0.01, **EPS}),
+    "Adagrad": ("Adagrad", {"lr": 0.01, "initial_accumulator_value": 0.3, **EPS}),
+    "Adagrad, lr_decay": ("Adagrad", {"lr": 0.01, "lr_decay": 0.2, **EPS}),
+    "RMSprop": ("RMSprop", {"lr": 0.01, **EPS}),
+    "RMSprop, no eps": ("RMSprop", {"lr": 0.01, "eps": 0.0}),
+    "RMSprop, momentum": ("RMSprop", {"lr": 0.01, "eps": 0.0, "momentum": 0.9}),
     "RMSprop, centered": (
-        "RMSprop", {"lr": 0.1, "eps": 0.0, "centered": True}
+        "RMSprop", {"lr": 0.01, "eps": 0.0, "centered": True}
     ),
     "RMSprop, all": (
-        "RMSprop", {"lr": 0.1, "eps": 0.0, "centered": True, "momentum": 0.9}
+        "RMSprop", {"lr": 0.01, "eps": 0.0, "centered": True, "momentum": 0.9}
     ),
-    "Muon": ("Muon", {"lr": 0.1, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}),
-    "NAdam": ("NAdam", {"lr": 0.1}),
+    "Muon": ("Muon", {"lr": 0.01, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}),
+    "NAdam": ("NAdam", {"lr": 0.01}),
 }  # fmt: skip
 
 
