@@ -1,7 +1,8 @@
-"""A state of this library, filled by the names of slots and parameters."""
+"""States filled by the names of slots and parameters, from those of other libraries."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..core.lines import from_lines, to_lines_of
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import leaves_with_path, map_with_path, path_name
 from ..state.storage import pack_state_like, unpack_state
-from ..state.types import LeafwiseState, map_nodes, nodes_of
+from ..state.types import LeafwiseState, map_nodes
 
 
 class Source(NamedTuple):
@@ -25,65 +26,95 @@ class Source(NamedTuple):
     count: int | None  # the number of its updates, if it is known
 
 
+# What of optax counts updates beside its optimizers.
+COUNTING = {
+    optax.ScaleByScheduleState: "count",
+    optax.InjectHyperparamsState: "count",
+    optax.InjectStatefulHyperparamsState: "count",
+    optax.MultiStepsState: "gradient_step",
+}
+
+
 def fill_state(
     tx: optax.GradientTransformation,
     params: Any,
-    read: Callable[[str, LeafwiseState], Source],
+    read: Callable[[str, type, Any], Source],
     *,
     known: Collection[type],
     count: int,
     finish: Callable[[], Iterable[str]],
-    argument: str,
+    error: str,
 ) -> Any:
-    """The state of ``tx`` with the slots, counts and powers of another library's state.
+    """The state of ``tx`` with the slots, counts and powers of another state.
 
     What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it.
 
     Args:
-        tx: an optimizer of this library, alone or in chains, masks and wrappers.
+        tx: an optimizer of this library or of optax, alone or in chains, masks and wrappers.
         params: the parameters, or their shapes and dtypes.
-        read: ``read(name, node)`` gives what belongs to a parameter in a node of the initial
-            state, or raises ``ValueError``.
-        known: the classes of slots that can be filled.
+        read: ``read(name, kind, node)`` gives what belongs to a parameter in a node of the initial
+            state whose class, or class of slots, is ``kind``, or raises ``ValueError``.
+        known: the classes of slots, and of states of optax, that can be filled.
         count: the number of updates of nodes whose sources have none.
         finish: called at the end, gives further messages, such as what is left over.
-        argument: the name of the argument in messages.
+        error: begins the message of an error.
 
     Raises:
         ValueError: if anything does not fit: the message lists all of it.
     """
     check_transformation(tx=tx)
-    like, params = params, from_lines(params)
+    given, params = params, from_lines(params)
     start = tx.init(params)
     problems: list[str] = []
-    if not nodes_of(LeafwiseState, start):
-        raise ValueError("tx must be an optimizer of optzoo, alone or in chains, got another one")
 
     def filled(node):
-        Slots = type(node.slots)
-        if Slots not in known:
-            names = ", ".join(sorted(kind.__name__ for kind in known))
-            problems.append(f"tx has {Slots.__name__}, which it cannot fill; it can fill {names}")
+        if (kind := kind_of(node)) not in known:
+            names = ", ".join(sorted(k.__name__ for k in known))
+            problems.append(f"tx has {kind.__name__}, which cannot be filled; known are {names}")
             return node
         found = dict[str, Source]()
-        for name in names_of(node):
+        for name in {name: None for tree in trees_of(node).values() for name in _names(tree)}:
             try:
-                found[name] = read(name, node)
+                found[name] = read(name, kind, node)
             except ValueError as error:
                 problems.append(str(error))
         return _with(node, found, count, problems)
 
-    state = map_nodes(LeafwiseState, filled, unpack_state(start))
+    kinds = (LeafwiseState, *(kind for kind in known if kind.__module__.startswith("optax")))
+    state = map_nodes(kinds, filled, unpack_state(start))
+    for kind, field in COUNTING.items():
+        state = map_nodes(kind, functools.partial(_counted, field, count), state)
     problems += finish()
     if problems:
-        raise ValueError(f"{argument} does not fit tx: " + "; ".join(problems))
-    return to_lines_of(like, tx, (params, pack_state_like(start, state)))[1]
+        raise ValueError(f"{error}: " + "; ".join(problems))
+    return to_lines_of(given, tx, (params, pack_state_like(start, state)))[1]
 
 
-def names_of(node: LeafwiseState) -> list[str]:
-    """The names of the parameters that have slots in a node."""
-    first = node.slots[0] if node.slots else ()
-    return [path_name(path) for path, _ in leaves_with_path(first)]
+def kind_of(node: Any) -> type:
+    """The class of the slots of an optimizer, or that of a state of optax."""
+    return type(node.slots) if isinstance(node, LeafwiseState) else type(node)
+
+
+def trees_of(node: Any) -> dict[str, Any]:
+    """The slots of an optimizer, or the fields of a state of optax, by name."""
+    if isinstance(node, LeafwiseState):
+        return node.slots._asdict()
+    return {name: tree for name, tree in node._asdict().items() if name != "count"}
+
+
+def _names(tree: Any) -> list[str]:
+    return [path_name(path) for path, _ in leaves_with_path(tree)]
+
+
+def _counted(field: str, count: int, node: Any) -> Any:
+    """A node of optax with another count, which also the schedules in it have."""
+    node = node._replace(**{field: like(count, getattr(node, field))})
+    if not isinstance(node, optax.InjectStatefulHyperparamsState):
+        return node
+    is_count = lambda x: getattr(x, "_fields", None) == ("count",)
+    set_count = lambda x: x._replace(count=like(count, x.count)) if is_count(x) else x
+    states = jax.tree.map(set_count, node.hyperparams_states, is_leaf=is_count)
+    return node._replace(hyperparams_states=states)
 
 
 def only_count(counts: Iterable[int], given: int | None) -> int:
@@ -128,10 +159,13 @@ def _with(node: Any, found: Mapping[str, Source], count: int, problems: list[str
 
         return map_with_path(array, tree)
 
-    slots = {slot: tree_of(slot, tree) for slot, tree in node.slots._asdict().items()}
+    new = {slot: tree_of(slot, tree) for slot, tree in trees_of(node).items()}
+    if not isinstance(node, LeafwiseState):
+        counted = {"count": like(number, node.count)} if "count" in node._fields else {}
+        return node._replace(**new, **counted)
     return node._replace(
         count=like(number, node.count),
-        slots=node.slots._replace(**slots),
+        slots=node.slots._replace(**new),
         shared={name: _power(name, base, number) for name, base in node.shared.items()},
     )
 

@@ -19,17 +19,21 @@ from ..first_order.rmsprop import (
     RMSPropSlots,
 )
 from ..second_order.muon import MuonSlots
-from ..state.types import LeafwiseState, NoSlots
-from .fill import Source, fill_state, only_count
+from ..state.types import NoSlots
+from .fill import Source, fill_state, kind_of, only_count
 
 __all__ = ["from_torch"]
 
-_MEANS = {AdamSlots: {"m": "exp_avg", "v": "exp_avg_sq"}}
+_MEANS = {
+    AdamSlots: {"m": "exp_avg", "v": "exp_avg_sq"},
+    optax.ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
+}
 _BUFFER = {"momentum": "momentum_buffer"}
+_TRACE = {optax.TraceState: {"trace": "momentum_buffer"}}
 _CENTERED = {"rms": "square_avg", "mg": "grad_avg"}
 # For each class of torch the options of its groups that only it has, and its name of each slot.
 _CLASSES: dict[str, tuple[set[str], dict[type, dict[str, str]]]] = {
-    "SGD": ({"momentum", "dampening", "nesterov"}, {MomentumSlots: _BUFFER}),
+    "SGD": ({"momentum", "dampening", "nesterov"}, {MomentumSlots: _BUFFER, **_TRACE}),
     "Adam or AdamW": ({"betas", "eps", "weight_decay", "amsgrad"}, _MEANS),
     "Adagrad": ({"lr_decay", "initial_accumulator_value"}, {AdagradSlots: {"accumulator": "sum"}}),
     "RMSprop": (
@@ -39,6 +43,9 @@ _CLASSES: dict[str, tuple[set[str], dict[type, dict[str, str]]]] = {
             RMSPropSlots: {"rms": "square_avg", **_BUFFER},
             PlainCenteredRMSPropSlots: _CENTERED,
             CenteredRMSPropSlots: {**_CENTERED, **_BUFFER},
+            optax.ScaleByRmsState: {"nu": "square_avg"},
+            optax.ScaleByRStdDevState: {"nu": "square_avg", "mu": "grad_avg"},
+            **_TRACE,
         },
     ),
     "Muon": ({"ns_steps", "ns_coefficients"}, {MuonSlots: {"momentum_buffer": "momentum_buffer"}}),
@@ -46,7 +53,7 @@ _CLASSES: dict[str, tuple[set[str], dict[type, dict[str, str]]]] = {
 }
 _OF_SPARSE_ADAM = {"lr", "initial_lr", "betas", "eps", "maximize", "params", "param_names"}
 _KNOWN = {NoSlots, *(kind for _, slots in _CLASSES.values() for kind in slots)}
-_OUTSIDE = "optzoo.{} adds eps {}, which is the same for eps=0 only"
+_RMSPROP = (RMSPropSlots, CenteredRMSPropSlots, PlainRMSPropSlots, PlainCenteredRMSPropSlots)
 
 
 class _Parameter(NamedTuple):
@@ -117,22 +124,22 @@ def from_torch(
     steps = [int(_array(p.state["step"])) for p in given.values() if "step" in p.state]
     used = {name: {"step"} for name in given}
 
-    def read(name, node):
-        parameter = given.get(name)
-        if parameter is None:
+    def read(name, kind, node):
+        if (parameter := given.get(name)) is None:
             raise ValueError(f"'{name}' is in no group of torch: names={names!r}")
-        fields = _CLASSES[parameter.kind][1].get(type(node.slots))
+        fields = _CLASSES[parameter.kind][1].get(kind)
         if fields is None:
-            slots = type(node.slots).__name__
-            raise ValueError(f"'{name}' has {slots}, which torch's {parameter.kind} has not")
+            raise ValueError(f"'{name}' has {kind.__name__}, which {parameter.kind} does not have")
         _check(name, parameter, node)
         slots = {}
         for slot, field in fields.items():
             if parameter.state.get(field) is None:
                 raise ValueError(f"'{name}' has no {field} in the state of {parameter.kind}")
             value = _array(parameter.state[field])
-            if parameter.kind == "RMSprop" and slot == "momentum":  # the rate is in it, here
-                value = value * float(_array(parameter.options["lr"]))
+            if parameter.kind == "RMSprop" and field == "momentum_buffer":
+                # Here the learning rate is in it, and in optax its opposite.
+                sign = -1 if kind is optax.TraceState else 1
+                value = value * sign * float(_array(parameter.options["lr"]))
             if name in turned and value.ndim == len(turned[name]):
                 value = value.transpose(turned[name])
             slots[slot] = value
@@ -148,7 +155,7 @@ def from_torch(
 
     return fill_state(
         tx, params, read, known=_KNOWN, count=only_count(steps, count), finish=left_over,
-        argument="state_dict",
+        error="state_dict does not fit tx",
     )  # fmt: skip
 
 
@@ -211,26 +218,28 @@ def _refused(kind: str, options: Mapping[str, Any]) -> Iterator[str]:
         yield "amsgrad=True, and optzoo.amsgrad does not correct the bias"
     if options.get("dampening") and options["momentum"]:
         yield f"dampening={options['dampening']}, which optzoo.momentum has not"
-    if kind == "RMSprop" and float(_array(options["eps"])):
-        yield f"eps={options['eps']}: {_OUTSIDE.format('rmsprop', 'inside of the root')}"
 
 
-def _check(name: str, parameter: _Parameter, node: LeafwiseState) -> None:
-    """Raises ``ValueError`` if a transformation cannot do what the options of Adam say."""
-    if not isinstance(node.slots, AdamSlots):
-        return
-    eps = float(_array(parameter.options["eps"]))
-    is_sparse, is_tf1 = parameter.kind == "SparseAdam", "beta2_power" in node.shared
-    if eps and is_sparse and not is_tf1:
-        why = _OUTSIDE.format("sparse_adamw", "after the bias correction")
-        raise ValueError(f"'{name}' has eps={eps}: {why}; take optzoo.lazy_adam")
-    if eps and is_tf1 and not is_sparse:
-        why = _OUTSIDE.format("adam", "before the bias correction")
-        raise ValueError(f"'{name}' has eps={eps}: {why}; take optzoo.sparse_adamw")
-    for key, beta in zip(("beta1_power", "beta2_power"), parameter.options["betas"], strict=True):
-        base = node.shared.get(key, np.float32(beta))
+def _check(name: str, parameter: _Parameter, node: Any) -> None:
+    """Raises ``ValueError`` if a node cannot do what the options of torch say."""
+    options, slots, powers = parameter.options, kind_of(node), getattr(node, "shared", {})
+    is_sparse, has_powers = parameter.kind == "SparseAdam", "beta2_power" in powers
+    why = None
+    if slots in _RMSPROP:
+        why = "optzoo.rmsprop inside of the root: take optax.rmsprop(eps_in_sqrt=False)"
+    elif slots in _MEANS and is_sparse and not has_powers:
+        why = "tx after the bias correction, SparseAdam before it: take optzoo.lazy_adam"
+    elif slots in _MEANS and has_powers and not is_sparse:
+        why = "tx before the bias correction, torch after it: take optzoo.sparse_adamw"
+    if why and (eps := float(_array(options["eps"]))):
+        raise ValueError(
+            f"'{name}' has eps={eps}, which is added by {why}, or set eps=0 in the state_dict to "
+            "accept the difference"
+        )
+    for key, beta in zip(("beta1_power", "beta2_power"), options.get("betas", ()), strict=False):
+        base = powers.get(key, beta)
         if np.float32(base) != np.float32(_array(beta)):
-            raise ValueError(f"'{name}' has betas={parameter.options['betas']}, and tx {base}")
+            raise ValueError(f"'{name}' has betas={options['betas']}, and tx has {base}")
 
 
 def _axes(transpose: Any, params: Any) -> dict[str, tuple[int, ...]]:
@@ -242,7 +251,7 @@ def _axes(transpose: Any, params: Any) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"transpose: {pattern!r} needs an order of axes, got {axes!r}")
         return {k: tuple(v) for k, v in value_by_name("transpose", transpose, params).items()}
     marks = leaves_with_path(resolve_mask(transpose, params, "transpose"))
-    found = {path_name(path): (1, 0) for path, mark in marks if mark}
+    found: dict[str, tuple[int, ...]] = {path_name(path): (1, 0) for path, mark in marks if mark}
     for path, x in leaves_with_path(params):
         if path_name(path) in found and len(x.shape) != 2:
             raise ValueError(
