@@ -26,8 +26,8 @@ def from_optax(
 
     Slots are found by the classes of optax's states (``ScaleByAdamState``, ``TraceState``, ...) in
     chains, masks, partitions, ``inject_hyperparams`` and ``MultiSteps``. A state does not show the
-    arguments of its optimizer: which ones make both runs equal is a `table
-    <https://optzoo.readthedocs.io/from_optax_and_torch>`_.
+    arguments of its optimizer: ``docs/from_optax_and_torch.md`` says which ones make both runs
+    equal.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo

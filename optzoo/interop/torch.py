@@ -75,9 +75,8 @@ def from_torch(
 ) -> Any:
     """The state of an optimizer that continues the run of one of torch.
 
-    It reads SGD, Adam, AdamW, SparseAdam, Adagrad, RMSprop and Muon. Which optimizers and arguments
-    continue each of them is a `table
-    <https://optzoo.readthedocs.io/from_optax_and_torch>`_.
+    It reads SGD, Adam, AdamW, SparseAdam, Adagrad, RMSprop and Muon.
+    ``docs/from_optax_and_torch.md`` says which optimizers and arguments continue each of them.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optzoo
