@@ -15,8 +15,11 @@ from ..core.checks import check_size, check_transformation
 from ..core.lines import from_lines, to_lines_of
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import leaves_with_path, map_with_path, path_name
+from ..deferred.state import CaughtUpState
+from ..deferred.tables import all_current
+from ..state.averages import EMANesterovSlots, MovingAverageSlots
 from ..state.storage import pack_state_like, unpack_state
-from ..state.types import LeafwiseState, map_nodes
+from ..state.types import LeafwiseState, ReplicaState, map_nodes, nodes_of
 
 
 class Source(NamedTuple):
@@ -26,6 +29,8 @@ class Source(NamedTuple):
     count: int | None  # the number of its updates, if it is known
 
 
+# These begin at the parameters.
+_AVERAGES = (MovingAverageSlots, EMANesterovSlots)
 # What of optax counts updates beside its optimizers.
 COUNTING = {
     optax.ScaleByScheduleState: "count",
@@ -47,7 +52,8 @@ def fill_state(
 ) -> Any:
     """The state of ``tx`` with the slots, counts and powers of another state.
 
-    What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it.
+    What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it. Deferred
+    rows are those of the parameters, with nothing to catch up.
 
     Args:
         tx: an optimizer of this library or of optax, alone or in chains, masks and wrappers.
@@ -60,15 +66,24 @@ def fill_state(
         error: begins the message of an error.
 
     Raises:
-        ValueError: if anything does not fit: the message lists all of it.
+        ValueError: if ``tx`` is a method for replicas, or if anything does not fit: the message
+            lists all of it.
     """
     check_transformation(tx=tx)
     given, params = params, from_lines(params)
     start = tx.init(params)
     problems: list[str] = []
 
+    if nodes_of(ReplicaState, start):
+        raise ValueError(
+            "tx is a method for replicas, which counts steps of its own: fill the state of the "
+            "optimizer in it"
+        )
+
     def filled(node):
-        if (kind := kind_of(node)) not in known:
+        if (kind := kind_of(node)) in _AVERAGES:
+            return node
+        if kind not in known:
             names = ", ".join(sorted(k.__name__ for k in known))
             problems.append(f"tx has {kind.__name__}, which cannot be filled; known are {names}")
             return node
@@ -84,6 +99,7 @@ def fill_state(
     state = map_nodes(kinds, filled, unpack_state(start))
     for kind, field in COUNTING.items():
         state = map_nodes(kind, functools.partial(_counted, field, count), state)
+    state = map_nodes(CaughtUpState, all_current, state)
     problems += finish()
     if problems:
         raise ValueError(f"{error}: " + "; ".join(problems))

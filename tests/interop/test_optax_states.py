@@ -11,7 +11,8 @@ import pytest
 
 import optzoo
 from optzoo.interop.optax import from_optax, to_optax
-from optzoo.state.types import nodes_of
+from optzoo.state.types import LeafwiseState, nodes_of
+from optzoo.testing import samples
 
 HALF, RATE = 5, 0.01
 E, NO = {"eps": 0.1}, {"eps": 0.0}  # an epsilon so large that its place matters
@@ -233,6 +234,49 @@ def test_count_continues_a_schedule():
     for count, rate in {None: 0.0, 7: 7.0}.items():
         state = from_optax(start, tx, params, count=count)
         np.testing.assert_array_equal(tx.update(params, state, params)[0], [-rate, -rate])
+
+
+@pytest.mark.parametrize("slots", ["MovingAverageSlots", "EMANesterovSlots"])
+def test_averages_begin_anew(slots):
+    start, gradients = problem()
+    old, inner = optax.sgd(SCHEDULE, 0.9), optzoo.momentum(SCHEDULE, 0.9)
+    params, state = run(old, start, old.init(start), cut(gradients, HALF))
+    tx = {
+        "MovingAverageSlots": lambda: optzoo.moving_average(inner, 0.9),
+        "EMANesterovSlots": lambda: optzoo.ema_nesterov(inner, 0.5, 0.75),
+    }[slots]()
+    mine = from_optax(state, tx, params)
+    is_it = lambda node: type(node.slots).__name__ == slots
+    [got], [begin] = (
+        list(filter(is_it, nodes_of(LeafwiseState, s))) for s in (mine, tx.init(params))
+    )
+    assert largest(got, begin) == 0
+    trace = optzoo.get_slot(from_optax(state, inner, params), "momentum")
+    assert largest(optzoo.get_slot(mine, "momentum"), trace) == 0
+
+
+def test_deferred_rows_are_current():
+    start, gradients = problem()
+    table, gradients = start["a"]["w"], gradients["a"]["w"]
+    old, tx = optax.sgd(SCHEDULE, 0.9), optzoo.caught_up(optzoo.momentum(SCHEDULE, 0.9), dense=True)
+    params, state = run(old, table, old.init(table), gradients[:HALF])
+    ids = np.arange(HALF) % 3  # each step has one of the three rows
+    rows = [gradients[HALF + t, i] for t, i in enumerate(ids)]
+    few = [jnp.zeros((3, 4)).at[i].set(row) for i, row in zip(ids, rows, strict=True)]
+    want, _ = run(old, params, state, jnp.stack(few))
+    state = from_optax(state, tx, params)
+    for i, row in zip(ids, rows, strict=True):
+        params, state = optzoo.rows.catch_up(params, state, jnp.array([i]))
+        gradient = optzoo.SparseRows(jnp.array([i]), row[None], 3)
+        params, state = samples.step(tx, gradient, params, state)
+    params, _ = optzoo.rows.catch_up(params, state)
+    assert largest(params, want) < 1e-6
+
+
+def test_methods_for_replicas_are_refused():
+    tx = optzoo.model_average(optzoo.momentum(0.1, 0.9), axis_name=None)
+    with pytest.raises(ValueError, match="tx is a method for replicas"):
+        from_optax(optax.sgd(0.1, 0.9).init(PARAMS), tx, PARAMS)
 
 
 PARAMS = {"w": jnp.ones((2, 3)), "v": jnp.ones(2)}
