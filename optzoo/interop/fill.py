@@ -15,8 +15,6 @@ from ..core.checks import check_size, check_transformation
 from ..core.lines import from_lines, to_lines_of
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import leaves_with_path, map_with_path, path_name
-from ..deferred.state import CaughtUpState
-from ..deferred.tables import all_current
 from ..state.averages import EMANesterovSlots, MovingAverageSlots
 from ..state.storage import pack_state_like, unpack_state
 from ..state.types import LeafwiseState, ReplicaState, map_nodes, nodes_of
@@ -52,8 +50,7 @@ def fill_state(
 ) -> Any:
     """The state of ``tx`` with the slots, counts and powers of another state.
 
-    What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it. Deferred
-    rows are those of the parameters, with nothing to catch up.
+    What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it.
 
     Args:
         tx: an optimizer of this library or of optax, alone or in chains, masks and wrappers.
@@ -99,7 +96,6 @@ def fill_state(
     state = map_nodes(kinds, filled, unpack_state(start))
     for kind, field in COUNTING.items():
         state = map_nodes(kind, functools.partial(_counted, field, count), state)
-    state = map_nodes(CaughtUpState, all_current, state)
     problems += finish()
     if problems:
         raise ValueError(f"{error}: " + "; ".join(problems))

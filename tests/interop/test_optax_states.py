@@ -222,8 +222,9 @@ def test_slots_are_copied_into_their_storage():
         assert jax.tree.structure(mine) == jax.tree.structure(new.init(params))
         m = optzoo.get_slot(optzoo.rows.from_lines(mine), "m")
         np.testing.assert_array_equal(m, state[0].mu.astype(jnp.bfloat16))
-    step = jax.jit(lambda s: new.update(table, s, table)[1], donate_argnums=0)
-    step(from_optax(state, new, table))
+    for tx in (new, optzoo.sparse_adamw(RATE)):
+        step = jax.jit(lambda s, tx=tx: tx.update(table, s, table)[1], donate_argnums=0)
+        step(from_optax(state, tx, table))
     assert float(jnp.sum(state[0].mu)) and int(state[0].count) == 1
 
 
@@ -255,10 +256,15 @@ def test_averages_begin_anew(slots):
     assert largest(optzoo.get_slot(mine, "momentum"), trace) == 0
 
 
-def test_deferred_rows_are_current():
+@pytest.mark.parametrize("name", ["adam", "momentum"])
+def test_deferred_rows_are_current(name):
     start, gradients = problem()
     table, gradients = start["a"]["w"], gradients["a"]["w"]
-    old, tx = optax.sgd(SCHEDULE, 0.9), optzoo.caught_up(optzoo.momentum(SCHEDULE, 0.9), dense=True)
+    old, inner = {
+        "adam": (optax.adam(SCHEDULE, **NO), optzoo.adam(SCHEDULE, **NO)),
+        "momentum": (optax.sgd(SCHEDULE, 0.9), optzoo.momentum(SCHEDULE, 0.9)),
+    }[name]
+    tx = optzoo.caught_up(inner, dense=name == "momentum")
     params, state = run(old, table, old.init(table), gradients[:HALF])
     ids = np.arange(HALF) % 3  # each step has one of the three rows
     rows = [gradients[HALF + t, i] for t, i in enumerate(ids)]
