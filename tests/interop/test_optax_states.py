@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import meta
 
 import optzoo
 from optzoo.interop.optax import from_optax, to_optax
@@ -226,6 +227,33 @@ def test_slots_are_copied_into_their_storage():
         step = jax.jit(lambda s, tx=tx: tx.update(table, s, table)[1], donate_argnums=0)
         step(from_optax(state, tx, table))
     assert float(jnp.sum(state[0].mu)) and int(state[0].count) == 1
+
+
+def test_slots_are_where_init_has_them():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    table = jnp.arange(16.0).reshape(8, 2)
+    _, state = optax.sgd(RATE, 0.9).update(table, optax.sgd(RATE, 0.9).init(table), table)
+    params = jax.device_put(table, sharding)
+    mine = from_optax(state, optzoo.momentum(RATE, 0.9), params)
+    got = optzoo.get_slot(mine, "momentum")
+    assert got.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_array_equal(got, table)
+
+
+def test_parameters_in_boxes():
+    """With the state of boxes, and of arrays alone."""
+    box = lambda a: meta.Partitioned(a, names=("x", None))
+    plain, old, tx = {"w": jnp.ones((3, 2))}, optax.sgd(RATE, 0.9), optzoo.momentum(RATE, 0.9)
+    for params in (plain, jax.tree.map(box, plain)):
+        _, state = old.update(params, old.init(params), params)
+        for like in (plain, jax.tree.map(box, plain)):
+            mine = from_optax(state, tx, like)
+            assert jax.tree.structure(mine) == jax.tree.structure(tx.init(like))
+            assert float(jnp.sum(jax.tree.leaves(optzoo.get_slot(mine, "momentum"))[0])) == 6
+            back = to_optax(mine, old, params)
+            assert jax.tree.structure(back) == jax.tree.structure(state)
+            assert largest(back, state) == 0
 
 
 def test_count_continues_a_schedule():
