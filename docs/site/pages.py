@@ -69,6 +69,7 @@ MENU = {
         "docs/from_estimator",
         "docs/tf1_checkpoints",
         "docs/from_torch",
+        "docs/from_optax_and_torch",
         "docs/flax",
         "docs/trainers",
         "docs/keras",

@@ -15,8 +15,18 @@ MODULES = tuple(
     f"optzoo.{name}"
     for name in (
         *("catalog", "compiled", "growing", "interop.fbgemm", "interop.keras", "interop.returnn"),
-        *("interop.sparsecore", "interop.tf1", "race", "registry", "replicas", "rows", "rules"),
-        *("schedules", "sharded", "state", "testing", "transforms"),
+        *("interop.optax", "interop.sparsecore", "interop.tf1", "interop.torch", "race"),
+        *(
+            "registry",
+            "replicas",
+            "rows",
+            "rules",
+            "schedules",
+            "sharded",
+            "state",
+            "testing",
+            "transforms",
+        ),
     )
 )
 

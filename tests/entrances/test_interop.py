@@ -13,8 +13,10 @@ from returnn.config import Config
 import optzoo
 from optzoo.interop import fbgemm
 from optzoo.interop.keras import for_fit
+from optzoo.interop.optax import from_optax
 from optzoo.interop.returnn import OptzooUpdater, returnn_updater
 from optzoo.interop.sparsecore import sparsecore
+from optzoo.interop.torch import from_torch
 
 from ..interop.sparsecore import lowered
 from .effects import SGD, Table, outcome
@@ -86,6 +88,49 @@ def _(loss_scale_factor):
 @effect("interop.keras.for_fit", "name", {"one": "one", "other": "other"})
 def _(name):
     return for_fit("adam", name=name).name
+
+
+# optax and torch
+
+COUNTED = optzoo.momentum(lambda count: 1.0 * count, 0.0)  # moves by the number of updates
+
+
+def first_step(state, params):
+    updates, _ = COUNTED.update(params, state, params)
+    return -float(updates["items"][0, 0])
+
+
+@effect("interop.optax.from_optax", "count", {None: 0.0, 3: 3.0})
+def _(count):
+    state = optax.sgd(0.1, 0.9).init(ITEMS)
+    return first_step(from_optax(state, COUNTED, ITEMS, count=count), ITEMS)
+
+
+def of_torch(buffer=None, params=ITEMS, **options):
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+    group["param_names"] = ["items"]
+    buffer = np.zeros((3, 2), np.float32) if buffer is None else buffer
+    given = {"state": {0: {"momentum_buffer": buffer}}, "param_groups": [group]}
+    return from_torch(given, COUNTED, params, **options)
+
+
+@effect("interop.torch.from_torch", "count", {None: 0.0, 3: 3.0})
+def _(count):
+    return first_step(of_torch(count=count), ITEMS)
+
+
+@effect("interop.torch.from_torch", "names", {None: "ValueError", "other": None})
+def _(names):
+    """Torch's name is ``items``."""
+    given = names and [names]
+    return outcome(lambda: of_torch(params={"other": ITEMS["items"]}, names=given))
+
+
+@effect("interop.torch.from_torch", "transpose", {None: 1.0, "items": 2.0})
+def _(transpose):
+    buffer = np.arange(4.0, dtype=np.float32).reshape(2, 2)
+    state = of_torch(buffer, {"items": jnp.ones((2, 2))}, transpose=transpose)
+    return float(optzoo.get_slot(state, "momentum")["items"][0, 1])
 
 
 # RETURNN
