@@ -134,6 +134,8 @@ def from_torch(
         for slot, field in fields.items():
             if parameter.state.get(field) is None:
                 raise ValueError(f"'{name}' has no {field} in the state of {parameter.kind}")
+            if field in used[name]:
+                raise ValueError(f"tx has several of {kind.__name__} for '{name}'")
             value = _array(parameter.state[field])
             if parameter.kind == "RMSprop" and field == "momentum_buffer":
                 # Here the learning rate is in it, and in optax its opposite.

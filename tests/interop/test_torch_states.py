@@ -264,6 +264,17 @@ def test_names_that_do_not_fit_are_refused(names, message):
         from_torch(without_names(GIVEN), MOMENTUM, PARAMS, names, transpose=KERNEL)
 
 
+def test_two_optimizers_of_a_parameter_are_refused():
+    with pytest.raises(ValueError, match="tx has several of MomentumSlots for 'head/bias'"):
+        from_torch(GIVEN, optax.chain(MOMENTUM, MOMENTUM), PARAMS, transpose=KERNEL)
+
+
+def test_shapes_are_enough():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    got, want = (from_torch(GIVEN, MOMENTUM, p, transpose=KERNEL) for p in (shapes, PARAMS))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_what_is_missing_or_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"state_dict must be what optimizer.state_dict"):
         from_torch({"state": {}}, MOMENTUM, PARAMS)
