@@ -290,6 +290,39 @@ def test_a_program_keeps_its_shares(kind):
 # Models
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_around_a_clip_an_average_and_skipped_spikes(kind):
+    """In a train step whose eighth batch is a spike; the state came from optax."""
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"] + params["b"][None]) ** 2)
+    start = arrays(0, {"w": (64, 128), "b": (128,)})
+    batches = [10.0 * (t == 7) + arrays(t, {"x": (16, 64)})["x"] / 4 for t in range(10)]
+    adamw = optzoo.sparse_adamw(0.01)
+    clipped = optax.chain(optzoo.clip_by_global_norm(1.0), adamw)
+    inner = optzoo.skip_spikes(optzoo.moving_average(clipped, 0.9), window=8, min_values=3)
+    old = optax.adamw(0.01)
+    finals = []
+    for mesh, tx in ((None, inner), (mesh_of(kind), divide(inner))):
+        params = put(start, mesh)
+        _, state = old.update(
+            put(arrays(1, {"w": (64, 128), "b": (128,)}), mesh), old.init(params), params
+        )
+        state = optzoo.interop.optax.from_optax(state, tx, params)
+        step = optzoo.minimize(loss, tx)
+        for x in batches:
+            x = (
+                jnp.asarray(x)
+                if mesh is None
+                else jax.device_put(x, NamedSharding(mesh, P("data")))
+            )
+            params, state, _ = step(params, state, x)
+        finals.append((params, optzoo.eval_params(params, state), state.num_skipped))
+    assert finals[0][2] == 1
+    m = optzoo.get_slot(state, "m")["w"]
+    assert m.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    assert params["w"].is_fully_replicated
+    chex.assert_trees_all_close(*map(jax.device_get, finals), rtol=1e-5, atol=1e-6)
+
+
 def test_a_flax_model():
     mesh, model = mesh_of("Auto"), nn.Dense(64)
     x = jax.device_put(np.ones((16, 32), "float32"), NamedSharding(mesh, P("data")))
