@@ -383,9 +383,9 @@ def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
 
 def _arguments(lowered: Any, program: Program) -> Iterator[tuple[int | None, str, Any]]:
     """Each array: its number in the program, None if that does not read it, its name and aval."""
-    kept = kept_arguments(lowered)
+    numbers = {i: number for number, i in enumerate(kept_arguments(lowered))}
     for i, (path, info) in enumerate(jax.tree_util.tree_leaves_with_path(lowered.args_info)):
-        number = kept.index(i) if i in kept else None
+        number = numbers.get(i)
         name = "" if number is None else program.name_in_jax(program.parameters[number])
         yield number, name or _name(path), info
 

@@ -56,6 +56,27 @@ def check_axes(mesh: Any, names: Any, fix: str) -> int:
     return devices_along(mesh, names)
 
 
+def mesh_with(axes: tuple[str, ...], mesh: Any, argument: str) -> Any:
+    """A mesh, or that of ``jax.set_mesh`` in the place of an empty one, which has some axes.
+
+    Args:
+        axes: their names.
+        mesh: the mesh, such as :func:`mesh_of` finds.
+        argument: what names the axes, for the errors.
+
+    Raises:
+        ValueError: if there is none, or if it does not have these axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    if mesh.empty:
+        raise ValueError(
+            f"{argument}={axes} needs a mesh with these axes: put the parameters on it, or call "
+            "jax.set_mesh before"
+        )
+    check_axes(mesh, axes, f"{argument}= one of these")
+    return mesh
+
+
 def devices_along(mesh: Any, names: Any) -> int:
     """The number of devices along some axes of a mesh: one along none."""
     return math.prod(mesh.shape[name] for name in jax.tree.leaves(names))

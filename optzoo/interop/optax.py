@@ -45,7 +45,7 @@ def from_optax(
         tx: the optimizer, alone or in chains, masks, groups and wrappers.
         params: the parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
         count: the number of updates made so far, where ``optax_state`` does not count them; None
-            for 0. A schedule of ``tx`` goes on from it.
+            for 0. A schedule of ``tx`` continues from it.
 
     Returns:
         The state. Slots are copied, and converted to the dtypes that it keeps them in. What optax

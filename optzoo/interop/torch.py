@@ -103,7 +103,7 @@ def from_torch(
             a function of the parameters; or a dict from patterns to the order of torch's axes, such
             as ``{"conv/kernel": (2, 3, 1, 0)}``.
         count: the number of updates made so far, where torch does not count them, as in SGD; None
-            for 0. A schedule of ``tx`` goes on from it.
+            for 0. A schedule of ``tx`` continues from it.
 
     Returns:
         The state. Slots are converted to the dtypes that it keeps them in. What torch does not

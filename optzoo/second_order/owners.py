@@ -18,10 +18,10 @@ from ..core.checks import check_floating
 from ..core.compat import gather_invarying, group_shardings, vary_as, varying
 from ..core.meshes import (
     automatically,
-    check_axes,
     devices_along,
     explicit_axes,
     mesh_of,
+    mesh_with,
     spec_of,
 )
 from ..core.numerics import saturating_cast
@@ -107,15 +107,7 @@ class Owners(NamedTuple):
         Raises:
             ValueError: if there is none, or if it does not have these axes.
         """
-        mesh = mesh_of(arrays)
-        mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-        if mesh.empty:
-            raise ValueError(
-                f"owners={self.axes} needs a mesh with these axes: put the parameters on it, or "
-                "call jax.set_mesh before"
-            )
-        check_axes(mesh, self.axes, "owners= one of these")
-        return mesh
+        return mesh_with(self.axes, mesh_of(arrays), "owners")
 
     def are_manual(self, mesh: Any) -> bool:
         """Whether these are axes of a ``shard_map`` that one is in.

@@ -12,11 +12,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core.lines import is_lines
 from ..core.meshes import (
-    check_axes,
     constrained,
     devices_along,
     explicit_axes,
     mesh_of,
+    mesh_with,
     spec_of,
 )
 from ..core.paths import flatten_with_path, path_name, resolve_mask
@@ -98,13 +98,7 @@ class Division(NamedTuple):
         """That of the parameters, or of ``jax.set_mesh``."""
         known = (x.sharding for x in leaves if hasattr(x, "sharding") and not is_traced(x))
         mesh = next((s.mesh for s in known if isinstance(s, NamedSharding)), mesh_of(leaves))
-        mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
-        if mesh.empty:
-            raise ValueError(
-                f"axis={self.axes} needs a mesh with these axes: put the parameters on it, or call "
-                "jax.set_mesh before"
-            )
-        check_axes(mesh, self.axes, "axis= one of these")
+        mesh = mesh_with(self.axes, mesh, "axis")
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         mine = {kinds[name] for name in self.axes}
         if AxisType.Manual in mine:

@@ -41,7 +41,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
-        >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+        >>> from jax.sharding import NamedSharding, PartitionSpec
         >>> mesh = jax.make_mesh((1,), ("d",))
         >>> rows = NamedSharding(mesh, PartitionSpec("d"))
         >>> params = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=rows)}
