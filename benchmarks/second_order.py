@@ -6,18 +6,22 @@ The text is the source code of Python's standard library, byte by byte; every tw
 validation. The model has six layers of width 128, 1.2M parameters, and reads 16 windows of 64 bytes
 in a step. The contenders train the matrices of the layers; embedding and last layer are AdamW's, at
 one rate for all. Rates rise for 20 steps, and fall to a tenth. The rate of each contender is the
-best of its usual one and of those by factors of two around it, until no further factor is better,
+best of a first one and of those by factors of two around it, until no further factor is better,
 on a seed that is not counted; then all train on the same seeds.
 
 A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
 p < 0.001, where the standard deviation is that of the seeds, the same for all contenders. The
 target is the mean last loss of AdamW; steps to it are interpolated. Times are of the contenders in
 turns, of twenty steps each.
+
+The curve of each run is a line of ``results/second_order.jsonl``. A run that is there is not
+repeated: delete the file for a new measurement.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import pathlib
 import statistics
 import sysconfig
@@ -41,17 +45,18 @@ import optax  # noqa: E402
 import optzoo  # noqa: E402
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, SYMBOLS, EVERY = 6, 128, 4, 64, 16, 128, 20
+RUNS = harness.RESULTS / "second_order.jsonl"
 PROVEN = 3.09  # standard deviations, of p < 0.001 on one side
-# The usual rate of each for the matrices, and the optimizer.
+# A first rate of each for the matrices, and the optimizer.
 CONTENDERS = {
-    "AdamW": (3e-3, lambda rate: optax.adamw(rate, 0.9, 0.95, weight_decay=0.1)),
-    "Muon": (0.02, lambda rate: optzoo.muon(rate, weight_decay=0.1)),
-    "SOAP, every 10 steps": (3e-3, lambda rate: optzoo.soap(rate, weight_decay=0.1)),
+    "AdamW": (0.012, lambda rate: optax.adamw(rate, 0.9, 0.95, weight_decay=0.1)),
+    "Muon": (0.08, lambda rate: optzoo.muon(rate, weight_decay=0.1)),
+    "SOAP, every 10 steps": (0.012, lambda rate: optzoo.soap(rate, weight_decay=0.1)),
     "SOAP, every step": (
-        3e-3,
+        0.012,
         lambda rate: optzoo.soap(rate, preconditioner_interval=1, weight_decay=0.1),
     ),
-    "blocked_shampoo": (3e-3, lambda rate: optzoo.blocked_shampoo(rate, weight_decay=0.1)),
+    "blocked_shampoo": (6e-3, lambda rate: optzoo.blocked_shampoo(rate, weight_decay=0.1)),
 }
 
 
@@ -108,8 +113,8 @@ def loss(params, batch):
 evaluate = jax.jit(loss)
 
 
-def optimizer(make, rate, steps):
-    """Of the whole model."""
+def optimizer(make, steps):
+    """Of the whole model; the highest rate for the matrices is in the state."""
     schedule = lambda peak: optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, 20),
@@ -117,34 +122,41 @@ def optimizer(make, rate, steps):
         ],
         [20],
     )
+    of_layers = optax.inject_hyperparams(lambda peak: make(schedule(peak)))(peak=0.0)
     rest = optax.adamw(schedule(3e-3), 0.9, 0.95, weight_decay=0.1)
-    return optzoo.param_groups({"layers/.*": make(schedule(rate)), ".*": rest})
+    return optzoo.param_groups({"layers/.*": of_layers, ".*": rest})
 
 
 @functools.cache
-def trainer(name, rate):
-    """The compiled step of a contender, and its initial state by seed."""
-    tx = optimizer(CONTENDERS[name][1], rate, args.steps)
+def trainer(name):
+    """The compiled step of a contender, and its initial parameters and state."""
+    tx = optimizer(CONTENDERS[name][1], args.steps)
     step = optzoo.minimize(loss, tx)
     init = jax.jit(tx.init)
 
-    def start(seed):
+    def start(rate, seed):
         params = new_params(seed)
-        return params, init(params)
+        return params, optax.tree.set(init(params), peak=jnp.float32(rate))
 
     return step, start
 
 
 def curve(name, rate, seed, text, valid):
-    """The losses on the validation data, every so many steps."""
-    step, start = trainer(name, rate)
-    rng, (params, state) = np.random.default_rng(seed), start(seed)
+    """The losses on the validation data, every so many steps; kept in the file of runs."""
+    run = {"name": name, "rate": rate, "seed": seed, "steps": args.steps}
+    for line in RUNS.read_text().splitlines() if RUNS.exists() else ():
+        if run.items() <= (kept := json.loads(line)).items():
+            return kept["losses"]
+    step, start = trainer(name)
+    rng, (params, state) = np.random.default_rng(seed), start(rate, seed)
     held_out = jnp.asarray(windows(valid, np.random.default_rng(99), 128))
     found = []
     for t in range(1, args.steps + 1):
         params, state, _ = step(params, state, jnp.asarray(windows(text, rng, BATCH)))
         if t % EVERY == 0:
             found.append(float(evaluate(params, held_out)))
+    with RUNS.open("a") as file:
+        file.write(json.dumps(run | {"losses": found}) + "\n")
     return found
 
 
@@ -156,9 +168,9 @@ def steps_to(target, losses):
     return None
 
 
-def tuned(usual, last_loss):
-    """The losses by the rate, from the usual one up and down until they rise."""
-    tried = {rate: last_loss(rate) for rate in (usual / 2, usual, usual * 2)}
+def tuned(first, last_loss):
+    """The losses by the rate, from the first one up and down until they rise."""
+    tried = {rate: last_loss(rate) for rate in (first / 2, first, first * 2)}
     while (best := min(tried, key=tried.get)) in (low := min(tried), high := max(tried)):
         rate = best / 2 if best == low else high * 2
         tried[rate] = last_loss(rate)
@@ -169,8 +181,8 @@ def turns(chosen, text):
     """The median seconds of a step of each contender."""
     rng, runs = np.random.default_rng(7), {}
     for name, rate in chosen.items():
-        step, start = trainer(name, rate)
-        carry = start(0)
+        step, start = trainer(name)
+        carry = start(rate, 0)
 
         def run(k, step=step, carry=carry, kept={}):  # noqa: B006
             params, state = kept.get("now", carry)

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 # Primitives that are told the devices when they are lowered, as custom_partitioning must be.
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
+from jax._src.core import trace_state_clean as _trace_state_clean
 from jax._src.dispatch import prim_requires_devices_during_lowering as _prim_requires_devices
 from jax.experimental import layout
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -362,12 +363,22 @@ def may_be_for_tpus() -> bool:
     return importlib.util.find_spec("libtpu") is not None or jax.default_backend() == "tpu"
 
 
+def is_tracing() -> bool:
+    """Whether a transformation of JAX is at work: what is called now becomes a part of it."""
+    return not _trace_state_clean()
+
+
+def can_demand_layouts() -> bool:
+    """Whether a layout may be demanded of the results of a program, and matters."""
+    return DEMANDS_LAYOUTS and may_be_for_tpus()
+
+
 def in_row_major(x: Array) -> Array:
     """The array; as a result of a program it is row-major, as on CPUs and GPUs it is anyway.
 
     ``jax.export`` refuses programs with a demand, so there is none where it would do nothing.
     """
-    if not DEMANDS_LAYOUTS or not may_be_for_tpus():
+    if not can_demand_layouts():
         return x
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 

@@ -1,4 +1,4 @@
-"""Which results of a program are arguments of which some rows are changed."""
+"""Of which arguments the results of a program are, with some rows changed."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from .primitives import CALLS, Kind
 _REPLACES = {"scatter", "scatter-add", "scatter_add"}
 
 
-def changed_rows(graph: Graph) -> list[bool]:
-    """For each result whether it is an argument in which rows are replaced, or added to.
+def changed_rows(graph: Graph) -> list[int | None]:
+    """For each result the position of the argument in which rows are replaced, or added to.
 
-    This may happen in calls, loops and branches.
+    None if there is no such argument. Rows may be changed in calls, loops and branches.
     """
-    return [origin is not None and origin.is_changed for origin in _origins(graph)]
+    return [origin.position if origin and origin.is_changed else None for origin in _origins(graph)]
 
 
 class _Origin(NamedTuple):

@@ -12,9 +12,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from ..core.checks import check, check_flags, check_floating, check_function, check_size, is_array
+from ..core.compat import in_row_major
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from ..core.meshes import check_axes, shard_map
 from ..core.numerics import has_keys
+from ..sparse.row_major import can_be_row_major
 from .row_sharding import RowSharding
 
 
@@ -28,7 +30,8 @@ def create_table(
 ) -> Any:
     """A table sharded by rows, made shard by shard: no process ever holds the whole table.
 
-    A device holds its own shard, and one chunk more while it makes it.
+    A device holds its own shard, and one chunk more while it makes it. On a TPU it is row-major, as
+    a step needs it (:func:`optzoo.rows.row_major`).
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -95,7 +98,12 @@ def create_table(
 
     # Nothing is differentiated here, so nothing depends on the check of replication.
     make = shard_map(shard, mesh, (), sharding.spec, check_vma=False)
-    table = jax.jit(make, out_shardings=NamedSharding(mesh, sharding.spec))()
+
+    def make_row_major():
+        table = make()
+        return in_row_major(table) if can_be_row_major(table) else table
+
+    table = jax.jit(make_row_major, out_shardings=NamedSharding(mesh, sharding.spec))()
     return Lines(table, (sharding.stored_rows, *like.shape[1:])) if lines else table
 
 

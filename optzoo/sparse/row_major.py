@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 
-from ..core.compat import in_row_major
+from ..core.compat import can_demand_layouts, in_row_major
+from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.changed_rows import changed_rows
 from ..jaxprs.graph import Graph
 
@@ -19,8 +23,8 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
     On a TPU an array is stored by columns unless the width of its rows is 1 or a multiple of 128.
     Rows are gathered and scattered row-major, so a step would copy such a table, and each slot of
     it, to that layout and back. The results of this function are row-major: the first step converts
-    them, and each later step costs what the rows of its gradients cost. The price is memory: a row
-    takes a multiple of 128 elements.
+    what is not yet (:func:`optzoo.rows.formats`), and each later step costs what the rows of its
+    gradients cost. The price is memory: a row takes a multiple of 128 elements.
 
     :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` do this already. It is for a step of
     your own, inside of its ``jit``. On CPUs and GPUs all arrays are row-major, and nothing changes.
@@ -55,13 +59,170 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args, **kwargs):
         leaves, treedef = jax.tree.flatten(inner(*args, **kwargs))
         program = jax.make_jaxpr(inner)(*args, **kwargs)  # the step is not traced again
-        return treedef.unflatten(map(_in_rows, leaves, changed_rows(Graph.of(program.jaxpr))))
+        origins = changed_rows(Graph.of(program.jaxpr, program.consts))
+        in_rows = lambda x, k: x if k is None or not can_be_row_major(x) else in_row_major(x)
+        return treedef.unflatten(map(in_rows, leaves, origins))
 
     return wrapped
 
 
-def _in_rows(x: Any, has_changed_rows: bool) -> Any:
-    return in_row_major(x) if has_changed_rows and can_be_row_major(x) else x
+def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The layout and sharding that a step needs of each of its arguments.
+
+    On a TPU the arrays of which the step changes some rows are best row-major
+    (:func:`optzoo.rows.row_major`). The steps of :func:`optzoo.minimize` and
+    :func:`optzoo.sharded_minimize` convert those that are not, one by one; a step of your own
+    converts all of them in its first program, with both layouts in memory. Arrays that are made,
+    restored or moved with these formats need neither:
+
+    .. code-block:: python
+
+        shapes = jax.eval_shape(init), jax.eval_shape(lambda: tx.init(init()))
+        of_params, of_state, *_ = optzoo.rows.formats(step, *shapes, *batch)
+        params = jax.jit(init, out_shardings=of_params)()
+        state = jax.jit(tx.init, out_shardings=of_state)(params)
+
+    Nothing is run. Where layouts are not demanded (:func:`optzoo.rows.row_major`) this gives the
+    shardings alone.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> tx = optzoo.lazy_adam(0.1)
+        >>> step = optzoo.minimize(lambda x, ids: jnp.sum(optzoo.lookup(x, ids) ** 2), tx)
+        >>> params, ids = jnp.ones((6, 2)), jnp.arange(3)
+        >>> of_params, of_state, _ = optzoo.rows.formats(step, params, tx.init(params), ids)
+        >>> params = jax.device_put(params, of_params)
+
+    Args:
+        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
+            it is.
+        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. A shape without a
+            sharding is meant for the default device.
+        **kwargs: further arguments of the step.
+
+    Returns:
+        A tree like ``args``. For an array of which rows are changed it has a ``Format`` of
+        ``jax.experimental.layout``, for another one its sharding.
+
+    Raises:
+        TypeError: if ``step`` is not a function.
+        ValueError: if an argument has a sharding over several devices, and another one has none.
+    """
+    by_rows = _by_rows(step, args, kwargs)
+    leaves = leaves_with_path(args)
+    found = [getattr(x, "sharding", None) for _, x in leaves]
+    if not any(s is not None and len(s.device_set) > 1 for s in found):
+        here = SingleDeviceSharding(jax.devices()[0])
+        found = [here if s is None else s for s in found]
+    for k, ((path, x), sharding) in enumerate(zip(leaves, found, strict=True)):
+        if k not in by_rows:
+            continue
+        if sharding is None:
+            raise ValueError(
+                f"args[{path[0].idx}] '{path_name(path[1:])}' has no sharding, and another "
+                "argument is on several devices: give its shape with the sharding of the array"
+            )
+        found[k] = Format(Layout(tuple(range(x.ndim))), sharding)
+    return jax.tree.structure(args).unflatten(found)
+
+
+def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The options of the compiler for a step that changes rows of large tables on a TPU.
+
+    In a loop or a branch, XLA stores an array by columns if by rows its padding is large: then a
+    step with row-major tables (:func:`optzoo.rows.row_major`) copies them whole. This option allows
+    as much padding as they have, in whole GiB. The steps of :func:`optzoo.minimize` and
+    :func:`optzoo.sharded_minimize` are compiled with it; it is for a step of your own with tables
+    of more than a million rows that are less than 128 elements wide:
+
+    .. code-block:: python
+
+        step = optzoo.rows.row_major(step)
+        options = optzoo.rows.compiler_options(step, params, state, *batch)
+        step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+
+    Nothing is run. A function with options can be called in no other function that is compiled.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optzoo
+        >>> step = lambda x, ids: x + optzoo.SparseRows(ids, jnp.ones((3, 2)), 6)
+        >>> optzoo.rows.compiler_options(step, jnp.ones((6, 2)), jnp.arange(3))  # for a CPU
+        {}
+
+    Args:
+        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
+            it is.
+        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. Those on a TPU have a
+            sharding that says so.
+        **kwargs: further arguments of the step.
+
+    Returns:
+        For ``jax.jit(..., compiler_options=...)`` or ``lowered.compile(...)``. It is empty for
+        other devices, and for arrays whose padding is small.
+
+    Raises:
+        TypeError: if ``step`` is not a function.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    return options_for(leaves[k] for k in _by_rows(step, args, kwargs))
+
+
+def options_for(arrays: Iterable[Any]) -> dict[str, Any]:
+    """The options of the compiler for a step that changes rows of these arrays."""
+    gib = max(map(_padding, arrays), default=0) / 2**30
+    # By default XLA 0.0.48 took other layouts from a padding of 0.4 GiB on.
+    return {"xla_tpu_experimental_max_padding_gib": math.ceil(gib)} if gib > 0.25 else {}
+
+
+def _padding(x: Any) -> int:
+    """The bytes of padding that a row-major array has on a TPU; 0 if it is on no TPU."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or next(iter(sharding.device_set)).platform != "tpu":
+        return 0
+    *rows, width = sharding.shard_shape(x.shape)
+    return math.prod(rows) * (-width % 128) * x.dtype.itemsize
+
+
+def _by_rows(step: Callable[..., Any], args: Any, kwargs: Any) -> frozenset[int]:
+    """Which leaves of the arguments of a step need to be row-major, where it matters."""
+    if not callable(step):
+        raise TypeError(f"step must be a function, got {step!r}")
+    jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
+    traced = jitted.trace(*args, **kwargs)
+    return changed_by_rows(traced) if can_demand_layouts() else frozenset()
+
+
+def changed_by_rows(traced: Any) -> frozenset[int]:
+    """Which leaves of the arguments of a traced step need to be row-major."""
+    graph = Graph.of(traced.jaxpr.jaxpr, traced.jaxpr.consts)
+    origins = {k for k in changed_rows(graph) if k is not None}
+    return frozenset(k for k in origins if can_be_row_major(graph.inputs[k].aval))
+
+
+def to_row_major(x: Any) -> Any:
+    """An array that is row-major; one in another layout is deleted, as if it were donated."""
+    is_array = isinstance(x, jax.Array)
+    if is_array and (x.is_deleted() or _is_row_major(x)):
+        return x
+    # An array that may be on any device still may be, or the next step would be compiled again.
+    sharding = x.sharding if is_array and x.committed else None
+    found = jax.block_until_ready(jax.jit(in_row_major, out_shardings=sharding)(x))
+    if is_array:
+        x.delete()
+    return found
+
+
+def _is_row_major(x: Any) -> bool:
+    return x.format.layout.major_to_minor == tuple(range(x.ndim))
+
+
+def with_row_major(x: Any) -> Any:
+    """The shape of an array as :func:`to_row_major` returns it, if its sharding is known."""
+    if (sharding := getattr(x, "sharding", None)) is None:
+        return x
+    at = Format(Layout(tuple(range(x.ndim))), sharding)
+    weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at, weak_type=weak)
 
 
 def can_be_row_major(x: Any) -> bool:
@@ -69,4 +230,4 @@ def can_be_row_major(x: Any) -> bool:
 
     Those of 64 bits are split by the compiler for TPUs, which takes no demand of a layout there.
     """
-    return x.ndim > 1 and x.size > len(x) and x.dtype.itemsize <= 4
+    return x.ndim > 1 and x.size > x.shape[0] and x.dtype.itemsize <= 4

@@ -9,13 +9,12 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from ..core.jitted import Jitted
 from ..deferred.catch_up import check_no_guard
 from ..native.step import Native
 from ..sharded.row_sharding import RowSharding
-from ..sparse.row_major import row_major
 from ..sparse.wanted import MIN_ROWS, Sparse
 from .deferred import tables_for
+from .jitted import Jitted
 from .on_mesh import OnMesh
 from .step import Model, train_step
 
@@ -113,4 +112,4 @@ def minimize(
         params, state, value, aux = all_after
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return Jitted(row_major(step))
+    return Jitted(step)

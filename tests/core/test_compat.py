@@ -153,6 +153,14 @@ def test_in_same_trace():
     assert compat.in_same_trace(X, X + 1), must
 
 
+def test_is_tracing():
+    must = fix("is_tracing", "know that a call is a part of another program", "minimize")
+    found = []
+    f = lambda x: found.append(compat.is_tracing()) or x
+    f(X), jax.jit(lambda: f(X))(), jax.vmap(f)(X), jax.grad(lambda x: jnp.sum(f(x)))(X), f(X)
+    assert found == [False, True, True, True, False], must
+
+
 def test_in_row_major(monkeypatch):
     must = fix("in_row_major", "take the memory of a donated argument", "rows.row_major")
     monkeypatch.setattr(compat, "may_be_for_tpus", lambda: True)

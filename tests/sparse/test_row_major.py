@@ -1,13 +1,16 @@
-"""Which results of a step are row-major: the arrays of which it changes rows alone."""
+"""Which arguments and results of a step are row-major: the arrays of which it changes rows."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optzoo
 from optzoo.core import compat
@@ -15,6 +18,8 @@ from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.jaxprs.changed_rows import changed_rows
 from optzoo.jaxprs.graph import Graph
 from optzoo.testing import samples
+from optzoo.train import jitted as jitted_module
+from optzoo.train.jitted import Jitted
 
 ROWS, WIDTH = 11, 3
 IDS = jnp.array([2, 5, 2])
@@ -46,8 +51,8 @@ def row_major_results(step, *args):
         avals = [v.aval for v in jaxpr.outvars]
         is_table = lambda a: a.ndim > 1 and a.dtype.itemsize <= 4
         return [
-            a.shape if is_by_rows and is_table(a) else None
-            for a, is_by_rows in zip(avals, changed_rows(Graph.of(jaxpr)), strict=True)
+            a.shape if k is not None and is_table(a) else None
+            for a, k in zip(avals, changed_rows(Graph.of(jaxpr)), strict=True)
         ]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     demands = [made.get(v) for v in jaxpr.outvars]
@@ -133,55 +138,56 @@ TABLE = jnp.ones((ROWS, WIDTH))
 @pytest.mark.parametrize(
     ("f", "want"),
     [
-        (lambda a, b: (replace_rows(a, IDS), b), [True, False]),
-        (lambda a, b: (b, a.at[IDS].add(1.0)), [False, True]),
-        (lambda a, b: (a.at[:, jnp.array([0, 1])].set(0.0), b.at[IDS].multiply(2.0)), [False] * 2),
-        (lambda a, b: (replace_rows(a + 1, IDS), jnp.zeros_like(b).at[IDS].set(1.0)), [False] * 2),
-        (lambda a, b: (replace_rows(a, IDS) + 1, jax.jit(replace_rows)(b, IDS)), [False, True]),
+        (lambda a, b: (replace_rows(a, IDS), b), [0, None]),
+        (lambda a, b: (b, a.at[IDS].add(1.0)), [None, 0]),
+        (lambda a, b: (a.at[:, jnp.array([0, 1])].set(0.0), b.at[IDS].multiply(2.0)), [None] * 2),
+        (lambda a, b: (replace_rows(a + 1, IDS), jnp.zeros_like(b).at[IDS].set(1.0)), [None] * 2),
+        (lambda a, b: (replace_rows(a, IDS) + 1, jax.jit(replace_rows)(b, IDS)), [None, 1]),
         (
             lambda a, b: jax.lax.cond(
                 jnp.sum(b) > 0, lambda: (replace_rows(a, IDS), b), lambda: (a, b * 2)
             ),
-            [True, False],
+            [0, None],
         ),
         (
             lambda a, b: jax.lax.cond(
                 jnp.sum(b) > 0, lambda: (replace_rows(a, IDS),), lambda: (replace_rows(b, IDS),)
             ),
-            [False],
+            [None],
         ),
         (
             lambda a, b: jax.lax.fori_loop(
                 0, 3, lambda i, x: (replace_rows(x[0], IDS + i), x[1] * 2), (a, b)
             ),
-            [True, False],
+            [0, None],
         ),
         (
             lambda a, b: jax.lax.while_loop(
                 lambda x: jnp.sum(x[0]) < 3, lambda x: (replace_rows(x[1], IDS), x[0]), (a, b)
             ),
-            [False, False],
+            [None, None],
         ),
         (
             lambda a, b: jax.lax.scan(
                 lambda x, i: ((x[0], replace_rows(x[1], IDS + i)), x[0]), (b, a), jnp.arange(2)
             ),
-            [False, True, False],
+            [None, 0, None],
         ),
         (
             lambda a, b: jax.lax.scan(
                 lambda x, _: ((x[1], replace_rows(x[0], IDS)), None), (a, b), length=2
             )[0],
-            [False, False],
+            [None, None],
         ),
-        (lambda a, b: jax.lax.optimization_barrier((b, replace_rows(a, IDS))), [False, True]),
-        (lambda a, b: jax.checkpoint(replace_rows)(a, IDS), [True]),
-        (lambda a, b: (3.0, a), [False, False]),
-        (lambda a, b: (a.at[IDS[0]].set(b[0]), b), [False, False]),
+        (lambda a, b: jax.lax.optimization_barrier((b, replace_rows(a, IDS))), [None, 0]),
+        (lambda a, b: jax.checkpoint(replace_rows)(a, IDS), [0]),
+        (lambda a, b: (3.0, a), [None, None]),
+        (lambda a, b: (a.at[IDS[0]].set(b[0]), b), [None, None]),
     ],
 )
 def test_which_results_are_arguments_with_other_rows(f, want):
-    assert changed_rows(Graph.of(jax.make_jaxpr(f)(TABLE, TABLE).jaxpr)) == want
+    program = jax.make_jaxpr(f)(TABLE, TABLE)
+    assert changed_rows(Graph.of(program.jaxpr, program.consts)) == want
 
 
 @pytest.mark.parametrize("of_rows", [True, False])
@@ -191,9 +197,10 @@ def test_native_code_changes_rows_alone_where_gradients_are_rows(of_rows):
     g = optzoo.SparseRows(IDS, jnp.ones((len(IDS), WIDTH)), ROWS) if of_rows else TABLE
     step = optzoo.native_step(tx, required=True)
     program = Graph.of(jax.make_jaxpr(step)(TABLE, state, g).jaxpr)
-    is_table = [shape is not None for shape in of_table(TABLE, state)]
-    assert sum(is_table) == 3
-    assert changed_rows(program) == (is_table if of_rows else [False] * len(is_table))
+    tables = [k for k, shape in enumerate(of_table(TABLE, state)) if shape]
+    found = changed_rows(program)
+    assert [k for k in found if k is not None] == (tables if of_rows else [])
+    assert len(tables) == 3 and all(k in (None, i) for i, k in enumerate(found))
 
 
 def test_steps_in_a_loop():
@@ -227,3 +234,214 @@ def test_a_step_by_hand():
     assert by_rows._cache_size() == 1
     with pytest.raises(TypeError, match="step must be a function, got 3"):
         optzoo.rows.row_major(3)
+
+
+# Before the first step
+
+COLUMNS = Layout((1, 0))
+needs_demands = pytest.mark.skipif(not DEMANDS_LAYOUTS, reason="row_major needs JAX 0.11.1")
+
+
+def in_columns(tree, sharding=None):
+    """Tables and slots by columns, as a TPU has them; ``w`` has the layout of the device."""
+    demand = lambda x: with_layout_constraint(x, COLUMNS) if x.shape[1:] == (WIDTH,) else x
+    return jax.jit(lambda: jax.tree.map(demand, tree), out_shardings=sharding)()
+
+
+def is_by_rows(*trees):
+    """For each table and slot whether it is row-major."""
+    leaves = [x for x in jax.tree.leaves(trees) if x.shape[1:] == (WIDTH,)]
+    return [x.format.layout.major_to_minor == (0, 1) for x in leaves]
+
+
+def by_hand(tx, constant=0.0):
+    def step(params, state, ids):
+        value, grads = optzoo.value_and_grad(loss)(params, ids)
+        grads["w"] += constant
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+@needs_demands
+def test_the_first_step_is_like_the_others():
+    """It gets tables and slots by rows, and is compiled once."""
+    tx, x = optzoo.lazy_adam(), params()
+    want, want_state = x, tx.init(x)
+    x, state = given = in_columns((x, tx.init(x)))
+    assert not any(is_by_rows(given))
+    step, plain = Jitted(by_hand(tx)), jax.jit(by_hand(tx))
+    for _ in range(3):
+        x, state, value = step(x, state, IDS)
+        want, want_state, of_plain = plain(want, want_state, IDS)
+        jax.tree.map(np.testing.assert_array_equal, (x, state, value), (want, want_state, of_plain))
+    assert step._cache_size() == 1 and not x["table"].committed
+    assert is_by_rows(x, state) == [True] * 3
+    tables = [a for a in jax.tree.leaves(given) if a.shape == (ROWS, WIDTH)]
+    assert len(tables) == 3 and all(a.is_deleted() for a in tables)
+
+
+@needs_demands
+def test_an_array_of_numpy_and_a_deleted_one():
+    tx, x = optzoo.gradient_descent(0.1), params()
+    step, state = optzoo.minimize(loss, tx), tx.init(x)
+    on_host = {**params(), "table": np.ones((ROWS, WIDTH), np.float32)}
+    want, *_ = step(x, state, IDS)
+    got, *_ = step(on_host, tx.init(on_host), IDS)
+    np.testing.assert_array_equal(got["table"], want["table"])
+    assert is_by_rows(got) == [True] and on_host["table"].sum() == ROWS * WIDTH
+    got["table"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        step(got, state, IDS)
+
+
+@needs_demands
+def test_sharded_tables_are_converted_where_they_are():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    sharding = optzoo.sharded.RowSharding(ROWS, 2, multiple=1)
+    table = optzoo.sharded.create_table(sharding, mesh, lambda ids: jnp.ones((len(ids), WIDTH)))
+    w = jax.device_put(params()["w"], NamedSharding(mesh, PartitionSpec()))
+    x, tx = {"table": table, "w": w}, optzoo.lazy_adam()
+    shardings = optzoo.state_sharding(tx, x)
+    state = jax.jit(tx.init, out_shardings=shardings)(x)
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding})
+    at = jax.tree.map(lambda a: a.sharding, (x, state))
+    want = step(x, state, jnp.arange(4))
+    w = jax.device_put(params()["w"], at[0]["w"])
+    x = {"table": in_columns(jnp.ones((12, WIDTH)), at[0]["table"]), "w": w}
+    state = in_columns(jax.jit(tx.init, out_shardings=shardings)(x), shardings)
+    assert is_by_rows(x, state) == [False] * 3
+    x, state, value = step(x, state, jnp.arange(4))
+    jax.tree.map(np.testing.assert_array_equal, (x, state, value), want)
+    assert jax.tree.map(lambda a: a.sharding, (x, state)) == at
+    assert step._cache_size() == 1 and is_by_rows(x, state) == [True] * 3
+
+
+@needs_demands
+def test_tables_are_made_in_the_layout_that_is_demanded(monkeypatch):
+    """On a CPU all is row-major, so the test demands columns."""
+    module = sys.modules["optzoo.sharded.create_table"]
+    monkeypatch.setattr(module, "in_row_major", lambda x: with_layout_constraint(x, COLUMNS))
+    mesh, sharding = Mesh(np.array(jax.devices()[:2]), ("shard",)), optzoo.sharded.RowSharding(8, 2)
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
+    assert is_by_rows(optzoo.sharded.create_table(sharding, mesh, rows)) == [False]
+
+
+@needs_demands
+def test_programs_that_are_compiled_ahead_have_tables_as_a_call_has_them():
+    tx, x = optzoo.lazy_adam(), params()
+    x, state = in_columns((x, tx.init(x)), SingleDeviceSharding(jax.devices()[0]))
+    compiled = optzoo.minimize(loss, tx).lower(x, state, IDS).compile()
+    found = jax.tree.leaves(compiled.input_formats[0])
+    layouts = [
+        f.layout.major_to_minor
+        for f, is_table in zip(found, of_table(x, state, IDS), strict=True)
+        if is_table
+    ]
+    assert layouts == [(0, 1)] * 3
+    shapes = jax.eval_shape(lambda: (x, state, IDS))
+    assert optzoo.minimize(loss, tx).lower(*shapes).compile() is not None
+
+
+@needs_demands
+def test_formats_say_where_rows_are_changed():
+    """A constant of the step is no argument."""
+    tx, ones = optzoo.lazy_adam(), jnp.ones((WIDTH, 2))
+    x = in_columns(params())
+    state = tx.init(x)
+    by_rows = jax.jit(optzoo.rows.row_major(by_hand(tx, ones)), donate_argnums=(0, 1))
+    for step in (by_rows, optzoo.minimize(loss, tx), by_hand(tx, ones)):
+        found = optzoo.rows.formats(step, x, state, IDS)
+        is_format = lambda f: isinstance(f, Format)
+        leaves = jax.tree.leaves(found, is_leaf=is_format)
+        want = [shape is not None for shape in of_table(x, state, IDS)]
+        assert list(map(is_format, leaves)) == want and want.count(True) == 3
+        assert found[0]["table"].layout.major_to_minor == (0, 1)
+        assert found[0]["w"] == found[0]["table"].sharding == x["w"].sharding
+    of_x, of_state, of_ids = found
+    assert of_ids == IDS.sharding
+    moved = jax.device_put(x, of_x)
+    assert is_by_rows(moved["table"], x["table"]) == [True, False]
+    np.testing.assert_array_equal(moved["table"], x["table"])
+    made = jax.jit(tx.init, out_shardings=of_state)(x)
+    jax.tree.map(np.testing.assert_array_equal, made, state)
+    shapes = jax.eval_shape(lambda: (params(), tx.init(params())))
+    assert optzoo.rows.formats(by_rows, *shapes, IDS) == found
+
+
+def test_without_demands_formats_are_shardings(monkeypatch):
+    monkeypatch.setattr(compat, "may_be_for_tpus", lambda: False)
+    tx, x = optzoo.lazy_adam(), params()
+    args = x, tx.init(x), IDS
+    found = optzoo.rows.formats(optzoo.minimize(loss, tx), *args)
+    assert found == jax.tree.map(lambda a: a.sharding, args)
+
+
+@needs_demands
+def test_a_table_is_restored_by_rows(tmp_path):
+    """Orbax reads each array into its format."""
+    tx, x = optzoo.lazy_adam(), in_columns(params())
+    of_x, *_ = optzoo.rows.formats(optzoo.minimize(loss, tx), x, tx.init(x), IDS)
+    of_x["w"] = Format(COLUMNS, of_x["w"])
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpointer.save(tmp_path / "x", x)
+    args = jax.tree.map(
+        lambda f: ocp.ArrayRestoreArgs(sharding=f), of_x, is_leaf=lambda f: isinstance(f, Format)
+    )
+    found = checkpointer.restore(tmp_path / "x", restore_args=args)
+    jax.tree.map(np.testing.assert_array_equal, found, x)
+    assert is_by_rows(found) == [True]
+    assert found["w"].format.layout.major_to_minor == (1, 0)
+
+
+def test_formats_refuse_what_is_not_known():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
+    tx, x = optzoo.lazy_adam(), params()
+    state = tx.init(x)
+    at = NamedSharding(mesh, PartitionSpec())
+    shape = lambda a, **at: jax.ShapeDtypeStruct(a.shape, a.dtype, **at)
+    x = {"table": shape(x["table"]), "w": shape(x["w"], sharding=at)}
+    if DEMANDS_LAYOUTS:
+        with pytest.raises(ValueError, match=r"args\[0\] 'table' has no sharding, and another"):
+            optzoo.rows.formats(by_hand(tx), x, jax.tree.map(shape, state), IDS)
+    with pytest.raises(TypeError, match="step must be a function, got 3"):
+        optzoo.rows.formats(3, x)
+
+
+@needs_demands
+def test_options_of_the_compiler(monkeypatch):
+    """A step has them by its tables; in another program it is called without."""
+    seen = []
+
+    def options_for(arrays):
+        seen.append([a.shape for a in arrays])
+        return {"xla_backend_optimization_level": len(seen) % 2}
+
+    monkeypatch.setattr(jitted_module, "options_for", options_for)
+    tx, x = optzoo.lazy_adam(), params()
+    step, state = optzoo.minimize(loss, tx), tx.init(x)
+    of_loop = lambda x, state: jax.lax.scan(
+        lambda carry, ids: (step(*carry, ids)[:2], None), (x, state), jnp.stack([IDS] * 3)
+    )[0]
+    want = jax.jit(of_loop)(x, state)
+    jax.jit(lambda: step(x, state, IDS))()  # no argument is traced
+    assert seen == []
+    step.clear_cache()
+    for _ in range(3):
+        x, state, _ = step(x, state, IDS)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, (x, state), want)
+    assert seen == [[(ROWS, WIDTH)] * 3] * 3 and step._cache_size() == 2
+    step.clear_cache()
+    assert step._cache_size() == 0
+
+
+def test_options_are_for_tpus_alone():
+    tx, here = optzoo.lazy_adam(), SingleDeviceSharding(jax.devices()[0])
+    shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here)
+    x = {"table": shape(4_000_000, WIDTH), "w": shape(WIDTH, 2)}
+    args = x, jax.eval_shape(tx.init, x), IDS
+    assert optzoo.rows.compiler_options(optzoo.minimize(loss, tx), *args) == {}
+    with pytest.raises(TypeError, match="step must be a function, got 3"):
+        optzoo.rows.compiler_options(3, *args)

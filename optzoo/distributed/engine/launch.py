@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size, check_transformation
-from ...core.jitted import check_integers
+from ...core.integers import check_integers
 from ...core.meshes import automatically, check_axes, shard_map, spec_of
 from ...state.averages import averages_of
 from ...state.fit import StateError

@@ -10,15 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optzoo
 from optzoo.compiled.report import lowered_for
-from optzoo.core.compat import DEMANDS_LAYOUTS
-from optzoo.jaxprs.changed_rows import changed_rows
-from optzoo.jaxprs.graph import Graph
-from optzoo.sparse.row_major import can_be_row_major
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
 
@@ -81,57 +76,39 @@ def parameters(width: int, rows: int = ROWS, dtype: Any = jnp.float32) -> dict[s
     return {"table": of(rows, width, dtype=dtype), "w": of(width)}
 
 
-def later(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
-    """A step and its arguments as they are after the first step: tables and slots by rows."""
-    if not DEMANDS_LAYOUTS:  # all steps are like the first
-        return step, args
-    leaves, treedef = jax.tree.flatten(args)
-    by_rows = changed_rows(
-        Graph.of(jax.make_jaxpr(step)(*args).jaxpr)
-    )  # parameters and state come first
-
-    def place(x, is_by_rows):
-        at = getattr(x, "sharding", None) or SingleDeviceSharding(
-            optzoo.compiled.devices_of(device)[0]
-        )
-        at = Format(Layout(tuple(range(x.ndim))), at)
-        is_placed = is_by_rows and can_be_row_major(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) if is_placed else x
-
-    placed = [place(x, i < len(by_rows) and by_rows[i]) for i, x in enumerate(leaves)]
-    return step, treedef.unflatten(placed)
+def in_formats(step: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
+    """A step compiled by hand, and its arguments in the formats that it needs."""
+    at = SingleDeviceSharding(optzoo.compiled.devices_of(device)[0])
+    here = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s or at)
+    args = jax.tree.map(lambda x: here(x, x.sharding), args)
+    return step, jax.tree.map(here, args, optzoo.rows.formats(step, *args))
 
 
 # One device
 
 
-def first(
+def rows(
     tx: Any,
     width: int,
     device: str,
     *,
     in_lines: bool = False,
-    rows: int = ROWS,
+    size: int = ROWS,
     native: bool = False,
     dtype: Any = jnp.float32,
 ):
-    """The first step on a table; in lines all steps are like it."""
+    """A step on a table."""
     del device
-    params = parameters(width, rows, dtype)
+    params = parameters(width, size, dtype)
     if in_lines:
         params["table"] = jax.eval_shape(optzoo.rows.to_lines, params["table"])
     args = params, jax.eval_shape(tx.init, params), of(IDS, dtype=jnp.int32), of(IDS)
     return optzoo.minimize(loss, tx, native=native), args
 
 
-def rows(tx: Any, width: int, device: str, **options: Any):
-    """A step on a table."""
-    return later(*first(tx, width, device, **options), device)
-
-
 def loop(tx: Any, width: int, device: str):
     """Several steps in one program."""
-    step, (*args, ids, y) = first(tx, width, device)
+    step, (*args, ids, y) = rows(tx, width, device)
 
     def steps(params, state, *batches):
         body = lambda carry, batch: ((new := step(*carry, *batch))[:2], new[2])
@@ -139,7 +116,7 @@ def loop(tx: Any, width: int, device: str):
 
     batches = of(STEPS, *ids.shape, dtype=ids.dtype), of(STEPS, *y.shape)
     steps = jax.jit(optzoo.rows.row_major(steps), donate_argnums=(0, 1))
-    return later(steps, (*args, *batches), device)
+    return in_formats(steps, (*args, *batches), device)
 
 
 def dense(tx: Any, device: str):
@@ -172,10 +149,12 @@ def mesh_of(device: str, **axes: int) -> Mesh:
     )
 
 
-def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), in_lines=False, **options):
+def sharded(
+    tx, width, device, *, axes=None, loss=loss, ids=(IDS,), in_lines=False, size=ROWS, **options
+):
     """A step on a table that is sharded by rows."""
     mesh = mesh_of(device, **(axes or {"shard": 4}))
-    sharding = optzoo.sharded.RowSharding(ROWS * mesh.shape["shard"], mesh.shape["shard"])
+    sharding = optzoo.sharded.RowSharding(size * mesh.shape["shard"], mesh.shape["shard"])
     params = parameters(width, sharding.stored_rows)
     if in_lines:
         params["table"] = jax.eval_shape(optzoo.rows.to_lines, params["table"])
@@ -186,7 +165,7 @@ def sharded(tx, width, device, *, axes=None, loss=loss, ids=(IDS,), in_lines=Fal
     batch = of(4 * ids[0], *ids[1:], dtype=jnp.int32), of(4 * ids[0])
     batch = placed(batch, mesh, PartitionSpec(mesh.axis_names))
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
-    return later(step, (params, state, *batch), device)
+    return step, (params, state, *batch)
 
 
 def loss_of_bags(params, ids, y):
@@ -212,7 +191,7 @@ def own_step(tx: Any, width: int, device: str):
     specs = {"in_specs": by_rows, "out_specs": (by_rows, PartitionSpec())}
     step = optzoo.rows.row_major(jax.shard_map(step, mesh=mesh, **specs))
     args = placed((table, of(4 * IDS, dtype=jnp.int32)), mesh, (by_rows, by_rows))
-    return later(jax.jit(step, donate_argnums=0), args, device)
+    return in_formats(jax.jit(step, donate_argnums=0), args, device)
 
 
 def replicas(method: str, device: str, *, form: str):
@@ -313,6 +292,8 @@ LOOPS = {name: OPTIMIZERS[name] for name in ("lazy_adam", "row_wise_adagrad", "a
 
 SHARDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "lazy_adam": (lazy_adam, {}),
+    # XLA by itself would store such tables by columns in the loop of the exchange.
+    "lazy_adam, 2,000,896 rows": (lazy_adam, {"size": 2_000_896}),
     "gradient_descent": (OPTIMIZERS["gradient_descent"], {}),
     "row_wise_adagrad, max_norm": (OPTIMIZERS["row_wise_adagrad"], {"max_norm": 1.0}),
     "clip_by_global_norm": (WRAPPERS["clip_by_global_norm"], {}),
@@ -361,15 +342,16 @@ def _all() -> Iterator[Case]:
             yield from _on(ONE, f"rows/{name}/{width}", make)
     for name in SOME:
         for width in (width for width in WIDTHS if width % 128):
-            make = lambda device, name=name, width=width: first(OPTIMIZERS[name](), width, device)
-            yield from _on(ONE[:1], f"first/{name}/{width}", make)
-            make = lambda device, name=name, width=width: first(
+            make = lambda device, name=name, width=width: rows(
                 OPTIMIZERS[name](), width, device, in_lines=True
             )
             yield from _on(ONE, f"lines/{name}/{width}", make)
     for name in sorted(FEW_ROWS - SOME):
-        make = lambda device, name=name: first(OPTIMIZERS[name](), 16, device, in_lines=True)
+        make = lambda device, name=name: rows(OPTIMIZERS[name](), 16, device, in_lines=True)
         yield from _on(ONE[:1], f"lines/{name}/16", make)
+    for name in sorted(FEW_ROWS):
+        make = lambda device, name=name: rows(OPTIMIZERS[name](), 192, device, size=3 * ROWS)
+        yield from _on(ONE[:1], f"large/{name}/192", make)
     for name, width in NATIVE:
         make = lambda device, name=name, width=width: rows(
             OPTIMIZERS[name](), width, device, native=True
@@ -379,7 +361,7 @@ def _all() -> Iterator[Case]:
         yield from _on(ONE, f"dense/{name}", lambda device, tx=tx: dense(tx(), device))
     in_8_bits = lambda device: dense(optzoo.slots_dtype(optzoo.adam(1e-3), "int8"), device)
     yield from _on(ONE, "dense/adam, slots_dtype, int8", in_8_bits)
-    make = lambda device: first(WRAPPERS["slots_dtype, int8"](), 64, device, in_lines=True)
+    make = lambda device: rows(WRAPPERS["slots_dtype, int8"](), 64, device, in_lines=True)
     yield from _on(ONE, "lines/slots_dtype, int8/64", make)
     for width in FEW_WIDTHS:
         make = lambda device, width=width: rows(IN_24_BITS(), width, device, dtype=jnp.bfloat16)

@@ -37,8 +37,7 @@ def broken(key: str, facts: Facts) -> list[str]:
 
 
 def _of_all(case: Case, facts: Facts) -> Iterator[str]:
-    # The first step may change the layout, and then has to copy.
-    if not case.name.startswith("first/") and (names := facts.get("not_reused")):
+    if names := facts.get("not_reused"):
         yield f"donated and not reused: {', '.join(names)}"
     if names := [name for name in facts.get("calls", ()) if name in TO_HOST or "callback" in name]:
         yield f"sends data to the host: {', '.join(names)}"
@@ -91,7 +90,7 @@ def _of_kernels(case: Case, facts: Facts) -> Iterator[str]:
 def _moves_few_rows(case: Case) -> bool:
     """Whether a step of the case computes with the rows that the batch names, and no others."""
     kind, name, *_ = case.name.split("/")
-    if kind in ("rows", "loop", "lines", "native"):
+    if kind in ("rows", "large", "loop", "lines", "native"):
         return name in FEW_ROWS
     if kind == "wrapper":
         return name == "multitask"  # around lazy_adam

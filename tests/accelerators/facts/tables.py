@@ -61,11 +61,19 @@ def of_layouts() -> str:
         ]
         rows = of("rows/lazy_adam", "arguments", "bytes", "cycles")
         lines = of("lines/lazy_adam", "arguments", "bytes", "cycles")
-        return [str(width), *rows, *lines, *of("first/lazy_adam", "cycles"), *of(DENSE, "cycles")]
+        return [str(width), *rows, *lines, *of(DENSE, "cycles")]
 
     head = ["width", "by rows: memory", "read and written", "cycles"]
-    head += ["in lines: memory", "read and written", "cycles", "first step: cycles"]
-    return table([*head, "`optax.adam`: cycles"], *map(line, cases.WIDTHS))
+    head += ["in lines: memory", "read and written", "cycles", "`optax.adam`: cycles"]
+    return table(head, *map(line, cases.WIDTHS))
+
+
+def of_large() -> str:
+    """Steps on a large table, by all optimizers that move few rows."""
+    what = "arguments", "temporaries", "bytes", "cycles"
+    of = lambda name: [mega(f"large/{name}/192/{V5E}", column) for column in what]
+    head = ["optimizer", "memory", "temporaries", "read and written", "cycles"]
+    return table(head, *([f"`{name}`", *of(name)] for name in sorted(cases.FEW_ROWS)))
 
 
 def of_kernels() -> str:
@@ -152,6 +160,7 @@ def _sent(key: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "facts, some": some,
     "facts, layouts": of_layouts,
+    "facts, large": of_large,
     "facts, kernels": of_kernels,
     "facts, v5e temporaries": lambda: by_width(V5E, "temporaries"),
     "facts, v5e bytes": lambda: by_width(V5E, "bytes"),
