@@ -37,7 +37,7 @@ class Jitted:
         functools.update_wrapper(self, step)
         self._step = row_major(step)
         self._jit = self._jit_with()
-        self._jits = {(): self._jit}  # by the options of the compiler
+        self._jits: dict[Any, Any] = {(): self._jit}  # by the options of the compiler
         self._by_rows: dict[Any, frozenset[int]] = {}
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
