@@ -104,8 +104,7 @@ class Division(NamedTuple):
         if AxisType.Manual in mine:
             raise ValueError(
                 f"axis={self.axes} is an axis of the shard_map around the update, in which each "
-                "device has arrays of its own: call update outside of it, and optzoo.minimize "
-                "without mesh="
+                "device has arrays of its own: call init and update outside of it"
             )
         if mine != {AxisType.Explicit} and explicit_axes(mesh):
             raise ValueError(

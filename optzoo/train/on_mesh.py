@@ -13,13 +13,16 @@ from jax.typing import DTypeLike
 
 from ..core.checks import check_positive
 from ..core.meshes import check_axes, shard_map
+from ..core.norms import clipped_by_global_norm
+from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, path_name
+from ..jaxprs.loss import Gradients
 from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
 from ..state.fit import difference, misfit
 from ..state.sharding import state_sharding
-from .sharded import Mapped, ShardedTables
-from .step import Model, train_step
+from .sharded import Mapped, MeanGradients, ShardedTables
+from .step import Model, Tables, train_step
 
 # Of :func:`optzoo.minimize`.
 _DEFAULTS = {"tables": None, "capacity_factor": 1.0, "max_norm": None, "transport": None}
@@ -65,6 +68,8 @@ class OnMesh(NamedTuple):
         """As :func:`train_step`; the auxiliary data has one more axis, over the devices."""
         mesh = self.mesh
         _check_batch(batch, mesh)
+        if (divide := about_of(model.tx).divide) is not None:
+            return self._divided_step(model, divide(params), params, state, batch, extra_args)
         if model.deferred is not None:
             model.deferred.check(state)
         shardings = shardings_by_leaf(self.tables, params)
@@ -77,22 +82,70 @@ class OnMesh(NamedTuple):
         if jax.tree.structure(state) != jax.tree.structure(placed):
             raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
         state_specs = jax.tree.map(lambda x: x.spec, placed)
-        part = lambda x: P(mesh.axis_names) if jnp.ndim(x) else P()
-        mapped = Mapped(
-            mesh, self.capacity_factor, self.max_norm, self.transport, shardings, state_specs
-        )
+        mapped = self._mapped(shardings, state_specs)
 
         def on_device(params, state, batch, extra_args):
             tables = ShardedTables(model, mapped, params, state)
-            params, state, value, aux = train_step(tables, batch, extra_args)
-            return params, state, value, jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
+            *after, aux = train_step(tables, batch, extra_args)
+            return *after, _per_device(aux)
 
         return shard_map(
             on_device,
             mesh,
-            in_specs=(specs, state_specs, jax.tree.map(part, batch), P()),
+            in_specs=(specs, state_specs, self._parts(batch), P()),
             out_specs=(specs, state_specs, P(), P(mesh.axis_names)),
         )(params, state, batch, extra_args)
+
+    def _divided_step(
+        self,
+        model: Model,
+        shares: Any,
+        params: Any,
+        state: Any,
+        batch: Sequence[Any],
+        extra_args: Any,
+    ) -> Any:
+        """As :meth:`step`, of :func:`optzoo.divide_states`, by the shapes that say how it divides.
+
+        Each device computes the gradients of its part of the batch, and gets its share of their
+        mean; the update is outside of ``shard_map``, divided as the state is.
+        """
+        if self.tables:
+            raise ValueError(
+                f"tables={dict(self.tables)!r} are for a step inside of shard_map, and "
+                "optzoo.divide_states divides an update outside of it: give one of the two"
+            )
+        leaves, treedef = jax.tree.flatten(shares)
+        specs = [x.sharding.spec if isinstance(x, jax.ShapeDtypeStruct) else P() for x in leaves]
+        mapped = self._mapped([None] * len(specs), ())
+
+        def on_device(params, batch):
+            gradients = MeanGradients(model, mapped, params, specs)
+            grads, _, value, aux = train_step(gradients, batch, {})
+            return grads, value, _per_device(aux)
+
+        grads, value, aux = shard_map(
+            on_device,
+            self.mesh,
+            in_specs=(P(), self._parts(batch)),
+            out_specs=(treedef.unflatten(specs), P(), P(self.mesh.axis_names)),
+        )(params, batch)
+        if self.max_norm is not None:
+            grads = clipped_by_global_norm(grads, self.max_norm)
+        found = Gradients(value, aux, treedef.flatten_up_to(grads), {})
+        return *Tables(model, params, state).update(found, extra_args), aux
+
+    def _mapped(self, shardings: list[RowSharding | None], state_specs: Any) -> Mapped:
+        options = self.capacity_factor, self.max_norm, self.transport
+        return Mapped(self.mesh, *options, shardings, state_specs)
+
+    def _parts(self, batch: Any) -> Any:
+        """How a batch is divided."""
+        return jax.tree.map(lambda x: P(self.mesh.axis_names) if jnp.ndim(x) else P(), batch)
+
+
+def _per_device(aux: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
 
 
 def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:

@@ -1,7 +1,7 @@
 """Tables sharded by rows, as one device sees them."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from ..deferred.optimizer import CurrentRows, DeferredOptimizer
 from ..deferred.state import CaughtUpState, deferred_leaves
 from ..deferred.tables import Table, by_ids, map_tables, swept, tables_of
 from ..distributed.engine.collectives import Replicas, divide_gradients
-from ..jaxprs.loss import Gradients, Loss
+from ..jaxprs.loss import Gradients, Loss, TracedLoss
 from ..jaxprs.prove_shards import check_update
 from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
@@ -147,6 +147,16 @@ class ShardedTables(DeferredTables):
 
     def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
         """The parameters, the state and the mean loss after all rounds."""
+        of_places, rest, value = self.means(found)
+        extra_args = self.arguments(value, extra_args)
+        return *self._in_rounds(of_places, rest, extra_args), value
+
+    def means(self, found: Gradients) -> tuple[list[Array], dict[int, Any], Array]:
+        """Over all devices, of the gradients and of the loss.
+
+        Those of the distinct places of each part are still of this device; all others are by their
+        positions.
+        """
         axes, tables, number = self.mapped.axes, self.mapped.tables, self.mapped.mesh.size
         # A loss without gradient, as of no ids, is not the sum of a collective.
         missing = set(axes) - varying(found.value)
@@ -157,7 +167,7 @@ class ShardedTables(DeferredTables):
             )
         grads, of_rows = self._with_rows(found).of_leaves, found.of_rows
         rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        sums, value = Replicas(axes).sum_gradients(rest, True, vary(upcast(found.value), axes))
+        sums, value = self._sum(rest, vary(upcast(found.value), axes))
         rest = divide_gradients(sums, jnp.asarray(number), rest)
         # In 16 bits a mean is rounded once, not its sum before.
         mean = lambda part, g: (part.route.of_places(upcast(g)) / number).astype(g.dtype)
@@ -165,9 +175,11 @@ class ShardedTables(DeferredTables):
             mean(part, of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])
             for i, part in self.parts.items()
         ]
-        value = (value / number).astype(found.value.dtype)
-        extra_args = self.arguments(value, extra_args)
-        return *self._in_rounds(of_places, rest, extra_args), value
+        return of_places, rest, (value / number).astype(found.value.dtype)
+
+    def _sum(self, grads: dict[int, Any], value: Array) -> tuple[dict[int, Any], Array]:
+        """The sums over all devices of gradients, by their positions, and of the loss."""
+        return Replicas(self.mapped.axes).sum_gradients(grads, True, value)
 
     def _in_rounds(
         self, of_places: list[Array], rest: dict[int, Any], extra_args: Mapping[str, Any]
@@ -237,6 +249,42 @@ class ShardedTables(DeferredTables):
         return needed | check_update(
             self.model.tx, self.params, tables, extra_args, shards, more, merged
         )
+
+
+class MeanGradients(ShardedTables):
+    """Parameters that all devices have; the update, on which they share the work, comes later."""
+
+    def __init__(self, model: Model, mapped: Mapped, params: Any, specs: Sequence[P]):
+        """By ``specs`` each device gets its share of the mean gradients."""
+        super().__init__(model, mapped, params, ())
+        self.specs = specs
+
+    def with_taps(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
+        """The loss with taps for lookups."""
+        loss = traced.with_taps(frozenset(), frozenset())
+        self.check(loss)
+        return loss
+
+    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+        """The gradients in the place of the parameters, no state, and the mean loss."""
+        _, rest, value = self.means(found)
+        return self.treedef.unflatten(rest[i] for i in range(len(rest))), (), value
+
+    def _sum(self, grads: dict[int, Any], value: Array) -> tuple[dict[int, Any], Array]:
+        dense = {i: g for i, g in grads.items() if not is_rows(g)}
+        shares = {i: self._share(g, self.specs[i]) for i, g in dense.items() if any(self.specs[i])}
+        whole = {i: g for i, g in grads.items() if i not in shares}
+        sums, value = super()._sum(whole, value)
+        return shares | sums, value
+
+    def _share(self, gradient: Array, spec: P) -> Array:
+        """The share of this device of a sum; one mesh axis after the other divides it."""
+        total, names = upcast(gradient), [*self.mapped.axes]
+        for dimension, of in enumerate(spec):
+            for name in jax.tree.leaves(of):
+                total = lax.psum_scatter(total, name, scatter_dimension=dimension, tiled=True)
+                names.remove(name)
+        return lax.psum(total, tuple(names)) if names else total
 
 
 def update_deferred(

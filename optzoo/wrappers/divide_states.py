@@ -47,7 +47,9 @@ def divide_states(
     :func:`optzoo.state_sharding` says where everything is, and
     :meth:`optzoo.compiled.CompileReport.require` checks that a compiled step keeps it there.
 
-    It must be the outermost transformation, around chains and other wrappers.
+    It must be the outermost transformation, around chains and other wrappers. In
+    ``optzoo.minimize(..., mesh=mesh)`` each device gets its share of the mean gradients by a
+    reduce-scatter, over one of the axes after the other.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -73,7 +75,8 @@ def divide_states(
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if the mesh has no such axis; if a parameter that is divided over automatic axes
-            has no spec; in ``update``, if a gradient is row-sparse, or within ``shard_map``.
+            has no spec; in ``update``, if a gradient is row-sparse, or within a ``shard_map`` of the
+            axis.
 
     References:
         Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models

@@ -287,12 +287,84 @@ def test_a_program_keeps_its_shares(kind):
         report.require(divided={1: 8})
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_an_accumulated_step_has_one_reduction(kind):
+    """Where each device sums the gradients of its micro-batches."""
+    devices = np.array(optzoo.compiled.devices_of("cpu")[:8])
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(getattr(AxisType, kind),))
+    of = lambda *spec: NamedSharding(mesh, P(*spec))
+    params = {k: jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=of()) for k in "ab"}
+    batch = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=of("data"))
+    tx = optzoo.divide_states(optzoo.adam(0.1), "data")
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        optzoo.state_sharding(tx, params),
+    )
+
+    def loss(params, x):
+        of_part = lambda x: jnp.mean((x @ params["a"] * (x @ params["b"])) ** 2)
+        return jnp.mean(jax.lax.map(of_part, x.reshape(4, -1, 128)))
+
+    step = optzoo.minimize(loss, tx, mesh=mesh)
+    report = optzoo.compile_report(step, params, state, batch, device="cpu")
+    size = 2 * 128 * 256 * 4
+    report.require(donated=True, same_shardings=True, divided={1: 8})
+    assert not any(found.in_loop for found in report.collectives)
+    report.require(collectives={"all-gather": size, "reduce-scatter": size // 8, "all-reduce": 64})
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((8,), "x"), ((4, 2), ("x", "y")), ((4, 2), ("y", "x")), ((4, 2), "x"), ((2, 4), "y")],
+)
+def test_a_mesh_with_a_norm_and_auxiliary_data(kind, shape, axis):
+    """Where one or two axes divide the state, and the batch is divided over all devices."""
+    axes = ("x", "y")[: len(shape)]
+    mesh, start = mesh_of(kind, shape, axes), arrays(0, {"w": (64, 32), "odd": (7,)})
+    x = 10 * np.random.default_rng(0).normal(size=(16, 64)).astype("float32")
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2) + jnp.sum(params["odd"] ** 2), jnp.max(x)
+
+    params = put(start, mesh)
+    tx = optzoo.divide_states(optzoo.momentum(0.1, 0.9), axis, min_size=1000)
+    step = optzoo.minimize(loss, tx, True, mesh=mesh, max_norm=0.5)
+    placed = jax.device_put(x, NamedSharding(mesh, P(axes)))
+    params, state, value, aux = step(params, tx.init(params), placed)
+    grads = jax.grad(lambda params: loss(params, x)[0])(start)
+    grads, _ = optax.clip_by_global_norm(0.5).update(grads, ())
+    want = jax.tree.map(lambda w, g: w - 0.1 * g, start, grads)
+    chex.assert_trees_all_close(jax.device_get(params), want, rtol=1e-5, atol=1e-7)
+    found = jax.device_get(optzoo.get_slot(state, "momentum"))
+    chex.assert_trees_all_close(found, grads, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(value, loss(start, x)[0], rtol=1e-5)
+    np.testing.assert_array_equal(aux, x.reshape(8, -1).max(1))
+    same_places(params, jax.tree.map(lambda _: NamedSharding(mesh, P()), params))
+
+
+def test_means_of_gradients_in_16_bits_are_rounded_once():
+    """Of six devices; the sum, 261, is no number of bfloat16."""
+    mesh = mesh_of("Auto", (6,))
+    params = put({"w": jnp.ones((66, 32), jnp.bfloat16)}, mesh)
+    tx = divide(optzoo.gradient_descent(1.0))
+    step = optzoo.minimize(lambda params, x: jnp.sum(params["w"] * x.mean()), tx, mesh=mesh)
+    x = jnp.array([256, 1, 1, 1, 1, 1], jnp.bfloat16)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    found = step(params, tx.init(params), x)[0]["w"]
+    np.testing.assert_array_equal(found.astype("float32"), 1 - 261 / 6)
+
+
 # Models
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_around_a_clip_an_average_and_skipped_spikes(kind):
-    """In a train step whose eighth batch is a spike; the state came from optax."""
+    """In a train step whose eighth batch is a spike; the state came from optax.
+
+    The gradients are those of one program, or each device computes those of its part.
+    """
     loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"] + params["b"][None]) ** 2)
     start = arrays(0, {"w": (64, 128), "b": (128,)})
     batches = [10.0 * (t == 7) + arrays(t, {"x": (16, 64)})["x"] / 4 for t in range(10)]
@@ -301,13 +373,15 @@ def test_around_a_clip_an_average_and_skipped_spikes(kind):
     inner = optzoo.skip_spikes(optzoo.moving_average(clipped, 0.9), window=8, min_values=3)
     old = optax.adamw(0.01)
     finals = []
-    for mesh, tx in ((None, inner), (mesh_of(kind), divide(inner))):
+    mesh = mesh_of(kind)
+    cases = [(None, inner, {}), (mesh, divide(inner), {}), (mesh, divide(inner), {"mesh": mesh})]
+    for mesh, tx, options in cases:
         params = put(start, mesh)
         _, state = old.update(
             put(arrays(1, {"w": (64, 128), "b": (128,)}), mesh), old.init(params), params
         )
         state = optzoo.interop.optax.from_optax(state, tx, params)
-        step = optzoo.minimize(loss, tx)
+        step = optzoo.minimize(loss, tx, **options)
         for x in batches:
             x = (
                 jnp.asarray(x)
@@ -316,11 +390,14 @@ def test_around_a_clip_an_average_and_skipped_spikes(kind):
             )
             params, state, _ = step(params, state, x)
         finals.append((params, optzoo.eval_params(params, state), state.num_skipped))
+        if mesh is not None:
+            m = optzoo.get_slot(state, "m")["w"]
+            assert m.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+            assert params["w"].is_fully_replicated
     assert finals[0][2] == 1
-    m = optzoo.get_slot(state, "m")["w"]
-    assert m.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-    assert params["w"].is_fully_replicated
-    chex.assert_trees_all_close(*map(jax.device_get, finals), rtol=1e-5, atol=1e-6)
+    for found in finals[1:]:
+        found, want = map(jax.device_get, (found, finals[0]))
+        chex.assert_trees_all_close(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_flax_model():
@@ -367,13 +444,14 @@ def test_rows_of_a_table_beside_it():
     tx = optzoo.param_groups({"table": optzoo.lazy_adam(0.1), "w": optzoo.adam(0.1)})
     params = {"table": np.ones((64, 32), "float32"), "w": np.ones((32, 64), "float32")}
     loss = lambda params, ids: jnp.mean(jnp.tanh(optzoo.lookup(params["table"], ids) @ params["w"]))
-    ids = np.array([1, 3, 3])
-    finals = []
-    for wrap in (lambda tx: tx, functools.partial(divide, mask="w")):
+    ids = np.array([1, 3, 3, 5, 1, 7, 60, 2])
+    finals, only_w = [], functools.partial(divide, mask="w")
+    for wrap, options in ((lambda tx: tx, {}), (only_w, {}), (only_w, {"mesh": mesh})):
         placed = put(params, mesh)
-        step = optzoo.minimize(loss, wrap(tx))
-        finals.append(step(placed, wrap(tx).init(placed), ids))
-    chex.assert_trees_all_close(finals[1][0], finals[0][0], rtol=1e-6)
+        step = optzoo.minimize(loss, wrap(tx), **options)
+        finals.append(step(placed, wrap(tx).init(placed), ids)[0])
+    for found in finals[1:]:
+        chex.assert_trees_all_close(found, finals[0], rtol=1e-6)
     placed = put(params, mesh)
     with pytest.raises(ValueError, match=r"'table' has a row-sparse gradient.*mask="):
         optzoo.minimize(loss, divide(tx))(placed, divide(tx).init(placed), ids)
@@ -428,10 +506,12 @@ def test_inside_of_shard_map():
     mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match="axis of the shard_map around the update"):
         mapped(put(arrays(0), mesh))
-    loss = lambda params, x: jnp.mean(params["w"]) * jnp.sum(x)
-    params, batch = put(arrays(0), mesh), jnp.ones(8)
-    with pytest.raises(ValueError, match=r"optzoo\.minimize without mesh="):
-        optzoo.minimize(loss, tx, mesh=mesh)(params, tx.init(params), batch)
+    tables = {"w": optzoo.sharded.RowSharding(64, 8, axis_name="data", multiple=1)}
+    loss = lambda params, ids: jnp.mean(optzoo.lookup(params["w"], ids))
+    params = put(arrays(0), mesh)
+    with pytest.raises(ValueError, match=r"optzoo\.divide_states divides an update outside"):
+        step = optzoo.minimize(loss, tx, mesh=mesh, tables=tables)
+        step(params, tx.init(params), jnp.arange(8))
 
 
 def test_axes_of_two_kinds():
