@@ -75,8 +75,8 @@ def divide_states(
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if the mesh has no such axis; if a parameter that is divided over automatic axes
-            has no spec; in ``update``, if a gradient is row-sparse, or within a ``shard_map`` of the
-            axis.
+            has no spec; in ``update``, if a gradient is row-sparse, or within a ``shard_map`` of
+            the axis.
 
     References:
         Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models

@@ -242,21 +242,28 @@ def layers(tx: Any, number: int, device: str):
     return jax.jit(step, donate_argnums=(0, 1)), (params, state, params)
 
 
-def data_parallel(tx: Any, device: str):
+DATA_AXES = {1: ("data",), 2: ("x", "y")}
+
+
+def data_parallel(make: Callable[[Any], Any], device: str, *, axes: int = 1, is_mapped=False):
     """A train step of eight dense layers, of which each device has all parameters."""
-    mesh = Mesh(np.array(optzoo.compiled.devices_of(device)), ("data",))
+    devices, names = np.array(optzoo.compiled.devices_of(device)), DATA_AXES[axes]
+    shape = (-1,) if axes == 1 else (4 if devices.size > 4 else 2, -1)
+    mesh = Mesh(devices.reshape(shape), names)
+    tx = make(names)
     params = {f"layer_{i}": of(1024, 1024) for i in range(8)}
     params = placed(params, mesh, PartitionSpec())
     specs = jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params))
     state = placed(jax.eval_shape(tx.init, params), mesh, specs)
-    batch = placed(of(16 * mesh.size, 1024), mesh, PartitionSpec("data"))
+    batch = placed(of(16 * mesh.size, 1024), mesh, PartitionSpec(names))
 
     def loss(params, x):
         for w in params.values():
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    return optzoo.minimize(loss, tx), (params, state, batch)
+    step = optzoo.minimize(loss, tx, mesh=mesh if is_mapped else None)
+    return step, (params, state, batch)
 
 
 # All of them
@@ -328,9 +335,12 @@ OF_LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 # Where each device has all parameters.
 SLICES = ("v5e:2x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2", "h100:8")
-DATA_PARALLEL: dict[str, Callable[[], Any]] = {
-    "adam": lambda: optzoo.adam(1e-3),
-    "adam, divide_states": lambda: optzoo.divide_states(optzoo.adam(1e-3), "data"),
+DIVIDED = lambda axes: optzoo.divide_states(optzoo.adam(1e-3), axes)
+DATA_PARALLEL: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "adam": (lambda _: optzoo.adam(1e-3), {}),
+    "adam, divide_states": (DIVIDED, {}),
+    "adam, divide_states, mesh=": (DIVIDED, {"is_mapped": True}),
+    "adam, divide_states of two axes, mesh=": (DIVIDED, {"is_mapped": True, "axes": 2}),
 }
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
@@ -383,8 +393,8 @@ def _all() -> Iterator[Case]:
         for number in numbers:
             make = lambda device, tx=tx, number=number: layers(tx(), number, device)
             yield from _on(LARGE, f"layers/{name}/{number}", make)
-    for name, tx in DATA_PARALLEL.items():
-        make = lambda device, tx=tx: data_parallel(tx(), device)
+    for name, (tx, options) in DATA_PARALLEL.items():
+        make = lambda device, tx=tx, options=options: data_parallel(tx, device, **options)
         yield from _on(SLICES, f"data_parallel/{name}", make)
     for method in optzoo.catalog.DISTRIBUTED:
         for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):

@@ -129,20 +129,13 @@ def of_layers() -> str:
 
 def of_data_parallel() -> str:
     """A step of eight dense layers, whose states are whole and divided."""
-    names = [f"data_parallel/{name}" for name in cases.DATA_PARALLEL]
-    keys = lambda device: [f"{name}/{device}" for name in names]
+    of = lambda key: [mega(key, "arguments"), mega(key, "temporaries"), _sent(key)]
     lines = [
-        [
-            f"`{device}`",
-            *(mega(key, what) for what in ("arguments", "temporaries") for key in keys(device)),
-            *map(_sent, keys(device)),
-        ]
+        [f"`{device}`", name.removeprefix("adam, "), *of(f"data_parallel/{name}/{device}")]
         for device in cases.SLICES
+        for name in cases.DATA_PARALLEL
     ]
-    both = [
-        f"{what}{how}" for what in ("arguments", "temporaries", "sent") for how in ("", ", divided")
-    ]
-    return table(["devices", *both], *lines)
+    return table(["devices", "state", "arguments", "temporaries", "sent"], *lines)
 
 
 def _in_words(name: str) -> str:
