@@ -217,12 +217,15 @@ def _is_row_major(x: Any) -> bool:
 
 
 def with_row_major(x: Any) -> Any:
-    """The shape of an array as :func:`to_row_major` returns it, if its sharding is known."""
-    if (sharding := getattr(x, "sharding", None)) is None:
+    """The shape of an array as :func:`to_row_major` returns it; an array stays as it is.
+
+    So does a shape that has a layout, or no sharding.
+    """
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+    if sharding is None or getattr(x.format, "layout", None) is not None:
         return x
     at = Format(Layout(tuple(range(x.ndim))), sharding)
-    weak = getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at, weak_type=weak)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at, weak_type=x.weak_type)
 
 
 def can_be_row_major(x: Any) -> bool:

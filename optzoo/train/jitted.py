@@ -51,7 +51,7 @@ class Jitted:
         return self._jit.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of ``jax.jit``, with tables and slots as a call has them."""
+        """As that of ``jax.jit``; shapes of tables and slots are row-major, as in a call."""
         jitted, args, kwargs = self._prepared(with_row_major, args, kwargs)
         return jitted.lower(*args, **kwargs)
 

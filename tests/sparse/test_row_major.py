@@ -329,19 +329,26 @@ def test_tables_are_made_in_the_layout_that_is_demanded(monkeypatch):
 
 
 @needs_demands
-def test_programs_that_are_compiled_ahead_have_tables_as_a_call_has_them():
+@pytest.mark.parametrize("given", ["shapes", "shapes in columns", "shapes anywhere", "arrays"])
+def test_programs_that_are_compiled_ahead(given):
+    """Shapes are those of a call; arrays, and shapes with a layout, have the layout they have."""
     tx, x = optzoo.lazy_adam(), params()
-    x, state = in_columns((x, tx.init(x)), SingleDeviceSharding(jax.devices()[0]))
-    compiled = optzoo.minimize(loss, tx).lower(x, state, IDS).compile()
-    found = jax.tree.leaves(compiled.input_formats[0])
-    layouts = [
-        f.layout.major_to_minor
-        for f, is_table in zip(found, of_table(x, state, IDS), strict=True)
-        if is_table
-    ]
-    assert layouts == [(0, 1)] * 3
-    shapes = jax.eval_shape(lambda: (x, state, IDS))
-    assert optzoo.minimize(loss, tx).lower(*shapes).compile() is not None
+    here = SingleDeviceSharding(jax.devices()[0])
+    args = *in_columns((x, tx.init(x)), here), IDS
+    at = {"shapes": here, "shapes in columns": Format(COLUMNS, here), "shapes anywhere": None}
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at[given])
+    if given != "arrays":
+        is_table = lambda a: a.shape == (ROWS, WIDTH)
+        args = jax.tree.map(
+            lambda a: shape(a) if is_table(a) or given != "shapes in columns" else a, args
+        )
+    compiled = optzoo.minimize(loss, tx).lower(*args).compile()
+    formats = jax.tree.leaves(compiled.input_formats[0])
+    pairs = zip(formats, of_table(*args), strict=True)
+    layouts = [f.layout.major_to_minor for f, is_table in pairs if is_table]
+    assert layouts == [(1, 0) if given in ("shapes in columns", "arrays") else (0, 1)] * 3
+    if given == "arrays":
+        compiled(*args)
 
 
 @needs_demands
