@@ -217,14 +217,13 @@ def _is_row_major(x: Any) -> bool:
 
 
 def with_row_major(x: Any) -> Any:
-    """The shape of an array as :func:`to_row_major` returns it; an array stays as it is.
+    """A shape in the layout that :func:`to_row_major` makes.
 
-    So does a shape that has a layout, or no sharding.
+    Arrays stay as they are, and shapes that have a layout, or no sharding.
     """
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
-    if sharding is None or getattr(x.format, "layout", None) is not None:
+    if getattr(x, "sharding", None) is None or x.format.layout is not None:
         return x
-    at = Format(Layout(tuple(range(x.ndim))), sharding)
+    at = Format(Layout(tuple(range(x.ndim))), x.sharding)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at, weak_type=x.weak_type)
 
 
