@@ -97,4 +97,21 @@ def _(kwargs):
     return optzoo.compile_report(f, jnp.ones(4), device="cpu", **given).arguments
 
 
+def _of_rows(ask, kwargs):
+    """What is said of a step that cannot be traced without its argument by name."""
+    step = lambda x, *, ids: x.at[ids].set(0.0)
+    given = {"ids": jnp.arange(2)} if kwargs else {}
+    return outcome(lambda: ask(step, jnp.ones((4, 2)), **given))
+
+
+@effect("rows.formats", "kwargs", {False: "TypeError", True: None})
+def _(kwargs):
+    return _of_rows(optzoo.rows.formats, kwargs)
+
+
+@effect("rows.compiler_options", "kwargs", {False: "TypeError", True: None})
+def _(kwargs):
+    return _of_rows(optzoo.rows.compiler_options, kwargs)
+
+
 test_an_option_has_its_effect = TABLE.test(all_quick=True)
