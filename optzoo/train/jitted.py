@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..core.compat import can_demand_layouts, is_tracing
 from ..core.integers import check_integers
@@ -79,9 +80,10 @@ class Jitted:
         if not self._can_demand_layouts or is_tracing():
             return self._jit, args, kwargs
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        if treedef not in self._by_rows:
-            self._by_rows[treedef] = changed_by_rows(self._jit.trace(*args, **kwargs))
-        by_rows = self._by_rows[treedef]
+        shapes = treedef, tuple(map(jnp.shape, leaves))
+        if shapes not in self._by_rows:
+            self._by_rows[shapes] = changed_by_rows(self._jit.trace(*args, **kwargs))
+        by_rows = self._by_rows[shapes]
         for k in by_rows:
             leaves[k] = f(leaves[k])
         options = options_for(leaves[k] for k in by_rows)

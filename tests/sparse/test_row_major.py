@@ -444,6 +444,21 @@ def test_options_of_the_compiler(monkeypatch):
     assert step._cache_size() == 0
 
 
+@needs_demands
+def test_a_table_that_has_grown(monkeypatch):
+    """With few rows its gradient is dense."""
+    seen = []
+    monkeypatch.setattr(
+        jitted_module, "options_for", lambda arrays: seen.append(len([*arrays])) or {}
+    )
+    tx = optzoo.lazy_adam()
+    step = optzoo.minimize(lambda x, ids: jnp.sum(x[ids] ** 2), tx, min_rows=20)
+    for rows in (11, 40, 11):
+        x = jnp.ones((rows, WIDTH))
+        step(x, tx.init(x), IDS)
+    assert seen == [0, 3, 0]
+
+
 def test_options_are_for_tpus_alone():
     tx, here = optzoo.lazy_adam(), SingleDeviceSharding(jax.devices()[0])
     shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here)
