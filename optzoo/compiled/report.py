@@ -245,8 +245,9 @@ def compile_report(
     A step on several devices is made for a mesh of :func:`optzoo.compiled.devices_of`, and takes
     arguments with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``).
     If no argument has one, the step is compiled for the first device. A shape may also have a
-    layout (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``); without one it
-    has that which the compiler takes.
+    layout (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``). Without one it
+    has that which the compiler takes, and in a step of :func:`optzoo.minimize` tables
+    and slots are row-major, as in a call (:func:`optzoo.rows.row_major`).
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
