@@ -473,7 +473,27 @@ def memory_bytes_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def second_order_table() -> str:
+    """A small transformer by AdamW, Muon, SOAP and Shampoo."""
+    found = result("second_order")["contenders"]
+    times = {name: row["seconds of a step"] for name, row in found.items()}
+    of = lambda x, digits: "not reached" if x is None else f"{x:.{digits}f}"
+    lines = ["| optimizer | rate | loss | deviations | steps | a step | time |", "|---" * 7 + "|"]
+    for name, row in found.items():
+        cells = [
+            f"{row['rate']:g}",
+            of(row["loss"], 3),
+            of(row["deviations"], 1),
+            of(row["steps"], 0),
+            of(times[name] / times["AdamW"], 2),
+            of(row["time"], 2),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
+    "second order": second_order_table,
     "little memory bytes": memory_bytes_table,
     "little memory quality": memory_quality_table,
     "little memory cost": memory_cost_table,
