@@ -92,6 +92,9 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> params, ids = jnp.ones((6, 2)), jnp.arange(3)
         >>> of_params, of_state, _ = optzoo.rows.formats(step, params, tx.init(params), ids)
         >>> params = jax.device_put(params, of_params)
+        >>> state = jax.jit(tx.init, out_shardings=of_state)(params)
+        >>> print(optzoo.get_slot(state, "m").shape)
+        (6, 2)
 
     Args:
         step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
