@@ -60,7 +60,7 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
         leaves, treedef = jax.tree.flatten(inner(*args, **kwargs))
         program = jax.make_jaxpr(inner)(*args, **kwargs)  # the step is not traced again
         origins = changed_rows(Graph.of(program.jaxpr, program.consts))
-        in_rows = lambda x, k: x if k is None or not can_be_row_major(x) else in_row_major(x)
+        in_rows = lambda x, of: x if of is None or not can_be_row_major(x) else in_row_major(x)
         return treedef.unflatten(map(in_rows, leaves, origins))
 
     return wrapped
@@ -167,11 +167,15 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
         TypeError: if ``step`` is not a function.
     """
     leaves = jax.tree.leaves((args, kwargs))
-    return options_for(leaves[k] for k in _by_rows(step, args, kwargs))
+    by_rows = _by_rows(step, args, kwargs)
+    return options_for(leaves[k] for k, is_inside in by_rows.items() if is_inside)
 
 
 def options_for(arrays: Iterable[Any]) -> dict[str, Any]:
-    """The options of the compiler for a step that changes rows of these arrays."""
+    """The options of the compiler for a step that changes rows of these arrays in a loop or branch.
+
+    They are not for other steps: with them XLA pads other arrays, too.
+    """
     gib = max(map(_padding, arrays), default=0) / 2**30
     # By default libtpu 0.0.52 takes columns from a padding of 0.4 GiB on, at width 64.
     return {"xla_tpu_experimental_max_padding_gib": math.ceil(gib)} if gib > 0.25 else {}
@@ -186,20 +190,23 @@ def _padding(x: Any) -> int:
     return math.prod(rows) * (-width % 128) * x.dtype.itemsize
 
 
-def _by_rows(step: Callable[..., Any], args: Any, kwargs: Any) -> frozenset[int]:
-    """Which leaves of the arguments of a step need to be row-major, where it matters."""
+def _by_rows(step: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, bool]:
+    """:func:`changed_by_rows`, where layouts matter."""
     if not callable(step):
         raise TypeError(f"step must be a function, got {step!r}")
     jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     traced = jitted.trace(*args, **kwargs)
-    return changed_by_rows(traced) if can_demand_layouts() else frozenset()
+    return changed_by_rows(traced) if can_demand_layouts() else {}
 
 
-def changed_by_rows(traced: Any) -> frozenset[int]:
-    """Which leaves of the arguments of a traced step need to be row-major."""
+def changed_by_rows(traced: Any) -> dict[int, bool]:
+    """Which leaves of the arguments of a traced step need to be row-major.
+
+    By their positions, whether their rows are changed in a loop or a branch.
+    """
     graph = Graph.of(traced.jaxpr.jaxpr, traced.jaxpr.consts)
-    origins = {k for k in changed_rows(graph) if k is not None}
-    return frozenset(k for k in origins if can_be_row_major(graph.inputs[k].aval))
+    origins = {of.position: of.is_inside for of in changed_rows(graph) if of is not None}
+    return {k: inside for k, inside in origins.items() if can_be_row_major(graph.inputs[k].aval)}
 
 
 def to_row_major(x: Any) -> Any:

@@ -39,7 +39,7 @@ class Jitted:
         self._step = row_major(step)
         self._jit = self._jit_with()
         self._jits: dict[Any, Any] = {(): self._jit}  # by the options of the compiler
-        self._by_rows: dict[Any, frozenset[int]] = {}
+        self._by_rows: dict[Any, dict[int, bool]] = {}
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
         """A step."""
@@ -86,7 +86,7 @@ class Jitted:
         by_rows = self._by_rows[shapes]
         for k in by_rows:
             leaves[k] = f(leaves[k])
-        options = options_for(leaves[k] for k in by_rows)
+        options = options_for(leaves[k] for k, is_inside in by_rows.items() if is_inside)
         key = tuple(options.items())
         if key not in self._jits:
             self._jits[key] = self._jit_with(**options)

@@ -51,8 +51,8 @@ def row_major_results(step, *args):
         avals = [v.aval for v in jaxpr.outvars]
         is_table = lambda a: a.ndim > 1 and a.dtype.itemsize <= 4
         return [
-            a.shape if k is not None and is_table(a) else None
-            for a, k in zip(avals, changed_rows(Graph.of(jaxpr)), strict=True)
+            a.shape if of is not None and is_table(a) else None
+            for a, of in zip(avals, changed_rows(Graph.of(jaxpr)), strict=True)
         ]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     demands = [made.get(v) for v in jaxpr.outvars]
@@ -187,7 +187,21 @@ TABLE = jnp.ones((ROWS, WIDTH))
 )
 def test_which_results_are_arguments_with_other_rows(f, want):
     program = jax.make_jaxpr(f)(TABLE, TABLE)
-    assert changed_rows(Graph.of(program.jaxpr, program.consts)) == want
+    found = changed_rows(Graph.of(program.jaxpr, program.consts))
+    assert [of and of.position for of in found] == want
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_rows_that_a_loop_or_a_branch_changes(is_inside):
+    put = lambda x: replace_rows(x, IDS)
+    in_branch = lambda x: jax.lax.cond(
+        x[0, 0] > 0, put if is_inside else lambda x: x, lambda x: x, x
+    )
+    in_loop = lambda x: jax.lax.fori_loop(0, 2, lambda _, x: put(x) if is_inside else x, x)
+    for f in (in_branch, in_loop, jax.jit(in_loop)):
+        program = jax.make_jaxpr(lambda x, f=f: put(f(x)))(TABLE)
+        [found] = changed_rows(Graph.of(program.jaxpr, program.consts))
+        assert found == (0, True, is_inside)
 
 
 @pytest.mark.parametrize("of_rows", [True, False])
@@ -198,7 +212,7 @@ def test_native_code_changes_rows_alone_where_gradients_are_rows(of_rows):
     step = optzoo.native_step(tx, required=True)
     program = Graph.of(jax.make_jaxpr(step)(TABLE, state, g).jaxpr)
     tables = [k for k, shape in enumerate(of_table(TABLE, state)) if shape]
-    found = changed_rows(program)
+    found = [of and of.position for of in changed_rows(program)]
     assert [k for k in found if k is not None] == (tables if of_rows else [])
     assert len(tables) == 3 and all(k in (None, i) for i, k in enumerate(found))
 
@@ -426,7 +440,7 @@ def test_options_of_the_compiler(monkeypatch):
         return {"xla_backend_optimization_level": len(seen) % 2}
 
     monkeypatch.setattr(jitted_module, "options_for", options_for)
-    tx, x = optzoo.lazy_adam(), params()
+    tx, x = optax.apply_if_finite(optzoo.lazy_adam(), 3), params()
     step, state = optzoo.minimize(loss, tx), tx.init(x)
     of_loop = lambda x, state: jax.lax.scan(
         lambda carry, ids: (step(*carry, ids)[:2], None), (x, state), jnp.stack([IDS] * 3)
@@ -451,7 +465,7 @@ def test_a_table_that_has_grown(monkeypatch):
     monkeypatch.setattr(
         jitted_module, "options_for", lambda arrays: seen.append(len([*arrays])) or {}
     )
-    tx = optzoo.lazy_adam()
+    tx = optax.apply_if_finite(optzoo.lazy_adam(), 3)
     step = optzoo.minimize(lambda x, ids: jnp.sum(x[ids] ** 2), tx, min_rows=20)
     for rows in (11, 40, 11):
         x = jnp.ones((rows, WIDTH))
