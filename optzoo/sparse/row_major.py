@@ -161,7 +161,7 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
 
     Returns:
         For ``jax.jit(..., compiler_options=...)`` or ``lowered.compile(...)``. It is empty for
-        other devices, and for arrays whose padding is small.
+        other devices, for arrays whose padding is small, and where no loop or branch changes rows.
 
     Raises:
         TypeError: if ``step`` is not a function.
