@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ..core.checks import check_function
 from ..core.compat import kept_arguments, result_types
 from ..core.terminal import columns
 from .devices import devices_of
@@ -284,8 +285,7 @@ def lowered_for(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
 ) -> Any:
     """The program of a step for a device, before it is compiled: a ``jax.stages.Lowered``."""
-    if not callable(step):
-        raise TypeError(f"step must be a function, got {step!r}")
+    check_function(step=step)
     args, kwargs = _placed((args, kwargs), devices_of(device), device)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with warnings.catch_warnings():  # the report says it, with names

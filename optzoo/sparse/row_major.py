@@ -11,6 +11,7 @@ import jax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from ..core.checks import check_function
 from ..core.compat import can_demand_layouts, in_row_major
 from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.changed_rows import changed_rows
@@ -51,8 +52,7 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         TypeError: if ``step`` is not a function.
     """
-    if not callable(step):
-        raise TypeError(f"step must be a function, got {step!r}")
+    check_function(step=step)
     inner = jax.jit(step)
 
     @functools.wraps(step)
@@ -125,7 +125,7 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 f"args[{path[0].idx}] '{path_name(path[1:])}' has no sharding, and another "
                 "argument is on several devices: give its shape with the sharding of the array"
             )
-        found[k] = Format(Layout(tuple(range(x.ndim))), sharding)
+        found[k] = _format(x, sharding)
     return jax.tree.structure(args).unflatten(found)
 
 
@@ -156,7 +156,7 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
         step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
             it is.
         *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. Those on a TPU have a
-            sharding that says so.
+            sharding over its devices.
         **kwargs: further arguments of the step.
 
     Returns:
@@ -192,8 +192,7 @@ def _padding(x: Any) -> int:
 
 def _by_rows(step: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, bool]:
     """:func:`changed_by_rows`, where layouts matter."""
-    if not callable(step):
-        raise TypeError(f"step must be a function, got {step!r}")
+    check_function(step=step)
     jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     traced = jitted.trace(*args, **kwargs)
     return changed_by_rows(traced) if can_demand_layouts() else {}
@@ -233,8 +232,13 @@ def with_row_major(x: Any) -> Any:
     """
     if getattr(x, "sharding", None) is None or x.format.layout is not None:
         return x
-    at = Format(Layout(tuple(range(x.ndim))), x.sharding)
+    at = _format(x, x.sharding)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at, weak_type=x.weak_type)
+
+
+def _format(x: Any, sharding: Any) -> Format:
+    """That of a row-major array."""
+    return Format(Layout(tuple(range(x.ndim))), sharding)
 
 
 def can_be_row_major(x: Any) -> bool:

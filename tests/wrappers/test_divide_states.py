@@ -253,43 +253,8 @@ def test_missing_gradients_and_parameters(has_params):
 # Programs
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_program_keeps_its_shares(kind):
-    """Each array is reused and comes back as it was; updates are gathered, and nothing else is."""
-    devices = np.array(optzoo.compiled.devices_of("cpu")[:8])
-    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(getattr(AxisType, kind),))
-    of = lambda *spec: NamedSharding(mesh, P(*spec))
-    params = {k: jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=of()) for k in "ab"}
-    batch = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=of("data"))
-    tx = optzoo.divide_states(optzoo.adam(0.1), "data")
-    places = optzoo.state_sharding(tx, params)
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        places,
-    )
-    loss = lambda params, x: jnp.mean((x @ params["a"] * (x @ params["b"])) ** 2)
-    step = optzoo.minimize(loss, tx)
-    report = optzoo.compile_report(step, params, state, batch, device="cpu")
-    size = 2 * 128 * 256 * 4
-    report.require(
-        donated=True,
-        same_shardings=True,
-        divided={1: 8},
-        collectives={"all-gather": size, "all-reduce": size + 64},
-    )
-    plain = jax.eval_shape(optzoo.adam(0.1).init, params)
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of()), plain)
-    report = optzoo.compile_report(
-        optzoo.minimize(loss, optzoo.adam(0.1)), params, whole, batch, device="cpu"
-    )
-    with pytest.raises(AssertionError, match="divided: a device has"):
-        report.require(divided={1: 8})
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_an_accumulated_step_has_one_reduction(kind):
-    """Where each device sums the gradients of its micro-batches."""
+def shapes_of_a_step(kind):
+    """On eight devices: the mesh, the optimizer, parameters, state and batch."""
     devices = np.array(optzoo.compiled.devices_of("cpu")[:8])
     mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(getattr(AxisType, kind),))
     of = lambda *spec: NamedSharding(mesh, P(*spec))
@@ -301,6 +266,38 @@ def test_an_accumulated_step_has_one_reduction(kind):
         jax.eval_shape(tx.init, params),
         optzoo.state_sharding(tx, params),
     )
+    return mesh, tx, params, state, batch
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_program_keeps_its_shares(kind):
+    """Each array is reused and comes back as it was; updates are gathered, and nothing else is."""
+    mesh, tx, params, state, batch = shapes_of_a_step(kind)
+    loss = lambda params, x: jnp.mean((x @ params["a"] * (x @ params["b"])) ** 2)
+    step = optzoo.minimize(loss, tx)
+    report = optzoo.compile_report(step, params, state, batch, device="cpu")
+    size = 2 * 128 * 256 * 4
+    report.require(
+        donated=True,
+        same_shardings=True,
+        divided={1: 8},
+        collectives={"all-gather": size, "all-reduce": size + 64},
+    )
+    plain = jax.eval_shape(optzoo.adam(0.1).init, params)
+    whole = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), plain
+    )
+    report = optzoo.compile_report(
+        optzoo.minimize(loss, optzoo.adam(0.1)), params, whole, batch, device="cpu"
+    )
+    with pytest.raises(AssertionError, match="divided: a device has"):
+        report.require(divided={1: 8})
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_an_accumulated_step_has_one_reduction(kind):
+    """Where each device sums the gradients of its micro-batches."""
+    mesh, tx, params, state, batch = shapes_of_a_step(kind)
 
     def loss(params, x):
         of_part = lambda x: jnp.mean((x @ params["a"] * (x @ params["b"])) ** 2)
