@@ -110,17 +110,34 @@ def take(x: Array, places: Array) -> Array:
     return _take_16_bits(x, places) if has_16_bits(x.dtype) else _take(x, places)
 
 
+def take_inside(x: Array, places: Array) -> Array:
+    """As :func:`take`, at places none of which is out of range."""
+    take = _take_inside_16_bits if has_16_bits(x.dtype) else _take_inside
+    return take(x, places)
+
+
 def _take(x: Array, places: Array, fill: float | None = None) -> Array:
     return jnp.take(x, places, axis=0, mode="fill", fill_value=fill)
 
 
-_take_16_bits = custom_jvp(_take)
+def _take_inside(x: Array, places: Array) -> Array:
+    return jnp.take(x, places, axis=0, mode="clip")
+
+
+_take_16_bits, _take_inside_16_bits = custom_jvp(_take), custom_jvp(_take_inside)
 
 
 @_take_16_bits.defjvp
 def _(primals, tangents):
     x, places = primals
     return _take_16_bits(x, places), _take(upcast(tangents[0]), places, 0).astype(x.dtype)
+
+
+@_take_inside_16_bits.defjvp
+def _(primals, tangents):
+    x, places = primals
+    tangent = _take_inside(upcast(tangents[0]), places).astype(x.dtype)
+    return _take_inside_16_bits(x, places), tangent
 
 
 def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:

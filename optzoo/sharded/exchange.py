@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..core.merge import segment_sum
+from ..core.merge import segment_sum, take_inside
 from ..core.numerics import rounding_cast
 from .row_sharding import RowSharding
 
@@ -15,32 +15,24 @@ from .row_sharding import RowSharding
 class Route(NamedTuple):
     """The distinct places of the ids of this device, in ascending order: owner after owner.
 
-    With one owner nothing is sent: then they are the places of the ids, in their order.
+    Padding and ids out of range are places, too: ``stored_rows`` and ``stored_rows + 1``. With one
+    owner nothing is sent: then they are the places of the ids, in their order.
     """
 
-    places: Array  # (max(1, num_ids),), ``stored_rows`` in the positions that are left
-    inverse: Array | None  # for each id the position of its place (out of range: of padding)
+    places: Array  # (max(1, num_ids),), ``stored_rows + 1`` in the positions that are left
+    inverse: Array | None  # for each id the position of its place
     starts: Array  # (num_shards + 1,), the first position of each owner
-
-    def of_ids(self, of_places: Array) -> Array:
-        """From what belongs to each place what belongs to each id; if there is none, to padding."""
-        return of_places if self.inverse is None else jnp.take(of_places, self.inverse, axis=0)
-
-    def of_places(self, of_ids: Array) -> Array:
-        """The sum of what belongs to the ids of each place."""
-        of_ids = _at_least_one(of_ids, 0)
-        if self.inverse is None:
-            return of_ids
-        return segment_sum(of_ids, self.inverse, len(self.places))
 
 
 def make_route(places: Array, s: RowSharding) -> Route:
     """The route of places of any shape; of none, that of padding."""
-    flat = _at_least_one(jnp.minimum(places.reshape(-1), s.stored_rows), s.stored_rows)
+    flat = _at_least_one(places.reshape(-1), s.stored_rows)
     size = flat.shape[0]
     if s.num_shards == 1:
         return Route(flat, None, jnp.array([0, size], jnp.int32))
-    distinct, inverse = jnp.unique(flat, size=size, fill_value=s.stored_rows, return_inverse=True)
+    # What stands for nothing is last, as what is out of range.
+    fill = s.stored_rows + 1
+    distinct, inverse = jnp.unique(flat, size=size, fill_value=fill, return_inverse=True)
     bounds = jnp.arange(s.num_shards + 1, dtype=distinct.dtype) * s.rows_per_shard
     starts = first_positions(distinct, bounds)
     return Route(distinct, inverse.reshape(-1), starts)
@@ -59,19 +51,47 @@ def first_positions(places: Array, bounds: Array) -> Array:
 class Bucket(NamedTuple):
     """The rows that this device asks of each owner in one exchange."""
 
-    positions: Array  # (num_shards, capacity), in ``route.places``; its length for padding
-    local: Array  # the same shape: rows of the owner's shard, ``rows_per_shard`` for padding
+    local: Array  # (num_shards, capacity), of the owner's shard; ``rows_per_shard`` for padding
+    # For each id the position of its row among those of all owners; for one without a row their
+    # number, and for padding one more. None: they are in the order of the ids.
+    at: Array | None
+
+    def of_ids(self, rows: Array) -> Array:
+        """From each row those of its ids: zeros for padding, NaN for ids without a row.
+
+        If there is no id, there is one of padding.
+        """
+        flat = rows.reshape(-1, *rows.shape[2:])
+        if self.at is None:
+            return flat
+        # Two more rows: a TPU takes longer to choose between rows and what is none.
+        none = jnp.nan if jnp.issubdtype(flat.dtype, jnp.inexact) else jnp.iinfo(flat.dtype).min
+        others = jnp.stack([jnp.full_like(flat[0], none), jnp.zeros_like(flat[0])])
+        return take_inside(jnp.concatenate([flat, others]), self.at)
+
+    def of_rows(self, of_ids: Array) -> Array:
+        """For each row the sum of what belongs to its ids."""
+        of_ids = _at_least_one(of_ids, 0)
+        total = of_ids if self.at is None else segment_sum(of_ids, self.at, self.local.size)
+        return total.reshape(*self.local.shape, *of_ids.shape[1:])
 
 
 def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSharding) -> Bucket:
     """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
-    size = route.places.shape[0]
+    places, size = route.places, route.places.shape[0]
     positions = first[:, None] + jnp.arange(capacity, dtype=first.dtype)[None]
-    owner = jnp.arange(s.num_shards, dtype=route.places.dtype)[:, None]
-    local = route.places[jnp.minimum(positions, size - 1)] - owner * s.rows_per_shard
-    is_real = positions < end[:, None]
-    local = jnp.where(is_real, local, s.rows_per_shard).astype(jnp.int32)
-    return Bucket(jnp.where(is_real, positions, size), local)
+    owners = jnp.arange(s.num_shards, dtype=places.dtype)
+    local = places[jnp.minimum(positions, size - 1)] - owners[:, None] * s.rows_per_shard
+    local = jnp.where(positions < end[:, None], local, s.rows_per_shard).astype(jnp.int32)
+    if route.inverse is None:
+        return Bucket(local, None)
+    owner = jnp.minimum(places // s.rows_per_shard, s.num_shards - 1).astype(jnp.int32)
+    position = jnp.arange(size, dtype=jnp.int32)
+    nth = position - first[owner]
+    is_sent = (nth >= 0) & (nth < capacity) & (position < end[owner])
+    at = jnp.where(is_sent, owner * capacity + nth, local.size)
+    at = jnp.where(places == s.stored_rows, local.size + 1, at)
+    return Bucket(local, at[route.inverse])
 
 
 def to_transport(x: Array, transport: DTypeLike | None) -> Array:

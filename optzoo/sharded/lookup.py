@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ..core.checks import check_positive
 from ..core.compat import varying
-from ..core.merge import take
 from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import integer_ids
 from ..jaxprs.lookup import bind_lookup
-from .exchange import Bucket, Route, exchange, make_bucket, make_route, to_transport
+from .exchange import Bucket, exchange, make_bucket, make_route, to_transport
 from .row_sharding import RowSharding
 
 Read = Callable[[Array], Array]  # the rows of some ids of a shard, zeros for padding
@@ -99,40 +98,35 @@ def lookup(
         functools.partial(bind_lookup, shard, shard=s.shard)
         for shard, s in zip(shards, shardings, strict=True)
     ]
-    replies = ask_owners(reads, buckets, shardings, transport)
+    _, replies = ask_owners(reads, buckets, shardings, transport)
     out = [
-        _rows_of_ids(reply, route, p, s).reshape(*p.shape, *shard.shape[1:])
-        for reply, route, p, s, shard in zip(
-            replies, routes, places, shardings, shards, strict=True
-        )
+        bucket.of_ids(reply)[: p.size].reshape(*p.shape, *shard.shape[1:])
+        for reply, bucket, p, shard in zip(replies, buckets, places, shards, strict=True)
     ]
     return treedef.unflatten(out)
 
 
-def ask_owners(reads: Sequence[Read], buckets: list[Bucket], shardings: Any, transport: Any) -> Any:
-    """The rows of each bucket, of shape ``(num_shards, capacity, *row_shape)``."""
+def ask_owners(
+    reads: Sequence[Read], buckets: Sequence[Bucket], shardings: Any, transport: Any
+) -> tuple[list[Array], list[Array]]:
+    """The ids of rows that all devices ask of this one, and the rows that this one asks for.
+
+    Of shapes ``(num_shards, capacity)`` and ``(num_shards, capacity, *row_shape)`` for each bucket.
+    """
     asked = exchange([b.local for b in buckets], shardings)
-    flat = [read(a.reshape(-1)) for read, a in zip(reads, asked, strict=True)]
+    flat = [_as_read(read(a.reshape(-1))) for read, a in zip(reads, asked, strict=True)]
     rows = [r.reshape(*a.shape, *r.shape[1:]) for r, a in zip(flat, asked, strict=True)]
     arrived = exchange([to_transport(r, transport) for r in rows], shardings)
-    return [a.astype(r.dtype) for a, r in zip(arrived, rows, strict=True)]
+    return asked, [a.astype(r.dtype) for a, r in zip(arrived, rows, strict=True)]
 
 
-def _rows_of_ids(replies: Array, route: Route, places: Array, s: RowSharding) -> Array:
-    """The row of each id in the replies of all owners."""
-    n, capacity = replies.shape[:2]
-    size = route.places.shape[0]
-    owner = jnp.minimum(route.places // s.rows_per_shard, n - 1).astype(jnp.int32)
-    nth = jnp.arange(size, dtype=jnp.int32) - route.starts[owner]
-    at = route.of_ids(jnp.where(nth < capacity, owner * capacity + nth, n * capacity))
-    flat = replies.reshape(n * capacity, *replies.shape[2:])
-    return clean(take(flat, at)[: places.size], places.reshape(-1), s)
+def _as_read(rows: Array) -> Array:
+    """The same rows.
 
-
-def clean(rows: Array, places: Array, s: RowSharding) -> Array:
-    """Zeros for padding, NaN for ids out of range."""
-    wide = places.reshape(places.shape + (1,) * (rows.ndim - 1))
-    return jnp.where(wide < s.stored_rows, rows, jnp.where(wide > s.stored_rows, jnp.nan, 0))
+    If a model does nothing but multiply rows, XLA for TPUs would convert the whole shard to
+    bfloat16, in which it multiplies. Now it converts the rows, and sends them so.
+    """
+    return lax.reduce_precision(rows, 8, 23) if rows.dtype == jnp.float32 else rows
 
 
 def check_shard(name: str, shard: Any, s: Any) -> None:

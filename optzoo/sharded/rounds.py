@@ -3,6 +3,9 @@
 A round has room for ``capacity`` rows of each table for each pair of devices. How many rounds there
 are is decided when the program runs, the same on all devices. So memory does not depend on the
 ids, and no id is ever lost.
+
+The first round is outside of a loop, so that a compiler can exchange rows beside other operations.
+If all rows are in it, the loop of the other ones has no turn.
 """
 
 import functools
@@ -12,19 +15,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..core.compat import gather_invarying, vary
+from ..core.compat import gather_invarying
+from ..core.numerics import upcast
 from ..core.rows import Shard, SparseRows
-from .exchange import Route, exchange, first_positions, make_bucket, to_transport
+from .exchange import Bucket, Route, exchange, first_positions, make_bucket, to_transport
 from .lookup import Read, ask_owners
 from .row_sharding import RowSharding
 
 
 class Part(NamedTuple):
-    """What this device asks of one table in a step."""
+    """What this device asks of one table for a part of its batch."""
 
     sharding: RowSharding
     capacity: int
-    places: Array  # of each id
+    places: Array  # of each id, in one dimension
     route: Route
     replicas: tuple[str, ...]  # mesh axes along which there are copies of the table
 
@@ -33,127 +37,219 @@ class Part(NamedTuple):
         """Whether one round is enough for any ids."""
         return self.capacity >= min(self.route.places.shape[0], self.sharding.rows_per_shard)
 
+    def rows(self, local: Array, values: Array, is_round: bool) -> SparseRows:
+        """Rows that have come to their owner."""
+        shard = self.shard(is_round)
+        return SparseRows(local, values, self.sharding.rows_per_shard, shard=shard)
+
     def shard(self, is_round: bool) -> Shard:
-        """What is known of the rows that come to an owner."""
+        """What is known of such rows."""
         return self.sharding.shard._replace(is_round=is_round)
+
+    @property
+    def starts(self) -> Array:
+        """The first position of each owner in ``route.places``."""
+        return self.route.starts[:-1]
+
+    @property
+    def ends(self) -> Array:
+        """The position after the last one of each owner."""
+        return self.route.starts[1:]
+
+    def bucket(self, first: Array, end: Array) -> Bucket:
+        """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
+        return make_bucket(self.route, first, end, self.capacity, self.sharding)
+
+    def first_positions(self, rows: Array) -> Array:
+        """The first positions of what is not below some row of each owner."""
+        places = self.route.places
+        return first_positions(places, self._first_places() + rows.astype(places.dtype))
+
+    def row_beyond(self, first: Array) -> Array:
+        """Of each owner, the first row for which a message that begins there has no room."""
+        beyond = first + self.capacity
+        places, most = self.route.places, self.sharding.rows_per_shard
+        local = places[jnp.minimum(beyond, places.shape[0] - 1)] - self._first_places()
+        return jnp.where(beyond < self.ends, local, most).astype(jnp.int32)
+
+    def _first_places(self) -> Array:
+        s = self.sharding
+        return jnp.arange(s.num_shards, dtype=self.route.places.dtype) * s.rows_per_shard
+
+
+class Asked(NamedTuple):
+    """What the first round asks of all tables for a part of the batch."""
+
+    parts: Sequence[Part]
+    buckets: Sequence[Bucket]
+    local: Sequence[Array]  # (num_shards, capacity): the rows that all devices ask of this one
 
 
 def read_rows(
-    parts: Sequence[Part],
-    shards: Sequence[Array],
-    reads: Sequence[Read],
-    axes: tuple[str, ...],
-    transport: Any,
-) -> list[Array]:
-    """The rows of the distinct places of each part, in the order of its route.
+    parts: Sequence[Part], reads: Sequence[Read], axes: tuple[str, ...], transport: Any
+) -> tuple[list[Array], Asked]:
+    """The rows of the ids of each part, and what was asked in the first round.
+
+    As in a lookup padding reads zeros, and ids out of range NaN.
 
     Args:
         parts: of each table.
-        shards: of this device, for their shapes.
-        reads: how to read each of them.
+        reads: how to read the rows of this device of each of them.
         axes: of the mesh.
         transport: the dtype to send rows in, or None.
     """
     shardings = [p.sharding for p in parts]
+    buckets = [p.bucket(p.starts, p.ends) for p in parts]
+    local, replies = ask_owners(reads, buckets, shardings, transport)
+    rows = [b.of_ids(x)[: p.places.size] for p, b, x in zip(parts, buckets, replies, strict=True)]
+    asked = Asked(parts, buckets, local)
+    waiting = [k for k, p in enumerate(parts) if not p.always_fits]
+    if not waiting:
+        return rows, asked
+    pick = lambda items: [items[k] for k in waiting]
 
     def one_round(number, rows):
         buckets = []
-        for p in parts:
-            start, end = p.route.starts[:-1], p.route.starts[1:]
-            first = jnp.minimum(start + number * p.capacity, end)
-            buckets.append(make_bucket(p.route, first, end, p.capacity, p.sharding))
-        replies = ask_owners(reads, buckets, shardings, transport)
-        if all(p.route.inverse is None for p in parts):
-            return [x[0] for x in replies]  # in the order of the places
-        return [
-            r.at[b.positions.reshape(-1)].set(x.reshape(-1, *x.shape[2:]), mode="drop")
-            for r, b, x in zip(rows, buckets, replies, strict=True)
-        ]
+        for p in pick(parts):
+            first = jnp.minimum(p.starts + number * p.capacity, p.ends)
+            buckets.append(p.bucket(first, p.ends))
+        _, replies = ask_owners(pick(reads), buckets, pick(shardings), transport)
+        return [_with_replies(*of_part) for of_part in zip(rows, buckets, replies, strict=True)]
 
-    sizes = [(p.route.places.shape[0], *x.shape[1:]) for p, x in zip(parts, shards, strict=True)]
-    rows = [vary(jnp.zeros(n, x.dtype), axes) for n, x in zip(sizes, shards, strict=True)]
-    if all(p.always_fits for p in parts):
-        return one_round(0, rows)
-    needed = [jnp.max(-(-(p.route.starts[1:] - p.route.starts[:-1]) // p.capacity)) for p in parts]
+    needed = [jnp.max(-(-(p.ends - p.starts) // p.capacity)) for p in pick(parts)]
     rounds = lax.pmax(functools.reduce(jnp.maximum, needed), axes)
     body = lambda carry: (carry[0] + 1, one_round(*carry))
-    return lax.while_loop(lambda c: c[0] < rounds, body, (jnp.zeros_like(rounds), rows))[1]
+    start = jnp.ones_like(rounds), pick(rows)
+    found = lax.while_loop(lambda c: c[0] < rounds, body, start)[1]
+    for k, of_ids in zip(waiting, found, strict=True):
+        rows[k] = of_ids
+    return rows, asked
 
 
-def update_in_rounds(
-    parts: Sequence[Part],
-    gradients: Sequence[Array],
-    update: Callable[[list[SparseRows], Any], Any],
-    carry: Any,
+def _with_replies(rows: Array, bucket: Bucket, replies: Array) -> Array:
+    """The rows of ids, with those that have arrived in this round."""
+    assert bucket.at is not None  # one owner needs one round
+    is_here = bucket.at < bucket.local.size
+    return jnp.where(is_here.reshape(-1, *(1,) * (rows.ndim - 1)), bucket.of_ids(replies), rows)
+
+
+class Arrived(NamedTuple):
+    """The gradients of the rows of each table, of all devices, at their owners.
+
+    All gradients of a row come in one round, as repeated rows. Several rounds need an update that
+    treats each row by itself.
+
+    Attributes:
+        first: the rows of each table in the first round.
+        further: ``further(update, carry)`` is the last ``carry = update(rows, carry)`` with the
+            rows of the other rounds.
+    """
+
+    first: list[SparseRows]
+    further: Callable[[Callable[[list[SparseRows], Any], Any], Any], Any]
+
+
+def send_gradients(
+    asked: Sequence[Asked],
+    gradients: Sequence[Sequence[Array]],
+    divisor: int,
     axes: tuple[str, ...],
     transport: Any,
-) -> tuple[Any, Array]:
-    """``carry = update(rows, carry)`` with the gradients of some rows at their owners, in turn.
-
-    All gradients of a row, of all devices, come in one round: ``update`` gets them as repeated
-    rows. Several rounds need an ``update`` that treats each row by itself.
+) -> Arrived:
+    """The gradients of rows at their owners.
 
     Args:
-        parts: of each table.
-        gradients: of the distinct places of each part, in the order of its route.
-        update: gets the rows of each table.
-        carry: what ``update`` changes.
+        asked: for each part of the batch.
+        gradients: for each part of the batch those of the ids of each table. The sum of those of a
+            row is divided by ``divisor`` before it is rounded to their dtype.
+        divisor: of the sums.
         axes: of the mesh.
         transport: the dtype to send gradients in, or None.
-
-    Returns:
-        The last ``carry``, and the number of rounds.
     """
-    shardings = [p.sharding for p in parts]
-    is_round = not all(p.always_fits for p in parts)
+    of_tables = [*zip(*(a.parts for a in asked), strict=True)]
+    waiting = [t for t, parts in enumerate(of_tables) if not all(p.always_fits for p in parts)]
 
-    def one_round(lows, carry):
-        buckets, sent, highs = [], [], []
-        for p, gradient, low in zip(parts, gradients, lows, strict=True):
-            bucket, high = _rows_of_round(p, low, axes)
-            values = jnp.take(gradient, bucket.positions, axis=0, mode="fill", fill_value=0)
-            buckets.append(bucket.local)
-            sent.append(to_transport(values, transport))
-            highs.append(high)
-        local, values = exchange(buckets, shardings), exchange(sent, shardings)
-        rows = []
-        for p, g, i, v in zip(parts, gradients, local, values, strict=True):
-            i, v = i.reshape(-1), v.reshape(-1, *v.shape[2:]).astype(g.dtype)
-            if p.replicas:
-                i, v = gather_invarying((i, v), p.replicas)
-            rows.append(SparseRows(i, v, p.sharding.rows_per_shard, shard=p.shard(is_round)))
-        return highs, update(rows, carry)
+    def rows_of(tables: Sequence[int], local: Any, buckets: Any) -> list[SparseRows]:
+        """The rows of some tables; the other arguments are for each part of the batch."""
+        arrived = []
+        for of_buckets, of_part in zip(buckets, gradients, strict=True):
+            sent = []
+            for bucket, t in zip(of_buckets, tables, strict=True):
+                mean = bucket.of_rows(upcast(of_part[t])) / divisor
+                sent.append(to_transport(mean.astype(of_part[t].dtype), transport))
+            arrived.append(exchange(sent, [of_tables[t][0].sharding for t in tables]))
+        found = []
+        of_parts = zip(*local, strict=True), zip(*arrived, strict=True)
+        for t, local_rows, values in zip(tables, *of_parts, strict=True):
+            part, dtype = of_tables[t][0], gradients[0][t].dtype
+            ids, values = _joined(local_rows), _joined(values).astype(dtype)
+            if part.replicas:
+                ids, values = gather_invarying((ids, values), part.replicas)
+            found.append(part.rows(ids, values, bool(waiting)))
+        return found
 
-    lows = [jnp.zeros(p.sharding.num_shards, jnp.int32) for p in parts]
-    if not is_round:
-        return one_round(lows, carry)[1], jnp.ones([], jnp.int32)
+    def agreed(firsts: Sequence[Sequence[Array]]) -> list[Array]:
+        """Of each waiting table and owner, the row at which all devices end this round.
 
-    def is_left(state):
-        number, lows, _ = state
-        left = [
-            jnp.any(low < p.sharding.rows_per_shard) for p, low in zip(parts, lows, strict=True)
+        That many rows find room, of all devices and all parts of the batch, in messages that begin
+        at these positions.
+        """
+        ends = []
+        for t, of_table in zip(waiting, firsts, strict=True):
+            beyond = [p.row_beyond(first) for p, first in zip(of_tables[t], of_table, strict=True)]
+            ends.append(lax.pmin(functools.reduce(jnp.minimum, beyond), axes))
+        return ends
+
+    ends = agreed([[p.starts for p in of_tables[t]] for t in waiting])
+    local = [list(a.local) for a in asked]
+    for t, end in zip(waiting, ends, strict=True):
+        s = of_tables[t][0].sharding
+        here = end[lax.axis_index(s.axes)]
+        for of_part in local:
+            of_part[t] = jnp.where(of_part[t] < here, of_part[t], s.rows_per_shard)
+    first = rows_of(range(len(of_tables)), local, [a.buckets for a in asked])
+
+    def further(update, carry):
+        if not waiting:
+            return carry
+        # Of tables all of whose rows were in the first round.
+        padding = [
+            g.with_rows(jnp.full_like(g.indices[:1], g.num_rows), jnp.zeros_like(g.values[:1]))
+            for g in first
         ]
-        return (number == 0) | functools.reduce(jnp.logical_or, left)
 
-    body = lambda state: (state[0] + 1, *one_round(*state[1:]))
-    number, _, carry = lax.while_loop(is_left, body, (jnp.zeros([], jnp.int32), lows, carry))
-    return carry, number
+        def one_round(lows, carry):
+            firsts = [
+                [p.first_positions(low) for p in of_tables[t]]
+                for t, low in zip(waiting, lows, strict=True)
+            ]
+            ends = agreed(firsts)
+            buckets = [
+                [
+                    p.bucket(first, jnp.minimum(p.first_positions(end), p.ends))
+                    for p, first in zip(of_tables[t], of_table, strict=True)
+                ]
+                for t, of_table, end in zip(waiting, firsts, ends, strict=True)
+            ]
+            buckets = [*zip(*buckets, strict=True)]
+            shardings = [of_tables[t][0].sharding for t in waiting]
+            local = [exchange([b.local for b in of_part], shardings) for of_part in buckets]
+            rows = list(padding)
+            for t, found in zip(waiting, rows_of(waiting, local, buckets), strict=True):
+                rows[t] = found
+            return ends, update(rows, carry)
+
+        def is_left(state):
+            most = [of_tables[t][0].sharding.rows_per_shard for t in waiting]
+            left = [jnp.any(low < n) for low, n in zip(state[0], most, strict=True)]
+            return functools.reduce(jnp.logical_or, left)
+
+        return lax.while_loop(is_left, lambda state: one_round(*state), (ends, carry))[1]
+
+    return Arrived(first, further)
 
 
-def _rows_of_round(p: Part, low: Array, axes: tuple[str, ...]) -> tuple[Any, Array]:
-    """The rows from ``low`` to ``high`` of each owner, and ``high``.
-
-    ``high`` is agreed on by all devices: the most rows of which none has more than ``capacity``.
-    """
-    s, places, size = p.sharding, p.route.places, p.route.places.shape[0]
-    start, end = p.route.starts[:-1], p.route.starts[1:]
-    if p.always_fits:  # all of them are in the first round
-        first, high = jnp.where(low == 0, start, end), jnp.full_like(low, s.rows_per_shard)
-        return make_bucket(p.route, first, end, p.capacity, s), high
-    base = jnp.arange(s.num_shards, dtype=places.dtype) * s.rows_per_shard
-    first = first_positions(places, base + low.astype(places.dtype))
-    beyond = first + p.capacity  # the first position without room
-    local = places[jnp.minimum(beyond, size - 1)] - base
-    high = lax.pmin(jnp.where(beyond < end, local, s.rows_per_shard), axes).astype(low.dtype)
-    last = first_positions(places, base + high.astype(places.dtype))
-    return make_bucket(p.route, first, jnp.minimum(last, end), p.capacity, s), high
+def _joined(of_parts: Sequence[Array]) -> Array:
+    """What has arrived for each part of the batch, of shape ``(num_shards, capacity, ...)``."""
+    flat = [x.reshape(-1, *x.shape[2:]) for x in of_parts]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)

@@ -150,7 +150,7 @@ class RowSharding:
         if factor is None or self.num_shards == 1:
             return enough
         average = num_ids / self.num_shards
-        needed = math.ceil(factor * average + SPREAD * math.sqrt(average))
+        needed = max(1, math.ceil(factor * average + SPREAD * math.sqrt(average)))
         # A TPU stores rows by eights: the rows of all owners then lie one after the other.
         return min(enough, needed + -needed % 8 if needed > 128 else needed)
 

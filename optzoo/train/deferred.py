@@ -1,6 +1,6 @@
 """Tables with deferred rows: each row is caught up when it is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class DeferredTables(Tables):
     def __init__(self, model: Model, params: Any, state: Any):
         super().__init__(model, params, state)
         self.elsewhere = frozenset(deferred_leaves(params, state))
-        self._ids: Mapping[int, Array] = {}
+        self._ids: Sequence[Mapping[int, Array]] = []  # for each part of the batch
 
     def catch_up(self, loss: Loss) -> frozenset[int]:
         """Catches up the tables that the loss does not read by lookups alone."""
@@ -60,11 +60,11 @@ class DeferredTables(Tables):
     ) -> tuple[Any, Any]:
         return map_tables(params, state, change)
 
-    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
-        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
-        self._ids = ids
-        self._change({i: lambda table, of=of: by_ids(table, of) for i, of in ids.items()})
-        return self._looked_up(ids)
+    def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
+        self._ids, [of_batch] = ids, ids
+        self._change({i: lambda table, of=of: by_ids(table, of) for i, of in of_batch.items()})
+        return [self._looked_up(of_batch)]
 
     def _looked_up(self, ids: Mapping[int, Array]) -> dict[int, Array]:
         """Rows that are as of now."""
@@ -72,17 +72,22 @@ class DeferredTables(Tables):
         rows = {i: jnp.take(leaves[i], of, axis=0, mode="clip") for i, of in ids.items()}
         return {i: as_looked_up(x, ids[i], len(leaves[i])) for i, x in rows.items()}
 
-    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+    def update(
+        self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
         return super().update(self._with_rows(found), extra_args)
 
-    def _with_rows(self, found: Gradients) -> Gradients:
+    def _with_rows(self, found: Sequence[Gradients]) -> list[Gradients]:
         """The gradients, with those of rows as those of their tables."""
-        of_leaves, leaves = list(found.of_leaves), self.leaves()
-        for i, ids in self._ids.items():
-            if i in found.of_rows:
-                of_leaves[i] = SparseRows(ids, found.of_rows[i], len(leaves[i]))
-        return found._replace(of_leaves=of_leaves)
+        leaves, all_found = self.leaves(), list(found)
+        for k, of_part in enumerate(self._ids):
+            of_leaves, of_rows = list(found[k].of_leaves), found[k].of_rows
+            for i, ids in of_part.items():
+                if i in of_rows:
+                    of_leaves[i] = SparseRows(ids, of_rows[i], len(leaves[i]))
+            all_found[k] = found[k]._replace(of_leaves=of_leaves)
+        return all_found
 
 
 class CaughtUpTables(DeferredTables):
@@ -94,35 +99,39 @@ class CaughtUpTables(DeferredTables):
         self.deferred = deferred
         self.rows = dict[int, Any]()
 
-    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
-        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+    def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
+        self._ids, [of_batch] = ids, ids
 
         def sweep_and_read(params, state):
             tables = {i: swept(t) for i, t in tables_of(state, params)[0].items()}
-            rows = {i: tables[i].read(of) for i, of in ids.items()}
+            rows = {i: tables[i].read(of) for i, of in of_batch.items()}
             return with_tables(state, params, tables), rows
 
         after, self.rows = self.model.run_and_read(sweep_and_read, self.params, self.state)
         self.params, self.state = after
-        self._ids, leaves = ids, self.leaves()
-        return {i: as_looked_up(self.rows[i][0], of, len(leaves[i])) for i, of in ids.items()}
+        leaves, found = self.leaves(), self.rows
+        return [{i: as_looked_up(found[i][0], of, len(leaves[i])) for i, of in of_batch.items()}]
 
-    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+    def update(
+        self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any, Array]:
         """The parameters, the state and the loss after the update."""
         check_all_read(self.model.tx, self.model.tx.update, extra_args)
-        gs = found.of_leaves
+        [of_batch] = found
+        gs = of_batch.of_leaves
 
         def apply(params, state):
             tables, parts = tables_of(state, params)[0], {}
             for i, table in tables.items():
                 if i in self.rows:
-                    g = found.of_rows.get(i)
-                    parts[i] = _merged(table, self._ids[i], self.rows[i], g)
+                    g = of_batch.of_rows.get(i)
+                    parts[i] = _merged(table, self._ids[0][i], self.rows[i], g)
                 elif is_rows(gs[i]):  # of a table that is current as a whole
                     parts[i] = CurrentRows.of(table, gs[i], is_current=True)
             return self.deferred.apply(state, params, gs, tables, parts, extra_args)
 
-        return *self.model.run(apply, self.params, self.state), found.value
+        return *self.model.run(apply, self.params, self.state), of_batch.value
 
 
 def tables_for(model: Model, params: Any, state: Any) -> Tables:

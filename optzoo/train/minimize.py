@@ -29,6 +29,7 @@ def minimize(
     capacity_factor: float | None = 1.0,
     max_norm: float | None = None,
     transport: DTypeLike | None = None,
+    parts: int = 1,
     sparse: Sparse | Mapping[str, Sparse] = "warn",
     min_rows: int = MIN_ROWS,
     native: Native = False,
@@ -68,6 +69,7 @@ def minimize(
         capacity_factor: with a mesh, as in :func:`optzoo.sharded_minimize`.
         max_norm: with a mesh, as in :func:`optzoo.sharded_minimize`.
         transport: with a mesh, as in :func:`optzoo.sharded_minimize`.
+        parts: with a mesh, as in :func:`optzoo.sharded_minimize`.
         sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
             ``"require"`` (an error) or ``"allow"``; or a dict of these by patterns, as in
             :func:`optzoo.value_and_grad`.
@@ -100,16 +102,17 @@ def minimize(
         capacity_factor=capacity_factor,
         max_norm=max_norm,
         transport=transport,
+        parts=parts,
     )
 
     def step(params, state, *batch, **extra_args):
         model.check(params)
         check_no_guard(state)
         if on_mesh is None:
-            all_after = train_step(tables_for(model, params, state), batch, extra_args)
+            tables = tables_for(model, params, state)
+            params, state, value, [aux] = train_step(tables, [batch], extra_args)
         else:
-            all_after = on_mesh.step(model, params, state, batch, extra_args)
-        params, state, value, aux = all_after
+            params, state, value, aux = on_mesh.step(model, params, state, batch, extra_args)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return Jitted(step)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ..core.checks import check_positive
+from ..core.checks import check_positive, check_size
 from ..core.meshes import check_axes, shard_map
 from ..core.norms import clipped_by_global_norm
 from ..core.optimizer import about_of
@@ -25,7 +25,13 @@ from .sharded import Mapped, MeanGradients, ShardedTables
 from .step import Model, Tables, train_step
 
 # Of :func:`optzoo.minimize`.
-_DEFAULTS = {"tables": None, "capacity_factor": 1.0, "max_norm": None, "transport": None}
+_DEFAULTS = {
+    "tables": None,
+    "capacity_factor": 1.0,
+    "max_norm": None,
+    "transport": None,
+    "parts": 1,
+}
 
 
 class OnMesh(NamedTuple):
@@ -36,6 +42,7 @@ class OnMesh(NamedTuple):
     capacity_factor: float | None
     max_norm: float | None
     transport: DTypeLike | None
+    parts: int  # of the batch of a device
 
     @classmethod
     def of(cls, mesh: Mesh | None, **given: Any) -> OnMesh | None:
@@ -58,6 +65,7 @@ class OnMesh(NamedTuple):
         factor, max_norm = found.capacity_factor, found.max_norm
         check_positive(capacity_factor=1 if factor is None else factor)
         check_positive(max_norm=1 if max_norm is None else max_norm)
+        check_size(1, parts=found.parts)
         for sharding in found.tables.values():
             check_mesh(mesh, sharding)
         return found
@@ -65,9 +73,12 @@ class OnMesh(NamedTuple):
     def step(
         self, model: Model, params: Any, state: Any, batch: Sequence[Any], extra_args: Any
     ) -> Any:
-        """As :func:`train_step`; the auxiliary data has one more axis, over the devices."""
+        """The parameters, the state, the loss and the auxiliary data after a step.
+
+        The auxiliary data has one more axis, over the devices and the parts of their batches.
+        """
         mesh = self.mesh
-        _check_batch(batch, mesh)
+        self._check_batch(batch)
         if (divide := about_of(model.tx).divide) is not None:
             return self._divided_step(model, divide(params), params, state, batch, extra_args)
         if model.deferred is not None:
@@ -86,13 +97,13 @@ class OnMesh(NamedTuple):
 
         def on_device(params, state, batch, extra_args):
             tables = ShardedTables(model, mapped, params, state)
-            *after, aux = train_step(tables, batch, extra_args)
-            return *after, _per_device(aux)
+            *after, aux = train_step(tables, self._parts(batch), extra_args)
+            return *after, _joined(aux)
 
         return shard_map(
             on_device,
             mesh,
-            in_specs=(specs, state_specs, self._parts(batch), P()),
+            in_specs=(specs, state_specs, self._specs(batch), P()),
             out_specs=(specs, state_specs, P(), P(mesh.axis_names)),
         )(params, state, batch, extra_args)
 
@@ -121,40 +132,51 @@ class OnMesh(NamedTuple):
 
         def on_device(params, batch):
             gradients = MeanGradients(model, mapped, params, specs)
-            grads, _, value, aux = train_step(gradients, batch, {})
-            return grads, value, _per_device(aux)
+            grads, _, value, aux = train_step(gradients, self._parts(batch), {})
+            return grads, value, _joined(aux)
 
         grads, value, aux = shard_map(
             on_device,
             self.mesh,
-            in_specs=(P(), self._parts(batch)),
+            in_specs=(P(), self._specs(batch)),
             out_specs=(treedef.unflatten(specs), P(), P(self.mesh.axis_names)),
         )(params, batch)
         if self.max_norm is not None:
             grads = clipped_by_global_norm(grads, self.max_norm)
         found = Gradients(value, aux, treedef.flatten_up_to(grads), {})
-        return *Tables(model, params, state).update(found, extra_args), aux
+        return *Tables(model, params, state).update([found], extra_args), aux
 
     def _mapped(self, shardings: list[RowSharding | None], state_specs: Any) -> Mapped:
         options = self.capacity_factor, self.max_norm, self.transport
         return Mapped(self.mesh, *options, shardings, state_specs)
 
-    def _parts(self, batch: Any) -> Any:
-        """How a batch is divided."""
+    def _specs(self, batch: Any) -> Any:
+        """How a batch is divided over the devices."""
         return jax.tree.map(lambda x: P(self.mesh.axis_names) if jnp.ndim(x) else P(), batch)
 
+    def _parts(self, batch: Any) -> list[Any]:
+        """The parts of the batch of a device."""
+        leaves, treedef = jax.tree.flatten(batch)
+        split = lambda x: jnp.split(x, self.parts) if jnp.ndim(x) else [x] * self.parts
+        divided = [*map(split, leaves)]
+        return [treedef.unflatten([x[k] for x in divided]) for k in range(self.parts)]
 
-def _per_device(aux: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.asarray(a)[None], aux)
+    def _check_batch(self, batch: Sequence[Any]) -> None:
+        """Raises ``ValueError`` if the devices do not divide the batch."""
+        number = self.mesh.size * self.parts
+        among = f"the {self.mesh.size} devices of the mesh do"
+        if self.parts > 1:
+            among = f"{self.parts} parts for each of the {self.mesh.size} devices of the mesh do"
+        for i, tree in enumerate(batch):
+            for path, x in leaves_with_path(tree):
+                if jnp.ndim(x) and len(x) % number:
+                    name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
+                    raise ValueError(
+                        f"{name} has {len(x)} examples, which {among} not divide: give a multiple "
+                        f"of {number}, with padding for the rest"
+                    )
 
 
-def _check_batch(batch: Sequence[Any], mesh: Mesh) -> None:
-    """Raises ``ValueError`` if the devices do not divide the batch."""
-    for i, tree in enumerate(batch):
-        for path, x in leaves_with_path(tree):
-            if jnp.ndim(x) and len(x) % mesh.size:
-                name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
-                raise ValueError(
-                    f"{name} has {len(x)} examples, which the {mesh.size} devices of the mesh do "
-                    f"not divide: give a multiple of {mesh.size}, with padding for the rest"
-                )
+def _joined(aux: Sequence[Any]) -> Any:
+    """The auxiliary data of all parts of a batch."""
+    return jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *aux)

@@ -1,6 +1,7 @@
 """Tables sharded by rows, as one device sees them."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from ..jaxprs.loss import Gradients, Loss, TracedLoss
 from ..jaxprs.prove_shards import check_update
 from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
-from ..sharded.lookup import Read, clean
-from ..sharded.rounds import Part, read_rows, update_in_rounds
+from ..sharded.lookup import Read
+from ..sharded.rounds import Arrived, Asked, Part, read_rows, send_gradients
 from ..sharded.row_sharding import RowSharding
 from ..sparse.lookup import lookup
 from ..state.deferred import has_deferred
@@ -66,8 +67,7 @@ class ShardedTables(DeferredTables):
         tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
         pairs = zip(tables, mapped.shardings, strict=True)
         self.seen = jax.tree.structure(treedef.unflatten([x if s is None else 0 for x, s in pairs]))
-        self.parts: dict[int, Part] = {}  # by the position of each table
-        self.rows: dict[int, Array] = {}  # of the distinct places of each part
+        self.asked: list[Asked] = []  # for each part of the batch
         if model.deferred is not None:
             self._change(dict.fromkeys(deferred_leaves(params, state), swept))
 
@@ -102,23 +102,29 @@ class ShardedTables(DeferredTables):
         self.has_gradient = loss.has_gradient
         super().check(loss)
 
-    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
-        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
+    @property
+    def parts(self) -> dict[int, Part]:
+        """By their positions what is asked of each table for the first part of the batch.
+
+        What is asked for the others has the same sizes.
+        """
+        return dict(zip(self.mapped.tables, self.asked[0].parts if self.asked else (), strict=True))
+
+    def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
         axes, tables = self.mapped.axes, self.mapped.tables
-        replicated = {i: of for i, of in ids.items() if i not in tables}
+        self._ids = [{i: of for i, of in part.items() if i not in tables} for part in ids]
+        replicated = {i: jnp.concatenate([part[i] for part in ids]) for i in self._ids[0]}
         everywhere = {i: gather_invarying(vary(of, axes), axes) for i, of in replicated.items()}
         catch_up = {i: lambda t, of=of: by_ids(t, of) for i, of in everywhere.items()}
         self._change(catch_up)
-        self._ids, self.parts = replicated, {i: self._part(ids[i], s) for i, s in tables.items()}
-        shards, parts = self._shards(), list(self.parts.values())
-        reads, transport = self._reads(shards), self.mapped.transport
-        rows = read_rows(parts, list(shards.values()), reads, axes, transport)
-        self.rows = dict(zip(self.parts, rows, strict=True))
-        found = {}
-        for i, part in self.parts.items():
-            of_ids = part.route.of_ids(self.rows[i])[: len(ids[i])]
-            found[i] = clean(of_ids, part.places, part.sharding)
-        return found | self._looked_up(replicated)
+        reads, rows = self._reads(), []
+        for part, of_replicated in zip(ids, self._ids, strict=True):
+            parts = [self._part(part[i], s) for i, s in tables.items()]
+            found, asked = read_rows(parts, reads, axes, self.mapped.transport)
+            self.asked.append(asked)
+            rows.append(dict(zip(tables, found, strict=True)) | self._looked_up(of_replicated))
+        return rows
 
     def _part(self, ids: Array, s: RowSharding) -> Part:
         places = s.places_of(ids)
@@ -132,7 +138,7 @@ class ShardedTables(DeferredTables):
         local = lambda x, s: Lines(x.value, (s.rows_per_shard, *x.shape[1:])) if is_lines(x) else x
         return {i: local(leaves[i], s) for i, s in self.mapped.tables.items()}
 
-    def _reads(self, shards: Mapping[int, Any]) -> list[Read]:
+    def _reads(self) -> list[Read]:
         """How to read the rows of each sharded table."""
         deferred = dict[int, Table]()
         for node in nodes_of(CaughtUpState, self.state):
@@ -141,80 +147,97 @@ class ShardedTables(DeferredTables):
         return [
             functools.partial(current, deferred[i])
             if i in deferred
-            else functools.partial(lookup, shards[i])
-            for i in self.parts
+            else functools.partial(lookup, shard)
+            for i, shard in self._shards().items()
         ]
 
-    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+    def update(
+        self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any, Array]:
         """The parameters, the state and the mean loss after all rounds."""
-        of_places, rest, value = self.means(found)
+        rest, value = self.means(found)
         extra_args = self.arguments(value, extra_args)
-        return *self._in_rounds(of_places, rest, extra_args), value
+        return *self._in_rounds(self._arrived(found), rest, extra_args), value
 
-    def means(self, found: Gradients) -> tuple[list[Array], dict[int, Any], Array]:
-        """Over all devices, of the gradients and of the loss.
-
-        Those of the distinct places of each part are still of this device; all others are by their
-        positions.
-        """
-        axes, tables, number = self.mapped.axes, self.mapped.tables, self.mapped.mesh.size
+    def means(self, found: Sequence[Gradients]) -> tuple[dict[int, Any], Array]:
+        """Of the loss, and by their positions of the gradients of all but sharded tables."""
+        axes, tables, number = self.mapped.axes, self.mapped.tables, self._number(found)
+        dtype = found[0].value.dtype
+        total = functools.reduce(jnp.add, [upcast(part.value) for part in found])
         # A loss without gradient, as of no ids, is not the sum of a collective.
-        missing = set(axes) - varying(found.value)
+        missing = set(axes) - varying(total)
         if missing and self.has_gradient:
             raise ValueError(
                 f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
                 "one device's part of the batch. sharded_minimize takes the mean over the devices"
             )
-        grads, of_rows = self._with_rows(found).of_leaves, found.of_rows
-        rest = {i: g for i, g in enumerate(grads) if i not in tables}
-        sums, value = self._sum(rest, vary(upcast(found.value), axes))
-        rest = divide_gradients(sums, jnp.asarray(number), rest)
-        # In 16 bits a mean is rounded once, not its sum before.
-        mean = lambda part, g: (part.route.of_places(upcast(g)) / number).astype(g.dtype)
-        of_places = [
-            mean(part, of_rows[i]) if i in of_rows else jnp.zeros_like(self.rows[i])
-            for i, part in self.parts.items()
+        of_parts = [part.of_leaves for part in self._with_rows(found)]
+        like = {i: g for i, g in enumerate(of_parts[0]) if i not in tables}
+        rest = {i: _sum_of_parts([gs[i] for gs in of_parts]) for i in like}
+        sums, value = self._sum(rest, vary(total, axes))
+        return divide_gradients(sums, jnp.asarray(number), like), (value / number).astype(dtype)
+
+    def _number(self, found: Sequence[Gradients]) -> int:
+        """Of losses that are summed: those of all devices, for all parts of their batches."""
+        return self.mapped.mesh.size * len(found)
+
+    def _arrived(self, found: Sequence[Gradients]) -> Arrived:
+        """The gradients of the rows of sharded tables, at their owners."""
+        # Of a table that the loss does not read there are none.
+        nothing = lambda i: jnp.zeros_like(self.leaves()[i], shape=(0, *self.leaves()[i].shape[1:]))
+        gradients = [
+            [part.of_rows[i] if i in part.of_rows else nothing(i) for i in self.mapped.tables]
+            for part in found[: len(self.asked)]
         ]
-        return of_places, rest, (value / number).astype(found.value.dtype)
+        options = self._number(found), self.mapped.axes, self.mapped.transport
+        return send_gradients(self.asked, gradients, *options)
 
     def _sum(self, grads: dict[int, Any], value: Array) -> tuple[dict[int, Any], Array]:
         """The sums over all devices of gradients, by their positions, and of the loss."""
         return Replicas(self.mapped.axes).sum_gradients(grads, True, value)
 
     def _in_rounds(
-        self, of_places: list[Array], rest: dict[int, Any], extra_args: Mapping[str, Any]
+        self, arrived: Arrived, rest: dict[int, Any], extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """The parameters and the state after all rounds.
 
         Args:
-            of_places: the gradients of the distinct places of each part.
+            arrived: the gradients of the rows of sharded tables.
             rest: by their positions those of all other parameters.
             extra_args: of the update.
         """
-        parts, mapped = list(self.parts.values()), self.mapped
-        is_round = not all(p.always_fits for p in parts)
+        mapped = self.mapped
+        is_round = not all(p.always_fits for p in self.parts.values())
         needed = self._check_update(extra_args, is_round)
-        run = lambda f, start: update_in_rounds(
-            parts, of_places, f, start, mapped.axes, mapped.transport
-        )[0]
         # Of whole gradients, those that are needed before the first of several rounds.
-        squares = _squares(run, self.parts, of_places, sorted(needed)) if needed else {}
+        squares = _squares(arrived, self.parts, sorted(needed)) if needed else {}
         specs = [P() if s is None else s.spec for s in mapped.shardings]
-        specs = self.treedef.unflatten(specs)
-        # Everything but rows starts each round from the same values.
-        before = lambda now, old, spec: now if any(spec) else old
+        specs = jax.tree.leaves((specs, mapped.state_specs))
+        before, treedef = jax.tree.flatten((self.params, self.state))
 
-        def one(arrived, carry):
-            arrived = zip(self.parts, arrived, strict=True)
-            gs = rest | {i: g.with_squares(squares.get(i)) for i, g in arrived}
+        def update(rows, leaves):
+            """All parameters and slots, after those of some rows."""
+            rows = zip(self.parts, rows, strict=True)
+            gs = rest | {i: g.with_squares(squares.get(i)) for i, g in rows}
             gs = self.treedef.unflatten(gs[i] for i in range(len(gs)))
             if mapped.max_norm is not None:
                 gs = clipped_by_global_norm(gs, mapped.max_norm)
-            params = jax.tree.map(before, carry[0], self.params, specs)
-            state = jax.tree.map(before, carry[1], self.state, mapped.state_specs)
-            return self._update_once(params, state, gs, extra_args)
+            params, state = treedef.unflatten(leaves)
+            return jax.tree.leaves(self._update_once(params, state, gs, extra_args))
 
-        return run(one, (self.params, self.state))
+        # A further round changes rows alone. All else starts from the same values in each of them.
+        by_rows = [k for k, spec in enumerate(specs) if any(spec)]
+        with_rows = lambda leaves, changed: [
+            dict(zip(by_rows, changed, strict=True)).get(k, x) for k, x in enumerate(leaves)
+        ]
+
+        def further(rows, changed):
+            leaves = update(rows, with_rows(before, changed))
+            return [leaves[k] for k in by_rows]
+
+        after = update(arrived.first, before)
+        changed = arrived.further(further, [after[k] for k in by_rows])
+        return treedef.unflatten(with_rows(after, changed))
 
     def _update_once(
         self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
@@ -265,9 +288,11 @@ class MeanGradients(ShardedTables):
         self.check(loss)
         return loss
 
-    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
+    def update(
+        self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any, Array]:
         """The gradients in the place of the parameters, no state, and the mean loss."""
-        _, rest, value = self.means(found)
+        rest, value = self.means(found)
         return self.treedef.unflatten(rest[i] for i in range(len(rest))), (), value
 
     def _sum(self, grads: dict[int, Any], value: Array) -> tuple[dict[int, Any], Array]:
@@ -305,16 +330,24 @@ def update_deferred(
 
 
 def _squares(
-    run: Callable[..., Any], parts: Mapping[int, Part], of_places: list[Array], tables: list[int]
+    arrived: Arrived, parts: Mapping[int, Part], tables: Sequence[int]
 ) -> dict[int, Array]:
     """For some tables the sum of the squares of the whole gradient, on all devices."""
     which = [list(parts).index(i) for i in tables]
 
-    def add(arrived, sums):
-        more = [squares_of_device(arrived[k].coalesce()) for k in which]
+    def add(rows, sums):
+        more = [squares_of_device(rows[k].coalesce()) for k in which]
         return [total + of_round for total, of_round in zip(sums, more, strict=True)]
 
     axes = [parts[i].sharding.axes for i in tables]
-    zeros = [upcast(jnp.zeros([], of_places[k].dtype)) for k in which]
-    sums = run(add, list(map(vary, zeros, axes)))
+    zeros = [upcast(jnp.zeros([], arrived.first[k].dtype)) for k in which]
+    sums = arrived.further(add, add(arrived.first, list(map(vary, zeros, axes))))
     return dict(zip(tables, map(lax.psum, sums, axes), strict=True))
+
+
+def _sum_of_parts(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients, in float32 at least; the only one as it is."""
+    if len(gradients) == 1:
+        return gradients[0]
+    wide = [g if is_rows(g) else upcast(g) for g in gradients]
+    return functools.reduce(operator.add, wide)

@@ -24,6 +24,7 @@ def sharded_minimize(
     capacity_factor: float | None = 1.0,
     max_norm: float | None = None,
     transport: DTypeLike | None = None,
+    parts: int = 1,
     has_aux: bool = False,
     sparse: Sparse | Mapping[str, Sparse] = "warn",
     min_rows: int = MIN_ROWS,
@@ -83,6 +84,11 @@ def sharded_minimize(
             less, whose rows are then written once. In several rounds gradients are sent twice.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
+        parts: into how many parts of equal size the batch of a device is divided. All read the
+            same rows, those before the update, and their gradients are summed for one update: the
+            result is that of one part, up to rounding. The rows and gradients of one part can be
+            sent while the loss of another one is computed, and messages are that many times as
+            many. It pays off where ``compile_report`` shows that a large network waits for them.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: for the tables that are not sharded, as in :func:`optzoo.minimize`.
         min_rows: for the same, as in :func:`optzoo.minimize`.
@@ -101,7 +107,8 @@ def sharded_minimize(
 
     Returns:
         ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
-        fourth if ``has_aux``, each array of it with one more leading axis over the devices.
+        fourth if ``has_aux``, each array of it with one more leading axis over the devices, and
+        over the parts of the batch of each.
         The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
         extra args go to ``tx.update``.
     """
@@ -114,6 +121,7 @@ def sharded_minimize(
         capacity_factor=capacity_factor,
         max_norm=max_norm,
         transport=transport,
+        parts=parts,
         sparse=sparse,
         min_rows=min_rows,
         native=native,

@@ -154,18 +154,24 @@ class Tables:
         """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
         self.wanted.report(loss)
 
-    def read(self, ids: Mapping[int, Array]) -> dict[int, Array]:
-        """By leaves that are elsewhere the rows of their ids, as the loss is to see them."""
-        return {}
+    def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
+        """For each part of the batch, by leaves that are elsewhere, the rows of their ids.
 
-    def update(self, found: Gradients, extra_args: Mapping[str, Any]) -> tuple[Any, Any, Array]:
-        """The parameters, the state and the loss after the update."""
-        grads = self.treedef.unflatten(found.of_leaves)
+        They are as the loss is to see them.
+        """
+        return [{} for _ in ids]
+
+    def update(
+        self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any, Array]:
+        """The parameters, the state and the loss after the update, by that of each part."""
+        [of_batch] = found
+        grads = self.treedef.unflatten(of_batch.of_leaves)
         params = self.params
-        if any(map(is_rows, found.of_leaves)):
+        if any(map(is_rows, of_batch.of_leaves)):
             params, grads = _in_this_order(params, grads)
-        extra_args = self.arguments(found.value, extra_args)
-        return *self.model.apply(params, self.state, grads, extra_args), found.value
+        extra_args = self.arguments(of_batch.value, extra_args)
+        return *self.model.apply(params, self.state, grads, extra_args), of_batch.value
 
     def arguments(self, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
         """The extra args of the update, with the loss as ``value`` if the optimizer needs it."""
@@ -178,20 +184,36 @@ _NO_ROWS = (
 
 
 def train_step(
-    tables: Tables, batch: Sequence[Any], extra_args: Mapping[str, Any]
-) -> tuple[Any, Any, Any, Any]:
-    """The parameters, the state, the loss and the auxiliary data after a step."""
-    traced = trace_loss(tables.model.loss_of(tables.seen, batch), tables.leaves())
-    loss = tables.with_taps(traced, extra_args)
-    if caught_up := tables.catch_up(loss):
-        loss = traced.with_taps(tables.elsewhere - caught_up, loss.gathers)
-    flat, rows = tables.leaves(), {}
+    tables: Tables, parts: Sequence[Sequence[Any]], extra_args: Mapping[str, Any]
+) -> tuple[Any, Any, Any, list[Any]]:
+    """The parameters, the state, the loss and for each part the auxiliary data, after a step.
+
+    Args:
+        tables: how rows are read and updated.
+        parts: of the batch, of the same shapes. All are read before the update.
+        extra_args: of the update.
+    """
+    traced = [trace_loss(tables.model.loss_of(tables.seen, x), tables.leaves()) for x in parts]
+    first = tables.with_taps(traced[0], extra_args)
+    caught_up = tables.catch_up(first)
+    again = lambda of_part: of_part.with_taps(tables.elsewhere - caught_up, first.gathers)
+    losses = [again(traced[0]) if caught_up else first, *map(again, traced[1:])]
+    flat = tables.leaves()
     if tables.elsewhere:
-        _check_ids(loss, flat)
-        rows = tables.read(loss.ids(flat))
-    found = loss.differentiate(flat, rows)
+        _check_ids(losses[0], flat)
+        rows = tables.read([loss.ids(flat) for loss in losses])
+    else:
+        rows = [{} for _ in parts]
+    found = list[Gradients]()
+    for loss, of_part in zip(losses, rows, strict=True):
+        if found and of_part:
+            # One loss after the other, so that rows are exchanged beside the loss of another part.
+            before = found[-1].of_rows
+            of_part, before = jax.lax.optimization_barrier((of_part, before))
+            found[-1] = found[-1]._replace(of_rows=before)
+        found.append(loss.differentiate(flat, of_part))
     params, state, value = tables.update(found, extra_args)
-    return params, state, value, found.aux
+    return params, state, value, [of_part.aux for of_part in found]
 
 
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
