@@ -28,6 +28,7 @@ _IN_PLACE = {
 }
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
+NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
 _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
 
@@ -38,6 +39,7 @@ class Instruction:
     name: str
     opcode: str
     sizes: tuple[int, ...]  # bytes of each array of the result, also where it is only begun
+    dtypes: tuple[str, ...]  # of these arrays, such as ``bf16``
     operands: tuple[str, ...]  # names
     attributes: str
     is_root: bool
@@ -164,6 +166,30 @@ class Program:
         is_count = root.opcode == "compare" and "direction=LT" in root.attributes
         return limits[0] if is_count and len(limits) == 1 else None
 
+    @functools.cached_property
+    def has_cycles(self) -> bool:
+        """Whether the compiler has estimates of cycles: that for TPUs has."""
+        return any(self._estimate(op) for op, _ in self.operations())
+
+    def cycles(self, operation: Instruction) -> int:
+        """The compiler's estimate, with what the operation calls; 0 if it has none.
+
+        Of a loop it is that of all turns, and 0 if their number is not known.
+        """
+        if (own := self._estimate(operation)) is not None:
+            return own
+        if operation.opcode not in ("while", "conditional", "call", "async-start"):
+            return 0
+        names = itertools.chain(*operation.bodies.values())
+        of_bodies = [sum(map(self.cycles, self._computations[name].values())) for name in names]
+        if operation.opcode == "conditional":
+            return max(of_bodies)
+        return sum(of_bodies) * (self.turns(operation) or 0 if operation.opcode == "while" else 1)
+
+    def _estimate(self, operation: Instruction) -> int | None:
+        found = operation.attribute(r'"estimated_cycles":"(\d+)"')
+        return None if found is None or int(found) >= NO_ESTIMATE else int(found)
+
     def lines(self, operation: Instruction) -> tuple[str, ...]:
         """The source lines of an operation, the innermost first: ``file.py:12 (function)``."""
         return tuple(self._lines.of(operation))
@@ -230,11 +256,12 @@ def _operation(line: str) -> Instruction | None:
     end = _closing(rest, 1)
     inside, attributes = rest[: end - 1], rest[end:]
     operands = re.findall(r"%([\w.\-]+)", inside) or [s for s in inside.split(", ") if s]
-    sizes, opcode = _sizes(result), opcode.strip()
-    if opcode.endswith("-start") and len(sizes) > len(operands):
+    arrays, opcode = _arrays(result), opcode.strip()
+    if opcode.endswith("-start") and len(arrays) > len(operands):
         # Beside the results stand the operands, and numbers that identify it.
-        sizes = tuple(size for size in sizes[len(operands) :] if size > 4)
-    return Instruction(head[2], opcode, sizes, tuple(operands), attributes, bool(head[1]))
+        arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
+    dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
+    return Instruction(head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]))
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -252,9 +279,10 @@ def _closing(text: str, depth: int) -> int:
     return len(text)
 
 
-def _sizes(result: str) -> tuple[int, ...]:
+def _arrays(result: str) -> list[tuple[str, int]]:
+    """The type of the elements, and the bytes, of each array of a result."""
     arrays = _ARRAY.findall(_LAYOUT.sub("", result))
-    return tuple(math.ceil(_bits(dtype) * _elements(dims) / 8) for dtype, dims in arrays)
+    return [(dtype, math.ceil(_bits(dtype) * _elements(dims) / 8)) for dtype, dims in arrays]
 
 
 def _bits(dtype: str) -> int:

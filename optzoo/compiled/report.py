@@ -8,7 +8,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from ..core.checks import check_function
 from ..core.compat import kept_arguments, result_types
 from ..core.terminal import columns
 from .devices import devices_of
-from .hlo import COLLECTIVES, Instruction, Program
+from .hlo import COLLECTIVES, NO_ESTIMATE, Instruction, Program
 from .requirements import Required, RequirementError
 
 # What takes time, in a schedule.
@@ -56,12 +56,15 @@ class Collectives:
         in_loop: whether a loop runs them; then they are counted once.
         number: how many there are.
         nbytes: the size of all their results on one device.
+        dtypes: of the elements that are sent, as XLA names them, such as ``bf16``. The compiler may
+            send fewer bits than the step computes with, if all that reads them needs fewer.
     """
 
     kind: str
     in_loop: bool
     number: int
     nbytes: int
+    dtypes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +77,34 @@ class Overlap:
         turns: the turns of the loops that run between.
         between: the names in JAX of the operations that run between, in the order of the schedule;
             those of loops are a name for each loop.
+        dtypes: of the elements that are sent, as in :class:`Collectives`.
+        cycles: the compiler's estimate for the operations that run between; None if it has none.
+            Loops whose number of turns is not known count nothing.
     """
 
     kind: str
     nbytes: int
     turns: int
     between: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    cycles: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """A collective operation, outside of loops, beside which no other operation runs.
+
+    Attributes:
+        kind: such as ``all-reduce``.
+        nbytes: the size of its result on one device.
+        dtypes: of the elements that are sent, as in :class:`Collectives`.
+        of: what JAX calls it, such as ``jit(step)/psum``.
+    """
+
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    of: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +160,8 @@ class CompileReport:
         at_least: from how many bytes on a result is large.
         collectives: what the devices send to each other.
         overlaps: those of the collectives that run beside other operations of the schedule.
+        blocking: those beside which nothing runs, since they do not begin and end apart, or with
+            nothing between; of those outside of loops.
         estimated_bytes: the compiler's estimate of what is read and written; None if it has none.
             The body of a loop is counted once, as in the other estimates.
         estimated_flops: the same of floating-point operations.
@@ -156,6 +183,7 @@ class CompileReport:
     at_least: int
     collectives: tuple[Collectives, ...]
     overlaps: tuple[Overlap, ...]
+    blocking: tuple[Blocking, ...]
     estimated_bytes: float | None
     estimated_flops: float | None
     estimated_seconds: float | None
@@ -312,7 +340,7 @@ def report_of(lowered: Any, device: str, at_least: int | None = None) -> Compile
     costs = _costs(compiled)
     estimate = lambda name: value if (value := costs.get(name, 0)) > 0 else None
     cycles = [int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', text)]
-    has_cycles = cycles and max(cycles) < 2**62  # what is greater means that there is no estimate
+    has_cycles = cycles and max(cycles) < NO_ESTIMATE
     return CompileReport(
         device=device,
         num_devices=_number_of_devices(compiled),
@@ -326,6 +354,7 @@ def report_of(lowered: Any, device: str, at_least: int | None = None) -> Compile
         at_least=at_least,
         collectives=tuple(_collectives(program)),
         overlaps=tuple(_overlaps(program)),
+        blocking=tuple(_blocking(program)),
         estimated_bytes=estimate("bytes accessed"),
         estimated_flops=estimate("flops"),
         estimated_seconds=estimate("optimal_seconds"),
@@ -442,29 +471,56 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
 
 
 def _collectives(program: Program) -> Iterator[Collectives]:
-    found, fused = collections.defaultdict(list), set[str | None]()
+    found = collections.defaultdict(list)
+    for _, part, in_loop in _sending(program):
+        found[_kind(part), in_loop].append(part)
+    for (kind, in_loop), parts in sorted(found.items()):
+        size = sum(sum(part.sizes) for part in parts)
+        yield Collectives(kind, in_loop, len(parts), size, _dtypes(*parts))
+
+
+def _sending(program: Program) -> Iterator[tuple[Instruction, Instruction, bool]]:
+    """The operations that send, what they send by, and whether they are in a loop."""
+    fused = set[str | None]()
     for operation, in_loop in program.operations():
         for part in (operation, *program.fused(operation)):
-            if kind := _kind(part):
+            if _kind(part):
                 number = part.attribute(r"channel_id=(\d+)")
                 # On TPUs several fusions begin, do and end the one that is a part of each.
                 if part is operation or number is None or number not in fused:
-                    found[kind, in_loop].append(sum(part.sizes))
+                    yield operation, part, in_loop
                 if part is not operation:
                     fused.add(number)
-    for (kind, in_loop), sizes in sorted(found.items()):
-        yield Collectives(kind, in_loop, len(sizes), sum(sizes))
+
+
+def _dtypes(*operations: Instruction) -> tuple[str, ...]:
+    return tuple(sorted({dtype for operation in operations for dtype in operation.dtypes}))
+
+
+def _overlapping(program: Program) -> Iterator[tuple[Instruction, list[Instruction]]]:
+    """What begins a collective, and the operations that compute before its end."""
+    for begin, between in program.beside():
+        if computed := [op for op in between if op.opcode in _COMPUTING]:
+            yield begin, computed
 
 
 def _overlaps(program: Program) -> Iterator[Overlap]:
-    for begin, between in program.beside():
-        sent = [part for part in (begin, *program.fused(begin)) if _kind(part)]
-        computed = [op for op in between if op.opcode in _COMPUTING]
-        if sent and computed:
+    for begin, computed in _overlapping(program):
+        if sent := [part for part in (begin, *program.fused(begin)) if _kind(part)]:
             loops = [op for op in computed if op.opcode == "while"]
             turns = sum(program.turns(loop) or 0 for loop in loops)
             names = tuple(map(program.name_in_jax, computed))
-            yield Overlap(_kind(sent[0]) or "", sum(sent[0].sizes), turns, names)
+            cycles = sum(map(program.cycles, computed)) if program.has_cycles else None
+            kind, size, dtypes = _kind(sent[0]) or "", sum(sent[0].sizes), _dtypes(sent[0])
+            yield Overlap(kind, size, turns, names, dtypes, cycles)
+
+
+def _blocking(program: Program) -> Iterator[Blocking]:
+    apart = {begin.name for begin, _ in _overlapping(program)}
+    for operation, part, in_loop in _sending(program):
+        if not in_loop and operation.name not in apart:
+            of = program.name_in_jax(operation)
+            yield Blocking(_kind(part) or "", sum(part.sizes), _dtypes(part), of)
 
 
 def _kind(operation: Instruction) -> str | None:
@@ -502,8 +558,24 @@ def _name(path: Any) -> str:
     return f"{'kwargs' if kind.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _between(overlap: Overlap) -> tuple[str, str]:
-    return f"{overlap.turns} turns of loops", f"{len(overlap.between)} operations"
+def _between(overlap: Overlap) -> tuple[str, ...]:
+    cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles"
+    return cycles, f"{overlap.turns} turns of loops", f"{len(overlap.between)} operations"
+
+
+def _sent(found: Collectives | Overlap | Blocking) -> tuple[str]:
+    return (", ".join(found.dtypes),)
+
+
+def _largest(found: Sequence[Any]) -> list[Any]:
+    return sorted(found, key=lambda one: -one.nbytes)[:10]
+
+
+def _total(found: Sequence[Overlap | Blocking]) -> str:
+    size, cycles = sum(one.nbytes for one in found), [getattr(x, "cycles", None) for x in found]
+    known = [n for n in cycles if n is not None]
+    beside = f", {sum(known):,} cycles of other operations" if known else ""
+    return f"{len(found)}, {size / 1e6:,.1f} MB{beside}"
 
 
 def _shown(report: CompileReport) -> Iterator[str]:
@@ -523,16 +595,18 @@ def _shown(report: CompileReport) -> Iterator[str]:
         yield f"  {found.operation}, {mega(found.nbytes)}{loop}: {found.of or 'unknown'}"
         yield from (f"    {line}" for line in dict.fromkeys([*found.lines[:1], *found.lines[-1:]]))
     yield f"collectives: {len(report.collectives) or 'none'}"
-    yield from columns(
-        [
-            (f"  {c.number} {c.kind}", mega(c.nbytes), "in a loop" if c.in_loop else "")
-            for c in report.collectives
-        ]
-    )
-    if report.overlaps:
-        yield "beside other operations:"
-    rows = [(f"  {o.kind}", mega(o.nbytes), *_between(o)) for o in report.overlaps]
+    rows = [
+        (f"  {c.number} {c.kind}", mega(c.nbytes), *_sent(c), "in a loop" if c.in_loop else "")
+        for c in report.collectives
+    ]
     yield from columns(rows)
+    if report.overlaps:
+        yield f"beside other operations: {_total(report.overlaps)}"
+    of = lambda found: (f"  {found.kind}", mega(found.nbytes), *_sent(found))
+    yield from columns([(*of(o), *_between(o)) for o in _largest(report.overlaps)])
+    if report.blocking:
+        yield f"beside nothing, outside of loops: {_total(report.blocking)}"
+    yield from columns([(*of(o), o.of) for o in _largest(report.blocking)])
     yield "estimates of the compiler:"
     if report.estimated_bytes is not None:
         yield f"  {mega(report.estimated_bytes)} read and written"

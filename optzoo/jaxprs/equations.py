@@ -51,6 +51,14 @@ def _jaxpr_in(value: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "eqns") else None
 
 
+def contains(jaxpr: Any, name: str) -> bool:
+    """Whether an equation of a jaxpr, or of one inside of it, has a primitive of this name."""
+    inside = (inner for eqn in jaxpr.eqns for inner, _ in closed_jaxprs(eqn))
+    return any(e.primitive.name == name for e in jaxpr.eqns) or any(
+        contains(inner, name) for inner in inside
+    )
+
+
 # Evaluation
 
 

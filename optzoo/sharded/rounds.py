@@ -83,47 +83,55 @@ class Asked(NamedTuple):
     parts: Sequence[Part]
     buckets: Sequence[Bucket]
     local: Sequence[Array]  # (num_shards, capacity): the rows that all devices ask of this one
+    rows: Sequence[Array]  # of the ids of each table
 
 
-def read_rows(
-    parts: Sequence[Part], reads: Sequence[Read], axes: tuple[str, ...], transport: Any
-) -> tuple[list[Array], Asked]:
-    """The rows of the ids of each part, and what was asked in the first round.
+def read_first(parts: Sequence[Part], reads: Sequence[Read], transport: Any) -> Asked:
+    """Reads rows in the first round.
 
-    As in a lookup padding reads zeros, and ids out of range NaN.
+    As in a lookup padding reads zeros, and ids out of range NaN; so do those without room.
 
     Args:
         parts: of each table.
         reads: how to read the rows of this device of each of them.
+        transport: the dtype to send rows in, or None.
+    """
+    buckets = [p.bucket(p.starts, p.ends) for p in parts]
+    local, replies = ask_owners(reads, buckets, [p.sharding for p in parts], transport)
+    rows = [b.of_ids(x)[: p.places.size] for p, b, x in zip(parts, buckets, replies, strict=True)]
+    return Asked(parts, buckets, local, rows)
+
+
+def read_further(
+    asked: Asked, reads: Sequence[Read], axes: tuple[str, ...], transport: Any
+) -> list[Array]:
+    """All rows: those of the first round, and those that found no room in it.
+
+    Args:
+        asked: in the first round.
+        reads: as for :func:`read_first`.
         axes: of the mesh.
         transport: the dtype to send rows in, or None.
     """
-    shardings = [p.sharding for p in parts]
-    buckets = [p.bucket(p.starts, p.ends) for p in parts]
-    local, replies = ask_owners(reads, buckets, shardings, transport)
-    rows = [b.of_ids(x)[: p.places.size] for p, b, x in zip(parts, buckets, replies, strict=True)]
-    asked = Asked(parts, buckets, local)
-    waiting = [k for k, p in enumerate(parts) if not p.always_fits]
+    waiting = [k for k, p in enumerate(asked.parts) if not p.always_fits]
     if not waiting:
-        return rows, asked
+        return list(asked.rows)
     pick = lambda items: [items[k] for k in waiting]
+    parts = pick(asked.parts)
 
     def one_round(number, rows):
-        buckets = []
-        for p in pick(parts):
-            first = jnp.minimum(p.starts + number * p.capacity, p.ends)
-            buckets.append(p.bucket(first, p.ends))
-        _, replies = ask_owners(pick(reads), buckets, pick(shardings), transport)
+        buckets = [
+            p.bucket(jnp.minimum(p.starts + number * p.capacity, p.ends), p.ends) for p in parts
+        ]
+        _, replies = ask_owners(pick(reads), buckets, [p.sharding for p in parts], transport)
         return [_with_replies(*of_part) for of_part in zip(rows, buckets, replies, strict=True)]
 
-    needed = [jnp.max(-(-(p.ends - p.starts) // p.capacity)) for p in pick(parts)]
+    needed = [jnp.max(-(-(p.ends - p.starts) // p.capacity)) for p in parts]
     rounds = lax.pmax(functools.reduce(jnp.maximum, needed), axes)
     body = lambda carry: (carry[0] + 1, one_round(*carry))
-    start = jnp.ones_like(rounds), pick(rows)
+    start = jnp.ones_like(rounds), pick(asked.rows)
     found = lax.while_loop(lambda c: c[0] < rounds, body, start)[1]
-    for k, of_ids in zip(waiting, found, strict=True):
-        rows[k] = of_ids
-    return rows, asked
+    return [dict(zip(waiting, found, strict=True)).get(k, x) for k, x in enumerate(asked.rows)]
 
 
 def _with_replies(rows: Array, bucket: Bucket, replies: Array) -> Array:

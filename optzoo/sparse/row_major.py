@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -15,6 +15,7 @@ from ..core.checks import check_function
 from ..core.compat import can_demand_layouts, in_row_major
 from ..core.paths import leaves_with_path, path_name
 from ..jaxprs.changed_rows import changed_rows
+from ..jaxprs.equations import contains
 from ..jaxprs.graph import Graph
 
 
@@ -111,7 +112,7 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         TypeError: if ``step`` is not a function.
         ValueError: if an argument has a sharding over several devices, and another one has none.
     """
-    by_rows = _by_rows(step, args, kwargs)
+    by_rows = _needs(step, args, kwargs).by_rows
     leaves = leaves_with_path(args)
     found = [getattr(x, "sharding", None) for _, x in leaves]
     if not any(s is not None and len(s.device_set) > 1 for s in found):
@@ -130,19 +131,23 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The options of the compiler for a step that changes rows of large tables on a TPU.
+    """The options of the compiler for a step that changes rows of tables on TPUs.
 
-    In a loop or a branch, XLA stores an array by columns if by rows its padding is large: then a
-    step with row-major tables (:func:`optzoo.rows.row_major`) copies them whole. This option allows
-    as much padding as they have, in whole GiB. The steps of :func:`optzoo.minimize` and
-    :func:`optzoo.sharded_minimize` are compiled with it; it is for a step of your own with tables
-    of more than a million rows that are less than 128 elements wide:
+    The steps of :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` are compiled with them.
+    For a step of your own:
 
     .. code-block:: python
 
         step = optzoo.rows.row_major(step)
         options = optzoo.rows.compiler_options(step, params, state, *batch)
         step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+
+    - ``xla_tpu_enable_async_all_to_all``, if the step has an all-to-all, such as those of
+      :func:`optzoo.sharded.lookup`: without it a TPU does nothing else while arrays are exchanged.
+    - ``xla_tpu_experimental_max_padding_gib``, for tables of more than a million rows that are less
+      than 128 elements wide: in a loop or a branch, XLA stores an array by columns if by rows its
+      padding is large. Then a step with row-major tables (:func:`optzoo.rows.row_major`) copies
+      them whole. This allows as much padding as they have, in whole GiB.
 
     Nothing is run. A function with options can be called in no other function that is compiled.
 
@@ -161,51 +166,67 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
 
     Returns:
         For ``jax.jit(..., compiler_options=...)`` or ``lowered.compile(...)``. It is empty for
-        other devices, for arrays whose padding is small, and where no loop or branch changes rows.
+        other devices. GPUs need no option: there an all-to-all runs beside other operations anyway.
 
     Raises:
         TypeError: if ``step`` is not a function.
     """
-    leaves = jax.tree.leaves((args, kwargs))
-    by_rows = _by_rows(step, args, kwargs)
-    return options_for(leaves[k] for k, is_inside in by_rows.items() if is_inside)
+    return _needs(step, args, kwargs).options(jax.tree.leaves((args, kwargs)))
 
 
-def options_for(arrays: Iterable[Any]) -> dict[str, Any]:
-    """The options of the compiler for a step that changes rows of these arrays in a loop or branch.
+class Needs(NamedTuple):
+    """What a step needs of its arguments and of the compiler.
 
-    They are not for other steps: with them XLA pads other arrays, too.
+    Attributes:
+        by_rows: the leaves of its arguments that need to be row-major, by their positions; and
+            whether their rows are changed in a loop or a branch.
+        exchanges: whether devices exchange arrays.
     """
-    gib = max(map(_padding, arrays), default=0) / 2**30
-    # By default libtpu 0.0.52 takes columns from a padding of 0.4 GiB on, at width 64.
-    return {"xla_tpu_experimental_max_padding_gib": math.ceil(gib)} if gib > 0.25 else {}
+
+    by_rows: Mapping[int, bool]
+    exchanges: bool
+
+    @classmethod
+    def of(cls, traced: Any) -> Needs:
+        """The same of a traced step."""
+        graph = Graph.of(traced.jaxpr.jaxpr, traced.jaxpr.consts)
+        origins = {of.position: of.is_inside for of in changed_rows(graph) if of is not None}
+        by_rows = {k: x for k, x in origins.items() if can_be_row_major(graph.inputs[k].aval)}
+        return cls(by_rows, contains(traced.jaxpr.jaxpr, "all_to_all"))
+
+    def options(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The options of the compiler, for these leaves of the arguments."""
+        options = dict[str, Any]()
+        if self.exchanges and any(map(_is_on_tpu, leaves)):
+            options["xla_tpu_enable_async_all_to_all"] = "true"
+        # Not where no loop or branch changes rows: XLA would pad other arrays, too.
+        inside = [leaves[k] for k, is_inside in self.by_rows.items() if is_inside]
+        gib = max(map(_padding, inside), default=0) / 2**30
+        # By default libtpu 0.0.52 takes columns from a padding of 0.4 GiB on, at width 64.
+        if gib > 0.25:
+            options["xla_tpu_experimental_max_padding_gib"] = math.ceil(gib)
+        return options
+
+
+def _is_on_tpu(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return sharding is not None and next(iter(sharding.device_set)).platform == "tpu"
 
 
 def _padding(x: Any) -> int:
     """The bytes of padding that a row-major array has on a TPU; 0 if it is on no TPU."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None or next(iter(sharding.device_set)).platform != "tpu":
+    if not _is_on_tpu(x):
         return 0
-    *rows, width = sharding.shard_shape(x.shape)
+    *rows, width = x.sharding.shard_shape(x.shape)
     return math.prod(rows) * (-width % 128) * x.dtype.itemsize
 
 
-def _by_rows(step: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, bool]:
-    """:func:`changed_by_rows`, where layouts matter."""
+def _needs(step: Callable[..., Any], args: Any, kwargs: Any) -> Needs:
+    """What a step needs where its program may be for a TPU; elsewhere nothing."""
     check_function(step=step)
     jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     traced = jitted.trace(*args, **kwargs)
-    return changed_by_rows(traced) if can_demand_layouts() else {}
-
-
-def changed_by_rows(traced: Any) -> dict[int, bool]:
-    """Which leaves of the arguments of a traced step need to be row-major.
-
-    By their positions, whether their rows are changed in a loop or a branch.
-    """
-    graph = Graph.of(traced.jaxpr.jaxpr, traced.jaxpr.consts)
-    origins = {of.position: of.is_inside for of in changed_rows(graph) if of is not None}
-    return {k: inside for k, inside in origins.items() if can_be_row_major(graph.inputs[k].aval)}
+    return Needs.of(traced) if can_demand_layouts() else Needs({}, False)
 
 
 def to_row_major(x: Any) -> Any:

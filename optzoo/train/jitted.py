@@ -11,13 +11,7 @@ import jax.numpy as jnp
 
 from ..core.compat import can_demand_layouts, is_tracing
 from ..core.integers import check_integers
-from ..sparse.row_major import (
-    changed_by_rows,
-    options_for,
-    row_major,
-    to_row_major,
-    with_row_major,
-)
+from ..sparse.row_major import Needs, row_major, to_row_major, with_row_major
 
 
 class Jitted:
@@ -39,7 +33,7 @@ class Jitted:
         self._step = row_major(step)
         self._jit = self._jit_with()
         self._jits: dict[Any, Any] = {(): self._jit}  # by the options of the compiler
-        self._by_rows: dict[Any, dict[int, bool]] = {}
+        self._needs: dict[Any, Needs] = {}  # by the shapes of the arguments
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
         """A step."""
@@ -81,12 +75,12 @@ class Jitted:
             return self._jit, args, kwargs
         leaves, treedef = jax.tree.flatten((args, kwargs))
         shapes = treedef, tuple(map(jnp.shape, leaves))
-        if shapes not in self._by_rows:
-            self._by_rows[shapes] = changed_by_rows(self._jit.trace(*args, **kwargs))
-        by_rows = self._by_rows[shapes]
-        for k in by_rows:
+        if shapes not in self._needs:
+            self._needs[shapes] = Needs.of(self._jit.trace(*args, **kwargs))
+        needs = self._needs[shapes]
+        for k in needs.by_rows:
             leaves[k] = f(leaves[k])
-        options = options_for(leaves[k] for k, is_inside in by_rows.items() if is_inside)
+        options = needs.options(leaves)
         key = tuple(options.items())
         if key not in self._jits:
             self._jits[key] = self._jit_with(**options)

@@ -25,7 +25,7 @@ from ..jaxprs.prove_shards import check_update
 from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
 from ..sharded.lookup import Read
-from ..sharded.rounds import Arrived, Asked, Part, read_rows, send_gradients
+from ..sharded.rounds import Arrived, Asked, Part, read_first, read_further, send_gradients
 from ..sharded.row_sharding import RowSharding
 from ..sparse.lookup import lookup
 from ..state.deferred import has_deferred
@@ -118,13 +118,23 @@ class ShardedTables(DeferredTables):
         everywhere = {i: gather_invarying(vary(of, axes), axes) for i, of in replicated.items()}
         catch_up = {i: lambda t, of=of: by_ids(t, of) for i, of in everywhere.items()}
         self._change(catch_up)
-        reads, rows = self._reads(), []
-        for part, of_replicated in zip(ids, self._ids, strict=True):
-            parts = [self._part(part[i], s) for i, s in tables.items()]
-            found, asked = read_rows(parts, reads, axes, self.mapped.transport)
-            self.asked.append(asked)
-            rows.append(dict(zip(tables, found, strict=True)) | self._looked_up(of_replicated))
-        return rows
+        reads, transport = self._reads(), self.mapped.transport
+        for of_part in ids:
+            parts = [self._part(of_part[i], s) for i, s in tables.items()]
+            self.asked.append(read_first(parts, reads, transport))
+        return [
+            dict(zip(tables, asked.rows, strict=True)) | self._looked_up(of_replicated)
+            for asked, of_replicated in zip(self.asked, self._ids, strict=True)
+        ]
+
+    def read_further(self, part: int, rows: Mapping[int, Array]) -> Mapping[int, Array]:
+        """The rows of a part of the batch, with those that did not come with the first ones."""
+        tables, mapped = self.mapped.tables, self.mapped
+        if not tables:
+            return rows
+        asked = self.asked[part]._replace(rows=[rows[i] for i in tables])
+        found = read_further(asked, self._reads(), mapped.axes, mapped.transport)
+        return {**rows, **dict(zip(tables, found, strict=True))}
 
     def _part(self, ids: Array, s: RowSharding) -> Part:
         places = s.places_of(ids)

@@ -161,6 +161,10 @@ class Tables:
         """
         return [{} for _ in ids]
 
+    def read_further(self, part: int, rows: Mapping[int, Array]) -> Mapping[int, Array]:
+        """The rows of a part of the batch, with those that did not come with the first ones."""
+        return rows
+
     def update(
         self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any, Array]:
@@ -203,15 +207,15 @@ def train_step(
         _check_ids(losses[0], flat)
         rows = tables.read([loss.ids(flat) for loss in losses])
     else:
-        rows = [{} for _ in parts]
+        rows = [{}] * len(parts)
     found = list[Gradients]()
-    for loss, of_part in zip(losses, rows, strict=True):
+    for k, loss in enumerate(losses):
+        of_part = rows[k]
         if found and of_part:
             # One loss after the other, so that rows are exchanged beside the loss of another part.
-            before = found[-1].of_rows
-            of_part, before = jax.lax.optimization_barrier((of_part, before))
+            of_part, before = jax.lax.optimization_barrier((of_part, found[-1].of_rows))
             found[-1] = found[-1]._replace(of_rows=before)
-        found.append(loss.differentiate(flat, of_part))
+        found.append(loss.differentiate(flat, tables.read_further(k, of_part)))
     params, state, value = tables.update(found, extra_args)
     return params, state, value, [of_part.aux for of_part in found]
 

@@ -1,9 +1,18 @@
 """Programs as XLA prints them for TPUs, with what CPUs do not have."""
 
 import pathlib
+import re
 
 from optzoo.compiled.hlo import Program
-from optzoo.compiled.report import Collectives, Overlap, _between, _collectives, _overlaps
+from optzoo.compiled.report import (
+    Blocking,
+    Collectives,
+    Overlap,
+    _between,
+    _blocking,
+    _collectives,
+    _overlaps,
+)
 
 TEXT = pathlib.Path(__file__).with_name("tpu.hlo").read_text()
 TABLE = 4 * 100 * 64
@@ -67,8 +76,9 @@ ENTRY %main (a: f32[8]) -> f32[32] {
 
 
 def test_a_collective_that_fusions_begin_and_end():
-    """It is one."""
-    assert [*_collectives(Program(FUSED))] == [Collectives("all-gather", False, 1, 128)]
+    """It is one, and nothing runs between."""
+    assert list(_blocking(Program(FUSED))) == [Blocking("all-gather", 128, ("f32",), "")]
+    assert [*_collectives(Program(FUSED))] == [Collectives("all-gather", False, 1, 128, ("f32",))]
 
 
 BESIDE = """HloModule jit_step, is_scheduled=true
@@ -109,10 +119,70 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 def test_what_runs_beside_a_collective():
     found = list(_overlaps(Program(BESIDE)))
     assert found == [
-        Overlap("all-gather", 4 * 32, 8, ("while", "")),
-        Overlap("all-reduce", 4 * 8, 8, ("while", "", "mul")),
+        Overlap("all-gather", 4 * 32, 8, ("while", ""), ("f32",), None),
+        Overlap("all-reduce", 4 * 8, 8, ("while", "", "mul"), ("f32",), None),
     ]
-    assert "8 turns of loops" in _between(found[0])
+    assert _between(found[0]) == ("", "8 turns of loops", "2 operations")
+    assert list(_blocking(Program(BESIDE))) == []
+
+
+CYCLES = """HloModule jit_step, is_scheduled=true
+
+%called (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %part = f32[8]{0} fusion(%x), kind=kLoop, calls=%none, CYCLES(7)
+}
+
+%other (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %part.1 = f32[8]{0} fusion(%y), kind=kLoop, calls=%none, CYCLES(9)
+}
+
+%below (s: f32[8]) -> pred[] {
+  ROOT %s = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %all-to-all.1 = bf16[4,8]{1,0} all-to-all(%a), channel_id=1, metadata={op_name="first"}
+  %all-to-all-start = ((f32[8]{0}), bf16[2,8]{1,0}) all-to-all-start(%a), channel_id=2
+  %before = f32[8]{0} fusion(%a), kind=kLoop, calls=%none, CYCLES(100)
+  %call = f32[8]{0} call(%before), to_apply=%called
+  %choice = f32[8]{0} conditional(%i, %a, %a), branch_computations={%called, %other}
+  %turns = f32[8]{0} while(%a), condition=%below, body=%called, TURNS
+  %unknown = f32[8]{0} while(%a), condition=%below, body=%called
+  %none = f32[8]{0} fusion(%a), kind=kLoop, calls=%none, CYCLES(9223372036854775807)
+  %all-to-all-done = bf16[2,8]{1,0} all-to-all-done(%all-to-all-start)
+  %all-reduce-start = f32[8]{0} all-reduce-start(%a), channel_id=3, metadata={op_name="last"}
+  %again = f32[8]{0} while(%a), condition=%below, body=%sends
+  ROOT %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
+}
+
+%sends (z: f32[8]) -> f32[8] {
+  %z = f32[8]{0} parameter(0)
+  ROOT %all-to-all.2 = s32[8]{0} all-to-all(%z), channel_id=4
+}
+"""
+CYCLES = re.sub(r"CYCLES\((\d+)\)", r'backend_config={"estimated_cycles":"\1"}', CYCLES)
+CYCLES = CYCLES.replace("TURNS", 'backend_config={"known_trip_count":{"n":"5"}}')
+
+
+def test_cycles_beside_a_collective():
+    """A loop counts its turns, a condition its longest branch."""
+    program = Program(CYCLES)
+    first, last = _overlaps(program)
+    assert first.cycles == 100 + 7 + 9 + 5 * 7 and first.dtypes == ("bf16",)
+    assert (last.kind, last.cycles) == ("all-reduce", 0)
+    assert _between(first) == ("151 cycles", "5 turns of loops", "6 operations")
+    assert list(_blocking(program)) == [Blocking("all-to-all", 64, ("bf16",), "first")]
+    of_loops = Collectives("all-to-all", True, 1, 32, ("s32",))
+    assert [*_collectives(program)] == [
+        Collectives("all-reduce", False, 1, 32, ("f32",)),
+        Collectives("all-to-all", False, 2, 96, ("bf16",)),
+        of_loops,
+    ]
+    waiting = Program(CYCLES.replace("%again = f32[8]{0} while", "%again = f32[8]{0} copy"))
+    assert [found.of for found in _blocking(waiting)] == ["first", "last"]
 
 
 def test_turns_that_are_not_known():

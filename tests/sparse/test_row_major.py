@@ -17,8 +17,8 @@ from optzoo.core import compat
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.jaxprs.changed_rows import changed_rows
 from optzoo.jaxprs.graph import Graph
+from optzoo.sparse.row_major import Needs
 from optzoo.testing import samples
-from optzoo.train import jitted as jitted_module
 from optzoo.train.jitted import Jitted
 
 ROWS, WIDTH = 11, 3
@@ -435,11 +435,11 @@ def test_options_of_the_compiler(monkeypatch):
     """A step has them by its tables; in another program it is called without."""
     seen = []
 
-    def options_for(arrays):
-        seen.append([a.shape for a in arrays])
+    def options(needs, leaves):
+        seen.append([leaves[k].shape for k, is_inside in needs.by_rows.items() if is_inside])
         return {"xla_backend_optimization_level": len(seen) % 2}
 
-    monkeypatch.setattr(jitted_module, "options_for", options_for)
+    monkeypatch.setattr(Needs, "options", options)
     tx, x = optax.apply_if_finite(optzoo.lazy_adam(), 3), params()
     step, state = optzoo.minimize(loss, tx), tx.init(x)
     of_loop = lambda x, state: jax.lax.scan(
@@ -462,9 +462,8 @@ def test_options_of_the_compiler(monkeypatch):
 def test_a_table_that_has_grown(monkeypatch):
     """With few rows its gradient is dense."""
     seen = []
-    monkeypatch.setattr(
-        jitted_module, "options_for", lambda arrays: seen.append(len([*arrays])) or {}
-    )
+    inside = lambda needs, leaves: seen.append(sum(needs.by_rows.values())) or {}
+    monkeypatch.setattr(Needs, "options", inside)
     tx = optax.apply_if_finite(optzoo.lazy_adam(), 3)
     step = optzoo.minimize(lambda x, ids: jnp.sum(x[ids] ** 2), tx, min_rows=20)
     for rows in (11, 40, 11):
