@@ -128,14 +128,18 @@ def test_what_runs_beside_a_collective():
 
 CYCLES = """HloModule jit_step, is_scheduled=true
 
+%fused (w: f32[8]) -> f32[8] {
+  ROOT %w = f32[8]{0} parameter(0)
+}
+
 %called (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
-  ROOT %part = f32[8]{0} fusion(%x), kind=kLoop, calls=%none, CYCLES(7)
+  ROOT %part = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused, CYCLES(7)
 }
 
 %other (y: f32[8]) -> f32[8] {
   %y = f32[8]{0} parameter(0)
-  ROOT %part.1 = f32[8]{0} fusion(%y), kind=kLoop, calls=%none, CYCLES(9)
+  ROOT %part.1 = f32[8]{0} fusion(%y), kind=kLoop, calls=%fused, CYCLES(9)
 }
 
 %below (s: f32[8]) -> pred[] {
@@ -146,12 +150,12 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
   %all-to-all.1 = bf16[4,8]{1,0} all-to-all(%a), channel_id=1, metadata={op_name="first"}
   %all-to-all-start = ((f32[8]{0}), bf16[2,8]{1,0}) all-to-all-start(%a), channel_id=2
-  %before = f32[8]{0} fusion(%a), kind=kLoop, calls=%none, CYCLES(100)
+  %before = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused, CYCLES(100)
   %call = f32[8]{0} call(%before), to_apply=%called
   %choice = f32[8]{0} conditional(%i, %a, %a), branch_computations={%called, %other}
   %turns = f32[8]{0} while(%a), condition=%below, body=%called, TURNS
   %unknown = f32[8]{0} while(%a), condition=%below, body=%called
-  %none = f32[8]{0} fusion(%a), kind=kLoop, calls=%none, CYCLES(9223372036854775807)
+  %no_estimate = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused, CYCLES(9223372036854775807)
   %all-to-all-done = bf16[2,8]{1,0} all-to-all-done(%all-to-all-start)
   %all-reduce-start = f32[8]{0} all-reduce-start(%a), channel_id=3, metadata={op_name="last"}
   %again = f32[8]{0} while(%a), condition=%below, body=%sends
