@@ -473,7 +473,7 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
 def _collectives(program: Program) -> Iterator[Collectives]:
     found = collections.defaultdict(list)
     for _, part, in_loop in _sending(program):
-        found[_kind(part), in_loop].append(part)
+        found[_kind(part) or "", in_loop].append(part)
     for (kind, in_loop), parts in sorted(found.items()):
         size = sum(sum(part.sizes) for part in parts)
         yield Collectives(kind, in_loop, len(parts), size, _dtypes(*parts))

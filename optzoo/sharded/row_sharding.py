@@ -151,8 +151,27 @@ class RowSharding:
             return enough
         average = num_ids / self.num_shards
         needed = max(1, math.ceil(factor * average + SPREAD * math.sqrt(average)))
-        # A TPU stores rows by eights: the rows of all owners then lie one after the other.
-        return min(enough, needed + -needed % 8 if needed > 128 else needed)
+        return min(enough, _by_eights(needed))
+
+
+def measured_capacity(s: RowSharding, num_ids: int, most: int) -> int:
+    """The number of rows that one device asks of each owner at once, by the ids of a batch.
+
+    It is a little more than that batch needs, at most what ids at random need, and at least a
+    quarter of that: the batch may be an unusual one.
+
+    Args:
+        s: of the table.
+        num_ids: the ids of one device.
+        most: the most distinct ids that one owner has of them.
+    """
+    least, greatest = s.capacity(num_ids, 0.25), s.capacity(num_ids, 1.0)
+    return min(max(least, _by_eights(math.ceil(most + 2 * math.sqrt(most)))), greatest)
+
+
+def _by_eights(rows: int) -> int:
+    """A TPU stores rows by eights: the rows of all owners then lie one after the other."""
+    return rows + -rows % 8 if rows > 128 else rows
 
 
 # Ids at random are Poisson distributed over the owners, with a standard deviation of the root of

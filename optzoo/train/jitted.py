@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..core.compat import can_demand_layouts, is_tracing
 from ..core.integers import check_integers
@@ -28,17 +27,35 @@ class Jitted:
             bits, and x64 is off.
     """
 
-    def __init__(self, step: Callable[..., Any]):
-        functools.update_wrapper(self, step)
-        self._step = row_major(step)
-        self._jit = self._jit_with()
-        self._jits: dict[Any, Any] = {(): self._jit}  # by the options of the compiler
-        self._needs: dict[Any, Needs] = {}  # by the shapes of the arguments
+    def __init__(
+        self,
+        step_by: Callable[[Any], Callable[..., Any]],
+        measure: Callable[..., Any] | None = None,
+    ):
+        """Without ``measure`` the step is ``step_by({})``.
+
+        ``measure`` gives numbers for the arguments of a step, and ``step_by`` the step by these
+        numbers, which are part of the program. They are measured by the first call with arguments
+        of some shapes; before, and where no arrays are given, there are none.
+        """
+        functools.update_wrapper(self, step_by({}))
+        self._step_by = step_by
+        self._measure = measure and jax.jit(measure)
+        self._measured: dict[Any, dict[Any, int]] = {}  # by the shapes of the arguments
+        self._needs: dict[Any, Needs] = {}  # by the same, and what was measured
+        self._jits: dict[Any, Any] = {}  # by what was measured, and the options of the compiler
+        self._jit = self._jit_with({}, {})
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
         """A step."""
         check_integers(batch)
-        jitted, args, kwargs = self._prepared(to_row_major, (params, state, *batch), extra_args)
+        args = params, state, *batch
+        if self._measure is not None and not is_tracing():
+            key = _shapes(args, extra_args)
+            if key not in self._measured:
+                found = jax.device_get(self._measure(*args, **extra_args))
+                self._measured[key] = {k: int(number) for k, number in found.items()}
+        jitted, args, kwargs = self._prepared(to_row_major, args, extra_args)
         return jitted(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +79,14 @@ class Jitted:
     def _cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self._jits.values())
 
-    def _jit_with(self, **options: Any) -> Any:
-        return jax.jit(self._step, donate_argnums=(0, 1), compiler_options=options or None)
+    def _jit_with(self, measured: Mapping[Any, int], options: Mapping[str, Any]) -> Any:
+        key = tuple(measured.items()), tuple(options.items())
+        if key not in self._jits:
+            step = row_major(self._step_by(measured))
+            self._jits[key] = jax.jit(
+                step, donate_argnums=(0, 1), compiler_options=dict(options) or None
+            )
+        return self._jits[key]
 
     @functools.cached_property
     def _can_demand_layouts(self) -> bool:
@@ -71,17 +94,23 @@ class Jitted:
 
     def _prepared(self, f: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """What to call, and the arguments, with ``f`` of those of which the step changes rows."""
-        if not self._can_demand_layouts or is_tracing():
+        if not (self._measured or self._can_demand_layouts):
             return self._jit, args, kwargs
+        shapes = _shapes(args, kwargs)
+        measured = self._measured.get(shapes, {})
+        jitted = self._jit_with(measured, {})
+        if is_tracing() or not self._can_demand_layouts:
+            return jitted, args, kwargs
+        key = shapes, tuple(measured.items())
+        if key not in self._needs:
+            self._needs[key] = Needs.of(jitted.trace(*args, **kwargs))
+        needs = self._needs[key]
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        shapes = treedef, tuple(map(jnp.shape, leaves))
-        if shapes not in self._needs:
-            self._needs[shapes] = Needs.of(self._jit.trace(*args, **kwargs))
-        needs = self._needs[shapes]
         for k in needs.by_rows:
             leaves[k] = f(leaves[k])
-        options = needs.options(leaves)
-        key = tuple(options.items())
-        if key not in self._jits:
-            self._jits[key] = self._jit_with(**options)
-        return self._jits[key], *treedef.unflatten(leaves)
+        return self._jit_with(measured, needs.options(leaves)), *treedef.unflatten(leaves)
+
+
+def _shapes(args: Any, kwargs: Any) -> Any:
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    return treedef, tuple(getattr(x, "shape", ()) for x in leaves)

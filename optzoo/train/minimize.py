@@ -16,6 +16,7 @@ from ..sparse.wanted import MIN_ROWS, Sparse
 from .deferred import tables_for
 from .jitted import Jitted
 from .on_mesh import OnMesh
+from .sharded import CapacityFactor
 from .step import Model, train_step
 
 
@@ -26,7 +27,7 @@ def minimize(
     *,
     mesh: Mesh | None = None,
     tables: Mapping[str, RowSharding] | None = None,
-    capacity_factor: float | None = 1.0,
+    capacity_factor: CapacityFactor = "auto",
     max_norm: float | None = None,
     transport: DTypeLike | None = None,
     parts: int = 1,
@@ -105,14 +106,25 @@ def minimize(
         parts=parts,
     )
 
-    def step(params, state, *batch, **extra_args):
-        model.check(params)
-        check_no_guard(state)
-        if on_mesh is None:
-            tables = tables_for(model, params, state)
-            params, state, value, [aux] = train_step(tables, [batch], extra_args)
-        else:
-            params, state, value, aux = on_mesh.step(model, params, state, batch, extra_args)
-        return (params, state, value, aux) if has_aux else (params, state, value)
+    def step_by(most):
+        def step(params, state, *batch, **extra_args):
+            model.check(params)
+            check_no_guard(state)
+            if on_mesh is None:
+                tables = tables_for(model, params, state)
+                params, state, value, [aux] = train_step(tables, [batch], extra_args)
+            else:
+                after = on_mesh.step(model, most, params, state, batch, extra_args)
+                params, state, value, aux = after
+            return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return Jitted(step)
+        return step
+
+    if on_mesh is None or not on_mesh.depends_on_batch(model):
+        return Jitted(step_by)
+
+    def most(params, state, *batch, **_):
+        model.check(params)
+        return on_mesh.most(model, params, state, batch)
+
+    return Jitted(step_by, most)

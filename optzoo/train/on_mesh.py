@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -21,13 +22,13 @@ from ..sharded.create_table import check_mesh
 from ..sharded.row_sharding import RowSharding, shardings_by_leaf
 from ..state.fit import difference, misfit
 from ..state.sharding import state_sharding
-from .sharded import Mapped, MeanGradients, ShardedTables
+from .sharded import CapacityFactor, Mapped, MeanGradients, ShardedTables
 from .step import Model, Tables, train_step
 
 # Of :func:`optzoo.minimize`.
 _DEFAULTS = {
     "tables": None,
-    "capacity_factor": 1.0,
+    "capacity_factor": "auto",
     "max_norm": None,
     "transport": None,
     "parts": 1,
@@ -39,7 +40,7 @@ class OnMesh(NamedTuple):
 
     mesh: Mesh
     tables: Mapping[str, RowSharding]
-    capacity_factor: float | None
+    capacity_factor: CapacityFactor
     max_norm: float | None
     transport: DTypeLike | None
     parts: int  # of the batch of a device
@@ -63,37 +64,50 @@ class OnMesh(NamedTuple):
             )
         found = cls(mesh, tables, **given)
         factor, max_norm = found.capacity_factor, found.max_norm
-        check_positive(capacity_factor=1 if factor is None else factor)
+        if isinstance(factor, str) and factor != "auto":
+            raise ValueError(f"capacity_factor must be a number, 'auto' or None, got {factor!r}")
+        check_positive(capacity_factor=1 if factor in (None, "auto") else factor)
         check_positive(max_norm=1 if max_norm is None else max_norm)
         check_size(1, parts=found.parts)
         for sharding in found.tables.values():
             check_mesh(mesh, sharding)
         return found
 
+    def depends_on_batch(self, model: Model) -> bool:
+        """Whether the sizes of messages depend on the first batch."""
+        is_divided = about_of(model.tx).divide is not None
+        return self.capacity_factor == "auto" and bool(self.tables) and not is_divided
+
+    def most(self, model: Model, params: Any, state: Any, batch: Sequence[Any]) -> dict[int, Array]:
+        """What :meth:`ShardedTables.most` gives."""
+        self._check_batch(batch)
+        specs, mapped = self._specs_and_mapped(model, params, state, {})
+
+        def on_device(params, state, batch):
+            return ShardedTables(model, mapped, params, state).most(self._parts(batch))
+
+        in_specs = *specs, self._specs(batch)
+        return shard_map(on_device, self.mesh, in_specs, P())(params, state, batch)
+
     def step(
-        self, model: Model, params: Any, state: Any, batch: Sequence[Any], extra_args: Any
+        self,
+        model: Model,
+        most: Mapping[int, int],
+        params: Any,
+        state: Any,
+        batch: Sequence[Any],
+        extra_args: Any,
     ) -> Any:
         """The parameters, the state, the loss and the auxiliary data after a step.
 
-        The auxiliary data has one more axis, over the devices and the parts of their batches.
+        The auxiliary data has one more axis, over the devices and the parts of their batches. By
+        ``most`` messages are as large as a batch needed.
         """
         mesh = self.mesh
         self._check_batch(batch)
         if (divide := about_of(model.tx).divide) is not None:
             return self._divided_step(model, divide(params), params, state, batch, extra_args)
-        if model.deferred is not None:
-            model.deferred.check(state)
-        shardings = shardings_by_leaf(self.tables, params)
-        specs = [P() if s is None else s.spec for s in shardings]
-        specs = jax.tree.structure(params).unflatten(specs)
-        put = lambda x, spec: jax.ShapeDtypeStruct(
-            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(mesh, spec)
-        )
-        placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
-        if jax.tree.structure(state) != jax.tree.structure(placed):
-            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
-        state_specs = jax.tree.map(lambda x: x.spec, placed)
-        mapped = self._mapped(shardings, state_specs)
+        specs, mapped = self._specs_and_mapped(model, params, state, most)
 
         def on_device(params, state, batch, extra_args):
             tables = ShardedTables(model, mapped, params, state)
@@ -103,9 +117,27 @@ class OnMesh(NamedTuple):
         return shard_map(
             on_device,
             mesh,
-            in_specs=(specs, state_specs, self._specs(batch), P()),
-            out_specs=(specs, state_specs, P(), P(mesh.axis_names)),
+            in_specs=(*specs, self._specs(batch), P()),
+            out_specs=(*specs, P(), P(mesh.axis_names)),
         )(params, state, batch, extra_args)
+
+    def _specs_and_mapped(
+        self, model: Model, params: Any, state: Any, most: Mapping[int, int]
+    ) -> tuple[tuple[Any, Any], Mapped]:
+        """How parameters and state are divided, and the rest of how a step is mapped."""
+        if model.deferred is not None:
+            model.deferred.check(state)
+        shardings = shardings_by_leaf(self.tables, params)
+        specs = [P() if s is None else s.spec for s in shardings]
+        specs = jax.tree.structure(params).unflatten(specs)
+        put = lambda x, spec: jax.ShapeDtypeStruct(
+            jnp.shape(x), jnp.result_type(x), sharding=NamedSharding(self.mesh, spec)
+        )
+        placed = state_sharding(model.tx, jax.tree.map(put, params, specs))
+        if jax.tree.structure(state) != jax.tree.structure(placed):
+            raise misfit(*(difference(placed, state) or ("slots of these tables", "others")))
+        state_specs = jax.tree.map(lambda x: x.spec, placed)
+        return (specs, state_specs), self._mapped(shardings, state_specs, most)
 
     def _divided_step(
         self,
@@ -128,7 +160,7 @@ class OnMesh(NamedTuple):
             )
         leaves, treedef = jax.tree.flatten(shares)
         specs = [x.sharding.spec if isinstance(x, jax.ShapeDtypeStruct) else P() for x in leaves]
-        mapped = self._mapped([None] * len(specs), ())
+        mapped = self._mapped([None] * len(specs), (), {})
 
         def on_device(params, batch):
             gradients = MeanGradients(model, mapped, params, specs)
@@ -146,8 +178,13 @@ class OnMesh(NamedTuple):
         found = Gradients(value, aux, treedef.flatten_up_to(grads), {})
         return *Tables(model, params, state).update([found], extra_args), aux
 
-    def _mapped(self, shardings: list[RowSharding | None], state_specs: Any) -> Mapped:
-        options = self.capacity_factor, self.max_norm, self.transport
+    def _mapped(
+        self,
+        shardings: list[RowSharding | None],
+        state_specs: Any,
+        most: Mapping[int, int],
+    ) -> Mapped:
+        options = self.capacity_factor, most, self.max_norm, self.transport
         return Mapped(self.mesh, *options, shardings, state_specs)
 
     def _specs(self, batch: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,32 @@ from ..deferred.optimizer import CurrentRows, DeferredOptimizer
 from ..deferred.state import CaughtUpState, deferred_leaves
 from ..deferred.tables import Table, by_ids, map_tables, swept, tables_of
 from ..distributed.engine.collectives import Replicas, divide_gradients
-from ..jaxprs.loss import Gradients, Loss, TracedLoss
+from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.prove_shards import check_update
 from ..jaxprs.reads import check_all_read
 from ..sharded.exchange import make_route
 from ..sharded.lookup import Read
 from ..sharded.rounds import Arrived, Asked, Part, read_first, read_further, send_gradients
-from ..sharded.row_sharding import RowSharding
+from ..sharded.row_sharding import RowSharding, measured_capacity
 from ..sparse.lookup import lookup
 from ..state.deferred import has_deferred
 from ..state.types import nodes_of
 from .deferred import DeferredTables, look_up
 from .step import Model
 
+CapacityFactor = float | None | Literal["auto"]
+# Of how many rows for each owner messages are small: nothing is won by fewer.
+SMALL = 128
+
 
 class Mapped(NamedTuple):
     """How a step is mapped over the devices of a mesh."""
 
     mesh: Mesh
-    capacity_factor: float | None
+    capacity_factor: CapacityFactor
+    # By the position of a table the most distinct ids that one owner has of those of a device, in
+    # the batch by which messages are made so large; of tables whose messages are not small.
+    most: Mapping[int, int]
     max_norm: float | None
     transport: Any
     shardings: list[RowSharding | None]  # of the parameters
@@ -53,6 +60,14 @@ class Mapped(NamedTuple):
     def tables(self) -> dict[int, RowSharding]:
         """By their positions the parameters that are sharded by rows."""
         return {i: s for i, s in enumerate(self.shardings) if s is not None}
+
+    def capacity(self, table: int, num_ids: int) -> int:
+        """The number of rows that a device asks of each owner of a table in one round."""
+        s = self.shardings[table]
+        assert s is not None
+        if table in self.most:
+            return measured_capacity(s, num_ids, self.most[table])
+        return s.capacity(num_ids, 1.0 if self.capacity_factor == "auto" else self.capacity_factor)
 
 
 class ShardedTables(DeferredTables):
@@ -120,7 +135,7 @@ class ShardedTables(DeferredTables):
         self._change(catch_up)
         reads, transport = self._reads(), self.mapped.transport
         for of_part in ids:
-            parts = [self._part(of_part[i], s) for i, s in tables.items()]
+            parts = [self._part(i, of_part[i]) for i in tables]
             self.asked.append(read_first(parts, reads, transport))
         return [
             dict(zip(tables, asked.rows, strict=True)) | self._looked_up(of_replicated)
@@ -136,11 +151,28 @@ class ShardedTables(DeferredTables):
         found = read_further(asked, self._reads(), mapped.axes, mapped.transport)
         return {**rows, **dict(zip(tables, found, strict=True))}
 
-    def _part(self, ids: Array, s: RowSharding) -> Part:
+    def _part(self, table: int, ids: Array) -> Part:
+        s = self.mapped.tables[table]
         places = s.places_of(ids)
         replicas = tuple(a for a in self.mapped.axes if a not in s.axes)
-        capacity = s.capacity(len(ids), self.mapped.capacity_factor)
+        capacity = self.mapped.capacity(table, len(ids))
         return Part(s, capacity, places, make_route(places, s), replicas)
+
+    def most(self, parts: Sequence[Sequence[Any]]) -> dict[int, Array]:
+        """The most distinct ids that one owner has of those of a device and a part of its batch.
+
+        By the positions of the tables whose messages are not small.
+        """
+        found = dict[int, list[Array]]()
+        for batch in parts:
+            traced = trace_loss(self.model.loss_of(self.seen, batch), self.leaves())
+            loss = traced.with_taps(self.elsewhere, self.wanted.gathers(traced, self.only_by_rows))
+            for i, ids in loss.ids(self.leaves()).items():
+                if i in self.mapped.tables and self.mapped.capacity(i, len(ids)) > SMALL:
+                    part = self._part(i, ids)
+                    found.setdefault(i, []).append(jnp.max(part.ends - part.starts))
+        of_all = {i: functools.reduce(jnp.maximum, counts) for i, counts in found.items()}
+        return {i: lax.pmax(count, self.mapped.axes) for i, count in of_all.items()}
 
     def _shards(self) -> dict[int, Any]:
         """What this device has of each sharded table: an array, or lines."""

@@ -13,6 +13,7 @@ from ..native.step import Native
 from ..sharded.row_sharding import RowSharding
 from ..sparse.wanted import MIN_ROWS, Sparse
 from .minimize import minimize
+from .sharded import CapacityFactor
 
 
 def sharded_minimize(
@@ -21,7 +22,7 @@ def sharded_minimize(
     mesh: Mesh,
     tables: Mapping[str, RowSharding],
     *,
-    capacity_factor: float | None = 1.0,
+    capacity_factor: CapacityFactor = "auto",
     max_norm: float | None = None,
     transport: DTypeLike | None = None,
     parts: int = 1,
@@ -39,13 +40,13 @@ def sharded_minimize(
 
     Each device asks the owners for the distinct rows that its part of the batch needs, computes
     their gradients, and sends them to the owners, which alone update rows and slots. All tables
-    share these messages. They have room for ``capacity_factor`` times the average number of ids;
-    what finds no room is sent in another round, so the result is exact for any ids, in bounded
-    memory. In several rounds each row must be updated by itself, and untouched rows must not
-    change: "lazy" and "linear" optimizers, and :func:`optzoo.on_rows`. This is proved when the step
-    is traced. All others, such as :func:`optzoo.adam`, need ``capacity_factor=None``. With
-    :func:`optzoo.caught_up` around Adam, whose owners catch up rows when they are read, any number
-    of rounds is possible.
+    share these messages. They have room for as many rows as the first batch needs, or for
+    ``capacity_factor`` times the average number of ids; what finds no room is sent in another
+    round, so the result is exact for any ids, in bounded memory. In several rounds each row must
+    be updated by itself, and untouched rows must not change: "lazy" and "linear" optimizers, and
+    :func:`optzoo.on_rows`. This is proved when the step is traced. All others, such as
+    :func:`optzoo.adam`, need ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam,
+    whose owners catch up rows when they are read, any number of rounds is possible.
 
     Norms of gradients by transformations of this library, such as
     :func:`optzoo.clip_by_global_norm`, count all shards and all rounds. What uses a norm, or
@@ -77,8 +78,13 @@ def sharded_minimize(
         mesh: its axes that a table is not sharded over are data-parallel.
         tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
             All other parameters are replicated, small tables by choice.
-        capacity_factor: as in :func:`optzoo.sharded.lookup`; None for one round for any ids, with
-            messages and memory ``num_shards`` times as large.
+        capacity_factor: the room of a message: a multiple of the average number of ids for an
+            owner, as in :func:`optzoo.sharded.lookup`; None for one round for any ids, with
+            messages and memory ``num_shards`` times as large. With ``"auto"`` the first call
+            counts the distinct ids of its batch, on all devices, and messages have a little more
+            room than these need (``n + 2 sqrt(n)`` rows), between a quarter of the average number
+            of ids and all of it. Where nothing is called, as in ``compile_report``, and for
+            messages of at most 128 rows, it is 1.0.
         max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
             at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`
             less, whose rows are then written once. In several rounds gradients are sent twice.
