@@ -88,9 +88,13 @@ class Program:
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
         """The arguments in their order."""
-        inside = self._computations[self._entry].values()
-        found = [operation for operation in inside if operation.opcode == "parameter"]
+        found = [operation for operation in self.outermost if operation.opcode == "parameter"]
         return sorted(found, key=lambda operation: int(operation.operands[0]))
+
+    @property
+    def outermost(self) -> list[Instruction]:
+        """The operations outside of loops, branches and calls, in the order of the schedule."""
+        return list(self._computations[self._entry].values())
 
     def name_in_jax(self, operation: Instruction) -> str:
         """Such as ``jit(step)/mul``, and of a parameter ``params['w']``.
@@ -128,8 +132,7 @@ class Program:
 
         This is what begins it, also a fusion of a TPU, and of the outermost computation alone.
         """
-        inside = self._computations[self._entry]
-        order = list(inside.values())
+        inside, order = self._computations[self._entry], self.outermost
         for at, operation in enumerate(order):
             if not operation.opcode.endswith("-done") and _DONE not in operation.name:
                 continue

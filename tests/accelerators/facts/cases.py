@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import optzoo
 from optzoo.compiled.report import lowered_for
+from optzoo.sharded.row_sharding import SPREAD
 from optzoo.testing import samples
 from tests.mismatches import WRAPPERS as OF_ONE
 
@@ -166,6 +168,55 @@ def sharded(
     batch = placed(batch, mesh, PartitionSpec(mesh.axis_names))
     step = optzoo.sharded_minimize(loss, tx, mesh, {"table": sharding}, **options)
     return step, (params, state, *batch)
+
+
+# A recommender: features of an example, numbers of it, and examples on each device.
+FEATURES, NUMBERS, EXAMPLES = 32, 13, 2048
+IDS_OF_ZIPF = {16: 1760, 64: 456, 8: 3096}  # by devices: distinct ids of an owner, exponent 1.05
+
+
+def recommender(width: int, is_large: bool) -> dict[str, Any]:
+    """The shapes of a network; a large one has three cross layers."""
+    all_ = width * (FEATURES + 1)
+    sizes = (all_, 1024, 1024, 512, 256, 1) if is_large else (all_, 512, 256, 128, 1)
+    layers = lambda *sizes: [of(*pair) for pair in itertools.pairwise(sizes)]
+    cross = [(of(all_, 512), of(512, all_))] * 3 if is_large else []
+    return {"bottom": layers(NUMBERS, 512, 256, width), "cross": cross, "top": layers(*sizes)}
+
+
+def loss_of_recommender(params, ids, numbers, clicked):
+    x = numbers
+    for w in params["bottom"]:
+        x = jax.nn.relu(x @ w)
+    of_features = optzoo.lookup(params["table"], ids).reshape(len(x), -1)
+    x = first = jnp.concatenate([x, of_features], axis=1)
+    for down, up in params["cross"]:
+        x = first * (x @ down @ up) + x
+    for w in params["top"][:-1]:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(optax.sigmoid_binary_cross_entropy((x @ params["top"][-1])[:, 0], clicked))
+
+
+def exchange(device: str, *, is_large: bool, parts: int = 1, width: int = 128):
+    """A step of a recommender on 5,000,000 rows, with room for ids by Zipf's law."""
+    devices = optzoo.compiled.devices_of(device)
+    mesh, n = Mesh(np.array(devices), ("shard",)), len(devices)
+    sharding = optzoo.sharded.RowSharding(5_000_000, n)
+    # The factor of the capacity that is wanted.
+    average = EXAMPLES * FEATURES / n / parts
+    room = IDS_OF_ZIPF[n] / parts * (1.08 if parts > 1 else 1)
+    factor = (room - SPREAD * average**0.5) / average
+    table, by_rows = of(sharding.stored_rows, width), PartitionSpec("shard")
+    network = placed(recommender(width, is_large), mesh, PartitionSpec())
+    params = {"table": placed(table, mesh, by_rows), **network}
+    tx = optzoo.adagrad(0.01)
+    state = jax.eval_shape(tx.init, params)
+    state = placed(state, mesh, jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params)))
+    batch = of(n * EXAMPLES, FEATURES, dtype=jnp.int32), of(n * EXAMPLES, NUMBERS), of(n * EXAMPLES)
+    step = optzoo.sharded_minimize(
+        loss_of_recommender, tx, mesh, {"table": sharding}, capacity_factor=factor, parts=parts
+    )
+    return step, (params, state, *placed(batch, mesh, by_rows))
 
 
 def loss_of_bags(params, ids, y):
@@ -342,6 +393,13 @@ DATA_PARALLEL: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "adam, divide_states, mesh=": (DIVIDED, {"is_mapped": True}),
     "adam, divide_states of two axes, mesh=": (DIVIDED, {"is_mapped": True, "axes": 2}),
 }
+# A table that is sharded over many devices, beside a network.
+MANY = ("v5e:4x4", "v6e:4x4", "v5e:8x8", "h100:8")
+EXCHANGES = {
+    "small": {"is_large": False},
+    "large": {"is_large": True},
+    "large, two parts": {"is_large": True, "parts": 2},
+}
 PERIODIC = ("agn", "diloco", "elastic_average", "model_average")
 
 
@@ -396,6 +454,9 @@ def _all() -> Iterator[Case]:
     for name, (tx, options) in DATA_PARALLEL.items():
         make = lambda device, tx=tx, options=options: data_parallel(tx, device, **options)
         yield from _on(SLICES, f"data_parallel/{name}", make)
+    for name, options in EXCHANGES.items():
+        make = functools.partial(exchange, **options)
+        yield from _on(MANY, f"exchange/{name}", make)
     for method in optzoo.catalog.DISTRIBUTED:
         for form in ("step", "quiet", "round") if method in PERIODIC else ("step",):
             make = functools.partial(replicas, method, form=form)

@@ -53,7 +53,9 @@ def anew(key: str, known: str | None) -> tuple[str, str, Facts | None]:
     if known is not None and known == program_of(case.name, case.target):
         return key, known, None
     lowered = case.lowered()
-    return key, fingerprint(lowered), facts_of(report_of(lowered, case.device))
+    report = report_of(lowered, case.device)
+    more = facts_of_exchanges(report) if case.name.startswith("exchange/") else {}
+    return key, fingerprint(lowered), facts_of(report) | more
 
 
 @functools.cache
@@ -84,6 +86,19 @@ def facts_of(report: CompileReport) -> Facts:
     found["wide"] = sorted(set(_WIDE.findall(report.text)))
     found |= {name: _rounded(getattr(report, f"estimated_{name}") or 0) for name in ESTIMATES}
     return {name: value for name, value in found.items() if value or name in SIZES}
+
+
+def facts_of_exchanges(report: CompileReport) -> Facts:
+    """The schedule outside of loops: its cycles, and the all-to-alls of rows that run in it."""
+    program = Program(report.text)
+    found = {"schedule": _rounded(sum(map(program.cycles, program.outermost)))}
+    found["exchanges"] = [
+        [o.dtypes[0], _rounded(o.nbytes), None if o.cycles is None else _rounded(o.cycles)]
+        for o in report.overlaps
+        if o.kind == "all-to-all" and o.nbytes >= 1_000_000
+    ]
+    alone = [b for b in report.blocking if b.kind == "all-to-all" and b.nbytes >= 1_000_000]
+    return found | {"exchanges_alone": len(alone)} if alone else found
 
 
 def _rounded(x: float) -> int:

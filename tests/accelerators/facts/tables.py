@@ -127,6 +127,25 @@ def of_layers() -> str:
     return table([*head, "H100: temporaries", "sent"], *lines)
 
 
+def of_exchanges() -> str:
+    """A recommender whose table is sharded over many devices."""
+
+    def line(name, device):
+        facts = READ()[f"exchange/{name}/{device}"]
+        shown = (
+            f"{dtype} {in_millions(size)}" + ("" if cycles is None else f": {cycles / 1e3:,.0f}")
+            for dtype, size, cycles in facts["exchanges"]
+        )
+        has_cycles = facts["schedule"] > 0
+        schedule = f"{facts['schedule'] / 1e3:,.0f}" if has_cycles else ""
+        temporaries = in_millions(facts["temporaries"])
+        return [f"`{device}`", name, schedule, temporaries, "; ".join(shown)]
+
+    lines = [line(name, device) for device in cases.MANY for name in cases.EXCHANGES]
+    head = ["devices", "network", "thousand cycles", "temporaries"]
+    return table([*head, "exchanges of rows: MB, thousand cycles beside"], *lines)
+
+
 def of_data_parallel() -> str:
     """A step of eight dense layers, whose states are whole and divided."""
     of = lambda key: [mega(key, "arguments"), mega(key, "temporaries"), _sent(key)]
@@ -165,5 +184,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "facts, sharded": lambda: of_steps("sharded"),
     "facts, replicas": lambda: of_steps("replicas"),
     "facts, layers": of_layers,
+    "facts, exchanges": of_exchanges,
     "facts, data-parallel": of_data_parallel,
 }
