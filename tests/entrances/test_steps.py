@@ -118,11 +118,18 @@ for name, train in MINIMIZERS.items():
 for minimize in (optzoo.sharded_minimize, optzoo.minimize):
     name, on_mesh = minimize.__name__, functools.partial(by_sharded_minimize, minimize=minimize)
 
-    @effect(name, "capacity_factor", {0.01: "ValueError", None: None})
+    @effect(name, "capacity_factor", {0.01: "ValueError", "auto": None, None: None})
     def _(capacity_factor, on_mesh=on_mesh):
         """Rows that move without a gradient need one round."""
         train = functools.partial(on_mesh, looked_up, optzoo.adam(0.1), ids=40)
         return outcome(lambda: train(capacity_factor=capacity_factor))
+
+    @effect(name, "parts", {1: [2], 2: [1]})
+    def _(parts, on_mesh=on_mesh):
+        """How many of four ids the loss sees at once, on two devices."""
+        found = []
+        on_mesh(lambda p, ids: found.append(len(ids)) or looked_up(p, ids), SGD, parts=parts)
+        return sorted(set(found))
 
     @effect(name, "max_norm", {None: 8**0.5 / 2, 0.5: 0.5 * (8 / 20) ** 0.5})
     def _(max_norm, on_mesh=on_mesh):

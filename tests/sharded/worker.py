@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 import optzoo
+from optzoo.train import sharded as train_module
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from tests.sharded import test_minimize as cases
@@ -26,14 +27,21 @@ def main():
     mesh = cases.mesh_of(args.num_processes)
     s = optzoo.sharded.RowSharding(cases.ROWS, mesh.size, multiple=16)
     tx = cases.LAZY["lazy_adam"]
-    params, state = cases.start(tx, mesh, s)
-    options = {"capacity_factor": 0.01}
-    step = optzoo.sharded_minimize(cases.loss, tx, mesh, {"table": s}, **options)
     place = lambda x: jax.make_array_from_callback(
         x.shape, NamedSharding(mesh, s.spec), lambda index: np.asarray(x)[index]
     )
-    for batch in cases.batches("zipf", 3, mesh):
-        params, state, _ = step(params, state, *map(place, batch))
+    # All processes make messages of the size that the ids of all of them need.
+    train_module.SMALL = 0
+    trained = []
+    for factor in ("auto", 0.01):
+        params, state = cases.start(tx, mesh, s)
+        step = optzoo.sharded_minimize(
+            cases.loss, tx, mesh, {"table": s}, capacity_factor=factor, parts=2
+        )
+        for batch in cases.batches("zipf", 3, mesh):
+            params, state, _ = step(params, state, *map(place, batch))
+        trained.append(params["table"].addressable_data(0))
+    np.testing.assert_allclose(*trained, atol=2e-6)
     with ocp.StandardCheckpointer() as checkpointer:
         trained = {"params": params, "state": state}
         trained = optzoo.sharded.in_order_of_ids(trained, {"table": s}, params)
