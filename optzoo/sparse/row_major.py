@@ -144,6 +144,7 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
 
     - ``xla_tpu_enable_async_all_to_all``, if the step has an all-to-all, such as those of
       :func:`optzoo.sharded.lookup`: without it a TPU does nothing else while arrays are exchanged.
+      The compiler does not have it for slices of v5e of more than 16 chips.
     - ``xla_tpu_experimental_max_padding_gib``, for tables of more than a million rows that are less
       than 128 elements wide: in a loop or a branch, XLA stores an array by columns if by rows its
       padding is large. Then a step with row-major tables (:func:`optzoo.rows.row_major`) copies
@@ -197,7 +198,7 @@ class Needs(NamedTuple):
     def options(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The options of the compiler, for these leaves of the arguments."""
         options = dict[str, Any]()
-        if self.exchanges and any(map(_is_on_tpu, leaves)):
+        if self.exchanges and _can_exchange_beside(leaves):
             options["xla_tpu_enable_async_all_to_all"] = "true"
         # Not where no loop or branch changes rows: XLA would pad other arrays, too.
         inside = [leaves[k] for k, is_inside in self.by_rows.items() if is_inside]
@@ -211,6 +212,16 @@ class Needs(NamedTuple):
 def _is_on_tpu(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
     return sharding is not None and next(iter(sharding.device_set)).platform == "tpu"
+
+
+def _can_exchange_beside(arrays: Sequence[Any]) -> bool:
+    """Whether these arrays are on TPUs that have asynchronous all-to-alls.
+
+    The compiler refuses them on slices of v5e of more than 16 chips (libtpu 0.0.52).
+    """
+    devices = set().union(*(x.sharding.device_set for x in arrays if _is_on_tpu(x)))
+    kinds = {device.device_kind for device in devices}
+    return bool(devices) and (len(devices) <= 16 or kinds.isdisjoint({"TPU v5 lite", "TPU v5e"}))
 
 
 def _padding(x: Any) -> int:

@@ -394,7 +394,7 @@ DATA_PARALLEL: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "adam, divide_states of two axes, mesh=": (DIVIDED, {"is_mapped": True, "axes": 2}),
 }
 # A table that is sharded over many devices, beside a network.
-MANY = ("v5e:4x4", "v6e:4x4", "v5e:8x8", "h100:8")
+MANY = ("v5e:4x4", "v5e:8x8", "v6e:8x8", "h100:8")
 EXCHANGES = {
     "small": {"is_large": False},
     "large": {"is_large": True},
