@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import optzoo
 
@@ -70,3 +71,59 @@ def test_without_an_overlap_no_step_runs_beside_the_exchange(device, options):
 
 def test_without_the_option_a_tpu_waits():
     assert overlaps("v5e:2x2", OVERLAP) == []
+
+
+def lookups(device, width=128, rows=16_384, ids=4096):
+    """A step of one's own with a sharded table and a network that needs its rows."""
+    devices = optzoo.compiled.devices_of(device)
+    mesh, n = Mesh(np.array(devices), ("shard",)), len(devices)
+    sharding, by_rows = optzoo.sharded.RowSharding(rows, n), PartitionSpec("shard")
+
+    def step(table, w, ids):
+        def loss(table, w):
+            read = optzoo.sharded.lookup(table, ids, sharding, capacity_factor=1.0)
+            return jax.lax.pmean(jnp.mean((read @ w) ** 2), "shard")
+
+        table_gradient, of_w = jax.grad(loss, (0, 1))(table, w)
+        return table - table_gradient, w - of_w
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(by_rows, PartitionSpec(), by_rows),
+        out_specs=(by_rows, PartitionSpec()),
+    )
+    args = of(sharding.stored_rows, width), of(width, 512), of(n * ids, dtype=jnp.int32)
+    return mapped, placed(args, mesh, (by_rows, PartitionSpec(), by_rows))
+
+
+@pytest.mark.parametrize(
+    ("device", "has_option"),
+    [
+        ("v5e:4x4", True),
+        ("v5e:4x8", False),
+        ("v6e:4x8", True),
+        ("tpu7x:2x2x2", True),
+        ("h100:8", False),
+    ],
+)
+def test_the_option_for_all_to_alls(device, has_option):
+    """The compiler for v5e refuses it for more than 16 chips."""
+    step, args = lookups(device)
+    wanted = {"xla_tpu_enable_async_all_to_all": "true"} if has_option else {}
+    assert optzoo.rows.compiler_options(step, *args) == wanted
+
+
+@pytest.mark.parametrize("device", ["v5e:2x2", "v6e:4x4", "h100:4"])
+def test_rows_are_exchanged_beside_other_operations(device):
+    """With the option on TPUs, and without any on GPUs."""
+    step, args = lookups(device)
+    options = optzoo.rows.compiler_options(step, *args) or None
+    report = optzoo.compile_report(jax.jit(step, compiler_options=options), *args, device=device)
+    [*found] = [o for o in report.overlaps if o.kind == "all-to-all" and o.nbytes > 1_000_000]
+    assert found and all(o.cycles is None if "h100" in device else o.cycles > 0 for o in found)
+    if options:
+        report = optzoo.compile_report(jax.jit(step), *args, device=device)
+        assert not [o for o in report.overlaps if o.kind == "all-to-all"]
+        of_rows = [b for b in report.blocking if b.kind == "all-to-all" and b.nbytes > 1_000_000]
+        assert len(of_rows) == 2
