@@ -73,20 +73,21 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "factor", "kind"),
+    ("name", "parts", "factor", "kind", "axes"),
     [
-        ("lazy_adam", 2, 0.01, "Explicit"),
-        ("groups", 4, None, "Auto"),
-        ("caught_up", 2, 0.01, "Auto"),
-        ("lazy_adam", 8, 0.3, "Auto"),
-        ("groups", 2, 0.01, "Explicit"),
-        ("caught_up", 4, None, "Explicit"),
+        ("lazy_adam", 2, 0.01, "Explicit", ("data", "shard")),
+        ("caught_up", 2, 0.01, "Auto", "shard"),
+        ("groups", 4, None, "Auto", "shard"),
+        ("lazy_adam", 8, 0.3, "Auto", "shard"),
+        ("groups", 2, 0.01, "Explicit", "shard"),
+        ("caught_up", 4, None, "Explicit", ("data", "shard")),
     ],
 )
 @pytest.mark.usefixtures("several_rounds")
-def test_parts_equal_the_whole_batch(name, parts, factor, kind):
+def test_parts_equal_the_whole_batch(name, parts, factor, kind, axes):
     mesh, tx = mesh_of(2, 4, kind=kind), OPTIMIZERS[name]
-    s = optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
+    n = 4 if axes == "shard" else 8
+    s = optzoo.sharded.RowSharding(ROWS, n, axis_name=axes, multiple=64)
     params, state, value, aux = train(tx, range(3), mesh, s, parts=parts, capacity_factor=factor)
     wanted, one, expected, _ = train(tx, range(3))
     if name == "caught_up":
