@@ -153,7 +153,9 @@ def describe(
         num_replicas: the number of replicas along that axis.
         tables: the tables that are sharded by rows, as in :func:`optzoo.sharded_minimize`.
         ids: for each pattern of ``tables`` how many ids of a table a device looks up in a step.
-        capacity_factor: as in :func:`optzoo.sharded_minimize`.
+        capacity_factor: as in :meth:`optzoo.sharded.RowSharding.capacity`. By default messages have
+            room for random ids; those of :func:`optzoo.sharded_minimize` are smaller for frequent
+            ones.
         **extra_args: further arguments that ``update`` needs.
 
     Raises:
