@@ -515,10 +515,12 @@ class HostTable:
             name: jnp.zeros(like.shape, like.dtype, device=self._tables[name].place)
             for name, like in shapes.items()
         }
-        params, init = with_tables(others, caches), self._tx.init
+        params = with_tables(others, caches)
+        # Compiled, so that no optimizer sees the values of empty caches.
+        options = {}
         if self._mesh is not None:
-            init = jax.jit(init, out_shardings=state_sharding(self._tx, params))
-        state = init(params)
+            options["out_shardings"] = state_sharding(self._tx, params)
+        state = jax.jit(self._tx.init, **options)(params)
         self._where = where
         for table in self._tables.values():
             table.know(self._tx, where, params, state, self._folder)
