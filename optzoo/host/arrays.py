@@ -78,6 +78,7 @@ class MappedTable(Table):
         self.journal = journal
         self.paths = [folder / f"table{number}.{k}" for k in range(len(kinds))]
         self.is_saved = np.zeros(0, bool)  # by row: as it was before, in the journal
+        self._maps = list[np.memmap]()
 
     def new(self, rows: int) -> list[np.ndarray]:
         """New files of zeros, in the place of those that are there."""
@@ -90,11 +91,18 @@ class MappedTable(Table):
         self.arrays = self._mapped(rows)
 
     def _mapped(self, rows: int) -> list[np.ndarray]:
-        self.is_saved = np.zeros(rows, bool)
-        return [
-            _map(path, (rows, *k.row), k.dtype)
-            for path, k in zip(self.paths, self.kinds, strict=True)
-        ]
+        self.is_saved, found = np.zeros(rows, bool), list[np.ndarray]()
+        self._maps.clear()
+        for path, kind in zip(self.paths, self.kinds, strict=True):
+            with open(path, "ab") as file:
+                file.truncate(rows * kind.nbytes)
+            if kind.nbytes == 0:  # nothing can be mapped
+                found.append(np.zeros((rows, *kind.row), kind.dtype))
+                continue
+            # As bytes: a mapped file takes no dtype that NumPy does not know by its name.
+            self._maps.append(np.memmap(path, np.uint8, "r+"))
+            found.append(np.asarray(self._maps[-1]).view(kind.dtype).reshape(rows, *kind.row))
+        return found
 
     def write(self, ids: np.ndarray, rows: list[np.ndarray]) -> None:
         """As of :class:`Table`; what is overwritten first after a flush goes to the journal."""
@@ -114,20 +122,8 @@ class MappedTable(Table):
 
     def sync(self) -> None:
         """Waits until the files are on the disk."""
-        for a in self.arrays:
-            if isinstance(a.base, np.memmap):
-                a.base.flush()
-
-
-def _map(path: pathlib.Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A file as an array that is written to it; it is made, or has its size changed."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    with open(path, "ab") as file:
-        file.truncate(nbytes)
-    if nbytes == 0:  # nothing can be mapped
-        return np.zeros(shape, dtype)
-    # As bytes: a mapped file takes no dtype that NumPy does not know by its name.
-    return np.asarray(np.memmap(path, np.uint8, "r+")).view(dtype).reshape(shape)
+        for mapped in self._maps:
+            mapped.flush()
 
 
 def chunks(rows: int) -> Iterator[np.ndarray]:

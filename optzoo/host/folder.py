@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,12 +40,13 @@ class Folder:
     def __init__(self, path: Any):
         self.path = pathlib.Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / "lock", "ab")  # noqa: SIM115 (it stays open)
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT)
+        self._release = weakref.finalize(self, os.close, lock)
         if sys.platform != "win32":
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                self._lock.close()
+                self._release()
                 raise RuntimeError(
                     f"folder {str(path)!r} is open in another HostTable, of this or another "
                     "process: close it, or give another folder"
@@ -108,16 +110,14 @@ class Folder:
         os.replace(new, self.path / "flush.json")
         sync(self.path)
         self.flushed = found
-        self.journal.close()
         self.journal.path = self._journal_of(number)
         for table in self.tables.values():
             table.is_saved[:] = False
         self._clean()
 
     def close(self) -> None:
-        """Lets others open it; rows are as of the last flush then."""
-        self.journal.close()
-        self._lock.close()
+        """Lets others open it."""
+        self._release()
 
     def _sync_tables(self) -> None:
         for table in self.tables.values():

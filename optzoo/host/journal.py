@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-# Mark, number of the table, number of rows, bytes that follow, and their checksum.
-_HEAD = struct.Struct("<4sIQQI")
-_MARK = b"rows"
+# The number of a table, how many rows, and how many bytes follow; then the checksum of all.
+_HEAD, _CHECKSUM = struct.Struct("<QQQ"), struct.Struct("<I")
 
 
 class Journal:
@@ -25,24 +24,22 @@ class Journal:
 
     def __init__(self, path: pathlib.Path):
         self.path = path
-        self._file: Any = None
 
     def append(self, table: int, ids: np.ndarray, rows: list[np.ndarray]) -> None:
         """Adds a record; when it returns, the rows may be overwritten."""
-        if self._file is None:
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (it stays open)
         parts = [_bytes(ids.astype(np.int64)), *map(_bytes, rows)]
-        checksum = 0
+        head = _HEAD.pack(table, len(ids), sum(map(len, parts)))
+        checksum = zlib.crc32(head)
         for part in parts:
             checksum = zlib.crc32(part, checksum)
-        head = _HEAD.pack(_MARK, table, len(ids), sum(map(len, parts)), checksum)
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            for part in (head, *parts):
-                _write(self._file, part)
-        except BaseException:  # such as a full disk; what comes later must be found
-            self._file.truncate(before)
-            raise
+        with open(self.path, "ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                for part in (head + _CHECKSUM.pack(checksum), *parts):
+                    _write(file, part)
+            except BaseException:  # such as a full disk; what comes later must be found
+                file.truncate(before)
+                raise
 
     def records(self, kinds: Mapping[int, list[Any]]) -> Iterator[tuple[int, Any, list[Any]]]:
         """Table, ids and rows of each record.
@@ -52,11 +49,14 @@ class Journal:
         """
         if not self.path.exists():
             return
+        left = self.path.stat().st_size
         with open(self.path, "rb") as file:
-            while len(head := file.read(_HEAD.size)) == _HEAD.size:
-                mark, table, number, nbytes, checksum = _HEAD.unpack(head)
-                body = file.read(nbytes) if mark == _MARK and table in kinds else b""
-                if len(body) != nbytes or zlib.crc32(body) != checksum:
+            while (left := left - _HEAD.size - _CHECKSUM.size) >= 0:
+                head = file.read(_HEAD.size)
+                [checksum] = _CHECKSUM.unpack(file.read(_CHECKSUM.size))
+                table, number, nbytes = _HEAD.unpack(head)
+                left -= nbytes
+                if left < 0 or zlib.crc32(body := file.read(nbytes), zlib.crc32(head)) != checksum:
                     return
                 ids = np.frombuffer(body, np.int64, number)
                 rows, at = [], ids.nbytes
@@ -65,12 +65,6 @@ class Journal:
                     rows.append(flat.view(kind.dtype).reshape(number, *kind.row))
                     at += number * kind.nbytes
                 yield table, ids, rows
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _bytes(a: np.ndarray) -> memoryview:
