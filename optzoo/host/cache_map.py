@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 Policy = Literal["lfu", "lru"]
 
 AGE = 1024  # steps in which every count of "lfu" is halved once
-_MOST = 254  # that "lfu" counts: a row that the batch has is above it
+_MOST = 254  # that "lfu" counts: a row of the present batch is above it
 _BLOCK = 1 << 17  # places that are looked at together
 
 
@@ -30,27 +30,31 @@ class TooManyIds(Exception):
 class CacheMap:
     """The places of ids, and which of them leave for others.
 
-    Planning costs some operations on arrays of the length of the ids, and a pass over a part of the
-    cache.
+    A plan costs some operations on arrays of the length of the ids, and a pass over a part of the
+    cache. Most of its time are reads at random from an array with a number for each row of the
+    table, so there is one such array, and nothing is written to it when a row leaves: an id is at
+    its place if the place has this id.
 
     Args:
         rows: of the table. The id ``rows`` is padding.
         places: of the cache. The place ``places`` is padding.
-        policy: ``"lru"``: rows leave that were not asked for longest. ``"lfu"``: those that were
-            asked in the fewest steps; each count is halved once in ``AGE`` steps. Both look at the
-            places in turn, from where they stopped, for such that are old or rare enough, and raise
-            what is enough when a round finds too few. So the order is near to that of the policy.
+        policy: ``"lru"``: rows leave that no batch has had for longest. ``"lfu"``: those that the
+            fewest batches have had since they came, where each count is halved once in ``AGE``
+            steps. Both look at the places in turn, from where they stopped, for such that are old
+            or rare enough, and raise what is enough when a round finds too few. So the order is
+            near to that of the policy.
     """
 
     def __init__(self, rows: int, places: int, policy: Policy):
-        self.rows, self.num_places, self.policy = rows, places, policy
-        self.place_of = np.full(rows + 1, -1, np.int32)
-        self.place_of[rows] = places
-        self.id_of = np.full(places, -1, np.int32 if rows < 2**31 else np.int64)
+        self.rows, self.num_places = rows, places
+        self._place_of = np.zeros(rows + 1, np.int32)
+        self._place_of[rows] = places
+        # By place, with that of padding; -1 for none.
+        self.id_of = np.full(places + 1, -1, np.int32 if rows < 2**31 - 1 else np.int64)
+        self.id_of[places] = rows
         # Which have another value than on the host since it was written.
         self.is_dirty = np.zeros(places + 1, bool)
-        self._is_lfu = policy == get_args(Policy)[0]
-        self._count = np.zeros(rows + 1, np.uint8) if self._is_lfu else None
+        self._is_lfu = policy == "lfu"
         # By place, with that of padding: the count of "lfu", the last step of "lru".
         self._score = np.zeros(places + 1, np.uint8 if self._is_lfu else np.int32)
         self._now = 0  # steps
@@ -71,59 +75,55 @@ class CacheMap:
             self._grow_older()
         top = _MOST + 1 if self._is_lfu else self._now
         short, ids = ids.astype(self.id_of.dtype, copy=False), ids.astype(np.intp, copy=False)
-        places = self.place_of.take(ids, mode="clip")  # twice as fast as by an index
-        absent = np.flatnonzero(places < 0)
+        places = self._place_of.take(ids, mode="clip")  # twice as fast as by an index
+        absent = np.flatnonzero(self.id_of.take(places, mode="clip") != short)
         # In order: memory is then read and written from one end to the other.
         missing = np.sort(short[absent])
         if len(missing):
             missing = missing[np.flatnonzero(np.append(True, missing[1:] != missing[:-1]))]
         missing = missing.astype(np.intp, copy=False)
-        hits = places[places >= 0] if len(absent) else places
-        before = self._score[hits] if len(ids) > self.num_places else None
-        self._score[hits] = top
+        places[absent] = self.num_places
+        before = self._score.take(places, mode="clip")
+        self._score[places] = top
         distinct = int(np.count_nonzero(self._score[:-1] == top)) + len(missing)
-        if before is not None and distinct > self.num_places:
-            self._score[hits] = before
+        if distinct > self.num_places:
+            self._score[places] = before
             raise TooManyIds(distinct)
         into = self._free_places(len(missing), top)
         leaving = self.id_of.take(into)
-        self.place_of[np.sort(leaving[leaving >= 0])] = -1
-        self.place_of[missing], self.id_of[into] = into, missing
-        places[absent] = self.place_of.take(ids[absent], mode="clip")
-        if self._count is not None:
-            count = self._count.take(ids, mode="clip")
-            count += count < _MOST
-            self._count[ids] = self._score[places] = count
+        self._place_of[missing], self.id_of[into] = into, missing
+        if self._is_lfu:
+            self._score[into] = 1
+            self._score[places] = before + (before < _MOST)
+        places[absent] = self._place_of.take(ids[absent], mode="clip")
         return Moves(places, missing, into, leaving, distinct)
 
     def undo(self, moves: Moves) -> None:
         """Takes back the last plan; what it has counted stays counted."""
-        self.place_of[moves.missing] = -1
         self.id_of[moves.into] = moves.leaving
-        back = moves.leaving >= 0
-        self.place_of[moves.leaving[back]] = moves.into[back]
         self._score[moves.into] = 0
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """The places of ids; -1 for those that are not in the cache."""
+        places = self._place_of[ids]
+        return np.where(self.id_of[places] == ids, places, -1)
 
     def grow(self, rows: int) -> None:
         """Makes room for more ids."""
-        more = rows - self.rows
-        self.place_of = np.concatenate([self.place_of[:-1], np.full(more, -1, np.int32)])
-        self.place_of = np.append(self.place_of, np.int32(self.num_places))
-        if self._count is not None:
-            self._count = np.append(self._count[:-1], np.zeros(more + 1, np.uint8))
-        if rows >= 2**31:
+        self._place_of = np.append(self._place_of, np.zeros(rows - self.rows, np.int32))
+        self._place_of[rows] = self.num_places
+        if rows >= 2**31 - 1:
             self.id_of = self.id_of.astype(np.int64)
-        self.rows = rows
+        self.id_of[self.num_places] = self.rows = rows
 
     def held(self, *, dirty: bool = False) -> np.ndarray:
         """The places that have a row; of those the ones that the host has not."""
-        is_held = self.id_of >= 0
+        is_held = self.id_of[:-1] >= 0
         return np.flatnonzero(is_held & self.is_dirty[:-1] if dirty else is_held)
 
     def empty(self) -> None:
         """Forgets which rows are in the cache."""
-        self.place_of[self.id_of[self.id_of >= 0]] = -1
-        self.id_of[:] = -1
+        self.id_of[:-1] = -1
         self.is_dirty[:] = False
         self._score[:] = 0
 
@@ -152,12 +152,7 @@ class CacheMap:
         return np.concatenate(parts)
 
     def _grow_older(self) -> None:
-        """Halves the counts of the rows whose turn it is."""
-        assert self._count is not None
-        size = -(-self.rows // AGE)
+        """Halves the counts of the places whose turn it is."""
+        size = -(-self.num_places // AGE)
         first = self._now % AGE * size
-        turn = slice(first, min(first + size, self.rows))
-        self._count[turn] >>= 1
-        places = self.place_of[turn]
-        places = places[places >= 0]
-        self._score[places] = self._count[self.id_of[places]]
+        self._score[first : min(first + size, self.num_places)] >>= 1

@@ -142,13 +142,13 @@ class Cached:
             into[:number] = self._stored(moves.into)
             arriving = self._put([into, *self.host.read(moves.missing, size)])
         if number := len(reset):
-            places, size = self.map.place_of[reset], size_of(number)
+            places, size = self.map.find(reset), size_of(number)
             order = np.argsort(places)
             both = np.full((2, size), [[self.map.num_places], [self.rows]], np.int32)
             both[:, :number] = places[order], reset[order]
             anew = self._put([*both])
         # What comes in, or has left for this batch, is not of the host alone.
-        turn = turn[self.map.place_of[turn] < 0]
+        turn = turn[self.map.find(turn) < 0]
         if len(turn):
             swept = turn, self._put(self.host.read(turn, size_of(len(turn))))
         return Part(len(ids), moves, arriving, anew, swept, hand)
@@ -163,7 +163,7 @@ class Cached:
         number = -(-self.rows // max(1, (self._horizon - 2) // 2))
         ids = np.arange(self.hand, min(self.hand + number, self.rows))
         self.hand = (self.hand + len(ids)) % self.rows
-        return ids[self.map.place_of[ids] < 0]
+        return ids[self.map.find(ids) < 0]
 
     def undo(self, part: Part) -> None:
         """Takes back the last plan."""
@@ -304,7 +304,7 @@ class Cached:
         """Rows as of now; padding reads zeros."""
         ids = np.asarray(ids)
         flat = check_ids(ids.reshape(-1), self.rows, self.name)
-        places, is_real = self.map.place_of[flat], flat < self.rows
+        places, is_real = self.map.find(flat), flat < self.rows
         rows = self.host.read(np.minimum(flat, self.rows - 1), size_of(len(flat)))
         held = np.flatnonzero((places >= 0) & is_real)
         at = self._stored(places[held])

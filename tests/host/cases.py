@@ -1,6 +1,7 @@
 """A small model with a table on the host, and the same with an ordinary table."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def others(dtype=jnp.float32):
 
 def loss(p, ids, y):
     rows = optzoo.lookup(p["table"], ids)
-    rows = rows.reshape(len(ids), -1).astype(jnp.float32)
+    rows = rows.reshape(len(ids), math.prod(rows.shape[1:])).astype(jnp.float32)
     return jnp.mean((rows @ p["w"][: rows.shape[1]].astype(jnp.float32) - y) ** 2)
 
 

@@ -7,9 +7,10 @@ from optzoo.host.cache_map import AGE, CacheMap, TooManyIds
 
 
 def consistent(m):
-    held = m.held()
-    assert (m.place_of[m.id_of[held]] == held).all()
-    assert (m.place_of[: m.rows] >= 0).sum() == len(held)
+    held, places = m.held(), m.find(np.arange(m.rows))
+    np.testing.assert_array_equal(places[m.id_of[held]], held)
+    assert (places >= 0).sum() == len(held)
+    assert m.find(np.array([m.rows])) == m.num_places
 
 
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
@@ -21,14 +22,14 @@ def test_every_id_has_a_place(policy, sizes):
         ids = rng.integers(0, rows + 1, number)
         if step % 3:
             ids = np.minimum(rng.zipf(1.2, number) - 1, rows)
-        before = m.id_of.copy(), m.place_of.copy()
+        before = m.id_of.copy(), m.find(np.arange(rows))
         wanted = {*ids.tolist()} - {rows}
         try:
             moves = m.plan(ids)
         except TooManyIds as error:
             assert error.args == (len(wanted),) and len(wanted) > places
             np.testing.assert_array_equal(m.id_of, before[0])
-            np.testing.assert_array_equal(m.place_of, before[1])
+            np.testing.assert_array_equal(m.find(np.arange(rows)), before[1])
             continue
         assert moves.distinct == len(wanted) <= places
         real = ids < rows
@@ -42,7 +43,7 @@ def test_every_id_has_a_place(policy, sizes):
         if step % 7 == 0:
             m.undo(moves)
             np.testing.assert_array_equal(m.id_of, before[0])
-            np.testing.assert_array_equal(m.place_of, before[1])
+            np.testing.assert_array_equal(m.find(np.arange(rows)), before[1])
 
 
 def used(policy, *batches, rows=20, places=4):
@@ -50,7 +51,7 @@ def used(policy, *batches, rows=20, places=4):
     m = CacheMap(rows, places, policy)
     for ids in batches:
         m.plan(np.array(ids))
-    return sorted(m.id_of.tolist())
+    return sorted(m.id_of[:-1].tolist())
 
 
 def test_the_least_recent_leave():
@@ -62,6 +63,7 @@ def test_the_least_recent_leave():
 def test_the_least_frequent_leave():
     assert used("lfu", [0, 1, 2, 3], [0], [2, 3], [4]) == [0, 2, 3, 4]
     assert used("lfu", [0, 0, 0, 1], [1, 2], [1, 2, 3], [4], [5]) == [1, 2, 4, 5]
+    assert used("lfu", [0], [0], [0, 1, 2, 3], [2, 3], [4]) == [0, 2, 3, 4]
     assert used("lfu", [0, 1], [0], [2, 3], [2, 3], [4]) != [0, 1, 2, 3]
 
 
@@ -72,7 +74,7 @@ def test_what_was_frequent_once_leaves():
         m.plan(np.array([0, 1]))
     for step in range(8 * AGE):
         m.plan(np.array([2 + step % 5]))
-    assert {0, 1}.isdisjoint(m.id_of.tolist())
+    assert {0, 1}.isdisjoint(m.id_of[:-1].tolist())
 
 
 def test_counts_do_not_overflow():
@@ -90,7 +92,7 @@ def test_places_that_are_dirty():
     m.is_dirty[moves.places[:1]] = True
     assert m.held().tolist() == [0, 1] and m.held(dirty=True).tolist() == [0]
     m.empty()
-    assert not len(m.held()) and (m.place_of[:20] == -1).all()
+    assert not len(m.held()) and (m.find(np.arange(20)) == -1).all()
 
 
 def test_a_longer_table():
