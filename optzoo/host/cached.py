@@ -147,8 +147,6 @@ class Cached:
             both = np.full((2, size), [[self.map.num_places], [self.rows]], np.int32)
             both[:, :number] = places[order], reset[order]
             anew = self._put([*both])
-        # What comes in, or has left for this batch, is not of the host alone.
-        turn = turn[self.map.find(turn) < 0]
         if len(turn):
             swept = turn, self._put(self.host.read(turn, size_of(len(turn))))
         return Part(len(ids), moves, arriving, anew, swept, hand)
@@ -163,6 +161,7 @@ class Cached:
         number = -(-self.rows // max(1, (self._horizon - 2) // 2))
         ids = np.arange(self.hand, min(self.hand + number, self.rows))
         self.hand = (self.hand + len(ids)) % self.rows
+        # A row that is in the cache may leave in this plan: then the host gets that one.
         return ids[self.map.find(ids) < 0]
 
     def undo(self, part: Part) -> None:

@@ -68,7 +68,7 @@ class Journal:
 
 
 def _bytes(a: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(a).reshape(-1).view(np.uint8).data
 
 
 def _write(file: Any, data: Any) -> None:

@@ -36,9 +36,7 @@ class RowArrays(NamedTuple):
         leaves = jax.tree.leaves(state)
         return [table_of(params, name), *(leaves[i] for i in self.slots[name])]
 
-    def replaced(
-        self, params: Any, state: Any, arrays: Mapping[str, list[Any]]
-    ) -> tuple[Any, Any]:
+    def replaced(self, params: Any, state: Any, arrays: Mapping[str, list[Any]]) -> tuple[Any, Any]:
         """Parameters and state with other arrays of some tables."""
         leaves, treedef = jax.tree.flatten(state)
         for name, (_, *of_state) in arrays.items():
@@ -81,9 +79,7 @@ def with_tables(params: Any, tables: Mapping[str, Any]) -> Any:
     return params
 
 
-def find_rows(
-    tx: optax.GradientTransformation, params: Any, rows: Mapping[str, int]
-) -> RowArrays:
+def find_rows(tx: optax.GradientTransformation, params: Any, rows: Mapping[str, int]) -> RowArrays:
     """Finds the arrays of the rows of some tables, in the state of ``tx``.
 
     Args:

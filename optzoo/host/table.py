@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .batch import by_table, check_ids, joined
 from .cache_map import Policy
 from .cached import Cached, Part
 from .folder import Folder
-from .row_arrays import RowArrays, find_rows, table_of, with_tables
+from .row_arrays import RowArrays, find_rows, with_tables
 
 
 class Stats(NamedTuple):
@@ -217,7 +218,7 @@ class HostTable:
             ValueError: if ``tx`` cannot train a cache, with the reason.
         """
         params, state = self._empty({} if others is None else others)
-        folder, where = self._folder, self._where
+        folder, where = self._folder, self._ready()
         if folder is not None and folder.number:
             self._check_kinds(folder.flushed["arrays"], params, state, "the flush in the folder is")
             folder.roll_back()
@@ -253,7 +254,7 @@ class HostTable:
         fresh, new = self._empty(with_tables(params, dict.fromkeys(self._tables)))
         kinds = _kinds(*self._full(fresh, new))
         self._check_kinds(kinds, params, state, "params and state are", whole=True)
-        where = self._where
+        where = self._ready()
         for name, table in self._tables.items():
             table.take(where.of(name, params, state), self._rows.get(name))
         self._rows = dict[str, Any]()
@@ -292,7 +293,7 @@ class HostTable:
         return where.with_others(*where.replaced(params, state, views), others)
 
     def read(self, params: Any, state: Any, ids: Any) -> Any:
-        """Rows as of now, for evaluation: from the cache those that are there, others from the host.
+        """Rows as of now, for evaluation: those in the cache from there, others from the host.
 
         Args:
             params: the present ones; they stay valid.
@@ -313,7 +314,7 @@ class HostTable:
             table.write_back()
         given = by_table(ids, [*self._tables], self._single, "ids")
         found = {n: t.read(params, state, given[n]) for n, t in self._tables.items()}
-        return found[[*found][0]] if self._single else found
+        return found[next(iter(found))] if self._single else found
 
     def grow(self, params: Any, state: Any, rows: int | Mapping[str, int]) -> None:
         """Makes tables longer on the host. Caches, parameters, state and programs stay.
@@ -358,11 +359,11 @@ class HostTable:
             ValueError: as :func:`optzoo.minimize`; when traced, if the gradient of a table is
                 dense.
         """
-        sparse = options.pop("sparse", {})
+        sparse: Any = options.pop("sparse", {})
         if not isinstance(sparse, Mapping):
             raise TypeError(f"sparse must be a dict by patterns of other tables, got {sparse!r}")
         sharded = {exactly(n): t.sharding for n, t in self._tables.items() if t.sharding}
-        required = {exactly(n): "require" for n, t in self._tables.items() if not t.sharding}
+        required: Any = {exactly(n): "require" for n, t in self._tables.items() if not t.sharding}
         if self._mesh is not None:
             options["mesh"] = self._mesh
             options["tables"] = {**(options.get("tables") or {}), **sharded}
@@ -478,7 +479,7 @@ class HostTable:
             self._undo(_Plan(None, parts, forget))
             raise
         places = {name: forms[name](part.moves.places) for name, part in parts.items()}
-        return _Plan(places[[*places][0]] if self._single else places, parts, forget)
+        return _Plan(places[next(iter(places))] if self._single else places, parts, forget)
 
     def _undo(self, plan: _Plan) -> None:
         for name, part in plan.parts.items():
@@ -537,8 +538,8 @@ class HostTable:
         """The same with the shapes of the whole tables in the place of caches."""
         where, whole = self._ready(), dict[str, list[Any]]()
         for name, table in self._tables.items():
-            arrays = where.of(name, params, state)
-            whole[name] = [jax.ShapeDtypeStruct((table.rows, *a.shape[1:]), a.dtype) for a in arrays]
+            like = lambda a, n=table.rows: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype)
+            whole[name] = list(map(like, where.of(name, params, state)))
         return where.replaced(params, state, whole)
 
     def _check_kinds(
@@ -548,12 +549,12 @@ class HostTable:
         given = _kinds(*((params, state) if whole else self._full(params, state)))
         if whole:  # what is given has to be what is needed
             wanted, given = given, wanted
-        for a, b in zip(wanted + [None], given + [None], strict=False):
+        for a, b in itertools.zip_longest(wanted, given):
             if a != b:
-                words = [f"{x[0]} of shape {x[1]} and dtype {x[2]}" if x else "no more" for x in (a, b)]
+                words = lambda x: f"{x[0]} of shape {x[1]} and dtype {x[2]}" if x else "no more"
                 raise StateError(
-                    f"{what} of another optimizer or other parameters: {words[0]}, and this store "
-                    f"has {words[1]}. Give those that belong together"
+                    f"{what} of another optimizer or other parameters: {words(a)}, and this store "
+                    f"has {words(b)}. Give those that belong together"
                 )
 
     def _commit(self, params: Any, state: Any, others: list[Any]) -> None:

@@ -155,10 +155,10 @@ def prove_in_cache(
 
 def _written(trace: Trace) -> Iterator[Any]:
     """The operations of an update, with numbers; one that is that of the rows by its name."""
+    is_int = lambda a: np.issubdtype(np.result_type(a), np.integer)
+    known = lambda a: trace.whole.get(int(a), a) if is_int(a) else a
     for op, *_ in trace.graph.walk():
         numbers = [v.literal for v in op.ins if v.literal is not None and not v.shape]
-        is_int = lambda a: np.issubdtype(np.result_type(a), np.integer)
-        known = lambda a: trace.whole.get(int(a), a) if is_int(a) else a
         yield op.name, [str(known(a)) for a in numbers]
 
 
@@ -226,9 +226,7 @@ def trace_update(
     )
 
 
-def _check_alone(
-    trace: Trace, more_rows: Set[str] = frozenset(), *, sums: bool = False
-) -> None:
+def _check_alone(trace: Trace, more_rows: Set[str] = frozenset(), *, sums: bool = False) -> None:
     """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other.
 
     With ``sums`` it may depend on a sum over the touched rows.

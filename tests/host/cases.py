@@ -34,7 +34,8 @@ def others(dtype=jnp.float32):
 def loss(p, ids, y):
     rows = optzoo.lookup(p["table"], ids)
     rows = rows.reshape(len(ids), math.prod(rows.shape[1:])).astype(jnp.float32)
-    return jnp.mean((rows @ p["w"][: rows.shape[1]].astype(jnp.float32) - y) ** 2)
+    errors = rows @ p["w"][: rows.shape[1]].astype(jnp.float32) - y
+    return jnp.sum(errors**2) / max(1, len(ids))
 
 
 def first(batch):
@@ -75,9 +76,7 @@ def cached(tx, start=None, data=None, extra=lambda i: {}, cache=CACHE, **options
 def same(got, want):
     """Asserts that trees are equal, bit by bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    )
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     for (path, a), b in pairs:
         a, b = np.asarray(a), np.asarray(b)
         name = jax.tree_util.keystr(path)

@@ -10,7 +10,7 @@ import optzoo
 from optzoo.deferred.state import CaughtUpState
 from optzoo.state.types import nodes_of
 
-from .cases import CACHE, IDS, ROWS, batches, cached, loss, near, ordinary, others, table, train
+from .cases import CACHE, IDS, ROWS, cached, loss, near, ordinary, others, table, train
 
 # As short as the window of the sums allows: 64 steps.
 ADAM = optzoo.adam(0.05, b1=0.5)
@@ -25,9 +25,7 @@ DEFERRED = {
     "clipped": lambda: optax.chain(
         optzoo.clip_by_global_norm(0.5), optzoo.caught_up(ADAM, mask="table", horizon=1)
     ),
-    "average": lambda: optzoo.caught_up(
-        optzoo.moving_average(ADAM, 0.9), mask="table", horizon=1
-    ),
+    "average": lambda: optzoo.caught_up(optzoo.moving_average(ADAM, 0.9), mask="table", horizon=1),
     "dense": lambda: optzoo.caught_up(
         optzoo.momentum(0.05, 0.5), mask="table", dense=True, horizon=1
     ),
@@ -48,7 +46,7 @@ def longest(tx):
     """The greatest age of a row."""
     state = jax.eval_shape(tx.init, {"table": table(), **others()})
     [node] = nodes_of(CaughtUpState, state)
-    return [clock.longest for clock in node.clock.values()][0]
+    return next(clock.longest for clock in node.clock.values())
 
 
 @pytest.mark.parametrize("name", DEFERRED)
@@ -85,7 +83,10 @@ def test_a_flush_is_an_ordinary_state_also_after_a_long_rest():
     near(optzoo.rows.catch_up(*got[:2]), want, 1e-5)
     *at, _ = ordinary(tx, data=data[:half])
     store = optzoo.host.HostTable(table(), tx, CACHE)
-    got = train(store, *store.load(*at), data[half:])[:2]
+    params, state = store.load(*at)
+    [last] = [a for a in store._tables["table"].host.arrays if a.dtype == np.int32]
+    assert (last == half).all()
+    got = train(store, params, state, data[half:])[:2]
     near(store.flush(*got), want, 1e-5)
 
 
@@ -104,8 +105,41 @@ def test_rows_that_a_step_does_not_look_up():
     near(store.flush(params, state), optzoo.rows.catch_up(plain, plain_state), 1e-5)
 
 
+def test_how_long_rows_rest():
+    """On the host half of a horizon, since they leave as of now; in the cache a whole one."""
+    tx, rows, cache = optzoo.caught_up(ADAM, mask="table", horizon=100), 700, 90
+    store = optzoo.host.HostTable(table(rows), tx, cache)
+    params, state = store.init(others())
+    ring = len(next(iter(nodes_of(CaughtUpState, state)[0].clock.values())).ring)
+    rng, data = np.random.default_rng(0), []
+    for step in range(5 * ring):
+        ids = rng.integers(0, 5, IDS)
+        if step % (ring // 2) < 6:  # rows that are in no other batch until they leave
+            ids[1:] = rng.integers(0, rows, IDS - 1)
+        data.append((ids, rng.normal(size=IDS).astype(np.float32)))
+    few = lambda p, ids, y: loss(p, ids[:1], y[:1])  # the others only come into the cache
+    step, greatest = store.minimize(few), np.zeros(2)
+    for places, (_, y) in store.ahead(data, ids=lambda batch: batch[0]):
+        params, state, _ = step(*store.swap(params, state), places, y)
+        if store.step % 7:
+            continue
+        store._take_back()
+        of = store._tables["table"]
+        of.write_back()
+        [node] = nodes_of(CaughtUpState, state)
+        count = max(int(clock.count) for clock in node.clock.values())
+        last = next(a for a in of.host.arrays if a.dtype == np.int32)
+        on_host = np.flatnonzero(of.map.find(np.arange(rows)) < 0)
+        held = of.map.held()
+        ages = count - last[on_host], count - np.asarray(node.last["table"])[held]
+        greatest = np.maximum(greatest, [a.max() for a in ages])
+    half = (ring - 2) // 2
+    assert half / 2 < greatest[0] <= half + 2
+    assert ring / 2 < greatest[1] <= ring
+    assert np.isfinite(store.flush(params, state)[0]["table"]).all()
+
+
 def test_a_small_cache_needs_a_mask():
     store = optzoo.host.HostTable(table(5000), optzoo.caught_up(ADAM), CACHE)
     with pytest.raises(ValueError, match="whose mask names the tables"):
         store.init(others())
-    assert len(batches()) > 0

@@ -1,4 +1,4 @@
-"""What other libraries have trained fills the host, and training goes on as in an ordinary table."""
+"""What other libraries have trained fills the host, and goes on as an ordinary table does."""
 
 import jax
 import numpy as np
@@ -26,7 +26,10 @@ def of_tf1():
 def of_fbgemm():
     tx = optzoo.row_wise_adagrad(0.1)
     saved = {"table/weights": table(), "table/momentum1": SLOT[:, 0], "iter": np.array([7])}
-    saved |= {"w/weights": np.asarray(others()["w"]), "w/momentum1": np.full(WIDTH, 0.5, np.float32)}
+    saved |= {
+        "w/weights": np.asarray(others()["w"]),
+        "w/momentum1": np.full(WIDTH, 0.5, np.float32),
+    }
     return tx, optzoo.interop.fbgemm.load_fbgemm_state(tx, LIKE, saved)
 
 

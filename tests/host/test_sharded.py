@@ -107,5 +107,5 @@ def test_a_sharding_of_another_size():
     s = optzoo.sharded.RowSharding(18, 2)
     with pytest.raises(ValueError, match="has num_rows=18, and cache_rows is 17"):
         optzoo.host.HostTable(table(), adam(), 17, sharding=s, mesh=mesh)
-    with pytest.raises(TypeError, match="sharding must be an optzoo.sharded.RowSharding"):
+    with pytest.raises(TypeError, match="sharding must be an optzoo"):
         optzoo.host.HostTable(table(), adam(), 17, sharding=3, mesh=mesh)

@@ -1,7 +1,7 @@
 """Trains a table on the host in a folder, and may kill itself in the middle of something.
 
-``points`` are where: around and inside of all that writes to the folder. Processes are forked before
-JAX starts a device, so each costs a training alone.
+``points`` are where: around and inside of all that writes to the folder. Processes are forked
+before JAX starts a device, so each costs a training alone.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def main():
             os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-        def check(path=path):
+        def check(path=path, k=k):
             begun = (path / "flush.json").exists()
             fits, step = is_as_expected(path, expected)
             print(f"kill {k}: a flush {begun}, step {step}, as expected {fits}", flush=True)
