@@ -101,7 +101,7 @@ class HostTable:
         ...     params, state, value = step(*store.swap(params, state), places)
         >>> params, state = store.flush(params, state)
         >>> [round(float(x), 2) for x in params["table"][[3, 999, 500, 4], 0]]
-        [0.7, 0.9, 0.9, 1.0]
+        [0.7, 0.93, 0.9, 1.0]
 
     Args:
         rows: a table: an array of NumPy, which is changed in place; or an array of JAX, which is

@@ -149,7 +149,8 @@ def test_a_table_that_grew_after_the_last_flush(tmp_path):
     want = jax.tree.map(np.array, store.flush(params, state))
     params, state, _ = train(store, params, state, data)
     store.grow(params, state, 40)
-    train(store, params, state, [*data, (np.arange(30, 36), np.ones(6, np.float32))])
+    later = [(np.arange(i, i + 6), np.ones(6, np.float32)) for i in (8, 30, 0)]
+    train(store, params, state, [*data, *later])  # rows before and behind, new in the journal
     store.close()
     store = optzoo.host.HostTable(table(ROWS), adam(), 6, init=rows, folder=tmp_path)
     same(store.flush(*store.init(others())), want)
