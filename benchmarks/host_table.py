@@ -155,22 +155,24 @@ def memory():
     rows, cache = 4_000_000, 400_000
     tx = optzoo.lazy_adam(0.01)
     shape = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    ids = zipf(1.05, rows)
+    batches = [next(ids) for _ in range(20)]
+    # Without files that are mapped.
+    of_process = lambda: int(re.search(r"RssAnon:\s+(\d+)", STATUS.read_text())[1]) * 1024
+    params, before = net(), of_process()
     with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
         store = optzoo.host.HostTable(shape, tx, cache, folder=folder)
-        params, state = store.init(net())
+        params, state = store.init(params)
         y, step = np.zeros(IDS // FEATURES, np.float32), store.minimize(loss)
-        for places, _ in store.ahead(
-            itertools.islice(zipf(1.05, rows), 20), ids=lambda batch: batch
-        ):
+        for places, _ in store.ahead(batches, ids=lambda batch: batch):
             params, state, value = step(*store.swap(params, state), places, y)
         jax.block_until_ready(value)
-        whole = 3 * rows * WIDTH * 4
-        arrays = sum(a.nbytes for a in jax.live_arrays())
-        own = int(re.search(r"RssAnon:\s+(\d+)", STATUS.read_text())[1]) * 1024
+        arrays, own = sum(a.nbytes for a in jax.live_arrays()), of_process() - before
         print(
-            f"a table of {rows:,} rows of {WIDTH} and two slots: {whole / 1e6:,.0f} MB\n"
-            f"cache of {cache:,} rows: arrays of JAX {arrays / 1e6:,.0f} MB, memory of the process "
-            f"without mapped files {own / 1e6:,.0f} MB, map {4 * rows / 1e6:,.0f} MB"
+            f"a table of {rows:,} rows of {WIDTH} with two slots: {3 * rows * WIDTH * 4 / 1e6:,.0f}"
+            f" MB in files; a cache of {cache:,} rows\narrays of JAX {arrays / 1e6:,.0f} MB; the "
+            f"process {own / 1e6:,.0f} MB more than before, with programs and the map of "
+            f"{4 * rows / 1e6:,.0f} MB"
         )
 
 

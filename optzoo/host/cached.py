@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import CHUNK, Kind, Table, chunks
 from .batch import check_ids
 from .cache_map import CacheMap, Moves, Policy, TooManyIds
-from .exchange import DeferredExchange, Reset, exchanged, rows_of, size_of
+from .exchange import DeferredExchange, Reset, rows_at, rows_of, size_of, with_rows
 from .folder import Folder
 from .row_arrays import RowArrays, with_tables
 
@@ -176,7 +176,9 @@ class Cached:
             if self._deferred is not None:
                 params, state, out = self._deferred.exchanged(params, state, into, rows)
             else:
-                arrays, out = exchanged(self._where.of(self.name, params, state), into, rows)
+                arrays = self._where.of(self.name, params, state)
+                out = rows_at(arrays, into)
+                arrays = with_rows(arrays, into, rows)
                 params, state = self._where.replaced(params, state, {self.name: arrays})
             self._leave(part.moves.leaving, out)
         if part.reset:

@@ -31,15 +31,17 @@ def size_of(number: int) -> int:
     return size
 
 
+# Two programs: in one that reads rows and then writes them, XLA copies the arrays.
+@jax.jit
+def rows_at(arrays: list[Array], places: Array) -> list[Array]:
+    """The rows of the arrays of a cache at some places."""
+    return [gather_rows(a, places) for a in arrays]
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def exchanged(arrays: list[Array], into: Array, rows: list[Array]) -> Any:
-    """The arrays of a cache with other rows at some places, and the rows that were there."""
-    return _exchanged(arrays, into, rows)
-
-
-def _exchanged(arrays: list[Array], into: Array, rows: list[Array]) -> Any:
-    out = [gather_rows(a, into) for a in arrays]
-    return [scatter_rows(a, into, new) for a, new in zip(arrays, rows, strict=True)], out
+def with_rows(arrays: list[Array], places: Array, rows: list[Array]) -> list[Array]:
+    """The arrays of a cache with other rows at some places."""
+    return [scatter_rows(a, places, new) for a, new in zip(arrays, rows, strict=True)]
 
 
 class DeferredExchange:
@@ -50,14 +52,23 @@ class DeferredExchange:
 
     def __init__(self, name: str, where: RowArrays):
         self.name, self.where = name, where
-        self.exchanged = jax.jit(self._exchanged, donate_argnums=(0, 1))
+        self._brought_up = jax.jit(self._bring_up, donate_argnums=(0, 1))
+        self._with_rows = jax.jit(self._put_rows, donate_argnums=(0, 1))
         self.current = jax.jit(self._current)
 
-    def _exchanged(self, params: Any, state: Any, into: Array, rows: list[Array]) -> Any:
-        params, state = self._change(params, state, lambda table: by_ids(table, into))
-        arrays, out = _exchanged(self.where.of(self.name, params, state), into, rows)
+    def exchanged(self, params: Any, state: Any, places: Array, rows: list[Array]) -> Any:
+        """Parameters and state with other rows at some places, and the rows that were there."""
+        params, state = self._brought_up(params, state, places)
+        out = rows_at(self.where.of(self.name, params, state), places)
+        return *self._with_rows(params, state, places, rows), out
+
+    def _bring_up(self, params: Any, state: Any, places: Array) -> Any:
+        return self._change(params, state, lambda table: by_ids(table, places))
+
+    def _put_rows(self, params: Any, state: Any, places: Array, rows: list[Array]) -> Any:
+        arrays = with_rows(self.where.of(self.name, params, state), places, rows)
         params, state = self.where.replaced(params, state, {self.name: arrays})
-        return *self._change(params, state, lambda table: by_ids(table, into)), out
+        return self._bring_up(params, state, places)
 
     def _current(self, params: Any, state: Any, rows: list[Array]) -> list[Array]:
         """Rows of all arrays of the table, which need not be those of the cache, as of now."""

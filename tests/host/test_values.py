@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import optzoo
+from optzoo.host import exchange
+from optzoo.host.row_arrays import find_rows
 from optzoo.testing import samples
 
 from ..selection import chosen_first
@@ -293,11 +295,39 @@ def test_rows_are_read_as_of_now():
     assert store.read(params, state, np.zeros((0, 2), int)).shape == (0, 2, WIDTH)
 
 
+def test_exchanges_cost_what_their_rows_cost():
+    """No program makes an array of the size of the cache, or copies one."""
+    rows, size = 50_000, 256
+    deferred = optzoo.caught_up(optzoo.adam(0.1), mask="table")
+    params = {"table": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
+    places = jax.ShapeDtypeStruct((size,), jnp.int32)
+    for tx in (adam(), optzoo.slots_dtype(adam(), "int8"), deferred):
+        state, where = jax.eval_shape(tx.init, params), find_rows(tx, params, {"table": 10 * rows})
+        arrays = where.of("table", params, state)
+        new = [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in arrays]
+        anew = exchange.Reset("table", tx, None, None).reset
+        programs = [
+            (exchange.rows_at, (arrays, places)),
+            (exchange.with_rows, (arrays, places, new)),
+            (anew, (params, state, places, places)),
+        ]
+        if tx is deferred:
+            of = exchange.DeferredExchange("table", where)
+            programs += [
+                (of._brought_up, (params, state, places)),
+                (of._with_rows, (params, state, places, new)),
+                (of.current, (params, state, new)),
+            ]
+        for program, of_it in programs:
+            memory = program.lower(*of_it).compile().memory_analysis()
+            made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            assert made < 4 * size * 4 * (4 * WIDTH + 2)
+            assert memory.temp_size_in_bytes < rows * WIDTH
+
+
 def test_few_programs():
     """Sizes of exchanges are powers of two, or three halves of one."""
-    from optzoo.host.exchange import size_of
-
-    sizes = [size_of(n) for n in range(1, 5000)]
+    sizes = [exchange.size_of(n) for n in range(1, 5000)]
     assert sorted(set(sizes)) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
     assert all(n <= size for n, size in enumerate(sizes, 1))
     assert all(2 * n > size or size == 256 for n, size in enumerate(sizes, 1))
