@@ -308,9 +308,11 @@ class Cached:
         places, is_real = self.map.find(flat), flat < self.rows
         rows = self.host.read(np.minimum(flat, self.rows - 1), size_of(len(flat)))
         held = np.flatnonzero((places >= 0) & is_real)
-        at = self._stored(places[held])
-        for a, of_cache in zip(rows, self._where.of(self.name, params, state), strict=True):
-            a[held] = np.asarray(of_cache)[at]
+        at = np.full(len(rows[0]), self.cache.shape[0], np.int32)
+        at[held] = self._stored(places[held])
+        in_cache = rows_at(self._where.of(self.name, params, state), *self._put([at]))
+        for a, found in zip(rows, in_cache, strict=True):
+            a[held] = np.asarray(found)[held]
         if self._deferred is not None:
             rows = self._deferred.current(params, state, self._put(rows))
         found = np.array(rows[0])[: len(flat)]

@@ -449,11 +449,11 @@ class HostTable:
     # Plans
 
     def _next_plan(self) -> _Plan:
-        begun = time.perf_counter()
-        future, self._future = self._future, None
+        begun, future = time.perf_counter(), self._future
         assert self._following is not None
         # There is none for the first batch, and none that was taken back by a flush.
         plan = self._plan(*self._following) if future is None else future.result()
+        self._future = None  # not before: an interrupt leaves it to be taken back
         waited = self._stats.seconds_waited + time.perf_counter() - begun
         self._stats = self._stats._replace(seconds_waited=waited)
         return plan

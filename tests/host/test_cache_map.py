@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from optzoo.host import cache_map
 from optzoo.host.cache_map import AGE, CacheMap, TooManyIds
 
 
@@ -44,6 +45,19 @@ def test_every_id_has_a_place(policy, sizes):
             m.undo(moves)
             np.testing.assert_array_equal(m.id_of, before[0])
             np.testing.assert_array_equal(m.find(np.arange(rows)), before[1])
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+@pytest.mark.parametrize("block", [1, 6, 7, 8])
+def test_places_in_blocks(policy, block, monkeypatch):
+    """Of which the last is not full, or full, or longer than the cache."""
+    monkeypatch.setattr(cache_map, "_BLOCK", block)
+    m, rng = CacheMap(50, 7, policy), np.random.default_rng(0)
+    for _ in range(200):
+        ids = rng.integers(0, 50, rng.integers(1, 8))
+        moves = m.plan(ids)
+        np.testing.assert_array_equal(m.id_of[moves.places], ids)
+        consistent(m)
 
 
 def used(policy, *batches, rows=20, places=4):

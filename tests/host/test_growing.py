@@ -34,10 +34,11 @@ def keys(strings=True):
 def with_reset_rows(tx, data):
     """The ordinary table, whose rows begin anew by ``reset_rows``."""
     v = vocabulary()
-    params = {"table": new_rows(jnp.arange(ROWS)), **others()}
+    # Compiled, as in a store: XLA rounds some initializers otherwise than one operation by another.
+    params = {"table": jax.jit(new_rows)(jnp.arange(ROWS)), **others()}
     state = tx.init(params)
     step = optzoo.minimize(loss, tx)
-    reset = functools.partial(optzoo.growing.reset_rows, tx=tx, init=new_rows)
+    reset = jax.jit(functools.partial(optzoo.growing.reset_rows, tx=tx, init=new_rows))
     anew = 0
     for of, y in data:
         found = v.observe(of)

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import optzoo
-from optzoo.host import exchange
+from optzoo.host import arrays, exchange
+from optzoo.host import cached as host_cached
 from optzoo.host.row_arrays import find_rows
 from optzoo.testing import samples
 
@@ -238,6 +239,19 @@ def test_the_array_that_was_given_is_the_host():
     assert np.shares_memory(store.flush(params, state)[0]["table"], start)
 
 
+@pytest.mark.parametrize("chunk", [ROWS - 1, ROWS, ROWS + 1, 7])
+def test_tables_in_chunks(chunk, monkeypatch, tmp_path):
+    """Rows and slots are made, taken and brought up in parts."""
+    for module in (arrays, host_cached):
+        monkeypatch.setattr(module, "CHUNK", chunk)
+    tx = optzoo.caught_up(optzoo.adam(0.05), mask="table")
+    want = optzoo.rows.catch_up(*ordinary(tx)[:2])
+    *got, _, store = cached(tx, folder=tmp_path)
+    near(tuple(got), want, 1e-5)
+    before = jax.tree.map(np.array, tuple(got))
+    near(store.flush(*store.load(*before)), before, 0)
+
+
 def test_rows_made_by_an_initializer():
     rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
     shape = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
@@ -303,12 +317,12 @@ def test_exchanges_cost_what_their_rows_cost():
     places = jax.ShapeDtypeStruct((size,), jnp.int32)
     for tx in (adam(), optzoo.slots_dtype(adam(), "int8"), deferred):
         state, where = jax.eval_shape(tx.init, params), find_rows(tx, params, {"table": 10 * rows})
-        arrays = where.of("table", params, state)
-        new = [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in arrays]
+        cache = where.of("table", params, state)
+        new = [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in cache]
         anew = exchange.Reset("table", tx, None, None).reset
         programs = [
-            (exchange.rows_at, (arrays, places)),
-            (exchange.with_rows, (arrays, places, new)),
+            (exchange.rows_at, (cache, places)),
+            (exchange.with_rows, (cache, places, new)),
             (anew, (params, state, places, places)),
         ]
         if tx is deferred:
